@@ -1,0 +1,64 @@
+"""Fixtures of all tests, and the count of those that read real data."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.dist import Pool
+
+VARIABLE = "MEGATRON_TEST_DATA"
+
+
+@pytest.fixture
+def test_data() -> Path:
+    """The folder of real files; a test that asks for it is marked real_data."""
+    if VARIABLE not in os.environ:
+        pytest.skip(f"{VARIABLE} is not set to a folder of real data")
+    return Path(os.environ[VARIABLE])
+
+
+@pytest.fixture(scope="session")
+def gloo() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+class RealData:
+    """Counts the real-data tests; a skipped one fails the session where the data is there."""
+
+    def __init__(self) -> None:
+        self.ran = 0
+        self.skipped = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if "real_data" in report.keywords:
+            self.skipped += report.skipped
+            self.ran += report.when == "call" and not report.skipped
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.skipped and VARIABLE in os.environ and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        place = os.environ.get(VARIABLE, "not set")
+        line = f"real-data tests: {self.ran} ran, {self.skipped} skipped ({VARIABLE}: {place})"
+        terminalreporter.write_line(line)
+        if self.skipped and VARIABLE in os.environ:
+            terminalreporter.write_line(f"error: {VARIABLE} is set, so none may be skipped")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = os.environ.get(VARIABLE)
+    if folder is not None and not Path(folder).is_dir():
+        raise pytest.UsageError(f"{VARIABLE}={folder} is not a folder; unset it to skip real data")
+    config.pluginmanager.register(RealData())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "test_data" in getattr(item, "fixturenames", ()):
+            item.add_marker("real_data")
