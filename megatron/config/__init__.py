@@ -1,0 +1,26 @@
+"""Settings: one frozen section per owner, programs compose them, parse() fills them."""
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checks import SettingError
+from megatron.config.data import DataConfig
+from megatron.config.model import ModelConfig, padded_vocab_size
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.parse import from_dict, parse, user_errors
+from megatron.config.pretrain import PretrainConfig
+from megatron.config.training import TrainingConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PretrainConfig",
+    "SettingError",
+    "TrainingConfig",
+    "from_dict",
+    "padded_vocab_size",
+    "parse",
+    "user_errors",
+]

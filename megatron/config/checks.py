@@ -1,0 +1,62 @@
+"""Checks of one field that the sections share; each error names the flag and a cure."""
+
+import math
+from typing import Any
+
+
+class SettingError(ValueError):
+    """A setting, or two that disagree; the message names the flag and what would work."""
+
+
+def number(text: str) -> float | None:
+    """text as a float, or None where it is not one."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def flag(field: str) -> str:
+    """The command line's spelling of a field: --seq-length of seq_length."""
+    return "--" + field.replace("_", "-")
+
+
+def _smallest(section: Any, field: str) -> str:
+    """A cure for a number that is too small, in the kind of number that the field takes."""
+    return "1" if isinstance(getattr(section, field), int) else "a positive number such as 1e-5"
+
+
+def positive(section: Any, *fields: str) -> None:
+    """Refuse 0, negative numbers, infinity and NaN."""
+    for field in fields:
+        value = getattr(section, field)
+        if not 0 < value < math.inf:
+            raise SettingError(
+                f"{flag(field)} {value} should be above 0; "
+                f"{flag(field)} {_smallest(section, field)} would work"
+            )
+
+
+def optional_positive(section: Any, *fields: str) -> None:
+    """As positive, but None (the flag was not given) passes."""
+    positive(section, *(field for field in fields if getattr(section, field) is not None))
+
+
+def non_negative(section: Any, *fields: str) -> None:
+    """Refuse negative numbers, infinity and NaN."""
+    for field in fields:
+        value = getattr(section, field)
+        if not 0 <= value < math.inf:
+            raise SettingError(
+                f"{flag(field)} {value} should be 0 or above; {flag(field)} 0 would work"
+            )
+
+
+def fraction(section: Any, *fields: str) -> None:
+    """Refuse what is not in [0, 1)."""
+    for field in fields:
+        value = getattr(section, field)
+        if not 0 <= value < 1:
+            raise SettingError(
+                f"{flag(field)} {value} should be in [0, 1); {flag(field)} 0.1 would work"
+            )

@@ -1,0 +1,74 @@
+"""The transformer's shape, dropout and initialisation."""
+
+from dataclasses import dataclass
+
+from megatron.config.checks import SettingError, fraction, optional_positive, positive
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
+    """The rows of the embedding: the next multiple of divisible_by x tensor_parallel_size.
+
+    Section 5.1 of the paper: each rank then holds equally many rows, and a multiple of 128 of
+    them, which is what the GEMM likes.
+    """
+    multiple = divisible_by * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    num_layers: int
+    """Transformer layers."""
+
+    hidden_size: int
+    """Width of the stream between layers; the MLP is four times as wide."""
+
+    num_attention_heads: int
+    """Attention heads of a layer; divides the hidden size."""
+
+    max_position_embeddings: int = 1024
+    """Rows of the position embedding: the longest sequence that the model can read."""
+
+    vocab_size: int | None = None
+    """True size of the vocabulary; that of the data set's tokenizer if not given."""
+
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+
+    layernorm_epsilon: float = 1e-5
+    """Added to the variance in LayerNorm."""
+
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; divided by sqrt(2 x layers) before residuals."""
+
+    attention_dropout: float = 0.1
+    """Dropout probability of the attention probabilities."""
+
+    hidden_dropout: float = 0.1
+    """Dropout probability of the embeddings and before each residual add."""
+
+    checkpoint_activations: bool = False
+    """Keep only each layer's input and recompute the rest in the backward pass."""
+
+    def __post_init__(self) -> None:
+        positive(
+            self,
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "max_position_embeddings",
+            "make_vocab_size_divisible_by",
+            "layernorm_epsilon",
+            "init_method_std",
+        )
+        optional_positive(self, "vocab_size")
+        fraction(self, "attention_dropout", "hidden_dropout")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            rounded = -(-self.hidden_size // self.num_attention_heads) * self.num_attention_heads
+            raise SettingError(
+                f"--hidden-size {self.hidden_size} does not divide by --num-attention-heads "
+                f"{self.num_attention_heads}; --hidden-size {rounded} would work"
+            )

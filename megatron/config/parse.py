@@ -1,0 +1,132 @@
+"""From the command line to a program's settings, without torch, in one place."""
+
+import contextlib
+import dataclasses
+import io
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_type_hints
+
+from megatron.config.checks import SettingError, flag
+from megatron.config.preset import preset_arguments
+
+Program = TypeVar("Program")
+
+_PRESET_HELP = (
+    "--preset FILE reads settings from a TOML file (num_layers = 24); it may be given several "
+    "times, and the flags on the command line win."
+)
+
+
+@contextlib.contextmanager
+def user_errors(environ: Mapping[str, str]) -> Iterator[None]:
+    """End the program with status 2 and one message where a ValueError or OSError is raised.
+
+    Every rank meets the same error, so that only rank 0 (RANK in environ) prints it.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if _is_first(environ):
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def parse(program: type[Program], argv: Sequence[str], environ: Mapping[str, str]) -> Program:
+    """The program's settings from its arguments (those after the program's name).
+
+    program: a dataclass of settings and of sections, which are dataclasses too; a field's
+    metadata {"alias": name} is a second name. Raises SettingError for presets and for values
+    that a section refuses; for flags that are missing, unknown or malformed, and for --help,
+    prints (on rank 0) and raises SystemExit.
+    """
+    import tyro
+
+    fields = dict(_fields(program))
+    aliases = {
+        field.metadata["alias"]: name
+        for name, (field, _) in fields.items()
+        if "alias" in field.metadata
+    }
+    annotations = {name: annotation for name, (_, annotation) in fields.items()}
+    known = annotations | {alias: annotations[name] for alias, name in aliases.items()}
+    presets, own = _split_presets(argv)
+    arguments = [word for file in presets for word in preset_arguments(file, known)] + own
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            return tyro.cli(
+                program,
+                args=[_without_alias(word, aliases) for word in arguments],
+                description=_PRESET_HELP,
+                console_outputs=_is_first(environ),
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
+            )
+    except SystemExit as stop:
+        _raise_setting_error(stop)
+        if _is_first(environ):
+            sys.stderr.write(message.getvalue())
+        raise
+
+
+def from_dict(program: type[Program], values: Mapping[str, Any]) -> Program:
+    """The inverse of dataclasses.asdict, also after a round trip through JSON."""
+    hints = get_type_hints(program)
+    return program(**{name: _restore(hints.get(name), value) for name, value in values.items()})
+
+
+def _restore(annotation: Any, value: Any) -> Any:
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return from_dict(annotation, value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is_first(environ: Mapping[str, str]) -> bool:
+    return environ.get("RANK", "0") == "0"
+
+
+def _fields(program: type) -> Iterator[tuple[str, tuple[dataclasses.Field[Any], Any]]]:
+    """(name, (field, annotation)) of every setting, those of the sections included."""
+    hints = get_type_hints(program)
+    for field in dataclasses.fields(program):
+        annotation = hints[field.name]
+        if dataclasses.is_dataclass(annotation):
+            assert isinstance(annotation, type)
+            yield from _fields(annotation)
+        else:
+            yield field.name, (field, annotation)
+
+
+def _split_presets(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The files of --preset FILE and --preset=FILE, and the other arguments."""
+    files, others = [], []
+    words = iter(argv)
+    for word in words:
+        name, equals, file = word.partition("=")
+        if name != "--preset":
+            others.append(word)
+            continue
+        file = file if equals else next(words, "")
+        if not file or file.startswith("--"):
+            raise SettingError(
+                "--preset names no file; --preset scripts/presets/gpt2_355m.toml would work"
+            )
+        files.append(file)
+    return files, others
+
+
+def _without_alias(word: str, aliases: Mapping[str, str]) -> str:
+    name, equals, value = word.partition("=")
+    field = name.removeprefix("--").replace("-", "_")
+    if name.startswith("--") and field in aliases:
+        return flag(aliases[field]) + equals + value
+    return word
+
+
+def _raise_setting_error(stop: SystemExit) -> None:
+    """Raise the SettingError that made tyro stop, if one did: tyro would box and wrap it."""
+    cause: BaseException | None = stop
+    while cause is not None:
+        if isinstance(cause, SettingError):
+            raise cause
+        cause = cause.__context__

@@ -1,0 +1,101 @@
+"""The settings of a pretraining run, and the facts that hold between its sections."""
+
+from dataclasses import dataclass, field
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checks import SettingError
+from megatron.config.data import DataConfig
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.training import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Models trained side by side by world_size processes."""
+        return world_size // self.parallel.tensor_model_parallel_size
+
+    def global_batch_size(self, world_size: int) -> int:
+        """Samples of an optimizer step."""
+        smallest = self.training.micro_batch_size * self.data_parallel_size(world_size)
+        return self.training.global_batch_size or smallest
+
+    def micro_batches(self, world_size: int) -> int:
+        """Forward and backward passes of one model in an optimizer step."""
+        smallest = self.training.micro_batch_size * self.data_parallel_size(world_size)
+        return self.global_batch_size(world_size) // smallest
+
+    def lr_decay_iters(self) -> int:
+        """Iteration at which the learning rate reaches its floor."""
+        return self.optimizer.lr_decay_iters or self.training.train_iters
+
+    def check(self, world_size: int) -> None:
+        """Raise ValueError, naming flags and values that work, where sections disagree."""
+        self._check_heads()
+        self._check_world(world_size)
+        self._check_batch(world_size)
+        self._check_positions()
+        self._check_schedule()
+
+    def _check_heads(self) -> None:
+        heads, size = self.model.num_attention_heads, self.parallel.tensor_model_parallel_size
+        if heads % size:
+            raise SettingError(
+                f"--num-attention-heads {heads} does not divide by --tensor-model-parallel-size "
+                f"{size}; --tensor-model-parallel-size {_largest_divisor(heads, size)} would work"
+            )
+
+    def _check_world(self, world_size: int) -> None:
+        size = self.parallel.tensor_model_parallel_size
+        if world_size % size:
+            raise SettingError(
+                f"--tensor-model-parallel-size {size} does not fit a world of {world_size} "
+                f"processes; --nproc-per-node {size} of torchrun would work, or "
+                f"--tensor-model-parallel-size {_largest_divisor(world_size, size)}"
+            )
+
+    def _check_batch(self, world_size: int) -> None:
+        batch = self.global_batch_size(world_size)
+        copies, micro = self.data_parallel_size(world_size), self.training.micro_batch_size
+        if batch % (copies * micro):
+            raise SettingError(
+                f"--global-batch-size {batch} does not divide by --micro-batch-size {micro} x "
+                f"data-parallel size {copies}; "
+                f"--global-batch-size {_next_multiple(batch, copies * micro)} would work"
+            )
+
+    def _check_positions(self) -> None:
+        length, positions = self.data.seq_length, self.model.max_position_embeddings
+        if length > positions:
+            raise SettingError(
+                f"--seq-length {length} is above --max-position-embeddings {positions}; "
+                f"--seq-length {positions} or --max-position-embeddings {length} would work"
+            )
+
+    def _check_schedule(self) -> None:
+        warmup, end = self.optimizer.lr_warmup_iters, self.lr_decay_iters()
+        if warmup > end:
+            source = (
+                "--train-iters" if self.optimizer.lr_decay_iters is None else "--lr-decay-iters"
+            )
+            raise SettingError(
+                f"--lr-warmup-iters {warmup} is above {source} {end}, where decay ends; "
+                f"--lr-warmup-iters {end} would work"
+            )
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(size for size in range(1, limit + 1) if number % size == 0)
+
+
+def _next_multiple(number: int, of: int) -> int:
+    return -(-number // of) * of

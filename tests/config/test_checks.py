@@ -1,0 +1,150 @@
+from typing import Any
+
+import pytest
+
+from megatron.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PretrainConfig,
+    SettingError,
+    TrainingConfig,
+    padded_vocab_size,
+)
+
+REQUIRED: dict[type, dict[str, Any]] = {
+    ModelConfig: {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4},
+    TrainingConfig: {"train_iters": 3},
+}
+
+REFUSED: list[tuple[type, dict[str, Any], str]] = [
+    *(
+        (ModelConfig, {name: value}, f"--{name.replace('_', '-')} {value}")
+        for name in REQUIRED[ModelConfig] | {"max_position_embeddings": 0, "vocab_size": 0}
+        for value in (0, -1)
+    ),
+    (ModelConfig, {"make_vocab_size_divisible_by": 0}, "--make-vocab-size-divisible-by 1 would"),
+    (ModelConfig, {"layernorm_epsilon": 0.0}, "--layernorm-epsilon"),
+    (ModelConfig, {"init_method_std": float("nan")}, "--init-method-std nan"),
+    (ModelConfig, {"attention_dropout": 1.0}, "--attention-dropout 1.0"),
+    (ModelConfig, {"hidden_dropout": -0.1}, "--hidden-dropout -0.1"),
+    (ModelConfig, {"num_attention_heads": 3}, "--hidden-size 8 .*--hidden-size 9 would work"),
+    (ParallelConfig, {"tensor_model_parallel_size": 0}, "--tensor-model-parallel-size 1 would"),
+    (DataConfig, {"seq_length": 0}, "--seq-length 1 would work"),
+    (DataConfig, {"split": "29,1"}, "--split 29,1 .*--split 29,1,0 would work"),
+    (DataConfig, {"split": "0,0,0"}, "--split"),
+    (DataConfig, {"split": "29,-1,0"}, "--split"),
+    (DataConfig, {"split": "29,one,0"}, "--split"),
+    (DataConfig, {"split": "29,nan,0"}, "--split"),
+    (DataConfig, {"data_path": ("0.3", "a", "0.7")}, "--data-path 0.3 a 0.7 .*would work"),
+    (DataConfig, {"data_path": ("a", "b")}, "--data-path a b"),
+    (DataConfig, {"data_path": ("0", "a")}, "--data-path 0 a"),
+    (OptimizerConfig, {"lr": 0.0}, "--lr 0.0"),
+    (OptimizerConfig, {"lr": float("inf")}, "--lr inf"),
+    (OptimizerConfig, {"min_lr": -1e-5}, "--min-lr"),
+    (OptimizerConfig, {"lr": 1e-4, "min_lr": 1e-3}, "--min-lr 0.001 .*--min-lr 0.0001 would"),
+    (OptimizerConfig, {"lr_decay_iters": 0}, "--lr-decay-iters 1 would work"),
+    (OptimizerConfig, {"lr_warmup_iters": -1}, "--lr-warmup-iters 0 would work"),
+    (OptimizerConfig, {"weight_decay": -0.1}, "--weight-decay"),
+    (OptimizerConfig, {"adam_beta1": 1.0}, "--adam-beta1"),
+    (OptimizerConfig, {"adam_beta2": -0.1}, "--adam-beta2"),
+    (OptimizerConfig, {"adam_eps": 0.0}, "--adam-eps"),
+    (OptimizerConfig, {"clip_grad": -1.0}, "--clip-grad -1.0 .*--clip-grad 0 would work"),
+    (TrainingConfig, {"train_iters": 0}, "--train-iters 1 would work"),
+    (TrainingConfig, {"micro_batch_size": 0}, "--micro-batch-size"),
+    (TrainingConfig, {"global_batch_size": 0}, "--global-batch-size"),
+    (TrainingConfig, {"seed": -1}, "--seed"),
+    (TrainingConfig, {"log_interval": 0}, "--log-interval"),
+    (TrainingConfig, {"eval_interval": 0}, "--eval-interval"),
+    (TrainingConfig, {"eval_iters": -1}, "--eval-iters"),
+    (TrainingConfig, {"exit_interval": 0}, "--exit-interval"),
+    (TrainingConfig, {"exit_duration_in_mins": 0.0}, "--exit-duration-in-mins"),
+    (TrainingConfig, {"bf16": True, "fp16": True}, "--fp16 and --bf16 .*would work"),
+    (CheckpointConfig, {"save": "here", "save_interval": 0}, "--save-interval"),
+    (CheckpointConfig, {"save_interval": 5}, "--save-interval 5 .*--save checkpoints"),
+]
+
+
+def settings(**changes: Any) -> PretrainConfig:
+    """A small run, with each change put into the section that has such a field."""
+    sections = {
+        "model": ModelConfig,
+        "parallel": ParallelConfig,
+        "data": DataConfig,
+        "optimizer": OptimizerConfig,
+        "training": TrainingConfig,
+    }
+    return PretrainConfig(
+        **{
+            name: section(
+                **REQUIRED.get(section, {})
+                | {key: changes[key] for key in changes if key in section.__dataclass_fields__}
+            )
+            for name, section in sections.items()
+        }
+    )
+
+
+@pytest.mark.parametrize(("section", "values", "message"), REFUSED)
+def test_refused(section: type, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        section(**REQUIRED.get(section, {}) | values)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "message"),
+    [
+        (
+            3,
+            {"tensor_model_parallel_size": 3},
+            "--num-attention-heads 4 .*--tensor-model-parallel-size 2 would work",
+        ),
+        (
+            6,
+            {"tensor_model_parallel_size": 4},
+            "--tensor-model-parallel-size 4 does not fit a world of 6 .*parallel-size 3",
+        ),
+        (
+            1,
+            {"tensor_model_parallel_size": 2},
+            "--tensor-model-parallel-size 2 .*--nproc-per-node 2 .*parallel-size 1",
+        ),
+        (
+            4,
+            {"tensor_model_parallel_size": 2, "micro_batch_size": 3, "global_batch_size": 8},
+            "--global-batch-size 8 .*--global-batch-size 12 would work",
+        ),
+        (
+            1,
+            {"seq_length": 65, "max_position_embeddings": 64},
+            "--seq-length 65 .*--seq-length 64 or --max-position-embeddings 65 would work",
+        ),
+        (1, {"lr_warmup_iters": 4}, "--lr-warmup-iters 4 is above --train-iters 3"),
+        (
+            1,
+            {"lr_warmup_iters": 4, "lr_decay_iters": 2},
+            "--lr-warmup-iters 4 is above --lr-decay-iters 2.*--lr-warmup-iters 2 would work",
+        ),
+    ],
+)
+def test_sections_that_disagree(world_size: int, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        settings(**changes).check(world_size)
+
+
+def test_sizes_of_a_run() -> None:
+    config = settings(tensor_model_parallel_size=2, micro_batch_size=3, global_batch_size=12)
+    config.check(4)
+    assert (config.data_parallel_size(4), config.micro_batches(4)) == (2, 2)
+    default = settings(tensor_model_parallel_size=2, micro_batch_size=3)
+    assert (default.global_batch_size(4), default.micro_batches(4)) == (6, 1)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "divisible_by", "size", "padded"),
+    [(50257, 128, 1, 50304), (50257, 128, 8, 51200), (50304, 128, 1, 50304), (7, 1, 3, 9)],
+)
+def test_padded_vocabulary(vocab_size: int, divisible_by: int, size: int, padded: int) -> None:
+    assert padded_vocab_size(vocab_size, divisible_by, size) == padded

@@ -1,0 +1,203 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron.config import (
+    DataConfig,
+    ModelConfig,
+    PretrainConfig,
+    SettingError,
+    from_dict,
+    parse,
+    user_errors,
+)
+
+MODEL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4"]
+SMALL = [*MODEL, "--train-iters=3"]
+
+PROGRAM = """
+import os, sys
+from megatron.config import PretrainConfig, parse, user_errors
+with user_errors(os.environ):
+    config = parse(PretrainConfig, sys.argv[1:], os.environ)
+    config.check(int(os.environ.get("WORLD_SIZE", "1")))
+print(sorted({"torch", "numpy"} & set(sys.modules)))
+"""
+
+
+def pretrain(*arguments: str) -> PretrainConfig:
+    return parse(PretrainConfig, [*SMALL, *arguments], {})
+
+
+def run_program(
+    *arguments: str, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        env={"PYTHONPATH": ".", **(environ or {})},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def preset(folder: Path, text: str) -> str:
+    file = folder / "preset.toml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_flags_reach_their_sections() -> None:
+    config = pretrain("--lr", "1e-3", "--bf16", "--save", "here")
+    assert (config.model.num_layers, config.optimizer.lr) == (2, 1e-3)
+    assert (config.training.bf16, config.checkpoint.save) == (True, "here")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--tensor-model-parallel-size", "--model-parallel-size", "--model_parallel_size"]
+)
+@pytest.mark.parametrize("join", [" ", "="])
+def test_spellings_of_one_flag(flag: str, join: str) -> None:
+    config = pretrain(*f"{flag}{join}4".split())
+    assert config.parallel.tensor_model_parallel_size == 4
+
+
+def test_the_last_word_wins_and_presets_come_first(tmp_path: Path) -> None:
+    file = preset(
+        tmp_path,
+        'num_layers = 7\nlr = 1\nbf16 = true\ndata_path = ["0.3", "a", "0.7", "b"]\n'
+        'lr_decay_style = "linear"\nmodel_parallel_size = 2\nsave = "there"\n',
+    )
+    config = pretrain("--lr", "2", "--lr", "3", "--no-bf16", "--preset", file, f"--preset={file}")
+    assert (config.model.num_layers, config.optimizer.lr, config.training.bf16) == (2, 3.0, False)
+    assert config.data.data_path == ("0.3", "a", "0.7", "b")
+    assert config.parallel.tensor_model_parallel_size == 2
+    assert (config.optimizer.lr_decay_style, config.checkpoint.save) == ("linear", "there")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr = 1\n\nnum_layer = 4\n", "line 3: unknown setting num_layer; num_layers"),
+        ("seed = 1\n[model]\nnum_layers = 4\n", "line 2: unknown setting model"),
+        ('seed = 1\nnum_layers = "4"\n', "line 2: num_layers is '4'; a whole number"),
+        ("num_layers = 4.0\n", "line 1: num_layers is 4.0; a whole number"),
+        ("num_layers = true\n", "line 1: num_layers is True; a whole number"),
+        ('lr = "1e-4"\n', "line 1: lr is '1e-4'; a number such as 1e-4"),
+        ("bf16 = 1\n", "line 1: bf16 is 1; true or false"),
+        ('data_path = "a"\n', "line 1: data_path is 'a'; a list"),
+        ("data_path = [0.3]\n", "line 1: data_path is \\[0.3\\]; a list"),
+        ('lr_decay_style = "cos"\n', "line 1: lr_decay_style is 'cos'; \"cosine\" or"),
+        ("save = 1\n", "line 1: save is 1; text in quotes"),
+        ("num_layers: 4\n", "is not TOML: .*line 1"),
+        ("preset = 'b.toml'\n", "line 1: unknown setting preset"),
+    ],
+)
+def test_bad_presets_name_file_line_and_cure(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(SettingError, match=rf"(?s)preset\.toml.*{message}.*would work"):
+        pretrain("--preset", preset(tmp_path, text))
+
+
+def test_a_missing_preset_names_the_nearest(tmp_path: Path) -> None:
+    known = preset(tmp_path, "")
+    with pytest.raises(SettingError, match=f"No such file.*--preset {known} would work"):
+        pretrain("--preset", str(tmp_path / "presets.toml"))
+    with pytest.raises(SettingError, match="cannot be read.*would work"):
+        pretrain("--preset", str(tmp_path))
+
+
+def test_a_preset_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingError, match="model.bin is not UTF-8"):
+        pretrain("--preset", str(tmp_path / "model.bin"))
+
+
+@pytest.mark.parametrize("arguments", [["--preset"], ["--preset="], ["--preset", "--lr=1"]])
+def test_a_preset_without_a_file(arguments: Sequence[str]) -> None:
+    with pytest.raises(SettingError, match="--preset names no file"):
+        pretrain(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lr", "1"], "--num-layers"),
+        ([*SMALL, "--num-layer", "3"], "--num-layers"),
+        ([*SMALL, "--seq-length", "x"], "--seq-length"),
+        ([*SMALL, "--lr-decay-style", "cos"], "cosine"),
+        ([*SMALL, "--dropout", "0.1"], "--dropout"),
+    ],
+)
+def test_flags_that_tyro_refuses(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, expected in (("0", message), ("1", "")):
+        with pytest.raises(SystemExit) as stop:
+            parse(PretrainConfig, arguments, {"RANK": rank})
+        output = capsys.readouterr()
+        assert stop.value.code == 2
+        assert output.out == ""
+        assert expected in output.err
+        assert bool(output.err) == bool(expected)
+
+
+def test_help_is_grouped_and_names_aliases(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(PretrainConfig, ["--help"], {})
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    for words in ("--preset FILE", "model options", "--exit-interval INT", "--model-parallel-size"):
+        assert words in text
+
+
+@pytest.mark.parametrize(("rank", "message"), [("0", "error: --flag 1\n"), ("3", "")])
+def test_only_rank_0_prints(rank: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop, user_errors({"RANK": rank}):
+        raise ValueError("--flag 1")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == message
+
+
+def test_other_errors_are_not_the_user_s() -> None:
+    with pytest.raises(AssertionError), user_errors({}):
+        raise AssertionError
+
+
+def test_a_program_needs_neither_torch_nor_numpy_to_check_its_flags() -> None:
+    good = run_program(*SMALL)
+    assert (good.returncode, good.stdout, good.stderr) == (0, "[]\n", "")
+    bad = run_program(*SMALL, "--model-parallel-size", "3", environ={"WORLD_SIZE": "3"})
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.startswith("error: --num-attention-heads 4 does not divide by --tensor")
+    assert len(bad.stderr.splitlines()) == 1
+
+
+def test_settings_survive_json() -> None:
+    config = pretrain("--data-path", "0.3", "a", "0.7", "b", "--exit-interval", "2")
+    stored = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert from_dict(PretrainConfig, stored) == config
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """A program of its own settings beside sections."""
+
+    task: str
+    model: ModelConfig
+    data: DataConfig
+    output: Path = Path("evaluation.json")
+    temperature: float | None = None
+
+
+def test_any_program_of_sections_and_settings(tmp_path: Path) -> None:
+    file = preset(tmp_path, 'task = "HELDOUT"\noutput = "there.json"\ntemperature = 1\n')
+    config = parse(TaskConfig, ["--preset", file, *MODEL, "--seq_length", "64"], {})
+    assert (config.task, config.output, config.temperature) == ("HELDOUT", Path("there.json"), 1.0)
+    assert (config.model.hidden_size, config.data.seq_length) == (8, 64)

@@ -1,0 +1,62 @@
+from pathlib import Path
+
+import pytest
+
+from megatron.config import PretrainConfig, padded_vocab_size, parse
+
+FOLDER = Path(__file__).parents[2] / "scripts" / "presets"
+PRESETS = sorted(FOLDER.glob("*.toml"))
+
+# Tables 1, 2 and 4 of the paper: layers, hidden size, heads, GPUs, batch on that many.
+TABLES = {
+    "gpt2_355m": (24, 1024, 16, 64, 512),
+    "gpt2_2.5b": (54, 1920, 20, 128, 512),
+    "gpt2_8.3b": (72, 3072, 24, 512, 512),
+    "gpt2_scaling_1.2b": (40, 1536, 16, 64, 512),
+    "gpt2_scaling_2.5b": (54, 1920, 20, 128, 512),
+    "gpt2_scaling_4.2b": (64, 2304, 24, 256, 512),
+    "gpt2_scaling_8.3b": (72, 3072, 32, 512, 512),
+    "bert_336m": (24, 1024, 16, 128, 1024),
+    "bert_1.3b": (24, 2048, 32, 256, 1024),
+    "bert_3.9b": (48, 2560, 40, 512, 1024),
+}
+
+
+def load(name: str) -> PretrainConfig:
+    return parse(PretrainConfig, ["--preset", str(FOLDER / f"{name}.toml")], {})
+
+
+def test_every_model_of_the_tables_has_a_preset() -> None:
+    assert {file.stem for file in PRESETS} >= TABLES.keys()
+
+
+@pytest.mark.parametrize("name", [file.stem for file in PRESETS])
+def test_presets_fit_their_own_parallel_size_and_leave_places_to_the_user(name: str) -> None:
+    config = load(name)
+    config.check(config.parallel.tensor_model_parallel_size)
+    assert config.data.data_path == ()
+    assert (config.checkpoint.save, config.checkpoint.load) == (None, None)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_presets_are_the_paper_s(name: str) -> None:
+    layers, hidden, heads, gpus, batch = TABLES[name]
+    config = load(name)
+    config.check(gpus)
+    model = config.model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (
+        layers,
+        hidden,
+        heads,
+    )
+    assert config.global_batch_size(gpus) == batch
+    assert config.micro_batches(gpus) == 1
+
+
+@pytest.mark.parametrize(("name", "size"), [("1.2b", 1), ("2.5b", 2), ("4.2b", 4), ("8.3b", 8)])
+def test_scaling_study_pads_to_51200_and_takes_8_samples_a_model(name: str, size: int) -> None:
+    config = load(f"gpt2_scaling_{name}")
+    assert config.parallel.tensor_model_parallel_size == size
+    assert config.global_batch_size(size) == 8
+    divisible_by = config.model.make_vocab_size_divisible_by
+    assert padded_vocab_size(50_257, divisible_by, size) == 51_200
