@@ -1,0 +1,70 @@
+"""Cross-entropy of logits that stay cut along the vocabulary (paper, section 3).
+
+With z the logits of one token, m their maximum and y its label,
+
+    loss = log(sum_v exp(z_v - m)) - (z_y - m)
+    d loss / d z_v = softmax_v - [v = y]
+
+Each rank holds v/t columns. What is communicated is [n] for m and [2, n] for the sum of
+exponentials and the label's logit together: of size b x s, never b x s x v.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.mesh import Axis
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> Tensor:
+        start = axis.rank * logits.shape[1]
+        columns = min(max(vocab_size - start, 0), logits.shape[1])  # the rest is padding
+        wide = torch.promote_types(logits.dtype, torch.float32)
+
+        maximum = logits.new_full((logits.shape[0],), -torch.inf, dtype=wide)
+        if columns:
+            maximum = logits[:, :columns].amax(dim=1).to(wide)
+        all_reduce(maximum, axis, ReduceOp.MAX)
+
+        softmax = torch.empty_like(logits, dtype=wide)
+        softmax[:, columns:] = 0
+        real = softmax[:, :columns]
+        torch.sub(logits[:, :columns], maximum[:, None], out=real)
+        index = labels - start
+        is_here = (index >= 0) & (index < columns)
+        index = index.where(is_here, 0)
+        rows = torch.arange(len(labels), device=labels.device)
+        picked = softmax[rows, index] * is_here
+        real.exp_()
+        total, picked = all_reduce(torch.stack([real.sum(dim=1), picked]), axis)
+        real.div_(total[:, None])
+
+        ctx.save_for_backward(softmax, rows, index, is_here)
+        ctx.dtype = logits.dtype
+        return total.log() - picked
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, rows, index, is_here = ctx.saved_tensors
+        # In place: nobody else reads the softmax, and it is the largest tensor of the step.
+        softmax[rows, index] -= is_here.to(softmax.dtype)
+        return softmax.mul_(d_loss[:, None]).to(ctx.dtype), None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int
+) -> Tensor:
+    """Loss of each token, [n], in fp32 or the logits' wider dtype.
+
+    logits: [n, padded v / t], this rank's columns; padded columns are left out of the sum.
+    labels: [n] int64 in [0, vocab_size), the same on every rank of `axis`.
+    The gradient is computed in place, so a graph can be run backward once only.
+    """
+    return _VocabParallelCrossEntropy.apply(logits, labels, axis, vocab_size)

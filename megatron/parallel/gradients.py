@@ -1,0 +1,185 @@
+"""Gradients of one step, in flat buffers of fp32 (or the parameters' wider dtype).
+
+A hook adds each parameter's gradient to its place in a buffer and drops it, so gradients accumulate
+in fp32 whatever the parameters' dtype. In the last micro-batch a bucket whose gradients are all
+there starts its reduction while the backward goes on. The same buffers serve tied weights,
+accumulation, reduction, the norm and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.layout import Layout, layouts
+from megatron.parallel.mesh import Axis
+
+BUCKET_BYTES = 64 * 2**20
+
+
+@dataclass
+class Slot:
+    """One parameter's place in a flat buffer: elements [start, stop)."""
+
+    name: str
+    parameter: nn.Parameter
+    layout: Layout
+    start: int
+    is_filled: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.parameter.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This parameter's part of any flat tensor that is laid out like the buffer."""
+        return flat[self.start : self.stop].view(self.layout.local_shape)
+
+
+class GradientBuffer:
+    """The parameters that share dtype, weight decay, cut axes and partial axes, in one tensor."""
+
+    def __init__(self, named: list[tuple[str, nn.Parameter, Layout]]) -> None:
+        _, parameter, layout = named[0]
+        self.decay = layout.decay
+        self.cut_axes = {axis.name for _, axis in layout.cuts}
+        self.partial = layout.partial
+        self.slots: list[Slot] = []
+        for name, each, its_layout in named:
+            start = self.slots[-1].stop if self.slots else 0
+            self.slots.append(Slot(name, each, its_layout, start))
+        self.flat = torch.zeros(
+            self.slots[-1].stop,
+            dtype=torch.promote_types(parameter.dtype, torch.float32),
+            device=parameter.device,
+        )
+
+    def runs(self, most: int) -> Iterator[list[Slot]]:
+        """Neighbouring slots of at most `most` elements, or one slot where it is larger."""
+        run: list[Slot] = []
+        for slot in self.slots:
+            if run and slot.stop - run[0].start > most:
+                yield run
+                run = []
+            run.append(slot)
+        yield run
+
+
+class Bucket:
+    """A run of slots, reduced at once over the partial axes when its last gradient comes."""
+
+    def __init__(self, buffer: GradientBuffer, slots: list[Slot]) -> None:
+        self.flat = buffer.flat[slots[0].start : slots[-1].stop]
+        self.axes = [axis for axis in buffer.partial if axis.size > 1]
+        self.slots = slots
+        self.gradients = {slot.name: slot.view(buffer.flat) for slot in slots}
+        self.missing = len(slots)
+        self.work: dist.Work | None = None
+
+    def reduce(self) -> None:
+        for axis in self.axes:
+            self.wait()
+            self.work = dist.all_reduce(self.flat, group=axis.group, async_op=True)
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
+class GradientBuffers:
+    """All gradients of a materialised model. One step:
+
+    start(); the backward of each micro-batch inside accumulate(); then every buffer's `flat` holds
+    the sum over micro-batches and partial axes.
+    """
+
+    def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
+        table = layouts(model)
+        groups = defaultdict(list)
+        # Reversed, since the backward reaches the last layers first: buckets fill up in order.
+        for name, parameter in reversed(list(model.named_parameters())):
+            layout = table[name]
+            cut = tuple(axis.name for _, axis in layout.cuts)
+            partial_axes = tuple(axis.name for axis in layout.partial)
+            groups[parameter.dtype, layout.decay, cut, partial_axes].append(
+                (name, parameter, layout)
+            )
+        self.buffers = [GradientBuffer(named) for named in groups.values()]
+        self.buckets = [
+            Bucket(buffer, run)
+            for buffer in self.buffers
+            for run in buffer.runs(bucket_bytes // buffer.flat.element_size())
+        ]
+        self.is_last = False
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                hook = partial(self._collect, bucket, slot)
+                slot.parameter.register_post_accumulate_grad_hook(hook)
+
+    def start(self) -> None:
+        """Forget the gradients of the step before."""
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.slots)
+            for slot in bucket.slots:
+                slot.is_filled = False
+
+    def _collect(self, bucket: Bucket, slot: Slot, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        place = bucket.gradients[slot.name]
+        if slot.is_filled:
+            place.add_(parameter.grad)
+        else:
+            place.copy_(parameter.grad)
+        slot.is_filled = True
+        parameter.grad = None
+        if self.is_last:
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                bucket.reduce()
+
+    @contextmanager
+    def accumulate(self, *, is_last: bool) -> Iterator[None]:
+        """The backward of one micro-batch runs inside; with is_last each bucket is reduced as it
+        fills, and on leaving the buffers are complete."""
+        self.is_last = is_last
+        try:
+            yield
+        finally:
+            self.is_last = False
+        if is_last:
+            self._finish()
+
+    def _finish(self) -> None:
+        for bucket in self.buckets:
+            if bucket.missing:  # parameters that the last micro-batch did not reach
+                for slot in bucket.slots:
+                    if not slot.is_filled:
+                        bucket.gradients[slot.name].zero_()
+                bucket.reduce()
+        for bucket in self.buckets:
+            bucket.wait()
+
+    def norm(self, model_axis: Axis) -> Tensor:
+        """Global L2 norm, fp32 scalar: cut parameters add up over the ranks, and those that every
+        rank of `model_axis` holds whole are counted on one of them."""
+        squares = [
+            torch.linalg.vector_norm(buffer.flat).square()
+            for buffer in self.buffers
+            if model_axis.name in buffer.cut_axes or model_axis.rank == 0
+        ]
+        total = torch.stack(squares).sum() if squares else self.buffers[0].flat.new_zeros(())
+        return all_reduce(total, model_axis).sqrt()
+
+    def scale_(self, factor: float) -> None:
+        """Multiply every gradient by a scalar, in place."""
+        for buffer in self.buffers:
+            buffer.flat.mul_(factor)

@@ -1,0 +1,62 @@
+"""The bundle of layer makers a model is built from.
+
+A model names its layers and their shapes; the kit decides how they are cut. `kit_1d` is the
+paper's; another way to cut a model is another kit, and no change to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.parallel.layers import (
+    AttentionCore,
+    ColumnParallelLinear,
+    LayerNorm,
+    PositionEmbedding,
+    RowParallelLinear,
+    SharedDropout,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.random import RandomStreams
+
+Maker = Callable[..., nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kit:
+    """Makers, called with whole sizes; the arguments and shapes are those of `kit_1d`'s layers."""
+
+    column: Maker  # (in, out, parts=, std=): [n, in] to the parallel region
+    row: Maker  # (in, out, std=): from the parallel region to [n, out]
+    word_embedding: Maker  # (vocabulary, hidden, divisible_by=, std=)
+    position_embedding: Maker  # (positions, hidden, std=)
+    norm: Maker  # (hidden, epsilon=)
+    dropout: Maker  # (p, place): outside the parallel region
+    attention_core: Maker  # (dropout, place): inside the parallel region
+    head: Maker  # (vocabulary): logits or loss from [n, h] and the word embedding's weight
+    checkpoint: Callable[..., Tensor]  # (function, *arguments): recompute in the backward
+
+
+def kit_1d(mesh: Mesh, streams: RandomStreams) -> Kit:
+    """The paper's: layers cut along the one tensor axis of the mesh."""
+    make: Any = {
+        "column": ColumnParallelLinear,
+        "row": RowParallelLinear,
+        "word_embedding": VocabParallelEmbedding,
+        "position_embedding": PositionEmbedding,
+        "norm": LayerNorm,
+        "head": VocabParallelHead,
+    }
+    return Kit(
+        **{name: partial(layer, mesh) for name, layer in make.items()},
+        dropout=partial(SharedDropout, streams),
+        attention_core=partial(AttentionCore, streams),
+        checkpoint=streams.checkpoint,
+    )

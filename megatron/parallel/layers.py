@@ -1,0 +1,196 @@
+"""The parallel layers of section 3 of the paper, on the stream [n, h] of n = b x s tokens.
+
+    n tokens on this rank   h hidden size   v padded vocabulary   t tensor-parallel size
+
+        Y = GeLU(X A) B:    X --f--> X A_i --GeLU--> Y_i --Y_i B_i--g--> sum over ranks
+                                A cut by columns         B cut by rows
+
+A weight is stored as torch stores it, [out, in], so columns of A are rows of the stored tensor.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.parallel.collectives import copy_to, reduce_from
+from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.layout import LaidOut, Layout
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.random import RandomStreams
+
+
+class ColumnParallelLinear(LaidOut):
+    """x [n, in] to [n, parts x out/t]: f, then the product with this rank's columns.
+
+    With parts > 1 several products share one weight [parts, out, in] and are cut alike: with
+    parts = 3 and out = heads x head size, a head's query, key and value live on one rank, and the
+    whole weight is [Q; K; V].
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(
+        self, mesh: Mesh, in_features: int, out_features: int, *, parts: int = 1, std: float
+    ) -> None:
+        super().__init__()
+        self.axis = mesh.tensor
+        stack = (parts,) if parts > 1 else ()
+        cuts = ((len(stack), mesh.tensor),)
+        self.add_parameter(
+            "weight",
+            Layout(
+                shape=(*stack, out_features, in_features), cuts=cuts, partial=(mesh.data,), std=std
+            ),
+        )
+        self.add_parameter(
+            "bias",
+            Layout(shape=(*stack, out_features), cuts=cuts, partial=(mesh.data,), decay=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.flatten(0, -2)  # [parts x out/t, in]
+        return F.linear(copy_to(x, self.axis), weight, self.bias.flatten())
+
+
+class RowParallelLinear(LaidOut):
+    """x [n, in/t] to [n, out]: the product with this rank's rows, then g, then the bias once."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, mesh: Mesh, in_features: int, out_features: int, *, std: float) -> None:
+        super().__init__()
+        self.axis = mesh.tensor
+        self.add_parameter(
+            "weight",
+            Layout(
+                shape=(out_features, in_features),
+                cuts=((1, mesh.tensor),),
+                partial=(mesh.data,),
+                std=std,
+            ),
+        )
+        self.add_parameter("bias", Layout(shape=(out_features,), partial=(mesh.data,), decay=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return reduce_from(F.linear(x, self.weight), self.axis) + self.bias
+
+
+class VocabParallelEmbedding(LaidOut):
+    """Token ids [n] to [n, h]: each rank looks up its own rows, g adds them up.
+
+    The vocabulary is padded to a multiple of `divisible_by` x t. Padding rows are zero, get no
+    gradient and are not part of the layout's whole shape.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, mesh: Mesh, vocab_size: int, hidden_size: int, *, divisible_by: int, std: float
+    ) -> None:
+        super().__init__()
+        self.axis = mesh.tensor
+        self.vocab_size = vocab_size
+        multiple = divisible_by * mesh.tensor.size
+        self.add_parameter(
+            "weight",
+            Layout(
+                shape=(vocab_size, hidden_size),
+                cuts=((0, mesh.tensor),),
+                padded_rows=-(-vocab_size // multiple) * multiple,
+                partial=(mesh.data,),
+                std=std,
+            ),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = self.weight.shape[0]
+        index = tokens - self.axis.rank * rows
+        is_elsewhere = (index < 0) | (index >= rows)
+        own = F.embedding(index.masked_fill(is_elsewhere, 0), self.weight)
+        return reduce_from(own.masked_fill(is_elsewhere[:, None], 0), self.axis)
+
+
+class PositionEmbedding(LaidOut):
+    """Learned positions [n] to [n, h], the same on every rank."""
+
+    weight: nn.Parameter
+
+    def __init__(self, mesh: Mesh, positions: int, hidden_size: int, *, std: float) -> None:
+        super().__init__()
+        self.add_parameter(
+            "weight", Layout(shape=(positions, hidden_size), partial=(mesh.data,), std=std)
+        )
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return F.embedding(positions, self.weight)
+
+
+class LayerNorm(LaidOut):
+    """Layer norm of [n, h], duplicated on every rank; torch computes its statistics in fp32."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        shape = (hidden_size,)
+        self.add_parameter("weight", Layout(shape=shape, partial=(mesh.data,), fill=1, decay=False))
+        self.add_parameter("bias", Layout(shape=shape, partial=(mesh.data,), decay=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+
+
+class VocabParallelHead(nn.Module):
+    """Output layer tied to the word embedding, and its loss.
+
+    It owns no weight and is given the embedding's, so that the tie needs no care: nothing that
+    copies, casts or shards the model can undo it.
+    """
+
+    def __init__(self, mesh: Mesh, vocab_size: int) -> None:
+        super().__init__()
+        self.axis = mesh.tensor
+        self.vocab_size = vocab_size
+
+    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
+        """x [n, h], weight [v/t, h]: this rank's logits [n, v/t], or the loss of labels, [n]."""
+        logits = F.linear(copy_to(x, self.axis), weight)
+        if labels is None:
+            return logits
+        return vocab_parallel_cross_entropy(logits, labels, self.axis, self.vocab_size)
+
+
+class SharedDropout(nn.Module):
+    """Dropout outside the parallel region: the same draw on every tensor-parallel rank."""
+
+    def __init__(self, streams: RandomStreams, p: float, place: str) -> None:
+        super().__init__()
+        self.streams, self.p, self.place = streams, p, place
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        with self.streams.shared(self.place):
+            return F.dropout(x, self.p)
+
+
+class AttentionCore(nn.Module):
+    """q, k, v [b, a/t, s, d] to [b, a/t, s, d]; dropout differs between ranks, as heads do."""
+
+    def __init__(self, streams: RandomStreams, dropout: float, place: str) -> None:
+        super().__init__()
+        self.streams, self.dropout, self.place = streams, dropout, place
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """mask: [b, 1, s, s] bool, True where a query may look; None for the causal mask."""
+        if not self.training or self.dropout == 0.0:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        with self.streams.per_rank(self.place):
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=self.dropout, is_causal=mask is None
+            )

@@ -1,0 +1,119 @@
+"""How each parameter is laid out over the mesh: said once by its layer, read by everything else.
+
+Initialisation, gradient reduction, the global norm, checkpoints and conversion all read the table
+`layouts(model)`. A layout belongs to the module and not to the tensor, because `to_empty()`,
+`deepcopy` and `fully_shard` replace the tensor and lose what hangs on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.parallel.mesh import Axis
+from megatron.parallel.random import derive_seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One parameter, whole and cut.
+
+    shape: the whole parameter as it is saved, that is with the true number of rows.
+    cuts: (dim, axis) for every dim that is cut into equal parts along an axis.
+    padded_rows: size of dim 0 with the padding that makes it divisible; None for no padding.
+    partial: axes over which each rank's gradient is one term of a sum.
+    std: standard deviation of the normal initialisation; None for the constant `fill`.
+    decay: whether weight decay applies (not to biases and norms).
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[int, Axis], ...] = ()
+    padded_rows: int | None = None
+    partial: tuple[Axis, ...] = ()
+    std: float | None = None
+    fill: float = 0.0
+    decay: bool = True
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part, padding included."""
+        sizes = list(self.shape)
+        sizes[0] = self.padded_rows or sizes[0]
+        for dim, axis in self.cuts:
+            assert sizes[dim] % axis.size == 0, f"{self.shape} dim {dim} on {axis.size} ranks"
+            sizes[dim] //= axis.size
+        return tuple(sizes)
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Where the real rows of this rank's part lie in the whole parameter; may be empty."""
+        place = [slice(0, size) for size in self.shape]
+        for dim, axis in self.cuts:
+            part = self.local_shape[dim]
+            bounds = (axis.rank * part, (axis.rank + 1) * part)
+            place[dim] = slice(*(min(bound, self.shape[dim]) for bound in bounds))
+        return tuple(place)
+
+    def real(self, local: Tensor) -> Tensor:
+        """View of this rank's part without padding rows."""
+        return local[tuple(slice(0, cut.stop - cut.start) for cut in self.place)]
+
+
+class LaidOut(nn.Module):
+    """A module that says how its own parameters are laid out."""
+
+    layouts: dict[str, Layout]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layouts = {}
+
+    def add_parameter(self, name: str, layout: Layout) -> None:
+        self.layouts[name] = layout
+        self.register_parameter(name, nn.Parameter(torch.empty(layout.local_shape)))
+
+
+def layouts(model: nn.Module) -> dict[str, Layout]:
+    """{full parameter name: layout}, in the order of `model.named_parameters()`."""
+    table = {
+        f"{prefix}.{name}" if prefix else name: layout
+        for prefix, module in model.named_modules()
+        if isinstance(module, LaidOut)
+        for name, layout in module.layouts.items()
+    }
+    names = [name for name, _ in model.named_parameters()]
+    assert set(names) == set(table), f"without a layout: {set(names) ^ set(table)}"
+    return {name: table[name] for name in names}
+
+
+def initial_value(name: str, layout: Layout, seed: int) -> Tensor:
+    """The whole parameter [layout.shape], fp32 on the CPU: a function of (seed, name) alone.
+
+    It is drawn whole on every rank and then cut, so that no layout changes the model.
+    """
+    whole = torch.empty(layout.shape)
+    if layout.std is None:
+        return whole.fill_(layout.fill)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "initialise", name))
+    return whole.normal_(0.0, layout.std, generator=generator)
+
+
+def materialise(
+    model: nn.Module, *, device: torch.device, dtype: torch.dtype, seed: int
+) -> nn.Module:
+    """Give a model that was built on meta its memory and initial values; the only such place."""
+    model.to(dtype).to_empty(device=device)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, layout in layouts(model).items():
+            load_whole(parameters[name], initial_value(name, layout, seed), layout)
+    return model
+
+
+def load_whole(local: Tensor, whole: Tensor, layout: Layout) -> None:
+    """Copy this rank's part of a whole parameter into `local`; padding rows become zero."""
+    assert whole.shape == layout.shape, f"{tuple(whole.shape)} is not {layout.shape}"
+    local.zero_()
+    layout.real(local).copy_(whole[layout.place])

@@ -1,0 +1,97 @@
+"""The grid of ranks: the only place where ranks are computed.
+
+A mesh has named axes; the tensor axis is the fastest, so that the ranks that share a model sit in
+one server:
+
+    world of 8, tensor 4:      tensor ->  0  1  2  3     (one model)
+                         data |           4  5  6  7     (its copy, on other samples)
+
+Say *axis* for the mesh and *dim* for a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One named axis of the grid; without a `grid` it is an axis of size 1.
+
+    Modules keep axes, not groups: a module that holds a ProcessGroup cannot be deep-copied, and an
+    axis can, because its copy is itself. Size, rank and group are looked up once, since the look-up
+    in a DeviceMesh costs as much as a small collective.
+    """
+
+    name: str
+    grid: DeviceMesh | None = None
+
+    @cached_property
+    def size(self) -> int:
+        return 1 if self.grid is None else self.grid[self.name].size()
+
+    @cached_property
+    def rank(self) -> int:
+        return 0 if self.grid is None else self.grid.get_local_rank(self.name)
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        assert self.grid is not None, f"axis {self.name!r} has one rank and so no group"
+        return self.grid.get_group(self.name)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Axis:
+        return self
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes over which this run is cut, and the device this rank computes on."""
+
+    tensor: Axis
+    data: Axis
+    device: torch.device
+
+    @property
+    def model(self) -> Axis:
+        """All ranks that together hold one model: they agree on overflow and gradient norm."""
+        return self.tensor
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        return {axis.name: axis.rank for axis in (self.data, self.tensor)}
+
+    @property
+    def is_first(self) -> bool:
+        """True on the one rank that writes logs and manifests."""
+        return not any(self.coordinates.values())
+
+    @property
+    def size(self) -> int:
+        return self.tensor.size * self.data.size
+
+
+def build_mesh(tensor_parallel_size: int, device: torch.device) -> Mesh:
+    """Cut the initialised process group into data x tensor ranks (every rank calls this)."""
+    world = dist.get_world_size()
+    if world % tensor_parallel_size:
+        raise ValueError(
+            f"--tensor-model-parallel-size {tensor_parallel_size} does not divide the "
+            f"{world} processes that were started"
+        )
+    shape = (world // tensor_parallel_size, tensor_parallel_size)
+    grid = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
+    data, tensor = (
+        Axis(name, grid if size > 1 else None)
+        for name, size in zip(("data", "tensor"), shape, strict=True)
+    )
+    return Mesh(tensor=tensor, data=data, device=device)
+
+
+def serial_mesh(device: torch.device | str = "cpu") -> Mesh:
+    """A mesh of one rank, which needs no torch.distributed."""
+    return Mesh(tensor=Axis("tensor"), data=Axis("data"), device=torch.device(device))
