@@ -1,0 +1,52 @@
+"""GPT-2: embeddings, pre-LN transformer, final norm, head tied to the word embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.model.transformer import Transformer
+from megatron.parallel.kit import Kit
+
+
+class GPT2(nn.Module):
+    def __init__(self, section: ModelConfig, kit: Kit, vocab_size: int) -> None:
+        """vocab_size: the true one; the kit pads it."""
+        super().__init__()
+        self.vocab_size = vocab_size
+        h, std = section.hidden_size, section.init_method_std
+        self.word_embedding = kit.word_embedding(
+            vocab_size, h, divisible_by=section.make_vocab_size_divisible_by, std=std
+        )
+        self.position_embedding = kit.position_embedding(
+            section.max_position_embeddings, h, std=std
+        )
+        self.embedding_dropout = kit.dropout(section.hidden_dropout, "embedding")
+        self.transformer = Transformer(section, kit, range(section.num_layers))
+        self.final_norm = kit.norm(h, epsilon=section.layernorm_epsilon)
+        self.head = kit.head(vocab_size)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        labels: Tensor | None = None,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [n, v/t] of this rank's columns, or with labels the loss of each token [n].
+
+        All arguments are int64 [b, s]. document_starts: where in the sample the document of each
+        token begins; then no token attends to another document. None attends across documents.
+        """
+        mask = None if document_starts is None else document_mask(document_starts)
+        x = self.word_embedding(tokens.flatten()) + self.position_embedding(positions.flatten())
+        x = self.transformer(self.embedding_dropout(x), tokens.shape[0], mask)
+        labels = None if labels is None else labels.flatten()
+        return self.head(self.final_norm(x), self.word_embedding.weight, labels)
+
+
+def document_mask(document_starts: Tensor) -> Tensor:
+    """[b, s] document starts to the bool mask [b, 1, s, s]: causal, within one document."""
+    same_document = document_starts[:, :, None] == document_starts[:, None, :]
+    return torch.tril(same_document)[:, None]

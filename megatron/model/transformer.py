@@ -1,0 +1,88 @@
+"""The transformer of section 3 of the paper, with pre-LN residuals.
+
+    b batch   s sequence   n = b s tokens   h hidden   a heads   d = h/a head size
+    t tensor-parallel size, which this file never reads: what is cut is left to the kit
+
+        x = x + dropout(Attention(LayerNorm(x)))
+        x = x + dropout(MLP(LayerNorm(x)))
+
+The stream between layers is [n, h]; only attention unfolds it to [b, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import sqrt
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.parallel.kit import Kit
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention on [n, h]; each head lives whole on one rank."""
+
+    def __init__(self, section: ModelConfig, kit: Kit, place: str) -> None:
+        super().__init__()
+        h, std = section.hidden_size, section.init_method_std
+        self.head_size = h // section.num_attention_heads
+        self.qkv = kit.column(h, h, parts=3, std=std)
+        self.core = kit.attention_core(section.attention_dropout, f"{place}.core")
+        self.output = kit.row(h, h, std=std / sqrt(2 * section.num_layers))
+
+    def forward(self, x: Tensor, batch: int, mask: Tensor | None) -> Tensor:
+        qkv = self.qkv(x)  # [n, 3h/t]
+        qkv = qkv.view(batch, -1, 3, qkv.shape[1] // (3 * self.head_size), self.head_size)
+        q, k, v = qkv.transpose(1, 3).unbind(2)  # each [b, a/t, s, d]
+        heads = self.core(q, k, v, mask)
+        return self.output(heads.transpose(1, 2).reshape(x.shape[0], -1))
+
+
+class MLP(nn.Module):
+    """[n, h] to [n, 4h/t] to [n, h]; GeLU acts on each rank's columns alone."""
+
+    def __init__(self, section: ModelConfig, kit: Kit) -> None:
+        super().__init__()
+        h, std = section.hidden_size, section.init_method_std
+        self.up = kit.column(h, 4 * h, std=std)
+        self.down = kit.row(4 * h, h, std=std / sqrt(2 * section.num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class TransformerLayer(nn.Module):
+    def __init__(self, section: ModelConfig, kit: Kit, number: int) -> None:
+        super().__init__()
+        place = f"layers.{number}"
+        self.attention_norm = kit.norm(section.hidden_size, epsilon=section.layernorm_epsilon)
+        self.attention = Attention(section, kit, f"{place}.attention")
+        self.attention_dropout = kit.dropout(section.hidden_dropout, f"{place}.attention")
+        self.mlp_norm = kit.norm(section.hidden_size, epsilon=section.layernorm_epsilon)
+        self.mlp = MLP(section, kit)
+        self.mlp_dropout = kit.dropout(section.hidden_dropout, f"{place}.mlp")
+
+    def forward(self, x: Tensor, batch: int, mask: Tensor | None) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), batch, mask))
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Transformer(nn.Module):
+    """A range of layers; they keep their numbers in the whole model, in names and in streams."""
+
+    def __init__(self, section: ModelConfig, kit: Kit, numbers: Iterable[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(
+            {str(number): TransformerLayer(section, kit, number) for number in numbers}
+        )
+        self.checkpoint = kit.checkpoint if section.checkpoint_activations else None
+
+    def forward(self, x: Tensor, batch: int, mask: Tensor | None) -> Tensor:
+        for layer in self.layers.values():
+            if self.checkpoint is not None and self.training:
+                x = self.checkpoint(layer, x, batch, mask)
+            else:
+                x = layer(x, batch, mask)
+        return x
