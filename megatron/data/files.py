@@ -1,0 +1,34 @@
+"""The files of a data set: their names, and writing that survives a crash."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+
+def with_suffix(prefix: str, suffix: str) -> Path:
+    """P and .bin to P.bin, dots in P or not."""
+    return Path(prefix + suffix)
+
+
+def temporary(file: Path) -> Path:
+    """A name beside that of the file, this process's own, to write under and then rename."""
+    return file.with_name(f"{file.name}.tmp{os.getpid()}")
+
+
+def flush_to_disk(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def flush_directory(directory: Path) -> None:
+    """Make the renames in a directory last."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def sha256(file: Path) -> str:
+    """In hex, as sha256sum prints it."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

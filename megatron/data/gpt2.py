@@ -1,0 +1,213 @@
+"""GPT-2's samples: sample number to arrays, a pure function of (seed, sample number).
+
+A split's documents stand one after another; sample k of an epoch is its tokens [k s, k s + s], in
+file order, so that neighbours share one token and every token but the first is a label once. An
+epoch takes the samples in an order of its own (see order.py), a blend takes them from several data
+sets (see blend.py); nothing is built beforehand and nothing is stored.
+
+b: samples of a batch; s: tokens of a sample (--seq-length).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.blend import Blend
+from megatron.data.indexed import IndexedDataset
+from megatron.data.order import permute
+from megatron.data.sources import Corpus
+from megatron.data.splits import SPLITS, split_documents
+from megatron.data.verify import check_highest_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    tokens: NDArray[np.int64]
+    """[b, s]"""
+    labels: NDArray[np.int64]
+    """[b, s]: the token after each token."""
+    loss_mask: NDArray[np.float32]
+    """[b, s]: 1 where the loss counts, else 0."""
+    positions: NDArray[np.int64]
+    """[b, s]"""
+    document_starts: NDArray[np.int64] | None
+    """[b, s]: where in its sample the document of each token starts, and with it what the token may
+    attend to; None where attention crosses documents."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundaries:
+    """What becomes of the boundaries between documents; they end with their end mark."""
+
+    eod: int | None
+    """The mark; None where the documents have none."""
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+    def __post_init__(self) -> None:
+        flags = {
+            "--reset-position-ids": self.reset_position_ids,
+            "--reset-attention-mask": self.reset_attention_mask,
+            "--eod-mask-loss": self.eod_mask_loss,
+        }
+        wanted = [flag for flag, given in flags.items() if given]
+        if wanted and self.eod is None:
+            raise ValueError(
+                f"{' '.join(wanted)} needs end marks between documents, and --data-path has none: "
+                "tools/preprocess_data.py --append-eod puts them there"
+            )
+
+    def batch(self, window: NDArray[np.int64]) -> Batch:
+        """Of the samples [b, s + 1]: each label is the token after, also across documents."""
+        tokens, labels = window[:, :-1].copy(), window[:, 1:].copy()
+        starts, offsets = self._document_starts(tokens), np.indices(tokens.shape)[1]
+        is_mark = tokens == self.eod
+        return Batch(
+            tokens=tokens,
+            labels=labels,
+            loss_mask=(~(is_mark & self.eod_mask_loss)).astype(np.float32),
+            positions=offsets - starts if self.reset_position_ids else offsets,
+            document_starts=starts if self.reset_attention_mask else None,
+        )
+
+    def _document_starts(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A document starts at the sample's first token and after each mark."""
+        starts = np.zeros_like(tokens)
+        rows, columns = np.nonzero(tokens[:, :-1] == self.eod)
+        starts[rows, columns + 1] = columns + 1
+        return np.maximum.accumulate(starts, axis=1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tokens that one data set gives to one split."""
+
+    data: IndexedDataset
+    tokens: range
+    seq_length: int
+
+    def __len__(self) -> int:
+        """Samples of an epoch."""
+        return max(0, len(self.tokens) - 1) // self.seq_length
+
+    def read(self, sample: int) -> NDArray[np.int64]:
+        """[s + 1]"""
+        start = self.tokens.start + sample * self.seq_length
+        return self.data.tokens[start : start + self.seq_length + 1].astype(np.int64)
+
+
+class GPT2Dataset:
+    """A split of a data set or of a blend, as a series of samples.
+
+    That of training never ends: each data set goes on with its next epoch, in another order.
+    samples_per_epoch: samples until the first data set of the blend begins anew.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parts: Sequence[Part],
+        blend: Blend,
+        *,
+        seed: int,
+        vocab_size: int,
+        boundaries: Boundaries,
+        endless: bool,
+    ) -> None:
+        self.samples_per_epoch = blend.samples_before_repeat([len(part) for part in parts])
+        self._name = name
+        self._parts = parts
+        self._blend = blend
+        self._seed = seed
+        self._vocab_size = vocab_size
+        self._boundaries = boundaries
+        self._endless = endless
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """The samples of these numbers, in their order.
+
+        Raises ValueError past the end of a split that is not endless, and for ids outside the
+        vocabulary.
+        """
+        asked = max(numbers) + 1
+        if not self._endless and asked > self.samples_per_epoch:
+            raise ValueError(
+                f"the {self._name} split ends after {self.samples_per_epoch} samples, and {asked} "
+                f"were asked for; fewer --eval-iters, or a larger weight for {self._name} in "
+                "--split, would work"
+            )
+        sources, local = self._blend.locate(np.asarray(numbers, np.int64))
+        window = np.empty((len(numbers), self._parts[0].seq_length + 1), np.int64)
+        for source in np.unique(sources):
+            rows = np.flatnonzero(sources == source)
+            window[rows] = self._read(self._parts[source], local[rows])
+        return self._boundaries.batch(window)
+
+    def _read(self, part: Part, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n, s + 1]: samples of one data set by their numbers in its own series."""
+        epochs, within = np.divmod(numbers, len(part))
+        order = permute(within, len(part), seed=self._seed, epochs=epochs)
+        window = np.stack([part.read(sample) for sample in order.tolist()])
+        check_highest_id(part.data, int(window.max()), self._vocab_size)
+        return window
+
+
+def open_splits(
+    corpus: Corpus,
+    *,
+    split: str,
+    seq_length: int,
+    seed: int,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    eod_mask_loss: bool = False,
+) -> tuple[GPT2Dataset | None, GPT2Dataset | None, GPT2Dataset | None]:
+    """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
+
+    Raises ValueError, naming the flag, for a split without documents or with fewer than
+    seq_length + 1 tokens, and where boundaries are asked for that the data does not mark.
+    """
+    blend = Blend([source.weight for source in corpus.sources])
+    boundaries = Boundaries(
+        eod=corpus.eod,
+        reset_position_ids=reset_position_ids,
+        reset_attention_mask=reset_attention_mask,
+        eod_mask_loss=eod_mask_loss,
+    )
+    cuts = [_cut(source.data, split, seq_length) for source in corpus.sources]
+    training, validation, test = (
+        GPT2Dataset(
+            name,
+            parts,
+            blend,
+            seed=seed,
+            vocab_size=corpus.vocab_size,
+            boundaries=boundaries,
+            endless=name == "training",
+        )
+        if all(parts)
+        else None
+        for name, parts in zip(SPLITS, zip(*cuts, strict=True), strict=True)
+    )
+    return training, validation, test
+
+
+def _cut(data: IndexedDataset, split: str, seq_length: int) -> list[Part]:
+    """The three parts of a data set, of no samples where --split says 0."""
+    parts = []
+    for name, documents in zip(
+        SPLITS, split_documents(split, len(data.documents) - 1), strict=True
+    ):
+        part = Part(data, data.token_range(documents), seq_length)
+        if documents and not len(part):
+            raise ValueError(
+                f"the {name} split of {data.prefix} has {len(part.tokens)} tokens, too few for one "
+                f"sample of --seq-length {seq_length} and the token after it; --seq-length "
+                f"{max(1, len(part.tokens) - 1)} would work, or a larger weight for {name} in "
+                "--split"
+            )
+        parts.append(part)
+    return parts

@@ -1,0 +1,213 @@
+"""Tokenised documents on disk, in Megatron's memory-mapped format.
+
+P.bin holds the tokens of all sequences, one after another. P.idx holds, little-endian and without
+padding:
+
+    magic       9 bytes            MMIDIDX, two zero bytes
+    version     uint64             1
+    dtype       uint8              8: tokens are uint16; 4: int32
+    sequences   uint64             n
+    documents   uint64             d + 1
+    sizes       int32 [n]          tokens of each sequence
+    pointers    int64 [n]          byte of P.bin at which each sequence starts
+    documents   int64 [d + 1]      sequence at which each document starts, and n
+
+P.json, which other programs neither write nor read, is a Description of the two.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from megatron.data.description import Description
+from megatron.data.files import flush_directory, flush_to_disk, sha256, temporary, with_suffix
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+CHUNK = 1 << 20  # entries of an array handled at a time, where arrays may not fit in memory
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """uint16 for vocabularies under 65,500 (Megatron's rule), else int32."""
+    return DTYPES[8] if vocab_size < 65_500 else DTYPES[4]
+
+
+class IndexedDataset:
+    """A data set on disk, memory-mapped: opening it reads its header only.
+
+    sizes: int32 [sequences], in tokens. pointers: int64 [sequences], in bytes. documents: int64
+    [documents + 1], in sequences. tokens: uint16 or int32 [all tokens]. All are read-only.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        """Raises FileNotFoundError, or ValueError where the files are damaged or cut short."""
+        self.prefix = prefix
+        index, binary = _existing(prefix, ".idx"), _existing(prefix, ".bin")
+        self.dtype, sequences, documents = _read_header(index)
+        ends = list(accumulate([HEADER.size, 4 * sequences, 8 * sequences, 8 * documents]))
+        _check_length(index, ends[-1])
+        whole = np.memmap(index, np.uint8, "r")
+        self.sizes = whole[ends[0] : ends[1]].view("<i4")
+        self.pointers = whole[ends[1] : ends[2]].view("<i8")
+        self.documents = whole[ends[2] : ends[3]].view("<i8")
+        if self.documents[0] != 0 or self.documents[-1] != sequences:
+            raise ValueError(f"{index} is damaged: its documents do not cover its sequences")
+        end = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
+        _check_length(binary, end)
+        self.tokens = np.memmap(binary, self.dtype, "r")
+
+    def token_range(self, documents: range) -> range:
+        """The tokens of some consecutive documents, as offsets in `tokens`."""
+        start, stop = (self._first_token(each) for each in (documents.start, documents.stop))
+        if not 0 <= start <= stop <= len(self.tokens):
+            raise ValueError(f"{self.prefix}.idx is damaged: its documents are not in order")
+        return range(start, stop)
+
+    def chunks(self, step: int = CHUNK) -> Iterator[NDArray[Any]]:
+        """Up to CHUNK tokens from each multiple of `step` on: all of them, if not told otherwise.
+
+        A chunk is overwritten by the next. Read, not mapped: mapping every page takes far longer.
+        """
+        buffer = np.empty(CHUNK, self.dtype)
+        with with_suffix(self.prefix, ".bin").open("rb") as stream:
+            for start in range(0, len(self.tokens), step):
+                stream.seek(start * self.dtype.itemsize)
+                yield buffer[: stream.readinto(buffer.data) // self.dtype.itemsize]
+
+    def _first_token(self, document: int) -> int:
+        sequence = int(self.documents[document])
+        if sequence >= len(self.sizes):
+            return len(self.tokens)
+        return int(self.pointers[sequence]) // self.dtype.itemsize
+
+
+class IndexedDatasetWriter:
+    """Writes a data set as a stream, in bounded memory, a sequence for each document.
+
+    Until commit() all goes to temporary files beside the final ones; leaving the `with` block
+    without it leaves nothing behind.
+    """
+
+    def __init__(self, prefix: str, dtype: DTypeLike) -> None:
+        self.dtype = np.dtype(dtype)
+        self.documents = 0
+        self.tokens = 0
+        self._prefix = prefix
+        self._files = [with_suffix(prefix, suffix) for suffix in (".bin", ".idx")]
+        self._binary, self._index = (temporary(file).open("wb") for file in self._files)
+        self._sha256 = hashlib.sha256()
+        self._index.write(bytes(HEADER.size))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._binary.close()
+        self._index.close()
+        for file in self._files:
+            temporary(file).unlink(missing_ok=True)
+
+    def add(self, tokens: NDArray[Any], sizes: NDArray[np.int32]) -> None:
+        """Append documents: all their tokens, and how many of them each document has, int32."""
+        assert tokens.dtype == self.dtype
+        assert sizes.dtype == np.int32
+        assert sizes.sum(dtype=np.int64) == len(tokens)
+        assert np.all(sizes > 0)
+        content = tokens.tobytes()
+        self._binary.write(content)
+        self._sha256.update(content)
+        self._index.write(sizes.tobytes())
+        self.documents += len(sizes)
+        self.tokens += len(tokens)
+
+    def commit(
+        self, *, tokenizer_type: str, tokenizer_fingerprint: str, vocab_size: int, eod: int | None
+    ) -> Description:
+        """Put the data set in place, over an older one if there is one; the index comes last.
+
+        eod: the mark that every document added ends with, if it does.
+        """
+        assert self.documents > 0
+        self._finish_index()
+        binary, index = self._files
+        for stream in (self._binary, self._index):
+            flush_to_disk(stream)
+        description = Description(
+            tokenizer_type=tokenizer_type,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+            vocab_size=vocab_size,
+            eod=eod,
+            documents=self.documents,
+            tokens=self.tokens,
+            bin_sha256=self._sha256.hexdigest(),
+            idx_sha256=sha256(temporary(index)),
+        )
+        # Without its index a data set is absent: at no moment do files of two of them mix.
+        index.unlink(missing_ok=True)
+        temporary(binary).replace(binary)
+        description.write(self._prefix)
+        temporary(index).replace(index)
+        flush_directory(index.parent)
+        return description
+
+    def _finish_index(self) -> None:
+        """Behind the sizes, which are written: the pointers, the documents; then the header."""
+        self._index.flush()
+        index = temporary(self._files[1])
+        sizes = np.memmap(index, "<i4", "r", offset=HEADER.size, shape=(self.documents,))
+        pointer = 0
+        for start in range(0, self.documents, CHUNK):
+            in_bytes = sizes[start : start + CHUNK].astype("<i8") * self.dtype.itemsize
+            pointers = pointer + np.cumsum(in_bytes) - in_bytes
+            self._index.write(pointers.tobytes())
+            pointer = int(pointers[-1] + in_bytes[-1])
+        for start in range(0, self.documents + 1, CHUNK):
+            stop = min(start + CHUNK, self.documents + 1)
+            self._index.write(np.arange(start, stop, dtype="<i8").tobytes())
+        self._index.seek(0)
+        code = CODES[self.dtype]
+        self._index.write(HEADER.pack(MAGIC, VERSION, code, self.documents, self.documents + 1))
+
+
+def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:
+    """(dtype of the tokens, sequences, entries of `documents`)."""
+    with index.open("rb") as stream:
+        header = stream.read(HEADER.size)
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
+        raise ValueError(f"{index} is no index of Megatron's memory-mapped format, or is cut short")
+    _, version, code, sequences, documents = HEADER.unpack(header)
+    if version != VERSION or code not in DTYPES:
+        raise ValueError(
+            f"{index} has version {version} and token type {code}; only version {VERSION} with "
+            "type 8 (uint16) or 4 (int32) is read here"
+        )
+    if not sequences or not documents:
+        raise ValueError(f"{index} holds no document")
+    return DTYPES[code], sequences, documents
+
+
+def _existing(prefix: str, suffix: str) -> Path:
+    file = with_suffix(prefix, suffix)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"--data-path {prefix}: {file} is not there; a prefix such as P_text_document, of "
+            "P_text_document.bin and P_text_document.idx, would work"
+        )
+    return file
+
+
+def _check_length(file: Path, expected: int) -> None:
+    length = file.stat().st_size
+    if length != expected:
+        kind = "cut short" if length < expected else "too long, or its index is damaged"
+        raise ValueError(f"{file} is {kind}: {length} bytes, where its index says {expected}")

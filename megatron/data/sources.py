@@ -1,0 +1,155 @@
+"""The data sets that --data-path names, checked against the tokenizer and the model.
+
+Needs no torch and reads little, so that a program can refuse bad input before it starts.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from fractions import Fraction
+
+from megatron.data.description import Description
+from megatron.data.indexed import CHUNK, IndexedDataset
+from megatron.data.tokenizer import Tokenizer
+from megatron.data.verify import check_counts, check_highest_id
+
+GLANCES = 256  # chunks of a data set without sidecar whose ids are looked at beforehand
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    weight: Fraction
+    data: IndexedDataset
+    description: Description | None
+    """None for a data set without sidecar: one that Megatron's own tools wrote."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The data sets of a run, of one tokenizer."""
+
+    sources: tuple[Source, ...]
+    vocab_size: int
+    """True vocabulary of the model: padding comes on top."""
+    eod: int | None
+    """The mark that documents end with; None where it is not in the data, or not known."""
+    fingerprint: str
+    """Of the tokenizer; empty where neither tokenizer nor sidecar tells."""
+
+
+def open_corpus(
+    data_path: Sequence[str], tokenizer: Tokenizer | None, vocab_size: int | None = None
+) -> Corpus:
+    """Open the data sets of --data-path: one prefix, or weights and prefixes in turn.
+
+    tokenizer: None where no tokenizer file was given; the sidecars then say what is needed.
+    vocab_size: what --vocab-size says, None where it was not given. Raises ValueError or
+    FileNotFoundError, naming the flag and both values, where they do not fit together. A data set
+    without sidecar gets a warning, and some 2^28 of its ids, spread over it, are looked at.
+    """
+    sources = tuple(_open_source(weight, prefix) for weight, prefix in _parse(data_path))
+    makers = {} if tokenizer is None else {"--vocab-file and --merge-file": _of(tokenizer)}
+    for source in sources:
+        if source.description is not None:
+            makers[f"{source.data.prefix}.json"] = _of(source.description)
+    maker = _the_only(makers)
+    size = _model_vocabulary(maker, vocab_size)
+    for source in sources:
+        if source.description is None:
+            _glance(source.data, size)
+    marks = {_end_mark(source, tokenizer) for source in sources}
+    return Corpus(
+        sources=sources,
+        vocab_size=size,
+        eod=marks.pop() if len(marks) == 1 else None,
+        fingerprint=maker.fingerprint if maker else "",
+    )
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Which tokenizer made the tokens; its fields are compared in this order."""
+
+    kind: str
+    vocab_size: int
+    fingerprint: str
+
+
+def _of(known: Tokenizer | Description) -> _Maker:
+    if isinstance(known, Description):
+        return _Maker(known.tokenizer_type, known.vocab_size, known.tokenizer_fingerprint)
+    return _Maker(known.kind, known.vocab_size, known.fingerprint)
+
+
+def _the_only(makers: Mapping[str, _Maker]) -> _Maker | None:
+    """What all the places agree on, None without places; ValueError where two differ."""
+    places = list(makers.items())
+    for place, maker in places[1:]:
+        first_place, first = places[0]
+        for name, ours, theirs in zip(
+            ("kind", "vocabulary", "fingerprint"), astuple(first), astuple(maker), strict=True
+        ):
+            if ours != theirs:
+                raise ValueError(
+                    f"--data-path: tokenizers differ in their {name}: {ours} by {first_place}, "
+                    f"{theirs} by {place}; the --vocab-file and --merge-file that the data set "
+                    "was made with would work"
+                )
+    return places[0][1] if places else None
+
+
+def _model_vocabulary(maker: _Maker | None, vocab_size: int | None) -> int:
+    if maker is None:
+        if vocab_size is None:
+            raise ValueError(
+                "the size of the vocabulary is not known: no data set of --data-path has a .json "
+                "beside it; --vocab-file and --merge-file, or --vocab-size, would tell"
+            )
+        return vocab_size
+    if vocab_size not in (None, maker.vocab_size):
+        raise ValueError(
+            f"--vocab-size {vocab_size} is not the tokenizer's {maker.vocab_size}; "
+            f"--vocab-size {maker.vocab_size} would work, or none"
+        )
+    return maker.vocab_size
+
+
+def _parse(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
+    """[(weight, prefix)]"""
+    if not data_path:
+        raise ValueError("--data-path is missing: it takes the prefix of a .bin and .idx pair")
+    if len(data_path) == 1:
+        return [(Fraction(1), data_path[0])]
+    try:
+        weights = [Fraction(word) for word in data_path[::2]]
+    except (ValueError, ZeroDivisionError):
+        weights = []
+    if len(data_path) % 2 or not weights or min(weights) <= 0:
+        raise ValueError(
+            f"--data-path {' '.join(data_path)} should be one prefix, or a positive weight before "
+            "each prefix; --data-path 0.3 first 0.7 second would work"
+        )
+    return list(zip(weights, data_path[1::2], strict=True))
+
+
+def _open_source(weight: Fraction, prefix: str) -> Source:
+    data, description = IndexedDataset(prefix), Description.read(prefix)
+    if description is not None:
+        check_counts(data, description)
+    return Source(weight=weight, data=data, description=description)
+
+
+def _end_mark(source: Source, tokenizer: Tokenizer | None) -> int | None:
+    if source.description is not None:
+        return source.description.eod
+    return tokenizer.eod if tokenizer is not None else None
+
+
+def _glance(data: IndexedDataset, vocab_size: int) -> None:
+    warnings.warn(
+        f"{data.prefix}.json is not there, so only the ids of the data set are checked, not "
+        "which tokenizer made them",
+        stacklevel=3,
+    )
+    step = max(CHUNK, len(data.tokens) // GLANCES)
+    check_highest_id(data, max(int(chunk.max()) for chunk in data.chunks(step)), vocab_size)

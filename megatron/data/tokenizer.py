@@ -1,0 +1,119 @@
+"""Tokenizers behind one small interface: text to token ids and back."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+
+class Tokenizer(Protocol):
+    """What the project asks of a tokenizer."""
+
+    kind: str
+    """Name that --tokenizer-type knows it by."""
+    vocab_size: int
+    """Number of ids, the end mark's included; every id is below it."""
+    eod: int
+    """Id of the mark that ends a document; no text is encoded as it."""
+    fingerprint: str
+    """SHA-256, in hex, of the vocabulary and the merges: equal ids for every text."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class GPT2BPETokenizer:
+    """GPT-2's byte-level byte-pair encoding.
+
+    Text that spells the end mark is encoded as the ordinary characters it is made of.
+    """
+
+    kind = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: str | None, merge_file: str | None) -> None:
+        """Raises ValueError or OSError, naming the flag, for a file that is not as it should be."""
+        import tokenizers
+
+        vocabulary = _read_vocabulary(_given("--vocab-file", vocab_file))
+        missing = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
+        if missing or END_OF_DOCUMENT not in vocabulary:
+            raise ValueError(
+                f"--vocab-file {vocab_file} lacks {END_OF_DOCUMENT} or some of the 256 bytes, so "
+                "it is no vocabulary of a GPT-2 tokenizer; take GPT-2's own vocab.json, or one "
+                "that tools/train_tokenizer.py wrote"
+            )
+        merges = _read_merges(_given("--merge-file", merge_file), vocabulary)
+        self.vocab_size = len(vocabulary)
+        self.eod = vocabulary[END_OF_DOCUMENT]
+        self.fingerprint = _fingerprint(vocabulary, merges)
+        self._bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+        self._bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._bpe.decoder = tokenizers.decoders.ByteLevel()
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._bpe.encode_batch_fast(list(texts))]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._bpe.decode(list(ids)))
+
+
+TOKENIZERS: dict[str, type[GPT2BPETokenizer]] = {GPT2BPETokenizer.kind: GPT2BPETokenizer}
+
+
+def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tokenizer:
+    """The tokenizer of this kind; ValueError or OSError, naming the flag, where it cannot be."""
+    if kind not in TOKENIZERS:
+        raise ValueError(f"--tokenizer-type {kind} is unknown; known: {', '.join(TOKENIZERS)}")
+    return TOKENIZERS[kind](vocab_file, merge_file)
+
+
+def _given(flag: str, file: str | None) -> Path:
+    if file is None:
+        raise ValueError(f"{flag} is missing: it names a file of the tokenizer")
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"{flag} {file}: no such file")
+    return Path(file)
+
+
+def _read_vocabulary(file: Path) -> dict[str, int]:
+    """{token: id}, the ids being 0, 1, 2, ... in some order."""
+    try:
+        vocabulary: Any = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"--vocab-file {file} is not JSON: {error}") from error
+    if not isinstance(vocabulary, dict) or set(vocabulary.values()) != set(range(len(vocabulary))):
+        raise ValueError(
+            f"--vocab-file {file} should be one JSON object of tokens with the ids 0, 1, 2, ... "
+            "without gaps, such as GPT-2's vocab.json"
+        )
+    return vocabulary
+
+
+def _read_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line or line.startswith("#version"):
+            continue
+        left, _, right = line.partition(" ")
+        if not {left, right, left + right} <= vocabulary.keys():
+            raise ValueError(
+                f"--merge-file {file}, line {number}: {line!r} does not merge tokens of the "
+                "vocabulary; --vocab-file and --merge-file should belong together"
+            )
+        merges.append((left, right))
+    return merges
+
+
+def _fingerprint(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> str:
+    """Of the content: how the files are formatted does not count."""
+    content = [sorted(vocabulary, key=vocabulary.__getitem__), merges]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

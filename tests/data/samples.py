@@ -1,0 +1,70 @@
+"""Small data sets and tokenizer files for tests."""
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers.pre_tokenizers import ByteLevel
+
+from megatron.data.description import Description
+from megatron.data.indexed import IndexedDatasetWriter, token_dtype
+
+MERGES = ["t h", "th e", "i n", "Ġ the"]
+
+
+def write_tokenizer(folder: Path) -> tuple[str, str]:
+    """(vocab file, merge file) of a byte-level tokenizer with a few merges; 261 ids."""
+    tokens = sorted(ByteLevel.alphabet()) + [merge.replace(" ", "") for merge in MERGES]
+    vocabulary = {token: number for number, token in enumerate([*tokens, "<|endoftext|>"])}
+    files = folder / "vocab.json", folder / "merges.txt"
+    files[0].write_text(json.dumps(vocabulary))
+    files[1].write_text("\n".join(["#version: 0.2", *MERGES, ""]), encoding="utf-8")
+    return str(files[0]), str(files[1])
+
+
+def write_data(
+    prefix: Path, documents: Sequence[Sequence[int]], *, vocab_size: int = 100, eod: int | None = 0
+) -> Description:
+    """A data set of these documents, whose tokenizer is called "test"."""
+    dtype = token_dtype(vocab_size)
+    with IndexedDatasetWriter(str(prefix), dtype) as writer:
+        for document in documents:
+            writer.add(np.array(document, dtype), np.array([len(document)], np.int32))
+        return writer.commit(
+            tokenizer_type="test",
+            tokenizer_fingerprint="f",
+            vocab_size=vocab_size,
+            eod=eod,
+        )
+
+
+def write_sparse(prefix: Path, last: Sequence[int]) -> int:
+    """Two documents of 2^30 zeros, which take no room on disk, and `last`; returns where it is."""
+    zeros = 2**30
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
+    index += struct.pack("<3i3q4q", zeros, zeros, len(last), 0, 2 * zeros, 4 * zeros, *range(4))
+    Path(f"{prefix}.idx").write_bytes(index)
+    with Path(f"{prefix}.bin").open("wb") as stream:
+        stream.seek(4 * zeros)
+        stream.write(np.array(last, "<u2").tobytes())
+    return 2 * zeros
+
+
+class PlainTokenizer:
+    """Says of itself what write_data() says of its tokenizer; encodes nothing."""
+
+    kind = "test"
+    vocab_size = 100
+    eod = 0
+    fingerprint = "f"
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> str:
+        raise NotImplementedError

@@ -1,0 +1,219 @@
+"""Samples: what they cover, in what order, and what document boundaries do to them."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.blend import Blend
+from megatron.data.gpt2 import Boundaries, GPT2Dataset, Part, open_splits
+from megatron.data.indexed import IndexedDataset
+from megatron.data.sampler import micro_batches
+from megatron.data.sources import open_corpus
+from tests.data.samples import PlainTokenizer, write_data, write_sparse
+
+
+def documents(count: int, first: int = 1) -> list[list[int]]:
+    """Of 3 to 9 tokens and their end mark 0; what stands where can be told from the numbers."""
+    return [[1 + (first + i * 7 + j) % 97 for j in range(3 + i % 7)] + [0] for i in range(count)]
+
+
+def opened(
+    prefix: Path, *, split: str = "8,1,1", seq_length: int = 5, seed: int = 1
+) -> list[GPT2Dataset | None]:
+    corpus = open_corpus([str(prefix)], PlainTokenizer())
+    return list(open_splits(corpus, split=split, seq_length=seq_length, seed=seed))
+
+
+def windows(data: GPT2Dataset, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    """The tokens of each sample and the one after them."""
+    batch = data.batch(numbers)
+    return [(*row, label[-1]) for row, label in zip(batch.tokens, batch.labels, strict=True)]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    write_data(tmp_path / "p", documents(40))
+    return tmp_path / "p"
+
+
+def test_an_epoch_is_the_split_cut_into_samples_that_share_one_token(prefix: Path) -> None:
+    splits = [documents(40)[0:32], documents(40)[32:36], documents(40)[36:40]]
+    for data, part in zip(opened(prefix), splits, strict=True):
+        tokens = list(chain(*part))
+        expected = [tuple(tokens[k : k + 6]) for k in range(0, len(tokens) - 5, 5)]
+        assert data.samples_per_epoch == len(expected)
+        found = windows(data, range(data.samples_per_epoch))
+        assert sorted(found) == sorted(expected)
+        assert found != expected
+
+
+def test_labels_are_the_next_tokens(prefix: Path) -> None:
+    batch = opened(prefix)[0].batch(range(6))
+    assert np.array_equal(batch.tokens[:, 1:], batch.labels[:, :-1])
+    assert batch.tokens.dtype == batch.labels.dtype == batch.positions.dtype == np.int64
+    assert batch.tokens.flags.c_contiguous
+    assert batch.labels.flags.c_contiguous
+
+
+def test_training_goes_on_with_an_epoch_in_another_order(prefix: Path) -> None:
+    data = opened(prefix)[0]
+    size = data.samples_per_epoch
+    epochs = [windows(data, range(size * epoch, size * (epoch + 1))) for epoch in range(3)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert windows(data, range(size - 2, size + 2)) == epochs[0][-2:] + epochs[1][:2]
+
+
+def test_evaluation_stops_at_the_end_of_its_split(prefix: Path) -> None:
+    validation = opened(prefix)[1]
+    size = validation.samples_per_epoch
+    validation.batch([size - 1])
+    with pytest.raises(ValueError, match=f"validation split ends after {size} .*--eval-iters"):
+        validation.batch([0, size])
+
+
+def test_the_order_depends_on_the_seed_only(prefix: Path) -> None:
+    straight = windows(opened(prefix)[0], range(24))
+    assert windows(opened(prefix)[0], range(24)) == straight
+    assert windows(opened(prefix, seed=2)[0], range(24)) != straight
+
+
+@pytest.mark.parametrize(("data_size", "micro_batch_size"), [(1, 4), (2, 2), (4, 1), (2, 1)])
+def test_ranks_and_resumes_read_the_same_series(
+    prefix: Path, data_size: int, micro_batch_size: int
+) -> None:
+    """Four steps of 4 samples, of which every step is read as if it were the first of a resume."""
+    straight = windows(opened(prefix)[0], range(16))
+    found = []
+    for consumed in range(0, 16, 4):
+        ranks = [
+            micro_batches(
+                consumed,
+                global_batch_size=4,
+                micro_batch_size=micro_batch_size,
+                data_rank=rank,
+                data_size=data_size,
+            )
+            for rank in range(data_size)
+        ]
+        for at_once in zip(*ranks, strict=True):
+            for numbers in at_once:
+                found += windows(opened(prefix)[0], numbers)
+    assert found == straight
+
+
+def test_a_document_longer_than_the_sequence(tmp_path: Path) -> None:
+    write_data(tmp_path / "p", [list(range(1, 61))])
+    data = opened(tmp_path / "p", split="1,0,0", seq_length=7)
+    assert data[1] is None
+    assert data[2] is None
+    found = windows(data[0], range(data[0].samples_per_epoch))
+    assert sorted(found) == [tuple(range(1 + 7 * k, 9 + 7 * k)) for k in range(8)]
+
+
+def test_a_split_of_exactly_one_sample(tmp_path: Path) -> None:
+    write_data(tmp_path / "p", [[1, 2, 3, 4, 5, 6]])
+    data = opened(tmp_path / "p", split="1,0,0")[0]
+    assert windows(data, [0, 1, 2]) == [(1, 2, 3, 4, 5, 6)] * 3
+    with pytest.raises(ValueError, match="training split .* 6 tokens.*--seq-length 5 would work"):
+        opened(tmp_path / "p", split="1,0,0", seq_length=6)
+
+
+def test_a_split_without_documents(prefix: Path) -> None:
+    with pytest.raises(ValueError, match="--split 1,999,0 leaves no document for training"):
+        opened(prefix, split="1,999,0")
+
+
+def test_a_blend_takes_from_each_its_own_series(tmp_path: Path) -> None:
+    write_data(tmp_path / "a", documents(40))
+    write_data(tmp_path / "b", documents(30, first=50))
+    corpus = open_corpus(["0.3", str(tmp_path / "a"), "0.7", str(tmp_path / "b")], PlainTokenizer())
+    training, validation, test = open_splits(corpus, split="8,2,0", seq_length=5, seed=1)
+    assert training is not None
+    assert validation is not None
+    assert test is None
+    own = [windows(opened(tmp_path / name, split="8,2,0")[0], range(70)) for name in "ab"]
+    sources, local = Blend([Fraction(3), Fraction(7)]).locate(np.arange(100))
+    expected = [own[source][number] for source, number in zip(sources, local, strict=True)]
+    assert windows(training, range(100)) == expected
+    size = validation.samples_per_epoch
+    validation.batch(range(size))
+    with pytest.raises(ValueError, match="validation split ends"):
+        validation.batch([size])
+
+
+WINDOW = np.array([[5, 0, 6, 7, 0, 0, 8], [0, 9, 9, 9, 9, 0, 0]])  # the end mark is 0
+
+
+def test_boundaries_by_hand() -> None:
+    """A document ends with its mark; the token after it starts the next, at position 0."""
+    batch = Boundaries(
+        eod=0, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
+    ).batch(WINDOW)
+    assert batch.tokens.tolist() == [[5, 0, 6, 7, 0, 0], [0, 9, 9, 9, 9, 0]]
+    assert batch.labels.tolist() == [[0, 6, 7, 0, 0, 8], [9, 9, 9, 9, 0, 0]]
+    assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4]]
+    assert batch.document_starts is not None
+    assert batch.document_starts.tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 1, 1, 1, 1]]
+    assert batch.loss_mask.tolist() == [[1, 0, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]]
+    assert batch.loss_mask.dtype == np.float32
+
+
+def test_boundaries_are_ignored_unless_asked_for() -> None:
+    for eod in (0, None):
+        batch = Boundaries(eod=eod).batch(WINDOW)
+        assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+        assert batch.document_starts is None
+        assert batch.loss_mask.min() == 1
+
+
+def test_each_flag_does_its_own_part() -> None:
+    batch = Boundaries(eod=0, reset_position_ids=True).batch(WINDOW)
+    assert batch.positions.tolist()[0] == [0, 1, 0, 1, 2, 0]
+    assert batch.document_starts is None
+    assert batch.loss_mask.min() == 1
+    batch = Boundaries(eod=0, reset_attention_mask=True).batch(WINDOW)
+    assert batch.positions.tolist()[0] == [0, 1, 2, 3, 4, 5]
+    assert batch.document_starts is not None
+
+
+def test_boundaries_agree_with_a_loop_over_tokens() -> None:
+    window = np.random.default_rng(0).integers(0, 4, (20, 33))
+    batch = Boundaries(eod=0, reset_position_ids=True, reset_attention_mask=True).batch(window)
+    assert batch.document_starts is not None
+    for row in range(20):
+        start = 0
+        for column in range(32):
+            assert batch.document_starts[row, column] == start
+            assert batch.positions[row, column] == column - start
+            if window[row, column] == 0:
+                start = column + 1
+
+
+def test_boundaries_without_end_marks_are_an_error(tmp_path: Path) -> None:
+    write_data(tmp_path / "p", documents(40), eod=None)
+    corpus = open_corpus([str(tmp_path / "p")], PlainTokenizer())
+    with pytest.raises(ValueError, match="--eod-mask-loss needs end marks .* --append-eod"):
+        open_splits(corpus, split="1,0,0", seq_length=5, seed=1, eod_mask_loss=True)
+
+
+def test_an_id_outside_the_vocabulary_is_found_when_it_is_read(prefix: Path) -> None:
+    training = opened(prefix, split="1,0,0")[0]
+    with Path(f"{prefix}.bin").open("r+b") as stream:
+        stream.seek(20)
+        stream.write(np.uint16(100).tobytes())
+    with pytest.raises(ValueError, match="id 100, outside a vocabulary of 100"):
+        training.batch(range(training.samples_per_epoch))
+
+
+def test_past_2_to_the_31_tokens(tmp_path: Path) -> None:
+    """The last sample of a sparse data set above 4 GiB."""
+    last = list(range(1, 12))
+    tokens = range(write_sparse(tmp_path / "p", last) + len(last))
+    part = Part(IndexedDataset(str(tmp_path / "p")), tokens, 4)
+    assert len(part) == (2**31 + 10) // 4
+    assert part.read(len(part) - 1).tolist() == last[4:9]

@@ -1,0 +1,178 @@
+"""The .bin/.idx format: its bytes, what verify() finds, and offsets past 2^31."""
+
+import os
+import struct
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron.data.verify import verify
+from tests.data.samples import write_data, write_sparse
+
+DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9, 10, 11, 12, 13, 0]]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    write_data(tmp_path / "p", DOCUMENTS)
+    return tmp_path / "p"
+
+
+def change(prefix: Path, suffix: str, position: int, content: bytes) -> None:
+    """Overwrite bytes of a file in place."""
+    with Path(f"{prefix}{suffix}").open("r+b") as stream:
+        stream.seek(position)
+        stream.write(content)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "code", "letter"), [(100, 8, "H"), (65_499, 8, "H"), (65_500, 4, "i")]
+)
+def test_bytes_are_those_of_the_format(
+    tmp_path: Path, vocab_size: int, code: int, letter: str
+) -> None:
+    write_data(tmp_path / "p", DOCUMENTS, vocab_size=vocab_size)
+    size = struct.calcsize(letter)
+    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + bytes([code])
+    index += struct.pack("<QQ", 3, 4)
+    index += struct.pack("<3i", 4, 2, 6)
+    index += struct.pack("<3q", 0, 4 * size, 6 * size)
+    index += struct.pack("<4q", 0, 1, 2, 3)
+    assert (tmp_path / "p.idx").read_bytes() == index
+    assert (tmp_path / "p.bin").read_bytes() == struct.pack(f"<12{letter}", *chain(*DOCUMENTS))
+
+
+def test_round_trip(prefix: Path) -> None:
+    data = IndexedDataset(str(prefix))
+    starts = data.pointers // data.dtype.itemsize
+    read = [
+        data.tokens[start : start + size].tolist()
+        for start, size in zip(starts, data.sizes, strict=True)
+    ]
+    assert read == DOCUMENTS
+    assert data.token_range(range(1, 3)) == range(4, 12)
+    report = verify(str(prefix))
+    assert (report.documents, report.tokens, report.highest_id) == (3, 12, 13)
+
+
+def test_documents_of_several_sequences(tmp_path: Path) -> None:
+    """As Megatron writes with --split-sentences: 5 sequences in 2 documents."""
+    sizes = [2, 1, 3, 1, 1]
+    pointers = [0, 4, 6, 12, 14]
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 5, 3)
+    index += struct.pack("<5i5q3q", *sizes, *pointers, 0, 2, 5)
+    (tmp_path / "p.idx").write_bytes(index)
+    (tmp_path / "p.bin").write_bytes(np.arange(8, dtype="<u2").tobytes())
+    data = IndexedDataset(str(tmp_path / "p"))
+    assert data.token_range(range(1)) == range(3)
+    assert data.token_range(range(1, 2)) == range(3, 8)
+    assert not verify(str(tmp_path / "p")).described
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_truncated_and_overlong_files(prefix: Path, suffix: str) -> None:
+    length = Path(f"{prefix}{suffix}").stat().st_size
+    for new, message in [(length - 2, "cut short"), (length + 2, "too long")]:
+        os.truncate(f"{prefix}{suffix}", new)
+        with pytest.raises(ValueError, match=message):
+            IndexedDataset(str(prefix))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "position", "content", "message"),
+    [
+        (".idx", 0, b"X", "no index"),
+        (".idx", 9, b"\x02", "version 2"),
+        (".idx", 17, b"\x07", "token type 7"),
+        (".idx", 18, struct.pack("<Q", 2**63), "cut short"),
+        (".idx", 34, struct.pack("<2i", 2, 4), "sequence 1 does not start"),
+        (".idx", 34, struct.pack("<i", -(2**31)), "overflowed"),
+        (".idx", 46, struct.pack("<3q", 8, 0, 12), "sequence 0 does not start"),
+        (".idx", 54, struct.pack("<q", -(2**31)), "overflowed"),
+        (".idx", 70 + 8, struct.pack("<2q", 2, 1), "documents are not in order"),
+        (".idx", 70 + 8, struct.pack("<q", 0), "p.idx has changed"),
+        (".bin", 0, struct.pack("<2H", 6, 5), "p.bin has changed"),
+        (".bin", 4, struct.pack("<H", 100), "id 100, outside a vocabulary of 100"),
+        (".json", 0, b"[", "JSON object of tokenizer_type"),
+    ],
+)
+def test_verify_finds_damage(
+    prefix: Path, suffix: str, position: int, content: bytes, message: str
+) -> None:
+    verify(str(prefix))
+    change(prefix, suffix, position, content)
+    with pytest.raises(ValueError, match=message):
+        verify(str(prefix))
+
+
+def test_verify_without_sidecar_finds_a_negative_id(tmp_path: Path) -> None:
+    write_data(tmp_path / "p", DOCUMENTS, vocab_size=70_000)
+    (tmp_path / "p.json").unlink()
+    change(tmp_path / "p", ".bin", 0, struct.pack("<i", -3))
+    with pytest.raises(ValueError, match="negative id -3"):
+        verify(str(tmp_path / "p"))
+
+
+def test_files_of_two_data_sets(tmp_path: Path) -> None:
+    write_data(tmp_path / "p", DOCUMENTS)
+    write_data(tmp_path / "q", [[1] * 6, [1] * 6])
+    (tmp_path / "q.json").replace(tmp_path / "p.json")
+    with pytest.raises(ValueError, match="holds 3 documents, but .*p.json says 2"):
+        verify(str(tmp_path / "p"))
+
+
+def test_missing_files_name_the_flag(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="--data-path .*P_text_document"):
+        IndexedDataset(str(tmp_path / "p"))
+
+
+def test_an_interrupted_writer_leaves_what_was_there(prefix: Path) -> None:
+    before = {file.name: file.read_bytes() for file in prefix.parent.iterdir()}
+    dtype = token_dtype(100)
+
+    def interrupted() -> None:
+        with IndexedDatasetWriter(str(prefix), dtype) as writer:
+            writer.add(np.zeros(7, dtype), np.array([7], np.int32))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert {file.name: file.read_bytes() for file in prefix.parent.iterdir()} == before
+    write_data(prefix, [[1, 2]])
+    assert verify(str(prefix)).tokens == 2
+    assert {file.name for file in prefix.parent.iterdir()} == before.keys()
+
+
+def test_more_than_2_to_the_31_tokens(tmp_path: Path) -> None:
+    last = [3, 1, 4, 1, 5]
+    first = write_sparse(tmp_path / "p", last)
+    data = IndexedDataset(str(tmp_path / "p"))
+    found = data.token_range(range(2, 3))
+    assert found == range(first, first + 5)
+    assert data.tokens[found.start : found.stop].tolist() == last
+    change(tmp_path / "p", ".idx", 34 + 12 + 16, struct.pack("<q", 2 * first - 2**32))
+    with pytest.raises(ValueError, match="too long, or its index is damaged"):
+        verify(str(tmp_path / "p"))
+
+
+@pytest.mark.slow
+def test_verify_reads_more_than_2_to_the_31_tokens(tmp_path: Path) -> None:
+    first = write_sparse(tmp_path / "p", [3, 1, 4, 1, 5])
+    report = verify(str(tmp_path / "p"))
+    assert (report.tokens, report.highest_id) == (first + 5, 5)
+
+
+def test_writer_offsets_past_2_to_the_31(tmp_path: Path) -> None:
+    """The index of a data set of 2^32 bytes, whose tokens are not written."""
+    with IndexedDatasetWriter(str(tmp_path / "p"), token_dtype(100)) as writer:
+        for _ in range(5):
+            writer.add(np.broadcast_to(np.uint16(0), 1), np.ones(1, np.int32))
+        writer._index.seek(34)
+        writer._index.write(np.full(5, 2**30, np.int32).tobytes())
+        writer._index.seek(0, os.SEEK_END)
+        writer.commit(tokenizer_type="t", tokenizer_fingerprint="f", vocab_size=100, eod=None)
+    content = (tmp_path / "p.idx").read_bytes()
+    assert struct.unpack_from("<5q", content, 34 + 20) == tuple(2**31 * i for i in range(5))

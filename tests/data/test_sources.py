@@ -1,0 +1,108 @@
+"""--data-path: what it names, and what does not fit together."""
+
+import warnings
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from megatron.data.sources import open_corpus
+from tests.data.samples import PlainTokenizer, write_data
+
+
+class OtherTokenizer(PlainTokenizer):
+    fingerprint = "other"
+
+
+class LargerTokenizer(PlainTokenizer):
+    vocab_size = 200
+
+
+class OtherKind(PlainTokenizer):
+    kind = "words"
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    write_data(tmp_path / "p", [[1, 2, 99, 0]])
+    return str(tmp_path / "p")
+
+
+def test_a_data_set_and_its_tokenizer(prefix: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tokenizer, vocab_size in [
+            (PlainTokenizer(), None),
+            (PlainTokenizer(), 100),
+            (None, 100),
+        ]:
+            corpus = open_corpus([prefix], tokenizer, vocab_size)
+            assert (corpus.vocab_size, corpus.eod, corpus.fingerprint) == (100, 0, "f")
+            assert [source.weight for source in corpus.sources] == [1]
+
+
+def test_weights_are_exact(prefix: str) -> None:
+    corpus = open_corpus(["0.3", prefix, "7e-1", prefix], PlainTokenizer())
+    assert [source.weight for source in corpus.sources] == [Fraction(3, 10), Fraction(7, 10)]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        (OtherTokenizer(), "differ in their fingerprint: other by --vocab-file .*, f by .*p.json"),
+        (LargerTokenizer(), "differ in their vocabulary: 200 by --vocab-file .*, 100 by .*p.json"),
+        (OtherKind(), "differ in their kind: words by --vocab-file .*, test by .*p.json"),
+    ],
+)
+def test_another_tokenizer_names_both_values(
+    prefix: str, tokenizer: PlainTokenizer, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_corpus([prefix], tokenizer)
+
+
+def test_data_sets_of_different_tokenizers(tmp_path: Path, prefix: str) -> None:
+    write_data(tmp_path / "q", [[1]], vocab_size=300)
+    with pytest.raises(ValueError, match="vocabulary: 100 by .*p.json, 300 by .*q.json"):
+        open_corpus(["1", prefix, "1", str(tmp_path / "q")], None)
+
+
+def test_a_vocabulary_other_than_the_tokenizer_has(prefix: str) -> None:
+    with pytest.raises(ValueError, match="--vocab-size 101 is not the tokenizer's 100"):
+        open_corpus([prefix], PlainTokenizer(), 101)
+
+
+def test_without_sidecar_one_warning_and_the_highest_id(prefix: str) -> None:
+    Path(f"{prefix}.json").unlink()
+    with pytest.warns(UserWarning, match="p.json is not there") as caught:
+        corpus = open_corpus([prefix], PlainTokenizer())
+    assert len(caught) == 1
+    assert (corpus.vocab_size, corpus.eod, corpus.fingerprint) == (100, 0, "f")
+    with (
+        pytest.warns(UserWarning, match="p.json is not there"),
+        pytest.raises(ValueError, match="id 99, outside a vocabulary of 99"),
+    ):
+        open_corpus([prefix], None, 99)
+    with pytest.raises(ValueError, match="--vocab-file and --merge-file, or --vocab-size"):
+        open_corpus([prefix], None)
+
+
+def test_end_marks_count_only_if_every_data_set_has_them(tmp_path: Path, prefix: str) -> None:
+    write_data(tmp_path / "q", [[1, 2, 3]], eod=None)
+    assert open_corpus(["1", prefix, "1", str(tmp_path / "q")], PlainTokenizer()).eod is None
+    assert open_corpus(["1", prefix, "1", prefix], PlainTokenizer()).eod == 0
+
+
+@pytest.mark.parametrize(
+    "words", [["a", "b"], ["0.3", "a", "0.7"], ["0", "a", "1", "b"], ["-1", "a"], ["nan", "a"]]
+)
+def test_malformed_paths(words: list[str]) -> None:
+    with pytest.raises(ValueError, match="--data-path 0.3 first 0.7 second would work"):
+        open_corpus(words, PlainTokenizer())
+
+
+def test_missing_paths(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--data-path is missing"):
+        open_corpus([], PlainTokenizer())
+    with pytest.raises(FileNotFoundError, match="--data-path .*nowhere"):
+        open_corpus([str(tmp_path / "nowhere")], PlainTokenizer())
