@@ -1,0 +1,22 @@
+"""Learning rate: linear warm-up, then cosine or linear decay to a floor (paper, section 4.2)."""
+
+from __future__ import annotations
+
+from math import cos, pi
+
+from megatron.config.optimizer import OptimizerConfig
+
+DECAY = {
+    "cosine": lambda progress: 0.5 * (1.0 + cos(pi * progress)),
+    "linear": lambda progress: 1.0 - progress,
+    "constant": lambda progress: 1.0,
+}
+
+
+def learning_rate(section: OptimizerConfig, step: int, decay_iters: int) -> float:
+    """Rate of optimizer step `step`, counted from 1; the floor from step `decay_iters` on."""
+    warmup = section.lr_warmup_iters
+    if step <= warmup:
+        return section.lr * step / warmup
+    progress = min(1.0, (step - warmup) / max(1, decay_iters - warmup))
+    return section.min_lr + (section.lr - section.min_lr) * DECAY[section.lr_decay_style](progress)

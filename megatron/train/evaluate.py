@@ -1,0 +1,68 @@
+"""Evaluation: a model from a checkpoint at any layout, its mean loss, its score of given tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.data.gpt2 import GPT2Dataset
+from megatron.model.gpt2 import GPT2
+from megatron.parallel.collectives import all_reduce, gather_from
+from megatron.parallel.mesh import Mesh
+from megatron.train.checkpoint import load, read_manifest
+from megatron.train.state import build_model, model_pieces
+from megatron.train.step import summed_loss
+
+
+def load_model(path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> tuple[GPT2, Any]:
+    """(model in evaluation mode, manifest) of the checkpoint directory `path`, at this mesh."""
+    manifest = read_manifest(path)
+    section = ModelConfig(**manifest["config"]["model"])
+    model, _ = build_model(section, mesh, manifest["vocab_size"], seed=0, dtype=dtype)
+    load(path, model_pieces(model), mesh)
+    return model.eval(), manifest
+
+
+@torch.no_grad()
+def mean_loss(
+    model: GPT2, data: GPT2Dataset, samples: int, micro_batch_size: int, mesh: Mesh
+) -> float:
+    """Mean loss over the counted tokens of the first `samples` samples of a split.
+
+    Does not depend on the micro-batch size or on the layout but for rounding.
+    """
+    was_training = model.training
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    own = range(mesh.data.rank, samples, mesh.data.size)
+    for start in range(0, len(own), micro_batch_size):
+        batch = data.batch(own[start : start + micro_batch_size])
+        totals += torch.stack(summed_loss(model, batch, mesh.device))
+    model.train(was_training)
+    loss, tokens = all_reduce(totals, mesh.data).tolist()
+    if tokens == 0:
+        raise ValueError("no token of the validation split counts towards the loss")
+    return float(loss / tokens)
+
+
+@torch.no_grad()
+def whole_logits(model: GPT2, mesh: Mesh, tokens: Tensor) -> Tensor:
+    """Logits [b, s, true vocabulary], fp32 or wider, of tokens int64 [b, s]; on every rank."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    logits = gather_from(model(tokens, positions), -1, mesh.tensor)
+    logits = logits[:, : model.vocab_size].view(*tokens.shape, -1)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def score(model: GPT2, mesh: Mesh, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probability of each label [b, s], whether it is the most probable token [b, s]).
+
+    tokens, labels: int64 [b, s]; labels[i, j] is the token that follows tokens[i, : j + 1].
+    """
+    log_probabilities = whole_logits(model, mesh, tokens).log_softmax(-1)
+    picked = log_probabilities.gather(-1, labels[..., None])[..., 0]
+    return picked, log_probabilities.argmax(-1) == labels

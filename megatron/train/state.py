@@ -1,0 +1,125 @@
+"""What a training run holds: built here, changed by step.py, kept by checkpoint.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import TrainingConfig
+from megatron.model.gpt2 import GPT2
+from megatron.optim.loss_scaler import LossScaler
+from megatron.optim.master_weights import MasterWeights
+from megatron.parallel.gradients import GradientBuffers
+from megatron.parallel.kit import kit_1d
+from megatron.parallel.layout import layouts, materialise
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.random import RandomStreams
+from megatron.train.checkpoint import Piece, load, save
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """All that changes while training, and what it runs on."""
+
+    mesh: Mesh
+    model: GPT2
+    streams: RandomStreams
+    gradients: GradientBuffers
+    optimizer: MasterWeights
+    scaler: LossScaler
+    # Optimizer steps and samples behind this state, steps that fp16 skipped included.
+    step: int = 0
+    samples: int = 0
+    skipped: int = 0
+
+    def pieces(self) -> Iterator[Piece]:
+        """Every tensor of a checkpoint: parameters, Adam's moments, masters of narrow weights."""
+        yield from model_pieces(self.model)
+        for kind, slot, local in self.optimizer.tensors():
+            yield Piece(f"{kind}.{slot.name}", slot.layout, local)
+
+    def save(self, directory: str, facts: dict[str, Any]) -> None:
+        """Write a checkpoint of this step into the --save directory; `facts` go with it."""
+        counters = {
+            "step": self.step,
+            "samples": self.samples,
+            "skipped": self.skipped,
+            "loss_scaler": asdict(self.scaler),
+        }
+        save(directory, self.step, self.pieces(), {"counters": counters, **facts}, self.mesh)
+
+    def load(self, path: Path) -> None:
+        """Take up the checkpoint at `path`, saved at any layout."""
+        counters = load(path, self.pieces(), self.mesh)["counters"]
+        self.step, self.samples, self.skipped = (
+            counters[name] for name in ("step", "samples", "skipped")
+        )
+        self.scaler = LossScaler(**counters["loss_scaler"])
+        self.optimizer.loaded(self.step - self.skipped)
+
+    def describe(self) -> dict[str, Any]:
+        """Layout, size and device of the run, as JSON; parameters are those of the whole model."""
+        device = self.mesh.device
+        return {
+            "layout": {
+                "tensor_parallel_size": self.mesh.tensor.size,
+                "data_parallel_size": self.mesh.data.size,
+            },
+            "parameters": sum(prod(layout.shape) for layout in layouts(self.model).values()),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "torch": torch.__version__,
+        }
+
+
+def model_pieces(model: GPT2) -> Iterator[Piece]:
+    parameters = dict(model.named_parameters())
+    for name, layout in layouts(model).items():
+        yield Piece(f"model.{name}", layout, parameters[name].detach())
+
+
+def training_dtype(section: TrainingConfig) -> torch.dtype:
+    """Of weights and activations; masters and gradients are never narrower than fp32."""
+    if section.bf16:
+        return torch.bfloat16
+    return torch.float16 if section.fp16 else torch.float32
+
+
+def build_model(
+    section: ModelConfig, mesh: Mesh, vocab_size: int, *, seed: int, dtype: torch.dtype
+) -> tuple[GPT2, RandomStreams]:
+    """A materialised GPT-2 on this rank's device, and the random streams it draws from."""
+    streams = RandomStreams(seed, mesh)
+    with torch.device("meta"):
+        model = GPT2(section, kit_1d(mesh, streams), vocab_size)
+    materialise(model, device=mesh.device, dtype=dtype, seed=seed)
+    return model, streams
+
+
+def build_state(
+    model_section: ModelConfig,
+    optimizer_section: OptimizerConfig,
+    mesh: Mesh,
+    vocab_size: int,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+) -> TrainState:
+    """A run at step 0; dtype is that of weights and activations."""
+    model, streams = build_model(model_section, mesh, vocab_size, seed=seed, dtype=dtype)
+    gradients = GradientBuffers(model)
+    return TrainState(
+        mesh=mesh,
+        model=model,
+        streams=streams,
+        gradients=gradients,
+        optimizer=MasterWeights(gradients, optimizer_section, mesh.model),
+        scaler=LossScaler.dynamic() if dtype == torch.float16 else LossScaler(),
+    )
