@@ -1,0 +1,139 @@
+"""A model on documents it has never seen: perplexities, bits per byte, last-word cloze.
+
+Conventions. Every document is read after an end mark and closes with one. *Tokens* are those of the
+text and its closing mark; *words* are runs of non-blanks; *bytes* are UTF-8. The same total
+negative log-likelihood, closing marks included, is divided by each. The n-gram models predict the
+same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import exp, log
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.checks import SettingError, positive
+from megatron.config.parallel import ParallelConfig
+from megatron.data.indexed import IndexedDataset
+from megatron.data.splits import split_documents
+from megatron.data.tokenizer import Tokenizer
+from tasks.common import EvaluationConfig, Window, score_windows, sliding_windows
+from tasks.ngram import bigram_perplexity, unigram_perplexity
+
+if TYPE_CHECKING:
+    from megatron.model.gpt2 import GPT2
+    from megatron.parallel.mesh import Mesh
+
+# The last word of a paragraph and what follows it: a full stop, a bracket, quotes.
+LAST_WORD = re.compile(r"(?P<context>.*\S)(?P<word> [A-Za-z]+)[^A-Za-z\s]*\s*\Z", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    evaluation: EvaluationConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    input: str
+    """Held-out documents, one JSON object with "text" a line."""
+
+    train_data: str
+    """Prefix of the training data, for the n-gram models."""
+
+    cloze_passages: int = 500
+    """Paragraphs of which the last word is asked for, spread evenly over the documents."""
+
+    cloze_words: int = 20
+    """Words a paragraph needs to be one of them."""
+
+    def __post_init__(self) -> None:
+        positive(self, "cloze_passages", "cloze_words")
+        for flag, path in (("--input", self.input), ("--train-data", self.train_data + ".idx")):
+            if not Path(path).is_file():
+                raise SettingError(f"{flag}: there is no file {path}")
+
+
+def run(
+    settings: Settings, model: GPT2, manifest: dict[str, Any], tokenizer: Tokenizer, mesh: Mesh
+) -> dict[str, Any]:
+    """The figures of `figures`, the same on every rank."""
+    texts = read_texts(settings.input)
+    documents = tokenizer.encode_batch(texts)
+    length = manifest["config"]["data"]["seq_length"]
+    batch = settings.evaluation.micro_batch_size
+    windows = [
+        window
+        for tokens in documents
+        for window in sliding_windows([tokenizer.eod, *tokens, tokenizer.eod], length, length // 2)
+    ]
+    passages = list(cloze_windows(texts, tokenizer, length, settings))
+    text = score_windows(model, mesh, windows, batch, "held-out text")
+    cloze = score_windows(model, mesh, passages, batch, "last words")
+    train = training_tokens(settings.train_data, manifest["config"]["data"]["split"])
+    heldout = np.concatenate([[*tokens, tokenizer.eod] for tokens in documents])
+    assert text.tokens == len(heldout)
+    words = sum(len(each.split()) for each in texts)
+    raw = "\n".join(texts).encode()
+    return {
+        "documents": len(texts),
+        "tokens": text.tokens,
+        "words": words,
+        "bytes": len(raw),
+        "token_perplexity": exp(-text.log_probability / text.tokens),
+        "word_perplexity": exp(-text.log_probability / words),
+        "bits_per_byte": -text.log_probability / log(2) / len(raw),
+        "xz_bits_per_byte": 8 * len(lzma.compress(raw, preset=9)) / len(raw),
+        "cloze_accuracy": cloze.hits / cloze.windows if cloze.windows else None,
+        "cloze_passages": cloze.windows,
+        "unigram_perplexity": unigram_perplexity(train, heldout, tokenizer.vocab_size),
+        "bigram_perplexity": bigram_perplexity(train, heldout, tokenizer.vocab_size),
+    }
+
+
+def read_texts(path: str) -> list[str]:
+    """The documents of a jsonl file; a line that has no text is an error that names it."""
+    texts = []
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                texts.append(json.loads(line)["text"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f'--input {path}, line {number}: not a JSON object with "text"'
+                ) from error
+    if not texts:
+        raise ValueError(f"--input {path} holds no documents")
+    return texts
+
+
+def cloze_windows(
+    texts: Sequence[str], tokenizer: Tokenizer, length: int, settings: Settings
+) -> Iterator[Window]:
+    """Paragraphs whose last word is to be told from the paragraph before it, spread evenly."""
+    passages = [
+        found
+        for text in texts
+        for paragraph in text.split("\n\n")
+        if len(paragraph.split()) >= settings.cloze_words
+        and (found := LAST_WORD.match(paragraph.strip()))
+    ]
+    every = max(1, len(passages) // settings.cloze_passages)
+    for found in passages[::every][: settings.cloze_passages]:
+        word = tokenizer.encode(found["word"])
+        tokens = [tokenizer.eod, *tokenizer.encode(found["context"]), *word][-length - 1 :]
+        yield Window(tokens[:-1], tokens[1:], len(tokens) - 1 - len(word))
+
+
+def training_tokens(prefix: str, split: str) -> NDArray[np.integer]:
+    """The tokens of the documents that the model was trained on, end marks included."""
+    data = IndexedDataset(prefix)
+    train, _, _ = split_documents(split, len(data.documents) - 1)
+    tokens = data.token_range(train)
+    return data.tokens[tokens.start : tokens.stop]

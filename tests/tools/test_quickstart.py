@@ -1,0 +1,256 @@
+"""Stages: run, reused, run again, failed; the report.  The commands here are small fakes."""
+
+import json
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tools.quickstart.__main__ import quickstart
+from tools.quickstart.plan import ROOT, Processes, Settings, choose_processes, plan
+from tools.quickstart.report import report
+from tools.quickstart.stages import (
+    Command,
+    Stage,
+    StageError,
+    cause,
+    own_folder,
+    run_stages,
+    stamp_file,
+)
+
+SETTINGS = Settings(
+    corpus=None,
+    out=ROOT / "runs" / "quickstart",
+    preset=ROOT / "scripts" / "presets" / "quickstart.toml",
+    tensor_parallel=2,
+    vocab_size=8192,
+    vocab_file=None,
+    merge_file=None,
+    train_iters=None,
+)
+
+
+def fake(out: Path, name: str, text: str, inputs: tuple[Path, ...] = ()) -> Stage:
+    """A stage that writes `text` to a file and its own name to a diary."""
+    script = (
+        "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2]);"
+        "open(sys.argv[3], 'a').write(sys.argv[4] + ' ')"
+    )
+    argv = (sys.executable, "-c", script, str(out / name), text, str(out / "diary"), name)
+    command = Command(argv=argv)
+    return Stage(name=name, commands=(command,), inputs=inputs, outputs=(out / name,))
+
+
+def diary(out: Path) -> list[str]:
+    """The stages that ran since the last look."""
+    file = out / "diary"
+    ran = file.read_text().split() if file.exists() else []
+    file.unlink(missing_ok=True)
+    return ran
+
+
+def test_finished_stages_are_reused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    stages = [fake(tmp_path, name, "x") for name in ("a", "b", "c")]
+    own_folder(tmp_path, stages, fresh=False)
+    run_stages(stages, tmp_path, tmp_path)
+    assert diary(tmp_path) == ["a", "b", "c"]
+    assert "reused" not in capfd.readouterr().out
+    run_stages(stages, tmp_path, tmp_path)
+    assert diary(tmp_path) == []
+    assert capfd.readouterr().out.count("reused") == 3
+
+
+def test_what_changed_runs_again_with_all_that_follows(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_text("1")
+    first, *rest = [fake(tmp_path, name, "x") for name in ("a", "b", "c")]
+    stages = [replace(first, inputs=(source,)), *rest]
+    own_folder(tmp_path / "none", stages, fresh=False)
+    (tmp_path / "stages").mkdir()
+    run_stages(stages, tmp_path, tmp_path)
+    diary(tmp_path)
+    changed = [stages[0], fake(tmp_path, "b", "y"), stages[2]]
+    run_stages(changed, tmp_path, tmp_path)
+    assert diary(tmp_path) == ["b", "c"]
+    (tmp_path / "b").write_text("cut off")
+    run_stages(changed, tmp_path, tmp_path)
+    assert diary(tmp_path) == ["b", "c"]
+    source.write_text("2")
+    run_stages(changed, tmp_path, tmp_path)
+    assert diary(tmp_path) == ["a", "b", "c"]
+
+
+def test_a_failure_names_stage_cause_and_command(tmp_path: Path) -> None:
+    script = "import sys; sys.exit('error: --input x: no such file')"
+    command = Command(argv=(sys.executable, "-c", script), environ={"OMP_NUM_THREADS": "1"})
+    stages = [fake(tmp_path, "a", "x"), Stage(name="b", commands=(command,))]
+    own_folder(tmp_path, stages, fresh=False)
+    with pytest.raises(StageError) as failure:
+        run_stages(stages, tmp_path, tmp_path)
+    message = str(failure.value)
+    assert "stage b failed (exit status 1)" in message
+    assert "error: --input x: no such file" in message
+    assert f"cd {tmp_path} && OMP_NUM_THREADS=1 {sys.executable} -c 'import sys;" in message
+    assert stamp_file(tmp_path, "a").exists()
+    assert not stamp_file(tmp_path, "b").exists()
+
+
+def test_a_stage_that_leaves_nothing_has_failed(tmp_path: Path) -> None:
+    stage = Stage(
+        name="a", commands=(Command(argv=(sys.executable, "-c", "")),), outputs=(tmp_path / "a",)
+    )
+    own_folder(tmp_path, [stage], fresh=False)
+    with pytest.raises(StageError, match="left no"):
+        run_stages([stage], tmp_path, tmp_path)
+
+
+def test_the_cause_is_not_the_launchers_summary() -> None:
+    tail = (
+        "pretrain:  10%|#\rpretrain:  20%|##\nTraceback (most recent call last):\n"
+        "RuntimeError: too hot\n"
+        "E1121 04:00:00 1 torch/distributed/elastic/multiprocessing/api.py:984] failed\n"
+        "Traceback (most recent call last):\n  ChildFailedError\n"
+    )
+    assert cause(tail).splitlines() == [
+        "  pretrain:  20%|##",
+        "  Traceback (most recent call last):",
+        "  RuntimeError: too hot",
+    ]
+
+
+def test_fresh_deletes_only_what_the_quickstart_wrote(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    stages = [fake(out, "a", "x"), fake(out, "b", "x")]
+    own_folder(out, stages, fresh=False)
+    run_stages(stages, out, tmp_path)
+    (out / "mine").write_text("kept")
+    own_folder(out, stages[:1], fresh=True)
+    assert {path.name for path in out.iterdir()} == {"mine", "diary", "stages"}
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "a").write_text("kept")
+    for fresh in (False, True):
+        with pytest.raises(ValueError, match="not written by the quickstart"):
+            own_folder(foreign, [fake(foreign, "a", "x")], fresh=fresh)
+    assert (foreign / "a").read_text() == "kept"
+
+
+def test_gpus_are_used_where_one_model_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the command may be given from any folder
+    assert choose_processes(SETTINGS, 0, 8) == Processes(2, 1, "cpu", 4)
+    assert choose_processes(SETTINGS, 1, 1) == Processes(2, 1, "cpu", 1)
+    used = choose_processes(SETTINGS, 5, 8)
+    assert (used.device, used.threads) == ("cuda", None)
+    assert used.tensor_parallel == 2
+    assert used.data_parallel in (1, 2)
+    with pytest.raises(ValueError, match="--tensor-model-parallel-size 3"):
+        choose_processes(replace(SETTINGS, tensor_parallel=3), 0, 8)
+
+
+def test_a_corpus_of_ones_own_and_gpt2s_vocabulary_take_their_stages_place(tmp_path: Path) -> None:
+    own = replace(
+        SETTINGS, corpus=tmp_path / "c", vocab_file=tmp_path / "v", merge_file=tmp_path / "m"
+    )
+    processes = Processes(2, 1, "cpu", 1)
+    stages = {stage.name: stage for stage in plan(own, processes, 2)}
+    assert stages["corpus"].commands == stages["tokenizer"].commands == ()
+    assert str(tmp_path / "c") in stages["clean"].commands[0].argv
+    assert str(tmp_path / "v") in stages["pretrain"].commands[0].argv
+    assert list(stages) == [stage.name for stage in plan(SETTINGS, processes, 2)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "no such file"), ("", "empty"), ('{"body": 1}\n{}\n', r'c.jsonl:1: no "text"')],
+)
+def test_a_bad_corpus_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    corpus = tmp_path / "c.jsonl"
+    if content is not None:
+        corpus.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        quickstart(corpus, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_vocabulary_file_alone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="go together"):
+        quickstart(out=tmp_path / "out", vocab_file=tmp_path / "vocab.json")
+
+
+def finished_run(out: Path) -> None:
+    """A folder as the stages leave it, with made-up numbers."""
+    own_folder(out, [], fresh=False)
+    for stage in plan(SETTINGS, Processes(2, 1, "cpu", 1), 2):
+        commands = [str(command) for command in stage.commands]
+        stamp = {"seconds": 2.0, "commands": commands, "facts": stage.facts, "outputs": {}}
+        stamp_file(out, stage.name).write_text(json.dumps(stamp))
+    count = {"documents": 9, "bytes": 12_345}
+    step = {"settings": {"unit": "pieces"}, "input": count, "output": count, "bad_lines": []}
+    step |= {"dropped": {"not <English>": count}, "sources": {}, "repaired_documents": 1}
+    step |= {"train": count, "heldout": count}
+    (out / "corpus").mkdir()
+    for name in ("harvest", "clean", "dedup", "split"):
+        (out / "corpus" / f"{name}.json").write_text(json.dumps(step))
+    lines = [{"layout": {"tensor_parallel_size": 2}, "parameters": 5_000_000}]
+    lines += [{"step": k, "samples": 8 * k, "loss": 9 / k, "tokens_per_second": 100.0 * k}
+              for k in (1, 2, 3)]  # fmt: skip
+    lines += [{"step": 3, "validation_loss": 3.5}]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = ("token", "word", "unigram", "bigram")
+    scores = {f"{name}_perplexity": 50.0 + k for k, name in enumerate(names)}
+    scores |= {"bits_per_byte": 1.5, "xz_bits_per_byte": 2.0, "cloze_accuracy": 0.25}
+    scores |= {"tokens": 10, "words": 5, "bytes": 40, "documents": 2}
+    (out / "evaluation.json").write_text(json.dumps(scores))
+    samples = [{"prompt": "In order to", "text": "In order to <script>&"}]
+    (out / "samples.json").write_text(json.dumps(samples))
+
+
+class Links(HTMLParser):
+    """Everything that a browser would fetch, and the text that it would show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        names = ("src", "href", "xlink:href", "action")
+        self.links += [value or "" for name, value in attrs if name in names]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_report_has_the_contracts_keys_and_opens_offline(tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    report(tmp_path)
+    facts = json.loads((tmp_path / "report.json").read_text())
+    assert {"corpus", "layout", "seconds", "training", "evaluation", "samples"} <= set(facts)
+    assert facts["training"]["tokens_per_second"] == 200
+    assert facts["training"]["train_loss"] == 3
+    assert facts["training"]["validation_loss"] == 3.5
+    assert facts["layout"]["parameters"] == 5_000_000
+    html = (tmp_path / "report.html").read_text()
+    seen = Links()
+    seen.feed(html)
+    assert all(link.startswith("#") for link in seen.links)
+    assert "svg" in seen.tags
+    assert "script" not in seen.tags
+    assert "url(http" not in html
+    assert "@import" not in html
+    for text in ("not <English>: 9", "In order to <script>&", "torch.distributed.run", "25.0 %"):
+        assert text in seen.text
+
+
+def test_a_report_of_an_unfinished_run_says_which_stage(tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    stamp_file(tmp_path, "evaluate").unlink()
+    with pytest.raises(ValueError, match="stage evaluate has not finished"):
+        report(tmp_path)

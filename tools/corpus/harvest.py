@@ -1,0 +1,174 @@
+"""Real English text that every Python machine holds.
+
+`pydoc` topics, READMEs, licences and other prose files of the installed packages, and the
+docstrings of the standard library and of the packages: one document for each file. Sources are
+parsed, never imported.  Paragraphs that are code, doctests or tables are left out.
+"""
+
+import ast
+import email
+import multiprocessing
+import os
+import re
+import sysconfig
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from tools.corpus.jsonl import (
+    Count,
+    Funnel,
+    Record,
+    bar,
+    keyed_hash,
+    placed,
+    run,
+    write_record,
+)
+
+PROSE_FILE = re.compile(
+    r"(README|LICEN[CS]E|COPYING|NOTICE|AUTHORS|NEWS|HISTORY|CHANGE|THIRD).*|METADATA"
+    r"|.+\.(md|rst|txt)",
+    re.IGNORECASE,
+)
+NOT_PROSE_FILE = re.compile(
+    r"(SOURCES|RECORD|top_level|entry_points|requirements.*)\.txt|.*\.py[cdio]?"
+)
+SKIPPED_FOLDERS = {"test", "tests", "testing", "__pycache__", "site-packages", "dist-packages"}
+SKIPPED_FOLDERS |= {"typeshed", "lib2to3"}
+LARGEST_FILE = 2_000_000  # bytes; beyond this a "source" is a generated table
+
+Source = tuple[str, Path, Path]  # kind of document, root of its names, file
+
+
+def harvest(
+    output: Path,
+    report: Path | None = None,
+    max_bytes: int = 16_000_000,
+    workers: int = len(os.sched_getaffinity(0)),
+) -> None:
+    """Collect English prose from this Python installation as jsonl {"text", "source", "id"}.
+
+    Args:
+        output: the jsonl file to write.
+        report: a JSON file for the counts, by source.
+        max_bytes: stop at this much text; pydoc topics and prose files come first, then modules
+            in the order of a keyed hash of their names, so that a cut is a fair sample.
+        workers: processes that parse sources.
+    """
+    if max_bytes < 1:
+        raise ValueError(f"--max-bytes {max_bytes}: has to be at least 1")
+    funnel = Funnel("harvest", max_bytes=max_bytes)
+    sources: dict[str, Count] = {}
+    with placed(output) as file, bar("harvest", max_bytes) as progress:
+        for document in documents(workers):
+            if funnel.output.bytes >= max_bytes:
+                break
+            funnel.input.add(document["text"])
+            sources.setdefault(document["source"], Count()).add(document["text"])
+            write_record(file, document, funnel)
+            progress.update(funnel.output.bytes - progress.n)
+    if report is not None:
+        funnel.write(report, sources={source: vars(count) for source, count in sources.items()})
+
+
+def documents(workers: int) -> Iterator[Record]:
+    """Every document with prose in it: pydoc topics, prose files, then modules in hashed order."""
+    for name, text in sorted(topics.items()):
+        if topic := prose(text):
+            yield {"text": topic, "source": "pydoc topics", "id": f"pydoc/{name}"}
+    library = Path(sysconfig.get_path("stdlib"))
+    packages = Path(sysconfig.get_path("purelib"))
+    files = [(root, path) for root in (library, packages) for path in walk(root)]
+    texts = [("prose files", root, path) for root, path in files if is_prose_file(path.name)]
+    modules = [("modules", root, path) for root, path in files if path.suffix == ".py"]
+    modules.sort(key=lambda source: keyed_hash("harvest", name_of(*source[1:])))
+    with multiprocessing.Pool(workers) as pool:
+        for document in pool.imap(read_document, texts + modules, chunksize=16):
+            if document["text"]:
+                yield document
+
+
+def walk(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
+        for name in sorted(files):
+            yield Path(folder, name)
+
+
+def is_prose_file(name: str) -> bool:
+    return bool(PROSE_FILE.fullmatch(name)) and not NOT_PROSE_FILE.fullmatch(name)
+
+
+def name_of(root: Path, path: Path) -> str:
+    return path.relative_to(root).as_posix()
+
+
+def read_document(source: Source) -> Record:
+    """The prose of one file; an empty text where there is none or the file is no text."""
+    kind, root, path = source
+    read = read_module if kind == "modules" else read_prose_file
+    small = path.is_file() and path.stat().st_size <= LARGEST_FILE
+    return {
+        "text": read(name_of(root, path), path.read_bytes()) if small else "",
+        "source": kind,
+        "id": f"{root.name}/{name_of(root, path)}",
+    }
+
+
+def read_prose_file(name: str, content: bytes) -> str:
+    text = content.decode("utf-8", errors="replace")
+    if name.endswith("/METADATA"):  # headers as in an e-mail, then the project's README
+        text = str(email.message_from_string(text).get_payload())
+    return prose(text)
+
+
+def read_module(name: str, content: bytes) -> str:
+    """The docstrings of one module under the names of what they describe."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes in others' sources
+            module = ast.parse(content)
+    except (SyntaxError, ValueError, RecursionError):
+        return ""  # a template, or written for another Python
+    parts = [(name.removesuffix(".py").replace("/", "."), ast.get_docstring(module) or "")]
+    parts += described(module, "")
+    sections = [f"{title}\n\n{text}" for title, raw in parts if (text := prose(raw))]
+    return "\n\n".join(sections)
+
+
+def described(node: ast.AST, prefix: str) -> Iterator[tuple[str, str]]:
+    """(qualified name, docstring) of every class and function under `node`, in file order."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name = f"{prefix}{child.name}"
+            if docstring := ast.get_docstring(child):
+                yield name, docstring
+            yield from described(child, f"{name}.")
+
+
+def prose(text: str) -> str:
+    """The paragraphs of `text` that read as English, dedented, one blank line between them."""
+    paragraphs = re.split(r"\n\s*\n", textwrap.dedent(text.replace("\r\n", "\n")))
+    return "\n\n".join(p.strip("\n") for p in paragraphs if is_prose(p))
+
+
+CODE = re.compile(r"^\s*(>>>|\.\. |```|#!|import |from \S+ import|[-=~+|*]{3,}\s*$)", re.MULTILINE)
+
+
+def is_prose(paragraph: str) -> bool:
+    """Mostly letters, in words, and not marked as code, directive, doctest or ruled table."""
+    dense = "".join(paragraph.split())
+    letters = sum(map(str.isalpha, dense))
+    words = re.findall(r"(?<!\S)[A-Za-z][a-z']*(?=[\s.,;:!?)]|$)", paragraph)
+    return (
+        len(words) >= 4
+        and letters >= 0.8 * len(dense)
+        and len(words) >= 0.6 * len(paragraph.split())
+        and not CODE.search(paragraph)
+    )
+
+
+if __name__ == "__main__":
+    run(harvest)

@@ -1,0 +1,110 @@
+"""Run the pipeline: corpus, clean, tokenizer, preprocess, pretrain, evaluate, sample, report."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from megatron.config.parse import user_errors
+from tools.corpus.jsonl import parse_line
+from tools.quickstart.plan import ROOT, Settings, choose_processes, count_gpus, plan
+from tools.quickstart.stages import StageError, own_folder, run_stages
+
+LINES_TRIED = 1000
+LONGEST_LINE = 1 << 24  # bytes read of a file without line ends
+
+
+def quickstart(
+    corpus: Annotated[Path | None, tyro.conf.Positional] = None,
+    tensor_parallel: Annotated[int, tyro.conf.arg(aliases=("--tensor-model-parallel-size",))] = 2,
+    out: Path = ROOT / "runs" / "quickstart",
+    fresh: bool = False,
+    preset: Path = ROOT / "scripts" / "presets" / "quickstart.toml",
+    vocab_size: int = 8192,
+    vocab_file: Path | None = None,
+    merge_file: Path | None = None,
+    train_iters: int | None = None,
+) -> None:
+    """From raw text to an evaluated GPT-2; stages that are finished are reused.
+
+    Args:
+        corpus: jsonl with a "text" in each line; without it, the English of this Python
+            installation.
+        tensor_parallel: processes over which the model is cut.
+        out: the folder that everything is written to.
+        fresh: start over instead of reusing finished stages.
+        preset: settings of model and training (TOML).
+        vocab_size: ids of the tokenizer that is trained.
+        vocab_file: GPT-2's vocab.json or one like it, instead of training a tokenizer.
+        merge_file: the merges.txt that goes with --vocab-file.
+        train_iters: steps to train, instead of the preset's.
+    """
+    if corpus is not None:
+        check_corpus(corpus)
+    check_vocabulary(vocab_file, merge_file)
+    settings = Settings(
+        corpus=absolute(corpus),
+        out=out.absolute(),
+        preset=preset.absolute(),
+        tensor_parallel=tensor_parallel,
+        vocab_size=vocab_size,
+        vocab_file=absolute(vocab_file),
+        merge_file=absolute(merge_file),
+        train_iters=train_iters,
+    )
+    cores = len(os.sched_getaffinity(0))
+    processes = choose_processes(settings, count_gpus(), cores)
+    stages = plan(settings, processes, cores)
+    own_folder(settings.out, stages, fresh=fresh)
+    run_stages(stages, settings.out, ROOT)
+    print(f"done: open {settings.out / 'report.html'} in a browser")
+
+
+def absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
+
+
+def check_corpus(path: Path) -> None:
+    """ValueError unless a document stands among the first lines of the file."""
+    if not path.is_file():
+        raise ValueError(f"corpus {path}: no such file; name a jsonl file")
+    reason = "the file is empty"
+    with path.open("rb") as file:
+        for number in range(1, LINES_TRIED + 1):
+            line = file.readline(LONGEST_LINE)
+            if not line:
+                break
+            try:
+                parse_line(line)
+            except ValueError as error:
+                if reason == "the file is empty":
+                    reason = f"{path}:{number}: {error}"
+                continue
+            return
+    raise ValueError(
+        f"corpus {path} has no document in its first lines: {reason}; each line has to be "
+        '{"text": "..."}'
+    )
+
+
+def check_vocabulary(vocab_file: Path | None, merge_file: Path | None) -> None:
+    if (vocab_file is None) != (merge_file is None):
+        raise ValueError("--vocab-file and --merge-file go together; give both or neither")
+    for flag, file in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
+        if file is not None and not file.is_file():
+            raise ValueError(f"{flag} {file}: no such file")
+
+
+if __name__ == "__main__":
+    with user_errors({}):
+        try:
+            tyro.cli(
+                quickstart,
+                prog="scripts/quickstart.sh",
+                config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
+            )
+        except StageError as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            sys.exit(1)

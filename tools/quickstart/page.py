@@ -1,0 +1,244 @@
+"""The report as one HTML page that needs no other file."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+Facts = dict[str, Any]
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c1f23; --soft: #5d6570; --line: #d9dde2;
+  --paper: #fdfdfc; --card: #f4f5f3; --accent: #b4531a; --train: #3b6ea5; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e6e8; --soft: #9aa3ad; --line: #3a4149;
+  --paper: #15181b; --card: #1e2226; --accent: #eb9a5e; --train: #7fb0e0; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 2rem 1.2rem 4rem; max-width: 54rem; background: var(--paper);
+  color: var(--ink); font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .4rem; letter-spacing: -.01em; }
+h2 { font-size: 1.15rem; margin: 2.8rem 0 .7rem; padding-top: .9rem;
+  border-top: 1px solid var(--line); }
+p { margin: .4rem 0; } .soft { color: var(--soft); font-size: .9rem; }
+.tiles { display: grid; grid-template-columns: repeat(3, 1fr); gap: .7rem; margin: 1.5rem 0 0; }
+@media (max-width: 38rem) { .tiles { grid-template-columns: repeat(2, 1fr); } }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: 1rem 2rem;
+  align-items: start; }
+.tile { background: var(--card); border-radius: .5rem; padding: .8rem .9rem; }
+.tile b { display: block; font-size: 1.55rem; font-weight: 600; line-height: 1.2;
+  font-variant-numeric: tabular-nums; }
+.tile span { display: block; font-size: .82rem; }
+.tile .soft { font-size: .78rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: .4rem .7rem; border-bottom: 1px solid var(--line);
+  vertical-align: top; white-space: nowrap; }
+th { font-weight: 500; font-size: .82rem; color: var(--soft); vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+.funnel th:last-child, .funnel td:last-child { text-align: left; }
+.funnel td:first-child { white-space: normal; min-width: 9rem; }
+.funnel td:last-child { font-size: .88rem; color: var(--soft); white-space: normal;
+  min-width: 14rem; }
+tr.ours td { font-weight: 600; }
+.bar { height: .35rem; margin-top: .3rem; background: var(--train); border-radius: .2rem; }
+svg { width: 100%; min-width: 32rem; height: auto; display: block; }
+blockquote { margin: .8rem 0; padding: .7rem .9rem; background: var(--card);
+  border-left: 3px solid var(--accent); border-radius: 0 .4rem .4rem 0; white-space: pre-wrap;
+  overflow-wrap: anywhere; font: .92rem/1.5 ui-serif, Georgia, serif; }
+pre { background: var(--card); border-radius: .4rem; padding: .7rem .9rem; margin: .4rem 0;
+  white-space: pre-wrap; overflow-wrap: anywhere;
+  font: .8rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
+h3 { font-size: .9rem; margin: 1.1rem 0 .2rem; }
+"""
+
+NONE = "\N{EN DASH}"  # an empty cell
+
+# name in the funnel, title of its row
+STEPS = {
+    "harvest": "Collect from this Python",
+    "clean": "Clean",
+    "dedup": "De-duplicate",
+    "split": "Split",
+}
+
+CONVENTIONS = """
+<p class="soft">Per token: exp of the mean negative log-likelihood over the {tokens} held-out
+tokens of this run's tokenizer, each document's end mark included; GPT-2, bigram and unigram model
+learnt from the same training tokens and predict the same tokens. Bigram: interpolated modified
+Kneser-Ney. Per word: the same sum divided by the {words} words (between white space) of the text.
+Bits per byte: the same sum in bits divided by the {bytes} UTF-8 bytes of the text; for xz, the
+compressed size of the same text. Last-word cloze: the last word of a held-out paragraph,
+told from what precedes it in the paragraph, counts when each of its tokens is the likeliest
+one.</p>
+"""
+
+
+def page(facts: Facts, curve: str) -> str:
+    """The whole page. facts: report.json; curve: an SVG element."""
+    sections = [
+        ("Corpus", funnel(facts["corpus"])),
+        ("Loss", f'<div class="scroll">{curve}</div>'),
+        ("Evaluation on held-out documents", evaluation(facts["evaluation"])),
+        ("Samples", samples(facts["samples"])),
+        ("Layout and throughput", layout(facts)),
+        ("Commands", commands(facts["commands"])),
+    ]
+    body = "".join(f"<section><h2>{title}</h2>{content}</section>" for title, content in sections)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>GPT-2 from raw text</title><style>{STYLE}</style></head>"
+        f"<body><h1>GPT-2 from raw text</h1>{headline(facts)}{body}</body></html>"
+    )
+
+
+def headline(facts: Facts) -> str:
+    scores, training, corpus = facts["evaluation"], facts["training"], facts["corpus"]
+    ours, bigram = scores["token_perplexity"], scores["bigram_perplexity"]
+    verdict = "beats" if ours < bigram else "does not beat"
+    tiles = [
+        (decimal(ours), "perplexity per token", f"bigram {decimal(bigram)}"),
+        (decimal(scores["bits_per_byte"], 3), "bits per byte",
+         f"xz -9 {decimal(scores['xz_bits_per_byte'], 3)}"),
+        (percent(scores["cloze_accuracy"]), "last-word cloze", "every token the likeliest"),
+        (whole(training["tokens_per_second"]), "tokens per second",
+         f"{device(facts['layout'])}"),
+        (megabytes(corpus["split"]["train"]["bytes"]), "of training text",
+         f"{whole(corpus['split']['train']['documents'])} documents"),
+        (duration(sum(facts["seconds"].values())), "in all", f"{training['steps']} steps"),
+    ]  # fmt: skip
+    cells = "".join(
+        f'<div class="tile"><b>{escape(number)}</b><span>{escape(name)}</span>'
+        f'<span class="soft">{escape(beside)}</span></div>'
+        for number, name, beside in tiles
+    )
+    return (
+        f"<p>On documents it has not seen, the trained model {verdict} a bigram model of the same "
+        f"training tokens: perplexity {decimal(ours)} against {decimal(bigram)}.</p>"
+        f'<div class="tiles">{cells}</div>'
+    )
+
+
+def table(head: Sequence[str], rows: Iterable[str], kind: str = "") -> str:
+    titles = "".join(f"<th>{title}</th>" for title in head)
+    return f'<div class="scroll {kind}"><table><tr>{titles}</tr>{"".join(rows)}</table></div>'
+
+
+def row(cells: Iterable[str], kind: str = "") -> str:
+    """A table row of texts, escaped here."""
+    return f'<tr class="{kind}">' + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>"
+
+
+def funnel(corpus: Facts) -> str:
+    largest = max(step["input"]["bytes"] for step in corpus.values()) or 1
+    rows = []
+    for name, step in corpus.items():
+        before, after = step["input"], step["output"]
+        width = 100 * after["bytes"] / largest
+        rows.append(
+            f'<tr><td>{STEPS[name]}<div class="bar" style="width:{width:.1f}%"></div></td>'
+            f"<td>{whole(before['documents'])}</td><td>{whole(after['documents'])}</td>"
+            f"<td>{megabytes(before['bytes'])}</td><td>{megabytes(after['bytes'])}</td>"
+            f"<td>{'<br>'.join(map(escape, remarks(name, step)))}</td></tr>"
+        )
+    head = ("step", "documents in", "out", "text in", "out", "why")
+    unit = corpus["clean"]["settings"]["unit"]
+    note = (
+        f"Lengths are counted in {unit}: there are no tokens before there is a tokenizer. Text is "
+        "counted in UTF-8 bytes, without the jsonl around it; ftfy's repairs change it a little."
+    )
+    return table(head, rows, "funnel") + f'<p class="soft">{escape(note)}</p>'
+
+
+def remarks(name: str, step: Facts) -> list[str]:
+    """What a step dropped and why, or how it dealt the documents."""
+    lines = [
+        f"{reason}: {whole(count['documents'])} ({megabytes(count['bytes'])})"
+        for reason, count in step["dropped"].items()
+    ]
+    if name == "harvest":
+        lines += [f"{s}: {whole(count['documents'])}" for s, count in step["sources"].items()]
+    if name == "clean":
+        lines.append(f"repaired by ftfy: {whole(step['repaired_documents'])}")
+    if name == "split":
+        lines += [
+            f"{part}: {whole(step[part]['documents'])} ({megabytes(step[part]['bytes'])})"
+            for part in ("train", "heldout")
+        ]
+    return lines
+
+
+def evaluation(scores: Facts) -> str:
+    rows = [
+        row(
+            (
+                "GPT-2, this run",
+                decimal(scores["token_perplexity"]),
+                decimal(scores["word_perplexity"]),
+                decimal(scores["bits_per_byte"], 3),
+                percent(scores["cloze_accuracy"]),
+            ),
+            "ours",
+        ),
+        row(("bigram", decimal(scores["bigram_perplexity"]), NONE, NONE, NONE)),
+        row(("unigram", decimal(scores["unigram_perplexity"]), NONE, NONE, NONE)),
+        row(("xz -9", NONE, NONE, decimal(scores["xz_bits_per_byte"], 3), NONE)),
+    ]
+    head = ("", "perplexity per token", "per word", "bits per byte", "last-word cloze")
+    sizes = {key: whole(scores[key]) for key in ("tokens", "words", "bytes")}
+    return table(head, rows) + CONVENTIONS.format(**sizes)
+
+
+def samples(texts: Sequence[Facts]) -> str:
+    return "".join(
+        f"<blockquote><b>{escape(s['prompt'])}</b>{escape(s['text'].removeprefix(s['prompt']))}"
+        "</blockquote>"
+        for s in texts
+    )
+
+
+def layout(facts: Facts) -> str:
+    settings = facts["layout"] | facts["training"]
+    rows = [row((key.replace("_", " "), shown(value))) for key, value in settings.items()]
+    times = [row((name, duration(seconds))) for name, seconds in facts["seconds"].items()]
+    tables = table(("run", ""), rows) + table(("stage", "time"), times)
+    return f'<div class="pair">{tables}</div>'
+
+
+def commands(by_stage: dict[str, list[str]]) -> str:
+    note = '<p class="soft">From the root of the repository, in this order.</p>'
+    return note + "".join(
+        f"<h3>{escape(stage)}</h3>" + "".join(f"<pre>{escape(line)}</pre>" for line in lines)
+        for stage, lines in by_stage.items()
+        if lines
+    )
+
+
+def device(layout: Facts) -> str:
+    model, data = layout["tensor_parallel_size"], layout["data_parallel_size"]
+    return f"{layout['device']}, tensor-parallel {model}, data-parallel {data}"
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4f}" if value < 100 else whole(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def whole(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+def decimal(number: float, places: int = 2) -> str:
+    return f"{number:,.{places}f}"
+
+
+def percent(share: float | None) -> str:
+    """None: nothing was asked."""
+    return NONE if share is None else f"{100 * share:.1f} %"
+
+
+def megabytes(number: int) -> str:
+    return f"{number / 1e6:.2f} MB"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"

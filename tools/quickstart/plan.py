@@ -1,0 +1,221 @@
+"""Which commands make up each stage, where they write, and how many processes train."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainConfig
+from tools.quickstart.stages import Command, Stage
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = (
+    "The purpose of this",
+    "If you want to",
+    "In order to",
+    "Permission is hereby granted",
+)
+NEW_TOKENS = 96
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user chose; files that exist, as absolute paths."""
+
+    corpus: Path | None
+    out: Path
+    preset: Path
+    tensor_parallel: int
+    vocab_size: int
+    vocab_file: Path | None
+    merge_file: Path | None
+    train_iters: int | None
+
+
+@dataclass(frozen=True)
+class Processes:
+    """How many processes train, and on what."""
+
+    tensor_parallel: int
+    data_parallel: int
+    device: str
+    threads: int | None
+    """Of each process on a CPU."""
+
+
+def count_gpus() -> int:
+    """GPUs that a program would see, found without torch."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return 0
+    present = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return present if visible is None else min(present, len(visible.split(",")) if visible else 0)
+
+
+def choose_processes(settings: Settings, gpus: int, cores: int) -> Processes:
+    """Every GPU that the batch can be dealt to; the CPU where there are fewer than one model needs.
+
+    Raises ValueError, naming flags, where preset and sizes do not fit.
+    """
+    config = parse(PretrainConfig, training_flags(settings, str(settings.preset)), {})
+    size = settings.tensor_parallel
+    config.check(size)
+    if gpus < size:
+        return Processes(size, 1, "cpu", max(1, cores // size))
+    batch, micro = config.global_batch_size(size), config.training.micro_batch_size
+    copies = max(d for d in range(1, gpus // size + 1) if batch % (d * micro) == 0)
+    return Processes(size, copies, "cuda", None)
+
+
+def training_flags(settings: Settings, preset: str) -> list[str]:
+    flags = ["--preset", preset]
+    flags += ["--tensor-model-parallel-size", str(settings.tensor_parallel)]
+    if settings.train_iters is not None:
+        flags += ["--train-iters", str(settings.train_iters)]
+    return flags
+
+
+def shown(path: Path) -> str:
+    """The path as a command at the root of the repository would name it."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def python(*arguments: str | Path, **environ: str) -> Command:
+    words = [shown(word) if isinstance(word, Path) else word for word in arguments]
+    return Command(argv=(shown(Path(sys.executable)), *words), environ=environ)
+
+
+def plan(settings: Settings, processes: Processes, cores: int) -> list[Stage]:
+    """The stages from text to report, in order."""
+    return [
+        *corpus_stages(settings),
+        *token_stages(settings, cores),
+        pretrain_stage(settings, processes),
+        *model_stages(settings, processes, cores),
+    ]
+
+
+def corpus_stages(settings: Settings) -> list[Stage]:
+    """corpus, clean (with dedup and split)."""
+    folder = settings.out / "corpus"
+    raw = settings.corpus or folder / "raw.jsonl"
+    steps = [
+        ("clean", raw, ["--output", folder / "clean.jsonl"]),
+        ("dedup", folder / "clean.jsonl", ["--output", folder / "unique.jsonl"]),
+        ("split", folder / "unique.jsonl",
+         ["--train", folder / "train.jsonl", "--heldout", folder / "heldout.jsonl"]),
+    ]  # fmt: skip
+    harvest = Stage(
+        name="corpus",
+        commands=(
+            python("-m", "tools.corpus.harvest", "--output", raw,
+                   "--report", folder / "harvest.json"),
+        ),
+        outputs=(raw, folder / "harvest.json"),
+    )  # fmt: skip
+    given = Stage(name="corpus", commands=(), inputs=(raw,))
+    clean = Stage(
+        name="clean",
+        commands=tuple(
+            python("-m", f"tools.corpus.{step}", "--input", source, *target,
+                   "--report", folder / f"{step}.json")
+            for step, source, target in steps
+        ),
+        outputs=tuple(
+            folder / name
+            for step, _, target in steps
+            for name in (*target[1::2], f"{step}.json")
+        ),
+    )  # fmt: skip
+    return [given if settings.corpus else harvest, clean]
+
+
+def vocabulary_flags(settings: Settings) -> list[str | Path]:
+    folder = settings.out / "tokenizer"
+    vocabulary = settings.vocab_file or folder / "vocab.json"
+    merges = settings.merge_file or folder / "merges.txt"
+    return ["--vocab-file", vocabulary, "--merge-file", merges]
+
+
+def token_stages(settings: Settings, cores: int) -> list[Stage]:
+    """tokenizer, preprocess."""
+    text, folder = settings.out / "corpus" / "train.jsonl", settings.out / "tokenizer"
+    train = Stage(
+        name="tokenizer",
+        commands=(
+            python("tools/train_tokenizer.py", "--input", text,
+                   "--vocab-size", str(settings.vocab_size), "--output-dir", folder),
+        ),
+        outputs=(folder,),
+    )  # fmt: skip
+    given = (settings.vocab_file, settings.merge_file)
+    reuse = Stage(name="tokenizer", commands=(), inputs=tuple(file for file in given if file))
+    preprocess = Stage(
+        name="preprocess",
+        commands=(
+            python("tools/preprocess_data.py", "--input", text, "--json-key", "text",
+                   "--output-prefix", settings.out / "data" / "train",
+                   "--tokenizer-type", "GPT2BPETokenizer", *vocabulary_flags(settings),
+                   "--append-eod", "--workers", str(cores)),
+        ),
+        outputs=(settings.out / "data",),
+    )  # fmt: skip
+    return [reuse if settings.vocab_file else train, preprocess]
+
+
+def data_prefix(settings: Settings) -> Path:
+    return settings.out / "data" / "train_text_document"
+
+
+def threads(number: int | None) -> dict[str, str]:
+    return {} if number is None else {"OMP_NUM_THREADS": str(number)}
+
+
+def pretrain_stage(settings: Settings, processes: Processes) -> Stage:
+    metrics, checkpoints = settings.out / "metrics.jsonl", settings.out / "checkpoints"
+    world = processes.tensor_parallel * processes.data_parallel
+    command = python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
+        "pretrain_gpt2.py", *training_flags(settings, shown(settings.preset)),
+        "--data-path", data_prefix(settings), *vocabulary_flags(settings),
+        "--save", checkpoints, "--metrics-file", metrics,
+        **threads(processes.threads),
+    )  # fmt: skip
+    return Stage(
+        name="pretrain",
+        commands=(command,),
+        inputs=(settings.preset,),
+        outputs=(metrics, checkpoints),
+        facts={
+            "device": processes.device,
+            "tensor_parallel_size": processes.tensor_parallel,
+            "data_parallel_size": processes.data_parallel,
+        },
+    )
+
+
+def model_stages(settings: Settings, processes: Processes, cores: int) -> list[Stage]:
+    """evaluate, sample, report."""
+    out = settings.out
+    model = ["--load", out / "checkpoints", *vocabulary_flags(settings)]
+    environ = threads(None if processes.device == "cuda" else cores)
+    evaluate = python(
+        "tasks/main.py", "--task", "HELDOUT", *model, "--input", out / "corpus" / "heldout.jsonl",
+        "--train-data", data_prefix(settings), "--output", out / "evaluation.json", **environ,
+    )  # fmt: skip
+    sample = python(
+        "tools/generate.py", *model, "--prompt", *PROMPTS, "--max-new-tokens", str(NEW_TOKENS),
+        "--temperature", "0.8", "--top-k", "50", "--seed", "1234",
+        "--output", out / "samples.json", **environ,
+    )  # fmt: skip
+    page = (out / "report.json", out / "report.html")
+    report = python("-m", "tools.quickstart.report", "--out", out)
+    return [
+        Stage(name="evaluate", commands=(evaluate,), outputs=(out / "evaluation.json",)),
+        Stage(name="sample", commands=(sample,), outputs=(out / "samples.json",)),
+        Stage(name="report", commands=(report,), outputs=page),
+    ]
