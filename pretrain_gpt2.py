@@ -43,10 +43,12 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             eod_mask_loss=data.eod_mask_loss,
         )
         if train_data is None:
-            raise ValueError(f"--split {data.split} keeps no documents for training")
+            raise ValueError(
+                f"--split {data.split} keeps nothing for training; --split 29,1,0 would work"
+            )
         resume = resume_point(checkpoint)
         if resume is not None:
-            check_resume(config, resume, corpus.fingerprint)
+            check_resume(config, resume, corpus.fingerprint, corpus.vocab_size)
 
     from megatron.optim.schedule import learning_rate
     from megatron.train.launch import launch

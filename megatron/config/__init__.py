@@ -3,10 +3,10 @@
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import SettingError
 from megatron.config.data import DataConfig
-from megatron.config.model import ModelConfig, padded_vocab_size
+from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.parse import from_dict, parse, user_errors
+from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig
 from megatron.config.training import TrainingConfig
 
@@ -19,8 +19,6 @@ __all__ = [
     "PretrainConfig",
     "SettingError",
     "TrainingConfig",
-    "from_dict",
-    "padded_vocab_size",
     "parse",
     "user_errors",
 ]

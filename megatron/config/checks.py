@@ -8,14 +8,6 @@ class SettingError(ValueError):
     """A setting, or two that disagree; the message names the flag and what would work."""
 
 
-def number(text: str) -> float | None:
-    """text as a float, or None where it is not one."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def flag(field: str) -> str:
     """The command line's spelling of a field: --seq-length of seq_length."""
     return "--" + field.replace("_", "-")

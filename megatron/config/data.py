@@ -1,9 +1,8 @@
 """What is read: data sets, tokenizer and how documents are cut into sequences."""
 
-import math
 from dataclasses import dataclass
 
-from megatron.config.checks import SettingError, number, positive
+from megatron.config.checks import positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +36,3 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         positive(self, "seq_length")
-        self._check_split()
-        self._check_data_path()
-
-    def _check_split(self) -> None:
-        shares = [number(share) for share in self.split.split(",")]
-        valid = [share for share in shares if share is not None and 0 <= share < math.inf]
-        if len(shares) != 3 or len(valid) != 3 or sum(valid) <= 0:
-            raise SettingError(
-                f"--split {self.split} should be three shares of 0 or more, "
-                "for training, validation and test; --split 29,1,0 would work"
-            )
-
-    def _check_data_path(self) -> None:
-        if len(self.data_path) <= 1:
-            return
-        weights = [number(word) for word in self.data_path[::2]]
-        wrong = any(weight is None or not 0 < weight < math.inf for weight in weights)
-        if wrong or len(self.data_path) % 2:
-            raise SettingError(
-                f"--data-path {' '.join(self.data_path)} should be one prefix, or a positive "
-                "weight before each prefix; --data-path 0.3 first 0.7 second would work"
-            )

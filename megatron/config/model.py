@@ -5,16 +5,6 @@ from dataclasses import dataclass
 from megatron.config.checks import SettingError, fraction, optional_positive, positive
 
 
-def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """The rows of the embedding: the next multiple of divisible_by x tensor_parallel_size.
-
-    Section 5.1 of the paper: each rank then holds equally many rows, and a multiple of 128 of
-    them, which is what the GEMM likes.
-    """
-    multiple = divisible_by * tensor_parallel_size
-    return -(-vocab_size // multiple) * multiple
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     num_layers: int

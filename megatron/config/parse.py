@@ -69,18 +69,6 @@ def parse(program: type[Program], argv: Sequence[str], environ: Mapping[str, str
         raise
 
 
-def from_dict(program: type[Program], values: Mapping[str, Any]) -> Program:
-    """The inverse of dataclasses.asdict, also after a round trip through JSON."""
-    hints = get_type_hints(program)
-    return program(**{name: _restore(hints.get(name), value) for name, value in values.items()})
-
-
-def _restore(annotation: Any, value: Any) -> Any:
-    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        return from_dict(annotation, value)
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _is_first(environ: Mapping[str, str]) -> bool:
     return environ.get("RANK", "0") == "0"
 

@@ -29,11 +29,6 @@ class PretrainConfig:
         smallest = self.training.micro_batch_size * self.data_parallel_size(world_size)
         return self.training.global_batch_size or smallest
 
-    def micro_batches(self, world_size: int) -> int:
-        """Forward and backward passes of one model in an optimizer step."""
-        smallest = self.training.micro_batch_size * self.data_parallel_size(world_size)
-        return self.global_batch_size(world_size) // smallest
-
     def lr_decay_iters(self) -> int:
         """Iteration at which the learning rate reaches its floor."""
         return self.optimizer.lr_decay_iters or self.training.train_iters

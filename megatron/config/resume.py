@@ -49,10 +49,10 @@ def resume_point(section: CheckpointConfig) -> Path | None:
     return latest_checkpoint(section.load)
 
 
-def check_resume(config: PretrainConfig, path: Path, tokenizer: str) -> None:
+def check_resume(config: PretrainConfig, path: Path, tokenizer: str, vocab_size: int) -> None:
     """Raise ValueError naming both values where the checkpoint's run differs in what is FIXED.
 
-    tokenizer: fingerprint of the data set's tokenizer.
+    tokenizer, vocab_size: fingerprint and true vocabulary of the data set's tokenizer.
     """
     manifest: Mapping[str, Any] = json.loads((path / "manifest.json").read_text())
     now = asdict(config)
@@ -64,6 +64,11 @@ def check_resume(config: PretrainConfig, path: Path, tokenizer: str) -> None:
                     f"{flag(field)} is {now[section][field]}, but {path} was trained with {saved}; "
                     f"{flag(field)} {saved} would work"
                 )
+    if manifest["vocab_size"] != vocab_size:
+        raise ValueError(
+            f"--data-path has a vocabulary of {vocab_size}, but {path} was trained with "
+            f"{manifest['vocab_size']}; preprocess with that vocabulary"
+        )
     if manifest["tokenizer"] != tokenizer:
         raise ValueError(
             f"--data-path was made with the tokenizer {tokenizer[:12]}, but {path} was trained "

@@ -21,11 +21,16 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Axis
 
 
+def _own_columns(logits: Tensor, axis: Axis, vocab_size: int) -> tuple[int, int]:
+    """(first token of this rank, its tokens); the columns of `logits` past these are padding."""
+    start = axis.rank * logits.shape[1]
+    return start, min(max(vocab_size - start, 0), logits.shape[1])
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> Tensor:
-        start = axis.rank * logits.shape[1]
-        columns = min(max(vocab_size - start, 0), logits.shape[1])  # the rest is padding
+        start, columns = _own_columns(logits, axis, vocab_size)
         wide = torch.promote_types(logits.dtype, torch.float32)
 
         maximum = logits.new_full((logits.shape[0],), -torch.inf, dtype=wide)
@@ -68,3 +73,15 @@ def vocab_parallel_cross_entropy(
     The gradient is computed in place, so a graph can be run backward once only.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, axis, vocab_size)
+
+
+def is_most_probable(logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> Tensor:
+    """Whether no token has a larger logit than the label, bool [n]; arguments as above."""
+    start, columns = _own_columns(logits, axis, vocab_size)
+    index = labels - start
+    is_here = (index >= 0) & (index < columns)
+    lowest = torch.finfo(logits.dtype).min
+    picked = logits.gather(1, index.where(is_here, 0)[:, None])[:, 0].where(is_here, lowest)
+    best = logits[:, :columns].amax(dim=1) if columns else torch.full_like(picked, lowest)
+    picked, best = all_reduce(torch.stack([picked, best]), axis, ReduceOp.MAX)
+    return picked == best

@@ -12,6 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.data.gpt2 import GPT2Dataset
 from megatron.model.gpt2 import GPT2
 from megatron.parallel.collectives import all_reduce, gather_from
+from megatron.parallel.cross_entropy import is_most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh
 from megatron.train.checkpoint import load, read_manifest
 from megatron.train.state import build_model, model_pieces
@@ -58,11 +59,13 @@ def whole_logits(model: GPT2, mesh: Mesh, tokens: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
+@torch.no_grad()
 def score(model: GPT2, mesh: Mesh, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """(log-probability of each label [b, s], whether it is the most probable token [b, s]).
 
     tokens, labels: int64 [b, s]; labels[i, j] is the token that follows tokens[i, : j + 1].
     """
-    log_probabilities = whole_logits(model, mesh, tokens).log_softmax(-1)
-    picked = log_probabilities.gather(-1, labels[..., None])[..., 0]
-    return picked, log_probabilities.argmax(-1) == labels
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    arguments = model(tokens, positions), labels.flatten(), mesh.tensor, model.vocab_size
+    losses, hits = vocab_parallel_cross_entropy(*arguments), is_most_probable(*arguments)
+    return -losses.view(tokens.shape), hits.view(tokens.shape)

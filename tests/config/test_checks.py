@@ -11,7 +11,6 @@ from megatron.config import (
     PretrainConfig,
     SettingError,
     TrainingConfig,
-    padded_vocab_size,
 )
 
 REQUIRED: dict[type, dict[str, Any]] = {
@@ -33,14 +32,6 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (ModelConfig, {"num_attention_heads": 3}, "--hidden-size 8 .*--hidden-size 9 would work"),
     (ParallelConfig, {"tensor_model_parallel_size": 0}, "--tensor-model-parallel-size 1 would"),
     (DataConfig, {"seq_length": 0}, "--seq-length 1 would work"),
-    (DataConfig, {"split": "29,1"}, "--split 29,1 .*--split 29,1,0 would work"),
-    (DataConfig, {"split": "0,0,0"}, "--split"),
-    (DataConfig, {"split": "29,-1,0"}, "--split"),
-    (DataConfig, {"split": "29,one,0"}, "--split"),
-    (DataConfig, {"split": "29,nan,0"}, "--split"),
-    (DataConfig, {"data_path": ("0.3", "a", "0.7")}, "--data-path 0.3 a 0.7 .*would work"),
-    (DataConfig, {"data_path": ("a", "b")}, "--data-path a b"),
-    (DataConfig, {"data_path": ("0", "a")}, "--data-path 0 a"),
     (OptimizerConfig, {"lr": 0.0}, "--lr 0.0"),
     (OptimizerConfig, {"lr": float("inf")}, "--lr inf"),
     (OptimizerConfig, {"min_lr": -1e-5}, "--min-lr"),
@@ -137,14 +128,6 @@ def test_sections_that_disagree(world_size: int, changes: dict[str, Any], messag
 def test_sizes_of_a_run() -> None:
     config = settings(tensor_model_parallel_size=2, micro_batch_size=3, global_batch_size=12)
     config.check(4)
-    assert (config.data_parallel_size(4), config.micro_batches(4)) == (2, 2)
+    assert (config.data_parallel_size(4), config.global_batch_size(4)) == (2, 12)
     default = settings(tensor_model_parallel_size=2, micro_batch_size=3)
-    assert (default.global_batch_size(4), default.micro_batches(4)) == (6, 1)
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "divisible_by", "size", "padded"),
-    [(50257, 128, 1, 50304), (50257, 128, 8, 51200), (50304, 128, 1, 50304), (7, 1, 3, 9)],
-)
-def test_padded_vocabulary(vocab_size: int, divisible_by: int, size: int, padded: int) -> None:
-    assert padded_vocab_size(vocab_size, divisible_by, size) == padded
+    assert default.global_batch_size(4) == 6

@@ -1,5 +1,3 @@
-import dataclasses
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,6 @@ from megatron.config import (
     ModelConfig,
     PretrainConfig,
     SettingError,
-    from_dict,
     parse,
     user_errors,
 )
@@ -177,12 +174,6 @@ def test_a_program_needs_neither_torch_nor_numpy_to_check_its_flags() -> None:
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr.startswith("error: --num-attention-heads 4 does not divide by --tensor")
     assert len(bad.stderr.splitlines()) == 1
-
-
-def test_settings_survive_json() -> None:
-    config = pretrain("--data-path", "0.3", "a", "0.7", "b", "--exit-interval", "2")
-    stored = json.loads(json.dumps(dataclasses.asdict(config)))
-    assert from_dict(PretrainConfig, stored) == config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,128 @@
+"""Bad input ends pretrain_gpt2.py with one message that names the flag, and before torch comes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.samples import write_data, write_tokenizer
+
+# Runs the program and tells, on the last line, how it ended and whether torch had been imported.
+PROBE = """
+import sys
+from pretrain_gpt2 import main
+environ = dict(word.split("=") for word in sys.argv[1].split())
+try:
+    main(sys.argv[2:], environ)
+except SystemExit as stop:
+    print(stop.code, "torch" in sys.modules)
+"""
+SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16"
+REST = "--seq-length 16 --train-iters 2 --micro-batch-size 2 --split 1,1,0"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    prefix = tmp_path / "some_text_document"
+    write_data(prefix, [[*range(1, 40), 0]] * 4)
+    return prefix
+
+
+def run(data: Path | str, words: str, environ: str = "") -> subprocess.CompletedProcess[str]:
+    arguments = [*SHAPE.split(), *REST.split(), "--data-path", str(data), *words.split()]
+    return subprocess.run(
+        [sys.executable, "-c", PROBE, environ, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def refusal(data: Path | str, words: str, environ: str = "") -> str:
+    """The message on standard error; fails unless the program refused before importing torch."""
+    ended = run(data, words, environ)
+    assert ended.stdout == "2 False\n", ended
+    return ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "names", "cure"),
+    [
+        (
+            "--tensor-model-parallel-size 3",
+            "WORLD_SIZE=3",
+            "--num-attention-heads 4",
+            "--tensor-model-parallel-size 2",
+        ),
+        (
+            "--global-batch-size 3",
+            "WORLD_SIZE=2",
+            "--global-batch-size 3",
+            "--global-batch-size 4",
+        ),
+        (
+            "--tensor-model-parallel-size 2",
+            "WORLD_SIZE=3",
+            "--tensor-model-parallel-size 2",
+            "--nproc-per-node 2",
+        ),
+        ("--seq-length 17", "", "--seq-length 17", "--max-position-embeddings 17"),
+        ("--vocab-size 101", "", "--vocab-size 101", "--vocab-size 100"),
+        ("--split 1,9999,0", "", "--split 1,9999,0", "larger weight"),
+        ("--split 0,1,0", "", "--split 0,1,0", "29,1,0"),
+        ("--load nowhere", "", "--load nowhere", "--save"),
+        ("--reset-attention-mask --data-path absent", "", "absent.idx", "P_text_document"),
+    ],
+)
+def test_names_the_flag_and_what_would_work(
+    data: Path, words: str, environ: str, names: str, cure: str
+) -> None:
+    message = refusal(data, words, environ)
+    assert message.startswith("error: ")
+    assert names in message
+    assert cure in message
+    assert message.count("\n") == 1
+
+
+def test_only_rank_0_prints(data: Path) -> None:
+    assert refusal(data, "--seq-length 17", "RANK=1 WORLD_SIZE=2") == ""
+
+
+def test_refuses_an_empty_data_set(data: Path) -> None:
+    data.with_name(f"{data.name}.bin").write_bytes(b"")
+    assert "some_text_document.bin" in refusal(data, "")
+
+
+def test_refuses_the_data_of_another_tokenizer(data: Path, tmp_path: Path) -> None:
+    vocabulary, merges = write_tokenizer(tmp_path)
+    message = refusal(data, f"--vocab-file {vocabulary} --merge-file {merges}")
+    assert "GPT2BPETokenizer" in message
+    assert "test" in message
+
+
+def test_refuses_an_unknown_key_of_a_preset(data: Path, tmp_path: Path) -> None:
+    preset = tmp_path / "mine.toml"
+    preset.write_text("num_layers = 2\nhiden_size = 32\n")
+    message = refusal(data, f"--preset {preset}")
+    assert "mine.toml, line 2" in message
+    assert "hidden_size" in message
+
+
+def test_trains_in_this_process_and_resumes_only_what_fits(data: Path, tmp_path: Path) -> None:
+    save = tmp_path / "checkpoints"
+    ended = run(data, f"--save {save} --eval-iters 1 --log-interval 1")
+    assert ended.returncode == 0, ended.stderr
+    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    keys = {"step", "samples", "loss", "lr", "grad_norm", "tokens_per_second", "elapsed_seconds"}
+    assert [line["step"] for line in lines if keys <= line.keys()] == [1, 2]
+    assert any("validation_loss" in line for line in lines)
+
+    message = refusal(data, f"--load {save} --seed 5")
+    assert "--seed is 5" in message
+    assert "--seed 1234 would work" in message
+    message = refusal(data, f"--load {save} --num-layers 3")
+    assert "--num-layers is 3" in message
+    write_data(data, [[*range(1, 40), 0]] * 4, vocab_size=90)
+    assert "vocabulary" in refusal(data, f"--load {save}")
