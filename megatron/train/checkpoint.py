@@ -64,8 +64,7 @@ def save(
     summaries = _gather(_write_shard(staging, pieces, mesh), mesh)
     if mesh.is_first:
         _write_json(staging / "manifest.json", _manifest(summaries, facts))
-        shutil.rmtree(final, ignore_errors=True)
-        staging.rename(final)
+        _replace_folder(final, staging)
         _put_in_place(Path(directory) / "latest", final.name)
     _barrier(mesh)
     return final
@@ -123,10 +122,13 @@ def _check_tiling(tensors: Mapping[str, Any]) -> None:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of one checkpoint directory, checked for completeness."""
-    manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"{path}: checkpoint format {manifest['format']}, {FORMAT} is read here")
-    _check_tiling(manifest["tensors"])
+    try:
+        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"its format is {manifest['format']}, only {FORMAT} is read here")
+        _check_tiling(manifest["tensors"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path / 'manifest.json'} is damaged: {error!r}") from error
     for name, facts in manifest["files"].items():
         size = (path / name).stat().st_size
         if size != facts["bytes"]:
@@ -154,11 +156,15 @@ def load(path: Path, pieces: Iterable[Piece], mesh: Mesh) -> dict[str, Any]:
 
 
 def _verify_files(path: Path, manifest: Mapping[str, Any], mesh: Mesh) -> None:
-    """Hash every file once, the files dealt out to the ranks."""
+    """Hash every file once, the files dealt out to the ranks; all raise if one finds damage."""
     own = mesh.data.rank * mesh.tensor.size + mesh.tensor.rank
-    for number, (name, facts) in enumerate(manifest["files"].items()):
-        if number % mesh.size == own and _file_facts(path / name) != facts:
-            raise ValueError(f"{path / name} is damaged: its checksum is not that of the manifest")
+    damaged = [
+        name
+        for number, (name, facts) in enumerate(manifest["files"].items())
+        if number % mesh.size == own and _file_facts(path / name) != facts
+    ]
+    if found := [name for names in _gather(damaged, mesh) for name in names]:
+        raise ValueError(f"{path / found[0]} is damaged: its checksum is not that of the manifest")
 
 
 def _read(path: Path, slices: Iterable[Mapping[str, Any]], piece: Piece) -> None:
@@ -221,12 +227,22 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _replace_folder(final: Path, new: Path) -> None:
+    """Rename `new` to `final`; one that is there (a step saved again) goes once it is replaced."""
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    new.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def _barrier(mesh: Mesh) -> None:
     if mesh.size > 1:
         dist.barrier()
 
 
-def _gather(value: dict[str, Any], mesh: Mesh) -> list[dict[str, Any]]:
+def _gather(value: Any, mesh: Mesh) -> list[Any]:
     """`value` of every rank, on every rank."""
     if mesh.size == 1:
         return [value]

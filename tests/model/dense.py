@@ -1,0 +1,55 @@
+"""A kit of plain torch modules: the same GPT-2 with nothing of megatron/parallel in it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.config import ModelConfig
+from megatron.model.gpt2 import GPT2
+from megatron.parallel.kit import Kit
+
+
+class PlainAttention(nn.Module):
+    """Softmax attention, written out."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        length = q.shape[2]
+        if mask is None:
+            mask = torch.ones(length, length, dtype=torch.bool).tril()
+        scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+        return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+class PlainHead(nn.Module):
+    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits = x @ weight.T
+        return logits if labels is None else F.cross_entropy(logits, labels, reduction="none")
+
+
+def recompute(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    return checkpoint(function, *arguments, use_reentrant=False)
+
+
+DENSE_KIT = Kit(
+    column=lambda inputs, outputs, parts=1, std=0.0: nn.Linear(inputs, parts * outputs),
+    row=lambda inputs, outputs, std: nn.Linear(inputs, outputs),
+    word_embedding=lambda vocabulary, hidden, divisible_by, std: nn.Embedding(vocabulary, hidden),
+    position_embedding=lambda positions, hidden, std: nn.Embedding(positions, hidden),
+    norm=lambda hidden, epsilon: nn.LayerNorm(hidden, eps=epsilon),
+    dropout=lambda p, place: nn.Dropout(p),
+    attention_core=lambda dropout, place: PlainAttention(),
+    head=lambda vocabulary: PlainHead(),
+    checkpoint=recompute,
+)
+
+
+def dense_gpt2(section: ModelConfig, vocab_size: int, weights: dict[str, Tensor]) -> GPT2:
+    """In fp64, with the whole weights of a model of layers that are cut."""
+    model = GPT2(section, DENSE_KIT, vocab_size).double()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    model.load_state_dict({name: weights[name].reshape(shape) for name, shape in shapes.items()})
+    return model

@@ -1,0 +1,79 @@
+"""What section 3 of the paper counts: two all-reduces forward and two backward per layer."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from megatron.parallel.collectives import copy_to
+from megatron.train.step import summed_loss
+from tests.dist import Pool
+from tests.tiny import (
+    SEQUENCE,
+    Communication,
+    mesh_of_ranks,
+    samples,
+    tiny_model,
+    tiny_section,
+)
+
+LAYERS = 3
+BATCH = 2
+STREAM = ("allreduce_", (BATCH * SEQUENCE, 32))  # [n, h]
+LOSS = [("allreduce_", (BATCH * SEQUENCE,)), ("allreduce_", (2, BATCH * SEQUENCE))]
+Calls = list[tuple[str, tuple[int, ...]]]
+
+
+def traffic(layers: int, checkpoint: bool, dropout: float) -> tuple[Calls, Calls]:
+    """All collectives of (forward and loss, backward)."""
+    mesh = mesh_of_ranks(2)
+    copy_to(torch.zeros(1), mesh.tensor)
+    section = tiny_section(
+        num_layers=layers, checkpoint_activations=checkpoint, hidden_dropout=dropout
+    )
+    model, _ = tiny_model(mesh, section)
+    batch = samples(BATCH)
+    with Communication() as forward:
+        loss, _ = summed_loss(model, batch, torch.device("cpu"))
+    with Communication() as backward:
+        loss.backward()
+    return forward.calls, backward.calls
+
+
+def test_two_forward_and_two_backward_per_layer(gloo: Pool) -> None:
+    for forward, backward in gloo.run(2, traffic, LAYERS, False, 0.0):
+        # g of the embedding, g of attention and MLP in each layer, and the loss.
+        assert forward == [STREAM] * (1 + 2 * LAYERS) + LOSS
+        # f of the head, f of MLP and attention in each layer.
+        assert backward == [STREAM] * (1 + 2 * LAYERS)
+
+
+@pytest.mark.parametrize(("dropout", "recomputed"), [(0.0, 1), (0.1, 2)])
+def test_recomputation_adds_up_to_two_per_layer(
+    gloo: Pool, dropout: float, recomputed: int
+) -> None:
+    """torch stops a recomputation as soon as it has all that the backward reads. Without dropout
+    nothing after the last product of a layer is read, so that its g is not repeated; dropout
+    behind g keeps its mask, and both are."""
+    for forward, backward in gloo.run(2, traffic, LAYERS, True, dropout):
+        assert forward == [STREAM] * (1 + 2 * LAYERS) + LOSS
+        assert backward == [STREAM] * (1 + (2 + recomputed) * LAYERS)
+
+
+def test_outside_the_layers_there_are_two_and_the_loss(gloo: Pool) -> None:
+    """The whole difference between 3 layers and 1 is 2 forward and 2 backward for each."""
+    small, large = (gloo.run(2, traffic, layers, False, 0.1)[0] for layers in (1, 3))
+    for one, three in zip(small, large, strict=True):
+        assert Counter(three) - Counter(one) == Counter({STREAM: 4})
+
+
+def no_traffic() -> int:
+    mesh = mesh_of_ranks(1)
+    model, _ = tiny_model(mesh)
+    with Communication() as communication:
+        summed_loss(model, samples(BATCH), torch.device("cpu"))[0].backward()
+    return len(communication.calls)
+
+
+def test_data_parallel_ranks_say_nothing_inside_the_model(gloo: Pool) -> None:
+    assert gloo.run(2, no_traffic) == [0, 0]

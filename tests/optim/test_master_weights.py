@@ -1,0 +1,135 @@
+"""The optimizer against torch's AdamW and clip_grad_norm_ on the plain model."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config import OptimizerConfig
+from megatron.parallel.mesh import serial_mesh
+from megatron.train.state import TrainState
+from megatron.train.step import summed_loss, train_step
+from tests.model.dense import dense_gpt2
+from tests.tiny import (
+    VOCABULARY,
+    samples,
+    tiny_section,
+    tiny_state,
+    tiny_weights,
+    whole_weights,
+)
+
+CPU = torch.device("cpu")
+RATES = [1e-3, 2e-3, 1e-3, 5e-4, 1e-4]
+
+
+def plain_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Decay for matrices, none for vectors: in the plain model these are biases and norms."""
+    matrices = [each for each in model.parameters() if each.dim() > 1]
+    vectors = [each for each in model.parameters() if each.dim() == 1]
+    return torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+    )
+
+
+def plain_run(config: OptimizerConfig, rates: Sequence[float]) -> tuple[nn.Module, list[float]]:
+    """(the model, losses) after a loop that anyone would write: no buffers, one batch a step."""
+    weights = {n: w.double() for n, w in tiny_weights(tiny_state(serial_mesh()).model).items()}
+    model = dense_gpt2(tiny_section(), VOCABULARY, weights)
+    optimizer = plain_adamw(model, config)
+    losses = []
+    for step, rate in enumerate(rates):
+        loss, count = summed_loss(model, samples(4, first=10 * step), CPU)
+        optimizer.zero_grad()
+        (loss / count).backward()
+        if config.clip_grad:
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        losses.append(loss.item() / count.item())
+    return model, losses
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 0.5, 1e9])
+def test_five_steps_equal_a_plain_loop(clip_grad: float) -> None:
+    config = OptimizerConfig(weight_decay=0.3, clip_grad=clip_grad, adam_beta2=0.95)
+    plain, losses = plain_run(config, RATES)
+    state = tiny_state(serial_mesh(), optimizer=config)
+    for step, rate in enumerate(RATES):
+        result = train_step(state, [samples(4, first=10 * step)], rate)
+        assert result.loss == pytest.approx(losses[step], rel=1e-12)
+        assert result.grad_norm > 0.5, "the clip would not be seen"
+    expected = dict(plain.named_parameters())
+    for name, weight in whole_weights(state.model).items():
+        wanted = expected[name].detach().view_as(weight)
+        torch.testing.assert_close(weight, wanted, rtol=0, atol=1e-10)
+
+
+def test_biases_and_norms_do_not_decay() -> None:
+    """With gradients of zero, decay is all that moves a weight: by lr x weight decay."""
+    state = tiny_state(serial_mesh(), optimizer=OptimizerConfig(weight_decay=0.1))
+    before = whole_weights(state.model)
+    state.optimizer.step(lr=0.5, unscale=1.0)
+    for name, weight in whole_weights(state.model).items():
+        is_vector = name.endswith("bias") or "norm" in name
+        factor = 1.0 if is_vector else 1.0 - 0.5 * 0.1
+        torch.testing.assert_close(weight, before[name] * factor, rtol=1e-15, atol=0)
+
+
+def test_the_norm_is_that_before_clipping_and_of_the_mean() -> None:
+    state = tiny_state(serial_mesh(), optimizer=OptimizerConfig(clip_grad=0.1))
+    for buffer in state.gradients.buffers:
+        buffer.flat.fill_(2.0)
+    count = sum(buffer.flat.numel() for buffer in state.gradients.buffers)
+    assert state.optimizer.step(lr=0.0, unscale=0.25) == pytest.approx(0.5 * count**0.5)
+    assert state.gradients.norm(serial_mesh().model).item() == pytest.approx(0.1, rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        state = tiny_state(serial_mesh())
+        before = everything(state)
+        state.gradients.buffers[0].flat[3] = bad
+        norm = state.optimizer.step(lr=1.0, unscale=1.0)
+        assert norm != norm or norm == torch.inf
+        assert all(map(torch.equal, before, everything(state)))
+
+
+def everything(state: TrainState) -> list[Tensor]:
+    return [piece.local.clone() for piece in state.pieces()]
+
+
+def test_bf16_weights_are_the_rounded_masters() -> None:
+    state = tiny_state(serial_mesh(), dtype=torch.bfloat16)
+    masters = {
+        slot.name: each for kind, slot, each in state.optimizer.tensors() if kind == "master"
+    }
+    parameters = dict(state.model.named_parameters())
+    assert masters.keys() == parameters.keys()
+    start = {name: master.clone() for name, master in masters.items()}
+    # Steps too small to be seen in bf16 are not lost: the masters add them up.
+    for step in range(3):
+        train_step(state, [samples(2, first=step)], 1e-6)
+    for name, master in masters.items():
+        assert master.dtype == torch.float32
+        assert parameters[name].dtype == torch.bfloat16
+        assert torch.equal(parameters[name], master.bfloat16())
+        assert not torch.equal(master, start[name])
+    still = sum(torch.equal(parameters[name], start[name].bfloat16()) for name in start)
+    assert still > 0
+
+
+def test_fp32_weights_are_their_own_masters() -> None:
+    state = tiny_state(serial_mesh(), dtype=torch.float32)
+    assert {kind for kind, _, _ in state.optimizer.tensors()} == {"exp_avg", "exp_avg_sq"}
+    before = whole_weights(state.model)
+    train_step(state, [samples(2)], 1e-3)
+    for name, weight in whole_weights(state.model).items():
+        assert not torch.equal(weight, before[name]), name

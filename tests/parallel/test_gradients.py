@@ -1,0 +1,191 @@
+"""Gradient buffers against torch's DistributedDataParallel and plain autograd."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.gradients import BUCKET_BYTES, GradientBuffers
+from megatron.parallel.layers import RowParallelLinear
+from megatron.parallel.layout import layouts
+from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.train.step import summed_loss
+from tests.dist import Pool
+from tests.tiny import (
+    assert_gradients,
+    gather_whole,
+    mesh_of_ranks,
+    micro_batches,
+    samples,
+    scatter_weights,
+    tiny_model,
+    tiny_state,
+    whole_gradients,
+)
+
+CPU = torch.device("cpu")
+
+
+def losses(model: nn.Module, mesh: Mesh, step: int) -> Iterator[tuple[bool, Tensor]]:
+    """(whether it is the last micro-batch, its loss) of two micro-batches on each data rank."""
+    batch = samples(2 * mesh.data.size, first=100 * step)
+    for number, each in enumerate(micro_batches(batch, mesh, 1)):
+        yield number == 1, summed_loss(model, each, CPU)[0]
+
+
+def check_against_ddp(bucket_bytes: int) -> None:
+    mesh = mesh_of_ranks(1)
+    model, plain = tiny_model(mesh)[0], tiny_model(mesh)[0]
+    table = layouts(model)
+    replica = DistributedDataParallel(plain)
+    buffers = GradientBuffers(model, bucket_bytes)
+    assert len(buffers.buckets) > 10 or bucket_bytes == BUCKET_BYTES
+    for step in range(2):
+        buffers.start()
+        for is_last, loss in losses(model, mesh, step):
+            with buffers.accumulate(is_last=is_last):
+                loss.backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        plain.zero_grad()
+        for is_last, loss in losses(replica, mesh, step):
+            with nullcontext() if is_last else replica.no_sync():
+                loss.backward()
+        expected = {  # DDP averages over its ranks
+            name: gather_whole(each.grad * mesh.data.size, table[name])
+            for name, each in plain.named_parameters()
+        }
+        assert_gradients(whole_gradients(buffers), expected, 1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_they_equal_distributed_data_parallel(gloo: Pool, size: int) -> None:
+    for bucket_bytes in (BUCKET_BYTES, 4096):
+        gloo.run(size, check_against_ddp, bucket_bytes)
+
+
+class Branches(nn.Module):
+    """Two layers, of which a micro-batch may use one alone."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.first = RowParallelLinear(mesh, 4, 4, std=1.0)
+        self.second = RowParallelLinear(mesh, 4, 4, std=1.0)
+        weights = {name: torch.ones(layout.shape) for name, layout in layouts(self).items()}
+        scatter_weights(self, weights)
+
+    def forward(self, x: Tensor, uses_second: bool) -> Tensor:
+        y = self.first(x)
+        return (self.second(y) if uses_second else y).square().sum()
+
+
+def check_unused_parameters(uses: tuple[bool, ...], bucket_bytes: int) -> None:
+    mesh = mesh_of_ranks(1)
+    model, plain = Branches(mesh), Branches(mesh)
+    buffers = GradientBuffers(model, bucket_bytes)
+    for buffer in buffers.buffers:
+        buffer.flat.fill_(torch.nan)  # what an earlier step left must not be seen
+    buffers.start()
+    for number, uses_second in enumerate(uses):
+        x = torch.full((3, 4), 1.0 + number + mesh.data.rank)
+        plain(x, uses_second).backward()
+        with buffers.accumulate(is_last=number == len(uses) - 1):
+            model(x, uses_second).backward()
+    gradients = whole_gradients(buffers)
+    for name, parameter in plain.named_parameters():
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(gradients[name], all_reduce(expected, mesh.data))
+
+
+def test_parameters_that_a_micro_batch_does_not_reach(gloo: Pool) -> None:
+    for bucket_bytes in (BUCKET_BYTES, 16):
+        for uses in ((True, False), (False, True), (False, False)):
+            gloo.run(2, check_unused_parameters, uses, bucket_bytes)
+
+
+def in_bf16(tensor_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of 8 bf16 micro-batches: the buffers', their fp32 sum, their bf16 sum."""
+    mesh = mesh_of_ranks(tensor_size)
+    model, plain = (tiny_model(mesh, dtype=torch.bfloat16)[0] for _ in range(2))
+    buffers = GradientBuffers(model)
+    assert {buffer.flat.dtype for buffer in buffers.buffers} == {torch.float32}
+    wide = {name: torch.zeros_like(each).float() for name, each in plain.named_parameters()}
+    narrow = {name: torch.zeros_like(each) for name, each in plain.named_parameters()}
+    batches = micro_batches(samples(8), mesh, 1)
+    for number, batch in enumerate(batches):
+        with buffers.accumulate(is_last=number == len(batches) - 1):
+            summed_loss(model, batch, CPU)[0].backward()
+        plain.zero_grad()
+        summed_loss(plain, batch, CPU)[0].backward()
+        for name, parameter in plain.named_parameters():
+            wide[name] += parameter.grad.float()
+            narrow[name] += parameter.grad
+    table = layouts(model)
+    sums = ({n: gather_whole(g, table[n]) for n, g in each.items()} for each in (wide, narrow))
+    return whole_gradients(buffers), *sums
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bf16_gradients_accumulate_in_fp32(gloo: Pool, size: int) -> None:
+    for buffers, wide, narrow in gloo.run(size, in_bf16, size):
+        for name, gradient in buffers.items():
+            assert torch.equal(gradient, wide[name]), name
+            assert not torch.equal(gradient, narrow[name].float()), name
+
+
+def norms(tensor_size: int) -> tuple[float, float]:
+    """(norm of the buffers, norm of all whole gradients)."""
+    mesh = mesh_of_ranks(tensor_size)
+    state = tiny_state(mesh)
+    for buffer in state.gradients.buffers:
+        for slot in buffer.slots:
+            value = 1.0 if slot.name.endswith("norm.bias") else 0.5
+            slot.layout.real(slot.view(buffer.flat)).fill_(value)
+    whole = whole_gradients(state.gradients).values()
+    expected = torch.nn.utils.get_total_norm(whole)
+    return state.gradients.norm(mesh.model).item(), expected.item()
+
+
+def test_the_norm_counts_every_parameter_once(gloo: Pool) -> None:
+    alone, expected = norms(1)
+    assert alone == pytest.approx(expected, rel=1e-12)
+    for world, size in ((2, 2), (4, 4), (4, 2), (2, 1)):
+        for norm, whole in gloo.run(world, norms, size):
+            assert norm == pytest.approx(expected, rel=1e-12)
+            assert whole == pytest.approx(expected, rel=1e-12)
+
+
+def reduced_before_the_end(bucket_bytes: int) -> list[int]:
+    """Buckets whose reduction had started when each parameter's gradient arrived."""
+    mesh = mesh_of_ranks(1)
+    model = tiny_model(mesh)[0]
+    buffers = GradientBuffers(model, bucket_bytes)
+    started: list[int] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: started.append(sum(bucket.work is not None for bucket in buffers.buckets))
+        )
+    buffers.start()
+    with buffers.accumulate(is_last=True):
+        summed_loss(model, samples(1), CPU)[0].backward()
+    assert all(bucket.work is None for bucket in buffers.buckets)
+    return started
+
+
+def test_reduction_overlaps_the_backward(gloo: Pool) -> None:
+    for started in gloo.run(2, reduced_before_the_end, 4096):
+        assert started == sorted(started)
+        assert started[len(started) // 2] > 0
+
+
+def test_nothing_is_reduced_alone() -> None:
+    assert not dist.is_initialized()
+    state = tiny_state(mesh := serial_mesh())
+    for is_last, loss in losses(state.model, mesh, 0):
+        with state.gradients.accumulate(is_last=is_last):
+            loss.backward()
+    assert all(each.any() for each in whole_gradients(state.gradients).values())

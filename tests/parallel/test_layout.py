@@ -1,0 +1,161 @@
+"""Layouts and initialisation: what a parameter is does not depend on how it is cut."""
+
+import copy
+from math import sqrt
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+from megatron.model.gpt2 import GPT2
+from megatron.parallel.kit import kit_1d
+from megatron.parallel.layout import layouts, materialise
+from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.parallel.random import RandomStreams
+from tests.dist import Pool
+from tests.tiny import (
+    SEED,
+    VOCABULARY,
+    gather_whole,
+    mesh_of_ranks,
+    rows,
+    samples,
+    tiny_model,
+    tiny_section,
+    whole_weights,
+)
+
+CPU = torch.device("cpu")
+
+
+def on_meta(mesh: Mesh) -> GPT2:
+    with torch.device("meta"):
+        return GPT2(tiny_section(), kit_1d(mesh, RandomStreams(SEED, mesh)), VOCABULARY)
+
+
+def initial(mesh: Mesh, seed: int = SEED, dtype: torch.dtype = torch.float32) -> GPT2:
+    model = on_meta(mesh)
+    materialise(model, device=CPU, dtype=dtype, seed=seed)
+    return model
+
+
+def loss(model: torch.nn.Module, number: int = 0) -> Tensor:
+    batch = rows(samples(number + 1), slice(number, number + 1))
+    arrays = batch.tokens, batch.positions, batch.labels
+    return model(*(torch.from_numpy(array) for array in arrays)).mean()
+
+
+def initial_weights(tensor_size: int) -> dict[str, Tensor]:
+    return whole_weights(initial(mesh_of_ranks(tensor_size)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_initial_weights_do_not_depend_on_the_layout(gloo: Pool, size: int) -> None:
+    expected = initial_weights(1)
+    for weights in gloo.run(size, initial_weights, size):
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            assert torch.equal(weight, expected[name]), name
+
+
+def test_initial_weights_have_the_papers_distribution() -> None:
+    section = tiny_section(num_layers=8, hidden_size=64, max_position_embeddings=256)
+    mesh = serial_mesh()
+    with torch.device("meta"):
+        model = GPT2(section, kit_1d(mesh, RandomStreams(SEED, mesh)), 1000)
+    materialise(model, device=CPU, dtype=torch.float32, seed=SEED)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            assert not weight.any(), name
+        elif "norm" in name:
+            assert torch.equal(weight, torch.ones_like(weight)), name
+        else:
+            before_a_residual = name.endswith(("output.weight", "down.weight"))
+            std = 0.02 / sqrt(2 * 8) if before_a_residual else 0.02
+            real = weight[:1000] if name == "word_embedding.weight" else weight
+            # Five standard errors of the mean and of the standard deviation.
+            count = real.numel()
+            assert abs(real.mean().item()) < 5 * std / sqrt(count), name
+            assert real.std().item() == pytest.approx(std, rel=5 / sqrt(2 * count)), name
+
+
+def test_every_parameter_and_seed_has_its_own_draw() -> None:
+    first, other = dict(initial(serial_mesh()).named_parameters()), initial(serial_mesh(), seed=1)
+    assert not torch.equal(
+        first["transformer.layers.0.mlp.up.weight"], first["transformer.layers.1.mlp.up.weight"]
+    )
+    assert not torch.equal(first["position_embedding.weight"], other.position_embedding.weight)
+
+
+def padding(tensor_size: int) -> tuple[int, int]:
+    """(rows that this rank pads, those of them that are not zero)."""
+    model = initial(mesh_of_ranks(tensor_size))
+    layout, weight = layouts(model)["word_embedding.weight"], model.word_embedding.weight
+    pad = weight[len(layout.real(weight)) :]
+    return len(pad), int(pad.any(dim=1).sum())
+
+
+def test_padding_rows_are_zero_and_a_rank_may_hold_nothing_else(gloo: Pool) -> None:
+    assert gloo.run(2, padding, 2) == [(128 - VOCABULARY, 0), (128, 0)]
+
+
+def check_layouts_survive(tensor_size: int) -> None:
+    mesh = mesh_of_ranks(tensor_size)
+    on_meta_table = layouts(meta := on_meta(mesh))
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    # A copy on meta, then memory: both keep the table and the number of parameters.
+    model = copy.deepcopy(meta)
+    materialise(model, device=CPU, dtype=torch.float32, seed=SEED)
+    copies = [model, copy.deepcopy(model), copy.deepcopy(model).to(torch.bfloat16)]
+    copies.append(initial(mesh, dtype=torch.bfloat16))
+    for each in copies:
+        assert layouts(each) == on_meta_table
+        for name, parameter in each.named_parameters():
+            assert tuple(parameter.shape) == on_meta_table[name].local_shape
+    for each in copies[1:]:
+        torch.testing.assert_close(loss(each), loss(model), rtol=2e-2, atol=0)
+    assert_tied(copies[1])
+
+
+def assert_tied(model: GPT2) -> None:
+    """The head's gradient reaches the embedding: also rows of tokens that were not read."""
+    batch = samples(1)
+    unread = sorted(set(range(20)) - set(batch.tokens.flatten().tolist()))
+    assert unread
+    loss(model).backward()
+    gradient = model.word_embedding.weight.grad
+    assert gradient is not None
+    whole = gather_whole(gradient, layouts(model)["word_embedding.weight"])
+    assert whole[unread].any(dim=1).all()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_layouts_and_ties_survive_meta_materialise_bf16_and_deepcopy(gloo: Pool, size: int) -> None:
+    gloo.run(size, check_layouts_survive, size)
+
+
+def check_fully_shard(tensor_size: int) -> None:
+    """FSDP over the data axis: the same table, loss and gradients (FSDP averages them)."""
+    mesh = mesh_of_ranks(tensor_size)
+    plain, sharded = tiny_model(mesh)[0], tiny_model(mesh)[0]
+    before = layouts(sharded)
+    for layer in sharded.transformer.layers.values():
+        fully_shard(layer, mesh=mesh.data.grid["data"])
+    fully_shard(sharded, mesh=mesh.data.grid["data"])
+    assert layouts(sharded) == before == layouts(plain)
+
+    own = loss(sharded, mesh.data.rank)
+    torch.testing.assert_close(own, loss(plain, mesh.data.rank))
+    own.backward()
+    torch.stack([loss(plain, number) for number in range(mesh.data.size)]).mean().backward()
+    expected = dict(plain.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad.full_tensor(), expected[name].grad, rtol=1e-10, atol=1e-14
+        )
+
+
+@pytest.mark.parametrize(("world", "tensor_size"), [(2, 1), (4, 2)])
+def test_layouts_and_ties_survive_fully_shard(gloo: Pool, world: int, tensor_size: int) -> None:
+    gloo.run(world, check_fully_shard, tensor_size)

@@ -1,0 +1,180 @@
+"""A GPT-2 small enough for tests, its batches, and its tensors gathered whole."""
+
+from dataclasses import fields
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.config import ModelConfig, OptimizerConfig
+from megatron.data.gpt2 import Batch
+from megatron.model.gpt2 import GPT2
+from megatron.parallel.collectives import gather_from
+from megatron.parallel.gradients import GradientBuffers
+from megatron.parallel.layout import Layout, initial_value, layouts, load_whole
+from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
+from megatron.parallel.random import RandomStreams
+from megatron.train.state import TrainState, build_model, build_state
+
+SEED = 1234
+VOCABULARY = 101
+SEQUENCE = 16
+
+
+def tiny_section(**changes: Any) -> ModelConfig:
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "max_position_embeddings": SEQUENCE,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    return ModelConfig(**(settings | changes))
+
+
+def mesh_of_ranks(tensor_size: int) -> Mesh:
+    """The ranks of this call of the pool, or the process of the test alone."""
+    if not dist.is_initialized():
+        return serial_mesh()
+    return build_mesh(tensor_size, torch.device("cpu"))
+
+
+def tiny_model(
+    mesh: Mesh, section: ModelConfig | None = None, *, dtype: torch.dtype = torch.float64
+) -> tuple[GPT2, RandomStreams]:
+    """A model whose every parameter, biases and norms too, is random, and its streams."""
+    section = section or tiny_section()
+    model, streams = build_model(section, mesh, VOCABULARY, seed=SEED, dtype=dtype)
+    scatter_weights(model, tiny_weights(model))
+    return model, streams
+
+
+def tiny_state(
+    mesh: Mesh,
+    section: ModelConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    seed: int = SEED,
+) -> TrainState:
+    """A run at step 0 with the weights of `tiny_model`."""
+    optimizer = optimizer or OptimizerConfig(weight_decay=0.1, clip_grad=0.5)
+    section = section or tiny_section()
+    state = build_state(section, optimizer, mesh, VOCABULARY, seed=seed, dtype=dtype)
+    scatter_weights(state.model, tiny_weights(state.model))
+    for buffer, master in zip(state.gradients.buffers, state.optimizer.masters, strict=True):
+        for slot in buffer.slots:
+            slot.view(master.detach()).copy_(slot.parameter.detach())
+    return state
+
+
+def tiny_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Whole weights: the initial ones and noise, so that no bias is zero and no gain is one."""
+    weights = {}
+    for name, layout in layouts(model).items():
+        generator = torch.Generator().manual_seed(crc32(name.encode()))
+        noise = torch.randn(layout.shape, generator=generator)
+        weights[name] = initial_value(name, layout, SEED) + 0.1 * noise
+    return weights
+
+
+@torch.no_grad()
+def scatter_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    table = layouts(model)
+    for name, parameter in model.named_parameters():
+        load_whole(parameter, weights[name], table[name])
+
+
+def gather_whole(local: Tensor, layout: Layout) -> Tensor:
+    """The whole tensor, of which this rank holds `local`; its padding has to be zero."""
+    whole = local.detach()
+    for dim, axis in layout.cuts:
+        whole = gather_from(whole, dim, axis)
+    rows = layout.shape[0]
+    assert not whole[rows:].any(), "padding rows are not zero"
+    return whole[:rows].clone()
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters())
+    return {n: gather_whole(parameters[n], layout) for n, layout in layouts(model).items()}
+
+
+def whole_gradients(gradients: GradientBuffers) -> dict[str, Tensor]:
+    return {
+        slot.name: gather_whole(slot.view(buffer.flat), slot.layout)
+        for buffer in gradients.buffers
+        for slot in buffer.slots
+    }
+
+
+def samples(count: int, *, seed: int = 0, first: int = 0) -> Batch:
+    """Samples first to first + count, each with as many counted tokens as its own mask says."""
+    tokens, masks = [], []
+    for number in range(first, first + count):
+        random = np.random.default_rng([seed, number])
+        tokens.append(random.integers(VOCABULARY, size=SEQUENCE + 1))
+        masks.append(random.random(SEQUENCE) < random.uniform(0.1, 1.0))
+    ids = np.stack(tokens)
+    return Batch(
+        tokens=ids[:, :-1],
+        labels=ids[:, 1:],
+        loss_mask=np.stack(masks).astype(np.float32),
+        positions=np.broadcast_to(np.arange(SEQUENCE), (count, SEQUENCE)).copy(),
+        document_starts=None,
+    )
+
+
+def rows(batch: Batch, part: slice) -> Batch:
+    arrays = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return Batch(**{n: None if array is None else array[part] for n, array in arrays.items()})
+
+
+def micro_batches(batch: Batch, mesh: Mesh, size: int) -> list[Batch]:
+    """What this rank's data-parallel place gets of a global batch."""
+    first = mesh.data.rank * size
+    starts = range(first, len(batch.tokens), size * mesh.data.size)
+    return [rows(batch, slice(start, start + size)) for start in starts]
+
+
+def assert_relative(actual: Tensor, expected: Tensor, tolerance: float, name: str = "") -> None:
+    """The largest difference is within `tolerance` of the largest expected value."""
+    error = (actual - expected).abs().max().item()
+    scale = expected.abs().max().item()
+    assert error <= tolerance * scale, f"{name} differs by {error:.3g} where it reaches {scale:.3g}"
+
+
+def assert_gradients(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
+) -> None:
+    """Relative for each parameter, but for the key biases, whose gradient is zero in theory: a
+    constant added to all keys adds the same to all scores of a query."""
+    assert actual.keys() == expected.keys()
+    scale = max(gradient.abs().max().item() for gradient in expected.values())
+    for name, gradient in actual.items():
+        wanted = expected[name]
+        if name.endswith("qkv.bias"):
+            assert gradient[1].abs().max() <= tolerance * scale
+            gradient, wanted = gradient[[0, 2]], wanted[[0, 2]]
+        assert_relative(gradient, wanted, tolerance, name)
+
+
+class Communication(TorchDispatchMode):
+    """Records (collective, shape) of all that goes over the process groups inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace == "c10d":
+            tensors = args[0] if isinstance(args[0], list) else [args[0]]
+            self.calls.append((function.overloadpacket.__name__, tuple(tensors[0].shape)))
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,96 @@
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config import ModelConfig
+from megatron.data.gpt2 import Batch
+from megatron.train.evaluate import load_model, mean_loss, score
+from tests.dist import Pool
+from tests.tiny import (
+    VOCABULARY,
+    mesh_of_ranks,
+    rows,
+    samples,
+    tiny_model,
+    tiny_section,
+    tiny_state,
+    whole_weights,
+)
+
+
+class Split:
+    """The samples of tests.tiny as a data set."""
+
+    samples_per_epoch = 7
+
+    def batch(self, numbers: range) -> Batch:
+        return rows(samples(numbers.stop), slice(numbers.start, numbers.stop, numbers.step))
+
+
+def loss_of_seven(tensor_size: int, micro_batch_size: int) -> float:
+    mesh = mesh_of_ranks(tensor_size)
+    model, _ = tiny_model(mesh, tiny_section(hidden_dropout=0.5))
+    loss = mean_loss(model.train(), Split(), 7, micro_batch_size, mesh)
+    assert model.training, "the mode is put back"
+    return loss
+
+
+def test_the_mean_loss_depends_on_neither_batch_size_nor_layout(gloo: Pool) -> None:
+    expected = loss_of_seven(1, 7)
+    results = [loss_of_seven(1, 1), loss_of_seven(1, 3)]
+    for world, tensor_size in ((2, 2), (2, 1), (4, 2), (4, 1)):
+        results += gloo.run(world, loss_of_seven, tensor_size, 2)
+    assert results == pytest.approx([expected] * len(results), rel=1e-12)
+
+
+def scores(tensor_size: int) -> tuple[Tensor, Tensor]:
+    mesh = mesh_of_ranks(tensor_size)
+    model, _ = tiny_model(mesh)
+    batch = samples(3)
+    return score(model, mesh, torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels))
+
+
+def test_scores_are_whole_on_every_rank(gloo: Pool) -> None:
+    log_probability, is_best = scores(1)
+    assert log_probability.shape == is_best.shape == (3, 16)
+    for own, own_best in gloo.run(4, scores, 4):
+        torch.testing.assert_close(own, log_probability, rtol=1e-12, atol=1e-12)
+        assert torch.equal(own_best, is_best)
+    # The same numbers as the loss of training, token by token.
+    model, _ = tiny_model(mesh_of_ranks(1))
+    batch = samples(3)
+    arrays = (batch.tokens, batch.positions, batch.labels)
+    losses = model(*(torch.from_numpy(array) for array in arrays)).view(3, 16)
+    torch.testing.assert_close(-log_probability, losses.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_the_best_token_is_the_one_of_highest_probability() -> None:
+    mesh = mesh_of_ranks(1)
+    model, _ = tiny_model(mesh)
+    tokens = torch.from_numpy(samples(1).tokens)
+    candidates = [score(model, mesh, tokens, torch.full_like(tokens, v)) for v in range(VOCABULARY)]
+    probabilities = torch.stack([log.exp() for log, _ in candidates])
+    torch.testing.assert_close(probabilities.sum(0), torch.ones_like(probabilities[0]))
+    best = torch.stack([is_best for _, is_best in candidates])
+    assert torch.equal(best.int().argmax(0), probabilities.argmax(0))
+    assert torch.equal(best.sum(0), torch.ones_like(tokens[0])[None])
+
+
+def loaded(tensor_size: int, path: Path) -> tuple[bool, int, dict[str, Tensor]]:
+    model, manifest = load_model(path, mesh_of_ranks(tensor_size), torch.float64)
+    return model.training, manifest["vocab_size"], whole_weights(model)
+
+
+def test_a_model_is_rebuilt_from_its_checkpoint_alone(gloo: Pool, tmp_path: Path) -> None:
+    section = tiny_section(num_layers=1, hidden_dropout=0.1)
+    state = tiny_state(mesh_of_ranks(1), section)
+    assert ModelConfig(**asdict(section)) == section
+    state.save(str(tmp_path), {"config": {"model": asdict(section)}, "vocab_size": VOCABULARY})
+    expected = whole_weights(state.model)
+    for training, vocab_size, weights in gloo.run(2, loaded, 2, tmp_path / "step_00000000"):
+        assert (training, vocab_size) == (False, VOCABULARY)
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
