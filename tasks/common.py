@@ -19,18 +19,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    load: str
-    """Directory of checkpoints; the newest one is evaluated."""
-
-    tokenizer_type: str = "GPT2BPETokenizer"
-    """Kind of tokenizer that made the training data."""
-
-    vocab_file: str
-    """The tokenizer's vocabulary (vocab.json)."""
-
-    merge_file: str
-    """The byte-pair encoding's merges (merges.txt)."""
-
     micro_batch_size: int = 8
     """Windows of one forward pass; does not change the result."""
 

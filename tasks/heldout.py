@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from megatron.config.checks import SettingError, positive
 from megatron.config.parallel import ParallelConfig
+from megatron.config.trained import TrainedConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.data.splits import split_documents
 from megatron.data.tokenizer import Tokenizer
@@ -38,7 +39,8 @@ LAST_WORD = re.compile(r"(?P<context>.*\S)(?P<word> [A-Za-z]+)[^A-Za-z\s]*\s*\Z"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    evaluation: EvaluationConfig
+    trained: TrainedConfig
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     input: str

@@ -16,11 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tasks`, when ru
 
 from megatron.config.checks import SettingError
 from megatron.config.parse import parse, user_errors
-from megatron.config.resume import latest_checkpoint
-from megatron.data.tokenizer import build_tokenizer
+from megatron.train.trained import open_trained
 
-# Each module has Settings, a dataclass with an `evaluation` and a `parallel` section, and
-# run(settings, model, manifest, tokenizer, mesh) -> figures.
+# Each module has Settings, a dataclass with the sections `trained`, `evaluation` and `parallel`,
+# and run(settings, model, manifest, tokenizer, mesh) -> figures.
 TASKS = {"HELDOUT": "tasks.heldout"}
 
 
@@ -36,17 +35,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         name, rest = split_task(arguments)
         task = import_module(name)
         settings = parse(task.Settings, rest, environ)
-        evaluation = settings.evaluation
-        checkpoint = latest_checkpoint(evaluation.load)
-        tokenizer = build_tokenizer(
-            evaluation.tokenizer_type, evaluation.vocab_file, evaluation.merge_file
-        )
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        if manifest["tokenizer"] != tokenizer.fingerprint:
-            raise ValueError(
-                f"--vocab-file {evaluation.vocab_file} is not the tokenizer that {checkpoint} was "
-                f"trained with ({tokenizer.fingerprint[:12]}, {manifest['tokenizer'][:12]})"
-            )
+        checkpoint, tokenizer = open_trained(settings.trained)
 
     from megatron.train.evaluate import load_model
     from megatron.train.launch import launch
@@ -57,8 +46,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         if mesh.is_first:
             text = json.dumps({"checkpoint": str(checkpoint), **figures}, indent=1)
             print(text)
-            if evaluation.output is not None:
-                Path(evaluation.output).write_text(text + "\n")
+            if settings.evaluation.output is not None:
+                Path(settings.evaluation.output).write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from megatron.config.checks import SettingError, non_negative, positive
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
-from megatron.config.resume import latest_checkpoint
-from megatron.data.tokenizer import build_tokenizer
+from megatron.config.trained import TrainedConfig
+from megatron.train.trained import open_trained
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -28,17 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    load: str
-    """Directory of checkpoints; the newest one is used."""
-
-    tokenizer_type: str = "GPT2BPETokenizer"
-    """Kind of tokenizer that made the training data."""
-
-    vocab_file: str
-    """The tokenizer's vocabulary (vocab.json)."""
-
-    merge_file: str
-    """The byte-pair encoding's merges (merges.txt)."""
+    trained: TrainedConfig
 
     prompt: tuple[str, ...]
     """Texts to continue."""
@@ -108,10 +98,7 @@ def continue_tokens(
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with user_errors(environ):
         settings = parse(Settings, arguments, environ)
-        checkpoint = latest_checkpoint(settings.load)
-        tokenizer = build_tokenizer(
-            settings.tokenizer_type, settings.vocab_file, settings.merge_file
-        )
+        checkpoint, tokenizer = open_trained(settings.trained)
 
     from tqdm import tqdm
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer
-from tasks.common import EvaluationConfig, Window, score_windows, sliding_windows
+from tasks.common import Window, score_windows, sliding_windows
 from tasks.heldout import Settings, cloze_windows, read_texts
 from tests.data.samples import write_data, write_tokenizer
 from tests.dist import Pool
@@ -70,7 +71,7 @@ def test_cloze_asks_for_the_last_word_of_long_paragraphs(tmp_path: Path) -> None
     texts = tmp_path / "heldout.jsonl"
     texts.write_text("{}")
     settings = Settings(
-        evaluation=EvaluationConfig(load="", vocab_file="", merge_file=""),
+        trained=TrainedConfig(load="", vocab_file="", merge_file=""),
         input=str(texts),
         train_data=str(tmp_path / "train"),
         cloze_words=4,

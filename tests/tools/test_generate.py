@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron.config.trained import TrainedConfig
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks, tiny_model
 from tools.generate import Settings, choose, continue_tokens
@@ -11,7 +12,8 @@ PROBABILITY = torch.tensor([0.1, 0.4, 0.2, 0.3])
 
 
 def settings(**changes: float) -> Settings:
-    return Settings(load="", vocab_file="", merge_file="", prompt=("a",), **changes)
+    trained = TrainedConfig(load="", vocab_file="", merge_file="")
+    return Settings(trained=trained, prompt=("a",), **changes)
 
 
 def drawn(**changes: float) -> torch.Tensor:
