@@ -22,7 +22,7 @@ def quickstart(
     out: Path = ROOT / "runs" / "quickstart",
     fresh: bool = False,
     preset: Path = ROOT / "scripts" / "presets" / "quickstart.toml",
-    vocab_size: int = 8192,
+    vocab_size: int = 4096,
     vocab_file: Path | None = None,
     merge_file: Path | None = None,
     train_iters: int | None = None,
