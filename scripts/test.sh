@@ -13,7 +13,10 @@ lint() {
 }
 fast() { .venv/bin/python -m pytest -m "not slow" "$@"; }
 slow() { .venv/bin/python -m pytest -m slow "$@"; }
-all() { lint && .venv/bin/python -m pytest "$@"; }
+all() {
+    lint # not `lint &&`: bash would then ignore every failure in it but the last
+    .venv/bin/python -m pytest "$@"
+}
 
 group=all
 if [[ "${1:--}" != -* ]]; then

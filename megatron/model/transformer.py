@@ -35,7 +35,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, batch: int, mask: Tensor | None) -> Tensor:
         qkv = self.qkv(x)  # [n, 3h/t]
         qkv = qkv.view(batch, -1, 3, qkv.shape[1] // (3 * self.head_size), self.head_size)
-        q, k, v = qkv.transpose(1, 3).unbind(2)  # each [b, a/t, s, d]
+        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # each [b, a/t, s, d]
         heads = self.core(q, k, v, mask)
         return self.output(heads.transpose(1, 2).reshape(x.shape[0], -1))
 

@@ -21,6 +21,13 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Axis
 
 
+def _find(labels: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
+    """(column of each label, or 0, and whether this rank holds it), both [n]."""
+    index = labels - start
+    is_here = (index >= 0) & (index < columns)
+    return index.where(is_here, 0), is_here
+
+
 def _own_columns(logits: Tensor, axis: Axis, vocab_size: int) -> tuple[int, int]:
     """(first token of this rank, its tokens); the columns of `logits` past these are padding."""
     start = axis.rank * logits.shape[1]
@@ -38,29 +45,26 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             maximum = logits[:, :columns].amax(dim=1).to(wide)
         all_reduce(maximum, axis, ReduceOp.MAX)
 
-        softmax = torch.empty_like(logits, dtype=wide)
-        softmax[:, columns:] = 0
-        real = softmax[:, :columns]
-        torch.sub(logits[:, :columns], maximum[:, None], out=real)
-        index = labels - start
-        is_here = (index >= 0) & (index < columns)
-        index = index.where(is_here, 0)
+        exponentials = logits.to(wide)  # no copy where they are wide enough
+        exponentials[:, columns:] = 0
+        real = exponentials[:, :columns]
+        real.sub_(maximum[:, None])
+        index, is_here = _find(labels, start, columns)
         rows = torch.arange(len(labels), device=labels.device)
-        picked = softmax[rows, index] * is_here
+        picked = exponentials[rows, index] * is_here
         real.exp_()
         total, picked = all_reduce(torch.stack([real.sum(dim=1), picked]), axis)
-        real.div_(total[:, None])
 
-        ctx.save_for_backward(softmax, rows, index, is_here)
+        ctx.save_for_backward(exponentials, total, rows, index, is_here)
         ctx.dtype = logits.dtype
         return total.log() - picked
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, rows, index, is_here = ctx.saved_tensors
-        # In place: nobody else reads the softmax, and it is the largest tensor of the step.
-        softmax[rows, index] -= is_here.to(softmax.dtype)
-        return softmax.mul_(d_loss[:, None]).to(ctx.dtype), None, None, None
+        exponentials, total, rows, index, is_here = ctx.saved_tensors
+        gradient = exponentials.mul_((d_loss / total)[:, None])
+        gradient[rows, index] -= d_loss * is_here
+        return gradient.to(ctx.dtype), None, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -70,7 +74,8 @@ def vocab_parallel_cross_entropy(
 
     logits: [n, padded v / t], this rank's columns; padded columns are left out of the sum.
     labels: [n] int64 in [0, vocab_size), the same on every rank of `axis`.
-    The gradient is computed in place, so a graph can be run backward once only.
+    Logits in fp32 or wider are overwritten, and the gradient is computed in the same memory, since
+    they are the largest tensor of a step: read them before, and run backward once only.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, axis, vocab_size)
 
@@ -78,10 +83,9 @@ def vocab_parallel_cross_entropy(
 def is_most_probable(logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> Tensor:
     """Whether no token has a larger logit than the label, bool [n]; arguments as above."""
     start, columns = _own_columns(logits, axis, vocab_size)
-    index = labels - start
-    is_here = (index >= 0) & (index < columns)
+    index, is_here = _find(labels, start, columns)
     lowest = torch.finfo(logits.dtype).min
-    picked = logits.gather(1, index.where(is_here, 0)[:, None])[:, 0].where(is_here, lowest)
+    picked = logits.gather(1, index[:, None])[:, 0].where(is_here, lowest)
     best = logits[:, :columns].amax(dim=1) if columns else torch.full_like(picked, lowest)
     picked, best = all_reduce(torch.stack([picked, best]), axis, ReduceOp.MAX)
     return picked == best

@@ -2,8 +2,9 @@
 
 A hook adds each parameter's gradient to its place in a buffer and drops it, so gradients accumulate
 in fp32 whatever the parameters' dtype. In the last micro-batch a bucket whose gradients are all
-there starts its reduction while the backward goes on. The same buffers serve tied weights,
-accumulation, reduction, the norm and the optimizer.
+there starts its reduction while the backward goes on. The same buffers serve accumulation,
+reduction, the norm and the optimizer. (The gradients of a tied weight's two uses are first added by
+autograd, in the parameter's dtype.)
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class RowParallelLinear(LaidOut):
         self.add_parameter("bias", Layout(shape=(out_features,), partial=(mesh.data,), decay=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        return reduce_from(F.linear(x, self.weight), self.axis) + self.bias
+        return reduce_from(F.linear(x, self.weight), self.axis).add_(self.bias)
 
 
 class VocabParallelEmbedding(LaidOut):

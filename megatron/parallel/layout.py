@@ -101,10 +101,15 @@ def initial_value(name: str, layout: Layout, seed: int) -> Tensor:
 
 
 def materialise(
-    model: nn.Module, *, device: torch.device, dtype: torch.dtype, seed: int
+    model: nn.Module, *, device: torch.device, dtype: torch.dtype, seed: int | None
 ) -> nn.Module:
-    """Give a model that was built on meta its memory and initial values; the only such place."""
+    """Give a model that was built on meta its memory and initial values; the only such place.
+
+    seed: None leaves the values undefined, for a model that is loaded next.
+    """
     model.to(dtype).to_empty(device=device)
+    if seed is None:
+        return model
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, layout in layouts(model).items():

@@ -58,7 +58,7 @@ def save(
     final = Path(directory) / f"step_{step:08d}"
     staging = final.with_name(f".{final.name}.partial")
     if mesh.is_first:
-        shutil.rmtree(staging, ignore_errors=True)
+        _clean_up(final)
         staging.mkdir(parents=True)
     _barrier(mesh)
     summaries = _gather(_write_shard(staging, pieces, mesh), mesh)
@@ -227,10 +227,18 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _clean_up(final: Path) -> None:
+    """Remove what a save that was interrupted left behind, and finish or undo its last step."""
+    old = final.with_name(f".{final.name}.old")
+    if old.exists() and not final.exists():
+        old.rename(final)
+    for leftover in [old, *final.parent.glob(".step_*.partial")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
 def _replace_folder(final: Path, new: Path) -> None:
     """Rename `new` to `final`; one that is there (a step saved again) goes once it is replaced."""
     old = final.with_name(f".{final.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
     if final.exists():
         final.rename(old)
     new.rename(final)

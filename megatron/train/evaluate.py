@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +18,13 @@ from megatron.train.state import build_model, model_pieces
 from megatron.train.step import summed_loss
 
 
-def load_model(path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> tuple[GPT2, Any]:
-    """(model in evaluation mode, manifest) of the checkpoint directory `path`, at this mesh."""
+def load_model(path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> GPT2:
+    """The model of the checkpoint directory `path`, cut over this mesh, in evaluation mode."""
     manifest = read_manifest(path)
     section = ModelConfig(**manifest["config"]["model"])
-    model, _ = build_model(section, mesh, manifest["vocab_size"], seed=0, dtype=dtype)
+    model, _ = build_model(section, mesh, manifest["vocab_size"], seed=None, dtype=dtype)
     load(path, model_pieces(model), mesh)
-    return model.eval(), manifest
+    return model.eval()
 
 
 @torch.no_grad()
@@ -67,5 +66,6 @@ def score(model: GPT2, mesh: Mesh, tokens: Tensor, labels: Tensor) -> tuple[Tens
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     arguments = model(tokens, positions), labels.flatten(), mesh.tensor, model.vocab_size
-    losses, hits = vocab_parallel_cross_entropy(*arguments), is_most_probable(*arguments)
+    hits = is_most_probable(*arguments)  # first: the loss works in the memory of the logits
+    losses = vocab_parallel_cross_entropy(*arguments)
     return -losses.view(tokens.shape), hits.view(tokens.shape)

@@ -15,7 +15,7 @@ from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 def choose_device(environ: Mapping[str, str]) -> torch.device:
     """This process's own GPU where every process of the node can have one, else the CPU."""
     processes = int(environ.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus >= processes:
         return torch.device("cuda", int(environ.get("LOCAL_RANK", "0")))
     if gpus and environ.get("RANK", "0") == "0":

@@ -39,6 +39,10 @@ def train(state: TrainState, loop: Loop) -> None:
     """Train to `train_iters`, or to an exit that was asked for; evaluate and save at the end."""
     training = loop.training
     clock = Clock()
+    if state.step >= training.train_iters:
+        loop.metrics.say(
+            f"nothing to do: step {state.step} of --train-iters {training.train_iters}"
+        )
     while state.step < training.train_iters:
         lr = loop.learning_rate(state.step + 1)
         result = train_step(state, _batches(state, loop), lr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,10 +30,21 @@ class Metrics:
             mininterval=0.1 if sys.stderr.isatty() else 30,  # a log file is no terminal
         )
 
-    def write(self, line: dict[str, Any]) -> None:
+    def describe(self, facts: dict[str, Any]) -> None:
+        """Write what holds for the whole run to run.json beside the metrics."""
         if self.path is not None:
+            text = json.dumps(facts, indent=1) + "\n"
+            self.path.with_name("run.json").write_text(text, encoding="utf-8")
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line; a number that is not finite becomes null, as JSON has no other word."""
+        if self.path is not None:
+            finite = {
+                key: None if isinstance(value, float) and not isfinite(value) else value
+                for key, value in line.items()
+            }
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(finite, allow_nan=False) + "\n")
 
     def say(self, text: str) -> None:
         if self.is_first:

@@ -93,10 +93,13 @@ def training_dtype(section: TrainingConfig) -> torch.dtype:
 
 
 def build_model(
-    section: ModelConfig, mesh: Mesh, vocab_size: int, *, seed: int, dtype: torch.dtype
+    section: ModelConfig, mesh: Mesh, vocab_size: int, *, seed: int | None, dtype: torch.dtype
 ) -> tuple[GPT2, RandomStreams]:
-    """A materialised GPT-2 on this rank's device, and the random streams it draws from."""
-    streams = RandomStreams(seed, mesh)
+    """A materialised GPT-2 on this rank's device, and the random streams it draws from.
+
+    seed: None for a model that is loaded next and draws nothing.
+    """
+    streams = RandomStreams(seed or 0, mesh)
     with torch.device("meta"):
         model = GPT2(section, kit_1d(mesh, streams), vocab_size)
     materialise(model, device=mesh.device, dtype=dtype, seed=seed)

@@ -80,8 +80,8 @@ def test_the_best_token_is_the_one_of_highest_probability() -> None:
 
 
 def loaded(tensor_size: int, path: Path) -> tuple[bool, int, dict[str, Tensor]]:
-    model, manifest = load_model(path, mesh_of_ranks(tensor_size), torch.float64)
-    return model.training, manifest["vocab_size"], whole_weights(model)
+    model = load_model(path, mesh_of_ranks(tensor_size), torch.float64)
+    return model.training, model.vocab_size, whole_weights(model)
 
 
 def test_a_model_is_rebuilt_from_its_checkpoint_alone(gloo: Pool, tmp_path: Path) -> None:
