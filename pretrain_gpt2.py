@@ -15,6 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig
 from megatron.config.resume import check_resume, resume_point
@@ -24,10 +25,10 @@ from megatron.data.tokenizer import build_tokenizer
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    world_size = int(environ.get("WORLD_SIZE", "1"))
     with user_errors(environ):
+        world = world_size(environ)
         config = parse(PretrainConfig, arguments, environ)
-        config.check(world_size)
+        config.check(world)
         data, training, checkpoint = config.data, config.training, config.checkpoint
         tokenizer = None
         if data.vocab_file or data.merge_file:
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             )
         resume = resume_point(checkpoint)
         if resume is not None:
-            check_resume(config, resume, corpus.fingerprint, corpus.vocab_size)
+            check_resume(config, resume, corpus.identity)
 
     from megatron.optim.schedule import learning_rate
     from megatron.train.launch import launch
@@ -56,11 +57,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     from megatron.train.metrics import Metrics
     from megatron.train.state import build_state, training_dtype
 
-    facts = {
-        "config": asdict(config),
-        "vocab_size": corpus.vocab_size,
-        "tokenizer": corpus.fingerprint,
-    }
+    facts = {"config": asdict(config), **corpus.identity}
     metrics_file = training.metrics_file
     if metrics_file is None and checkpoint.save is not None:
         metrics_file = str(Path(checkpoint.save) / "metrics.jsonl")
@@ -79,10 +76,10 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             metrics_file, is_first=mesh.is_first, start=state.step, steps=training.train_iters
         ) as metrics:
             metrics.say(f"loaded {resume}" if resume else "starting from scratch")
-            metrics.write(state.describe())
+            metrics.describe(state.describe())
             loop = Loop(
                 training=training,
-                global_batch_size=config.global_batch_size(world_size),
+                global_batch_size=config.global_batch_size(world),
                 learning_rate=partial(
                     learning_rate, config.optimizer, decay_iters=config.lr_decay_iters()
                 ),

@@ -55,6 +55,7 @@ def sliding_windows(tokens: Sequence[int], length: int, step: int) -> Iterator[W
     The first window scores all it predicts, each later one its last `step` tokens, so that these
     have at least length - step tokens before them (paper, appendix E: length 1024, step 32).
     """
+    assert 1 <= step <= length
     predicted = len(tokens) - 1
     done = 0
     while done < predicted:

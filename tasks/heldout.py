@@ -8,9 +8,9 @@ same tokens.
 
 from __future__ import annotations
 
-import json
 import lzma
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp, log
@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 from megatron.config.checks import SettingError, positive
 from megatron.config.parallel import ParallelConfig
 from megatron.config.trained import TrainedConfig
+from megatron.data.description import Description
 from megatron.data.indexed import IndexedDataset
+from megatron.data.jsonl import parse_document
 from megatron.data.splits import split_documents
 from megatron.data.tokenizer import Tokenizer
-from tasks.common import EvaluationConfig, Window, score_windows, sliding_windows
+from tasks.common import EvaluationConfig, Totals, Window, score_windows, sliding_windows
 from tasks.ngram import bigram_perplexity, unigram_perplexity
 
 if TYPE_CHECKING:
@@ -44,7 +46,10 @@ class Settings:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     input: str
-    """Held-out documents, one JSON object with "text" a line."""
+    """Held-out documents, a JSON object a line."""
+
+    json_key: str = "text"
+    """Key of a line's text."""
 
     train_data: str
     """Prefix of the training data, for the n-gram models."""
@@ -62,29 +67,51 @@ class Settings:
                 raise SettingError(f"{flag}: there is no file {path}")
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """The held-out documents and the training tokens, read and checked before torch is imported."""
+
+    texts: list[str]
+    documents: list[list[int]]
+    bad_lines: int
+    train: NDArray[np.integer]
+
+
+def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) -> Inputs:
+    """Raise ValueError or OSError, naming the flag, for what cannot be evaluated."""
+    texts, bad_lines = read_texts(settings.input, settings.json_key)
+    train = training_tokens(settings.train_data, manifest)
+    return Inputs(texts, tokenizer.encode_batch(texts), bad_lines, train)
+
+
 def run(
-    settings: Settings, model: GPT2, manifest: dict[str, Any], tokenizer: Tokenizer, mesh: Mesh
+    settings: Settings,
+    inputs: Inputs,
+    model: GPT2,
+    manifest: dict[str, Any],
+    tokenizer: Tokenizer,
+    mesh: Mesh,
 ) -> dict[str, Any]:
-    """The figures of `figures`, the same on every rank."""
-    texts = read_texts(settings.input)
-    documents = tokenizer.encode_batch(texts)
+    """The figures; those that need no model on the first rank only."""
     length = manifest["config"]["data"]["seq_length"]
     batch = settings.evaluation.micro_batch_size
-    windows = [
-        window
-        for tokens in documents
-        for window in sliding_windows([tokenizer.eod, *tokens, tokenizer.eod], length, length // 2)
-    ]
-    passages = list(cloze_windows(texts, tokenizer, length, settings))
+    marked = [[tokenizer.eod, *tokens, tokenizer.eod] for tokens in inputs.documents]
+    half = max(1, length // 2)
+    windows = [window for each in marked for window in sliding_windows(each, length, half)]
+    passages = list(cloze_windows(inputs.texts, tokenizer, length, settings))
     text = score_windows(model, mesh, windows, batch, "held-out text")
     cloze = score_windows(model, mesh, passages, batch, "last words")
-    train = training_tokens(settings.train_data, manifest["config"]["data"]["split"])
-    heldout = np.concatenate([[*tokens, tokenizer.eod] for tokens in documents])
+    return figures(inputs, text, cloze, tokenizer) if mesh.is_first else {}
+
+
+def figures(inputs: Inputs, text: Totals, cloze: Totals, tokenizer: Tokenizer) -> dict[str, Any]:
+    heldout = np.concatenate([[*tokens, tokenizer.eod] for tokens in inputs.documents])
     assert text.tokens == len(heldout)
-    words = sum(len(each.split()) for each in texts)
-    raw = "\n".join(texts).encode()
+    words = sum(len(each.split()) for each in inputs.texts)
+    raw = "\n".join(inputs.texts).encode()
     return {
-        "documents": len(texts),
+        "documents": len(inputs.texts),
+        "bad_lines": inputs.bad_lines,
         "tokens": text.tokens,
         "words": words,
         "bytes": len(raw),
@@ -94,25 +121,43 @@ def run(
         "xz_bits_per_byte": 8 * len(lzma.compress(raw, preset=9)) / len(raw),
         "cloze_accuracy": cloze.hits / cloze.windows if cloze.windows else None,
         "cloze_passages": cloze.windows,
-        "unigram_perplexity": unigram_perplexity(train, heldout, tokenizer.vocab_size),
-        "bigram_perplexity": bigram_perplexity(train, heldout, tokenizer.vocab_size),
+        "unigram_perplexity": unigram_perplexity(inputs.train, heldout, tokenizer.vocab_size),
+        "bigram_perplexity": bigram_perplexity(inputs.train, heldout, tokenizer.vocab_size),
     }
 
 
-def read_texts(path: str) -> list[str]:
-    """The documents of a jsonl file; a line that has no text is an error that names it."""
-    texts = []
-    with Path(path).open(encoding="utf-8") as lines:
+def read_texts(path: str, key: str) -> tuple[list[str], int]:
+    """The documents of a jsonl file, and how many lines hold none; each of those is named."""
+    texts, bad_lines = [], 0
+    with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                texts.append(json.loads(line)["text"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f'--input {path}, line {number}: not a JSON object with "text"'
-                ) from error
+                texts.append(parse_document(line, key))
+            except ValueError as error:
+                bad_lines += 1
+                warnings.warn(f"--input {path}, line {number} left out: {error}", stacklevel=2)
     if not texts:
-        raise ValueError(f"--input {path} holds no documents")
-    return texts
+        raise ValueError(
+            f'--input {path} holds no documents; a line of {{"{key}": "..."}} each would work'
+        )
+    return texts, bad_lines
+
+
+def training_tokens(prefix: str, manifest: dict[str, Any]) -> NDArray[np.integer]:
+    """The tokens of the documents that the model was trained on, end marks included."""
+    try:
+        data, description = IndexedDataset(prefix), Description.read(prefix)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--train-data: {error}") from error
+    if description is not None and description.tokenizer_fingerprint != manifest["tokenizer"]:
+        raise ValueError(
+            f"--train-data {prefix} was made with the tokenizer "
+            f"{description.tokenizer_fingerprint[:12]}, the model with {manifest['tokenizer'][:12]}"
+            "; the --data-path that the model was trained on would work"
+        )
+    train, _, _ = split_documents(manifest["config"]["data"]["split"], len(data.documents) - 1)
+    tokens = data.token_range(train)
+    return data.tokens[tokens.start : tokens.stop]
 
 
 def cloze_windows(
@@ -131,11 +176,3 @@ def cloze_windows(
         word = tokenizer.encode(found["word"])
         tokens = [tokenizer.eod, *tokenizer.encode(found["context"]), *word][-length - 1 :]
         yield Window(tokens[:-1], tokens[1:], len(tokens) - 1 - len(word))
-
-
-def training_tokens(prefix: str, split: str) -> NDArray[np.integer]:
-    """The tokens of the documents that the model was trained on, end marks included."""
-    data = IndexedDataset(prefix)
-    train, _, _ = split_documents(split, len(data.documents) - 1)
-    tokens = data.token_range(train)
-    return data.tokens[tokens.start : tokens.stop]

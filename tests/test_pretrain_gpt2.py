@@ -37,6 +37,7 @@ def run(data: Path | str, words: str, environ: str = "") -> subprocess.Completed
         capture_output=True,
         text=True,
         check=False,
+        timeout=30,
     )
 
 
@@ -52,22 +53,24 @@ def refusal(data: Path | str, words: str, environ: str = "") -> str:
     [
         (
             "--tensor-model-parallel-size 3",
-            "WORLD_SIZE=3",
+            "RANK=0 WORLD_SIZE=3",
             "--num-attention-heads 4",
             "--tensor-model-parallel-size 2",
         ),
         (
             "--global-batch-size 3",
-            "WORLD_SIZE=2",
+            "RANK=0 WORLD_SIZE=2",
             "--global-batch-size 3",
             "--global-batch-size 4",
         ),
         (
             "--tensor-model-parallel-size 2",
-            "WORLD_SIZE=3",
+            "RANK=0 WORLD_SIZE=3",
             "--tensor-model-parallel-size 2",
             "--nproc-per-node 2",
         ),
+        ("", "WORLD_SIZE=2", "WORLD_SIZE is 2", "torchrun --nproc-per-node 2"),
+        ("", "RANK=0 WORLD_SIZE=two", "WORLD_SIZE is 'two'", "torchrun --nproc-per-node 2"),
         ("--seq-length 17", "", "--seq-length 17", "--max-position-embeddings 17"),
         ("--vocab-size 101", "", "--vocab-size 101", "--vocab-size 100"),
         ("--split 1,9999,0", "", "--split 1,9999,0", "larger weight"),
@@ -124,5 +127,14 @@ def test_trains_in_this_process_and_resumes_only_what_fits(data: Path, tmp_path:
     assert "--seed 1234 would work" in message
     message = refusal(data, f"--load {save} --num-layers 3")
     assert "--num-layers is 3" in message
+    message = refusal(data, f"--load {save} --bf16")
+    assert "--bf16 is True" in message
+    assert "--no-bf16 would work" in message
+    used = json.loads(data.with_name(f"{data.name}.json").read_text())["bin_sha256"]
+    other = write_data(data, [[*range(2, 41), 0]] * 4).bin_sha256
+    message = refusal(data, f"--load {save}")
+    assert "data set 1 of --data-path" in message
+    assert used in message
+    assert other in message
     write_data(data, [[*range(1, 40), 0]] * 4, vocab_size=90)
     assert "vocabulary" in refusal(data, f"--load {save}")

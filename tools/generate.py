@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.checks import SettingError, non_negative, positive
+from megatron.config.launch import world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from megatron.config.trained import TrainedConfig
@@ -98,7 +99,9 @@ def continue_tokens(
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with user_errors(environ):
         settings = parse(Settings, arguments, environ)
-        checkpoint, tokenizer = open_trained(settings.trained)
+        checkpoint, tokenizer, _ = open_trained(
+            settings.trained, settings.parallel, world_size(environ)
+        )
 
     from tqdm import tqdm
 
@@ -106,7 +109,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     from megatron.train.launch import launch
 
     with launch(settings.parallel.tensor_model_parallel_size, environ) as mesh:
-        model, _ = load_model(checkpoint, mesh)
+        model = load_model(checkpoint, mesh)
         samples = []
         for number, prompt in enumerate(tqdm(settings.prompt, "sample", disable=not mesh.is_first)):
             tokens = tokenizer.encode(prompt)

@@ -31,6 +31,7 @@ from megatron.config.checks import SettingError, positive
 from megatron.config.parse import parse, user_errors
 from megatron.data.files import flush_to_disk, temporary, with_suffix
 from megatron.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron.data.jsonl import parse_document
 from megatron.data.tokenizer import build_tokenizer
 from megatron.data.verify import verify
 
@@ -162,7 +163,7 @@ def encode(settings: Settings, batch: Batch) -> Encoded:
     texts, rejected = [], []
     for number, line in enumerate(batch.lines, start=batch.first_line):
         try:
-            texts.append(_text(line, settings.json_key))
+            texts.append(parse_document(line, settings.json_key))
         except ValueError as error:
             rejected.append({"file": batch.file, "line": number, "reason": str(error)})
     end = [tokenizer.eod] if settings.append_eod else []
@@ -176,24 +177,6 @@ def encode(settings: Settings, batch: Batch) -> Encoded:
 
 
 _tokenizer = cache(build_tokenizer)
-
-
-def _text(line: bytes, key: str) -> str:
-    """The document of a line; ValueError with the reason where it has none."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("not JSON") from error
-    text = record.get(key) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise ValueError(f"no string under the key {key}")
-    if not text:
-        raise ValueError("empty text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("half of a surrogate pair in the text") from error
-    return text
 
 
 def _encode_all(settings: Settings) -> Iterator[Encoded]:

@@ -13,6 +13,11 @@ def flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def switch(field: str, on: bool) -> str:
+    """The command line's spelling of a field that is true or false: --bf16, --no-bf16."""
+    return flag(field if on else f"no_{field}")
+
+
 def _smallest(section: Any, field: str) -> str:
     """A cure for a number that is too small, in the kind of number that the field takes."""
     return "1" if isinstance(getattr(section, field), int) else "a positive number such as 1e-5"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from megatron.config.checks import positive
+from megatron.config.checks import SettingError, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,3 +13,22 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size")
+
+    def check(self, heads: int, world_size: int) -> None:
+        """Raise SettingError where attention heads or processes cannot be shared out evenly."""
+        size = self.tensor_model_parallel_size
+        if heads % size:
+            raise SettingError(
+                f"--num-attention-heads {heads} does not divide by --tensor-model-parallel-size "
+                f"{size}; --tensor-model-parallel-size {_largest_divisor(heads, size)} would work"
+            )
+        if world_size % size:
+            raise SettingError(
+                f"--tensor-model-parallel-size {size} does not fit a world of {world_size} "
+                f"processes; --nproc-per-node {size} of torchrun would work, or "
+                f"--tensor-model-parallel-size {_largest_divisor(world_size, size)}"
+            )
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(size for size in range(1, limit + 1) if number % size == 0)

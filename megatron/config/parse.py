@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
@@ -22,10 +23,18 @@ _PRESET_HELP = (
 def user_errors(environ: Mapping[str, str]) -> Iterator[None]:
     """End the program with status 2 and one message where a ValueError or OSError is raised.
 
-    Every rank meets the same error, so that only rank 0 (RANK in environ) prints it.
+    A warning is one line, too. Every rank meets the same, so that only rank 0 (RANK in environ)
+    prints them.
     """
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        if _is_first(environ):
+            print(f"warning: {message}", file=sys.stderr)
+
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = show
+            yield
     except (ValueError, OSError) as error:
         if _is_first(environ):
             print(f"error: {error}", file=sys.stderr)

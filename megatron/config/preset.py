@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from megatron.config.checks import SettingError, flag
+from megatron.config.checks import SettingError, flag, switch
 
 # What TOML has to hold for a field of each type; other types (paths) are written as text.
 _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -89,7 +89,7 @@ def _wanted(annotation: Any, value: Any) -> str | None:
 def _arguments(key: str, value: Any) -> list[str]:
     name = flag(key)
     if isinstance(value, bool):
-        return [name if value else flag(f"no_{key}")]
+        return [switch(key, value)]
     if isinstance(value, list):
         return [name, *map(str, value)]
     return [f"{name}={value}"]

@@ -35,28 +35,10 @@ class PretrainConfig:
 
     def check(self, world_size: int) -> None:
         """Raise ValueError, naming flags and values that work, where sections disagree."""
-        self._check_heads()
-        self._check_world(world_size)
+        self.parallel.check(self.model.num_attention_heads, world_size)
         self._check_batch(world_size)
         self._check_positions()
         self._check_schedule()
-
-    def _check_heads(self) -> None:
-        heads, size = self.model.num_attention_heads, self.parallel.tensor_model_parallel_size
-        if heads % size:
-            raise SettingError(
-                f"--num-attention-heads {heads} does not divide by --tensor-model-parallel-size "
-                f"{size}; --tensor-model-parallel-size {_largest_divisor(heads, size)} would work"
-            )
-
-    def _check_world(self, world_size: int) -> None:
-        size = self.parallel.tensor_model_parallel_size
-        if world_size % size:
-            raise SettingError(
-                f"--tensor-model-parallel-size {size} does not fit a world of {world_size} "
-                f"processes; --nproc-per-node {size} of torchrun would work, or "
-                f"--tensor-model-parallel-size {_largest_divisor(world_size, size)}"
-            )
 
     def _check_batch(self, world_size: int) -> None:
         batch = self.global_batch_size(world_size)
@@ -86,10 +68,6 @@ class PretrainConfig:
                 f"--lr-warmup-iters {warmup} is above {source} {end}, where decay ends; "
                 f"--lr-warmup-iters {end} would work"
             )
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(size for size in range(1, limit + 1) if number % size == 0)
 
 
 def _next_multiple(number: int, of: int) -> int:

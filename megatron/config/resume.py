@@ -1,13 +1,14 @@
 """Which checkpoint a run goes on from, and whether it may: known before anything slow starts."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import flag
+from megatron.config.checks import flag, switch
 from megatron.config.pretrain import PretrainConfig
 
 # Settings that a resumed run may not change: with another value it would be another model, or would
@@ -49,28 +50,62 @@ def resume_point(section: CheckpointConfig) -> Path | None:
     return latest_checkpoint(section.load)
 
 
-def check_resume(config: PretrainConfig, path: Path, tokenizer: str, vocab_size: int) -> None:
+def read_settings(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint; its settings that are FIXED and its data's identity are there.
+
+    Raises FileNotFoundError without a manifest, ValueError for a damaged one.
+    """
+    file = path / "manifest.json"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"--load {path.parent}: {file} is not there, so that {path} is no whole checkpoint; "
+            "the directory given to an earlier --save would work"
+        )
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_bytes())
+        # Read here all that is read later, so that what is missing is found here.
+        _ = [manifest[key] for key in ("vocab_size", "tokenizer", "data")]
+        _ = [manifest["config"][section][field] for section in FIXED for field in FIXED[section]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--load {path.parent}: {file} is damaged ({error!r}); another checkpoint would work"
+        ) from error
+    return manifest
+
+
+def check_resume(config: PretrainConfig, path: Path, identity: Mapping[str, Any]) -> None:
     """Raise ValueError naming both values where the checkpoint's run differs in what is FIXED.
 
-    tokenizer, vocab_size: fingerprint and true vocabulary of the data set's tokenizer.
+    identity: that of the data sets: "vocab_size", "tokenizer" and "data", one text for each.
     """
-    manifest: Mapping[str, Any] = json.loads((path / "manifest.json").read_text())
-    now = asdict(config)
+    manifest, now = read_settings(path), asdict(config)
     for section, fields in FIXED.items():
         for field in fields:
-            saved = manifest["config"][section][field]
-            if now[section][field] != saved:
+            given, saved = now[section][field], manifest["config"][section][field]
+            if given != saved:
+                cure = switch(field, saved) if isinstance(saved, bool) else f"{flag(field)} {saved}"
                 raise ValueError(
-                    f"{flag(field)} is {now[section][field]}, but {path} was trained with {saved}; "
-                    f"{flag(field)} {saved} would work"
+                    f"{flag(field)} is {given}, but {path} was trained with {saved}; "
+                    f"{cure} would work"
                 )
-    if manifest["vocab_size"] != vocab_size:
+    if manifest["vocab_size"] != identity["vocab_size"]:
         raise ValueError(
-            f"--data-path has a vocabulary of {vocab_size}, but {path} was trained with "
-            f"{manifest['vocab_size']}; preprocess with that vocabulary"
+            f"--data-path has a vocabulary of {identity['vocab_size']}, but {path} was trained "
+            f"with {manifest['vocab_size']}; preprocess with that vocabulary"
         )
-    if manifest["tokenizer"] != tokenizer:
+    if manifest["tokenizer"] != identity["tokenizer"]:
         raise ValueError(
-            f"--data-path was made with the tokenizer {tokenizer[:12]}, but {path} was trained "
-            f"with {manifest['tokenizer'][:12]}; preprocess with that vocabulary"
+            f"--data-path was made with the tokenizer {identity['tokenizer'][:12]}, but {path} was "
+            f"trained with {manifest['tokenizer'][:12]}; preprocess with that vocabulary"
         )
+    _check_data_sets(path, identity["data"], manifest["data"])
+
+
+def _check_data_sets(path: Path, given: Sequence[str], saved: Sequence[str]) -> None:
+    pairs = zip_longest(given, saved, fillvalue="none")
+    for number, (ours, theirs) in enumerate(pairs, start=1):
+        if ours != theirs:
+            raise ValueError(
+                f"data set {number} of --data-path is {ours}, but {path} was trained with "
+                f"{theirs}; the data sets of that run, wherever they are now, would work"
+            )

@@ -73,12 +73,12 @@ class IndexedDataset:
             raise ValueError(f"{self.prefix}.idx is damaged: its documents are not in order")
         return range(start, stop)
 
-    def chunks(self, step: int = CHUNK) -> Iterator[NDArray[Any]]:
-        """Up to CHUNK tokens from each multiple of `step` on: all of them, if not told otherwise.
+    def chunks(self, *, step: int = CHUNK, size: int = CHUNK) -> Iterator[NDArray[Any]]:
+        """Up to `size` tokens from each multiple of `step` on: all of them, if not told otherwise.
 
         A chunk is overwritten by the next. Read, not mapped: mapping every page takes far longer.
         """
-        buffer = np.empty(CHUNK, self.dtype)
+        buffer = np.empty(size, self.dtype)
         with with_suffix(self.prefix, ".bin").open("rb") as stream:
             for start in range(0, len(self.tokens), step):
                 stream.seek(start * self.dtype.itemsize)
@@ -200,7 +200,7 @@ def _existing(prefix: str, suffix: str) -> Path:
     file = with_suffix(prefix, suffix)
     if not file.is_file():
         raise FileNotFoundError(
-            f"--data-path {prefix}: {file} is not there; a prefix such as P_text_document, of "
+            f"{file} is not there; a prefix such as P_text_document, of "
             "P_text_document.bin and P_text_document.idx, would work"
         )
     return file

@@ -7,13 +7,17 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from fractions import Fraction
+from typing import Any
 
 from megatron.data.description import Description
-from megatron.data.indexed import CHUNK, IndexedDataset
+from megatron.data.indexed import IndexedDataset
 from megatron.data.tokenizer import Tokenizer
 from megatron.data.verify import check_counts, check_highest_id
 
-GLANCES = 256  # chunks of a data set without sidecar whose ids are looked at beforehand
+# Of a data set without sidecar some 64 chunks of 2^16 ids are looked at beforehand: 8 to 16 MB, and
+# few enough seeks for a slow disk.
+GLANCES = 64
+GLANCE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,16 @@ class Corpus:
     fingerprint: str
     """Of the tokenizer; empty where neither tokenizer nor sidecar tells."""
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run has to find again, for JSON; where the files are does not count."""
+        total = sum(source.weight for source in self.sources)
+        return {
+            "vocab_size": self.vocab_size,
+            "tokenizer": self.fingerprint,
+            "data": [f"{source.weight / total} of {_content(source)}" for source in self.sources],
+        }
+
 
 def open_corpus(
     data_path: Sequence[str], tokenizer: Tokenizer | None, vocab_size: int | None = None
@@ -43,9 +57,9 @@ def open_corpus(
     """Open the data sets of --data-path: one prefix, or weights and prefixes in turn.
 
     tokenizer: None where no tokenizer file was given; the sidecars then say what is needed.
-    vocab_size: what --vocab-size says, None where it was not given. Raises ValueError or
-    FileNotFoundError, naming the flag and both values, where they do not fit together. A data set
-    without sidecar gets a warning, and some 2^28 of its ids, spread over it, are looked at.
+    vocab_size: what --vocab-size says, None where it was not given. Raises ValueError, naming the
+    flag and both values, where they do not fit together. A data set without sidecar gets a
+    warning, and some 2^22 of its ids, spread over it, are looked at.
     """
     sources = tuple(_open_source(weight, prefix) for weight, prefix in _parse(data_path))
     makers = {} if tokenizer is None else {"--vocab-file and --merge-file": _of(tokenizer)}
@@ -133,10 +147,19 @@ def _parse(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
 
 
 def _open_source(weight: Fraction, prefix: str) -> Source:
-    data, description = IndexedDataset(prefix), Description.read(prefix)
-    if description is not None:
-        check_counts(data, description)
+    try:
+        data, description = IndexedDataset(prefix), Description.read(prefix)
+        if description is not None:
+            check_counts(data, description)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--data-path: {error}") from error
     return Source(weight=weight, data=data, description=description)
+
+
+def _content(source: Source) -> str:
+    if source.description is not None:
+        return f"SHA-256 {source.description.bin_sha256}"
+    return f"{source.data.tokens.nbytes} bytes"
 
 
 def _end_mark(source: Source, tokenizer: Tokenizer | None) -> int | None:
@@ -149,7 +172,7 @@ def _glance(data: IndexedDataset, vocab_size: int) -> None:
     warnings.warn(
         f"{data.prefix}.json is not there, so only the ids of the data set are checked, not "
         "which tokenizer made them",
-        stacklevel=3,
+        stacklevel=2,
     )
-    step = max(CHUNK, len(data.tokens) // GLANCES)
-    check_highest_id(data, max(int(chunk.max()) for chunk in data.chunks(step)), vocab_size)
+    chunks = data.chunks(step=max(GLANCE, len(data.tokens) // GLANCES), size=GLANCE)
+    check_highest_id(data, max(int(chunk.max()) for chunk in chunks), vocab_size)

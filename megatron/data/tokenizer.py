@@ -90,7 +90,8 @@ def _read_vocabulary(file: Path) -> dict[str, int]:
         vocabulary: Any = json.loads(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"--vocab-file {file} is not JSON: {error}") from error
-    if not isinstance(vocabulary, dict) or set(vocabulary.values()) != set(range(len(vocabulary))):
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [None]
+    if any(type(each) is not int for each in ids) or set(ids) != set(range(len(ids))):
         raise ValueError(
             f"--vocab-file {file} should be one JSON object of tokens with the ids 0, 1, 2, ... "
             "without gaps, such as GPT-2's vocab.json"
@@ -99,8 +100,14 @@ def _read_vocabulary(file: Path) -> dict[str, int]:
 
 
 def _read_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--merge-file {file} is not UTF-8 text; a file such as GPT-2's merges.txt would work"
+        ) from error
     merges = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line or line.startswith("#version"):
             continue
         left, _, right = line.partition(" ")

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,10 @@ SMALL = [*MODEL, "--train-iters=3"]
 PROGRAM = """
 import os, sys
 from megatron.config import PretrainConfig, parse, user_errors
+from megatron.config.launch import world_size
 with user_errors(os.environ):
     config = parse(PretrainConfig, sys.argv[1:], os.environ)
-    config.check(int(os.environ.get("WORLD_SIZE", "1")))
+    config.check(world_size(os.environ))
 print(sorted({"torch", "numpy"} & set(sys.modules)))
 """
 
@@ -162,6 +164,15 @@ def test_only_rank_0_prints(rank: str, message: str, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == message
 
 
+@pytest.mark.parametrize(("rank", "message"), [("0", "warning: --flag 1\n"), ("3", "")])
+def test_a_warning_is_one_line(rank: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with user_errors({"RANK": rank}):
+        warnings.warn("--flag 1", stacklevel=1)
+    assert capsys.readouterr().err == message
+    with pytest.warns(UserWarning, match="later"):
+        warnings.warn("later", stacklevel=1)
+
+
 def test_other_errors_are_not_the_user_s() -> None:
     with pytest.raises(AssertionError), user_errors({}):
         raise AssertionError
@@ -170,7 +181,9 @@ def test_other_errors_are_not_the_user_s() -> None:
 def test_a_program_needs_neither_torch_nor_numpy_to_check_its_flags() -> None:
     good = run_program(*SMALL)
     assert (good.returncode, good.stdout, good.stderr) == (0, "[]\n", "")
-    bad = run_program(*SMALL, "--model-parallel-size", "3", environ={"WORLD_SIZE": "3"})
+    bad = run_program(
+        *SMALL, "--model-parallel-size", "3", environ={"RANK": "0", "WORLD_SIZE": "3"}
+    )
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr.startswith("error: --num-attention-heads 4 does not divide by --tensor")
     assert len(bad.stderr.splitlines()) == 1

@@ -59,11 +59,28 @@ def test_only_the_ratio_counts() -> None:
     assert np.array_equal(first, second)
 
 
-def test_weights_too_fine_are_refused_with_some_that_work() -> None:
-    with pytest.raises(ValueError, match="--data-path.* would work: 3333 : 6667"):
-        Blend([Fraction("0.33333333"), Fraction("0.66666667")])
-    assert Blend([Fraction(3333), Fraction(6667)]).period == 10_000
+def test_the_longest_period_is_exact() -> None:
     assert Blend([Fraction(1), Fraction(LONGEST_PERIOD - 1)]).period == LONGEST_PERIOD
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        (["0.33333333", "0.66666667"], [33_333, 66_667]),
+        (["1283719", "998321"], [56_253, 43_747]),
+        (["1", "1e9", "2e9"], [1, 33_333, 66_667]),
+    ],
+)
+def test_weights_too_fine_are_rounded_with_a_warning(given: list[str], used: list[int]) -> None:
+    weights = [Fraction(word) for word in given]
+    with pytest.warns(UserWarning, match=" : ".join(map(str, used)) + " is used") as caught:
+        blend = Blend(weights)
+    assert len(caught) == 1
+    sources, _ = blend.locate(np.arange(blend.period))
+    assert np.bincount(sources).tolist() == used
+    for weight, count in zip(weights, used, strict=True):
+        difference = weight / sum(weights) - Fraction(count, blend.period)
+        assert abs(difference) < Fraction(len(used), LONGEST_PERIOD)
 
 
 def test_samples_before_repeat_is_the_first_sample_that_there_is_not() -> None:

@@ -125,7 +125,7 @@ def test_files_of_two_data_sets(tmp_path: Path) -> None:
 
 
 def test_missing_files_name_the_flag(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="--data-path .*P_text_document"):
+    with pytest.raises(FileNotFoundError, match="is not there; .*P_text_document"):
         IndexedDataset(str(tmp_path / "p"))
 
 

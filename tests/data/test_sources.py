@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.sources import open_corpus
+from megatron.data.sources import GLANCE, GLANCES, open_corpus
 from tests.data.samples import PlainTokenizer, write_data
 
 
@@ -39,6 +39,19 @@ def test_a_data_set_and_its_tokenizer(prefix: str) -> None:
             corpus = open_corpus([prefix], tokenizer, vocab_size)
             assert (corpus.vocab_size, corpus.eod, corpus.fingerprint) == (100, 0, "f")
             assert [source.weight for source in corpus.sources] == [1]
+
+
+def test_the_identity_is_of_shares_and_content(tmp_path: Path, prefix: str) -> None:
+    """Moved files and weights of the same ratio are the same; other tokens or weights are not."""
+    write_data(tmp_path / "q", [[1, 2, 99, 0]])
+    write_data(tmp_path / "r", [[1, 2, 98, 0]])
+    same, other = str(tmp_path / "q"), str(tmp_path / "r")
+    first = open_corpus(["1", prefix, "3", other], PlainTokenizer()).identity
+    assert first["tokenizer"] == "f"
+    assert [each[:14] for each in first["data"]] == ["1/4 of SHA-256", "3/4 of SHA-256"]
+    assert open_corpus(["0.25", same, "0.75", other], PlainTokenizer()).identity == first
+    for paths in (["2", prefix, "3", other], ["1", other, "3", other], [prefix]):
+        assert open_corpus(paths, PlainTokenizer()).identity["data"] != first["data"]
 
 
 def test_weights_are_exact(prefix: str) -> None:
@@ -78,6 +91,7 @@ def test_without_sidecar_one_warning_and_the_highest_id(prefix: str) -> None:
         corpus = open_corpus([prefix], PlainTokenizer())
     assert len(caught) == 1
     assert (corpus.vocab_size, corpus.eod, corpus.fingerprint) == (100, 0, "f")
+    assert corpus.identity["data"] == ["1 of 8 bytes"]
     with (
         pytest.warns(UserWarning, match="p.json is not there"),
         pytest.raises(ValueError, match="id 99, outside a vocabulary of 99"),
@@ -85,6 +99,19 @@ def test_without_sidecar_one_warning_and_the_highest_id(prefix: str) -> None:
         open_corpus([prefix], None, 99)
     with pytest.raises(ValueError, match="--vocab-file and --merge-file, or --vocab-size"):
         open_corpus([prefix], None)
+
+
+@pytest.mark.parametrize("place", [0, 30 * GLANCE, -1])
+def test_without_sidecar_ids_from_end_to_end_are_looked_at(tmp_path: Path, place: int) -> None:
+    ids = [1] * (GLANCES * GLANCE)
+    ids[place] = 99
+    write_data(tmp_path / "p", [ids])
+    (tmp_path / "p.json").unlink()
+    with (
+        pytest.warns(UserWarning, match="p.json is not there"),
+        pytest.raises(ValueError, match="id 99, outside a vocabulary of 99"),
+    ):
+        open_corpus([str(tmp_path / "p")], None, 99)
 
 
 def test_end_marks_count_only_if_every_data_set_has_them(tmp_path: Path, prefix: str) -> None:
@@ -104,5 +131,5 @@ def test_malformed_paths(words: list[str]) -> None:
 def test_missing_paths(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--data-path is missing"):
         open_corpus([], PlainTokenizer())
-    with pytest.raises(FileNotFoundError, match="--data-path .*nowhere"):
+    with pytest.raises(ValueError, match="--data-path: .*nowhere.idx is not there"):
         open_corpus([str(tmp_path / "nowhere")], PlainTokenizer())

@@ -77,6 +77,8 @@ def test_the_same_ids_as_transformers(test_data: Path) -> None:
         ("vocab.json", "{", "--vocab-file .* is not JSON"),
         ("vocab.json", "[]", "--vocab-file .* one JSON object"),
         ("vocab.json", '{"a": 1}', "--vocab-file .* one JSON object"),
+        ("vocab.json", '{"a": [1]}', "--vocab-file .* one JSON object"),
+        ("vocab.json", '{"a": false}', "--vocab-file .* one JSON object"),
         ("vocab.json", '{"a": 0}', "--vocab-file .* lacks <|endoftext|>"),
         ("merges.txt", "#version: 0.2\nq q\n", "--merge-file .*, line 2: 'q q' does not merge"),
         ("merges.txt", "q\n", "--merge-file .*, line 1"),
@@ -86,6 +88,13 @@ def test_files_that_do_not_fit(tmp_path: Path, file: str, content: str, message:
     files = write_tokenizer(tmp_path)
     (tmp_path / file).write_text(content)
     with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+        GPT2BPETokenizer(*files)
+
+
+def test_merges_that_are_not_text(tmp_path: Path) -> None:
+    files = write_tokenizer(tmp_path)
+    Path(files[1]).write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="--merge-file .*merges.txt is not UTF-8"):
         GPT2BPETokenizer(*files)
 
 

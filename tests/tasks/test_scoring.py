@@ -10,7 +10,7 @@ import torch
 from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer
 from tasks.common import Window, score_windows, sliding_windows
-from tasks.heldout import Settings, cloze_windows, read_texts
+from tasks.heldout import Settings, cloze_windows, read_texts, training_tokens
 from tests.data.samples import write_data, write_tokenizer
 from tests.dist import Pool
 from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, tiny_model
@@ -88,8 +88,21 @@ def test_cloze_asks_for_the_last_word_of_long_paragraphs(tmp_path: Path) -> None
     assert (len(short.inputs), short.labels) == (8, first.labels[-8:])
 
 
-def test_a_line_without_text_is_named(tmp_path: Path) -> None:
+def test_a_line_without_text_is_named_and_counted(tmp_path: Path) -> None:
     file = tmp_path / "heldout.jsonl"
-    file.write_text('{"text": "good"}\n{"txt": "bad"}\n')
-    with pytest.raises(ValueError, match=r"heldout.jsonl, line 2"):
-        read_texts(str(file))
+    file.write_text('{"text": "good"}\n{"txt": "bad"}\n{"text": "too"}\n')
+    with pytest.warns(UserWarning, match=r"heldout.jsonl, line 2 left out"):
+        assert read_texts(str(file), "text") == (["good", "too"], 1)
+    with (
+        pytest.warns(UserWarning, match=r"line [123] left out"),
+        pytest.raises(ValueError, match=r"--input .* holds no documents"),
+    ):
+        read_texts(str(file), "body")
+
+
+def test_training_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    write_data(tmp_path / "train", [[1, 2, 0], [3, 0], [4, 0]])
+    manifest = {"tokenizer": "f", "config": {"data": {"split": "2,1,0"}}}
+    assert training_tokens(str(tmp_path / "train"), manifest).tolist() == [1, 2, 0, 3, 0]
+    with pytest.raises(ValueError, match="--train-data .* tokenizer f, the model with g"):
+        training_tokens(str(tmp_path / "train"), manifest | {"tokenizer": "g"})

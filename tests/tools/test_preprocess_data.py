@@ -85,7 +85,7 @@ BAD = {
     3: (b'{"title": "a"}', "no string under the key text"),
     4: (b'{"text": 5}', "no string under the key text"),
     5: (b'["text"]', "no string under the key text"),
-    6: (b"", "not JSON"),
+    6: (b"", "blank line"),
     7: (b'{"text": ""}', "empty text"),
     8: (b'{"text": "\xff"}', "not JSON"),
     9: (b'{"text": "\\ud800"}', "half of a surrogate pair in the text"),
@@ -105,7 +105,7 @@ def test_bad_lines_are_set_aside_and_the_run_goes_on(tmp_path: Path) -> None:
         {"file": "a.jsonl", "line": number, "reason": reason} for number, (_, reason) in BAD.items()
     ]
     assert "2 documents" in done.stderr
-    assert "9 lines set aside in p_text_document.rejected.jsonl (4 not JSON, 3 no" in done.stderr
+    assert "9 lines set aside in p_text_document.rejected.jsonl (3 not JSON, 3 no" in done.stderr
 
 
 def test_an_earlier_output_is_replaced_or_left_whole(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_an_earlier_output_is_replaced_or_left_whole(tmp_path: Path) -> None:
         (["--input", "good.jsonl", "--vocab-file", "no.json"], "--vocab-file no.json: no such"),
         (["--input", "good.jsonl", "--tokenizer-type", "T5"], "--tokenizer-type T5 is unknown"),
         (["verify"], "verify takes one prefix"),
-        (["verify", "nowhere"], "nowhere.idx is not there"),
+        (["verify", "nowhere"], "error: nowhere.idx is not there"),
     ],
 )
 def test_bad_input_is_one_message(tmp_path: Path, words: list[str], message: str) -> None:
