@@ -11,4 +11,5 @@ if [[ $# -gt 0 && $1 != -* && ! -s $1 ]]; then
 fi
 
 bash "$root/scripts/setup.sh"
-PYTHONPATH="$root" exec "$root/.venv/bin/python" -m tools.quickstart "$@"
+# -P: the folder that the command is given in may have a "tools" of its own.
+PYTHONPATH="$root" exec "$root/.venv/bin/python" -P -m tools.quickstart "$@"

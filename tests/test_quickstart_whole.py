@@ -85,6 +85,7 @@ def test_quickstart_leaves_what_the_contract_names(folder: Path, quickstart: str
     assert 0 <= evaluation["cloze_accuracy"] <= 1
     assert all(sample["text"] for sample in report["samples"])
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert all("step" in line for line in steps)
     assert [line["step"] for line in steps if "loss" in line] == list(range(5, 31, 5))
     page = (out / "report.html").read_text()
     assert "<svg" in page

@@ -13,9 +13,9 @@ from tokenizers.trainers import BpeTrainer
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.data.tokenizer import END_OF_DOCUMENT
 from tools.corpus.jsonl import Funnel, placed, read_records, run
 
-END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 
 
@@ -28,19 +28,15 @@ def train_tokenizer(input: tuple[Path, ...], vocab_size: int, output_dir: Path) 
             text has no more pairs to merge.
         output_dir: the folder for vocab.json and merges.txt.
     """
-    if vocab_size <= BYTES:
-        raise ValueError(
-            f"--vocab-size {vocab_size}: has to be at least {BYTES + 1}, "
-            "for the 256 bytes and the end mark"
-        )
+    check_vocab_size(vocab_size)
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     trainer = BpeTrainer(
-        vocab_size=vocab_size - 1, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab_size - 1, initial_alphabet=ByteLevel.alphabet(), show_progress=True
     )
     tokenizer.train_from_iterator(texts(input), trainer)
     model = json.loads(tokenizer.to_str())["model"]
-    vocabulary = {**model["vocab"], END_OF_TEXT: len(model["vocab"])}
+    vocabulary = {**model["vocab"], END_OF_DOCUMENT: len(model["vocab"])}
     merges = ["#version: 0.2", *(" ".join(merge) for merge in model["merges"])]
     with placed(output_dir / "vocab.json") as file:
         file.write(json.dumps(vocabulary, ensure_ascii=False).encode())
@@ -48,6 +44,14 @@ def train_tokenizer(input: tuple[Path, ...], vocab_size: int, output_dir: Path) 
         file.write("\n".join([*merges, ""]).encode())
     smaller = "" if len(vocabulary) == vocab_size else f" (asked for {vocab_size}: no more pairs)"
     print(f"{len(vocabulary)} ids in {output_dir}{smaller}", file=sys.stderr)
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    if vocab_size <= BYTES:
+        raise ValueError(
+            f"--vocab-size {vocab_size}: has to be at least {BYTES + 1}, "
+            "for the 256 bytes and the end mark"
+        )
 
 
 def texts(paths: tuple[Path, ...]) -> Iterator[str]:

@@ -9,7 +9,16 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 
-from tools.corpus.dedup import candidates, dedup, find_clusters, normalise, shingles, signature
+from tools.corpus.dedup import (
+    PERMUTATIONS,
+    ROWS,
+    candidates,
+    dedup,
+    find_clusters,
+    normalise,
+    shingles,
+    signature,
+)
 
 
 def sets_of(texts: list[str]) -> list[set[str]]:
@@ -62,6 +71,14 @@ def test_clusters_equal_brute_force(threshold: float) -> None:
     truth = brute_force(texts, threshold)
     assert 40 < len(truth) < len(texts)
     assert {frozenset(c) for c in find_clusters(texts, threshold)} == truth
+
+
+def test_every_permutation_is_in_a_band() -> None:
+    same = np.arange(PERMUTATIONS, dtype=np.uint64)
+    for start in range(0, PERMUTATIONS, ROWS):
+        other = same + np.uint64(1_000)
+        other[start : start + ROWS] = same[start : start + ROWS]
+        assert list(candidates(np.stack([same, other]))) == [(0, 1)]
 
 
 def test_all_pairs_of_a_bucket_are_candidates() -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -89,6 +90,21 @@ def test_harvest_is_english_bounded_and_the_same_twice(tmp_path: Path) -> None:
     assert all(set(document) == {"text", "source", "id"} for document in documents)
 
 
+def test_an_unreadable_file_is_counted_and_loses_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    packages = tmp_path / "purelib"
+    packages.mkdir()
+    (packages / "bad.md").symlink_to("/proc/self/mem")  # root too gets an error
+    (packages / "good.md").write_text("This file can be read like any other.")
+    harvest(tmp_path / "out.jsonl", tmp_path / "report.json", workers=1)
+    kept = [document["id"] for document in read_jsonl(tmp_path / "out.jsonl")]
+    assert kept[-1] == "purelib/good.md"
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["dropped"] == {"unreadable file": {"documents": 1, "bytes": 0}}
+
+
 def test_modules_become_one_document_of_prose() -> None:
     source = b'''"""A module that shows how it is done.
 
@@ -145,6 +161,16 @@ def test_clean_keeps_long_english_documents_and_their_fields(tmp_path: Path) -> 
     assert reasons == {"under 128 pieces": 1, "not English": 1}
     assert report["input"]["documents"] == 3
     assert report["repaired_documents"] == 1
+
+
+def test_clean_that_drops_everything_says_why(tmp_path: Path) -> None:
+    records = [{"text": "Too short to be kept, but English all the same."}, {"text": GERMAN}]
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+    with pytest.raises(
+        ValueError, match="all 2 documents were dropped: 1 under 128 pieces, 1 not English"
+    ):
+        clean((source,), tmp_path / "out.jsonl", tmp_path / "report.json", workers=1)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_the_shortest_document_has_exactly_that_many_pieces() -> None:

@@ -1,15 +1,22 @@
 """Stages: run, reused, run again, failed; the report.  The commands here are small fakes."""
 
 import json
+import os
+import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tools.quickstart.__main__ import quickstart
-from tools.quickstart.plan import ROOT, Processes, Settings, choose_processes, plan
+from megatron.config import PretrainConfig, parse
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from tools.quickstart.__main__ import quickstart, warn_of_weak_model
+from tools.quickstart.enough import check_samples
+from tools.quickstart.plan import ROOT, Processes, Settings, choose_processes, plan, pretrain_stage
 from tools.quickstart.report import report
 from tools.quickstart.stages import (
     Command,
@@ -29,7 +36,6 @@ SETTINGS = Settings(
     vocab_size=4096,
     vocab_file=None,
     merge_file=None,
-    train_iters=None,
 )
 
 
@@ -142,25 +148,93 @@ def test_gpus_are_used_where_one_model_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the command may be given from any folder
-    assert choose_processes(SETTINGS, 0, 8) == Processes(2, 1, "cpu", 4)
-    assert choose_processes(SETTINGS, 1, 1) == Processes(2, 1, "cpu", 1)
-    used = choose_processes(SETTINGS, 5, 8)
-    assert (used.device, used.threads) == ("cuda", None)
-    assert used.tensor_parallel == 2
-    assert used.data_parallel in (1, 2)
+    assert choose_processes(SETTINGS, 0, 8) == Processes(2, 1, 8, "cpu", 4)
+    assert choose_processes(SETTINGS, 1, 1) == Processes(2, 1, 8, "cpu", 1)
+    assert choose_processes(SETTINGS, 5, 8) == Processes(2, 2, 4, "cuda", 2)
+    assert choose_processes(SETTINGS, 7, 8) == Processes(2, 2, 4, "cuda", 2)
+    assert choose_processes(SETTINGS, 8, 8) == Processes(2, 4, 2, "cuda", 1)
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 3"):
         choose_processes(replace(SETTINGS, tensor_parallel=3), 0, 8)
+
+
+def test_the_training_command_fits_its_processes() -> None:
+    for gpus in (0, 2, 5, 8):
+        processes = choose_processes(SETTINGS, gpus, 16)
+        argv = pretrain_stage(SETTINGS, processes).commands[-1].argv
+        world = int(argv[argv.index("--nproc-per-node") + 1])
+        config = parse(PretrainConfig, argv[argv.index("pretrain_gpt2.py") + 1 :], {})
+        config.check(world)
+        assert config.data_parallel_size(world) == processes.data_parallel
+        assert config.global_batch_size(world) == 8
+
+
+def test_another_number_of_cores_repeats_no_stage() -> None:
+    def fingerprints(cores: int) -> list[str]:
+        stages = plan(SETTINGS, choose_processes(SETTINGS, 0, cores), cores)
+        return [stage.fingerprint() for stage in stages]
+
+    assert fingerprints(2) == fingerprints(16)
+
+
+def data_set(folder: Path, sizes: list[int]) -> IndexedDataset:
+    prefix = str(folder / "data")
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add(np.zeros(sum(sizes), np.uint16), np.array(sizes, np.int32))
+        writer.commit(
+            tokenizer_type="GPT2BPETokenizer", tokenizer_fingerprint="", vocab_size=300, eod=299
+        )
+    return IndexedDataset(prefix)
+
+
+def test_a_corpus_too_small_for_a_sample_is_told_how_much_is_needed(tmp_path: Path) -> None:
+    check_samples(data_set(tmp_path, [200] * 19), 256)
+    with pytest.raises(ValueError, match="gets 200 tokens, .* about 20 documents"):
+        check_samples(data_set(tmp_path, [200] * 10), 256)
+    with pytest.raises(ValueError, match="gets 0 tokens"):
+        check_samples(data_set(tmp_path, [2000]), 256)
+    check_samples(data_set(tmp_path, [257] * 2), 256)
+    with pytest.raises(ValueError, match="gets 256 tokens"):
+        check_samples(data_set(tmp_path, [256] * 2), 256)
+
+
+def test_a_model_no_better_than_bigrams_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    warn_of_weak_model({"token_perplexity": 49.0, "bigram_perplexity": 50.0})
+    assert not capsys.readouterr().err
+    warn_of_weak_model({"token_perplexity": 51.0, "bigram_perplexity": 50.0})
+    assert "does not beat the bigram model: perplexity 51.00" in capsys.readouterr().err
+
+
+def test_a_folder_with_tools_of_its_own_and_a_relative_corpus(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "__init__.py").touch()
+    (tmp_path / "mine.jsonl").write_text(
+        '{"text": "This text is English but far too short to be kept."}\n'
+    )
+    script = (ROOT / "scripts" / "quickstart.sh").read_text()
+    flags = shlex.split(script.splitlines()[-1])
+    flags = flags[flags.index("-P") : -1]
+    ended = subprocess.run(
+        [sys.executable, *flags, "mine.jsonl", "--out", "out"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "all 1 documents were dropped: 1 under 128 pieces" in ended.stderr
+    assert (tmp_path / "out" / "stages" / "corpus.json").exists()
 
 
 def test_a_corpus_of_ones_own_and_gpt2s_vocabulary_take_their_stages_place(tmp_path: Path) -> None:
     own = replace(
         SETTINGS, corpus=tmp_path / "c", vocab_file=tmp_path / "v", merge_file=tmp_path / "m"
     )
-    processes = Processes(2, 1, "cpu", 1)
+    processes = Processes(2, 1, 8, "cpu", 1)
     stages = {stage.name: stage for stage in plan(own, processes, 2)}
     assert stages["corpus"].commands == stages["tokenizer"].commands == ()
     assert str(tmp_path / "c") in stages["clean"].commands[0].argv
-    assert str(tmp_path / "v") in stages["pretrain"].commands[0].argv
+    assert str(tmp_path / "v") in stages["pretrain"].commands[-1].argv
     assert list(stages) == [stage.name for stage in plan(SETTINGS, processes, 2)]
 
 
@@ -177,6 +251,12 @@ def test_a_bad_corpus_is_refused(tmp_path: Path, content: str | None, message: s
     assert not (tmp_path / "out").exists()
 
 
+def test_a_vocabulary_without_room_for_the_bytes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--vocab-size 256: has to be at least 257"):
+        quickstart(out=tmp_path / "out", vocab_size=256)
+    assert not (tmp_path / "out").exists()
+
+
 def test_one_vocabulary_file_alone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="go together"):
         quickstart(out=tmp_path / "out", vocab_file=tmp_path / "vocab.json")
@@ -185,7 +265,7 @@ def test_one_vocabulary_file_alone_is_refused(tmp_path: Path) -> None:
 def finished_run(out: Path) -> None:
     """A folder as the stages leave it, with made-up numbers."""
     own_folder(out, [], fresh=False)
-    for stage in plan(SETTINGS, Processes(2, 1, "cpu", 1), 2):
+    for stage in plan(SETTINGS, Processes(2, 1, 8, "cpu", 1), 2):
         commands = [str(command) for command in stage.commands]
         stamp = {"seconds": 2.0, "commands": commands, "facts": stage.facts, "outputs": {}}
         stamp_file(out, stage.name).write_text(json.dumps(stamp))
@@ -196,8 +276,10 @@ def finished_run(out: Path) -> None:
     (out / "corpus").mkdir()
     for name in ("harvest", "clean", "dedup", "split"):
         (out / "corpus" / f"{name}.json").write_text(json.dumps(step))
-    lines = [{"layout": {"tensor_parallel_size": 2}, "parameters": 5_000_000}]
-    lines += [{"step": k, "samples": 8 * k, "loss": 9 / k, "tokens_per_second": 100.0 * k}
+    layout = {"tensor_parallel_size": 2, "data_parallel_size": 1}
+    described = {"layout": layout, "parameters": 5_000_000, "device": "cpu", "torch": "2.13.0"}
+    (out / "run.json").write_text(json.dumps(described))
+    lines = [{"step": k, "samples": 8 * k, "loss": 9 / k, "tokens_per_second": 100.0 * k}
               for k in (1, 2, 3)]  # fmt: skip
     lines += [{"step": 3, "validation_loss": 3.5}]
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -236,7 +318,13 @@ def test_the_report_has_the_contracts_keys_and_opens_offline(tmp_path: Path) -> 
     assert facts["training"]["tokens_per_second"] == 200
     assert facts["training"]["train_loss"] == 3
     assert facts["training"]["validation_loss"] == 3.5
-    assert facts["layout"]["parameters"] == 5_000_000
+    assert facts["layout"] == {
+        "device": "cpu",
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 1,
+        "parameters": 5_000_000,
+        "torch": "2.13.0",
+    }
     html = (tmp_path / "report.html").read_text()
     seen = Links()
     seen.feed(html)
@@ -245,8 +333,25 @@ def test_the_report_has_the_contracts_keys_and_opens_offline(tmp_path: Path) -> 
     assert "script" not in seen.tags
     assert "url(http" not in html
     assert "@import" not in html
-    for text in ("not <English>: 9", "In order to <script>&", "torch.distributed.run", "25.0 %"):
+    for text in (
+        "not <English>: 9",
+        "In order to <script>&",
+        "torch.distributed.run",
+        "25.0 %",
+        "model beats a bigram model",
+    ):
         assert text in seen.text
+
+
+def test_the_report_says_where_the_model_does_not_beat_the_bigrams(tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    scores = json.loads((tmp_path / "evaluation.json").read_text())
+    scores["token_perplexity"] = scores["bigram_perplexity"]
+    (tmp_path / "evaluation.json").write_text(json.dumps(scores))
+    report(tmp_path)
+    seen = Links()
+    seen.feed((tmp_path / "report.html").read_text())
+    assert "the trained model does not beat a bigram model" in seen.text
 
 
 def test_a_report_of_an_unfinished_run_says_which_stage(tmp_path: Path) -> None:

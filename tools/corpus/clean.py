@@ -50,6 +50,7 @@ def clean(
                 continue
             repaired += result.record["text"] != result.before
             write_record(file, result.record, funnel)
+        funnel.check_output(f"English documents of {min_pieces} pieces or more would work")
     funnel.write(report, repaired_documents=repaired)
 
 

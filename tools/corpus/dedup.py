@@ -16,8 +16,8 @@ from tqdm import tqdm
 from tools.corpus.jsonl import Funnel, Record, placed, read_records, run, write_record
 
 SHINGLE = 5  # characters
-BANDS, ROWS = 25, 5  # a pair misses every bucket once in 100 times at 0.7, 20,000 at 0.8
-PERMUTATIONS = 128
+BANDS, ROWS = 32, 4  # a pair at 0.7 misses every bucket once in 6,500 times: (1 - 0.7^4)^32
+PERMUTATIONS = BANDS * ROWS
 Words = npt.NDArray[np.uint64]
 
 

@@ -63,7 +63,7 @@ def harvest(
     funnel = Funnel("harvest", max_bytes=max_bytes)
     sources: dict[str, Count] = {}
     with placed(output) as file, bar("harvest", max_bytes) as progress:
-        for document in documents(workers):
+        for document in documents(workers, funnel):
             if funnel.output.bytes >= max_bytes:
                 break
             funnel.input.add(document["text"])
@@ -74,8 +74,11 @@ def harvest(
         funnel.write(report, sources={source: vars(count) for source, count in sources.items()})
 
 
-def documents(workers: int) -> Iterator[Record]:
-    """Every document with prose in it: pydoc topics, prose files, then modules in hashed order."""
+def documents(workers: int, funnel: Funnel) -> Iterator[Record]:
+    """Every document with prose in it: pydoc topics, prose files, then modules in hashed order.
+
+    Files that cannot be read are counted in the funnel.
+    """
     for name, text in sorted(topics.items()):
         if topic := prose(text):
             yield {"text": topic, "source": "pydoc topics", "id": f"pydoc/{name}"}
@@ -87,7 +90,9 @@ def documents(workers: int) -> Iterator[Record]:
     modules.sort(key=lambda source: keyed_hash("harvest", name_of(*source[1:])))
     with multiprocessing.Pool(workers) as pool:
         for document in pool.imap(read_document, texts + modules, chunksize=16):
-            if document["text"]:
+            if document is None:
+                funnel.drop("", "unreadable file")
+            elif document["text"]:
                 yield document
 
 
@@ -106,16 +111,17 @@ def name_of(root: Path, path: Path) -> str:
     return path.relative_to(root).as_posix()
 
 
-def read_document(source: Source) -> Record:
-    """The prose of one file; an empty text where there is none or the file is no text."""
+def read_document(source: Source) -> Record | None:
+    """The prose of one file, an empty text where there is none; None if it cannot be read."""
     kind, root, path = source
     read = read_module if kind == "modules" else read_prose_file
-    small = path.is_file() and path.stat().st_size <= LARGEST_FILE
-    return {
-        "text": read(name_of(root, path), path.read_bytes()) if small else "",
-        "source": kind,
-        "id": f"{root.name}/{name_of(root, path)}",
-    }
+    try:
+        small = path.is_file() and path.stat().st_size <= LARGEST_FILE
+        content = path.read_bytes() if small else b""
+    except OSError:
+        return None
+    name = name_of(root, path)
+    return {"text": read(name, content), "source": kind, "id": f"{root.name}/{name}"}
 
 
 def read_prose_file(name: str, content: bytes) -> str:

@@ -53,6 +53,14 @@ class Funnel:
         if bad.documents <= BAD_LINES_SHOWN:
             tqdm.write(f"warning: {path}:{number}: {reason}: line set aside", file=sys.stderr)
 
+    def check_output(self, cure: str) -> None:
+        """ValueError, with the counts by reason, where every document was dropped."""
+        if not self.output.documents:
+            reasons = ", ".join(f"{n.documents} {why}" for why, n in self.dropped.items())
+            raise ValueError(
+                f"{self.step}: all {self.input.documents} documents were dropped: {reasons}; {cure}"
+            )
+
     def write(self, path: Path, **more: Any) -> None:
         """Write the report as JSON; `more` are keys of the step's own."""
         report = {

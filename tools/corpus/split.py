@@ -38,8 +38,8 @@ def split(
     records = list(read_records([input], funnel))
     if len(records) < 2:
         raise ValueError(
-            f"--input {input} holds {len(records)} document; at least 2 are needed, "
-            "one to train on and one to keep out"
+            f"--input {input} holds {len(records)} document, what the steps before have left; "
+            "at least 2 are needed, one to train on and one to keep out: more documents would work"
         )
     records.sort(key=lambda record: keyed_hash(f"split {seed}", document_id(record)))
     kept_out = min(max(round(heldout_share * len(records)), 1), len(records) - 1)

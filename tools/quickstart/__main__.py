@@ -1,9 +1,10 @@
 """Run the pipeline: corpus, clean, tokenizer, preprocess, pretrain, evaluate, sample, report."""
 
+import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -11,6 +12,7 @@ from megatron.config.parse import user_errors
 from tools.corpus.jsonl import parse_line
 from tools.quickstart.plan import ROOT, Settings, choose_processes, count_gpus, plan
 from tools.quickstart.stages import StageError, own_folder, run_stages
+from tools.train_tokenizer import check_vocab_size
 
 LINES_TRIED = 1000
 LONGEST_LINE = 1 << 24  # bytes read of a file without line ends
@@ -25,7 +27,6 @@ def quickstart(
     vocab_size: int = 4096,
     vocab_file: Path | None = None,
     merge_file: Path | None = None,
-    train_iters: int | None = None,
 ) -> None:
     """From raw text to an evaluated GPT-2; stages that are finished are reused.
 
@@ -39,10 +40,10 @@ def quickstart(
         vocab_size: ids of the tokenizer that is trained.
         vocab_file: GPT-2's vocab.json or one like it, instead of training a tokenizer.
         merge_file: the merges.txt that goes with --vocab-file.
-        train_iters: steps to train, instead of the preset's.
     """
     if corpus is not None:
         check_corpus(corpus)
+    check_vocab_size(vocab_size)
     check_vocabulary(vocab_file, merge_file)
     settings = Settings(
         corpus=absolute(corpus),
@@ -52,13 +53,13 @@ def quickstart(
         vocab_size=vocab_size,
         vocab_file=absolute(vocab_file),
         merge_file=absolute(merge_file),
-        train_iters=train_iters,
     )
     cores = len(os.sched_getaffinity(0))
     processes = choose_processes(settings, count_gpus(), cores)
     stages = plan(settings, processes, cores)
     own_folder(settings.out, stages, fresh=fresh)
     run_stages(stages, settings.out, ROOT)
+    warn_of_weak_model(json.loads((settings.out / "evaluation.json").read_bytes()))
     print(f"done: open {settings.out / 'report.html'} in a browser")
 
 
@@ -95,6 +96,16 @@ def check_vocabulary(vocab_file: Path | None, merge_file: Path | None) -> None:
     for flag, file in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
         if file is not None and not file.is_file():
             raise ValueError(f"{flag} {file}: no such file")
+
+
+def warn_of_weak_model(scores: dict[str, Any]) -> None:
+    ours, bigram = scores["token_perplexity"], scores["bigram_perplexity"]
+    if ours >= bigram:
+        print(
+            f"warning: the trained model does not beat the bigram model: perplexity {ours:.2f} "
+            f"against {bigram:.2f}; more text or a --preset that trains longer would help",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def page(facts: Facts, curve: str) -> str:
 def headline(facts: Facts) -> str:
     scores, training, corpus = facts["evaluation"], facts["training"], facts["corpus"]
     ours, bigram = scores["token_perplexity"], scores["bigram_perplexity"]
-    verdict = "beats" if ours < bigram else "does not beat"
+    verdict = "beats" if ours < bigram else "<b>does not beat</b>"
     tiles = [
         (decimal(ours), "perplexity per token", f"bigram {decimal(bigram)}"),
         (decimal(scores["bits_per_byte"], 3), "bits per byte",
@@ -154,6 +154,7 @@ def remarks(name: str, step: Facts) -> list[str]:
         f"{reason}: {whole(count['documents'])} ({megabytes(count['bytes'])})"
         for reason, count in step["dropped"].items()
     ]
+    lines += ["first: {file}:{line}: {reason}".format(**bad) for bad in step["bad_lines"][:1]]
     if name == "harvest":
         lines += [f"{s}: {whole(count['documents'])}" for s, count in step["sources"].items()]
     if name == "clean":

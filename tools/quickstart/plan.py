@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 
 from megatron.config.parse import parse
@@ -18,6 +19,7 @@ PROMPTS = (
     "Permission is hereby granted",
 )
 NEW_TOKENS = 96
+SPLIT = "9,1,0"  # a small corpus needs the tenth, for one sample to validate on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,6 @@ class Settings:
     vocab_size: int
     vocab_file: Path | None
     merge_file: Path | None
-    train_iters: int | None
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,10 @@ class Processes:
 
     tensor_parallel: int
     data_parallel: int
+    micro_batch_size: int
     device: str
-    threads: int | None
-    """Of each process on a CPU."""
+    threads: int
+    """Of each process on a CPU; set for GPUs too, as one that is listed may not work."""
 
 
 def count_gpus() -> int:
@@ -64,19 +66,20 @@ def choose_processes(settings: Settings, gpus: int, cores: int) -> Processes:
     config = parse(PretrainConfig, training_flags(settings, str(settings.preset)), {})
     size = settings.tensor_parallel
     config.check(size)
-    if gpus < size:
-        return Processes(size, 1, "cpu", max(1, cores // size))
     batch, micro = config.global_batch_size(size), config.training.micro_batch_size
-    copies = max(d for d in range(1, gpus // size + 1) if batch % (d * micro) == 0)
-    return Processes(size, copies, "cuda", None)
+    copies = max((d for d in range(1, gpus // size + 1) if batch % d == 0), default=1)
+    return Processes(
+        size,
+        copies,
+        gcd(micro, batch // copies),
+        "cuda" if gpus >= size else "cpu",
+        max(1, cores // (size * copies)),
+    )
 
 
 def training_flags(settings: Settings, preset: str) -> list[str]:
-    flags = ["--preset", preset]
-    flags += ["--tensor-model-parallel-size", str(settings.tensor_parallel)]
-    if settings.train_iters is not None:
-        flags += ["--train-iters", str(settings.train_iters)]
-    return flags
+    size = str(settings.tensor_parallel)
+    return ["--preset", preset, "--tensor-model-parallel-size", size, "--split", SPLIT]
 
 
 def shown(path: Path) -> str:
@@ -95,7 +98,7 @@ def plan(settings: Settings, processes: Processes, cores: int) -> list[Stage]:
         *corpus_stages(settings),
         *token_stages(settings, cores),
         pretrain_stage(settings, processes),
-        *model_stages(settings, processes, cores),
+        *model_stages(settings, cores),
     ]
 
 
@@ -154,16 +157,16 @@ def token_stages(settings: Settings, cores: int) -> list[Stage]:
     )  # fmt: skip
     given = (settings.vocab_file, settings.merge_file)
     reuse = Stage(name="tokenizer", commands=(), inputs=tuple(file for file in given if file))
+    encode = python(
+        "tools/preprocess_data.py", "--input", text, "--json-key", "text",
+        "--output-prefix", settings.out / "data" / "train",
+        "--tokenizer-type", "GPT2BPETokenizer", *vocabulary_flags(settings), "--append-eod",
+    )  # fmt: skip
     preprocess = Stage(
         name="preprocess",
-        commands=(
-            python("tools/preprocess_data.py", "--input", text, "--json-key", "text",
-                   "--output-prefix", settings.out / "data" / "train",
-                   "--tokenizer-type", "GPT2BPETokenizer", *vocabulary_flags(settings),
-                   "--append-eod", "--workers", str(cores)),
-        ),
+        commands=(replace(encode, tuning=("--workers", str(cores))),),
         outputs=(settings.out / "data",),
-    )  # fmt: skip
+    )
     return [reuse if settings.vocab_file else train, preprocess]
 
 
@@ -171,25 +174,27 @@ def data_prefix(settings: Settings) -> Path:
     return settings.out / "data" / "train_text_document"
 
 
-def threads(number: int | None) -> dict[str, str]:
-    return {} if number is None else {"OMP_NUM_THREADS": str(number)}
-
-
 def pretrain_stage(settings: Settings, processes: Processes) -> Stage:
+    """The check that there is text enough, then the training."""
     metrics, checkpoints = settings.out / "metrics.jsonl", settings.out / "checkpoints"
     world = processes.tensor_parallel * processes.data_parallel
-    command = python(
+    enough = python(
+        "-m", "tools.quickstart.enough",
+        "--data-path", data_prefix(settings), "--preset", settings.preset,
+    )  # fmt: skip
+    pretrain = python(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
         "pretrain_gpt2.py", *training_flags(settings, shown(settings.preset)),
+        "--micro-batch-size", str(processes.micro_batch_size),
         "--data-path", data_prefix(settings), *vocabulary_flags(settings),
         "--save", checkpoints, "--metrics-file", metrics,
-        **threads(processes.threads),
+        OMP_NUM_THREADS=str(processes.threads),
     )  # fmt: skip
     return Stage(
         name="pretrain",
-        commands=(command,),
+        commands=(enough, pretrain),
         inputs=(settings.preset,),
-        outputs=(metrics, checkpoints),
+        outputs=(metrics, settings.out / "run.json", checkpoints),
         facts={
             "device": processes.device,
             "tensor_parallel_size": processes.tensor_parallel,
@@ -198,11 +203,11 @@ def pretrain_stage(settings: Settings, processes: Processes) -> Stage:
     )
 
 
-def model_stages(settings: Settings, processes: Processes, cores: int) -> list[Stage]:
+def model_stages(settings: Settings, cores: int) -> list[Stage]:
     """evaluate, sample, report."""
     out = settings.out
     model = ["--load", out / "checkpoints", *vocabulary_flags(settings)]
-    environ = threads(None if processes.device == "cuda" else cores)
+    environ = {"OMP_NUM_THREADS": str(cores)}
     evaluate = python(
         "tasks/main.py", "--task", "HELDOUT", *model, "--input", out / "corpus" / "heldout.jsonl",
         "--train-data", data_prefix(settings), "--output", out / "evaluation.json", **environ,

@@ -39,13 +39,13 @@ def gather(out: Path, metrics: Sequence[Facts]) -> Facts:
     stamps = read_stamps(out)
     harvested = bool(stamps["corpus"]["commands"])
     steps = ("harvest", "clean", "dedup", "split")[0 if harvested else 1 :]
-    header = next((line for line in metrics if "layout" in line), {})
+    described = read_json(out / "run.json")
     return {
         "corpus": {step: read_json(out / "corpus" / f"{step}.json") for step in steps},
         "layout": {
             **stamps["pretrain"]["facts"],
-            **{key: header[key] for key in ("parameters", "device") if key in header},
-            **header.get("layout", {}),
+            **{key: value for key, value in described.items() if key != "layout"},
+            **described["layout"],
         },
         "seconds": {name: stamp["seconds"] for name, stamp in stamps.items()},
         "training": training(metrics),

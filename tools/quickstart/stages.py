@@ -30,12 +30,14 @@ class StageError(Exception):
 @dataclass(frozen=True, kw_only=True)
 class Command:
     argv: tuple[str, ...]
+    tuning: tuple[str, ...] = ()
+    """More arguments, that suit the machine and change no byte of what is written."""
     environ: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """As typed into a shell at the root of the repository."""
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environ.items()]
-        return " ".join([*settings, shlex.join(self.argv)])
+        return " ".join([*settings, shlex.join(self.argv + self.tuning)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class Stage:
     """Kept in the stamp for the report."""
 
     def fingerprint(self) -> str:
-        """Changes with the commands, but for their environment, and with the inputs' content."""
+        """Changes with the commands, but for what suits the machine, and the inputs' content."""
         facts = [[command.argv for command in self.commands], [digest(p) for p in self.inputs]]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -168,7 +170,7 @@ def run_command(command: Command, root: Path) -> tuple[int, str]:
     environ = {**os.environ, **terminal(), **command.environ}
     tail = b""
     with subprocess.Popen(
-        command.argv, cwd=root, env=environ, stderr=subprocess.PIPE, bufsize=0
+        command.argv + command.tuning, cwd=root, env=environ, stderr=subprocess.PIPE, bufsize=0
     ) as process:
         assert process.stderr is not None
         try:
