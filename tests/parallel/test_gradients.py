@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.gradients import BUCKET_BYTES, GradientBuffers
 from megatron.parallel.layers import RowParallelLinear
-from megatron.parallel.layout import layouts
+from megatron.parallel.layout import LaidOut, Layout, layouts
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.train.step import summed_loss
 from tests.dist import Pool
@@ -189,3 +189,20 @@ def test_nothing_is_reduced_alone() -> None:
         with state.gradients.accumulate(is_last=is_last):
             loss.backward()
     assert all(each.any() for each in whole_gradients(state.gradients).values())
+
+
+class Long(LaidOut):
+    """One parameter of ten million elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_parameter("weight", Layout(shape=(10**7,)))
+
+
+def test_the_norm_of_a_long_buffer_keeps_its_digits() -> None:
+    gradients = GradientBuffers(Long())
+    (buffer,) = gradients.buffers
+    buffer.flat.normal_(generator=torch.Generator().manual_seed(0))
+    expected = buffer.flat.double().square().sum().sqrt().item()
+    norm = gradients.norm(serial_mesh().tensor).item()
+    assert norm == pytest.approx(expected, rel=1e-6)  # torch's own norm is 4e-4 too small
