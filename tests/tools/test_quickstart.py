@@ -33,7 +33,7 @@ SETTINGS = Settings(
     out=ROOT / "runs" / "quickstart",
     preset=ROOT / "scripts" / "presets" / "quickstart.toml",
     tensor_parallel=2,
-    vocab_size=4096,
+    vocab_size=2048,
     vocab_file=None,
     merge_file=None,
 )
@@ -148,11 +148,11 @@ def test_gpus_are_used_where_one_model_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the command may be given from any folder
-    assert choose_processes(SETTINGS, 0, 8) == Processes(2, 1, 8, "cpu", 4)
-    assert choose_processes(SETTINGS, 1, 1) == Processes(2, 1, 8, "cpu", 1)
-    assert choose_processes(SETTINGS, 5, 8) == Processes(2, 2, 4, "cuda", 2)
-    assert choose_processes(SETTINGS, 7, 8) == Processes(2, 2, 4, "cuda", 2)
-    assert choose_processes(SETTINGS, 8, 8) == Processes(2, 4, 2, "cuda", 1)
+    assert choose_processes(SETTINGS, 0, 8) == Processes(2, 1, 4, "cpu", 4)
+    assert choose_processes(SETTINGS, 1, 1) == Processes(2, 1, 4, "cpu", 1)
+    assert choose_processes(SETTINGS, 5, 8) == Processes(2, 2, 2, "cuda", 2)
+    assert choose_processes(SETTINGS, 7, 8) == Processes(2, 2, 2, "cuda", 2)
+    assert choose_processes(SETTINGS, 8, 8) == Processes(2, 4, 1, "cuda", 1)
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 3"):
         choose_processes(replace(SETTINGS, tensor_parallel=3), 0, 8)
 
@@ -165,7 +165,7 @@ def test_the_training_command_fits_its_processes() -> None:
         config = parse(PretrainConfig, argv[argv.index("pretrain_gpt2.py") + 1 :], {})
         config.check(world)
         assert config.data_parallel_size(world) == processes.data_parallel
-        assert config.global_batch_size(world) == 8
+        assert config.global_batch_size(world) == 4
 
 
 def test_another_number_of_cores_repeats_no_stage() -> None:
@@ -230,7 +230,7 @@ def test_a_corpus_of_ones_own_and_gpt2s_vocabulary_take_their_stages_place(tmp_p
     own = replace(
         SETTINGS, corpus=tmp_path / "c", vocab_file=tmp_path / "v", merge_file=tmp_path / "m"
     )
-    processes = Processes(2, 1, 8, "cpu", 1)
+    processes = Processes(2, 1, 4, "cpu", 1)
     stages = {stage.name: stage for stage in plan(own, processes, 2)}
     assert stages["corpus"].commands == stages["tokenizer"].commands == ()
     assert str(tmp_path / "c") in stages["clean"].commands[0].argv
@@ -265,7 +265,7 @@ def test_one_vocabulary_file_alone_is_refused(tmp_path: Path) -> None:
 def finished_run(out: Path) -> None:
     """A folder as the stages leave it, with made-up numbers."""
     own_folder(out, [], fresh=False)
-    for stage in plan(SETTINGS, Processes(2, 1, 8, "cpu", 1), 2):
+    for stage in plan(SETTINGS, Processes(2, 1, 4, "cpu", 1), 2):
         commands = [str(command) for command in stage.commands]
         stamp = {"seconds": 2.0, "commands": commands, "facts": stage.facts, "outputs": {}}
         stamp_file(out, stage.name).write_text(json.dumps(stamp))

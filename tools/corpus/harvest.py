@@ -46,7 +46,7 @@ Source = tuple[str, Path, Path]  # kind of document, root of its names, file
 def harvest(
     output: Path,
     report: Path | None = None,
-    max_bytes: int = 16_000_000,
+    max_bytes: int = 8_000_000,
     workers: int = len(os.sched_getaffinity(0)),
 ) -> None:
     """Collect English prose from this Python installation as jsonl {"text", "source", "id"}.

@@ -24,7 +24,7 @@ def quickstart(
     out: Path = ROOT / "runs" / "quickstart",
     fresh: bool = False,
     preset: Path = ROOT / "scripts" / "presets" / "quickstart.toml",
-    vocab_size: int = 4096,
+    vocab_size: int = 2048,
     vocab_file: Path | None = None,
     merge_file: Path | None = None,
 ) -> None:
