@@ -18,7 +18,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout, layouts
@@ -26,9 +25,9 @@ from megatron.parallel.mesh import Axis
 
 BUCKET_BYTES = 64 * 2**20
 
-# Elements of which torch takes one norm. On the CPU it adds up fp32 squares one after another: the
-# norm of 10^5 elements is wrong by 1e-6, that of 10^8 by 1e-2.
-NORM_PIECE = 2**16
+# Elements whose squares are summed at a time, in fp64. On the CPU torch's fp32 norm adds up squares
+# one after another: that of 10^5 elements is wrong by 1e-6, that of 10^8 by 1e-2.
+NORM_PIECE = 2**20
 
 
 @dataclass
@@ -175,14 +174,13 @@ class GradientBuffers:
             bucket.wait()
 
     def norm(self, model_axis: Axis) -> Tensor:
-        """Global L2 norm, fp32 scalar: cut parameters add up over the ranks, and those that every
+        """Global L2 norm, fp64 scalar: cut parameters add up over the ranks, and those that every
         rank of `model_axis` holds whole are counted on one of them."""
-        squares = [
-            get_total_norm(buffer.flat.split(NORM_PIECE)).square()
-            for buffer in self.buffers
-            if model_axis.name in buffer.cut_axes or model_axis.rank == 0
-        ]
-        total = torch.stack(squares).sum() if squares else self.buffers[0].flat.new_zeros(())
+        total = self.buffers[0].flat.new_zeros((), dtype=torch.float64)
+        for buffer in self.buffers:
+            if model_axis.name in buffer.cut_axes or model_axis.rank == 0:
+                for piece in buffer.flat.split(NORM_PIECE):
+                    total += piece.square().sum(dtype=torch.float64)
         return all_reduce(total, model_axis).sqrt()
 
     def scale_(self, factor: float) -> None:
