@@ -1,4 +1,4 @@
-"""The paper's GPT-2 models at their own tensor-parallel sizes, built on meta."""
+"""The paper's models at their own tensor-parallel sizes, built on meta."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,6 +59,25 @@ def test_the_papers_models(name: str) -> None:
     assert padded % (128 * tensor_size) == 0
     if "scaling" in name:
         assert padded == 51_200
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "tensor_size"),
+    [("bert_336m", 336e6, 1), ("bert_1.3b", 1.3e9, 2), ("bert_3.9b", 3.9e9, 4)],
+)
+def test_the_papers_bert_sizes(name: str, parameters: float, tensor_size: int) -> None:
+    """The trunk is GPT-2's (pre-LN, tied embedding) and is built; what BERT adds is counted."""
+    config = parse(PretrainConfig, ["--preset", str(PRESETS / f"{name}.toml")], {})
+    assert config.parallel.tensor_model_parallel_size == tensor_size
+    vocabulary, h = config.model.vocab_size, config.model.hidden_size
+    assert vocabulary == 30_522
+    with fake_ranks(tensor_size) as mesh, torch.device("meta"):
+        model = GPT2(config.model, kit_1d(mesh, RandomStreams(0, mesh)), vocabulary)
+    trunk = sum(prod(layout.shape) for layout in layouts(model).values())
+    token_types, pooler, order = 2 * h, h * h + h, 2 * h + 2
+    masked_words = h * h + h + 2 * h + vocabulary  # dense layer, norm, bias of the tied output
+    whole = trunk + token_types + pooler + order + masked_words
+    assert whole == pytest.approx(parameters, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["gpt2_8.3b"])
