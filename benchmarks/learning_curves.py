@@ -198,7 +198,7 @@ significant bits of each activation, and its gap is that rounding.
     python benchmarks/learning_curves.py
 
 {versions};
-{machine}, shared with other work; one thread a process. On a GPU: not yet run.
+{machine}; one thread a process. On a GPU: not yet run.
 Text: that of `bash scripts/quickstart.sh`, {tokens:,} tokens of a vocabulary of {vocab_size:,}, of
 which {seen:,} are read. Settings, all else at its default:
 
