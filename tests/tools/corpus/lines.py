@@ -1,0 +1,36 @@
+"""JSON lines in and out of the tests of the corpus steps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tools.corpus.shards import find_shards, open_shard
+
+
+def write_jsonl(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Of a file, or of all shards of a folder."""
+    files = find_shards([path]) if path.is_dir() else [path]
+    records = []
+    for file in files:
+        with open_shard(file) as stream:
+            records += [json.loads(line) for line in stream]
+    return records
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "manifest.json").read_text()))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of an output folder but run.json, which tells what one run took."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.name != "run.json"
+    }

@@ -1,0 +1,89 @@
+"""A toy step of two stages, which numbers its documents.
+
+Files beside its input tell what goes wrong: kill-once, kill-always and raise at the document
+"fatal"; in calls it notes what it was called for.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.corpus.program import program
+from tools.corpus.records import Funnel, dump_record, read_documents
+from tools.corpus.settings import StepSettings
+from tools.corpus.shards import Unit, write_shard
+from tools.corpus.step import StepRun
+from tools.corpus.tasks import Task
+from tools.corpus.units import keep_rejected, sum_funnels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(StepSettings):
+    mark: str = "!"
+    """What every text gets at its end."""
+
+    words: Path | None = None
+    """A file that changes nothing but the fingerprint."""
+
+
+def run(settings: Settings) -> None:
+    with StepRun("toy", settings) as step:
+        if step.done:
+            return
+        counts = step.stage(
+            "count",
+            count,
+            [Task(unit.name, (unit,), unit.stop - unit.start) for unit in step.units],
+        )
+        starts = itertools.accumulate([0, *counts])
+        tasks = [
+            Task(unit.name, (unit, settings, start), unit.stop - unit.start)
+            for unit, start in zip(step.units, starts, strict=False)
+        ]
+        results = step.stage("number", number, tasks)
+        shards = [result["shard"] for result in results]
+        step.finish(sum_funnels(results), shards, numbered=sum(counts))
+
+
+def count(unit: Unit) -> int:
+    note("count", unit)
+    return sum(1 for _ in read_documents(unit, Funnel()))
+
+
+def number(unit: Unit, settings: Settings, start: int) -> dict[str, object]:
+    note("number", unit)
+    funnel = Funnel()
+    with write_shard(settings.output, f"part-{unit.name}", settings.compress) as shard:
+        for k, document in enumerate(read_documents(unit, funnel), start):
+            if document.text == "fatal":
+                fail(unit, document.offset)
+            record = document.record | {"text": document.text + settings.mark, "number": k}
+            funnel.keep(record)
+            shard.write(dump_record(record))
+    keep_rejected(settings, unit, funnel)
+    return {"funnel": funnel.to_json(), "shard": shard.facts}
+
+
+def note(stage: str, unit: Unit) -> None:
+    calls = Path(unit.file).with_name("calls")
+    if calls.exists():
+        with calls.open("a") as file:
+            file.write(f"{stage} {unit.name}\n")
+
+
+def fail(unit: Unit, offset: int) -> None:
+    folder = Path(unit.file).parent
+    if (folder / "raise").exists():
+        raise ValueError(f"{unit.file}, byte {offset}: a fatal document")
+    if (folder / "kill-always").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(FileNotFoundError):
+        (folder / "kill-once").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    program("tests.tools.corpus.steps_of_tests")

@@ -1,0 +1,407 @@
+"""Every step on every fault: killed, cut into other units, given what is no document."""
+
+import contextlib
+import gzip
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+
+import pytest
+from backports import zstd
+
+from megatron.data.indexed import IndexedDataset
+from tests.data.samples import write_tokenizer
+from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
+from tests.tools.corpus.test_records import BAD
+from tools.corpus.program import program
+from tools.corpus.shards import LONGEST_LINE, find_shards, open_shard
+from tools.corpus.tasks import execute
+
+ROOT = Path(__file__).parents[3]
+TEXT = " ".join(" ".join(topics[name] for name in sorted(topics)).split())
+GERMAN = "Das ist ein kurzer Text in deutscher Sprache, der hier nicht bleiben darf. "
+
+
+class Step(NamedTuple):
+    """A step with the flags that make it work on a small corpus."""
+
+    name: str
+    flags: tuple[str, ...]
+    lines: bool = False
+    """Whether it takes lines that are no JSON."""
+
+    @property
+    def module(self) -> str:
+        return (
+            f"tools.{self.name}" if self.name == "preprocess_data" else f"tools.corpus.{self.name}"
+        )
+
+    def argv(
+        self, inputs: list[Path], output: Path, unit: str = "8KB", workers: int = 1
+    ) -> list[str]:
+        unit_flag = "--shard-size" if self.name == "preprocess_data" else "--unit"
+        own = [flag.replace("FOLDER", str(output.parent / "settings")) for flag in self.flags]
+        own += [unit_flag, unit, "--workers", str(workers)]
+        return ["--input", *map(str, inputs), "--output", str(output), *own]
+
+    def run(self, inputs: list[Path], output: Path, *flags: str, **more: Any) -> dict[str, Any]:
+        """Here; the manifest, if it came to one."""
+        write_settings(output.parent / "settings")
+        argv = [*self.argv(inputs, output, **more), *flags]
+        if self.name == "preprocess_data":
+            import_module(self.module).main(argv)
+        else:
+            program(self.module, argv)
+        return manifest(output) if (output / "manifest.json").exists() else {}
+
+
+STEPS = {
+    step.name: step
+    for step in (
+        Step("extract", ("--format", "jsonl", "--source", "wikipedia")),
+        Step("urls", (), lines=True),
+        Step("clean", ("--min-tokens", "8")),
+        Step("decontaminate", ("--evaluation", "FOLDER/eval.txt", "--min-tokens", "8")),
+        Step("dedup", ("--max-cluster", "100")),
+        Step("split", ("--ratio", "3:1", "--shard-size", "20KB")),
+        Step(
+            "preprocess_data",
+            (
+                "--vocab-file",
+                "FOLDER/vocab.json",
+                "--merge-file",
+                "FOLDER/merges.txt",
+                "--append-eod",
+            ),
+        ),
+    )
+}
+every_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+
+
+def passage(k: int) -> str:
+    """A few sentences of English, other ones for every k."""
+    return TEXT[700 * k : 700 * k + 400 + 37 * k % 300]
+
+
+def write_settings(folder: Path) -> None:
+    """Files that flags name."""
+    folder.mkdir(exist_ok=True)
+    write_tokenizer(folder)
+    (folder / "eval.txt").write_text("\n\n".join(passage(k)[50:300] for k in range(0, 100, 9)))
+
+
+def documents(count: int = 100) -> list[dict[str, Any]]:
+    """Of two sources: near-duplicates, copies, short and German ones, equal ids and none."""
+    records: list[dict[str, Any]] = []
+    for k in range(count):
+        record = {"text": passage(k), "id": f"id-{k}", "n": k, "source": ("cc", "web")[k % 2]}
+        records.append(record)
+        if k % 5 == 0:
+            records.append({**record, "id": f"near-{k}", "text": passage(k) + " And more."})
+        if k % 7 == 0:
+            records.append({**record, "source": "copies"})
+        if k % 11 == 0:
+            records.append({"text": passage(k)[:20]})
+        if k % 13 == 0:
+            records.append({"text": GERMAN * 5, "title": str(k)})
+    return records
+
+
+def urls(count: int = 1500) -> list[str]:
+    hosts = ("www.example.org", "imgur.com", "news.example.com", "no_host", "m.example.net")
+    return [f"http://{hosts[k % 5]}/{k % 17}/page-{k * k % 700}.html" for k in range(count)]
+
+
+def write_input(step: Step, folder: Path) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    if step.lines:
+        (folder / "a.txt").write_text("\n".join(urls()))
+        return [folder / "a.txt"]
+    return [write_jsonl(folder / "a.jsonl", documents())]
+
+
+def deal(lines: list[bytes], folder: Path, ending: str) -> list[Path]:
+    """The same lines in seven files, in order; some compressed, one empty."""
+    folder.mkdir()
+    paths = []
+    size = -(-len(lines) // 6)
+    packers: list[tuple[str, Callable[[bytes], bytes]]] = [
+        ("", bytes), (".gz", gzip.compress), (".zst", zstd.compress),
+    ]  # fmt: skip
+    for k, start in enumerate([*range(0, len(lines), size), len(lines)]):
+        more, pack = packers[k % 3] if start < len(lines) else packers[0]
+        path = folder / f"{k}{ending}{more}"
+        path.write_bytes(pack(b"".join(line + b"\n" for line in lines[start : start + size])))
+        paths.append(path)
+    return paths
+
+
+def markers(output: Path) -> int:
+    return sum(1 for _ in output.glob(".work/*/*.done.json"))
+
+
+def start(step: Step, argv: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", step.module, *argv],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def kill_when(running: subprocess.Popen[bytes], condition: Callable[[], bool]) -> bool:
+    """kill -9 of all its processes at that moment; whether it came."""
+    with contextlib.suppress(FileNotFoundError):  # .work goes while it is looked at
+        while running.poll() is None and not condition():
+            time.sleep(0.001)
+    try:
+        os.killpg(running.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        assert running.stderr is not None
+        assert running.wait() == 0, running.stderr.read()
+    running.communicate()
+    return running.returncode < 0
+
+
+def finish(step: Step, argv: list[str]) -> None:
+    running = start(step, argv)
+    _, errors = running.communicate()
+    assert running.returncode == 0, errors.decode()
+
+
+def tasks_of(output: Path) -> int:
+    stages = json.loads((output / "run.json").read_bytes())["stages"]
+    return sum(stage["tasks"] for stage in stages)
+
+
+@every_step
+def test_a_step_that_is_killed_again_and_again_ends_with_the_same_bytes(
+    step: Step, tmp_path: Path
+) -> None:
+    inputs, output = write_input(step, tmp_path / "in"), tmp_path / "out"
+    step.run(inputs, tmp_path / "undisturbed")
+    tasks = tasks_of(tmp_path / "undisturbed")
+    assert tasks > 8
+    argv = step.argv(inputs, output, workers=3)
+    kills = 0
+    for at in (1, tasks // 2, tasks - 2):
+        kills += kill_when(start(step, argv), lambda at=at: markers(output) >= at)
+        if not (output / "manifest.json").exists():
+            with pytest.raises(ValueError, match="has not finished"):
+                find_shards([output], (".jsonl", ".txt"))
+    assert kills >= 2
+    finish(step, argv)
+    assert content(output) == content(tmp_path / "undisturbed")
+
+
+class Killed(BaseException):
+    """Nobody catches it."""
+
+
+def stop_after(tasks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with one worker ends at the marker after that many."""
+    done = itertools.count()
+
+    def executed(marker: Path, *arguments: Any) -> Any:
+        if next(done) >= tasks:
+            raise Killed
+        return execute(marker, *arguments)
+
+    monkeypatch.setattr("tools.corpus.step.execute", executed)
+
+
+@every_step
+def test_input_that_changed_after_a_crash_leaves_no_trace_of_what_it_was(
+    step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [first] = write_input(step, tmp_path / "in")
+    lines = first.read_bytes().splitlines(keepends=True)
+    half = len(lines) // 2
+    first.write_bytes(b"".join(lines[:half]))  # and stays so
+    path = first.with_name(f"b{first.suffix}")
+    before, after = b"".join(lines[half:]), b"".join(lines[half + 7 : -10])
+    path.write_bytes(before)
+    inputs = [first, path]
+    step.run(inputs, tmp_path / "before")
+    tasks = tasks_of(tmp_path / "before")
+    path.write_bytes(after)
+    step.run(inputs, tmp_path / "fresh")
+    for at in (tasks // 3, 2 * tasks // 3, tasks - 1):
+        output = tmp_path / f"out{at}"
+        path.write_bytes(before)
+        stop_after(at, monkeypatch)
+        with pytest.raises(Killed):
+            step.run(inputs, output)
+        monkeypatch.undo()
+        path.write_bytes(after)
+        step.run(inputs, output)
+        assert content(output) == content(tmp_path / "fresh")
+
+
+@pytest.mark.slow
+@every_step
+def test_a_step_may_be_killed_at_any_moment(step: Step, tmp_path: Path) -> None:
+    """At the n-th file that is begun, and between files."""
+    inputs = write_input(step, tmp_path / "in")
+    step.run(inputs, tmp_path / "undisturbed")
+    expected = content(tmp_path / "undisturbed")
+    tasks = tasks_of(tmp_path / "undisturbed")
+    for kill, waiting in itertools.product(range(0, tasks, max(1, tasks // 6)), (0.0, 0.004)):
+        output = tmp_path / f"out-{kill}-{waiting}"
+        argv = step.argv(inputs, output, workers=3)
+
+        def moment(kill: int = kill, waiting: float = waiting, output: Path = output) -> bool:
+            reached = markers(output) >= kill and any(output.rglob("*.part"))
+            time.sleep(waiting * reached)
+            return reached
+
+        kill_when(start(step, argv), moment)
+        finish(step, argv)
+        assert content(output) == expected
+
+
+@pytest.mark.slow
+@every_step
+def test_three_workers_write_what_one_writes(step: Step, tmp_path: Path) -> None:
+    inputs = write_input(step, tmp_path / "in")
+    for workers in (1, 3):
+        step.run(inputs, tmp_path / f"out{workers}", workers=workers)
+    assert content(tmp_path / "out3") == content(tmp_path / "out1")
+
+
+@every_step
+def test_shares_and_a_last_run_write_what_one_run_writes(step: Step, tmp_path: Path) -> None:
+    inputs = write_input(step, tmp_path / "in")
+    step.run(inputs, tmp_path / "whole")
+    for name, shares in (("a", ["1/2", "0/2"] * 4), ("b", ["2/3"])):
+        for share in shares:
+            assert not step.run(inputs, tmp_path / name, "--shard", share)
+        step.run(inputs, tmp_path / name)
+        assert content(tmp_path / name) == content(tmp_path / "whole")
+
+
+def kept(output: Path) -> list[Any]:
+    """All lines that were written, in order; of a tokenised data set, the documents."""
+    if list(output.glob("*.bin")):
+        data = IndexedDataset(str(output / "text_document"))
+        ranges = [data.token_range(range(i, i + 1)) for i in range(len(data.documents) - 1)]
+        return [data.tokens[each.start : each.stop].tolist() for each in ranges]
+    folders = [output / "train", output / "valid"] if (output / "train").exists() else [output]
+    lines = []
+    for folder in folders:
+        for path in find_shards([folder], (".jsonl", ".txt")):
+            with open_shard(path) as stream:
+                lines += [folder.name.encode() + b" " + line for line in stream]
+    return [line.removeprefix(b"out") for line in lines]
+
+
+@every_step
+def test_one_shard_or_many_give_the_same_documents(step: Step, tmp_path: Path) -> None:
+    [whole] = write_input(step, tmp_path / "in")
+    paths = deal(whole.read_bytes().splitlines(), tmp_path / "many", whole.suffix)
+    results = []
+    for name, inputs, unit in (
+        ("1", [whole], "1GB"), ("2", [whole], "3KB"), ("3", paths, "1GB"), ("4", paths, "2KB"),
+    ):  # fmt: skip
+        output = tmp_path / name / "out"
+        output.parent.mkdir()
+        facts = step.run(inputs, output, unit=unit)
+        facts = {each: facts[each] for each in ("input", "output", "dropped", "pieces")}
+        duplicates = output / "duplicates.jsonl"
+        results.append(
+            (
+                facts,
+                kept(output),
+                sorted(duplicates.read_text().splitlines()) if duplicates.exists() else [],
+            )
+        )
+    assert results[0][1]
+    assert len(results[0][1]) == results[0][0]["output"]["documents"]
+    for other in results[1:]:
+        assert other == results[0]
+
+
+def bad_input(step: Step, folder: Path) -> tuple[list[Path], list[tuple[str, int]], int]:
+    """(files, (file, offset) of all that is no document, documents that are)."""
+    good = [json.dumps(record).encode() for record in documents(60)]
+    bad = list(BAD)
+    if step.lines:
+        good = [url.encode() for url in urls(300)]
+        bad = [b"http://example.org/\xff", b"\xed\xa0\x80" * 10]
+    elif step.name == "extract":  # there, a document of no text is one, and dropped
+        bad = [line for line, reason in BAD.items() if not reason.startswith("empty")]
+    ending = ".txt" if step.lines else ".jsonl"
+    folder.mkdir()
+    mixed, places = b"", []
+    for k, line in enumerate(good[: len(good) // 2]):
+        mixed += line + (b"\r\n" if k % 2 else b"\n\n")
+        if k < len(bad):
+            places.append(("b" + ending, len(mixed)))
+            mixed += bad[k] + b"\n"
+    assert len(places) == len(bad)
+    (folder / f"b{ending}").write_bytes(mixed)
+    with (folder / f"c{ending}").open("wb") as file:  # a line of 64 MB and more, of NUL bytes
+        file.write(good[-1] + b"\n")
+        places.append((file.name.rpartition("/")[2], file.tell()))
+        file.truncate(LONGEST_LINE + 1000)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + good[-2] + b"\n")
+    (folder / f"d{ending}").touch()
+    rest = good[len(good) // 2 : -2]
+    packed = gzip.compress(b"".join(line + b"\n" for line in rest), mtime=0)
+    (folder / f"e{ending}.gz").write_bytes(packed)
+    cut = gzip.compress(b"".join(line + b"\n" for line in good), 0, mtime=0)
+    (folder / f"f{ending}.gz").write_bytes(cut[:-300])  # the last line, which is longer, goes
+    before = b"".join(line + b"\n" for line in good)
+    whole = before[: len(cut) - 300 - 10 - 5].rpartition(b"\n")[0].count(b"\n") + 1
+    places.append((f"f{ending}.gz", sum(len(line) + 1 for line in good[:whole])))
+    return sorted(folder.iterdir()), places, len(good) // 2 + 2 + len(rest) + whole
+
+
+@every_step
+def test_what_is_no_document_is_set_aside_with_its_place_and_nothing_is_lost(
+    step: Step, tmp_path: Path
+) -> None:
+    inputs, places, good = bad_input(step, tmp_path / "in")
+    facts = step.run(inputs, tmp_path / "out", unit="40MB")
+    rejected = read_jsonl(tmp_path / "out" / "rejected.jsonl")
+    assert sorted((Path(bad["file"]).name, bad["offset"]) for bad in rejected) == sorted(places)
+    assert all(bad["reason"] for bad in rejected)
+    assert facts["dropped"]["bad line"]["documents"] == len(places)
+    assert facts["input"]["documents"] == good + len(places)
+    dropped = sum(each["documents"] for each in facts["dropped"].values())
+    assert facts["output"]["documents"] + dropped == facts["input"]["documents"] + facts["pieces"]
+    assert len(kept(tmp_path / "out")) == facts["output"]["documents"] > 20
+
+
+JSON_STEPS = [name for name in STEPS if name not in ("urls", "preprocess_data")]
+
+
+@pytest.mark.parametrize("name", JSON_STEPS)
+def test_other_fields_come_through(name: str, tmp_path: Path) -> None:
+    """Also through a step that changes the text."""
+    odd = {"big": 2**70 + 1, "nested": {"a": [1.5, None, {"b": "\u2028\0"}]}, "name": "sch\u00f6n"}
+    records = [{**odd, **record} for record in documents(60) if len(record["text"]) > 100]
+    records[4]["text"] += " schÃ¶n"
+    path = write_jsonl(tmp_path / "in.jsonl", records)
+    STEPS[name].run([path], tmp_path / "out")
+    folders = ["train", "valid"] if name == "split" else ["."]
+    found = [record for folder in folders for record in read_jsonl(tmp_path / "out" / folder)]
+    assert len(found) > 10
+    for record in found:
+        assert {key: record[key] for key in odd} == odd
+        if name == "extract":
+            assert record.get("original_source") in ("cc", "web", "copies", None)
+        else:
+            assert any(
+                record.get("n") == known.get("n") and record.get("source") == known.get("source")
+                for known in records
+            )

@@ -1,0 +1,303 @@
+"""Every line of every file exactly once, whatever is wrong with it; files whole or not there."""
+
+import bz2
+import errno
+import gzip
+import hashlib
+import io
+import lzma
+import os
+import random
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from backports import zstd
+
+from tools.corpus import shards
+from tools.corpus.shards import (
+    Compression,
+    cut,
+    find_shards,
+    open_shard,
+    placed,
+    read_lines,
+    write_shard,
+)
+
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".zst": zstd.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(31),
+    ".zst": zstd.ZstdDecompressor,
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+}
+
+
+def lines_of(content: bytes, longest: int) -> list[tuple[int, bytes | None]]:
+    """(offset, content) of the lines that are not blank; content None of those over longest."""
+    found: list[tuple[int, bytes | None]] = []
+    offset = 0
+    for line in io.BytesIO(content):
+        stripped = line.rstrip(b"\r\n")
+        if stripped.strip():
+            too_long = len(line.removesuffix(b"\n")) > longest
+            found.append((offset, None if too_long else stripped))
+        offset += len(line)
+    return found
+
+
+def read_all(path: Path, unit_bytes: int, longest: int) -> list[tuple[int, bytes | None]]:
+    lines = [line for unit in cut([path], unit_bytes) for line in read_lines(unit, longest)]
+    return [(line.offset, None if line.fault else line.content) for line in lines]
+
+
+def random_content(dice: random.Random, unit: int) -> bytes:
+    lengths = [0, 0, 1, 2, unit - 2, unit - 1, unit, unit + 1, 2 * unit, 5 * unit]
+    lines = []
+    for _ in range(dice.randint(0, 40)):
+        length = max(0, dice.choice(lengths))
+        body = b" " * length if dice.random() < 0.1 else dice.randbytes(length)
+        body = body.replace(b"\n", b"n").replace(b"\r", b"r")
+        lines.append(body + dice.choice([b"\n", b"\n", b"\r\n"]))
+    content = b"".join(lines)
+    return content.rstrip(b"\r\n") if dice.random() < 0.4 else content
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_units_cover_every_line_exactly_once(seed: int, tmp_path: Path) -> None:
+    dice = random.Random(seed)
+    path = tmp_path / "in.jsonl"
+    content = random_content(dice, dice.randint(1, 30))
+    path.write_bytes(content)
+    longest = dice.choice([1, 7, 30, 10_000])
+    expected = lines_of(content, longest)
+    for unit_bytes in (1, 2, 3, 7, 16, 31, 100, 10_000):
+        assert read_all(path, unit_bytes, longest) == expected
+    for ending, compress in COMPRESSORS.items():
+        packed = tmp_path / f"in.jsonl{ending}"
+        packed.write_bytes(compress(content))
+        assert read_all(packed, 7, longest) == expected
+
+
+def test_units_share_the_bytes_of_all_files_out_evenly(tmp_path: Path) -> None:
+    for name, size in (("a.jsonl", 1000), ("b.jsonl", 0), ("c.jsonl", 149), ("d.jsonl.gz", 999)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    units = cut(find_shards([tmp_path]), 100)
+    assert [unit.number for unit in units] == list(range(len(units))) == list(range(13))
+    by_file: dict[str, list[tuple[int, int]]] = {}
+    for unit in units:
+        by_file.setdefault(Path(unit.file).name, []).append((unit.start, unit.stop))
+    assert by_file["a.jsonl"] == [(100 * k, 100 * k + 100) for k in range(10)]
+    assert by_file["c.jsonl"] == [(0, 74), (74, 149)]
+    assert by_file["d.jsonl.gz"] == [(0, 999)]
+
+
+def test_a_byte_order_mark_does_not_cost_the_first_document(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf{}\n\xef\xbb\xbf\n")
+    assert read_all(path, 100, 100) == [(3, b"{}"), (6, b"\xef\xbb\xbf")]
+
+
+def test_a_line_of_a_gigabyte_is_set_aside_without_being_held(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"text": "before"}\n')
+        file.truncate(1 << 30)  # a sparse file
+        file.seek(1 << 30)
+        file.write(b'\n{"text": "after"}\n')
+    tracemalloc.start()
+    lines = [line for unit in cut([path], 32_000_000) for line in read_lines(unit, 1 << 20)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [(line.offset, line.fault) for line in lines] == [
+        (0, None),
+        (19, f"line of {(1 << 30) - 19 + 1} bytes, over {1 << 20}"),
+        ((1 << 30) + 1, None),
+    ]
+    assert len(lines[1].content) <= 200
+    assert peak < 8 << 20
+
+
+def test_units_inside_one_long_line_do_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"x" * (20 << 20))
+    read = []
+
+    class Counting(io.FileIO):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            line = b"x" * min(size or 0, (20 << 20) - self.tell())
+            self.seek(len(line), os.SEEK_CUR)
+            read.append(len(line))
+            return line
+
+    monkeypatch.setattr(shards, "open_shard", Counting)
+    lines = [line for unit in cut([path], 1 << 20) for line in read_lines(unit, 1 << 20)]
+    assert [line.offset for line in lines] == [0]
+    assert sum(read) < 3 * (20 << 20)
+
+
+@pytest.mark.parametrize("ending", COMPRESSORS)
+def test_a_compressed_file_cut_in_the_middle_yields_what_is_before(
+    ending: str, tmp_path: Path
+) -> None:
+    dice = random.Random(1)
+    content = b"".join(dice.randbytes(50).hex().encode() + b"\n" for _ in range(30_000))
+    packed = COMPRESSORS[ending](content)
+    path = tmp_path / f"in.jsonl{ending}"
+    path.write_bytes(packed[: len(packed) // 2])
+    whole = DECOMPRESSORS[ending]().decompress(packed[: len(packed) // 2]).split(b"\n")[:-1]
+    assert len(whole) > 8000
+    [unit] = cut([path], 1000)
+    *before, last = read_lines(unit)
+    assert [line.content for line in before] == whole
+    assert not any(line.fault for line in before)
+    assert last.fault
+    assert "damaged or cut short" in last.fault
+    assert last.offset == sum(len(line) + 1 for line in whole)
+
+
+@pytest.mark.parametrize("ending", COMPRESSORS)
+def test_a_file_that_is_not_what_its_name_says_is_one_fault(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"in.jsonl{ending}"
+    path.write_bytes(b'{"text": "plain"}\n' * 100)
+    [line] = [line for unit in cut([path], 1000) for line in read_lines(unit)]
+    assert line.fault
+    assert line.offset == 0
+
+
+def test_a_failing_disk_is_not_taken_for_a_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "in.jsonl.gz"
+    path.write_bytes(gzip.compress(b"{}\n"))
+
+    class Failing(io.BytesIO):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setitem(shards.OPENERS, ".gz", lambda raw: Failing())
+    with pytest.raises(OSError, match="Input/output"):
+        list(read_lines(cut([path], 100)[0]))
+
+
+def test_a_folder_is_read_in_order_and_without_the_files_of_the_step(tmp_path: Path) -> None:
+    names = ["b.jsonl", "a.jsonl.zst", "c.json", "d.jsonl.gz", "e.jsonl.xz"]
+    others = ["manifest.json", "run.json", "rejected.jsonl", "duplicates.jsonl", "notes.txt"]
+    for name in [*names, *others, "f.jsonl.123.part"]:
+        (tmp_path / name).touch()
+    (tmp_path / "g.jsonl").mkdir()
+    assert [path.name for path in find_shards([tmp_path])] == sorted(names)
+    assert [path.name for path in find_shards([tmp_path], (".txt",))] == ["notes.txt"]
+
+
+def test_files_come_as_they_are_named(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.jsonl"):
+        (tmp_path / name).touch()
+    named = [tmp_path / "b.txt", tmp_path / "a.jsonl"]
+    assert find_shards(named) == named
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--input .*/none: no such file"):
+        find_shards([tmp_path / "none"])
+    with pytest.raises(ValueError, match=r"--input .* holds no file named \*\.jsonl"):
+        find_shards([tmp_path])
+    with pytest.raises(ValueError, match=r"--input names no file"):
+        find_shards([])
+
+
+def test_the_output_of_an_unfinished_step_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "part-00000.jsonl").touch()
+    (tmp_path / ".work").mkdir()
+    with pytest.raises(ValueError, match=r"--input .*: the step that writes it has not finished"):
+        find_shards([tmp_path])
+    (tmp_path / "manifest.json").touch()
+    assert len(find_shards([tmp_path])) == 1
+
+
+@pytest.mark.parametrize(
+    ("compression", "ending"), [("none", ".jsonl"), ("gzip", ".jsonl.gz"), ("zstd", ".jsonl.zst")]
+)
+def test_a_shard_has_the_same_bytes_twice_and_says_what_it_holds(
+    compression: Compression, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [b"%d" % k * 50 for k in range(5000)]
+    facts = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        monkeypatch.setattr("time.time", lambda: len(facts) * 1e9)
+        with write_shard(folder, "part-00007", compression) as shard:
+            for line in lines:
+                shard.write(line)
+            assert not (folder / f"part-00007{ending}").exists()
+        facts.append(shard.facts)
+    content = (tmp_path / "a" / f"part-00007{ending}").read_bytes()
+    assert content == (tmp_path / "b" / f"part-00007{ending}").read_bytes()
+    assert facts[0] == facts[1]
+    assert facts[0] == {
+        "name": f"part-00007{ending}",
+        "documents": 5000,
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    with open_shard(tmp_path / "a" / f"part-00007{ending}") as stream:
+        assert stream.read() == b"".join(line + b"\n" for line in lines)
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip", "zstd"])
+def test_an_interrupted_shard_is_not_there(compression: Compression, tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with write_shard(tmp_path, "part", compression) as shard:
+            shard.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_file_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text("old")
+
+    def interrupted() -> None:
+        with placed(path) as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_that_write_one_file_do_not_mix(tmp_path: Path) -> None:
+    """As when a worker that was given up is still at work."""
+    path = tmp_path / "out"
+    with placed(path) as first:
+        first.write(b"fir")
+        with placed(path) as second:
+            second.write(b"second")
+        assert path.read_bytes() == b"second"
+        first.write(b"st")
+    assert path.read_bytes() == b"first"
+
+
+def test_files_are_put_one_after_another(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    parts = [tmp_path / "a", tmp_path / "b"]
+    shards.concatenate(parts, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "ab"
+    shards.concatenate([], tmp_path / "out")
+    assert (tmp_path / "out").read_text() == ""

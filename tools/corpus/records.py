@@ -1,0 +1,254 @@
+"""Documents as JSON lines: reading them with nothing lost in silence, and counting them."""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import orjson
+
+from tools.corpus.shards import Line, Unit, read_lines
+
+Record = dict[str, Any]
+NO_SOURCE = "unnamed"
+DEEPEST = 200  # levels of lists and objects; orjson writes 254, and reads more
+
+
+class Document(NamedTuple):
+    """A line that holds a document."""
+
+    record: Record
+    line: bytes
+    offset: int
+    """Byte of the (decompressed) file at which the line starts."""
+
+    @property
+    def text(self) -> str:
+        return str(self.record["text"])
+
+
+def read_documents(unit: Unit, funnel: "Funnel") -> Iterator[Document]:
+    """The documents of a unit, counted in the funnel; lines without one are set aside there."""
+    for line in read_lines(unit):
+        try:
+            record = parse_line(line)
+        except ValueError as error:
+            funnel.set_aside(unit.file, line.offset, line.content, str(error))
+            continue
+        funnel.enter(record)
+        yield Document(record, line.content, line.offset)
+
+
+def parse_line(line: Line, key: str = "text") -> Record:
+    """The record of a line of read_lines.  ValueError with the reason if it holds no text."""
+    if line.fault:
+        raise ValueError(line.fault)
+    return parse_record(line.content, key)
+
+
+def parse_record(line: bytes, key: str = "text") -> Record:
+    """The record of one line.  ValueError with the reason if it holds no text."""
+    record = parse_json(line)
+    text = record.get(key) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f'no "{key}" string')
+    if not text or text.isspace():
+        raise ValueError(f'empty "{key}"')
+    return record  # type: ignore[no-any-return]
+
+
+def parse_json(line: bytes) -> Any:
+    """Any JSON, in which nothing is rounded or changed.  ValueError with the reason otherwise."""
+    try:
+        value = orjson.loads(line)
+        if not _has_large_number(value):  # orjson rounds integers past 64 bits
+            return value
+    except ValueError:  # json also knows what JSON does not, such as NaN
+        pass
+    return _parse_leniently(line)
+
+
+def _has_large_number(value: Any, depth: int = 0) -> bool:
+    """ValueError where lists and objects are nested too deep to be written again."""
+    if depth > DEEPEST:
+        raise ValueError(f"nested deeper than {DEEPEST}")
+    if isinstance(value, float):
+        return abs(value) >= 2**63
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return False
+    large = [_has_large_number(each, depth + 1) for each in value]
+    return any(large)
+
+
+def _parse_leniently(line: bytes) -> Any:
+    try:
+        record = json.loads(line.decode())
+    except RecursionError:  # how deep this is depends on who calls
+        raise ValueError(f"nested deeper than {DEEPEST}") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    _has_large_number(record)
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair") from None
+    return record
+
+
+def dump_record(record: Record) -> bytes:
+    """One line, without its end.  NaN and infinity, which JSON does not have, become null."""
+    try:
+        return orjson.dumps(record)
+    except TypeError:  # numbers past 64 bits
+        return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def document_id(record: Record) -> str:
+    """The record's id, or else the first 128 bits of the SHA-256 of its text, in hex."""
+    given = record.get("id")
+    if given is None or given == "":
+        return hashlib.sha256(record["text"].encode()).hexdigest()[:32]
+    return str(given)
+
+
+def source_of(record: Record) -> str:
+    return str(record.get("source") or NO_SOURCE)
+
+
+def keyed_hash(key: str, name: str) -> int:
+    """128 fair bits, the same on every machine; other keys toss independently."""
+    digest = hashlib.blake2b(name.encode(), key=key.encode()[:64], digest_size=16).digest()
+    return int.from_bytes(digest, "big")
+
+
+@dataclass
+class Count:
+    """Documents, and the UTF-8 bytes of their text (not of the jsonl around it)."""
+
+    documents: int = 0
+    bytes: int = 0
+
+    def add(self, bytes: int, documents: int = 1) -> None:
+        self.documents += documents
+        self.bytes += bytes
+
+
+Counts = dict[str, Count]  # by source
+
+
+@dataclass
+class Funnel:
+    """What went into a step, came out and was dropped, by source and reason.
+
+    Funnels of units are added up to that of the step; `check` then holds the books to account.
+    """
+
+    input: Counts = field(default_factory=dict)
+    output: Counts = field(default_factory=dict)
+    dropped: dict[str, Counts] = field(default_factory=dict)
+    pieces: int = 0
+    """Documents more than before, where one was cut into several."""
+    rejected: "Rejected" = field(default_factory=lambda: Rejected())
+    """Lines that hold no document; a step keeps them in a file."""
+
+    def enter(self, record: Record) -> None:
+        _add(self.input, source_of(record), len(record["text"].encode()))
+
+    def keep(self, record: Record) -> None:
+        _add(self.output, source_of(record), len(record["text"].encode()))
+
+    def drop(self, record: Record, reason: str) -> None:
+        """record: as it came in."""
+        size = len(record["text"].encode())
+        _add(self.dropped.setdefault(reason, {}), source_of(record), size)
+
+    def set_aside(self, file: str, offset: int, line: bytes, reason: str) -> None:
+        """Count a line that holds no document, and note where it is."""
+        _add(self.input, NO_SOURCE, len(line))
+        _add(self.dropped.setdefault("bad line", {}), NO_SOURCE, len(line))
+        self.rejected.append({"file": file, "offset": offset, "reason": reason})
+
+    def add(self, other: "Funnel") -> None:
+        _add_all(self.input, other.input)
+        _add_all(self.output, other.output)
+        for reason, counts in other.dropped.items():
+            _add_all(self.dropped.setdefault(reason, {}), counts)
+        self.pieces += other.pieces
+        for bad in other.rejected:
+            self.rejected.append(bad)
+
+    def check(self, step: str) -> None:
+        """That every document is accounted for; an error here is a fault of the program."""
+        out = documents(self.output) + sum(map(documents, self.dropped.values()))
+        if documents(self.input) + self.pieces != out:
+            raise RuntimeError(
+                f"{step}: {documents(self.input)} documents came in and {out} were kept or dropped"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """For a manifest; the rejected lines are counted among the dropped."""
+        return {
+            "input": _as_json(self.input),
+            "output": _as_json(self.output),
+            "dropped": {why: _as_json(self.dropped[why]) for why in sorted(self.dropped)},
+            "pieces": self.pieces,
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        return cls(
+            input=_from_json(content["input"]),
+            output=_from_json(content["output"]),
+            dropped={why: _from_json(each) for why, each in content["dropped"].items()},
+            pieces=content["pieces"],
+        )
+
+
+class Rejected:
+    """Lines that hold no document, {file, offset, reason} each; many go to a temporary file."""
+
+    def __init__(self) -> None:
+        self._lines = tempfile.SpooledTemporaryFile(1 << 20)  # noqa: SIM115, it lives as long
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._lines.seek(0)
+        for _ in range(self._count):  # to the end, where more can be added
+            yield json.loads(self._lines.readline())
+
+    def append(self, bad: dict[str, Any]) -> None:
+        self._lines.seek(0, 2)
+        self._lines.write(json.dumps(bad).encode() + b"\n")
+        self._count += 1
+
+
+def documents(counts: Counts) -> int:
+    return sum(count.documents for count in counts.values())
+
+
+def _add(counts: Counts, source: str, size: int) -> None:
+    counts.setdefault(source, Count()).add(size)
+
+
+def _add_all(counts: Counts, others: Counts) -> None:
+    for source, other in others.items():
+        counts.setdefault(source, Count()).add(other.bytes, other.documents)
+
+
+def _as_json(counts: Counts) -> dict[str, Any]:
+    return {
+        "documents": documents(counts),
+        "bytes": sum(count.bytes for count in counts.values()),
+        "sources": {source: vars(counts[source]) for source in sorted(counts)},
+    }
+
+
+def _from_json(content: dict[str, Any]) -> Counts:
+    return {source: Count(**count) for source, count in content["sources"].items()}

@@ -1,0 +1,190 @@
+"""Where the work of a step is done: processes of this machine, or a Dask cluster.
+
+    local         processes of this machine (--workers); Dask is not imported
+    slurm         jobs that dask-jobqueue submits (--workers of them)
+    tcp://...     any Dask cluster, by the address of its scheduler
+
+Functions and their arguments travel; all data is in files that every worker sees.  A worker that
+dies is replaced and its work done again, which changes nothing: results are placed whole.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import shlex
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+ATTEMPTS = 3  # in a row in which workers died before anything was done
+ANSWER = 10  # seconds in which the scheduler of a cluster has to answer
+HEADROOM = 1 << 30  # bytes of a job of Slurm beyond --memory: Python, libraries, the task's input
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Call(NamedTuple):
+    """A function of a module, not of a program, and what it is called with."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+class Scheduler(Protocol):
+    def run(self, calls: list[Call]) -> Iterator[tuple[int, Any]]:
+        """(number of the call, what it returned), in the order in which they end.
+
+        The exception of a call that fails; RuntimeError where workers keep dying.
+        """
+        ...
+
+
+class InProcess:
+    """One worker: this process."""
+
+    def run(self, calls: list[Call]) -> Iterator[tuple[int, Any]]:
+        for number, call in enumerate(calls):
+            yield number, call.function(*call.arguments)
+
+
+DIED = (
+    f"a worker died {ATTEMPTS} times over, as it does when memory runs out; fewer --workers or a "
+    "smaller --unit would work"
+)
+
+
+class LocalPool:
+    """Processes of this machine; one that dies takes the pool with it, and a new one goes on."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+
+    def run(self, calls: list[Call]) -> Iterator[tuple[int, Any]]:
+        left, failures = dict(enumerate(calls)), 0
+        while left:
+            try:
+                for number, result in self._attempt(left):
+                    del left[number]
+                    failures = 0
+                    yield number, result
+            except BrokenProcessPool:
+                failures += 1
+                if failures == ATTEMPTS:
+                    raise RuntimeError(DIED) from None
+
+    def _attempt(self, calls: dict[int, Call]) -> Iterator[tuple[int, Any]]:
+        # Not fork, which copies the locks of threads; the server imports the step once for all.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_to_preload(next(iter(calls.values()))))
+        workers = min(self._workers, len(calls))
+        with ProcessPoolExecutor(workers, context, end_with_parent) as pool:
+            futures: dict[Future[Any], int] = {
+                pool.submit(call.function, *call.arguments): number
+                for number, call in calls.items()
+            }
+            try:
+                for future in as_completed(futures):
+                    yield futures[future], future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+
+def _to_preload(call: Call) -> list[str]:
+    """Modules of the call and those beside this one; not the program, which a worker runs anew."""
+    beside = {name for name in sys.modules if name.startswith(f"{__package__}.")}
+    program = sys.modules["__main__"].__spec__
+    return sorted((_modules(call) | beside) - {"__main__", program.name if program else None})
+
+
+def _modules(value: object) -> set[str]:
+    """Of the functions in a call."""
+    if isinstance(value, tuple):
+        return set[str]().union(*map(_modules, value))
+    return {value.__module__} if callable(value) else set()
+
+
+def end_with_parent() -> None:
+    """Of a worker: not to go on, or wait for work for ever, when its run was killed."""
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class DaskCluster:
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def run(self, calls: list[Call]) -> Iterator[tuple[int, Any]]:
+        from dask.distributed import CancelledError, KilledWorker
+        from dask.distributed import as_completed as completed
+
+        futures = {
+            self._client.submit(call.function, *call.arguments, pure=False): number
+            for number, call in enumerate(calls)
+        }
+        try:
+            for future in completed(futures):
+                yield futures[future], future.result()
+        except KilledWorker:
+            raise RuntimeError(DIED) from None
+        except CancelledError:
+            raise RuntimeError("the Dask scheduler is gone; the same command goes on") from None
+
+
+def check_scheduler(name: str) -> None:
+    """ValueError, naming the flag, for a scheduler that there is not."""
+    if name not in ("local", "slurm") and "://" not in name:
+        raise ValueError(
+            f"--scheduler {name} is unknown; local, slurm or the address of a Dask scheduler such "
+            "as tcp://host:8786 would work"
+        )
+
+
+@contextlib.contextmanager
+def open_scheduler(name: str, workers: int, memory: int) -> Iterator[Scheduler]:
+    """memory: bytes of each job of Slurm."""
+    if name == "local":
+        yield InProcess() if workers == 1 else LocalPool(workers)
+        return
+    try:
+        from dask.distributed import Client
+    except ImportError:
+        raise ValueError(
+            f"--scheduler {name} needs Dask: pip install 'dask[distributed]' dask-jobqueue"
+        ) from None
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(_slurm(workers, memory)) if name == "slurm" else name
+        try:
+            client = stack.enter_context(Client(address, timeout=ANSWER))
+        except (OSError, ValueError) as error:  # ValueError: an address that is none
+            raise ValueError(f"--scheduler {name}: no Dask scheduler answers ({error})") from None
+        yield DaskCluster(client)
+
+
+@contextlib.contextmanager
+def _slurm(workers: int, memory: int) -> Iterator[Any]:
+    """Jobs of one worker each; partition, account and time come from dask-jobqueue's own file."""
+    from dask_jobqueue import SLURMCluster
+
+    if shutil.which("sbatch") is None:
+        raise ValueError(
+            "--scheduler slurm: no sbatch here; a login node of the cluster would work"
+        )
+    with SLURMCluster(
+        cores=1,
+        processes=1,
+        memory=f"{memory + HEADROOM}B",
+        job_script_prologue=[f"export PYTHONPATH={shlex.quote(str(ROOT))}:$PYTHONPATH"],
+    ) as cluster:
+        cluster.scale(jobs=workers)
+        yield cluster

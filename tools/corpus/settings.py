@@ -1,0 +1,138 @@
+"""Settings that all steps share, and those of steps that count tokens."""
+
+import hashlib
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tools.corpus.scheduler import check_scheduler
+from tools.corpus.shards import Compression
+
+SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
+
+
+NO_PARAMETERS = {"input", "output", "workers", "scheduler", "shard", "memory", "overwrite"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    input: tuple[Path, ...]
+    """Files of JSON lines (plain, .gz or .zst), or folders of them, such as other steps write."""
+
+    output: Path
+    """Folder to fill."""
+
+    workers: int = len(os.sched_getaffinity(0))
+    """Processes; with --scheduler slurm, jobs.  They do not change what is written."""
+
+    scheduler: str = "local"
+    """local, slurm, or the address of a Dask scheduler such as tcp://host:8786."""
+
+    shard: str | None = None
+    """K/N: do only every N-th task from the K-th on (K from 0), as an array of jobs does; repeat
+    until nothing is left, then run the command without it."""
+
+    compress: Compression = "none"
+    """How the shards that are written are compressed."""
+
+    unit: str = "32MB"
+    """How much input is one task, and becomes one shard; a compressed file is always one."""
+
+    memory: str = "1GB"
+    """About how much a task may hold at a time, where its state grows with the corpus."""
+
+    overwrite: bool = False
+    """Replace what other settings or other input have left in the output folder."""
+
+    no_parameters: ClassVar[frozenset[str]] = frozenset()
+    """Settings of a step's own that do not decide what is written."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"--workers {self.workers}: has to be at least 1")
+        if self.shard is not None and self.overwrite:
+            raise ValueError(
+                "--overwrite with --shard would remove what other shares write; emptying --output "
+                "before the first of them would work"
+            )
+        check_scheduler(self.scheduler)
+        self.share  # noqa: B018, the properties check what they read
+        self.unit_bytes, self.memory_bytes  # noqa: B018
+
+    @property
+    def unit_bytes(self) -> int:
+        return parse_size("--unit", self.unit)
+
+    @property
+    def memory_bytes(self) -> int:
+        return parse_size("--memory", self.memory)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(K, N) of --shard."""
+        try:
+            k, n = map(int, (self.shard or "0/1").split("/"))
+        except ValueError:
+            k, n = 0, 0
+        if not 0 <= k < n:
+            raise ValueError(f"--shard {self.shard}: K/N with 0 <= K < N would work, such as 0/8")
+        return k, n
+
+    def parameters(self) -> dict[str, Any]:
+        """The settings that decide what is written; of files, their names and content."""
+        names = {field.name for field in fields(self)} - NO_PARAMETERS - self.no_parameters
+        return {name: _as_parameter(getattr(self, name)) for name in sorted(names)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthSettings(StepSettings):
+    """Of steps that drop what is too short."""
+
+    min_tokens: int = 128
+    """Shortest document, or piece of one, in tokens; or without a vocabulary in pieces of GPT-2's
+    pre-tokenizer.  1 keeps them all."""
+
+    vocab_file: Path | None = None
+    """vocab.json of the tokenizer in use."""
+
+    merge_file: Path | None = None
+    """merges.txt of the tokenizer in use."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_tokens < 1:
+            raise ValueError(f"--min-tokens {self.min_tokens}: has to be at least 1")
+
+    @property
+    def unit_of_length(self) -> str:
+        return "pieces" if self.vocab_file is None and self.merge_file is None else "tokens"
+
+
+def _as_parameter(value: Any) -> Any:
+    if isinstance(value, Path):
+        if not value.is_file():
+            raise ValueError(f"{value}: no such file")
+        return {"name": value.name, "sha256": checksum(value)}
+    if isinstance(value, tuple):
+        return [_as_parameter(each) for each in value]
+    return value
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Bytes: 32MB is 32,000,000."""
+    number = text.upper().removesuffix("B").rstrip("KMGT")
+    factor = SIZES.get(text.upper().removesuffix("B")[len(number) :] + "B", 0)
+    try:
+        size = int(float(number) * factor)
+    except (ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise ValueError(f"{flag} {text}: a size such as 500KB, 32MB or 1.5GB would work")
+    return size
+
+
+def checksum(file: Path) -> str:
+    """SHA-256, in hex."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

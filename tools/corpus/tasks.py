@@ -1,0 +1,65 @@
+"""Tasks of a stage, and the markers that they leave when they are done."""
+
+import hashlib
+import json
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools.corpus.settings import StepSettings
+from tools.corpus.shards import placed
+
+
+class Task(NamedTuple):
+    key: str
+    """Its name among the tasks of its stage, fit for a file."""
+    arguments: tuple[Any, ...]
+    """Values whose repr tells them apart; files by what a Unit says of them."""
+    weight: int = 1
+    """Share of the stage's work, bytes if it can be: for the progress bar."""
+
+
+def execute(
+    marker: Path, fingerprint: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> dict[str, Any]:
+    """Do a task, in a worker, and leave its marker; what it returned and what it took."""
+    start = time.process_time()
+    result = function(*arguments)
+    outcome = {
+        "fingerprint": fingerprint,
+        "result": result,
+        "cpu_seconds": time.process_time() - start,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    content = json.dumps(outcome)
+    with placed(marker) as file:
+        file.write(content.encode())
+    return json.loads(content)  # type: ignore[no-any-return]
+
+
+def marker_of(folder: Path, task: Task) -> Path:
+    return folder / f"{task.key}.done.json"
+
+
+def read_marker(marker: Path, fingerprint: str) -> Any | None:
+    """The outcome of a task that was done before, None if it was not."""
+    try:
+        outcome = json.loads(marker.read_bytes())
+    except FileNotFoundError:
+        return None
+    return outcome if outcome["fingerprint"] == fingerprint else None
+
+
+def digest(*facts: Any) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def telling(arguments: tuple[Any, ...]) -> list[Any]:
+    """What tells a task from others; the settings that count are in the history already."""
+    return [
+        each.__qualname__ if callable(each) else each
+        for each in arguments
+        if not isinstance(each, StepSettings)
+    ]
