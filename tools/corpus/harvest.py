@@ -6,7 +6,9 @@ parsed, never imported.  Paragraphs that are code, doctests or tables are left o
 """
 
 import ast
+import contextlib
 import email
+import json
 import multiprocessing
 import os
 import re
@@ -14,19 +16,13 @@ import sysconfig
 import textwrap
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from tools.corpus.jsonl import (
-    Count,
-    Funnel,
-    Record,
-    bar,
-    keyed_hash,
-    placed,
-    run,
-    write_record,
-)
+from tools.corpus.program import program, progress, say
+from tools.corpus.records import Funnel, Record, documents, dump_record, keyed_hash
+from tools.corpus.shards import placed
 
 PROSE_FILE = re.compile(
     r"(README|LICEN[CS]E|COPYING|NOTICE|AUTHORS|NEWS|HISTORY|CHANGE|THIRD).*|METADATA"
@@ -43,38 +39,54 @@ LARGEST_FILE = 2_000_000  # bytes; beyond this a "source" is a generated table
 Source = tuple[str, Path, Path]  # kind of document, root of its names, file
 
 
-def harvest(
-    output: Path,
-    report: Path | None = None,
-    max_bytes: int = 8_000_000,
-    workers: int = len(os.sched_getaffinity(0)),
-) -> None:
-    """Collect English prose from this Python installation as jsonl {"text", "source", "id"}.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    output: Path
+    """The file of JSON lines to write."""
 
-    Args:
-        output: the jsonl file to write.
-        report: a JSON file for the counts, by source.
-        max_bytes: stop at this much text; pydoc topics and prose files come first, then modules
-            in the order of a keyed hash of their names, so that a cut is a fair sample.
-        workers: processes that parse sources.
-    """
-    if max_bytes < 1:
-        raise ValueError(f"--max-bytes {max_bytes}: has to be at least 1")
-    funnel = Funnel("harvest", max_bytes=max_bytes)
-    sources: dict[str, Count] = {}
-    with placed(output) as file, bar("harvest", max_bytes) as progress:
-        for document in documents(workers, funnel):
-            if funnel.output.bytes >= max_bytes:
+    report: Path | None = None
+    """A JSON file for the counts, in the form of a step's manifest."""
+
+    max_bytes: int = 8_000_000
+    """Stop at this much text; pydoc topics and prose files come first, then modules in the order
+    of a keyed hash of their names, so that a cut is a fair sample."""
+
+    workers: int = len(os.sched_getaffinity(0))
+    """Processes that parse sources; they do not change what is written."""
+
+    def __post_init__(self) -> None:
+        if self.max_bytes < 1:
+            raise ValueError(f"--max-bytes {self.max_bytes}: has to be at least 1")
+        if self.workers < 1:
+            raise ValueError(f"--workers {self.workers}: has to be at least 1")
+
+
+def run(settings: Settings) -> None:
+    """Collect English prose from this Python installation."""
+    funnel, written = Funnel(), 0
+    with (
+        placed(settings.output) as file,
+        progress("harvest", settings.max_bytes, 0) as bar,
+        contextlib.closing(read_documents(settings.workers, funnel)) as found,
+    ):
+        for record in found:
+            funnel.enter(record)
+            funnel.keep(record)
+            file.write(dump_record(record) + b"\n")
+            size = len(record["text"].encode())
+            written += size
+            bar.update(size)
+            if written >= settings.max_bytes:
                 break
-            funnel.input.add(document["text"])
-            sources.setdefault(document["source"], Count()).add(document["text"])
-            write_record(file, document, funnel)
-            progress.update(funnel.output.bytes - progress.n)
-    if report is not None:
-        funnel.write(report, sources={source: vars(count) for source, count in sources.items()})
+    funnel.check("harvest")
+    say(f"harvest: {documents(funnel.output)} documents, {written} bytes, in {settings.output}")
+    if settings.report is not None:
+        facts = {"step": "harvest", "settings": {"max_bytes": settings.max_bytes}}
+        with placed(settings.report) as file:
+            file.write(json.dumps(facts | funnel.to_json(), indent=1).encode() + b"\n")
 
 
-def documents(workers: int, funnel: Funnel) -> Iterator[Record]:
+def read_documents(workers: int, funnel: Funnel) -> Iterator[Record]:
     """Every document with prose in it: pydoc topics, prose files, then modules in hashed order.
 
     Files that cannot be read are counted in the funnel.
@@ -89,11 +101,16 @@ def documents(workers: int, funnel: Funnel) -> Iterator[Record]:
     modules = [("modules", root, path) for root, path in files if path.suffix == ".py"]
     modules.sort(key=lambda source: keyed_hash("harvest", name_of(*source[1:])))
     with multiprocessing.Pool(workers) as pool:
-        for document in pool.imap(read_document, texts + modules, chunksize=16):
-            if document is None:
-                funnel.drop("", "unreadable file")
-            elif document["text"]:
-                yield document
+        sources = texts + modules
+        for source, record in zip(
+            sources, pool.imap(read_document, sources, chunksize=16), strict=True
+        ):
+            if record is None:
+                unreadable = {"text": "", "source": source[0]}
+                funnel.enter(unreadable)
+                funnel.drop(unreadable, "unreadable file")
+            elif record["text"]:
+                yield record
 
 
 def walk(root: Path) -> Iterator[Path]:
@@ -177,4 +194,4 @@ def is_prose(paragraph: str) -> bool:
 
 
 if __name__ == "__main__":
-    run(harvest)
+    program("tools.corpus.harvest")

@@ -1,0 +1,426 @@
+"""Published forms of corpora into shards of JSON lines."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
+from tools.corpus import extract as module
+from tools.corpus import formats
+from tools.corpus.extract import Settings, run, shape
+from tools.corpus.parts import Part, group, walk
+from tools.corpus.shards import Unit
+
+
+def extract(output: Path, *inputs: Path, format: str, **more: Any) -> list[dict[str, Any]]:
+    settings = {"source": "web", "workers": 1} | more
+    run(Settings(input=inputs, output=output, format=format, **settings))
+    return read_jsonl(output)
+
+
+def rejected(output: Path) -> list[dict[str, Any]]:
+    return read_jsonl(output / "rejected.jsonl")
+
+
+def tar_of(files: dict[str, bytes], compress: Any = bytes) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, text in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text))
+    return bytes(compress(buffer.getvalue()))
+
+
+def wet_record(number: int, text: bytes, kind: str = "conversion") -> bytes:
+    head = (
+        f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: http://a.com/{number}\r\n"
+        f"WARC-Date: 2020-01-0{number}T00:00:00Z\r\nWARC-Record-ID: <urn:uuid:id-{number}>\r\n"
+        f"Content-Type: text/plain\r\nContent-Length: {len(text)}\r\n\r\n"
+    )
+    return head.encode() + text + b"\r\n\r\n"
+
+
+def test_json_lines_get_one_shape_and_keep_their_fields(tmp_path: Path) -> None:
+    lines = [
+        {"title": "T", "body": "one", "url": "http://a.com", "id": 7, "big": 2**70},
+        {"body": "two", "text": "a summary", "source": "elsewhere"},
+    ]
+    path = write_jsonl(tmp_path / "in.jsonl", lines)
+    records = extract(tmp_path / "out", path, format="jsonl", key="body")
+    assert list(records[0]) == ["text", "source", "id", "url", "title", "big"]
+    assert records[0] | {"title": "T", "big": 2**70} == records[0]
+    assert (records[0]["text"], records[0]["id"]) == ("one", "7")
+    assert records[1] == {
+        "text": "two",
+        "source": "web",
+        "id": "3fc4ccfe745870e2c0d99f71f30ff065",
+        "original_text": "a summary",
+        "original_source": "elsewhere",
+    }
+
+
+def test_what_holds_no_document_is_counted_and_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    lines = [b'{"text": "good"}', b"{broken", b'{"text": 3}', b'{"text": " "}', b'{"text": "\xff"}']
+    lines += [b'{"text": "\\ud800"}', b"[]"]
+    path.write_bytes(b"\n".join(lines))
+    assert [each["text"] for each in extract(tmp_path / "out", path, format="jsonl")] == ["good"]
+    facts = manifest(tmp_path / "out")
+    lost = {why: count["documents"] for why, count in facts["dropped"].items()}
+    assert lost == {"bad line": 5, "empty text": 1}
+    assert facts["input"]["documents"] == 7
+    starts = [len(b"\n".join(lines[:k])) + 1 for k in (1, 2, 4, 5, 6)]
+    assert [each["offset"] for each in rejected(tmp_path / "out")] == starts
+
+
+def test_pages_of_wikipedia_are_found_in_their_folders(tmp_path: Path) -> None:
+    pages = [
+        {"id": str(k), "url": f"u{k}", "title": f"T{k}", "text": f"text {k}"} for k in range(4)
+    ]
+    write_jsonl(tmp_path / "wiki" / "AA" / "wiki_00", [pages[0], pages[1] | {"text": ""}])
+    write_jsonl(tmp_path / "wiki" / "AA" / "wiki_01", [pages[2]])
+    (tmp_path / "wiki" / "AB").mkdir()
+    packed = bz2.compress(json.dumps(pages[3]).encode() + b"\n")
+    (tmp_path / "wiki" / "AB" / "wiki_00.bz2").write_bytes(packed)
+    (tmp_path / "wiki" / "log.txt").write_text("no page")
+    records = extract(tmp_path / "out", tmp_path / "wiki", format="wikiextractor", source="wiki")
+    assert records == [pages[k] | {"source": "wiki"} for k in (0, 2, 3)]
+    assert manifest(tmp_path / "out")["dropped"]["empty text"]["documents"] == 1
+
+
+def test_the_archive_of_archives_of_openwebtext_is_streamed(tmp_path: Path) -> None:
+    inner = {
+        f"web/subset{k}_data.xz": tar_of(
+            {f"{k}-{j}.txt": f"text {k}{j}".encode() for j in range(2)}, lzma.compress
+        )
+        for k in range(2)
+    }
+    path = tmp_path / "owt.tar.xz"
+    path.write_bytes(tar_of({**inner, "web/note.txt": b"beside"}, lzma.compress))
+    records = extract(tmp_path / "out", path, format="openwebtext")
+    assert [(each["id"], each["text"]) for each in records] == [
+        ("owt/web/subset0_data/0-0.txt", "text 00"),
+        ("owt/web/subset0_data/0-1.txt", "text 01"),
+        ("owt/web/subset1_data/1-0.txt", "text 10"),
+        ("owt/web/subset1_data/1-1.txt", "text 11"),
+        ("owt/web/note.txt", "beside"),
+    ]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "out", path]
+
+
+def test_the_members_of_an_archive_are_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_of({f"{k}.txt": b"text" for k in range(20)}))
+    part = Part(Unit(0, str(path), 0, 1, 1, 0), path.name, 1)
+    held = []
+    real = formats._read_member
+
+    def watched(archive: tarfile.TarFile, *more: Any) -> Any:
+        held.append(len(archive.members))
+        return real(archive, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "_read_member", watched)
+        assert len(list(formats.read_packed(part, formats.parse_text))) == 20
+    assert max(held) == 0
+
+
+def damaged_archives() -> dict[str, bytes]:
+    files = {f"{k}.txt": f"text {k} ".encode() * 300 for k in range(5)}
+    whole = tar_of(files)
+    second = whole.index(b"2.txt\0")
+    return {
+        "header": whole[: second + 100] + b"#" * 40 + whole[second + 140 :],
+        "cut in a text": whole[: second + 1000],
+        "cut at a header": whole[:second],
+        "cut in a header": whole[: second + 10],
+    }
+
+
+@pytest.mark.parametrize("damage", damaged_archives())
+def test_a_damaged_archive_gives_what_comes_before_and_is_named(
+    tmp_path: Path, damage: str
+) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(damaged_archives()[damage])
+    records = extract(tmp_path / "out", path, format="text")
+    assert [each["id"] for each in records] == ["a/0.txt", "a/1.txt"]
+    [bad] = rejected(tmp_path / "out")
+    assert bad["file"] == str(path)
+    assert "a: archive damaged or cut short, the rest is lost" in bad["reason"]
+
+
+@pytest.mark.parametrize("ending", ["xz", "gz"])
+def test_a_compressed_archive_cut_in_the_middle_loses_its_rest_alone(
+    tmp_path: Path, ending: str
+) -> None:
+    compress = {"xz": lzma.compress, "gz": gzip.compress}[ending]
+    noise = {f"{k}.txt": os.urandom(3000).hex().encode() for k in range(50)}
+    packed = tar_of(noise, compress)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / f"a.tar.{ending}").write_bytes(packed[: len(packed) // 2])
+    (tmp_path / "in" / f"b.tar.{ending}").write_bytes(tar_of({"x": b"other"}, compress))
+    records = extract(tmp_path / "out", tmp_path / "in", format="text")
+    assert 10 < len(records) < 40
+    assert records[-1] == {"text": "other", "source": "web", "id": "b/x"}
+    [bad] = rejected(tmp_path / "out")
+    assert bad["file"].endswith(f"a.tar.{ending}")
+
+
+def test_more_archives_behind_the_end_of_one_are_not_lost_in_silence(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_of({"x": b"one"}) + tar_of({"y": b"two"}))
+    extract(tmp_path / "out", path, format="text")
+    assert [each["reason"] for each in rejected(tmp_path / "out")] == [
+        "a: more follows the archive's end"
+    ]
+
+
+def test_bytes_that_are_no_text_and_links_are_set_aside_by_name(tmp_path: Path) -> None:
+    buffer = io.BytesIO(tar_of({"good": b"\xef\xbb\xbftext", "bad": b"\xff\xfe", "none": b""}))
+    with tarfile.open(fileobj=buffer, mode="a") as archive:
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, "good"
+        archive.addfile(link)
+    (tmp_path / "a.tar").write_bytes(buffer.getvalue())
+    records = extract(tmp_path / "out", tmp_path / "a.tar", format="text")
+    assert [each["text"] for each in records] == ["text"]
+    reasons = [each["reason"] for each in rejected(tmp_path / "out")]
+    assert reasons[0].startswith("a/bad: 'utf-8' codec can't decode byte 0xff in position 0")
+    assert reasons[1] == "a/link: a link or device, no file"
+    assert manifest(tmp_path / "out")["dropped"]["empty text"]["documents"] == 1
+
+
+def folder_of_texts(folder: Path, count: int) -> Path:
+    for k in range(count):
+        file = folder / f"d{k % 3}" / f"{k:03}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"text {k} " * 20)
+    return folder
+
+
+def test_a_folder_of_texts_is_read_in_groups_that_no_worker_count_changes(tmp_path: Path) -> None:
+    folder = folder_of_texts(tmp_path / "in", 60)
+    (folder / "d1" / "bad.txt").write_bytes(b"\xff")
+    (folder / "d1" / "gone.txt").symlink_to("nowhere")
+    (folder / "d1" / "p.txt.gz").write_bytes(gzip.compress(b"packed"))
+    (folder / ".hidden").write_text("no input")
+    single = tmp_path / "single.md"
+    single.write_text("alone")
+    results = []
+    for workers in (1, 2):
+        out = tmp_path / f"out{workers}"
+        records = extract(out, folder, single, format="text", unit="2KB", workers=workers)
+        results.append(content(out))
+    assert results[0] == results[1]
+    ids = [each["id"] for each in records]
+    texts = sorted(f"d{k % 3}/{k:03}.txt" for k in range(60))
+    assert ids == ["d1/p.txt", *texts, "single.md"]
+    assert 4 < len(manifest(tmp_path / "out1")["shards"]) < 12
+    assert [Path(each["file"]).name for each in rejected(tmp_path / "out1")] == [
+        "bad.txt",
+        "gone.txt",
+    ]
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of_texts(tmp_path / "in", 40)
+    (folder / "d1" / "bad.txt").write_bytes(b"\xff")
+    (folder / "a.tar").write_bytes(tar_of({f"{k}.txt": b"text " * 50 for k in range(40)}))
+    extract(tmp_path / "whole", folder, format="text", unit="2KB")
+    shaped = []
+
+    def dies(record: Any, settings: Settings) -> Any:
+        shaped.append(record["id"])
+        if len(shaped) == 70:
+            raise KeyboardInterrupt
+        return shape(record, settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "shape", dies)
+        with pytest.raises(KeyboardInterrupt):
+            extract(tmp_path / "out", folder, format="text", unit="2KB")
+        extract(tmp_path / "out", folder, format="text", unit="2KB")
+    assert len(set(shaped)) == 80 < len(shaped) < 100  # done again is one group alone
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_change_in_a_folder_of_texts_is_no_longer_the_same_input(tmp_path: Path) -> None:
+    folder = folder_of_texts(tmp_path / "in", 5)
+    extract(tmp_path / "out", folder, format="text")
+    extract(tmp_path / "out", folder, format="text")
+    (folder / "d0" / "000.txt").write_text("text of another length")
+    with pytest.raises(ValueError, match="made from other input"):
+        extract(tmp_path / "out", folder, format="text")
+
+
+def test_names_that_are_no_text_still_name_a_document(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / os.fsdecode(b"caf\xe9\n.txt")).write_text("text")
+    [record] = extract(tmp_path / "out", tmp_path / "in", format="text")
+    assert record["id"] == "caf\\udce9\n.txt"
+
+
+def test_small_files_share_a_task_and_large_ones_have_their_own() -> None:
+    sizes = [10, 20, 80, 300, 5, 5]
+    parts = [Part(Unit(k, f"{k}", 0, size, size, 0), f"{k}", size) for k, size in enumerate(sizes)]
+    grouped = [[part.bytes for part in each] for each in group(parts, 100)]
+    assert grouped == [[10, 20], [80], [300], [5, 5]]
+
+
+def test_walking_a_folder_follows_no_circle(tmp_path: Path) -> None:
+    folder_of_texts(tmp_path, 3)
+    (tmp_path / "d0" / "up").symlink_to(tmp_path)
+    assert [name for name, _ in walk(tmp_path)] == ["d0/000.txt", "d1/001.txt", "d2/002.txt"]
+
+
+def test_the_pages_of_a_wet_file_come_with_url_and_id(tmp_path: Path) -> None:
+    records = [wet_record(1, b"about", "warcinfo")]
+    records += [wet_record(k, f"page {k}\nschön".encode()) for k in (2, 3)]
+    (tmp_path / "in").mkdir()
+    wet = b"".join(map(gzip.compress, [*records, wet_record(4, b"\n")]))
+    (tmp_path / "in" / "CC-1.warc.wet.gz").write_bytes(wet)
+    pages = extract(tmp_path / "out", tmp_path / "in", format="wet")
+    assert pages[0] == {
+        "text": "page 2\nschön",
+        "source": "web",
+        "id": "id-2",
+        "url": "http://a.com/2",
+        "timestamp": "2020-01-02T00:00:00Z",
+    }
+    assert [page["id"] for page in pages] == ["id-2", "id-3"]
+    facts = manifest(tmp_path / "out")
+    assert (facts["input"]["documents"], list(facts["dropped"])) == (3, ["empty text"])
+
+
+def test_broken_records_of_a_wet_file_cost_themselves_alone(tmp_path: Path) -> None:
+    broken = [
+        wet_record(2, b"two").replace(b"Content-Length: 3", b"Content-Length: x"),
+        wet_record(3, b"\xff\xfe"),
+        wet_record(4, b"four").replace(b"Content-Length: 4", b"Content-Length: 99999999999"),
+    ]
+    good = [wet_record(k, f"page {k}".encode()) for k in (1, 5)]
+    path = tmp_path / "a.warc.wet"
+    end = b"rubbish\nmore rubbish\n" + wet_record(6, b"long text")[:-8]
+    path.write_bytes(good[0] + b"".join(broken) + good[1] + end)
+    records = extract(tmp_path / "out", path, format="wet")
+    assert [each["text"] for each in records] == ["page 1", "page 5"]
+    bad = rejected(tmp_path / "out")
+    starts = [len(good[0]) + sum(map(len, broken[:k])) for k in range(3)]
+    starts.append(len(b"".join(broken + good)))
+    assert [each["offset"] for each in bad[:4]] == starts
+    assert bad[3]["reason"] == "no WARC record begins here"
+    assert "record cut short" in bad[4]["reason"]
+
+
+def test_a_wet_file_cut_in_the_middle_keeps_its_beginning(tmp_path: Path) -> None:
+    wet = b"".join(
+        gzip.compress(wet_record(k, os.urandom(500).hex().encode())) for k in range(1, 6)
+    )
+    path = tmp_path / "a.warc.wet.gz"
+    path.write_bytes(wet[: len(wet) // 2])
+    assert len(extract(tmp_path / "out", path, format="wet")) == 2
+    [bad] = rejected(tmp_path / "out")
+    assert "damaged or cut short" in bad["reason"]
+
+
+def test_too_long_a_document_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "LONGEST_LINE", 1000)
+    texts = {"a": b"fits", "b": b"x" * 1001}
+    (tmp_path / "t.tar").write_bytes(tar_of(texts))
+    (tmp_path / "b.gz").write_bytes(gzip.compress(texts["b"]))
+    (tmp_path / "b.txt").write_bytes(texts["b"])
+    (tmp_path / "w.wet").write_bytes(b"".join(wet_record(1, text) for text in texts.values()))
+    inputs = [tmp_path / name for name in ("t.tar", "b.gz", "b.txt")]
+    assert len(extract(tmp_path / "out", *inputs, format="text")) == 1
+    assert [each["reason"] for each in rejected(tmp_path / "out")] == [
+        "t/b: file of 1001 bytes, over 1000",
+        "b.gz: file of 1001 bytes, over 1000",
+        "file of 1001 bytes, over 1000",
+    ]
+    assert len(extract(tmp_path / "wet", tmp_path / "w.wet", format="wet")) == 1
+
+
+def test_a_large_archive_becomes_several_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SHARD_UNITS", 1)
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_of({f"{k:03}": b"text " * 100 for k in range(40)}))
+    records = extract(tmp_path / "out", path, format="text", unit="5KB")
+    assert [each["id"] for each in records] == [f"a/{k:03}" for k in range(40)]
+    shards = manifest(tmp_path / "out")["shards"]
+    assert [each["documents"] for each in shards] == [10, 10, 10, 10]
+    assert [each["name"] for each in shards][:2] == ["part-00000-000.jsonl", "part-00000-001.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("format", "file", "reason"),
+    [
+        (
+            "jsonl",
+            "in.jsonl",
+            'with --key text does not fit --input: .*in.jsonl, byte 0: no "text"',
+        ),
+        ("wikiextractor", "wiki_00", "has to run with --json"),
+        ("wet", "a.wet", "byte 0: no WARC record begins here"),
+        ("json", "a.json", "does not fit"),
+    ],
+)
+def test_a_format_that_does_not_fit_says_so(
+    tmp_path: Path, format: str, file: str, reason: str
+) -> None:
+    write_jsonl(tmp_path / file, [{"content": f"text {k}"} for k in range(300)])
+    with pytest.raises(ValueError, match=reason):
+        extract(tmp_path / "out", tmp_path / file, format=format)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_bad_beginning_is_no_format_that_does_not_fit(tmp_path: Path) -> None:
+    bad, good = b"{broken}\n" * 90, b'{"text": "good"}\n'
+    (tmp_path / "a.jsonl").write_bytes(b"{broken}\n" * 500)
+    (tmp_path / "b.jsonl").write_bytes(bad + good)
+    inputs = (tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    assert len(extract(tmp_path / "out", *inputs, format="jsonl")) == 1
+
+
+def test_input_without_any_document_is_an_error(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "in.jsonl", [{"text": ""}] * 3)
+    with pytest.raises(ValueError, match="none of 3 documents is left; dropped: 3 empty text"):
+        extract(tmp_path / "out", path, format="jsonl")
+    (tmp_path / "a.wet").write_bytes(wet_record(1, b"page", "response"))
+    with pytest.raises(ValueError, match="none of 0 documents is left"):
+        extract(tmp_path / "wet", tmp_path / "a.wet", format="wet")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty holds no file wiki_\* with anything in it"):
+        extract(tmp_path / "x", tmp_path / "empty", format="wikiextractor")
+
+
+def test_a_key_where_there_are_no_fields_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--key body: --format wet has no fields"):
+        Settings(input=(), output=tmp_path, format="wet", source="web", key="body")
+    with pytest.raises(ValueError, match="--source"):
+        Settings(input=(), output=tmp_path, format="wet", source=" ")
+
+
+def test_race_is_a_corpus_of_articles(tmp_path: Path, test_data: Path) -> None:
+    archive = test_data / "race" / "RACE_dev.tar.xz"
+    records = extract(tmp_path / "out", archive, format="json", key="article", source="race")
+    assert len(records) == 1389
+    assert len({each["id"] for each in records}) == 1389
+    assert sum(len(each["questions"]) for each in records) == 4887
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path / "race", filter="data")
+    more = extract(tmp_path / "two", tmp_path / "race", format="json", key="article", source="race")
+    assert sorted(more, key=lambda each: each["id"]) == sorted(records, key=lambda each: each["id"])

@@ -1,0 +1,201 @@
+"""Lists of URLs: what is dropped for which reason, and repeats found in parts."""
+
+import functools
+import gzip
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tools.corpus.lines import content, manifest, read_jsonl
+from tools.corpus import repeats
+from tools.corpus import urls as module
+from tools.corpus.shards import open_shard
+from tools.corpus.urls import Settings, judge, load_blacklists, run
+
+
+def urls(output: Path, *inputs: Path, **more: Any) -> list[str]:
+    run(Settings(input=inputs, output=output, **{"workers": 1} | more))
+    kept = []
+    for name in (shard["name"] for shard in manifest(output)["shards"]):
+        with open_shard(output / name) as stream:
+            kept += stream.read().decode().splitlines()
+    return kept
+
+
+def dropped(output: Path) -> dict[str, int]:
+    return {why: count["documents"] for why, count in manifest(output)["dropped"].items()}
+
+
+def write_list(path: Path, lines: list[str]) -> Path:
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def random_list(count: int, distinct: int, seed: int) -> list[str]:
+    """Some of the URLs again and again."""
+    draw = random.Random(seed)
+    return [f"http://site{draw.randrange(distinct)}.com/page" for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://a.com", None),
+        ("https://en.news.example.org:8080/a/b.html?c=d#e", None),
+        ("http://10.0.0.1/page", None),
+        ("HTTP://EXAMPLE.COM/Page", None),
+        ("http://example.com/a.b/c", None),
+        ("http://example.com/über/straße", None),
+        ("http://myamazon.com/page", None),
+        ("http://news.google.example.com/x", None),
+        ("http://about.me.com/jpg", None),
+        ("http://company.ai", None),
+        ("a.com/x", "too short"),
+        ("ftp://example.com/page", "malformed"),
+        ("http://localhost/page", "malformed"),
+        ("http://exa mple.com/page", "malformed"),
+        ("http://example.com/a page", "malformed"),
+        ("example.com/page", "malformed"),
+        ("http://-a.com/page", "malformed"),
+        ("http://[::1]/page", "malformed"),
+        ("https://i.imgur.com/abc", "blacklisted domain"),
+        ("https://WWW.Amazon.co.uk/dp/1", "blacklisted domain"),
+        ("https://de.wikipedia.org./wiki/A", "blacklisted domain"),
+        ("https://v.redd.it/abc", "blacklisted domain"),
+        ("http://youtube.com:80?v=1", "blacklisted domain"),
+        ("http://example.com/photo.JPG", "blacklisted extension"),
+        ("http://example.com/files.d/paper.pdf?page=3#top", "blacklisted extension"),
+    ],
+)
+def test_a_url_is_judged_by_its_parts(tmp_path: Path, url: str, reason: str | None) -> None:
+    blacklists = load_blacklists(Settings(input=(), output=tmp_path))
+    assert judge(url, blacklists) == reason
+
+
+def test_more_can_be_blacklisted(tmp_path: Path) -> None:
+    domains = write_list(tmp_path / "domains", ["# a comment", "", "Sub.Example.com  # two"])
+    extensions = write_list(tmp_path / "extensions", [".HTM", "php"])
+    settings = Settings(
+        input=(), output=tmp_path, domain_blacklist=(domains,), extension_blacklist=(extensions,)
+    )
+    blacklists = load_blacklists(settings)
+    assert judge("http://a.sub.example.com/x", blacklists) == "blacklisted domain"
+    assert judge("http://example.com/x", blacklists) is None
+    assert judge("http://imgur.com/x", blacklists) == "blacklisted domain"
+    assert judge("http://example.com/x.htm", blacklists) == "blacklisted extension"
+
+
+def test_a_blacklist_with_another_kind_of_entry_is_refused_by_line(tmp_path: Path) -> None:
+    domains = write_list(tmp_path / "domains", ["imgur.com", "http://imgur.com"])
+    path = write_list(tmp_path / "in.txt", ["http://example.com/x"])
+    with pytest.raises(ValueError, match="--domain-blacklist .*domains:2: http://imgur.com"):
+        urls(tmp_path / "out", path, domain_blacklist=(domains,))
+    with pytest.raises(ValueError, match="--extension-blacklist .*none: no such file"):
+        urls(tmp_path / "out", path, extension_blacklist=(tmp_path / "none",))
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_line_is_kept_or_counted_by_its_reason(tmp_path: Path) -> None:
+    good = ["http://example.com/1", "http://example.com/2"]
+    path = tmp_path / "in.txt"
+    lines = [good[0], "", "x", "no url at all", f"  {good[1]}\r", good[0], "http://imgur.com/a"]
+    lines += ["http://example.com/a.png", "http://example.com/" + "x" * 70_000, good[1]]
+    path.write_bytes("\n".join(lines).encode() + b"\nhttp://example.com/\xff")
+    assert urls(tmp_path / "out", path) == good
+    assert dropped(tmp_path / "out") == {
+        "bad line": 2,
+        "blacklisted domain": 1,
+        "blacklisted extension": 1,
+        "duplicate": 2,
+        "malformed": 1,
+        "too short": 1,
+    }
+    rejected = read_jsonl(tmp_path / "out" / "rejected.jsonl")
+    assert [each["reason"].partition(" ")[0] for each in rejected] == ["line", "'utf-8'"]
+
+
+@pytest.mark.parametrize("run_length", [50, 1 << 19])
+@pytest.mark.parametrize("memory", ["1GB", "20KB"])
+def test_the_first_of_equal_urls_stays_however_the_hashes_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str, run_length: int
+) -> None:
+    monkeypatch.setattr(repeats, "RUN", run_length)
+    monkeypatch.setattr(repeats, "BLOCK", 7)
+    lines = random_list(3000, 900, seed=1)
+    write_list(tmp_path / "a.txt", lines[:2000])
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress("\n".join(lines[2000:]).encode()))
+    inputs = (tmp_path / "a.txt", tmp_path / "b.txt.gz")
+    kept = urls(tmp_path / "out", *inputs, unit="9KB", memory=memory)
+    assert kept == list(dict.fromkeys(lines))
+    assert dropped(tmp_path / "out") == {"duplicate": len(lines) - len(kept)}
+
+
+def test_workers_memory_and_compression_change_no_line(tmp_path: Path) -> None:
+    path = write_list(tmp_path / "in.txt", random_list(2000, 500, seed=2))
+    results = []
+    for name, more in (("a", {}), ("b", {"workers": 2, "memory": "30KB"})):
+        urls(tmp_path / name, path, unit="10KB", **more)
+        results.append(content(tmp_path / name))
+    assert results[0] == results[1]
+    packed = urls(tmp_path / "packed", path, unit="10KB", compress="zstd")
+    assert packed == list(dict.fromkeys(path.read_text().split()))
+
+
+@pytest.mark.parametrize("stage", ["hash_unit", "judge_part", "write_unit"])
+def test_an_interrupted_run_goes_on_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    path = write_list(tmp_path / "in.txt", random_list(1000, 500, seed=3))
+    limits = {"unit": "8KB", "memory": "30KB"}
+    urls(tmp_path / "whole", path, **limits)
+    real, calls = getattr(module, stage), []
+
+    @functools.wraps(real)
+    def dies(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, stage, dies)
+        with pytest.raises(KeyboardInterrupt):
+            urls(tmp_path / "out", path, **limits)
+        patch.setattr(module, stage, real)
+        urls(tmp_path / "out", path, **limits)
+    assert len(calls) == 2
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_small_memory_means_more_parts() -> None:
+    assert repeats.count_parts(1000, 80_000) == 1
+    assert repeats.count_parts(1001, 80_000) == 2
+    assert repeats.count_parts(10**9, 10**9) == 128
+
+
+def test_a_part_does_not_grow_with_what_is_often_repeated(tmp_path: Path) -> None:
+    same = [bytes(16)] * 1000
+    repeats.write_rows(tmp_path, "00000", 4, same)
+    assert (tmp_path / "00000.rows").stat().st_size == repeats.ROW.itemsize
+    for part in range(4):
+        repeats.find_repeats(tmp_path, part, ["00000"])
+    assert list(repeats.repeats_of(tmp_path, "00000", 0, 4)) == list(range(1, 1000))
+
+
+def test_hashes_are_equal_only_if_all_their_bits_are(tmp_path: Path) -> None:
+    pairs = np.array([[1, 2], [1, 3], [2, 2], [1, 2]], "<u8")
+    repeats.write_rows(tmp_path, "00000", 1, [pair.tobytes() for pair in pairs])
+    repeats.find_repeats(tmp_path, 0, ["00000"])
+    assert list(repeats.repeats_of(tmp_path, "00000", 0, 1)) == [3]
+
+
+def test_a_list_of_which_nothing_stays_is_an_error(tmp_path: Path) -> None:
+    path = write_list(tmp_path / "in.txt", ['{"url": "http://example.com"}'] * 3)
+    with pytest.raises(ValueError, match="no URL that can stay: 3 malformed"):
+        urls(tmp_path / "out", path)
+    empty = write_list(tmp_path / "empty.txt", [])
+    with pytest.raises(ValueError, match=r"empty.txt is empty"):
+        urls(tmp_path / "out", empty)

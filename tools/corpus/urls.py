@@ -1,0 +1,254 @@
+"""Step 2: a list of URLs without blacklisted, malformed and repeated ones, as for OpenWebText.
+
+Input are text files of one URL a line (*.txt, plain, .gz or .zst), output are such files; URLs keep
+their order, and of equal ones the first stays.  Reasons are tried in this order: too short (8
+characters and fewer), malformed (not http or https, a host that can be none, spaces), blacklisted
+domain, blacklisted extension (of the path, not of the host), duplicate (exactly the same URL).
+
+A blacklisted domain covers its sub-domains.  One without a dot is a name under any ending: amazon
+covers smile.amazon.co.uk.  The names and extensions built in are the kinds that the recipe has:
+pictures, videos and music, social media, shops, Wikipedia (a corpus of its own), files that are no
+text.
+
+To find repeats, hashes of 128 bits are sorted in parts that fit --memory, never all at once.
+"""
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools.corpus.program import program
+from tools.corpus.records import Funnel, documents
+from tools.corpus.repeats import count_parts, find_repeats, repeats_of, write_rows
+from tools.corpus.settings import StepSettings
+from tools.corpus.shards import (
+    ENDINGS,
+    OPENERS,
+    WORK,
+    Compression,
+    Line,
+    ShardWriter,
+    Unit,
+    cut,
+    find_shards,
+    placed,
+    read_lines,
+)
+from tools.corpus.step import StepRun
+from tools.corpus.tasks import Task
+from tools.corpus.units import keep_rejected, sum_funnels
+
+SHORTEST = 9  # characters
+LONGEST = 1 << 16  # bytes
+DOMAINS = """\
+500px akamaihd artstation bandcamp dailymotion deviantart fbcdn flickr gfycat giphy gyazo
+imageshack imgflip imgur instagram liveleak memegenerator mixcloud nocookie photobucket pinimg
+pinterest pixiv prntscr puu.sh quickmeme soundcloud spotify streamable tinypic twimg twitch
+vimeo vine vocaroo xkcd youtu.be youtube ytimg
+discord discordapp facebook fb.me linkedin livejournal myspace redd.it reddit redditmedia
+reddituploads snapchat t.co t.me telegram tiktok tumblr twitter vk.com x.com
+amazon apple ebay etsy walmart
+dropbox github google lmgtfy mediafire mega.nz strawpoll
+erome imagefap pornhub redtube spankbang xhamster xvideos
+wikimedia wikipedia
+"""
+EXTENSIONS = """
+3gp 7z ai aif apk app avi bin bmp bz2 css csv dat deb dmg doc docx exe gif gifv gz ico iso jar
+jpeg jpg js json log mid midi mkv mov mp3 mp4 mpeg mpg ogg ogv otf pdf pkg png pps ppt pptx psd
+py qt ram rar rpm sql svg swf tar tgz tif tiff ttf txt wav webm webp wma wmv xls xlsx xml xz zip
+"""
+SECOND_LEVEL = ("ac", "co", "com", "edu", "gob", "gov", "ne", "net", "or", "org")  # as in .co.uk
+URL = re.compile(
+    r"https?://"
+    r"(?P<host>(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z0-9-]{2,}\.?"
+    r"|\d{1,3}(?:\.\d{1,3}){3})"
+    r"(?::\d+)?"
+    r"(?P<path>/[^\s?#]*)?(?:[?#]\S*)?",
+    re.IGNORECASE | re.ASCII,
+)
+DOMAIN = re.compile(r"[a-z0-9-]+(\.[a-z0-9-]+)*")
+EXTENSION = re.compile(r"[a-z0-9_+-]+")
+
+LINE_BYTES = 32  # of a list, at the least, to guess the number of its URLs
+EXPANSION = 8  # of a compressed list
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(StepSettings):
+    input: tuple[Path, ...]
+    """Files of one URL a line, or folders of *.txt (plain, .gz, .bz2, .xz or .zst)."""
+
+    domain_blacklist: tuple[Path, ...] = ()
+    """Files with more domains, one a line; # begins a comment."""
+
+    extension_blacklist: tuple[Path, ...] = ()
+    """Files with more extensions, one a line, with or without the dot."""
+
+
+class Blacklists(NamedTuple):
+    domains: frozenset[str]
+    extensions: frozenset[str]
+
+
+class Url(NamedTuple):
+    line: Line
+    text: str
+    fault: str | None
+    """Why the line is no text."""
+    reason: str | None
+    """Why the URL is dropped."""
+
+
+def run(settings: Settings) -> None:
+    load_blacklists(settings)  # an error in them comes first
+    units = cut(find_shards(settings.input, (".txt",)), settings.unit_bytes)
+    if not units:
+        raise ValueError(f"--input {settings.input[0]} is empty; a URL a line would work")
+    with StepRun("urls", settings, units) as step:
+        if step.done:
+            return
+        parts = count_parts(guess_urls(units), settings.memory_bytes)
+        tasks = [Task(unit.name, (unit, parts, settings), unit.stop - unit.start) for unit in units]
+        step.stage("hashes", hash_unit, tasks)
+        names = tuple(unit.name for unit in units)
+        judging = [Task(f"{part:05}", (part, names, settings)) for part in range(parts)]
+        step.stage("repeats", judge_part, judging)
+        results = step.stage("shards", write_unit, tasks)
+        funnel = sum_funnels(results)
+        check_output(funnel)
+        step.finish(funnel, [result["shard"] for result in results])
+
+
+def check_output(funnel: Funnel) -> None:
+    if not documents(funnel.output):
+        lost = ", ".join(f"{documents(n)} {why}" for why, n in sorted(funnel.dropped.items()))
+        raise ValueError(f"--input holds no URL that can stay: {lost or 'all lines are blank'}")
+
+
+def load_blacklists(settings: Settings) -> Blacklists:
+    """ValueError that names the flag, file and line of an entry that is none."""
+    domains = _entries("--domain-blacklist", settings.domain_blacklist, DOMAIN)
+    extensions = _entries("--extension-blacklist", settings.extension_blacklist, EXTENSION)
+    return Blacklists(
+        frozenset([*DOMAINS.split(), *domains]), frozenset([*EXTENSIONS.split(), *extensions])
+    )
+
+
+def _entries(flag: str, files: Sequence[Path], form: re.Pattern[str]) -> Iterator[str]:
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{flag} {file}: no such file")
+        for number, line in enumerate(file.read_text().splitlines(), start=1):
+            entry = line.partition("#")[0].strip().lower().removeprefix(".")
+            if entry and not form.fullmatch(entry):
+                example = "imgur.com or imgur" if form is DOMAIN else "jpg"
+                raise ValueError(f"{flag} {file}:{number}: {entry}; {example} would work")
+            if entry:
+                yield entry
+
+
+def read_urls(unit: Unit, blacklists: Blacklists) -> Iterator[Url]:
+    for line in read_lines(unit, LONGEST):
+        try:
+            text = line.content.decode().strip()
+        except UnicodeDecodeError as error:
+            yield Url(line, "", line.fault or str(error), None)
+            continue
+        yield Url(line, text, line.fault, judge(text, blacklists))
+
+
+def judge(url: str, blacklists: Blacklists) -> str | None:
+    """Why the URL is dropped, whatever others there are; None if it stays."""
+    if len(url) < SHORTEST:
+        return "too short"
+    match = URL.fullmatch(url)
+    if match is None:
+        return "malformed"
+    if is_covered(match["host"], blacklists.domains):
+        return "blacklisted domain"
+    _, dot, extension = (match["path"] or "").rpartition("/")[2].rpartition(".")
+    if dot and extension.lower() in blacklists.extensions:
+        return "blacklisted extension"
+    return None
+
+
+@lru_cache(1 << 16)
+def is_covered(host: str, domains: frozenset[str]) -> bool:
+    """Whether the host, a domain that it is part of, or its name without the ending is listed."""
+    labels = host.lower().rstrip(".").split(".")
+    ending = 2 if len(labels) > 2 and labels[-2] in SECOND_LEVEL else 1
+    return labels[-1 - ending] in domains or any(
+        ".".join(labels[k:]) in domains for k in range(len(labels) - 1)
+    )
+
+
+def guess_urls(units: Sequence[Unit]) -> int:
+    """How many there may be; never far too few."""
+    sizes = [
+        (unit.stop - unit.start) * (EXPANSION if Path(unit.file).suffix in OPENERS else 1)
+        for unit in units
+    ]
+    return sum(sizes) // LINE_BYTES
+
+
+def rows_folder(settings: Settings) -> Path:
+    return settings.output / WORK / "rows"
+
+
+def hash_unit(unit: Unit, parts: int, settings: Settings) -> None:
+    """Write the hashes of the unit's URLs that could stay."""
+    hashes = (
+        hashlib.blake2b(url.text.encode(), digest_size=16).digest()
+        for url in read_urls(unit, load_blacklists(settings))
+        if url.fault is None and url.reason is None
+    )
+    write_rows(rows_folder(settings), unit.name, parts, hashes)
+
+
+def judge_part(part: int, units: Sequence[str], settings: Settings) -> None:
+    find_repeats(rows_folder(settings), part, units)
+
+
+def write_unit(unit: Unit, parts: int, settings: Settings) -> dict[str, Any]:
+    """The URLs of the unit that stay."""
+    blacklists, funnel, place = load_blacklists(settings), Funnel(), 0
+    repeats = repeats_of(rows_folder(settings), unit.name, unit.number, parts)
+    repeat = next(repeats, None)
+    with write_list(settings.output, f"part-{unit.name}", settings.compress) as shard:
+        for url in read_urls(unit, blacklists):
+            if url.fault is not None:
+                funnel.set_aside(unit.file, url.line.offset, url.line.content, url.fault)
+                continue
+            record, reason = {"text": url.text}, url.reason
+            funnel.enter(record)
+            if reason is None:
+                if place == repeat:
+                    repeat, reason = next(repeats, None), "duplicate"
+                place += 1
+            if reason is None:
+                funnel.keep(record)
+                shard.write(url.text.encode())
+            else:
+                funnel.drop(record, reason)
+    assert repeat is None
+    keep_rejected(settings, unit, funnel)
+    return {"funnel": funnel.to_json(), "shard": shard.facts}
+
+
+@contextlib.contextmanager
+def write_list(folder: Path, name: str, compression: Compression) -> Iterator[ShardWriter]:
+    """As write_shard, but for text."""
+    full = f"{name}.txt{ENDINGS[compression]}"
+    with placed(folder / full) as file:
+        writer = ShardWriter(file, full, compression)
+        yield writer
+        writer.close()
+
+
+if __name__ == "__main__":
+    program("tools.corpus.urls")
