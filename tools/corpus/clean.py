@@ -1,109 +1,171 @@
-"""Text repaired by ftfy; documents kept that are English and long enough (section 4.1)."""
+"""Text repaired by ftfy; documents kept that are in English and long enough (section 4.1).
 
-import multiprocessing
-import os
+The language is identified on the text as it comes (CLD2, on up to 4000 characters), so that what
+is dropped for it need not be repaired.  A text in which CLD2 finds no language, such as a table,
+code or a list of names, is dropped too, and counted by itself.  Length is counted after the
+repair: in tokens with --vocab-file and --merge-file, or else in pieces of GPT-2's pre-tokenizer,
+each of which is a token or more.
+"""
+
+import functools
 import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import ftfy
-import py3langid
 from tokenizers.pre_tokenizers import ByteLevel
 
-from tools.corpus.jsonl import Funnel, Record, placed, read_records, run, write_record
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from tools.corpus.language import CODES, UNKNOWN, identify
+from tools.corpus.program import program
+from tools.corpus.records import Document, Funnel, dump_record, read_documents, source_of
+from tools.corpus.repair import mend_newlines, repair
+from tools.corpus.settings import LengthSettings
+from tools.corpus.shards import ShardWriter, Unit
+from tools.corpus.step import StepRun
+from tools.corpus.units import map_units
 
-LANGUAGE_SAMPLE = 4000  # characters, half of them from the start, half from the middle
+ANY = "any"
+CHARACTERS_A_WORD = 16  # in the part of a text that is looked at first; English has 6
+WHOLE_WORDS = re.compile(r".*[!-~](?= )", re.DOTALL)
 PRE_TOKENIZER = ByteLevel(add_prefix_space=False, use_regex=True)
 
 
-@dataclass(frozen=True)
-class Cleaned:
-    record: Record
-    before: str
-    dropped: str | None  # the reason
+@dataclass(frozen=True, kw_only=True)
+class Settings(LengthSettings):
+    language: str = "en"
+    """Language to keep, by its code; any keeps all and identifies none."""
+
+    newlines: tuple[str, ...] = ("cc-stories",)
+    """Sources of which superfluous newlines are removed: where lines are wrapped to a width of 40
+    to 120 characters they are joined, and more than two newlines become two."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.language not in (CODES | {ANY}) - {UNKNOWN}:
+            raise ValueError(
+                f"--language {self.language}: no code that CLD2 knows; en, de or any would work"
+            )
 
 
-def clean(
-    input: tuple[Path, ...],
-    output: Path,
-    report: Path,
-    min_pieces: int = 128,
-    workers: int = len(os.sched_getaffinity(0)),
-) -> None:
-    """Repair text with ftfy and keep the English documents that are long enough.
+def run(settings: Settings) -> None:
+    token_counter(settings)  # refuses what is no vocabulary
+    with StepRun("clean", settings) as step:
+        if step.done:
+            return
+        funnel, shards, counters = map_units(step, clean_unit)
+        step.finish(
+            funnel,
+            shards,
+            unit_of_length=settings.unit_of_length,
+            repaired=counters["repaired"],
+            newlines_removed=counters["newlines removed"],
+            languages=_histogram(counters, "language"),
+            lengths={
+                when: _histogram(counters, f"characters {when}") for when in ("before", "after")
+            },
+        )
 
-    Args:
-        input: jsonl files with a "text" in each line; other fields are kept as they are.
-        output: the jsonl file to write, in the order of the input.
-        report: a JSON file for what was dropped, and why.
-        min_pieces: shortest document, in pieces of GPT-2's pre-tokenizer (there are no tokens
-            before there is a tokenizer; a piece is one token or more).
-        workers: processes.
+
+def clean_unit(
+    unit: Unit, settings: Settings, funnel: Funnel, shard: ShardWriter
+) -> dict[str, int]:
+    """One shard.  Returns how many documents changed, and of what languages and lengths all are."""
+    counters = Counter[str]()
+    count_tokens = token_counter(settings)
+    for document in read_documents(unit, funnel):
+        before = document.text
+        counters[f"characters before:{octave(before)}"] += 1
+        text, reason = examine(document, settings, count_tokens, counters)
+        if reason is not None:
+            funnel.drop(document.record, reason)
+            continue
+        counters[f"characters after:{octave(text)}"] += 1
+        document.record["text"] = text
+        funnel.keep(document.record)
+        shard.write(document.line if text == before else dump_record(document.record))
+    return counters
+
+
+def examine(
+    document: Document,
+    settings: Settings,
+    count_tokens: Callable[[str], int],
+    counters: Counter[str],
+) -> tuple[str, str | None]:
+    """The clean text, and the reason to drop it, if there is one."""
+    before = document.text
+    if settings.language != ANY:
+        language = identify(before)
+        counters[f"language:{language}"] += 1
+        if language != settings.language:
+            return "", "language unknown" if language == UNKNOWN else "another language"
+    text = repair(before)
+    counters["repaired"] += text != before
+    if source_of(document.record) in settings.newlines:
+        mended = mend_newlines(text)
+        counters["newlines removed"] += mended != text
+        text = mended
+    if not text or text.isspace():
+        return "", "empty once repaired"
+    if not has_tokens(text, settings.min_tokens, count_tokens):
+        return "", f"under {settings.min_tokens} {settings.unit_of_length}"
+    return text, None
+
+
+def has_tokens(text: str, least: int, count_tokens: Callable[[str], int]) -> bool:
+    """Whether the text has at least that many tokens; most texts need not be encoded for it.
+
+    GPT-2's pre-tokenizer cuts a text wherever a blank follows something else.  So no token holds
+    parts of two words, and there are at least as many tokens as words; and a text up to such a
+    place has the tokens that it has as a part of the whole.
     """
-    funnel = Funnel("clean", language="en", min_pieces=min_pieces, unit="pre-tokenizer pieces")
-    repaired = 0
-    with placed(output) as file, multiprocessing.Pool(workers) as pool:
-        jobs = ((record, min_pieces) for record in read_records(input, funnel))
-        for result in pool.imap(examine, jobs, chunksize=32):
-            if result.dropped is not None:
-                funnel.drop(result.before, result.dropped)
-                continue
-            repaired += result.record["text"] != result.before
-            write_record(file, result.record, funnel)
-        funnel.check_output(f"English documents of {min_pieces} pieces or more would work")
-    funnel.write(report, repaired_documents=repaired)
-
-
-def examine(job: tuple[Record, int]) -> Cleaned:
-    """Repair one document and find the reason to drop it, if there is one."""
-    record, min_pieces = job
-    text = repair(record["text"])
-    reason = None
-    if not is_english(text):
-        reason = "not English"
-    elif not has_pieces(text, min_pieces):
-        reason = f"under {min_pieces} pieces"
-    return Cleaned({**record, "text": text}, record["text"], reason)
-
-
-# Lines of printable ASCII without an entity: ftfy leaves them as they are, at six times the cost.
-PLAIN = re.compile(r"(?:[\t\x20-\x25\x27-\x7e]|&(?![#0-9A-Za-z]))*\n?")
-
-
-def repair(text: str) -> str:
-    """`ftfy.fix_text`, which works line by line, on the lines that it could change.
-
-    Once a "<" has been seen ftfy takes the text for HTML and leaves its entities alone.
-    """
-    lines, markup = [], False
-    for line in re.findall(r"[^\n]*\n|[^\n]+", text):
-        markup = markup or "<" in line
-        plain = PLAIN.fullmatch(line)
-        lines.append(line if plain else ftfy.fix_text(line, unescape_html=not markup))
-    return "".join(lines)
-
-
-def is_english(text: str) -> bool:
-    """Whether English is the likeliest language of the document's start and middle."""
-    half, middle = LANGUAGE_SAMPLE // 2, len(text) // 2
-    sample = text if len(text) <= 2 * half else text[:half] + text[middle : middle + half]
-    return py3langid.classify(sample)[0] == "en"
-
-
-def has_pieces(text: str, least: int) -> bool:
-    """Whether GPT-2's pre-tokenizer cuts the text into at least that many pieces.
-
-    A prefix settles it for most long documents: cutting a text off can split its last piece only.
-    """
-    prefix = text[: 16 * least]
-    if len(pieces(prefix)) > least:
+    head = text[: CHARACTERS_A_WORD * least]
+    if len(head.encode().split(None, least)) >= least:  # bytes: at ASCII's blanks alone
         return True
-    return len(pieces(text)) >= least
+    whole_words = WHOLE_WORDS.match(head)
+    if len(head) < len(text) and whole_words and count_tokens(whole_words[0]) >= least:
+        return True
+    return count_tokens(text) >= least
 
 
-def pieces(text: str) -> list[tuple[str, tuple[int, int]]]:
-    return PRE_TOKENIZER.pre_tokenize_str(text)
+def token_counter(settings: LengthSettings) -> Callable[[str], int]:
+    """Function from a text to its length.  ValueError or OSError, naming the flag, if there is no
+    such tokenizer."""
+    if settings.unit_of_length == "pieces":
+        return count_pieces
+    tokenizer = _tokenizer(settings.vocab_file, settings.merge_file)
+    return lambda text: len(tokenizer.encode_batch([text])[0])
+
+
+@functools.cache
+def _tokenizer(vocab_file: Path | None, merge_file: Path | None) -> Tokenizer:
+    """Built once in a worker."""
+    vocabulary, merges = (None if file is None else str(file) for file in (vocab_file, merge_file))
+    return build_tokenizer("GPT2BPETokenizer", vocabulary, merges)
+
+
+def count_pieces(text: str) -> int:
+    """Pieces into which GPT-2's pre-tokenizer cuts the text."""
+    return len(PRE_TOKENIZER.pre_tokenize_str(text))
+
+
+def octave(text: str) -> int:
+    """The largest power of two that is not above the text's length in characters."""
+    return 1 << len(text).bit_length() - 1
+
+
+def _histogram(counters: Counter[str], name: str) -> dict[str, int]:
+    """{bucket: documents} of the counters called "name:bucket"; numbers in their order."""
+    found = {
+        bucket: count
+        for key, count in counters.items()
+        for kind, _, bucket in [key.partition(":")]
+        if kind == name
+    }
+    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
 
 
 if __name__ == "__main__":
-    run(clean)
+    program("tools.corpus.clean")

@@ -1,0 +1,35 @@
+"""The language of a text, by CLD2."""
+
+import re
+
+import pycld2
+
+UNKNOWN = "un"  # CLD2's code for it
+CODES = frozenset(code for _, code in pycld2.LANGUAGES)
+SAMPLE = 4000  # characters
+
+# What CLD2 refuses to read: control characters and the code points that are no characters.
+REFUSED = re.compile(
+    "[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ufdd0-\ufdef"
+    + "".join(chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF))
+    + "]"
+)
+
+
+def identify(text: str, most: int = SAMPLE) -> str:
+    """Code of the likeliest language of the text, such as en; un if none is.
+
+    most: characters that are looked at, half of them at the start, half from the middle on.
+    """
+    if len(text) > most:
+        half, middle = most // 2, len(text) // 2
+        text = f"{text[:half]}\n{text[middle : middle + half]}"
+    try:
+        return _detect(text)
+    except pycld2.error:
+        return _detect(REFUSED.sub("", text))
+
+
+def _detect(text: str) -> str:
+    languages = pycld2.detect(text, isPlainText=True)[2]
+    return str(languages[0][1])
