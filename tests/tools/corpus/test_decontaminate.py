@@ -1,0 +1,340 @@
+import hashlib
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
+from tools.corpus.decontaminate import Settings, run
+from tools.corpus.evaluation import hash_passage, load_evaluation, read_passages
+from tools.corpus.ngrams import split_words
+
+Record = dict[str, Any]
+FILLER = [f"filler{k}" for k in range(1000)]
+GRAM = [f"Gram{k}" for k in range(13)]
+
+
+def decontaminate(
+    folder: Path, records: list[Record], evaluation: Path | tuple[Path, ...], **flags: Any
+) -> tuple[list[Record], Record]:
+    """(records out, manifest)"""
+    source = write_jsonl(folder / "in.jsonl", records)
+    files = evaluation if isinstance(evaluation, tuple) else (evaluation,)
+    settings = {"output": folder / "out", "workers": 1, "min_tokens": 1} | flags
+    run(Settings(input=(source,), evaluation=files, **settings))
+    return read_jsonl(settings["output"]), manifest(settings["output"])
+
+
+def place(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def evaluation_file(folder: Path) -> Path:
+    return place(folder, "test.txt", " ".join(GRAM))
+
+
+def filler(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choices(FILLER, k=words))
+
+
+def dropped(found: Record) -> dict[str, int]:
+    return {reason: counts["documents"] for reason, counts in found["dropped"].items()}
+
+
+def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
+    return [tuple(words[k : k + n]) for k in range(len(words) - n + 1)]
+
+
+class Oracle:
+    """The rule in plain Python, on texts of lower-case letters and single blanks."""
+
+    def __init__(self, passages: list[str], n: int, margin: int, most: int) -> None:
+        self.grams = {gram for each in passages for gram in ngrams(each.split(), n)}
+        self.n, self.margin, self.most = n, margin, most
+
+    def pieces(self, text: str) -> list[str] | None:
+        """None of a document with too many cuts."""
+        words, gone = text.split(), bytearray(len(text))
+        places = [len(" ".join(words[:k])) + bool(k) for k in range(len(words))]
+        for k, gram in enumerate(ngrams(words, self.n)):
+            if gram in self.grams:
+                start = max(places[k] - self.margin, 0)
+                stop = places[k] + len(" ".join(gram)) + self.margin
+                gone[start:stop] = b"\1" * len(gone[start:stop])
+        marked = "".join("\0" if hole else c for c, hole in zip(text, gone, strict=True))
+        if len(re.findall("\0+", marked)) > self.most:
+            return None
+        return [piece for piece in marked.split("\0") if piece.strip()]
+
+
+def shares(evaluation: list[str], texts: Iterable[str], n: int) -> tuple[float, float]:
+    seen = {gram for text in texts for gram in ngrams(text.split(), n)}
+    counts = Counter(gram for each in evaluation for gram in ngrams(each.split(), n))
+    total = sum(counts.values())
+    found = [count for gram, count in counts.items() if gram in seen]
+    return sum(found) / total, len(found) / len(counts)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_cuts_and_leakage_are_those_of_a_plain_loop(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+
+    def stream(most: int) -> str:
+        words = ("a", "b", "c", "d", "aa", "bb", "cc", "dd")
+        return " ".join(rng.choices(words, k=rng.randint(4, most)))
+
+    evaluation = {name: [stream(12) for _ in range(9)] for name in ("a.txt", "b.txt")}
+    files = [place(tmp_path, name, "\n".join(each)) for name, each in evaluation.items()]
+    texts = [stream(100) for _ in range(40)]
+    margin, most = rng.randint(0, 6), 1 + seed % 2
+    oracle = Oracle([p for each in evaluation.values() for p in each], 4, margin, most)
+    records, found = decontaminate(
+        tmp_path,
+        [{"text": text, "id": f"d{k}"} for k, text in enumerate(texts)],
+        tuple(files),
+        ngram=4,
+        leakage_ngram=3,
+        margin=margin,
+        max_cuts=most,
+        unit="1KB",
+    )
+    expected = []
+    for k, text in enumerate(texts):
+        pieces = oracle.pieces(text) or []
+        names = [f"d{k}"] if len(pieces) == 1 else [f"d{k}-{i}" for i in range(len(pieces))]
+        expected += list(zip(names, pieces, strict=True))
+    assert [(record["id"], record["text"]) for record in records] == expected
+    cut_away = sum(oracle.pieces(text) is None for text in texts)
+    assert dropped(found).get(f"over {most} cuts", 0) == cut_away > 0
+    for name, passages in evaluation.items():
+        leakage = found["leakage"][name]
+        before = shares(passages, texts, 3)
+        after = shares(passages, (record["text"] for record in records), 3)
+        assert (leakage["before"], leakage["before_distinct"]) == pytest.approx(before, abs=1e-12)
+        assert (leakage["after"], leakage["after_distinct"]) == pytest.approx(after, abs=1e-12)
+        assert after < before
+
+
+def test_a_cut_takes_200_characters_on_either_side(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    left, right, hit = filler(rng, 200) + "; ", "? " + filler(rng, 200), ", ".join(GRAM).upper()
+    record = {"text": left + hit + right, "id": 7, "source": "web", "url": "u"}
+    records, found = decontaminate(tmp_path, [record], evaluation_file(tmp_path))
+    assert records == [
+        {"text": left[:-200], "id": "7-0", "source": "web", "url": "u"},
+        {"text": right[200:], "id": "7-1", "source": "web", "url": "u"},
+    ]
+    assert found["pieces"] == 1
+    assert (found["documents_cut"], found["cuts"]) == (1, 1)
+    assert found["characters_cut"] == len(hit) + 400
+
+
+def test_ten_cuts_leave_eleven_pieces_and_eleven_none(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    parts = [filler(rng, 200) for _ in range(12)]
+    gap = f" {' '.join(GRAM)} "
+    texts = {"ten": gap.join(parts[:11]), "eleven": gap.join(parts)}
+    records, found = decontaminate(
+        tmp_path,
+        [{"text": text, "id": name} for name, text in texts.items()],
+        evaluation_file(tmp_path),
+    )
+    assert [record["id"] for record in records] == [f"ten-{k}" for k in range(11)]
+    assert dropped(found) == {"over 10 cuts": 1}
+    assert found["pieces"] == 10
+
+
+def test_ranges_that_touch_are_one_cut(tmp_path: Path) -> None:
+    hit = " ".join(GRAM)
+    texts = {
+        "touch": f"{'y' * 300} {hit}{'-' * 400}{hit} {'z' * 300}",
+        "apart": f"{'y' * 300} {hit}{'-' * 401}{hit} {'z' * 300}",
+    }
+    records, found = decontaminate(
+        tmp_path,
+        [{"text": text, "id": name} for name, text in texts.items()],
+        evaluation_file(tmp_path),
+    )
+    pieces = ["y" * 101, "z" * 101]
+    assert [(record["id"], record["text"]) for record in records] == [
+        ("touch-0", pieces[0]),
+        ("touch-1", pieces[1]),
+        ("apart-0", pieces[0]),
+        ("apart-1", "-"),
+        ("apart-2", pieces[1]),
+    ]
+    assert found["cuts"] == 3
+
+
+def test_short_pieces_are_dropped_and_counted(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    hit = " ".join(GRAM)
+    texts = {
+        "one": f"{filler(rng, 300)} {hit} {filler(rng, 40)}",
+        "none": f"{filler(rng, 40)} {hit} {filler(rng, 40)}",
+        "nothing": f"{'x' * 100} {hit}",
+    }
+    records, found = decontaminate(
+        tmp_path,
+        [{"text": text, "id": name} for name, text in texts.items()],
+        evaluation_file(tmp_path),
+        min_tokens=128,
+    )
+    assert [record["id"] for record in records] == ["one"]
+    assert dropped(found) == {"nothing left beside a cut": 1, "piece under 128 pieces": 3}
+    assert found["pieces"] == 2
+
+
+def test_a_document_without_an_id_is_named_by_the_text_it_had(tmp_path: Path) -> None:
+    text = f"{' '.join(GRAM)} {'x' * 300}"
+    records, _ = decontaminate(tmp_path, [{"text": text}], evaluation_file(tmp_path))
+    identity = hashlib.sha256(text.encode()).hexdigest()[:32]
+    assert records == [{"id": identity, "text": "x" * 101}]
+
+
+def test_overlap_can_drop_at_once(tmp_path: Path) -> None:
+    records, found = decontaminate(
+        tmp_path,
+        [{"text": f"{'x' * 900} {' '.join(GRAM)}"}, {"text": " ".join(GRAM[1:])}],
+        evaluation_file(tmp_path),
+        on_overlap="drop",
+    )
+    assert [record["text"] for record in records] == [" ".join(GRAM[1:])]
+    assert dropped(found) == {"evaluation text": 1}
+
+
+def test_evaluation_articles_leave_wikipedia_by_title_and_by_overlap(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    body = rng.sample(FILLER, 200)
+    path = place(tmp_path, "wiki.tokens", f" = M @-@ 82 ( Road ) = \n \n {' '.join(body)} \n")
+    little = " ".join(body[:22]) + " " + " ".join(f"new{k}" for k in range(90))
+    much = " ".join(body[:23]) + " " + " ".join(f"new{k}" for k in range(89))
+    records = [
+        {"id": "title", "title": "M-82 (road)", "text": "Something else", "source": "wikipedia"},
+        {"id": "line", "text": "M-82 (Road)\n\nSomething else", "source": "wikipedia"},
+        {"id": "other", "title": "M-82", "text": "M-82 (Road)\n\nIt", "source": "wikipedia"},
+        {"id": "web", "title": "M-82 (Road)", "text": "Something else", "source": "web"},
+        {"id": "much", "text": much, "source": "wikipedia"},
+        {"id": "little", "text": little, "source": "wikipedia"},
+        {"id": "much of the web", "text": much, "source": "web"},
+    ]
+    kept, found = decontaminate(tmp_path, records, path)
+    assert [record["id"] for record in kept] == ["other", "web", "little", "much of the web"]
+    assert dropped(found) == {
+        "text of an evaluation article": 1,
+        "title of an evaluation article": 2,
+    }
+    assert found["titles"] == {"known": 1, "with_unk": 0}
+    assert found["leakage"]["wiki.tokens"]["before"] > found["leakage"]["wiki.tokens"]["after"] == 0
+
+
+def test_workers_and_units_change_nothing(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    records = [
+        {"text": f"{filler(rng, 150)} {' '.join(GRAM[: rng.choice((9, 13))])} {filler(rng, 150)}"}
+        for _ in range(40)
+    ]
+    path = evaluation_file(tmp_path)
+    outputs = [
+        decontaminate(tmp_path, records, path, output=tmp_path / f"{k}", workers=k, unit="20KB")
+        for k in (1, 2)
+    ]
+    assert content(tmp_path / "1") == content(tmp_path / "2")
+    whole, found = decontaminate(tmp_path, records, path, output=tmp_path / "whole")
+    assert whole == outputs[0][0]
+    assert found["leakage"] == outputs[0][1]["leakage"]
+    assert found["leakage"]["test.txt"]["before"] == 1.0
+    assert found["leakage"]["test.txt"]["after"] == pytest.approx(2 / 6)
+
+
+def test_ngrams_found_in_different_units_add_up(tmp_path: Path) -> None:
+    records = [{"text": " ".join(GRAM[k : k + 8]) + "." * 900} for k in (0, 2, 2, 5)]
+    _, found = decontaminate(tmp_path, records, evaluation_file(tmp_path), unit="1KB")
+    assert len(found["shards"]) == 4
+    facts = found["leakage"]["test.txt"]
+    assert facts["before"] == facts["after"] == 0.5
+
+
+def test_an_evaluation_set_of_short_passages_is_said_not_to_be_searched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = place(tmp_path, "short.txt", "One two three.\nFour five.\n")
+    _, found = decontaminate(tmp_path, [{"text": "One two three."}], path)
+    assert "short.txt: 2 of 2 passages" in capsys.readouterr().err
+    assert found["evaluation"][0]["not_searched"] == 2
+    assert found["leakage"]["short.txt"]["ngrams"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"ngram": 0}, "--ngram 0"),
+        ({"margin": -1}, "--margin -1"),
+        ({"article_overlap": 1.5}, "--article-overlap 1.5"),
+        ({"evaluation": ()}, "--evaluation names no file"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_name(flags: Record, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**({"input": (), "output": Path(), "evaluation": (Path("x"),)} | flags))
+
+
+def test_real_passages_are_cut_where_they_were_planted(test_data: Path, tmp_path: Path) -> None:
+    files = (
+        test_data / "wikitext103" / "wiki.valid.tokens",
+        test_data / "lambada" / "lambada_development_plain_text.txt",
+        test_data / "lambada" / "lambada_test_first500.jsonl",
+    )
+    rng = random.Random(0)
+    records, expected = [], []
+    for file in files:
+        for passage in rng.sample(read_passages(file), 5):
+            part = first_part(passage)
+            left, right = filler(rng, 200) + ". ", " -- " + filler(rng, 200)
+            records.append({"text": left + part + right, "source": "web"})
+            expected += [left[:-200], right[200:]]
+    kept, found = decontaminate(tmp_path, records, files)
+    assert [record["text"] for record in kept] == expected
+    assert all(facts["before"] > facts["after"] == 0 for facts in found["leakage"].values())
+    evaluation = load_evaluation(files, (), 13, 8)
+    assert not any(
+        len(evaluation.cut.find(split_words(record["text"]).hashes).ids) for record in kept
+    )
+
+
+def first_part(passage: str) -> str:
+    """Running text of 20 words or more, from its first word to its last."""
+    part = next(part for part in passage.split("<unk>") if len(hash_passage(part)[0]) >= 20)
+    for tokenised, running in {" @-@ ": "-", " @,@ ": ",", " @.@ ": ".", " , ": ", "}.items():
+        part = part.replace(tokenised, running)
+    running = part.replace(" n't", "n't")
+    words = split_words(running)
+    return running[words.starts[0] : words.ends[-1]]
+
+
+def test_pieces_are_measured_in_tokens_of_the_vocabulary(test_data: Path, tmp_path: Path) -> None:
+    rare = " ".join(f"qzx{k}vj" for k in range(70))  # more tokens than pieces
+    text = f"{' '.join(GRAM)} {'-' * 198} {rare}"
+    path = evaluation_file(tmp_path)
+    flags = {"min_tokens": 300}
+    with pytest.raises(ValueError, match="dropped: 1 piece under 300 pieces"):
+        decontaminate(tmp_path, [{"text": text}], path, **flags)
+    gpt2 = test_data / "gpt2"
+    flags |= {"vocab_file": gpt2 / "vocab.json", "merge_file": gpt2 / "merges.txt"}
+    kept, _ = decontaminate(tmp_path, [{"text": text}], path, output=tmp_path / "tokens", **flags)
+    assert [record["text"] for record in kept] == [rare]
+
+
+def test_lines_without_a_hit_are_passed_through(tmp_path: Path) -> None:
+    line = json.dumps({"text": "caf\u00e9 one", "n": 1.50, "id": None}) + " "
+    source = place(tmp_path, "in.jsonl", line + "\n")
+    path = evaluation_file(tmp_path)
+    run(Settings(input=(source,), output=tmp_path / "out", evaluation=(path,), workers=1))
+    assert (tmp_path / "out" / "part-00000.jsonl").read_text() == line + "\n"

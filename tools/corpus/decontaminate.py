@@ -1,0 +1,254 @@
+"""Evaluation text taken out of a training corpus, and how much of it is found there (section 4.1).
+
+Articles: from Wikipedia those with the title of an article of the evaluation files are dropped
+(WikiText's ` = Title = `; compared with a record's "title", or else the first line of its text,
+without case and white space), and those that have more than --article-overlap of their n-grams in
+one evaluation file, for these are its articles too: of WikiText103's validation articles no two
+share a 13-gram, and with one word in ten replaced they still share 19 % of theirs (the median).
+
+Any other text that has an n-gram of an evaluation file is cut there, as for GPT-3 (Brown et al.
+2020, appendix C): the n-gram goes, with 200 characters on either side, and so do the pieces under
+--min-tokens; where ranges that go touch, they are one cut; a document with more than 10 cuts goes
+as a whole.  The pieces that stay are called ID-0, ID-1, ...; if there is but one, ID.
+
+Leakage is the share of an evaluation file's 8-grams that are found in the corpus, of all of them
+and of the distinct ones, before and after.  The paper found at most 10.8 % of WikiText103's test
+set and 1.4 % of LAMBADA's.  What words, n-grams and evaluation files are is said in
+tools/corpus/ngrams.py and tools/corpus/evaluation.py.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from tools.corpus.clean import has_tokens, token_counter
+from tools.corpus.evaluation import Evaluation, load_evaluation, normalise_title
+from tools.corpus.leakage import Marks, leakage_table, show
+from tools.corpus.ngrams import Found, Indices, Words, split_words
+from tools.corpus.program import program, say
+from tools.corpus.records import (
+    Document,
+    Funnel,
+    Record,
+    document_id,
+    dump_record,
+    read_documents,
+    source_of,
+)
+from tools.corpus.settings import LengthSettings
+from tools.corpus.shards import WORK, ShardWriter, Unit
+from tools.corpus.step import StepRun
+from tools.corpus.units import map_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(LengthSettings):
+    evaluation: tuple[Path, ...]
+    """Evaluation files: WikiText, LAMBADA, JSON, JSON lines, plain text."""
+
+    ngram: int = 13
+    """Words in a row that a text may not share with an evaluation file."""
+
+    on_overlap: Literal["cut", "drop"] = "cut"
+    """Cut a document where it shares an n-gram, or drop it at once."""
+
+    margin: int = 200
+    """Characters that go with an n-gram, on either side."""
+
+    max_cuts: int = 10
+    """A document with more goes as a whole."""
+
+    titles: tuple[Path, ...] = ()
+    """More files with titles of articles to drop: WikiText, or a title a line."""
+
+    article_sources: tuple[str, ...] = ("wikipedia",)
+    """Sources from which evaluation articles are dropped."""
+
+    article_overlap: float = 0.1
+    """Share of its n-grams above which a document of these is taken for an evaluation article."""
+
+    leakage_ngram: int = 8
+    """Words in a row that the leakage table counts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = {"ngram": 1, "leakage_ngram": 1, "margin": 0, "max_cuts": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} {getattr(self, name)}: has to be at least {bound}")
+        if not self.evaluation:
+            raise ValueError("--evaluation names no file; WikiText's wiki.test.tokens would work")
+        if not 0 <= self.article_overlap <= 1:
+            raise ValueError(f"--article-overlap {self.article_overlap}: 0 to 1 would work")
+
+    def load_evaluation(self) -> Evaluation:
+        return load_evaluation(self.evaluation, self.titles, self.ngram, self.leakage_ngram)
+
+
+def run(settings: Settings) -> None:
+    token_counter(settings)  # refuses what is no vocabulary
+    evaluation = settings.load_evaluation()
+    warn(evaluation, settings)
+    with StepRun("decontaminate", settings) as step:
+        if step.done:
+            return
+        funnel, shards, counters = map_units(step, decontaminate_unit)
+        marks = Marks.empty(evaluation)
+        for unit in step.units:
+            marks.add_file(marks_file(settings, unit))
+        leakage = leakage_table(evaluation, marks)
+        show(leakage, settings.leakage_ngram)
+        step.finish(
+            funnel,
+            shards,
+            evaluation=[each.facts() for each in evaluation.sets],
+            titles={"known": len(evaluation.titles), "with_unk": evaluation.unknown_titles},
+            documents_cut=counters["documents cut"],
+            cuts=counters["cuts"],
+            characters_cut=counters["characters cut"],
+            leakage=leakage,
+        )
+
+
+def warn(evaluation: Evaluation, settings: Settings) -> None:
+    """Say what cannot be searched for."""
+    for each in evaluation.sets:
+        if each.not_searched:
+            say(
+                f"warning: {each.name}: {each.not_searched} of {each.passages} passages have no "
+                f"{settings.ngram} words in a row and are not searched for"
+            )
+
+
+def marks_file(settings: Settings, unit: Unit) -> Path:
+    return settings.output / WORK / "marks" / f"{unit.name}.zlib"
+
+
+def decontaminate_unit(
+    unit: Unit, settings: Settings, funnel: Funnel, shard: ShardWriter
+) -> dict[str, int]:
+    """One shard, and the unit's marks.  Returns how much was cut."""
+    evaluation = settings.load_evaluation()
+    counters = Counter[str]()
+    marks = Marks.empty(evaluation)
+    count_tokens = token_counter(settings)
+    for document in read_documents(unit, funnel):
+        words = split_words(document.text)
+        leaked = evaluation.leak.find(words.hashes).ids
+        marks.before[leaked] = True
+        found = evaluation.cut.find(words.hashes)
+        reason = reason_to_drop(document.record, words, found, evaluation, settings)
+        if reason is not None:
+            funnel.drop(document.record, reason)
+        elif not len(found.ids):
+            marks.after[leaked] = True
+            funnel.keep(document.record)
+            shard.write(document.line)
+        else:
+            cuts = find_cuts(words, found.positions, len(document.text), settings)
+            for record in cut_document(document, cuts, settings, count_tokens, funnel, counters):
+                marks.after[evaluation.leak.find(split_words(record["text"]).hashes).ids] = True
+                funnel.keep(record)
+                shard.write(dump_record(record))
+    marks.write(marks_file(settings, unit))
+    return counters
+
+
+def reason_to_drop(
+    record: Record, words: Words, found: Found, evaluation: Evaluation, settings: Settings
+) -> str | None:
+    """Of a document as a whole, before anything is cut."""
+    if source_of(record) in settings.article_sources:
+        if title_of(record) in evaluation.titles:
+            return "title of an evaluation article"
+        if overlap(words, found, evaluation) > settings.article_overlap:
+            return "text of an evaluation article"
+    if settings.on_overlap == "drop" and len(found.ids):
+        return "evaluation text"
+    return None
+
+
+def title_of(record: Record) -> str:
+    """Normalised."""
+    title = record.get("title")
+    if not isinstance(title, str) or not title:
+        title = record["text"].lstrip().partition("\n")[0]
+    return normalise_title(title)
+
+
+def overlap(words: Words, found: Found, evaluation: Evaluation) -> float:
+    """The largest share of the document's n-grams that one evaluation set has."""
+    if not len(found.ids):
+        return 0.0
+    ngrams = len(words.hashes) - evaluation.cut.n + 1
+    return max(float(np.isin(found.ids, each.ids).sum()) for each in evaluation.sets) / ngrams
+
+
+def find_cuts(
+    words: Words, positions: Indices, length: int, settings: Settings
+) -> list[tuple[int, int]]:
+    """What goes of a text, as (start, stop) in characters; ranges that touch are one.
+
+    positions: of the n-grams found, in words, one at least.  length: of the text.
+    """
+    starts = np.maximum(words.starts[positions] - settings.margin, 0)
+    stops = np.minimum(words.ends[positions + settings.ngram - 1] + settings.margin, length)
+    apart = starts[1:] > stops[:-1]
+    firsts = starts[np.append(True, apart)]
+    lasts = stops[np.append(apart, True)]
+    return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+
+
+def cut_document(
+    document: Document,
+    cuts: Sequence[tuple[int, int]],
+    settings: Settings,
+    count_tokens: Callable[[str], int],
+    funnel: Funnel,
+    counters: Counter[str],
+) -> list[Record]:
+    """The pieces to keep, as records; the others are dropped in the books."""
+    if len(cuts) > settings.max_cuts:
+        funnel.drop(document.record, f"over {settings.max_cuts} cuts")
+        return []
+    counters["documents cut"] += 1
+    counters["cuts"] += len(cuts)
+    counters["characters cut"] += sum(stop - start for start, stop in cuts)
+    pieces = pieces_between(document.text, cuts)
+    if not pieces:
+        funnel.drop(document.record, "nothing left beside a cut")
+        return []
+    funnel.pieces += len(pieces) - 1
+    kept = []
+    for piece in pieces:
+        if has_tokens(piece, settings.min_tokens, count_tokens):
+            kept.append(piece)
+        else:
+            reason = f"piece under {settings.min_tokens} {settings.unit_of_length}"
+            funnel.drop({**document.record, "text": piece}, reason)
+    return name_pieces(document.record, kept)
+
+
+def pieces_between(text: str, cuts: Sequence[tuple[int, int]]) -> list[str]:
+    """What the cuts leave, but for white space."""
+    starts, stops = [0, *(stop for _, stop in cuts)], [*(start for start, _ in cuts), None]
+    pieces = [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    return [piece for piece in pieces if piece and not piece.isspace()]
+
+
+def name_pieces(record: Record, pieces: Sequence[str]) -> list[Record]:
+    identity: dict[str, Any] = {"id": document_id(record)}
+    if len(pieces) == 1:  # a record's own id, of whatever kind, stays
+        return [{**identity, **record, "text": pieces[0]}]
+    return [
+        {**record, "id": f"{identity['id']}-{k}", "text": piece} for k, piece in enumerate(pieces)
+    ]
+
+
+if __name__ == "__main__":
+    program("tools.corpus.decontaminate")

@@ -1,0 +1,230 @@
+"""Evaluation files as sets of n-grams that a training corpus should not hold.
+
+An evaluation set is a file, known by its name, and is made of passages; no n-gram goes from one
+into another, nor over an <unk>.
+
+    WikiText (has ` = Title = ` headings)   an article is a passage
+    JSON, or JSON lines                     an object's "text", or else each string anywhere in it
+                                            that is more than one word (so no ids and labels)
+    other text, such as LAMBADA's           what lies between blank lines, or each line where there
+                                            are none
+
+Punctuation is no part of words (tools.corpus.ngrams), so text tokenised as WikiText's and LAMBADA's
+(` @-@ `, ` , `, ``` `` ```) matches running text; only "was n't" has to become "wasn't" before.
+
+A passage of fewer than n words, or without n words between two <unk>, is not searched for: GPT-3
+searched for such passages as a whole, which also finds stock phrases such as "which of the
+following is true according to the passage".  They are counted.
+"""
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from tools.corpus.ngrams import Hashes, Indices, NgramSet, hash_ngrams, split_words
+
+UNKNOWN = "<unk>"
+HEADING = re.compile(r"^ ?= (?!= )(.+) = ?$", re.MULTILINE)
+SPLIT_NEGATION = re.compile(r"(?<=\w) (?=n't\b)", re.IGNORECASE)
+ESCAPE = re.compile(r" @([-,.])@ ")
+WHITE_SPACE = re.compile(r"\s+")
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Its n-grams by their numbers in the NgramSets of all."""
+
+    name: str
+    passages: int
+    not_searched: int
+    """Passages without an n-gram."""
+    words: int
+    ids: Indices
+    """Of the distinct n-grams to cut at."""
+    leak_ids: Indices
+    """Of the distinct n-grams of the leakage table."""
+    leak_counts: Indices
+    """How often each of them occurs."""
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "passages": self.passages,
+            "not_searched": self.not_searched,
+            "words": self.words,
+            "distinct_ngrams": len(self.ids),
+        }
+
+    def leakage(self, found: NDArray[np.bool_]) -> tuple[float, float]:
+        """Share of its n-grams that are among those found: (of all, of the distinct ones)."""
+        mine = found[self.leak_ids]
+        if not len(mine):
+            return 0.0, 0.0
+        return float(self.leak_counts[mine].sum() / self.leak_counts.sum()), float(mine.mean())
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    sets: tuple[EvaluationSet, ...]
+    cut: NgramSet
+    """The n-grams to cut at."""
+    leak: NgramSet
+    """Those of the leakage table."""
+    titles: frozenset[str]
+    """Of articles, normalised."""
+    unknown_titles: int
+    """That hold <unk> and so cannot be compared."""
+
+
+def load_evaluation(
+    files: Sequence[Path], titles: Sequence[Path], ngram: int, leakage_ngram: int
+) -> Evaluation:
+    """Of these files, read once in a worker.  ValueError or OSError, naming the flag and the file.
+
+    titles: further files that titles are taken from, WikiText or a title a line.
+    """
+    names = [path.name for path in files]
+    for path in files:
+        if names.count(path.name) > 1:
+            raise ValueError(f"--evaluation {path}: another file has this name; rename one")
+    given = [("--evaluation", path) for path in files] + [("--titles", path) for path in titles]
+    for flag, path in given:
+        if not path.is_file():
+            raise FileNotFoundError(f"{flag} {path}: no such file")
+    states = [path.stat() for _, path in given]
+    stamps = tuple((state.st_size, state.st_mtime_ns) for state in states)
+    return _load(tuple(files), tuple(titles), ngram, leakage_ngram, stamps)
+
+
+@functools.lru_cache(maxsize=1)
+def _load(
+    files: tuple[Path, ...],
+    title_files: tuple[Path, ...],
+    ngram: int,
+    leakage_ngram: int,
+    stamps: tuple[tuple[int, int], ...],
+) -> Evaluation:
+    del stamps  # tell files from what they were
+    sets = [_Passages.of(path) for path in files]
+    grams = [[each.ngrams(n) for each in sets] for n in (ngram, leakage_ngram)]
+    cut, leak = (
+        NgramSet(n, np.concatenate([g for each in found for g in each]))
+        for n, found in zip((ngram, leakage_ngram), grams, strict=True)
+    )
+    titles = [title for path in files for title in HEADING.findall(_read("--evaluation", path))]
+    titles += [title for path in title_files for title in _listed_titles(path)]
+    return Evaluation(
+        tuple(map(functools.partial(_describe, cut=cut, leak=leak), sets, *grams)),
+        cut,
+        leak,
+        frozenset(normalise_title(title) for title in titles if UNKNOWN not in title),
+        sum(UNKNOWN in title for title in titles),
+    )
+
+
+class _Passages(NamedTuple):
+    """A file: of each passage, of each part between <unk>, the hashes of the words."""
+
+    name: str
+    words: list[list[Hashes]]
+
+    @classmethod
+    def of(cls, path: Path) -> "_Passages":
+        words = [hash_passage(passage) for passage in read_passages(path)]
+        if not any(len(part) for parts in words for part in parts):
+            raise ValueError(f"--evaluation {path}: no words in it")
+        return cls(path.name, words)
+
+    def ngrams(self, n: int) -> list[Hashes]:
+        """Of each passage; equal ones repeat."""
+        return [np.concatenate([hash_ngrams(part, n) for part in parts]) for parts in self.words]
+
+
+def _describe(
+    passages: _Passages,
+    ngrams: list[Hashes],
+    leak_ngrams: list[Hashes],
+    cut: NgramSet,
+    leak: NgramSet,
+) -> EvaluationSet:
+    leak_ids, leak_counts = np.unique(leak.ids(np.concatenate(leak_ngrams)), return_counts=True)
+    return EvaluationSet(
+        passages.name,
+        passages=len(passages.words),
+        not_searched=sum(not len(each) for each in ngrams),
+        words=sum(len(part) for parts in passages.words for part in parts),
+        ids=np.unique(cut.ids(np.concatenate(ngrams))),
+        leak_ids=leak_ids,
+        leak_counts=leak_counts,
+    )
+
+
+def hash_passage(passage: str) -> list[Hashes]:
+    """The hashes of the words of every part between <unk>."""
+    running = SPLIT_NEGATION.sub("", passage)
+    return [split_words(part).hashes for part in running.split(UNKNOWN)]
+
+
+def read_passages(path: Path) -> list[str]:
+    text = _read("--evaluation", path)
+    if path.suffix in (".json", ".jsonl") or text.lstrip()[:2] == '{"':
+        return [each for value in _parse(path, text) for each in _strings(value)]
+    if HEADING.search(text):
+        passages = re.split(r"^(?= ?= (?!= ).+ = ?$)", text, flags=re.MULTILINE)
+    else:
+        passages = re.split(r"\n\s*\n", text.strip())
+        if len(passages) == 1:
+            passages = text.split("\n")
+    return [passage for passage in passages if passage.strip()]
+
+
+def _read(flag: str, path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {path}: byte {error.start} is not UTF-8") from None
+
+
+def _parse(path: Path, text: str) -> Iterator[Any]:
+    """The values of a JSON file, or of its lines."""
+    try:
+        yield orjson.loads(text)
+        return
+    except ValueError:  # several lines
+        pass
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            if line.strip():
+                yield orjson.loads(line)
+        except ValueError as error:
+            raise ValueError(f"--evaluation {path}, line {number}: {error}") from None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """The passages in a JSON value."""
+    if isinstance(value, dict) and isinstance(value.get("text"), str):
+        yield from _strings(value["text"])
+    elif isinstance(value, str):
+        if len(value.split()) > 1:
+            yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _strings(each)
+
+
+def _listed_titles(path: Path) -> list[str]:
+    text = _read("--titles", path)
+    return HEADING.findall(text) or [line for line in text.split("\n") if line.strip()]
+
+
+def normalise_title(title: str) -> str:
+    """Without case, white space and WikiText's escapes: what "M @-@ 82 ( Michigan highway )" and
+    "M-82 (Michigan highway)" have in common."""
+    return WHITE_SPACE.sub("", ESCAPE.sub(r"\1", title)).casefold()
