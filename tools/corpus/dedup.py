@@ -1,176 +1,197 @@
-"""Near-duplicates above a Jaccard similarity removed, exactly one of each cluster kept.
+"""Near-duplicates removed, exactly one of each cluster kept (section 4.1).
 
-Character 5-grams; MinHash signatures cut into bands find candidate pairs (section 4.1's
-locality-sensitive hashing); every candidate is verified by its exact similarity.  All in memory.
+Text is normalised (lower case, runs of white space as one blank, none at the ends) and becomes the
+set of its 5-grams, of characters or of words.  MinHash signatures of 128 permutations, cut into
+bands, find candidate pairs; every candidate is verified by the exact Jaccard similarity of the
+sets, and is an edge where |A n B| / |A u B| is at least --jaccard, compared in integers.  What
+edges hold together is a cluster; of each the document with the smallest (source priority, id)
+stays, whatever the shards, workers and engine.  An id is the record's own, or else the first 128
+bits of the SHA-256 of the text; the k-th further document of an id gets "-k".
+
+Kept records are written as shards, unchanged, and duplicates.jsonl has a line for each removed
+record: {"id", "kept_id", "jaccard", "via", "via_jaccard"}: the similarity with the one kept, which
+in a chain may lie below the threshold, and the most similar document of a verified edge.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations
-from pathlib import Path
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
-from tqdm import tqdm
 
-from tools.corpus.jsonl import Funnel, Record, placed, read_records, run, write_record
+from tools.corpus.compiled import HAVE_NUMBA
+from tools.corpus.duplicates.index import Bands, Index
+from tools.corpus.duplicates.stages import Found, Rules, Stages
+from tools.corpus.program import program, say
+from tools.corpus.records import Funnel, documents
+from tools.corpus.settings import StepSettings
+from tools.corpus.shingles import PERMUTATIONS, Shingle, Shingler
+from tools.corpus.step import StepRun
 
-SHINGLE = 5  # characters
-BANDS, ROWS = 32, 4  # a pair at 0.7 misses every bucket once in 6,500 times: (1 - 0.7^4)^32
-PERMUTATIONS = BANDS * ROWS
-Words = npt.NDArray[np.uint64]
+FEW = 100  # documents of a source below which its loss says nothing
+SHOWN_TEXT = 2000  # characters of a duplicate in the report
 
 
-def dedup(input: tuple[Path, ...], output: Path, report: Path, threshold: float = 0.7) -> None:
-    """Keep one document of each cluster of near-duplicates: the one with the smallest id.
+@dataclass(frozen=True, kw_only=True)
+class Settings(StepSettings):
+    shingle: Shingle = "char5"
+    """What a document is a set of: its 5-grams of characters, or of words."""
 
-    Documents are linked when the Jaccard similarity of their character 5-grams (lower case, runs
-    of white space as one blank) is above the threshold; a cluster is all that hangs together.
+    jaccard: float = 0.7
+    """Similarity from which on two documents are near-duplicates, over 0 and up to 1."""
 
-    Args:
-        input: jsonl files with a "text" and, better, a unique "id" in each line.
-        output: the jsonl file to write, in the order of the input.
-        report: a JSON file for what was dropped, by source.
-        threshold: Jaccard similarity, 0 to 1.
-    """
-    if not 0 < threshold < 1:
-        raise ValueError(f"--threshold {threshold}: has to be between 0 and 1")
-    funnel = Funnel(
-        "dedup", threshold=threshold, shingle=SHINGLE, permutations=PERMUTATIONS,
-        bands=BANDS, rows=ROWS,
-    )  # fmt: skip
-    records = list(read_records(input, funnel))
-    clusters = find_clusters([record["text"] for record in records], threshold)
-    keepers = {min(cluster, key=lambda i: order_key(records[i])) for cluster in clusters}
-    with placed(output) as file:
-        for number, record in enumerate(records):
-            if number in keepers:
-                write_record(file, record, funnel)
-            else:
-                funnel.drop(record["text"], f"near-duplicate above Jaccard {threshold}")
-    funnel.write(
-        report,
-        clusters=sum(len(cluster) > 1 for cluster in clusters),
-        sources=retention(records, keepers),
+    bands: int = 25
+    """Bands that the signature is cut into; bands x rows is at most 128."""
+
+    rows: int = 5
+    """Values of the signature in each band."""
+
+    seed: int = 1
+    """Of the permutations."""
+
+    source_priority: tuple[str, ...] = ()
+    """Sources whose documents stay rather than those of others, the first first."""
+
+    max_bucket: int = 1000
+    """A bucket of more documents is split, which may lose a pair that no other band has."""
+
+    max_cluster: int = 10_000
+    """A larger cluster stops the run."""
+
+    max_source_loss: float = 0.75
+    """A source of 100 documents or more that loses a larger share stops the run."""
+
+    expected_removal: float | None = None
+    """Share of the documents that a sample has led to expect; over three times that stops the
+    run."""
+
+    allow_large_removal: bool = False
+    """Go on where one of the three would stop the run."""
+
+    engine: Literal["auto", "numba", "numpy", "datasketch"] = "auto"
+    """What finds candidates: this project's kernels, compiled or not, or the library datasketch, in
+    one process and in memory; what is kept is the same."""
+
+    no_parameters: ClassVar = frozenset(  # they decide whether the run goes on
+        {"max_cluster", "max_source_loss", "expected_removal", "allow_large_removal"}
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.jaccard <= 1:
+            raise ValueError(f"--jaccard {self.jaccard}: has to be over 0 and at most 1")
+        if self.bands < 1 or self.rows < 1 or self.bands * self.rows > PERMUTATIONS:
+            raise ValueError(
+                f"--bands {self.bands} --rows {self.rows}: their product has to be from 1 to "
+                f"{PERMUTATIONS}; --bands 25 --rows 5 would work"
+            )
+        if self.max_bucket < 2 or self.max_cluster < 2:
+            raise ValueError("--max-bucket or --max-cluster: both have to be at least 2")
+        if not 0 <= self.max_source_loss <= 1:
+            raise ValueError(f"--max-source-loss {self.max_source_loss}: has to be from 0 to 1")
+        if self.engine == "numba" and not HAVE_NUMBA:
+            raise ValueError("--engine numba: numba cannot be imported; --engine numpy would work")
 
-def order_key(record: Record) -> tuple[str, str]:
-    return str(record.get("id", "")), record["text"]
-
-
-def retention(records: Sequence[Record], keepers: set[int]) -> dict[str, dict[str, int]]:
-    """Documents in and kept of each "source" that the records name."""
-    sources = [str(record.get("source", "unnamed")) for record in records]
-    kept = Counter(sources[number] for number in keepers)
-    return {name: {"input": n, "output": kept[name]} for name, n in Counter(sources).items()}
-
-
-def find_clusters(texts: Sequence[str], threshold: float) -> list[list[int]]:
-    """Numbers of the texts, grouped: linked by similarity above `threshold`, or alone."""
-    clusters = Clusters(len(texts))
-    normal = [normalise(text) for text in texts]
-    first: dict[str, int] = {}  # equal texts are linked here, so that no bucket is full of them
-    for number, text in enumerate(normal):
-        clusters.join(first.setdefault(text, number), number)
-    distinct = list(first.values())
-    sets = [shingles(normal[number]) for number in tqdm(distinct, desc="dedup: shingles")]
-    signatures = np.stack([signature(s) for s in tqdm(sets, desc="dedup: signatures")])
-    refuted: set[tuple[int, int]] = set()
-    for i, j in candidates(signatures):
-        pair = distinct[i], distinct[j]
-        if (i, j) in refuted or clusters.together(*pair):
-            continue
-        if jaccard(sets[i], sets[j]) > threshold:
-            clusters.join(*pair)
-        else:
-            refuted.add((i, j))
-    return clusters.groups()
+    @property
+    def rules(self) -> Rules:
+        return Rules(
+            shingler=Shingler(self.shingle, self.seed, HAVE_NUMBA and self.engine != "numpy"),
+            bands=Bands(self.bands, self.rows),
+            threshold=Fraction(str(self.jaccard)),  # as it is written: 0.7 is 7/10
+            max_bucket=self.max_bucket,
+            priority=self.source_priority,
+            by_datasketch=self.engine == "datasketch",
+        )
 
 
-def normalise(text: str) -> str:
-    return " ".join(text.lower().split())
+def run(settings: Settings) -> None:
+    rules = settings.rules
+    say(f"dedup: expected recall: {recall_line(rules.bands)}")
+    with StepRun("dedup", settings) as step:
+        if step.done:
+            return
+        stages = Stages(step, rules)
+        index, funnel = stages.index()
+        copies, ids = stages.copies(index), stages.ids(index)
+        pairs, buckets = stages.pairs(index, copies)
+        edges, histogram = stages.edges(index, pairs)
+        found = stages.choose(index, edges, copies, ids)
+        stop_if_absurd(settings, index, funnel, found)
+        kept, shards = stages.kept(index, found.removed)
+        funnel.add(kept)
+        step.finish(
+            funnel,
+            shards,
+            permutations=PERMUTATIONS,
+            recall_curve=recall_curve(rules.bands),
+            buckets=buckets,
+            jaccard_histogram=histogram,
+            clusters=found.clusters,
+            largest_clusters=with_texts(index, found.largest),
+        )
 
 
-def mix(words: Words) -> Words:
-    """A bijection of 64 bits that spreads every bit over all (the finaliser of splitmix64)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+def recall_curve(bands: Bands) -> list[dict[str, float]]:
+    grid = [k / 20 for k in range(2, 21)]
+    return [{"jaccard": each, "recall": round(bands.recall(each), 6)} for each in grid]
 
 
-def polynomial(columns: Iterable[Words], count: int) -> Words:
-    """One 64-bit hash for each of `count` rows given column by column."""
-    hashes = np.zeros(count, np.uint64)
-    for column in columns:
-        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + column
-    return mix(hashes)
+def recall_line(bands: Bands) -> str:
+    return ", ".join(f"{bands.recall(k / 20):.4f} at {k / 20:.2f}" for k in range(10, 20, 2))
 
 
-def shingles(text: str) -> Words:
-    """The sorted distinct hashes of the text's 5-grams of characters; a shorter text is one."""
-    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
-    count = max(len(points) - SHINGLE + 1, 1)
-    width = min(SHINGLE, len(points))
-    return np.unique(polynomial((points[k : k + count] for k in range(width)), count))
+def stop_if_absurd(settings: Settings, index: Index, funnel: Funnel, found: Found) -> None:
+    """ValueError, with the largest clusters, where so much goes that something must be wrong."""
+    complaints = complain(settings, funnel, found)
+    if not complaints:
+        return
+    for cluster in with_texts(index, found.largest[:3]):
+        say(f"cluster of {cluster['size']} documents, {cluster['kept_id']} would stay:")
+        for member in cluster["members"]:
+            say(f"  {member['id']}: {' '.join(member['text'].split())[:200]!r}")
+    message = "; ".join(complaints)
+    if not settings.allow_large_removal:
+        raise ValueError(f"dedup: {message}; --allow-large-removal goes on all the same")
+    say(f"warning: dedup: {message}")
 
 
-def jaccard(a: Words, b: Words) -> float:
-    """Similarity of two sets given as sorted distinct hashes."""
-    shared = len(np.intersect1d(a, b, assume_unique=True))
-    return shared / (len(a) + len(b) - shared)
+def complain(settings: Settings, funnel: Funnel, found: Found) -> list[str]:
+    complaints = []
+    largest = found.largest[0]["size"] if found.largest else 0
+    if largest > settings.max_cluster:
+        complaints.append(
+            f"a cluster has {largest} documents, over --max-cluster {settings.max_cluster}"
+        )
+    for source, count in sorted(funnel.input.items()):
+        lost = found.sources[source] / max(1, count.documents)
+        if count.documents >= FEW and lost > settings.max_source_loss:
+            complaints.append(
+                f"the source {source} would lose {lost:.0%} of its {count.documents} documents, "
+                f"over --max-source-loss {settings.max_source_loss}"
+            )
+    rate = found.sources.total() / max(1, documents(funnel.input))
+    expected = settings.expected_removal
+    if expected is not None and rate > max(3 * expected, expected + 0.02):
+        complaints.append(f"{rate:.1%} of the documents would go, and {expected:.1%} were expected")
+    return complaints
 
 
-FACTORS, OFFSETS = np.random.default_rng(1909).integers(
-    2**64, size=(2, PERMUTATIONS, 1), dtype=np.uint64
-)
-FACTORS |= np.uint64(1)  # odd: a bijection of 64 bits
-
-
-def signature(hashes: Words, block: int = 4096) -> Words:
-    """MinHash, [PERMUTATIONS]: the smallest hash under each permutation; blocks fit the cache."""
-    parts = [hashes[k : k + block] for k in range(0, len(hashes), block)]
-    return np.min([(FACTORS * part + OFFSETS).min(axis=1) for part in parts], axis=0)
-
-
-def candidates(signatures: Words) -> Iterator[tuple[int, int]]:
-    """All pairs i < j that share a bucket, band by band; a pair may come once in each band.
-
-    signatures: [documents, PERMUTATIONS].
-    """
-    for band in tqdm(range(BANDS), desc="dedup: pairs"):
-        rows = signatures[:, band * ROWS : (band + 1) * ROWS]
-        keys = polynomial(rows.T, len(rows))
-        order = np.argsort(keys, kind="stable")
-        starts = np.flatnonzero(np.diff(keys[order])) + 1
-        for bucket in np.split(order, starts):
-            yield from combinations(bucket.tolist(), 2)
-
-
-class Clusters:
-    """Union-find over the numbers 0 to n - 1."""
-
-    def __init__(self, n: int) -> None:
-        self.parent = list(range(n))
-
-    def root(self, i: int) -> int:
-        while self.parent[i] != i:
-            self.parent[i] = self.parent[self.parent[i]]
-            i = self.parent[i]
-        return i
-
-    def together(self, i: int, j: int) -> bool:
-        return self.root(i) == self.root(j)
-
-    def join(self, i: int, j: int) -> None:
-        self.parent[self.root(i)] = self.root(j)
-
-    def groups(self) -> list[list[int]]:
-        members: dict[int, list[int]] = defaultdict(list)
-        for i in range(len(self.parent)):
-            members[self.root(i)].append(i)
-        return list(members.values())
+def with_texts(index: Index, clusters: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The clusters with the beginnings of their members' texts."""
+    numbers = sorted({member["number"] for each in clusters for member in each["members"]})
+    texts = dict(index.documents(np.array(numbers, np.int64)))
+    return [
+        {
+            **cluster,
+            "members": [
+                {name: member[name] for name in ("id", "source", "jaccard")}
+                | {"text": texts[member["number"]][:SHOWN_TEXT]}
+                for member in cluster["members"]
+            ],
+        }
+        for cluster in clusters
+    ]
 
 
 if __name__ == "__main__":
-    run(dedup)
+    program("tools.corpus.dedup")

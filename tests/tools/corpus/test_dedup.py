@@ -1,0 +1,344 @@
+"""De-duplication: recall, precision and the one that stays, against brute force and datasketch."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
+from tools.corpus.dedup import Settings, run
+from tools.corpus.duplicates.index import Bands
+from tools.corpus.shingles import SHINGLES, Shingle, Shingler
+
+WORDS = [f"{a}{b}{c}" for a in "bcdfg" for b in "aeiou" for c in ("st", "rn", "nd", "ll", "x")]
+Records = list[dict[str, Any]]
+
+
+def text_of(draw: random.Random, length: int = 150) -> str:
+    return " ".join(draw.choices(WORDS, k=length))
+
+
+def edited(draw: random.Random, text: str, share: float) -> str:
+    words = text.split()
+    for place in draw.sample(range(len(words)), round(share * len(words))):
+        words[place] = draw.choice(WORDS)
+    return " ".join(words)
+
+
+def corpus(seed: int, originals: int, share: float) -> Records:
+    """Originals with one to three edited copies each, in no order."""
+    draw = random.Random(seed)
+    texts = []
+    for _ in range(originals):
+        texts.append(text_of(draw))
+        texts += [
+            edited(draw, texts[-1], draw.uniform(0, share)) for _ in range(draw.randint(1, 3))
+        ]
+    draw.shuffle(texts)
+    return [
+        {"id": f"d{draw.randrange(10**9):09}", "source": draw.choice("ab"), "text": text, "n": n}
+        for n, text in enumerate(texts)
+    ]
+
+
+def similarities(records: Records, shingle: Shingle = "char5") -> dict[tuple[int, int], float]:
+    """Of all pairs, by brute force."""
+    shingler = Shingler(shingle, 0)
+    sets = [set(shingler.shingle_set(record["text"]).tolist()) for record in records]
+    return {
+        (i, j): len(sets[i] & sets[j]) / len(sets[i] | sets[j])
+        for i, j in itertools.combinations(range(len(sets)), 2)
+    }
+
+
+def stay_by_definition(records: Records, edges: list[tuple[int, int]]) -> set[str]:
+    """The smallest id of everything that hangs together."""
+    cluster = {n: {n} for n in range(len(records))}
+    for a, b in edges:
+        if cluster[a] is not cluster[b]:
+            cluster[a] |= cluster[b]
+            for n in cluster[b]:
+                cluster[n] = cluster[a]
+    return {min(records[n]["id"] for n in members) for members in cluster.values()}
+
+
+def dedup(
+    folder: Path, records: Records, shards: int = 1, **settings: Any
+) -> tuple[set[str], Records]:
+    """(ids that stay, lines of duplicates.jsonl)."""
+    size = -(-len(records) // shards)
+    inputs = [
+        write_jsonl(folder / f"in-{k}.jsonl", records[k * size : (k + 1) * size])
+        for k in range(shards)
+    ]
+    settings = {"workers": 1, "allow_large_removal": True, **settings}
+    run(Settings(input=tuple(inputs), output=folder / "out", **settings))
+    return {record["id"] for record in read_jsonl(folder / "out")}, duplicates(folder / "out")
+
+
+def duplicates(folder: Path) -> Records:
+    path = folder / "duplicates.jsonl"
+    return read_jsonl(path) if path.exists() else []
+
+
+@pytest.mark.parametrize("shingle", SHINGLES)
+def test_what_stays_is_what_brute_force_keeps(tmp_path: Path, shingle: Shingle) -> None:
+    records = corpus(1, 100, 0.10 if shingle == "char5" else 0.06)
+    edges = {pair: j for pair, j in similarities(records, shingle).items() if j >= 0.7}
+    kept, lines = dedup(tmp_path, records, shingle=shingle, bands=42, rows=3)
+    assert kept == stay_by_definition(records, list(edges))
+    assert 20 < len(lines) < len(records) - 50
+    by_id = {record["id"]: n for n, record in enumerate(records)}
+    every = similarities(records, shingle)
+    for line in lines:
+        pair = tuple(sorted((by_id[line["id"]], by_id[line["kept_id"]])))
+        assert line["jaccard"] == every[pair]
+        via = tuple(sorted((by_id[line["id"]], by_id[line["via"]])))
+        assert line["via_jaccard"] == every[via] >= 0.7
+        # The first of equal texts goes through another text, the others through the first.
+        text = records[by_id[line["id"]]]["text"]
+        if any(r["text"] == text and r["id"] < line["id"] for r in records):
+            assert line["via_jaccard"] == 1
+        else:
+            assert line["via_jaccard"] == max(
+                j
+                for (a, b), j in edges.items()
+                if by_id[line["id"]] in (a, b) and records[a]["text"] != records[b]["text"]
+            )
+    assert {line["kept_id"] for line in lines} <= kept
+    assert kept | {line["id"] for line in lines} == set(by_id)
+
+
+def test_recall_is_as_expected_in_every_bin_from_the_threshold_up(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    records: Records = []
+    for share in np.linspace(0.01, 0.4, 1500):
+        text = text_of(draw)
+        records += [{"text": text}, {"text": edited(draw, text, share)}]
+    for n, record in enumerate(records):
+        record["id"] = f"{n:06}"
+    shingler = Shingler("char5", 0)
+    bins: dict[int, list[bool]] = {}
+    _, lines = dedup(tmp_path, records)
+    removed = {line["id"] for line in lines}
+    for n in range(0, len(records), 2):
+        a, b = (set(shingler.shingle_set(records[n + k]["text"]).tolist()) for k in (0, 1))
+        jaccard = len(a & b) / len(a | b)
+        found = records[n + 1]["id"] in removed
+        assert jaccard >= 0.7 or not found  # precision is 1
+        if jaccard >= 0.7:
+            bins.setdefault(int(jaccard * 20), []).append(found)
+    assert sorted(bins) == [14, 15, 16, 17, 18, 19]
+    for found in bins.values():
+        assert len(found) > 50
+        assert np.mean(found) >= 0.99
+
+
+def test_the_threshold_is_met_in_integers(tmp_path: Path) -> None:
+    # 10 characters of 14 distinct 5-grams in all, 7 and 10 in the sets: 7/10 is not below 0.7.
+    first, second = "abcdefghijk", "abcdefghijkxyz"
+    shingler = Shingler("char5", 0)
+    sizes = [len(shingler.shingle_set(text)) for text in (first, second)]
+    assert sizes == [7, 10]
+    records = [{"id": "a", "text": first}, {"id": "b", "text": second}]
+    kept, lines = dedup(tmp_path / "met", records, bands=64, rows=2)
+    assert kept == {"a"}
+    assert lines[0]["jaccard"] == 0.7
+    kept, _ = dedup(tmp_path / "missed", records, bands=64, rows=2, jaccard=0.7000001)
+    assert kept == {"a", "b"}
+
+
+def test_every_engine_keeps_the_same(tmp_path: Path) -> None:
+    records = corpus(4, 40, 0.08)
+    results = {
+        engine: dedup(tmp_path / engine, records, engine=engine)
+        for engine in ("numba", "numpy", "datasketch")
+    }
+    assert results["numba"] == results["numpy"]
+    assert results["numba"][0] == results["datasketch"][0]
+
+
+def test_shards_workers_units_and_memory_change_nothing(tmp_path: Path) -> None:
+    records = corpus(5, 60, 0.10)
+    records[3] = {**records[7], "n": 3}  # an exact copy under the same id
+    records[5]["text"] = "  " + records[9]["text"].upper()  # equal when normalised
+
+    def result(name: str, **settings: Any) -> tuple[list[str], list[str]]:
+        _, lines = dedup(tmp_path / name, records, **settings)
+        kept = [json.dumps(record) for record in read_jsonl(tmp_path / name / "out")]
+        return sorted(kept), sorted(map(json.dumps, lines))
+
+    plain = result("plain")
+    assert result("workers", workers=3, unit="20KB") == plain
+    assert result("shards", shards=50) == plain
+    assert result("memory", memory="4KB") == plain
+    assert result("gzip", compress="gzip", unit="30KB") == plain
+
+
+def test_priority_of_sources_goes_before_the_id(tmp_path: Path) -> None:
+    text = text_of(random.Random(6))
+    records = [
+        {"id": "1", "source": "web", "text": text},
+        {"id": "2", "source": "books", "text": text + " end"},
+        {"id": "3", "source": "news", "text": text},
+    ]
+    kept, lines = dedup(tmp_path, records, source_priority=("news", "books"))
+    assert kept == {"3"}
+    assert {(line["id"], line["kept_id"], line["via"]) for line in lines} == {
+        ("1", "3", "3"), ("2", "3", "3"),
+    }  # fmt: skip
+
+
+def test_records_without_an_id_are_known_by_their_text(tmp_path: Path) -> None:
+    draw = random.Random(7)
+    text, other = text_of(draw), text_of(draw)
+    records = [{"text": text, "n": 0}, {"text": other}, {"text": text, "n": 2}, {"text": text}]
+    write_jsonl(tmp_path / "in.jsonl", records)
+    run(Settings(input=(tmp_path / "in.jsonl",), output=tmp_path / "out", workers=1))
+    assert read_jsonl(tmp_path / "out") == records[:2]  # as they came, without an id
+    lines = duplicates(tmp_path / "out")
+    name = lines[0]["kept_id"]
+    assert len(name) == 32
+    assert [line["id"] for line in lines] == [f"{name}-1", f"{name}-2"]
+    assert {(line["kept_id"], line["jaccard"], line["via"]) for line in lines} == {(name, 1, name)}
+
+
+def test_documents_of_one_id_are_told_apart(tmp_path: Path) -> None:
+    draw = random.Random(8)
+    texts = [text_of(draw) for _ in range(3)]
+    records = [{"id": "same", "text": text} for text in [*texts, texts[0]]]
+    for name, order in (("there", records), ("back", records[::-1])):
+        write_jsonl(tmp_path / f"{name}.jsonl", order)
+        run(Settings(input=(tmp_path / f"{name}.jsonl",), output=tmp_path / name, workers=1))
+        assert len(read_jsonl(tmp_path / name)) == 3
+    lines = [duplicates(tmp_path / name) for name in ("there", "back")]
+    assert lines[0] == lines[1]
+    assert len(lines[0]) == 1
+
+
+def test_chains_are_one_cluster_and_say_so(tmp_path: Path) -> None:
+    draw = random.Random(9)
+    texts = [text_of(draw, 300)]
+    words = texts[0].split()
+    for step in range(1, 6):  # each differs from the one before in other words
+        words[step * 40 : step * 40 + 12] = draw.choices(WORDS, k=12)
+        texts.append(" ".join(words))
+    records = [{"id": f"{n}", "text": text} for n, text in enumerate(texts)]
+    kept, lines = dedup(tmp_path, records, jaccard=0.85)
+    assert kept == {"0"}
+    assert lines[-1]["jaccard"] < 0.85 < lines[-1]["via_jaccard"]
+    assert lines[-1]["via"] == "4"
+
+
+def test_a_large_bucket_is_split_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw = random.Random(10)
+    text = text_of(draw)
+    records = [{"id": f"{n:03}", "text": edited(draw, text, 0.02)} for n in range(120)]
+    kept, _ = dedup(tmp_path, records, max_bucket=16)
+    assert "were split" in capsys.readouterr().err
+    buckets = manifest(tmp_path / "out")["buckets"]
+    assert buckets["split"] > 0
+    assert buckets["largest"] > 16
+    assert kept == {"000"}  # pieces of other bands hold it together
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_cluster": 5}, "cluster has 12 documents, over --max-cluster 5"),
+        ({"max_source_loss": 0.05}, "the source a would lose 9% of its 120 documents"),
+        ({"expected_removal": 0.01}, "9.2% of the documents would go, and 1.0% were expected"),
+    ],
+)
+def test_an_absurd_removal_stops_the_run(
+    tmp_path: Path, settings: Any, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw = random.Random(11)
+    again = text_of(draw)
+    texts = [again] * 12 + [text_of(draw) for _ in range(108)]
+    records = [{"id": f"{n:03}", "source": "a", "text": text} for n, text in enumerate(texts)]
+    with pytest.raises(ValueError, match=message):
+        dedup(tmp_path, records, allow_large_removal=False, **settings)
+    assert again[:60] in capsys.readouterr().err  # the largest clusters are shown
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    kept, _ = dedup(tmp_path, records, allow_large_removal=True, **settings)
+    assert len(kept) == 109
+    said = capsys.readouterr().err
+    assert message in said
+    assert "starting afresh" not in said  # what was done before is not done again
+
+
+def test_the_manifest_accounts_for_everything(tmp_path: Path) -> None:
+    records = corpus(12, 30, 0.05)
+    dedup(tmp_path, records)
+    found = manifest(tmp_path / "out")
+    assert found["input"]["documents"] == len(records)
+    gone = {why: counts["documents"] for why, counts in found["dropped"].items()}
+    assert set(gone) <= {"near-duplicate", "exact copy"}
+    assert found["output"]["documents"] + sum(gone.values()) == len(records)
+    for source in ("a", "b"):
+        size = sum(len(r["text"]) for r in records if r["source"] == source)
+        assert found["input"]["sources"][source]["bytes"] == size
+    assert sum(each["size"] for each in found["largest_clusters"][:1]) >= 2
+    assert found["largest_clusters"][0]["members"][0]["text"]
+    assert sum(each["pairs"] for each in found["jaccard_histogram"]) > 0
+    curve = {point["jaccard"]: point["recall"] for point in found["recall_curve"]}
+    assert curve[0.7] == round(1 - (1 - 0.7**5) ** 25, 6) == round(Bands(25, 5).recall(0.7), 6)
+
+
+def test_nothing_similar_loses_nothing(tmp_path: Path) -> None:
+    draw = random.Random(13)
+    records = [{"id": f"{n}", "text": text_of(draw)} for n in range(30)]
+    kept, lines = dedup(tmp_path, records)
+    assert len(kept) == 30
+    assert lines == []
+    assert "duplicates.jsonl" in content(tmp_path / "out")  # empty, and there
+
+
+def test_bad_lines_and_tiny_documents(tmp_path: Path) -> None:
+    lines = [b'{"text": "a"}', b"nonsense", b'{"text": "a", "id": "x"}', b'{"text": "ab"}']
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
+    run(Settings(input=(tmp_path / "in.jsonl",), output=tmp_path / "out", workers=1))
+    assert [record["text"] for record in read_jsonl(tmp_path / "out")] == ["a", "ab"]
+    assert read_jsonl(tmp_path / "out" / "rejected.jsonl")[0]["offset"] == 14
+    (tmp_path / "none.jsonl").write_bytes(b"nonsense\n")
+    with pytest.raises(ValueError, match="holds no document in 1 lines"):
+        run(Settings(input=(tmp_path / "none.jsonl",), output=tmp_path / "none", workers=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"jaccard": 0.0}, "--jaccard 0.0"),
+        ({"bands": 26}, "--bands 25 --rows 5 would work"),
+        ({"max_bucket": 1}, "--max-bucket"),
+        ({"max_source_loss": 2.0}, "--max-source-loss"),
+    ],
+)
+def test_settings_are_checked(tmp_path: Path, settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(input=(tmp_path,), output=tmp_path, **settings)
+
+
+@pytest.mark.real_data
+def test_the_named_pairs_of_the_articles_are_found(test_data: Path, tmp_path: Path) -> None:
+    lines = (test_data / "neardup" / "articles_1000.train").read_text().splitlines()
+    truth = (test_data / "neardup" / "articles_1000.truth").read_text().splitlines()
+    records = [dict(zip(("id", "text"), line.split(" ", 1), strict=True)) for line in lines]
+    kept, found = dedup(tmp_path, records)
+    pairs = {tuple(sorted(line.split())) for line in truth}
+    assert {tuple(sorted((line["id"], line["kept_id"]))) for line in found} == pairs
+    assert len(kept) == 1000 - len(pairs)
+
+
+@pytest.mark.real_data
+def test_the_web_sample_holds_no_duplicates(test_data: Path, tmp_path: Path) -> None:
+    sample = test_data / "neardup" / "c4_sample.jsonl.gz"
+    run(Settings(input=(sample,), output=tmp_path / "out", workers=1))
+    assert manifest(tmp_path / "out")["dropped"] == {}

@@ -1,0 +1,87 @@
+"""Normalised text, shingle sets and signatures: compiled, in numpy and by definition."""
+
+import random
+
+import numpy as np
+import pytest
+
+from tools.corpus import shingles
+from tools.corpus.shingles import PERMUTATIONS, SHINGLES, Shingle, Shingler
+
+ALPHABET = "abc ABC\u00c4\u00df\u0130\u0416 \t\n\u00a0\u2003\u3000\U0001f600."
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    return ["".join(draw.choices(ALPHABET, k=draw.randrange(60))) for _ in range(count)]
+
+
+def sets_by_definition(text: str, shingle: Shingle) -> set[str]:
+    normal = " ".join(text.lower().split())
+    units = list(normal) if shingle == "char5" else normal.split(" ")
+    between = "" if shingle == "char5" else " "
+    grams = [between.join(units[k : k + 5]) for k in range(max(1, len(units) - 4))]
+    return set(grams)
+
+
+def test_white_space_is_what_python_takes_for_it() -> None:
+    every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
+    assert {c for c in every if c.isspace()} == {
+        chr(k) for k in np.flatnonzero(shingles.SPACES).tolist()
+    }
+
+
+@pytest.mark.parametrize("shingle", SHINGLES)
+def test_sets_are_those_of_the_definition(shingle: Shingle) -> None:
+    known: dict[str, int] = {}
+    for text in texts(500):
+        points = Shingler(shingle, 1).points(text)
+        assert "".join(map(chr, points)) == " ".join(text.lower().split())
+        found = Shingler(shingle, 1).shingle_set(text)
+        grams = sets_by_definition(text, shingle)
+        assert len(found) == len(grams)
+        assert np.all(np.diff(found.astype(object)) > 0)
+        for gram in grams:  # a gram has one hash in every text
+            alone = int(Shingler(shingle, 1).hashes(shingles._points(gram))[0])
+            assert known.setdefault(gram, alone) == alone
+            assert alone in found
+    assert len(set(known.values())) == len(known)
+
+
+@pytest.mark.parametrize("shingle", SHINGLES)
+def test_numba_and_numpy_agree(shingle: Shingle) -> None:
+    many = [*texts(300), "word " * 9000, ""]
+    with_numba, without = Shingler(shingle, 7, True), Shingler(shingle, 7, False)
+    assert np.array_equal(with_numba.sign_texts(many), without.sign_texts(many))
+    for text in many:
+        assert np.array_equal(with_numba.shingle_set(text), without.shingle_set(text))
+
+
+def test_a_signature_is_the_minimum_under_each_permutation() -> None:
+    shingler = Shingler("char5", 3)
+    hashes = shingler.shingle_set("the smallest hash under each permutation")
+    factors, offsets = shingler._permutations
+    assert all(int(factor) % 2 for factor in factors)
+    for place in range(PERMUTATIONS):
+        least = min(
+            ((int(x) >> 32) * int(factors[place]) + int(offsets[place])) % 2**32 for x in hashes
+        )
+        assert shingler.sign(hashes)[place] == least
+
+
+def test_signatures_agree_as_often_as_the_sets_are_similar() -> None:
+    draw = np.random.default_rng(5)
+    for jaccard in (0.2, 0.5, 0.7, 0.9):
+        shares = []
+        for seed in range(40):
+            union = np.unique(draw.integers(1 << 63, size=600, dtype=np.uint64))
+            both = round(jaccard * len(union))
+            half = (len(union) - both) // 2
+            draw.shuffle(union)
+            a, b = union[: both + half], np.append(union[:both], union[both + half :])
+            shingler = Shingler("char5", seed)
+            shares.append(float((shingler.sign(a) == shingler.sign(b)).mean()))
+        spread = (jaccard * (1 - jaccard) / (40 * PERMUTATIONS)) ** 0.5
+        assert abs(np.mean(shares) - jaccard) < 4 * spread + 1 / 600
+        # The places are as good as independent: the spread is that of as many coins.
+        assert np.std(shares) < 1.5 * spread * 40**0.5

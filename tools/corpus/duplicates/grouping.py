@@ -1,0 +1,133 @@
+"""Rows with equal keys: one column of the index and one range of its keys at a time."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tools.corpus.duplicates.index import PREFIXES, Index, Numbers, save
+from tools.corpus.shingles import Words
+
+ROW_BYTES = 64  # of a row while it is grouped: key, number, order, what is gathered for it
+
+
+class Part(NamedTuple):
+    """A column's keys whose first byte is in [first, last)."""
+
+    column: int
+    first: int
+    last: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.column:02}-{self.first:03}"
+
+
+def parts_of(columns: range, rows: int, memory: int) -> list[Part]:
+    """Each column whole, or cut so that a part's rows fit the memory."""
+    count = 1
+    while count < PREFIXES and rows * ROW_BYTES > memory * count:
+        count *= 2
+    step = PREFIXES // count
+    return [Part(c, first, first + step) for c in columns for first in range(0, PREFIXES, step)]
+
+
+def read_part(index: Index, part: Part) -> tuple[Words, Numbers]:
+    """The keys of all units in that range, and the numbers of their documents."""
+    keys, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+    for unit, first in enumerate(index.firsts[:-1].tolist()):
+        bounds = index.array(unit, "bounds")[part.column]
+        where = slice(int(bounds[part.first]), int(bounds[part.last]))
+        keys.append(index.array(unit, "keys")[part.column, where])
+        numbers.append(index.array(unit, "order")[part.column, where] + np.int64(first))
+    return np.concatenate(keys), np.concatenate(numbers)
+
+
+def group(keys: Words, numbers: Numbers) -> tuple[Numbers, NDArray[np.int64]]:
+    """Those whose key is not alone: (members, starts), members of a group next to each other.
+
+    Groups are in the order of their keys, members of a group in that of their numbers; starts has
+    the place of each group's first member, and the end.
+    """
+    order = np.argsort(keys)
+    ordered = keys[order]
+    same = ordered[1:] == ordered[:-1]
+    member = np.append(same, False) | np.append(False, same)
+    first = member & ~np.append(False, same)
+    members = numbers[order[member]]
+    starts = np.append(np.flatnonzero(first[member]), len(members))
+    labels = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    return members[np.lexsort((members, labels))], starts
+
+
+def by_size(starts: NDArray[np.int64], least: int = 2) -> Iterator[NDArray[np.int64]]:
+    """The places of all members, a matrix [groups, size] for each size that groups have."""
+    sizes = np.diff(starts)
+    for size in np.unique(sizes).tolist():
+        if size >= least:
+            yield starts[:-1][sizes == size][:, None] + np.arange(size)
+
+
+STAND_IN = np.dtype([("number", "<i8"), ("other", "<i8")])
+
+
+def find_copies(folder: Path, index: Index, part: Part) -> int:
+    """Write (number, the first of those with the same normalised text), without the first.
+
+    Sorted by number; returns how many there are.
+    """
+    members, _ = group(*read_part(index, part))
+    found = [np.empty(0, STAND_IN)]
+    if len(members):
+        distinct, inverse = np.unique(members, return_inverse=True)
+        digests = index.gather(distinct, "documents")["digest"][inverse]
+        order = np.lexsort((members, digests[:, 1], digests[:, 0]))
+        same = np.all(digests[order][1:] == digests[order][:-1], axis=1)
+        heads = np.maximum.accumulate(np.where(np.append(False, same), 0, np.arange(len(order))))
+        later = np.append(False, same)
+        copies = np.empty(int(later.sum()), STAND_IN)
+        copies["number"], copies["other"] = members[order[later]], members[order[heads[later]]]
+        found.append(copies)
+    return _save_sorted(folder, part, np.concatenate(found))
+
+
+def find_equal_ids(folder: Path, index: Index, part: Part) -> int:
+    """Write (number, k) of the k-th further document with an id that another has; its id gets -k.
+
+    By the digests of their normalised texts, equal ones in the order of the input.
+    """
+    members, starts = group(*read_part(index, part))
+    renamed = []
+    distinct = np.unique(members)
+    names = dict(zip(distinct.tolist(), index.names(distinct), strict=True))
+    digests = index.gather(distinct, "documents")["digest"].tolist() if len(distinct) else []
+    by_digest = dict(zip(distinct.tolist(), digests, strict=True))
+    for start, end in itertools.pairwise(starts.tolist()):
+        same: dict[str, list[int]] = defaultdict(list)
+        for number in members[start:end].tolist():
+            same[names[number][0]].append(number)
+        for numbers in same.values():
+            numbers.sort(key=lambda number: (by_digest[number], number))
+            renamed += [(number, k) for k, number in enumerate(numbers) if k]
+    return _save_sorted(folder, part, np.array(renamed, STAND_IN))
+
+
+def _save_sorted(folder: Path, part: Part, rows: NDArray[Any]) -> int:
+    save(folder / f"{part.name}.npy", rows[np.argsort(rows["number"])])
+    return len(rows)
+
+
+def look_up(files: Sequence[Path], numbers: Numbers, missing: Numbers) -> Numbers:
+    """What STAND_IN files say under "other" for these numbers; `missing` where they say nothing."""
+    found = missing.copy()
+    for file in files:
+        rows = np.load(file)
+        places = np.searchsorted(rows["number"], numbers)
+        inside = places < len(rows)
+        inside[inside] = rows["number"][places[inside]] == numbers[inside]
+        found[inside] = rows["other"][places[inside]]
+    return found

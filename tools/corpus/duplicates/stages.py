@@ -1,0 +1,210 @@
+"""The stages of `tools.corpus.dedup`, in order, with the files that each leaves to the next."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.corpus.duplicates.clusters import LARGEST, MEMBER_BYTES, Deciding, connect, decide
+from tools.corpus.duplicates.grouping import find_copies, find_equal_ids, parts_of
+from tools.corpus.duplicates.index import FIRST_BAND, ID, TEXT, Bands, Index, index_unit
+from tools.corpus.duplicates.kept import write_unit
+from tools.corpus.duplicates.library import find_pairs_by_datasketch
+from tools.corpus.duplicates.pairs import bounds_of, find_pairs, merge_pairs
+from tools.corpus.duplicates.sets import BIN, verify_pairs, write_sets
+from tools.corpus.program import say
+from tools.corpus.records import Funnel, documents
+from tools.corpus.shards import WORK, concatenate
+from tools.corpus.shingles import Shingler
+from tools.corpus.step import StepRun
+from tools.corpus.tasks import Task
+from tools.corpus.units import sum_funnels
+
+PAIRS_OF_A_TASK = 500_000
+PAIR_BYTES = 100  # of a candidate pair while it is merged and verified
+MOST_DOCUMENTS = 1 << 32  # a pair of them is one uint64
+
+Files = tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What decides which documents are near-duplicates, and which of them stays."""
+
+    shingler: Shingler
+    bands: Bands
+    threshold: Fraction
+    max_bucket: int
+    priority: tuple[str, ...]
+    by_datasketch: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """What choose() leaves."""
+
+    removed: Files
+    clusters: int
+    sources: Counter[str]
+    """Documents that go, by source."""
+    largest: list[dict[str, Any]]
+
+
+class Stages:
+    """Each method is a stage, or a few that belong together; run in this order."""
+
+    def __init__(self, step: StepRun, rules: Rules) -> None:
+        self._step = step
+        self._rules = rules
+        self._memory = step.settings.memory_bytes
+
+    def _folder(self, name: str) -> Path:
+        return self._step.output / WORK / f"arrays-{name}"
+
+    def _files(self, name: str, keys: Sequence[str]) -> Files:
+        return tuple(self._folder(name) / f"{key}.npy" for key in keys)
+
+    def index(self) -> tuple[Index, Funnel]:
+        """The index of the corpus, and what went in.  ValueError where there is no document."""
+        step, rules = self._step, self._rules
+        folder = self._folder("index")
+        bands = None if rules.by_datasketch else rules.bands
+        tasks = [
+            Task(
+                unit.name,
+                (unit, step.settings, folder, rules.shingler, bands),
+                unit.stop - unit.start,
+            )
+            for unit in step.units
+        ]
+        results = step.stage("signatures", index_unit, tasks)
+        counts = tuple(result["documents"] for result in results)
+        funnel = sum_funnels(results)
+        if not sum(counts):
+            raise ValueError(
+                f"--input holds no document in {documents(funnel.input)} lines; each has to "
+                'be {"text": "..."}'
+            )
+        if sum(counts) >= MOST_DOCUMENTS:
+            raise ValueError(f"--input holds {sum(counts)} documents; under 2^32 would work")
+        return Index(folder, tuple(step.units), counts), funnel
+
+    def copies(self, index: Index) -> Files:
+        """Documents for which another of the same normalised text stands."""
+        return self._by_column("copies", find_copies, index, TEXT)
+
+    def ids(self, index: Index) -> Files:
+        """Documents whose id another has too."""
+        return self._by_column("ids", find_equal_ids, index, ID)
+
+    def _by_column(
+        self, name: str, function: Callable[..., int], index: Index, column: int
+    ) -> Files:
+        parts = parts_of(range(column, column + 1), len(index), self._memory)
+        tasks = [Task(part.name, (self._folder(name), index, part)) for part in parts]
+        self._step.stage(name, function, tasks)
+        return self._files(name, [part.name for part in parts])
+
+    def pairs(self, index: Index, copies: Files) -> tuple[Files, dict[str, int]]:
+        """Candidate pairs, each once; facts of the buckets."""
+        rules, folder = self._rules, self._folder("pairs")
+        function: Callable[..., dict[str, int]] = find_pairs
+        if rules.by_datasketch:
+            function = find_pairs_by_datasketch
+            tasks = [Task("all", (folder, index, copies, rules.shingler, rules.bands))]
+        else:
+            columns = range(FIRST_BAND, FIRST_BAND + rules.bands.count)
+            limits = float(rules.threshold), rules.max_bucket
+            tasks = [
+                Task(part.name, (folder, index, part, copies, *limits))
+                for part in parts_of(columns, len(index), self._memory)
+            ]
+        results = self._step.stage("pairs", function, tasks)
+        split = sum(result["split"] for result in results)
+        if split:
+            say(f"warning: {split} buckets of more than {rules.max_bucket} documents were split")
+        buckets = {
+            "split": split,
+            "largest": max(result["largest"] for result in results),
+            "bound": rules.max_bucket,
+        }
+        found = self._files("pairs", [task.key for task in tasks])
+        return self._merge(found, sum(result["pairs"] for result in results)), buckets
+
+    def _merge(self, found: Files, pairs: int) -> Files:
+        bounds = bounds_of(found, pairs, min(PAIRS_OF_A_TASK, self._memory // PAIR_BYTES))
+        tasks = [
+            Task(f"{k:06}", (self._folder("candidates"), f"{k:06}", found, first, last))
+            for k, (first, last) in enumerate(itertools.pairwise(bounds))
+        ]
+        self._step.stage("candidates", merge_pairs, tasks)
+        return self._files("candidates", [task.key for task in tasks])
+
+    def edges(self, index: Index, pairs: Files) -> tuple[Files, list[dict[str, float]]]:
+        """Pairs whose exact similarity meets the threshold; the histogram of theirs."""
+        rules, sets, folder = self._rules, self._folder("sets"), self._folder("edges")
+        needed = tuple(file.with_name(f"{file.stem}.needed.npy") for file in pairs)
+        tasks = [
+            Task(unit.name, (sets, index, k, needed, rules.shingler))
+            for k, unit in enumerate(index.units)
+        ]
+        self._step.stage("sets", write_sets, tasks)
+        share = self._memory // 8
+        tasks = [
+            Task(file.stem, (folder, file, sets, index, rules.threshold, share)) for file in pairs
+        ]
+        results = self._step.stage("edges", verify_pairs, tasks)
+        counts = np.sum([result["histogram"] for result in results], axis=0).tolist()
+        histogram = [
+            {"from": k / BIN, "to": (k + 1) / BIN, "pairs": n} for k, n in enumerate(counts) if n
+        ]
+        return self._files("edges", [task.key for task in tasks]), histogram
+
+    def choose(self, index: Index, edges: Files, copies: Files, ids: Files) -> Found:
+        """Who goes."""
+        labels = self._folder("clusters")
+        (clustered,) = self._step.stage(
+            "clusters", connect, [Task("all", (labels, len(index), edges, copies, self._memory))]
+        )
+        deciding = Deciding(
+            index=index,
+            labels=labels / "labels.npy",
+            edges=edges,
+            copies=copies,
+            renamed=ids,
+            sets=self._folder("sets"),
+            priority=self._rules.priority,
+            memory=self._memory,
+            parts=max(1, -(-clustered * MEMBER_BYTES // self._memory)),
+        )
+        folder = self._folder("removed")
+        tasks = [Task(f"{part:04}", (folder, deciding, part)) for part in range(deciding.parts)]
+        results = self._step.stage("removed", decide, tasks)
+        sources = Counter[str]()
+        for result in results:
+            sources.update(result["sources"])
+        largest = [cluster for result in results for cluster in result["largest"]]
+        largest.sort(key=lambda cluster: (-cluster["size"], cluster["kept_id"]))
+        return Found(
+            removed=self._files("removed", [task.key for task in tasks]),
+            clusters=sum(result["clusters"] for result in results),
+            sources=sources,
+            largest=largest[:LARGEST],
+        )
+
+    def kept(self, index: Index, removed: Files) -> tuple[Funnel, list[dict[str, Any]]]:
+        """Write the shards and duplicates.jsonl; what came out and went, facts of the shards."""
+        settings, folder = self._step.settings, self._folder("lines")
+        tasks = [
+            Task(unit.name, (k, settings, folder, index, removed), unit.stop - unit.start)
+            for k, unit in enumerate(index.units)
+        ]
+        results = self._step.stage("shards", write_unit, tasks)
+        lines = [folder / f"{unit.name}.jsonl" for unit in index.units]
+        concatenate(lines, self._step.output / "duplicates.jsonl")
+        return sum_funnels(results), [result["shard"] for result in results]
