@@ -225,7 +225,7 @@ def report(losses: Curves, corpus: Corpus) -> str:
         table=gap_table(gaps),
         versions=", ".join(f"{name} {version}" for name, version in versions().items()),
         machine=f"{os.cpu_count()} cores, {cpu_name()}",
-        tokens=sum(source.data.tokens.size for source in corpus.sources),
+        tokens=sum(len(source.data.tokens) for source in corpus.sources),
         vocab_size=corpus.vocab_size,
         seen=STEPS * BATCH * DATA.seq_length,
         flags=" ".join(setting_flags()),

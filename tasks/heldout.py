@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import lzma
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,16 +21,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import SettingError, positive
+from megatron.config.checks import positive
 from megatron.config.parallel import ParallelConfig
 from megatron.config.trained import TrainedConfig
 from megatron.data.description import Description
 from megatron.data.indexed import IndexedDataset
-from megatron.data.jsonl import parse_document
 from megatron.data.splits import split_documents
 from megatron.data.tokenizer import Tokenizer
 from tasks.common import EvaluationConfig, Totals, Window, score_windows, sliding_windows
 from tasks.ngram import bigram_perplexity, unigram_perplexity
+from tools.corpus.records import parse_line
+from tools.corpus.shards import cut, find_shards, read_lines
 
 if TYPE_CHECKING:
     from megatron.model.gpt2 import GPT2
@@ -45,8 +47,8 @@ class Settings:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
-    input: str
-    """Held-out documents, a JSON object a line."""
+    input: tuple[Path, ...]
+    """Held-out documents, a JSON object a line: files, or folders that a corpus step filled."""
 
     json_key: str = "text"
     """Key of a line's text."""
@@ -62,9 +64,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         positive(self, "cloze_passages", "cloze_words")
-        for flag, path in (("--input", self.input), ("--train-data", self.train_data + ".idx")):
-            if not Path(path).is_file():
-                raise SettingError(f"{flag}: there is no file {path}")
 
 
 @dataclass(frozen=True)
@@ -126,19 +125,21 @@ def figures(inputs: Inputs, text: Totals, cloze: Totals, tokenizer: Tokenizer) -
     }
 
 
-def read_texts(path: str, key: str) -> tuple[list[str], int]:
-    """The documents of a jsonl file, and how many lines hold none; each of those is named."""
+def read_texts(paths: Sequence[Path], key: str) -> tuple[list[str], int]:
+    """The documents of JSON lines, and how many lines hold none; each of those is named."""
     texts, bad_lines = [], 0
-    with Path(path).open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+    for unit in cut(find_shards(paths), sys.maxsize):
+        for line in read_lines(unit):
             try:
-                texts.append(parse_document(line, key))
+                texts.append(parse_line(line, key)[key])
             except ValueError as error:
                 bad_lines += 1
-                warnings.warn(f"--input {path}, line {number} left out: {error}", stacklevel=2)
+                place = f"{unit.file}, byte {line.offset}"
+                warnings.warn(f"--input {place} left out: {error}", stacklevel=2)
     if not texts:
+        names = " ".join(map(str, paths))
         raise ValueError(
-            f'--input {path} holds no documents; a line of {{"{key}": "..."}} each would work'
+            f'--input {names} holds no documents; a line of {{"{key}": "..."}} each would work'
         )
     return texts, bad_lines
 

@@ -1,221 +1,268 @@
 """From JSON lines to a tokenised data set.
 
-    python tools/preprocess_data.py --input FILE [FILE...] --output-prefix P --workers N ...
+    python tools/preprocess_data.py --input FILE|FOLDER... --output-prefix P --workers N ...
     python tools/preprocess_data.py verify P_text_document
 
-The first leaves P_text_document.bin, .idx and .json, the same whatever the number of workers; lines
-that hold no document are set aside in P_text_document.rejected.jsonl. The second checks them.
+The first leaves P_text_document.bin, .idx and .json, or with much text several pairs
+P_text_document_00000.bin, .idx and so on beside one .json, which training reads as one data set.
+What is written does not depend on the workers.  Lines that hold no document are set aside in
+P_text_document.rejected.jsonl.  After a crash the same command goes on from where it was.  With
+--output FOLDER instead of a prefix it is a step like those of tools.corpus: FOLDER gets
+text_document.*, rejected.jsonl and a manifest.  The second command checks the files.
 """
 
-import gzip
+import importlib
 import json
-import multiprocessing
 import os
+import shutil
 import sys
 import time
-import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cache
-from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from tqdm import tqdm
+if __name__ == "__main__":  # run as a file, only tools/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checks import SettingError, positive
 from megatron.config.parse import parse, user_errors
-from megatron.data.files import flush_to_disk, temporary, with_suffix
-from megatron.data.indexed import IndexedDatasetWriter, token_dtype
-from megatron.data.jsonl import parse_document
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.description import Description, join_descriptions
+from megatron.data.files import with_suffix
+from megatron.data.placing import place
 from megatron.data.verify import verify
+from tools.corpus.manifest import read_manifest
+from tools.corpus.program import Unfinished, say
+from tools.corpus.records import documents
+from tools.corpus.settings import parse_size
+from tools.corpus.shards import MANIFEST, Unit, find_shards
+from tools.corpus.step import StepRun
+from tools.corpus.tasks import Task
+from tools.corpus.units import sum_funnels
+from tools.tokenise import (
+    TokenSettings,
+    deal,
+    encode_unit,
+    join_shard,
+    load_tokenizer,
+    unit_bytes,
+)
 
-BATCH_BYTES = 1 << 18  # of JSON lines that a worker takes at a time: some 0.2 s of work
-AHEAD = 4  # batches for each worker that are read but not yet written, which bounds the memory
+WAVE = 64  # shards whose tokens may stand on disk twice at a time
+REJECTED = ".rejected.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    input: tuple[str, ...]
-    """Files of JSON lines, a document a line; those named .gz are decompressed."""
+    input: tuple[Path, ...]
+    """Files of JSON lines, a document a line (plain, .gz or .zst), or folders of them."""
 
     json_key: str = "text"
     """Key of a line's text; it is part of the name of what is written."""
 
-    output_prefix: str
-    """P, for P_text_document.bin and its companions."""
+    output_prefix: str | None = None
+    """P, for P_text_document.bin and its companions; what is there is replaced."""
+
+    output: Path | None = None
+    """Instead of a prefix: a folder to fill, as the steps of tools.corpus do."""
 
     tokenizer_type: str = "GPT2BPETokenizer"
     """Kind of tokenizer."""
 
-    vocab_file: str | None = None
+    vocab_file: Path | None = None
     """The tokenizer's vocabulary (vocab.json)."""
 
-    merge_file: str | None = None
+    merge_file: Path | None = None
     """The byte-pair encoding's merges (merges.txt)."""
 
     append_eod: bool = False
     """End each document with an end-of-document mark."""
 
-    workers: int = 1
-    """Processes that encode."""
+    encoder: str = "auto"
+    """Library that encodes: tokenizers, the reference; gigatoken, a hundred times as fast; auto is
+    gigatoken where it is there and gives the reference's ids on a set of tricky strings."""
+
+    shard_size: str = "1GB"
+    """How much input becomes one .bin and .idx, at most; a compressed file is not cut."""
+
+    workers: int = len(os.sched_getaffinity(0))
+    """Processes, or jobs with --scheduler slurm.  They do not change what is written."""
+
+    scheduler: str = "local"
+    """local, slurm, or the address of a Dask scheduler such as tcp://host:8786."""
+
+    shard: str | None = None
+    """K/N: do only every N-th task from the K-th on (K from 0), as an array of jobs does; repeat
+    until nothing is left, then run the command without it."""
+
+    overwrite: bool = False
+    """Replace what other settings or other input have left in the folder --output."""
 
     def __post_init__(self) -> None:
         positive(self, "workers")
-        if not self.input:
-            raise SettingError("--input names no file")
-        for file in self.input:
-            if not Path(file).is_file():
-                raise SettingError(f"--input {file}: no such file")
-            if not Path(file).stat().st_size:
-                raise SettingError(f"--input {file} is empty; a JSON object a line would work")
+        if (self.output is None) == (self.output_prefix is None):
+            raise SettingError(
+                "--output-prefix P, for files P_text_document.*, or --output FOLDER would work: "
+                "one of the two"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"{self.json_key}_document"
 
     @property
     def data_path(self) -> str:
         """Prefix of the data set."""
-        return f"{self.output_prefix}_{self.json_key}_document"
+        return f"{self.output_prefix}_{self.name}" if self.output is None else self.filled
+
+    @property
+    def folder(self) -> Path:
+        """Where the work is done; one beside a prefix goes when all has been taken out of it."""
+        return self.output or Path(f"{self.output_prefix}_{self.name}.work")
+
+    @property
+    def filled(self) -> str:
+        """Prefix of the data set in the folder."""
+        return str(self.folder / self.name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    file: str
-    first_line: int
-    lines: list[bytes]
-    size: int
-    """Bytes of the file on disk that it stands for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Encoded:
-    tokens: NDArray[Any]
-    sizes: NDArray[np.int32]
-    rejected: list[dict[str, Any]]
-    size: int
-
-
-class RejectedLines:
-    """The file of lines that hold no document, as {file, line, reason}; none where all do."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.reasons: Counter[str] = Counter()
-        self._stream = temporary(file).open("wb")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stream.close()
-        temporary(self.file).unlink(missing_ok=True)
-
-    def add(self, line: dict[str, Any]) -> None:
-        self.reasons[line["reason"]] += 1
-        self._stream.write(json.dumps(line).encode() + b"\n")
-
-    def commit(self) -> None:
-        flush_to_disk(self._stream)
-        if self.reasons:
-            temporary(self.file).replace(self.file)
-        else:
-            self.file.unlink(missing_ok=True)
-
-
-def preprocess(settings: Settings) -> str:
-    """Write the data set; returns a summary. ValueError where no document is left."""
+def run(settings: Settings) -> None:
+    """Write the data set.  ValueError, naming the flag, where that cannot be."""
     start = time.monotonic()
-    tokenizer = _tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
-    Path(settings.data_path).parent.mkdir(parents=True, exist_ok=True)
-    total = sum(Path(file).stat().st_size for file in settings.input)
-    with (
-        IndexedDatasetWriter(settings.data_path, token_dtype(tokenizer.vocab_size)) as writer,
-        RejectedLines(with_suffix(settings.data_path, ".rejected.jsonl")) as rejected,
-        tqdm(total=total, unit="B", unit_scale=True, desc="preprocess", disable=None) as bar,
-    ):
-        for encoded in _encode_all(settings):
-            writer.add(encoded.tokens, encoded.sizes)
-            for line in encoded.rejected:
-                rejected.add(line)
-            bar.update(encoded.size)
-        rejected.commit()
-        aside = _set_aside(rejected)
-        if not writer.documents:
-            raise ValueError(f"--input {' '.join(settings.input)} holds no document; {aside}")
-        written = writer.commit(
-            tokenizer_type=tokenizer.kind,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            vocab_size=tokenizer.vocab_size,
-            eod=tokenizer.eod if settings.append_eod else None,
+    with StepRun("tokenise", token_settings(settings), by_unit=False) as step:
+        if not step.done:
+            tokenise(step, settings)
+        if settings.output is None:
+            summary = take_out(settings)
+            say(f"{settings.data_path}: {summary}, in {time.monotonic() - start:.1f} s")
+
+
+def token_settings(settings: Settings) -> TokenSettings:
+    """Checks input and tokenizer, and says which encoder it is."""
+    shard_bytes = parse_size("--shard-size", settings.shard_size)
+    total = sum(file.stat().st_size for file in find_shards(settings.input))
+    files = settings.vocab_file, settings.merge_file
+    tokenizer = load_tokenizer(settings.tokenizer_type, *files, settings.encoder)
+    encoder = tokenizer.encoder
+    chosen = TokenSettings(
+        input=settings.input,
+        output=settings.folder,
+        workers=settings.workers,
+        scheduler=settings.scheduler,
+        shard=settings.shard,
+        unit=f"{unit_bytes(total, shard_bytes)}B",
+        overwrite=settings.overwrite or (settings.output is None and settings.shard is None),
+        json_key=settings.json_key,
+        tokenizer_type=settings.tokenizer_type,
+        vocab_file=settings.vocab_file,
+        merge_file=settings.merge_file,
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod if settings.append_eod else None,
+        encoder=encoder.name,
+        shard_bytes=shard_bytes,
+        shuffled=are_shuffled(settings.input),
+    )
+    say(f"encoder: {encoder.said}")
+    return chosen
+
+
+def are_shuffled(paths: Sequence[Path]) -> bool | None:
+    """True if every path is of a folder whose manifest says so; else None: it is not known."""
+    manifests = [read_manifest(path if path.is_dir() else path.parent) for path in paths]
+    return all(found and found.get("shuffled") for found in manifests) or None
+
+
+def tokenise(step: StepRun, settings: Settings) -> None:
+    """Fill the folder."""
+    chosen = step.settings
+    assert isinstance(chosen, TokenSettings)
+    results, parts = encode_and_join(step, chosen)
+    funnel = sum_funnels(results)
+    staged = [chosen.staged(number) for number, part in enumerate(parts) if part]
+    if not staged:
+        shutil.rmtree(step.output if settings.output is None else step.work)
+        raise ValueError(
+            f"--input {' '.join(map(str, settings.input))} holds no document; "
+            f"{documents(funnel.input)} lines set aside"
         )
+    if settings.shard is not None:
+        raise Unfinished("tokenise: all is done but the last step: run without --shard")
+    description = join_descriptions([Description.from_json(part) for part in parts if part])
+    place(staged, settings.filled, description)
+    step.finish(
+        funnel,
+        list(_facts(description, settings.filled)),
+        tokens=description.tokens,
+        shuffled=description.shuffled,
+    )
+
+
+def encode_and_join(step: StepRun, settings: TokenSettings) -> tuple[list[Any], list[Any]]:
+    """The books of all units, and the Descriptions of all shards; None for one without text."""
+    shards = list(enumerate(deal(step.units, settings.shard_bytes)))
+    results: list[Any] = []
+    parts: list[Any] = []
+    for first in range(0, len(shards), WAVE):
+        wave = shards[first : first + WAVE]
+        units = [unit for _, units in wave for unit in units]
+        encoding = [Task(unit.name, (unit, settings), _size([unit])) for unit in units]
+        joining = [
+            Task(f"{number:05}", (number, tuple(unit.name for unit in units), settings),
+                 _size(units))
+            for number, units in wave
+        ]  # fmt: skip
+        results += step.stage(f"encode-{first:05}", encode_unit, encoding)
+        parts += step.stage(f"join-{first:05}", join_shard, joining)
+        for unit in units:
+            for suffix in (".tokens", ".sizes"):
+                settings.part(unit.name, suffix).unlink(missing_ok=True)
+    return results, parts
+
+
+def _size(units: Sequence[Unit]) -> int:
+    return sum(unit.stop - unit.start for unit in units)
+
+
+def _facts(description: Description, data_path: str) -> Iterator[dict[str, Any]]:
+    """The .bin files, for a manifest."""
+    for shard in description.shards or [description]:
+        name = data_path + (shard.name if description.shards else "") + ".bin"
+        yield {
+            "name": Path(name).name,
+            "documents": shard.documents,
+            "bytes": Path(name).stat().st_size,
+            "sha256": shard.bin_sha256,
+        }
+
+
+def take_out(settings: Settings) -> str:
+    """Move the data set and what was set aside to the prefix, for the folder to go; a summary."""
+    manifest = json.loads((settings.folder / MANIFEST).read_bytes())
+    description = Description.read(settings.filled)
+    assert description is not None
+    names = [shard.name for shard in description.shards] or [""]
+    inside, beside = settings.folder / "rejected.jsonl", with_suffix(settings.data_path, REJECTED)
+    bad = manifest["dropped"].get("bad line", {}).get("documents", 0)
+    if not bad:
+        beside.unlink(missing_ok=True)
+    elif inside.exists():  # or else it was moved before a crash
+        inside.replace(beside)
+    place([settings.filled + name for name in names], settings.data_path, description)
+    shutil.rmtree(settings.folder)
     return (
-        f"{settings.data_path}: {written.documents} documents, {written.tokens} tokens, in "
-        f"{time.monotonic() - start:.1f} s; {aside}"
+        f"{description.documents} documents, {description.tokens} tokens"
+        f"{f' in {len(names)} shards' if len(names) > 1 else ''}; "
+        f"{_set_aside(beside, bad) if bad else 'no line set aside'}"
     )
 
 
-def encode(settings: Settings, batch: Batch) -> Encoded:
-    """Tokens of the batch's documents; a pure function that runs in a worker."""
-    tokenizer = _tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
-    texts, rejected = [], []
-    for number, line in enumerate(batch.lines, start=batch.first_line):
-        try:
-            texts.append(parse_document(line, settings.json_key))
-        except ValueError as error:
-            rejected.append({"file": batch.file, "line": number, "reason": str(error)})
-    end = [tokenizer.eod] if settings.append_eod else []
-    documents = [ids + end for ids in tokenizer.encode_batch(texts)]
-    return Encoded(
-        tokens=np.fromiter(chain.from_iterable(documents), token_dtype(tokenizer.vocab_size)),
-        sizes=np.array([len(ids) for ids in documents], np.int32),
-        rejected=rejected,
-        size=batch.size,
-    )
-
-
-_tokenizer = cache(build_tokenizer)
-
-
-def _encode_all(settings: Settings) -> Iterator[Encoded]:
-    """All batches in order, a bounded number of them under way."""
-    context = multiprocessing.get_context("spawn")
-    under_way: deque[Future[Encoded]] = deque()
-    with ProcessPoolExecutor(settings.workers, context, initializer=_use_one_thread) as pool:
-        for batch in _batches(settings.input):
-            under_way.append(pool.submit(encode, settings, batch))
-            if len(under_way) == AHEAD * settings.workers:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
-
-
-def _use_one_thread() -> None:
-    """A worker is one of --workers: the tokenizers library would take all cores for each."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def _batches(files: Sequence[str]) -> Iterator[Batch]:
-    for file in files:
-        with Path(file).open("rb") as raw:
-            stream = gzip.GzipFile(fileobj=raw) if file.endswith(".gz") else raw
-            first_line, position = 1, 0
-            try:
-                while lines := stream.readlines(BATCH_BYTES):
-                    size = raw.tell() - position
-                    yield Batch(file=file, first_line=first_line, lines=lines, size=size)
-                    first_line, position = first_line + len(lines), position + size
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise ValueError(f"--input {file} is no whole gzip file: {error}") from error
-
-
-def _set_aside(rejected: RejectedLines) -> str:
-    if not rejected.reasons:
-        return "no line set aside"
-    reasons = ", ".join(f"{count} {reason}" for reason, count in rejected.reasons.most_common())
-    return f"{rejected.reasons.total()} lines set aside in {rejected.file} ({reasons})"
+def _set_aside(rejected: Path, bad: int) -> str:
+    with rejected.open("rb") as lines:
+        reasons = Counter(json.loads(line)["reason"].partition(" (")[0] for line in lines)
+    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    return f"{bad} lines set aside in {rejected} ({listed})"
 
 
 def _verify(prefix: str) -> str:
@@ -233,9 +280,15 @@ def main(argv: Sequence[str]) -> None:
             if len(argv) != 2:
                 raise ValueError("verify takes one prefix: verify P_text_document would work")
             print(_verify(argv[1]))
-        else:
-            print(preprocess(parse(Settings, argv, os.environ)), file=sys.stderr)
+            return
+        settings = parse(Settings, argv, os.environ)
+        try:
+            run(settings)
+        except Unfinished as unfinished:
+            say(str(unfinished))
+        except RuntimeError as error:  # such as workers that die again and again
+            raise OSError(str(error)) from error
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+if __name__ == "__main__":  # by its name, so that workers find its functions
+    importlib.import_module("tools.preprocess_data").main(sys.argv[1:])

@@ -1,10 +1,24 @@
 """The sidecar P.json of a data set: what made it, and what it should hold."""
 
+import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
-from typing import Self
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Self
 
 from megatron.data.files import flush_to_disk, temporary, with_suffix
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardFacts:
+    """One of several pairs that are read as one data set."""
+
+    name: str
+    """What follows the prefix of the data set in the names of its .bin and .idx."""
+    documents: int
+    tokens: int
+    bin_sha256: str
+    idx_sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +31,18 @@ class Description:
     documents: int
     tokens: int
     bin_sha256: str
+    """Of a data set of several shards: of their checksums, one a line; so is idx_sha256."""
     idx_sha256: str
+    shards: tuple[ShardFacts, ...] = ()
+    """In order; none where the data set is one pair of its own name."""
+    shuffled: bool | None = None
+    """Whether the documents stand in random order; None where it was not noted."""
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        """Of asdict(), or of a file; TypeError for what is neither."""
+        shards = tuple(ShardFacts(**each) for each in content.get("shards", ()))
+        return cls(**{**content, "shards": shards})
 
     @classmethod
     def read(cls, prefix: str) -> Self | None:
@@ -26,10 +51,14 @@ class Description:
         if not file.exists():
             return None
         try:
-            return cls(**json.loads(file.read_bytes()))
-        except (ValueError, TypeError) as error:
+            description = cls.from_json(json.loads(file.read_bytes()))
+        except (ValueError, TypeError, AttributeError) as error:
             names = ", ".join(field.name for field in fields(cls))
             raise ValueError(f"{file} should be a JSON object of {names}: {error}") from error
+        totals = _totals(description.shards) if description.shards else {}
+        if any(getattr(description, name) != total for name, total in totals.items()):
+            raise ValueError(f"{file} is damaged: what it says of its shards does not add up")
+        return description
 
     def write(self, prefix: str) -> None:
         """Put the sidecar in place, whole."""
@@ -38,3 +67,34 @@ class Description:
             stream.write(json.dumps(asdict(self), indent=2).encode() + b"\n")
             flush_to_disk(stream)
         temporary(file).replace(file)
+
+
+def join_descriptions(parts: Sequence[Description]) -> Description:
+    """That of a data set of these, in their order; the same one again if it is alone."""
+    if len(parts) == 1:
+        return parts[0]
+    shards = tuple(
+        ShardFacts(
+            name=f"_{number:05}",
+            documents=part.documents,
+            tokens=part.tokens,
+            bin_sha256=part.bin_sha256,
+            idx_sha256=part.idx_sha256,
+        )
+        for number, part in enumerate(parts)
+    )
+    return replace(parts[0], **_totals(shards), shards=shards)
+
+
+def _totals(shards: Sequence[ShardFacts]) -> dict[str, Any]:
+    """What is said of a data set of these."""
+    return {
+        "documents": sum(shard.documents for shard in shards),
+        "tokens": sum(shard.tokens for shard in shards),
+        "bin_sha256": _sum_of_sums([shard.bin_sha256 for shard in shards]),
+        "idx_sha256": _sum_of_sums([shard.idx_sha256 for shard in shards]),
+    }
+
+
+def _sum_of_sums(checksums: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(checksums).encode()).hexdigest()

@@ -151,7 +151,7 @@ class GPT2Dataset:
         epochs, within = np.divmod(numbers, len(part))
         order = permute(within, len(part), seed=self._seed, epochs=epochs)
         window = np.stack([part.read(sample) for sample in order.tolist()])
-        check_highest_id(part.data, int(window.max()), self._vocab_size)
+        check_highest_id(part.data.prefix, int(window.max()), self._vocab_size)
         return window
 
 

@@ -13,6 +13,9 @@ padding:
     documents   int64 [d + 1]      sequence at which each document starts, and n
 
 P.json, which other programs neither write nor read, is a Description of the two.
+
+A large data set is several such pairs, P_00000, P_00001 and so on, each of which is whole by
+itself; P.json then lists them, and they are read as one.
 """
 
 import hashlib
@@ -27,6 +30,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megatron.data.description import Description
 from megatron.data.files import flush_directory, flush_to_disk, sha256, temporary, with_suffix
+from megatron.data.joined import Array, join
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -42,8 +46,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return DTYPES[8] if vocab_size < 65_500 else DTYPES[4]
 
 
-class IndexedDataset:
-    """A data set on disk, memory-mapped: opening it reads its header only.
+class IndexedShard:
+    """A .bin and its .idx, memory-mapped: opening it reads its header only.
 
     sizes: int32 [sequences], in tokens. pointers: int64 [sequences], in bytes. documents: int64
     [documents + 1], in sequences. tokens: uint16 or int32 [all tokens]. All are read-only.
@@ -66,13 +70,6 @@ class IndexedDataset:
         _check_length(binary, end)
         self.tokens = np.memmap(binary, self.dtype, "r")
 
-    def token_range(self, documents: range) -> range:
-        """The tokens of some consecutive documents, as offsets in `tokens`."""
-        start, stop = (self._first_token(each) for each in (documents.start, documents.stop))
-        if not 0 <= start <= stop <= len(self.tokens):
-            raise ValueError(f"{self.prefix}.idx is damaged: its documents are not in order")
-        return range(start, stop)
-
     def chunks(self, *, step: int = CHUNK, size: int = CHUNK) -> Iterator[NDArray[Any]]:
         """Up to `size` tokens from each multiple of `step` on: all of them, if not told otherwise.
 
@@ -83,6 +80,40 @@ class IndexedDataset:
             for start in range(0, len(self.tokens), step):
                 stream.seek(start * self.dtype.itemsize)
                 yield buffer[: stream.readinto(buffer.data) // self.dtype.itemsize]
+
+
+class IndexedDataset:
+    """A data set on disk, of one shard or of several: opening it reads their headers only.
+
+    sizes, pointers, documents and tokens are those of a shard, numbered through, so that it does
+    not show where a shard ends: a slice of several shards is a copy, one of one shard is none.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        """Raises FileNotFoundError, or ValueError where files are damaged or do not agree."""
+        self.prefix = prefix
+        description = Description.read(prefix)
+        listed = description.shards if description is not None else ()
+        names = [shard.name for shard in listed] or [""]
+        self.shards = tuple(IndexedShard(prefix + name) for name in names)
+        self.dtype = self.shards[0].dtype
+        if any(shard.dtype != self.dtype for shard in self.shards):
+            raise ValueError(f"{prefix}.json lists shards of different token types")
+        last = self.shards[-1]
+        starts = [shard.documents[:-1] for shard in self.shards[:-1]] + [last.documents]
+        sequences = [0, *accumulate(len(shard.sizes) for shard in self.shards)]
+        sizes = [0, *accumulate(shard.tokens.nbytes for shard in self.shards)]
+        self.sizes: Array = join([shard.sizes for shard in self.shards])
+        self.pointers: Array = join([shard.pointers for shard in self.shards], sizes[:-1])
+        self.documents: Array = join(starts, sequences[:-1])
+        self.tokens: Array = join([shard.tokens for shard in self.shards])
+
+    def token_range(self, documents: range) -> range:
+        """The tokens of some consecutive documents, as offsets in `tokens`."""
+        start, stop = (self._first_token(each) for each in (documents.start, documents.stop))
+        if not 0 <= start <= stop <= len(self.tokens):
+            raise ValueError(f"{self.prefix}.idx is damaged: its documents are not in order")
+        return range(start, stop)
 
     def _first_token(self, document: int) -> int:
         sequence = int(self.documents[document])
@@ -131,11 +162,18 @@ class IndexedDatasetWriter:
         self.tokens += len(tokens)
 
     def commit(
-        self, *, tokenizer_type: str, tokenizer_fingerprint: str, vocab_size: int, eod: int | None
+        self,
+        *,
+        tokenizer_type: str,
+        tokenizer_fingerprint: str,
+        vocab_size: int,
+        eod: int | None,
+        shuffled: bool | None = None,
     ) -> Description:
         """Put the data set in place, over an older one if there is one; the index comes last.
 
-        eod: the mark that every document added ends with, if it does.
+        eod: the mark that every document added ends with, if it does. shuffled: whether the
+        documents were added in random order.
         """
         assert self.documents > 0
         self._finish_index()
@@ -151,6 +189,7 @@ class IndexedDatasetWriter:
             tokens=self.tokens,
             bin_sha256=self._sha256.hexdigest(),
             idx_sha256=sha256(temporary(index)),
+            shuffled=shuffled,
         )
         # Without its index a data set is absent: at no moment do files of two of them mix.
         index.unlink(missing_ok=True)

@@ -58,8 +58,9 @@ def open_corpus(
 
     tokenizer: None where no tokenizer file was given; the sidecars then say what is needed.
     vocab_size: what --vocab-size says, None where it was not given. Raises ValueError, naming the
-    flag and both values, where they do not fit together. A data set without sidecar gets a
-    warning, and some 2^22 of its ids, spread over it, are looked at.
+    flag and both values, where they do not fit together. Data sets that were not shuffled get a
+    warning. So does a data set without sidecar, of whose ids some 2^22, spread over it, are looked
+    at.
     """
     sources = tuple(_open_source(weight, prefix) for weight, prefix in _parse(data_path))
     makers = {} if tokenizer is None else {"--vocab-file and --merge-file": _of(tokenizer)}
@@ -71,6 +72,7 @@ def open_corpus(
     for source in sources:
         if source.description is None:
             _glance(source.data, size)
+    _warn_of_order(sources)
     marks = {_end_mark(source, tokenizer) for source in sources}
     return Corpus(
         sources=sources,
@@ -159,7 +161,7 @@ def _open_source(weight: Fraction, prefix: str) -> Source:
 def _content(source: Source) -> str:
     if source.description is not None:
         return f"SHA-256 {source.description.bin_sha256}"
-    return f"{source.data.tokens.nbytes} bytes"
+    return f"{len(source.data.tokens) * source.data.dtype.itemsize} bytes"
 
 
 def _end_mark(source: Source, tokenizer: Tokenizer | None) -> int | None:
@@ -168,11 +170,27 @@ def _end_mark(source: Source, tokenizer: Tokenizer | None) -> int | None:
     return tokenizer.eod if tokenizer is not None else None
 
 
+def _warn_of_order(sources: Sequence[Source]) -> None:
+    """A sample packs neighbouring documents, so that their order matters."""
+    unshuffled = [
+        source.data.prefix
+        for source in sources
+        if source.description is not None and not source.description.shuffled
+    ]
+    if unshuffled:
+        warnings.warn(
+            f"{', '.join(unshuffled)}: documents are not known to be shuffled, and neighbours "
+            "share samples; python -m tools.corpus.split shuffles them",
+            stacklevel=2,
+        )
+
+
 def _glance(data: IndexedDataset, vocab_size: int) -> None:
     warnings.warn(
         f"{data.prefix}.json is not there, so only the ids of the data set are checked, not "
-        "which tokenizer made them",
+        "which tokenizer made them, nor whether its documents were shuffled",
         stacklevel=2,
     )
-    chunks = data.chunks(step=max(GLANCE, len(data.tokens) // GLANCES), size=GLANCE)
-    check_highest_id(data, max(int(chunk.max()) for chunk in chunks), vocab_size)
+    step = max(GLANCE, len(data.tokens) // GLANCES)
+    chunks = (chunk for shard in data.shards for chunk in shard.chunks(step=step, size=GLANCE))
+    check_highest_id(data.prefix, max(int(chunk.max()) for chunk in chunks), vocab_size)

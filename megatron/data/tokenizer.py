@@ -3,8 +3,14 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.encoders import Encoder, build_encoder
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -21,9 +27,18 @@ class Tokenizer(Protocol):
     fingerprint: str
     """SHA-256, in hex, of the vocabulary and the merges: equal ids for every text."""
 
+    @property
+    def encoder(self) -> Encoder:
+        """What encodes; ValueError where the one that was chosen cannot be had."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def encode_arrays(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
+        """(the ids of all texts one after another, how many of them each text has)."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -36,8 +51,13 @@ class GPT2BPETokenizer:
 
     kind = "GPT2BPETokenizer"
 
-    def __init__(self, vocab_file: str | None, merge_file: str | None) -> None:
-        """Raises ValueError or OSError, naming the flag, for a file that is not as it should be."""
+    def __init__(
+        self, vocab_file: str | None, merge_file: str | None, encoder: str = "auto"
+    ) -> None:
+        """Raises ValueError or OSError, naming the flag, for a file that is not as it should be.
+
+        encoder: which library encodes; see encoders.py.
+        """
         import tokenizers
 
         vocabulary = _read_vocabulary(_given("--vocab-file", vocab_file))
@@ -55,12 +75,21 @@ class GPT2BPETokenizer:
         self._bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
         self._bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._bpe.decoder = tokenizers.decoders.ByteLevel()
+        self._choice = encoder
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """Made when it is first asked for: who decodes, or compares fingerprints, needs none."""
+        return build_encoder(self._choice, self._bpe)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._bpe.encode_batch_fast(list(texts))]
+        return self.encoder.lists(texts)
+
+    def encode_arrays(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
+        return self.encoder.arrays(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._bpe.decode(list(ids)))
@@ -69,11 +98,13 @@ class GPT2BPETokenizer:
 TOKENIZERS: dict[str, type[GPT2BPETokenizer]] = {GPT2BPETokenizer.kind: GPT2BPETokenizer}
 
 
-def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tokenizer:
+def build_tokenizer(
+    kind: str, vocab_file: str | None, merge_file: str | None, encoder: str = "auto"
+) -> Tokenizer:
     """The tokenizer of this kind; ValueError or OSError, naming the flag, where it cannot be."""
     if kind not in TOKENIZERS:
         raise ValueError(f"--tokenizer-type {kind} is unknown; known: {', '.join(TOKENIZERS)}")
-    return TOKENIZERS[kind](vocab_file, merge_file)
+    return TOKENIZERS[kind](vocab_file, merge_file, encoder)
 
 
 def _given(flag: str, file: str | None) -> Path:
@@ -111,7 +142,7 @@ def _read_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]
         if not line or line.startswith("#version"):
             continue
         left, _, right = line.partition(" ")
-        if not {left, right, left + right} <= vocabulary.keys():
+        if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
             raise ValueError(
                 f"--merge-file {file}, line {number}: {line!r} does not merge tokens of the "
                 "vocabulary; --vocab-file and --merge-file should belong together"

@@ -1,13 +1,14 @@
 """Checks of a data set on disk: against itself, against its sidecar, against a vocabulary."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.data.description import Description
+from megatron.data.description import Description, ShardFacts
 from megatron.data.files import sha256, with_suffix
-from megatron.data.indexed import CHUNK, IndexedDataset
+from megatron.data.indexed import CHUNK, IndexedDataset, IndexedShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +30,18 @@ def verify(prefix: str) -> Report:
     ids outside its vocabulary, or differs from its sidecar; FileNotFoundError where it is not.
     """
     data = IndexedDataset(prefix)
-    _check_sequences(data)
-    _check_documents(data)
+    for shard in data.shards:
+        _check_sequences(shard)
+        _check_documents(shard)
     description = Description.read(prefix)
-    if description is not None:
+    if description is None:
+        highest = max(_read_tokens(shard, with_checksum=False)[0] for shard in data.shards)
+    else:
         check_counts(data, description)
-        _check_sum(prefix, ".idx", sha256(with_suffix(prefix, ".idx")), description.idx_sha256)
-    highest, checksum = _read_tokens(data, with_checksum=description is not None)
-    if description is not None:
-        check_highest_id(data, highest, description.vocab_size)
-        _check_sum(prefix, ".bin", checksum, description.bin_sha256)
+        highest = max(
+            _check_content(shard, listed, description, f"{prefix}.json")
+            for shard, listed in zip(data.shards, _listed(description), strict=True)
+        )
     return Report(
         documents=len(data.documents) - 1,
         sequences=len(data.sizes),
@@ -49,65 +52,83 @@ def verify(prefix: str) -> Report:
 
 
 def check_counts(data: IndexedDataset, description: Description) -> None:
-    """ValueError where the data set and its sidecar differ in documents or tokens."""
-    found = {"documents": len(data.documents) - 1, "tokens": len(data.tokens)}
-    for name, count in found.items():
-        expected = getattr(description, name)
-        if count != expected:
-            raise ValueError(
-                f"{data.prefix} holds {count} {name}, but {data.prefix}.json says {expected}: the "
-                "files do not belong together; tools/preprocess_data.py makes them anew"
-            )
+    """ValueError where the data set, or a shard, and its sidecar differ in documents or tokens."""
+    for shard, listed in zip(data.shards, _listed(description), strict=True):
+        found = {"documents": len(shard.documents) - 1, "tokens": len(shard.tokens)}
+        for name, count in found.items():
+            expected = getattr(listed, name)
+            if count != expected:
+                raise ValueError(
+                    f"{shard.prefix} holds {count} {name}, but {data.prefix}.json says {expected}: "
+                    "the files do not belong together; tools/preprocess_data.py makes them anew"
+                )
 
 
-def check_highest_id(data: IndexedDataset, highest: int, vocab_size: int) -> None:
+def check_highest_id(prefix: str, highest: int, vocab_size: int) -> None:
     """ValueError where the highest id found is outside the vocabulary."""
     if highest >= vocab_size:
         raise ValueError(
-            f"{data.prefix}.bin holds the id {highest}, outside a vocabulary of {vocab_size}: it "
+            f"{prefix} holds the id {highest}, outside a vocabulary of {vocab_size}: it "
             "was made with another tokenizer, or is damaged; the --vocab-file and --merge-file "
             "that it was made with would work"
         )
 
 
-def _check_sequences(data: IndexedDataset) -> None:
+def _check_sequences(shard: IndexedShard) -> None:
     """That each sequence starts where the one before it ends."""
     expected = 0
-    for start in range(0, len(data.sizes), CHUNK):
-        sizes, pointers = (each[start : start + CHUNK] for each in (data.sizes, data.pointers))
+    for start in range(0, len(shard.sizes), CHUNK):
+        sizes, pointers = (each[start : start + CHUNK] for each in (shard.sizes, shard.pointers))
         if sizes.min() < 0 or pointers.min() < 0:
-            raise ValueError(f"{data.prefix}.idx is damaged: a size or pointer overflowed below 0")
-        ends = expected + np.cumsum(sizes, dtype=np.int64) * data.dtype.itemsize
+            raise ValueError(f"{shard.prefix}.idx is damaged: a size or pointer overflowed below 0")
+        ends = expected + np.cumsum(sizes, dtype=np.int64) * shard.dtype.itemsize
         wrong = np.flatnonzero(pointers != np.concatenate([[expected], ends[:-1]]))
         if len(wrong):
             raise ValueError(
-                f"{data.prefix}.idx is damaged: sequence {start + wrong[0]} does not start where "
+                f"{shard.prefix}.idx is damaged: sequence {start + wrong[0]} does not start where "
                 "the one before it ends; sequences are reordered or sizes wrong"
             )
         expected = int(ends[-1])
 
 
-def _check_documents(data: IndexedDataset) -> None:
-    for start in range(0, len(data.documents), CHUNK):
-        if np.any(np.diff(data.documents[start : start + CHUNK + 1]) < 0):
-            raise ValueError(f"{data.prefix}.idx is damaged: its documents are not in order")
+def _check_documents(shard: IndexedShard) -> None:
+    for start in range(0, len(shard.documents), CHUNK):
+        if np.any(np.diff(shard.documents[start : start + CHUNK + 1]) < 0):
+            raise ValueError(f"{shard.prefix}.idx is damaged: its documents are not in order")
 
 
-def _read_tokens(data: IndexedDataset, *, with_checksum: bool) -> tuple[int, str]:
-    """(highest id, SHA-256 of P.bin, or of nothing)."""
+def _listed(description: Description) -> Sequence[Description | ShardFacts]:
+    """What the sidecar says of each shard."""
+    return description.shards or [description]
+
+
+def _check_content(
+    shard: IndexedShard, listed: Description | ShardFacts, whole: Description, sidecar: str
+) -> int:
+    """The highest id, where the files are what the sidecar says."""
+    index = sha256(with_suffix(shard.prefix, ".idx"))
+    _check_sum(f"{shard.prefix}.idx", index, listed.idx_sha256, sidecar)
+    highest, binary = _read_tokens(shard, with_checksum=True)
+    check_highest_id(shard.prefix, highest, whole.vocab_size)
+    _check_sum(f"{shard.prefix}.bin", binary, listed.bin_sha256, sidecar)
+    return highest
+
+
+def _read_tokens(shard: IndexedShard, *, with_checksum: bool) -> tuple[int, str]:
+    """(highest id, SHA-256 of the .bin, or of nothing)."""
     lowest, highest, checksum = 0, 0, hashlib.sha256()
-    for chunk in data.chunks():
+    for chunk in shard.chunks():
         lowest, highest = min(lowest, int(chunk.min())), max(highest, int(chunk.max()))
         if with_checksum:
             checksum.update(chunk.data)
     if lowest < 0:
-        raise ValueError(f"{data.prefix}.bin is damaged: it holds the negative id {lowest}")
+        raise ValueError(f"{shard.prefix}.bin is damaged: it holds the negative id {lowest}")
     return highest, checksum.hexdigest()
 
 
-def _check_sum(prefix: str, suffix: str, found: str, expected: str) -> None:
+def _check_sum(file: str, found: str, expected: str, sidecar: str) -> None:
     if found != expected:
         raise ValueError(
-            f"{prefix}{suffix} has changed: its SHA-256 is {found}, but {prefix}.json says "
-            f"{expected}; tools/preprocess_data.py makes it anew"
+            f"{file} has changed: its SHA-256 is {found}, but {sidecar} says {expected}; "
+            "tools/preprocess_data.py makes it anew"
         )

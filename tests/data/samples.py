@@ -25,7 +25,12 @@ def write_tokenizer(folder: Path) -> tuple[str, str]:
 
 
 def write_data(
-    prefix: Path, documents: Sequence[Sequence[int]], *, vocab_size: int = 100, eod: int | None = 0
+    prefix: Path,
+    documents: Sequence[Sequence[int]],
+    *,
+    vocab_size: int = 100,
+    eod: int | None = 0,
+    shuffled: bool | None = True,
 ) -> Description:
     """A data set of these documents, whose tokenizer is called "test"."""
     dtype = token_dtype(vocab_size)
@@ -37,6 +42,7 @@ def write_data(
             tokenizer_fingerprint="f",
             vocab_size=vocab_size,
             eod=eod,
+            shuffled=shuffled,
         )
 
 

@@ -1,5 +1,6 @@
 """--data-path: what it names, and what does not fit together."""
 
+import json
 import warnings
 from fractions import Fraction
 from pathlib import Path
@@ -112,6 +113,29 @@ def test_without_sidecar_ids_from_end_to_end_are_looked_at(tmp_path: Path, place
         pytest.raises(ValueError, match="id 99, outside a vocabulary of 99"),
     ):
         open_corpus([str(tmp_path / "p")], None, 99)
+
+
+@pytest.mark.parametrize("shuffled", [None, False])
+def test_documents_that_were_not_shuffled_get_one_warning(
+    tmp_path: Path, prefix: str, shuffled: bool | None
+) -> None:
+    paths = [str(tmp_path / name) for name in ("q", "r")]
+    for path in paths:
+        write_data(Path(path), [[1, 0]], shuffled=shuffled)
+    with pytest.warns(UserWarning, match=r"tools.corpus.split") as caught:
+        open_corpus(["1", paths[0], "1", prefix, "1", paths[1]], PlainTokenizer())
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert message.startswith(f"{paths[0]}, {paths[1]}: documents are not known to be shuffled")
+    assert "\n" not in message
+
+
+def test_a_sidecar_from_before_shards_and_shuffling_is_read(prefix: str) -> None:
+    content = json.loads(Path(f"{prefix}.json").read_text())
+    del content["shards"], content["shuffled"]
+    Path(f"{prefix}.json").write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="not known to be shuffled"):
+        assert open_corpus([prefix], PlainTokenizer()).vocab_size == 100
 
 
 def test_end_marks_count_only_if_every_data_set_has_them(tmp_path: Path, prefix: str) -> None:

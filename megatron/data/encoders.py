@@ -1,0 +1,130 @@
+"""Libraries that turn text into the ids of a byte-level BPE: the reference and a faster one.
+
+`tokenizers` is the reference.  gigatoken encodes a hundred times faster; it is taken where it can
+be imported and gives the reference's ids on the probes, which are made of what encoders get wrong.
+Neither knows special tokens: text that spells the end mark is ordinary text.
+"""
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+CHOICES = ("auto", "gigatoken", "tokenizers")
+PROBES = (
+    "",
+    "the thing, in the inn; then The END.",
+    "it's we'll they've I'd you're I'm IT'S 's'S ' s \u017f '\u017f can''t",
+    "<|endoftext|>a<|endoftext|><|endoftext|> <|endoftext",
+    " ",
+    "a  b   c    \td \t\t e",
+    "\n\n\n a\n \n  b \n\n",
+    "lone \r and \r\n and \r\r\n\n\r",
+    "tail of blanks   \n  ",
+    "\x0b\x0c\x1c\x1f\x85\xa0\u1680\u2003\u2028\u2029\u202f\u3000x\u3000\u3000y",
+    "\u180e\u200b\ufeff\u2060 zero width",
+    "0 00 1234567 3.14 1e-5 \u0661\u0662 \u00b2\u00bd\u2167\u3007\u9fa5",
+    "e\u0301 a\u0308\u0323 \u0301 \u0e01\u0e33 \u0915\u094d\u0937\u093f \u1100\u1161\u11a8",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \u2764\ufe0f \U0001f600",
+    "\x00 \x00\x00a\x01\x7f\x80\x9f",
+    "\ue000\uf8ff \U000f0000\U0010fffd \ufffe\uffff\ufffd \U0010ffff",
+    "\u01c5\u1e9e\u0130\u0131\u00df \u03a3\u03c2 \u02b0\u00aa\u00ba",
+    "\u6f22\u5b57\u304b\u306a \ud55c\uae00 \u0627\u0644\u0639 \u05e2\u05d1 \u0440\u0443\u0441",
+    "_a_b __c__ a_1 #!? ... ---!!! (a)[b]{c} $1 \u20ac2 \u201cq\u201d \u2014 \u2026",
+    " " * 300 + "a" + "\n" * 300 + "b" + "\t" * 100,
+    "a" * 500 + "0" * 500 + "-" * 500 + "\u00e9" * 200,
+    "thethethe inin  thein" * 40,
+    "https://example.org/a_b?c=1&d=%20#e <p class='x'>&amp;</p> C:\\dir\\file.txt",
+)
+
+
+class Encoder(Protocol):
+    """Texts to ids, in the calling process alone."""
+
+    name: str
+    """As in CHOICES."""
+    said: str
+    """Which it is, and why, in a few words."""
+
+    def lists(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def arrays(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
+        """(the ids of all texts one after another, how many of them each text has)."""
+        ...
+
+
+class Reference:
+    """The `tokenizers` library."""
+
+    name = "tokenizers"
+
+    def __init__(self, bpe: Any, reason: str = "") -> None:
+        """bpe: a tokenizers.Tokenizer.  reason: why not a faster one, if there is a reason."""
+        self.said = f"tokenizers {version('tokenizers')}{f' ({reason})' if reason else ''}"
+        self._bpe = bpe
+
+    def lists(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._bpe.encode_batch_fast(list(texts))]
+
+    def arrays(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
+        documents = [np.array(ids, np.uint32) for ids in self.lists(texts)]
+        sizes = np.array([len(ids) for ids in documents], np.int32)
+        return np.concatenate(documents or [np.empty(0, np.uint32)]), sizes
+
+
+class Gigatoken:
+    """The gigatoken library, on the calling thread only."""
+
+    name = "gigatoken"
+
+    def __init__(self, bpe: Any) -> None:
+        """bpe: a tokenizers.Tokenizer of the same vocabulary.  ImportError without gigatoken."""
+        from gigatoken import Tokenizer
+
+        self.said = f"gigatoken {version('gigatoken')}"
+        self._bpe = Tokenizer.from_json(bpe.to_str())
+
+    def lists(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._bpe.encode_batch_list(list(texts), parallel=False)
+
+    def arrays(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
+        rows = self._bpe.encode_batch(list(texts), parallel=False).layout
+        offsets = np.asarray(rows.offsets.data)
+        ids = np.asarray(rows.content.data)[offsets[0] : offsets[-1]]
+        return ids, np.diff(offsets).astype(np.int32)
+
+
+def build_encoder(choice: str, bpe: Any) -> Encoder:
+    """The encoder of this name, or with "auto" the fastest whose ids are the reference's.
+
+    bpe: a tokenizers.Tokenizer.  ValueError, naming --encoder, for a choice that cannot be met.
+    """
+    if choice not in CHOICES:
+        raise ValueError(f"--encoder {choice} is unknown; known: {', '.join(CHOICES)}")
+    reference = Reference(bpe)
+    if choice == "tokenizers":
+        return reference
+    try:
+        fast = Gigatoken(bpe)
+        fault = find_difference(fast, reference)
+    except (ImportError, ValueError, RuntimeError) as error:
+        fault = f"gigatoken cannot be used: {error}"
+    if not fault:
+        return fast
+    if choice == "gigatoken":
+        raise ValueError(f"--encoder gigatoken: {fault}; --encoder tokenizers would work")
+    return Reference(bpe, fault)
+
+
+def find_difference(encoder: Encoder, reference: Encoder) -> str | None:
+    """The first probe for which the ids are not the reference's, None if there is no such."""
+    ids, sizes = encoder.arrays(PROBES)
+    stops = np.cumsum(sizes)
+    for text, expected, stop, size in zip(
+        PROBES, reference.lists(PROBES), stops, sizes, strict=True
+    ):
+        if ids[stop - size : stop].tolist() != expected:
+            return f"{encoder.name} gives other ids than {reference.name} for {text[:40]!r}"
+    return None

@@ -1,0 +1,193 @@
+"""What the workers of tools/preprocess_data.py do: units of JSON lines to tokens, tokens to shards.
+
+A unit is encoded into two files, its tokens and the size of each document; a shard is the units of
+some range of the input, one after another.  So all workers are busy whether there is one shard or
+many, and what is written does not depend on how many there are.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from tools.corpus.records import Count, Counts, Funnel, parse_line, source_of
+from tools.corpus.settings import StepSettings
+from tools.corpus.shards import WORK, Unit, placed, read_lines
+from tools.corpus.units import keep_rejected
+
+BATCH_DOCUMENTS, BATCH_BYTES = 500, 1 << 22  # that are encoded at a time, whichever comes first
+JOINED_TOKENS = 1 << 23  # that are held at a time while a shard is put together
+SMALLEST_UNIT, LARGEST_UNIT = 1 << 18, 1 << 25  # bytes
+UNITS = 64  # at least, if they do not become too small: work for all workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSettings(StepSettings):
+    """What decides the tokens: made of the flags of tools/preprocess_data.py."""
+
+    json_key: str
+    tokenizer_type: str
+    vocab_file: Path | None
+    merge_file: Path | None
+    fingerprint: str
+    """Of the tokenizer; with it come its vocab_size and its end mark."""
+    vocab_size: int
+    eod: int | None
+    """The mark that every document is to end with, if there is to be one."""
+    encoder: str
+    shard_bytes: int
+    """Of input, for one shard of output."""
+    shuffled: bool | None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """One for each process."""
+        files = self.vocab_file, self.merge_file
+        return load_tokenizer(self.tokenizer_type, *files, self.encoder)
+
+    def part(self, unit: str, suffix: str) -> Path:
+        """A file that holds what a unit was encoded to."""
+        return self.output / WORK / "parts" / f"{unit}{suffix}"
+
+    def staged(self, shard: int) -> str:
+        """Prefix of a shard before it is put in place."""
+        return str(self.output / WORK / "staged" / f"{shard:05}")
+
+
+def load_tokenizer(
+    kind: str, vocab_file: Path | None, merge_file: Path | None, encoder: str
+) -> Tokenizer:
+    """Made once in a process, whether the encoder is named or left to choose."""
+    tokenizer = _build(kind, vocab_file, merge_file, "auto")
+    if encoder in ("auto", tokenizer.encoder.name):
+        return tokenizer
+    return _build(kind, vocab_file, merge_file, encoder)
+
+
+@cache
+def _build(kind: str, vocab_file: Path | None, merge_file: Path | None, encoder: str) -> Tokenizer:
+    # A worker is one of --workers: the tokenizers library would take all cores for each.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    files = [str(file) if file else None for file in (vocab_file, merge_file)]
+    return build_tokenizer(kind, *files, encoder)
+
+
+class Passage(NamedTuple):
+    text: str
+    source: str
+    size: int
+    """Bytes of the text in UTF-8."""
+
+
+def unit_bytes(total: int, shard_bytes: int) -> int:
+    """How the input is cut: into UNITS or more, but none larger than a shard."""
+    return min(max(total // UNITS, SMALLEST_UNIT), LARGEST_UNIT, shard_bytes)
+
+
+def deal(units: Sequence[Unit], shard_bytes: int) -> list[list[Unit]]:
+    """The units of each shard: even shares of the input, of shard_bytes at most as units go."""
+    sizes = [unit.stop - unit.start for unit in units]
+    total = sum(sizes)
+    shards = -(-total // shard_bytes)
+    starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64).tolist()
+    numbered = zip((start * shards // total for start in starts), units, strict=True)
+    return [[unit for _, unit in group] for _, group in groupby(numbered, key=lambda pair: pair[0])]
+
+
+def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
+    """Write the tokens of the unit's documents and their sizes; keep the books."""
+    tokenizer, funnel = settings.tokenizer, Funnel()
+    dtype = token_dtype(settings.vocab_size)
+    with (
+        placed(settings.part(unit.name, ".tokens")) as tokens,
+        placed(settings.part(unit.name, ".sizes")) as sizes,
+    ):
+        for batch in _batches(_read_passages(unit, settings.json_key, funnel)):
+            ids, counts = tokenizer.encode_arrays([passage.text for passage in batch])
+            assert len(counts) == len(batch)
+            if settings.eod is not None:
+                ids, counts = np.insert(ids, np.cumsum(counts), settings.eod), counts + np.int32(1)
+            tokens.write(ids.astype(dtype))
+            sizes.write(counts)
+            for passage in batch:
+                _count(funnel.output, passage)
+    keep_rejected(settings, unit, funnel)
+    return {"funnel": funnel.to_json()}
+
+
+def _read_passages(unit: Unit, key: str, funnel: Funnel) -> Iterator[Passage]:
+    """The documents of a unit; lines without one are set aside in the funnel."""
+    for line in read_lines(unit):
+        try:
+            record = parse_line(line, key)
+        except ValueError as error:
+            funnel.set_aside(unit.file, line.offset, line.content, str(error))
+            continue
+        text = record[key]
+        size = len(text) if text.isascii() else len(text.encode())
+        passage = Passage(text, source_of(record), size)
+        _count(funnel.input, passage)
+        yield passage
+
+
+def _batches(passages: Iterator[Passage]) -> Iterator[list[Passage]]:
+    batch: list[Passage] = []
+    size = 0
+    for passage in passages:
+        batch.append(passage)
+        size += passage.size
+        if len(batch) == BATCH_DOCUMENTS or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _count(counts: Counts, passage: Passage) -> None:
+    counts.setdefault(passage.source, Count()).add(passage.size)
+
+
+def join_shard(
+    number: int, units: tuple[str, ...], settings: TokenSettings
+) -> dict[str, Any] | None:
+    """Put the parts of the units together; the shard's Description, None if it has no document."""
+    staged = settings.staged(number)
+    Path(staged).parent.mkdir(parents=True, exist_ok=True)
+    with IndexedDatasetWriter(staged, token_dtype(settings.vocab_size)) as writer:
+        for unit in units:
+            for tokens, sizes in _read_part(settings, unit, writer.dtype):
+                writer.add(tokens, sizes)
+        if not writer.documents:
+            return None
+        description = writer.commit(
+            tokenizer_type=settings.tokenizer_type,
+            tokenizer_fingerprint=settings.fingerprint,
+            vocab_size=settings.vocab_size,
+            eod=settings.eod,
+            shuffled=settings.shuffled,
+        )
+    return asdict(description)
+
+
+def _read_part(
+    settings: TokenSettings, unit: str, dtype: np.dtype[Any]
+) -> Iterator[tuple[NDArray[Any], NDArray[np.int32]]]:
+    """What a unit was encoded to, some documents at a time."""
+    sizes = np.fromfile(settings.part(unit, ".sizes"), np.int32)
+    if not len(sizes):
+        return
+    tokens = np.memmap(settings.part(unit, ".tokens"), dtype, "r")
+    stops = np.cumsum(sizes, dtype=np.int64)
+    cuts = np.searchsorted(stops, np.arange(0, stops[-1], JOINED_TOKENS), side="right")
+    bounds = np.unique([*cuts, len(sizes)]).tolist()
+    for first, last in pairwise(bounds):
+        start = int(stops[first - 1]) if first else 0
+        yield tokens[start : stops[last - 1]], sizes[first:last]
