@@ -1,5 +1,6 @@
 """Stages: run, reused, run again, failed; the report.  The commands here are small fakes."""
 
+import itertools
 import json
 import os
 import shlex
@@ -176,6 +177,22 @@ def test_another_number_of_cores_repeats_no_stage() -> None:
     assert fingerprints(2) == fingerprints(16)
 
 
+def test_the_corpus_goes_through_the_steps_and_each_reads_what_the_last_one_wrote() -> None:
+    clean = plan(SETTINGS, Processes(2, 1, 4, "cpu", 1), 2)[1]
+    assert [command.argv[2] for command in clean.commands] == [
+        f"tools.corpus.{step}" for step in ("clean", "dedup", "split")
+    ]
+    flags = [dict(zip(c.argv[3::2], c.argv[4::2], strict=True)) for c in clean.commands]
+    for before, after in itertools.pairwise(flags):
+        assert after["--input"] == before["--output"]
+    assert [str(output) for output in clean.outputs] == [
+        str(ROOT / each["--output"]) for each in flags
+    ]
+    tokenizer, preprocess = plan(SETTINGS, Processes(2, 1, 4, "cpu", 1), 2)[2:4]
+    for command in (*tokenizer.commands, *preprocess.commands):
+        assert flags[-1]["--output"] + "/train" in command.argv
+
+
 def data_set(folder: Path, sizes: list[int]) -> IndexedDataset:
     prefix = str(folder / "data")
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
@@ -222,7 +239,8 @@ def test_a_folder_with_tools_of_its_own_and_a_relative_corpus(tmp_path: Path) ->
         check=False,
     )
     assert ended.returncode == 1
-    assert "all 1 documents were dropped: 1 under 128 pieces" in ended.stderr
+    assert "stage clean failed" in ended.stderr
+    assert "1 under 128 pieces" in ended.stderr
     assert (tmp_path / "out" / "stages" / "corpus.json").exists()
 
 
@@ -269,13 +287,16 @@ def finished_run(out: Path) -> None:
         commands = [str(command) for command in stage.commands]
         stamp = {"seconds": 2.0, "commands": commands, "facts": stage.facts, "outputs": {}}
         stamp_file(out, stage.name).write_text(json.dumps(stamp))
-    count = {"documents": 9, "bytes": 12_345}
-    step = {"settings": {"unit": "pieces"}, "input": count, "output": count, "bad_lines": []}
-    step |= {"dropped": {"not <English>": count}, "sources": {}, "repaired_documents": 1}
-    step |= {"train": count, "heldout": count}
-    (out / "corpus").mkdir()
-    for name in ("harvest", "clean", "dedup", "split"):
-        (out / "corpus" / f"{name}.json").write_text(json.dumps(step))
+    count = {"documents": 9, "bytes": 12_345, "sources": {"a": {"documents": 9, "bytes": 12_345}}}
+    step = {"settings": {}, "input": count, "output": count, "shards": [{"name": "x"}]}
+    step |= {"dropped": {"not <English>": count}, "unit_of_length": "pieces", "repaired": 1}
+    step |= {"sides": {"train": count, "valid": count}}
+    for name in ("clean", "dedup", "split"):
+        (out / "corpus" / name).mkdir(parents=True)
+        (out / "corpus" / name / "manifest.json").write_text(json.dumps(step))
+    (out / "corpus" / "harvest.json").write_text(json.dumps(step))
+    bad = {"file": "raw.jsonl", "offset": 70, "reason": "not JSON"}
+    (out / "corpus" / "clean" / "rejected.jsonl").write_text(json.dumps(bad) + "\n")
     layout = {"tensor_parallel_size": 2, "data_parallel_size": 1}
     described = {"layout": layout, "parameters": 5_000_000, "device": "cpu", "torch": "2.13.0"}
     (out / "run.json").write_text(json.dumps(described))
@@ -333,8 +354,10 @@ def test_the_report_has_the_contracts_keys_and_opens_offline(tmp_path: Path) -> 
     assert "script" not in seen.tags
     assert "url(http" not in html
     assert "@import" not in html
+    assert "shards" not in facts["corpus"]["clean"]
     for text in (
         "not <English>: 9",
+        "raw.jsonl, byte 70: not JSON",
         "In order to <script>&",
         "torch.distributed.run",
         "25.0 %",

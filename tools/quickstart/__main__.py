@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import tyro
 
 from megatron.config.parse import user_errors
-from tools.corpus.jsonl import parse_line
+from tools.corpus.records import parse_record
+from tools.corpus.shards import DAMAGE, open_shard
 from tools.quickstart.plan import ROOT, Settings, choose_processes, count_gpus, plan
 from tools.quickstart.stages import StageError, own_folder, run_stages
 from tools.train_tokenizer import check_vocab_size
@@ -72,18 +73,21 @@ def check_corpus(path: Path) -> None:
     if not path.is_file():
         raise ValueError(f"corpus {path}: no such file; name a jsonl file")
     reason = "the file is empty"
-    with path.open("rb") as file:
-        for number in range(1, LINES_TRIED + 1):
-            line = file.readline(LONGEST_LINE)
-            if not line:
-                break
-            try:
-                parse_line(line)
-            except ValueError as error:
-                if reason == "the file is empty":
-                    reason = f"{path}:{number}: {error}"
-                continue
-            return
+    try:
+        with open_shard(path) as file:
+            for number in range(1, LINES_TRIED + 1):
+                line = file.readline(LONGEST_LINE)
+                if not line:
+                    break
+                try:
+                    parse_record(line)
+                except ValueError as error:
+                    if reason == "the file is empty":
+                        reason = f"{path}:{number}: {error}"
+                    continue
+                return
+    except DAMAGE as error:
+        reason = f"it is damaged ({error})"
     raise ValueError(
         f"corpus {path} has no document in its first lines: {reason}; each line has to be "
         '{"text": "..."}'

@@ -3,11 +3,12 @@
 from math import ceil
 from pathlib import Path
 
-from megatron.config.parse import parse
+import tyro
+
+from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.data.splits import split_documents
-from tools.corpus.jsonl import run
 from tools.quickstart.plan import SPLIT
 
 
@@ -41,4 +42,5 @@ def check_samples(data: IndexedDataset, seq_length: int) -> None:
 
 
 if __name__ == "__main__":
-    run(enough)
+    with user_errors({}):
+        tyro.cli(enough)

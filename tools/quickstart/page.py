@@ -1,38 +1,25 @@
 """The report as one HTML page that needs no other file."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any
+
+from tools.page import (
+    NONE,
+    decimal,
+    document,
+    duration,
+    percent,
+    row,
+    section,
+    table,
+    tiles,
+    whole,
+)
 
 Facts = dict[str, Any]
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1c1f23; --soft: #5d6570; --line: #d9dde2;
-  --paper: #fdfdfc; --card: #f4f5f3; --accent: #b4531a; --train: #3b6ea5; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e6e8; --soft: #9aa3ad; --line: #3a4149;
-  --paper: #15181b; --card: #1e2226; --accent: #eb9a5e; --train: #7fb0e0; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.2rem 4rem; max-width: 54rem; background: var(--paper);
-  color: var(--ink); font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .4rem; letter-spacing: -.01em; }
-h2 { font-size: 1.15rem; margin: 2.8rem 0 .7rem; padding-top: .9rem;
-  border-top: 1px solid var(--line); }
-p { margin: .4rem 0; } .soft { color: var(--soft); font-size: .9rem; }
-.tiles { display: grid; grid-template-columns: repeat(3, 1fr); gap: .7rem; margin: 1.5rem 0 0; }
-@media (max-width: 38rem) { .tiles { grid-template-columns: repeat(2, 1fr); } }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: 1rem 2rem;
-  align-items: start; }
-.tile { background: var(--card); border-radius: .5rem; padding: .8rem .9rem; }
-.tile b { display: block; font-size: 1.55rem; font-weight: 600; line-height: 1.2;
-  font-variant-numeric: tabular-nums; }
-.tile span { display: block; font-size: .82rem; }
-.tile .soft { font-size: .78rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .4rem .7rem; border-bottom: 1px solid var(--line);
-  vertical-align: top; white-space: nowrap; }
-th { font-weight: 500; font-size: .82rem; color: var(--soft); vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; }
 .funnel th:last-child, .funnel td:last-child { text-align: left; }
 .funnel td:first-child { white-space: normal; min-width: 9rem; }
 .funnel td:last-child { font-size: .88rem; color: var(--soft); white-space: normal;
@@ -43,13 +30,7 @@ svg { width: 100%; min-width: 32rem; height: auto; display: block; }
 blockquote { margin: .8rem 0; padding: .7rem .9rem; background: var(--card);
   border-left: 3px solid var(--accent); border-radius: 0 .4rem .4rem 0; white-space: pre-wrap;
   overflow-wrap: anywhere; font: .92rem/1.5 ui-serif, Georgia, serif; }
-pre { background: var(--card); border-radius: .4rem; padding: .7rem .9rem; margin: .4rem 0;
-  white-space: pre-wrap; overflow-wrap: anywhere;
-  font: .8rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
-h3 { font-size: .9rem; margin: 1.1rem 0 .2rem; }
 """
-
-NONE = "\N{EN DASH}"  # an empty cell
 
 # name in the funnel, title of its row
 STEPS = {
@@ -81,50 +62,30 @@ def page(facts: Facts, curve: str) -> str:
         ("Layout and throughput", layout(facts)),
         ("Commands", commands(facts["commands"])),
     ]
-    body = "".join(f"<section><h2>{title}</h2>{content}</section>" for title, content in sections)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>GPT-2 from raw text</title><style>{STYLE}</style></head>"
-        f"<body><h1>GPT-2 from raw text</h1>{headline(facts)}{body}</body></html>"
-    )
+    body = "".join(section(title, content) for title, content in sections)
+    return document("GPT-2 from raw text", STYLE, headline(facts) + body)
 
 
 def headline(facts: Facts) -> str:
     scores, training, corpus = facts["evaluation"], facts["training"], facts["corpus"]
     ours, bigram = scores["token_perplexity"], scores["bigram_perplexity"]
     verdict = "beats" if ours < bigram else "<b>does not beat</b>"
-    tiles = [
+    numbers = [
         (decimal(ours), "perplexity per token", f"bigram {decimal(bigram)}"),
         (decimal(scores["bits_per_byte"], 3), "bits per byte",
          f"xz -9 {decimal(scores['xz_bits_per_byte'], 3)}"),
         (percent(scores["cloze_accuracy"]), "last-word cloze", "every token the likeliest"),
         (whole(training["tokens_per_second"]), "tokens per second",
          f"{device(facts['layout'])}"),
-        (megabytes(corpus["split"]["train"]["bytes"]), "of training text",
-         f"{whole(corpus['split']['train']['documents'])} documents"),
+        (megabytes(corpus["split"]["sides"]["train"]["bytes"]), "of training text",
+         f"{whole(corpus['split']['sides']['train']['documents'])} documents"),
         (duration(sum(facts["seconds"].values())), "in all", f"{training['steps']} steps"),
     ]  # fmt: skip
-    cells = "".join(
-        f'<div class="tile"><b>{escape(number)}</b><span>{escape(name)}</span>'
-        f'<span class="soft">{escape(beside)}</span></div>'
-        for number, name, beside in tiles
-    )
     return (
         f"<p>On documents it has not seen, the trained model {verdict} a bigram model of the same "
         f"training tokens: perplexity {decimal(ours)} against {decimal(bigram)}.</p>"
-        f'<div class="tiles">{cells}</div>'
+        + tiles(numbers)
     )
-
-
-def table(head: Sequence[str], rows: Iterable[str], kind: str = "") -> str:
-    titles = "".join(f"<th>{title}</th>" for title in head)
-    return f'<div class="scroll {kind}"><table><tr>{titles}</tr>{"".join(rows)}</table></div>'
-
-
-def row(cells: Iterable[str], kind: str = "") -> str:
-    """A table row of texts, escaped here."""
-    return f'<tr class="{kind}">' + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>"
 
 
 def funnel(corpus: Facts) -> str:
@@ -140,10 +101,11 @@ def funnel(corpus: Facts) -> str:
             f"<td>{'<br>'.join(map(escape, remarks(name, step)))}</td></tr>"
         )
     head = ("step", "documents in", "out", "text in", "out", "why")
-    unit = corpus["clean"]["settings"]["unit"]
+    unit = corpus["clean"]["unit_of_length"]
     note = (
-        f"Lengths are counted in {unit}: there are no tokens before there is a tokenizer. Text is "
-        "counted in UTF-8 bytes, without the jsonl around it; ftfy's repairs change it a little."
+        f"Lengths are counted in {unit} of GPT-2's pre-tokenizer: there are no tokens before there "
+        "is a tokenizer. Text is counted in UTF-8 bytes, without the jsonl around it; ftfy's "
+        "repairs change it a little."
     )
     return table(head, rows, "funnel") + f'<p class="soft">{escape(note)}</p>'
 
@@ -154,15 +116,16 @@ def remarks(name: str, step: Facts) -> list[str]:
         f"{reason}: {whole(count['documents'])} ({megabytes(count['bytes'])})"
         for reason, count in step["dropped"].items()
     ]
-    lines += ["first: {file}:{line}: {reason}".format(**bad) for bad in step["bad_lines"][:1]]
+    lines += ["first: {file}, byte {offset}: {reason}".format(**bad) for bad in step["bad_lines"]]
     if name == "harvest":
-        lines += [f"{s}: {whole(count['documents'])}" for s, count in step["sources"].items()]
+        sources = step["output"]["sources"]
+        lines += [f"{source}: {whole(count['documents'])}" for source, count in sources.items()]
     if name == "clean":
-        lines.append(f"repaired by ftfy: {whole(step['repaired_documents'])}")
+        lines.append(f"repaired by ftfy: {whole(step['repaired'])}")
     if name == "split":
         lines += [
-            f"{part}: {whole(step[part]['documents'])} ({megabytes(step[part]['bytes'])})"
-            for part in ("train", "heldout")
+            f"{side}: {whole(count['documents'])} ({megabytes(count['bytes'])})"
+            for side, count in step["sides"].items()
         ]
     return lines
 
@@ -224,22 +187,5 @@ def shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def whole(number: float) -> str:
-    return f"{number:,.0f}"
-
-
-def decimal(number: float, places: int = 2) -> str:
-    return f"{number:,.{places}f}"
-
-
-def percent(share: float | None) -> str:
-    """None: nothing was asked."""
-    return NONE if share is None else f"{100 * share:.1f} %"
-
-
 def megabytes(number: int) -> str:
     return f"{number / 1e6:.2f} MB"
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"

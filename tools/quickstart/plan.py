@@ -19,6 +19,7 @@ PROMPTS = (
     "Permission is hereby granted",
 )
 NEW_TOKENS = 96
+TRAIN_TO_HELDOUT = "19:1"  # documents; a twentieth suffices to evaluate on
 SPLIT = "9,1,0"  # a small corpus needs the tenth, for one sample to validate on
 
 
@@ -95,23 +96,17 @@ def python(*arguments: str | Path, **environ: str) -> Command:
 def plan(settings: Settings, processes: Processes, cores: int) -> list[Stage]:
     """The stages from text to report, in order."""
     return [
-        *corpus_stages(settings),
+        *corpus_stages(settings, cores),
         *token_stages(settings, cores),
         pretrain_stage(settings, processes),
         *model_stages(settings, cores),
     ]
 
 
-def corpus_stages(settings: Settings) -> list[Stage]:
+def corpus_stages(settings: Settings, cores: int) -> list[Stage]:
     """corpus, clean (with dedup and split)."""
     folder = settings.out / "corpus"
     raw = settings.corpus or folder / "raw.jsonl"
-    steps = [
-        ("clean", raw, ["--output", folder / "clean.jsonl"]),
-        ("dedup", folder / "clean.jsonl", ["--output", folder / "unique.jsonl"]),
-        ("split", folder / "unique.jsonl",
-         ["--train", folder / "train.jsonl", "--heldout", folder / "heldout.jsonl"]),
-    ]  # fmt: skip
     harvest = Stage(
         name="corpus",
         commands=(
@@ -121,20 +116,31 @@ def corpus_stages(settings: Settings) -> list[Stage]:
         outputs=(raw, folder / "harvest.json"),
     )  # fmt: skip
     given = Stage(name="corpus", commands=(), inputs=(raw,))
+    steps = [("clean", raw, []), ("dedup", folder / "clean", []),
+             ("split", folder / "dedup", ["--ratio", TRAIN_TO_HELDOUT])]  # fmt: skip
     clean = Stage(
         name="clean",
         commands=tuple(
-            python("-m", f"tools.corpus.{step}", "--input", source, *target,
-                   "--report", folder / f"{step}.json")
-            for step, source, target in steps
+            on_all(python("-m", f"tools.corpus.{step}", "--input", source,
+                          "--output", folder / step, *more), cores)
+            for step, source, more in steps
         ),
-        outputs=tuple(
-            folder / name
-            for step, _, target in steps
-            for name in (*target[1::2], f"{step}.json")
-        ),
+        outputs=tuple(folder / step for step, _, _ in steps),
     )  # fmt: skip
     return [given if settings.corpus else harvest, clean]
+
+
+def on_all(command: Command, cores: int) -> Command:
+    return replace(command, tuning=("--workers", str(cores)))
+
+
+def training_text(settings: Settings) -> Path:
+    return settings.out / "corpus" / "split" / "train"
+
+
+def heldout_text(settings: Settings) -> Path:
+    """The first shard, of a corpus as small as this the only one."""
+    return settings.out / "corpus" / "split" / "valid"
 
 
 def vocabulary_flags(settings: Settings) -> list[str | Path]:
@@ -146,7 +152,7 @@ def vocabulary_flags(settings: Settings) -> list[str | Path]:
 
 def token_stages(settings: Settings, cores: int) -> list[Stage]:
     """tokenizer, preprocess."""
-    text, folder = settings.out / "corpus" / "train.jsonl", settings.out / "tokenizer"
+    text, folder = training_text(settings), settings.out / "tokenizer"
     train = Stage(
         name="tokenizer",
         commands=(
@@ -164,7 +170,7 @@ def token_stages(settings: Settings, cores: int) -> list[Stage]:
     )  # fmt: skip
     preprocess = Stage(
         name="preprocess",
-        commands=(replace(encode, tuning=("--workers", str(cores))),),
+        commands=(on_all(encode, cores),),
         outputs=(settings.out / "data",),
     )
     return [reuse if settings.vocab_file else train, preprocess]
@@ -209,7 +215,7 @@ def model_stages(settings: Settings, cores: int) -> list[Stage]:
     model = ["--load", out / "checkpoints", *vocabulary_flags(settings)]
     environ = {"OMP_NUM_THREADS": str(cores)}
     evaluate = python(
-        "tasks/main.py", "--task", "HELDOUT", *model, "--input", out / "corpus" / "heldout.jsonl",
+        "tasks/main.py", "--task", "HELDOUT", *model, "--input", heldout_text(settings),
         "--train-data", data_prefix(settings), "--output", out / "evaluation.json", **environ,
     )  # fmt: skip
     sample = python(

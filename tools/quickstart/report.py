@@ -8,11 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.corpus.jsonl import placed, run
+import tyro
+
+from megatron.config.parse import user_errors
+from tools.corpus.shards import MANIFEST, placed
 from tools.quickstart.page import page
 from tools.quickstart.stages import read_stamp
 
 STAGES = ("corpus", "clean", "tokenizer", "preprocess", "pretrain", "evaluate", "sample")
+CORPUS_STEPS = ("clean", "dedup", "split")
+LISTS = ("inputs", "shards", "versions")  # of a manifest
 Facts = dict[str, Any]
 
 
@@ -22,7 +27,7 @@ def report(out: Path) -> None:
     Args:
         out: the folder of a run of the quickstart.
     """
-    metrics = read_metrics(out / "metrics.jsonl")
+    metrics = read_lines(out / "metrics.jsonl")
     facts = gather(out, metrics)
     with placed(out / "report.json") as file:
         file.write(json.dumps(facts, indent=1).encode())
@@ -30,18 +35,19 @@ def report(out: Path) -> None:
         file.write(page(facts, loss_curve(metrics)).encode())
 
 
-def read_metrics(path: Path) -> list[Facts]:
+def read_lines(path: Path) -> list[Facts]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def gather(out: Path, metrics: Sequence[Facts]) -> Facts:
     """The numbers of the run by the names of the contract."""
     stamps = read_stamps(out)
-    harvested = bool(stamps["corpus"]["commands"])
-    steps = ("harvest", "clean", "dedup", "split")[0 if harvested else 1 :]
+    manifests = {step: out / "corpus" / step / MANIFEST for step in CORPUS_STEPS}
+    if stamps["corpus"]["commands"]:
+        manifests = {"harvest": out / "corpus" / "harvest.json", **manifests}
     described = read_json(out / "run.json")
     return {
-        "corpus": {step: read_json(out / "corpus" / f"{step}.json") for step in steps},
+        "corpus": {step: step_facts(manifest) for step, manifest in manifests.items()},
         "layout": {
             **stamps["pretrain"]["facts"],
             **{key: value for key, value in described.items() if key != "layout"},
@@ -53,6 +59,13 @@ def gather(out: Path, metrics: Sequence[Facts]) -> Facts:
         "samples": read_json(out / "samples.json"),
         "commands": {name: stamp["commands"] for name, stamp in stamps.items()},
     }
+
+
+def step_facts(manifest: Path) -> Facts:
+    """What a step's manifest says, without files and checksums, and the first line set aside."""
+    facts = {key: value for key, value in read_json(manifest).items() if key not in LISTS}
+    rejected = manifest.with_name("rejected.jsonl")
+    return {**facts, "bad_lines": read_lines(rejected)[:1] if rejected.exists() else []}
 
 
 def read_stamps(out: Path) -> dict[str, Facts]:
@@ -130,4 +143,5 @@ def in_page(svg: str) -> str:
 
 
 if __name__ == "__main__":
-    run(report)
+    with user_errors({}):
+        tyro.cli(report)

@@ -15,7 +15,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
-from tools.corpus.jsonl import placed
+from tools.corpus.shards import placed
 
 STAMPS = "stages"  # the folder of the stamps; its presence says that a folder is the quickstart's
 TAIL_BYTES = 64_000

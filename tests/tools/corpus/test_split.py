@@ -1,0 +1,239 @@
+"""Sides and order by keyed hashes of ids: the same whatever the sharding, workers and company."""
+
+import gzip
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
+from tools.corpus.manifest import known_checksums
+from tools.corpus.program import Unfinished
+from tools.corpus.settings import checksum
+from tools.corpus.shards import find_shards
+from tools.corpus.split import SIDES, Settings, place, run, smallest_share
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def records(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    draw = random.Random(seed)
+    return [
+        {"text": "word " * draw.randint(1, 60), "id": f"d{k}", "source": "ab"[k % 2]}
+        for k in range(count)
+    ]
+
+
+def split(folder: Path, *inputs: Path, **more: Any) -> Path:
+    output = folder / "out"
+    run(Settings(input=inputs, output=output, **{"workers": 1, "shard_size": "20KB", **more}))
+    return output
+
+
+def ids(folder: Path) -> list[str]:
+    return [record["id"] for record in read_jsonl(folder)]
+
+
+def test_nothing_is_lost_and_sides_do_not_overlap(tmp_path: Path) -> None:
+    out = split(tmp_path, write_jsonl(tmp_path / "in.jsonl", records(900)))
+    train, valid = read_jsonl(out / "train"), read_jsonl(out / "valid")
+    assert sorted(train + valid, key=lambda r: int(r["id"][1:])) == records(900)
+    assert len(valid) == pytest.approx(30, abs=20)
+    facts = manifest(out)
+    assert facts["sides"]["train"]["documents"] == len(train)
+    assert facts["sides"]["valid"]["bytes"] == sum(len(record["text"]) for record in valid)
+    assert facts["output"]["documents"] == facts["input"]["documents"] == 900
+
+
+def test_lines_pass_through_byte_for_byte(tmp_path: Path) -> None:
+    lines = [b'{ "text": "caf\\u00e9 \\/ 1e5",  "id": %d, "x": 1.50e3 }' % k for k in range(60)]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
+    out = split(tmp_path, tmp_path / "in.jsonl", ratio="1:1")
+    shards = [*find_shards([out / "train"]), *find_shards([out / "valid"])]
+    written = [line for shard in shards for line in shard.read_bytes().splitlines()]
+    assert sorted(written) == sorted(lines)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sharding_order_and_workers_change_no_byte(tmp_path: Path, workers: int) -> None:
+    documents = records(600)
+    one = split(tmp_path / "one", write_jsonl(tmp_path / "in.jsonl", documents))
+    random.Random(1).shuffle(documents)
+    files = [write_jsonl(tmp_path / "many" / f"{k}.jsonl", documents[k::7]) for k in range(7)]
+    packed = files[0].with_suffix(".jsonl.gz")
+    packed.write_bytes(gzip.compress(files[0].read_bytes()))
+    other = split(tmp_path / "two", packed, *files[1:], workers=workers, unit="5KB")
+    for side in SIDES:
+        assert content(one / side) == {
+            name: data for name, data in content(other / side).items() if name != "manifest.json"
+        } | {"manifest.json": (one / side / "manifest.json").read_bytes()}
+        shards = [manifest(each / side)["shards"] for each in (one, other)]
+        assert shards[0] == shards[1]
+
+
+def test_a_compressed_file_larger_than_memory_comes_in_several_runs(tmp_path: Path) -> None:
+    documents = write_jsonl(tmp_path / "in.jsonl", records(2000))
+    whole = split(tmp_path / "whole", documents)
+    packed = tmp_path / "in.jsonl.gz"
+    packed.write_bytes(gzip.compress(documents.read_bytes()))
+    output = tmp_path / "small"
+    settings = Settings(
+        input=(packed,), output=output, workers=1, shard_size="20KB", memory="200KB", shard="0/1"
+    )
+    with pytest.raises(Unfinished):
+        run(settings)
+    assert len(list((output / ".work" / "runs").glob("00000-*.lines"))) > 2
+    run(Settings(input=(packed,), output=output, workers=1, shard_size="20KB", memory="200KB"))
+    for side in SIDES:
+        assert read_jsonl(output / side) == read_jsonl(whole / side)
+
+
+def test_a_document_keeps_its_side_in_other_company(tmp_path: Path) -> None:
+    documents = records(400)
+    few = split(tmp_path / "few", write_jsonl(tmp_path / "few.jsonl", documents[:200]), ratio="3:1")
+    all_ = split(tmp_path / "all", write_jsonl(tmp_path / "all.jsonl", documents), ratio="3:1")
+    for side in SIDES:
+        there = ids(all_ / side)
+        assert ids(few / side) == [name for name in there if int(name[1:]) < 200]
+
+
+def test_a_document_without_id_goes_by_its_text(tmp_path: Path) -> None:
+    texts = [{"text": f"text {k}"} for k in range(100)]
+    doubled = write_jsonl(tmp_path / "in.jsonl", texts + texts)
+    out = split(tmp_path, doubled, ratio="1:1")
+    train, valid = ({record["text"] for record in read_jsonl(out / side)} for side in SIDES)
+    assert not train & valid
+    assert len(read_jsonl(out / "train")) == 2 * len(train)
+
+
+def test_the_shuffle_parts_neighbours_and_another_seed_shuffles_otherwise(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", records(1000))
+    orders = [ids(split(tmp_path / str(seed), source, seed=seed) / "train") for seed in (1, 2)]
+    for order in orders:
+        numbers = [int(name[1:]) for name in order]
+        near = sum(abs(a - b) <= 10 for a, b in itertools.pairwise(numbers))
+        assert near < 60  # 19 expected
+    assert orders[0] != orders[1]
+    assert set(orders[0]) != set(orders[1])
+
+
+def test_shards_are_even_and_of_the_size_that_was_asked(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", records(4000))
+    out = split(tmp_path, source, shard_size="100KB")
+    sizes = [shard["bytes"] for shard in manifest(out / "train")["shards"]]
+    assert len(sizes) == -(-sum(sizes) // 100_000)
+    assert max(sizes) < 1.3 * sum(sizes) / len(sizes)
+    assert manifest(out)["largest_shard_to_mean"]["train"] < 1.3
+
+
+def test_every_manifest_says_shuffled_and_lists_its_shards(tmp_path: Path) -> None:
+    out = split(tmp_path, write_jsonl(tmp_path / "in.jsonl", records(300)), compress="zstd")
+    for folder in (out, out / "train", out / "valid"):
+        facts = manifest(folder)
+        assert facts["shuffled"] is True
+        assert all(checksum(folder / s["name"]) == s["sha256"] for s in facts["shards"])
+    for side in SIDES:
+        names = [shard.name for shard in find_shards([out / side])]
+        assert sorted(known_checksums(out / side)) == names
+    assert not list(out.rglob(".work"))
+
+
+def test_a_side_that_is_not_whole_cannot_be_read(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", records(300))
+    with pytest.raises(Unfinished):
+        split(tmp_path, source, shard="0/1")
+    assert list((tmp_path / "out" / "train").glob("part-*"))
+    with pytest.raises(ValueError, match="has not finished"):
+        find_shards([tmp_path / "out" / "train"])
+
+
+def test_shards_of_a_run_on_other_input_that_was_cut_short_go(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", records(600))
+    with pytest.raises(Unfinished):
+        split(tmp_path, source, shard="0/1")
+    assert len(list((tmp_path / "out" / "train").glob("part-*"))) > 3
+    write_jsonl(source, records(200))
+    out = split(tmp_path, source)
+    assert len(list((out / "train").glob("part-*"))) <= 3
+    fresh = split(tmp_path / "fresh", source)
+    assert content(out) == content(fresh)
+
+
+def test_an_empty_side_is_refused_with_a_ratio_that_works(tmp_path: Path) -> None:
+    for name, ratio in (("valid", "500:1"), ("train", "1:500")):
+        source = write_jsonl(tmp_path / f"{name}.jsonl", records(7))
+        with pytest.raises(ValueError, match=f"--ratio {ratio} of 7 documents") as refused:
+            split(tmp_path / name, source, ratio=ratio)
+        advised = str(refused.value).split("--ratio ")[2].split(",")[0]
+        out = split(tmp_path / name, source, ratio=advised)
+        assert all(read_jsonl(out / side) for side in SIDES)
+    same = write_jsonl(tmp_path / "same.jsonl", [{"text": "a", "id": "x"}] * 2)
+    with pytest.raises(ValueError, match="2 documents of different ids"):
+        split(tmp_path / "same", same)
+
+
+@pytest.mark.parametrize("parts", [1, 33, 200, 250, 499, 500, 501, 900, 999])
+def test_the_ratio_that_is_advised_is_just_enough(parts: int) -> None:
+    above = Fraction(parts, 1000)
+    a, b = smallest_share(above)
+    assert Fraction(b, a + b) > above
+    assert a >= 1
+    assert parts >= 500 or Fraction(b, a + 1 + b) <= above
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"ratio": "29"}, "--ratio 29: two whole numbers such as 29:1"),
+        ({"ratio": "1:0"}, "--ratio 1:0"),
+        ({"shard_size": "many"}, "--shard-size many"),
+        ({"shard_size": "500MB"}, "--memory 1500MB would work"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(more: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(input=(Path("x"),), output=Path("y"), **more)
+
+
+def test_bad_lines_are_set_aside(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", records(200))
+    with source.open("ab") as file:
+        file.write(b'{"text": 5}\nnot json\n')
+    out = split(tmp_path, source)
+    assert manifest(out)["dropped"]["bad line"]["documents"] == 2
+    assert len(read_jsonl(out / "rejected.jsonl")) == 2
+
+
+def test_kill_9_and_the_same_command_again(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", records(20_000))
+    whole = split(tmp_path / "whole", source, shard_size="20KB")
+    command = [sys.executable, "-m", "tools.corpus.split", "--input", str(source), "--output",
+               str(tmp_path / "out"), "--shard-size", "20KB", "--workers", "1"]  # fmt: skip
+    killed = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    while not list((tmp_path / "out" / "train").glob("part-*.jsonl")):
+        assert killed.poll() is None
+        time.sleep(0.002)
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert content(tmp_path / "out") == content(whole)
+
+
+def test_places_are_fair_and_known() -> None:
+    settings = Settings(input=(Path("x"),), output=Path("y"))
+    places = [place(settings, str(k)) for k in range(30_000)]
+    assert sum(each.side for each in places) == pytest.approx(1000, abs=120)
+    halves = sum((each.key & (2**63 - 1)) < 2**62 for each in places)
+    assert halves == pytest.approx(15_000, abs=400)
+    assert place(settings, "0") == places[0]
+    assert json.dumps(places[0][:2]) == json.dumps(place(settings, "0")[:2])

@@ -1,0 +1,213 @@
+"""A whole run described in one TOML file: which steps, with which flags, in which folders.
+
+The head holds `output`, `input` (files that need no extraction) and flags that all steps share;
+each step that has a table runs, with the keys of the table as its flags, in the order of STEPS:
+
+    output = "runs/corpus"
+    workers = 8
+    [extract.wikipedia]
+    input = ["dumps/wikipedia"]
+    format = "wikiextractor"
+    [dedup]
+    jaccard = 0.7
+
+A step reads what the one before it wrote and writes into OUTPUT/STEP.  Paths are as in a command:
+from the folder that it is given in.
+"""
+
+import contextlib
+import difflib
+import importlib
+import io
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+STEPS = {
+    "extract": "tools.corpus.extract",
+    "clean": "tools.corpus.clean",
+    "decontaminate": "tools.corpus.decontaminate",
+    "dedup": "tools.corpus.dedup",
+    "split": "tools.corpus.split",
+    "tokenise": "tools.preprocess_data",
+    "report": "tools.corpus.report",
+}
+COMMON = ("workers", "scheduler", "memory", "compress", "unit")
+"""Flags of the head, given to the steps that have them."""
+NOT_OF_THE_FILE = {"output", "shard", "overwrite"}
+
+Table = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One step on one input."""
+
+    name: str
+    """That of its table, dedup or extract.wikipedia; of tokenise also the side."""
+    step: str
+    settings: Any
+    output: Path
+
+    def run(self) -> None:
+        importlib.import_module(STEPS[self.step]).run(self.settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """The content of a file, or what stands for one."""
+
+    origin: str
+    """What to call it in messages."""
+    head: Table
+    tables: Mapping[str, Table]
+
+    def jobs(self, flags: Table) -> list[Job]:
+        """What is to be done, in order.  flags: of steps, which win over the file's.
+
+        ValueError, naming the file and the key, for what the steps would not take.
+        """
+        output = Path(self.head["output"])
+        inputs = [*map(Path, self.head.get("input", []))]
+        jobs: list[Job] = []
+        for step in STEPS:
+            if step not in self.tables:
+                continue
+            made = self._of_step(step, inputs, output, jobs, flags)
+            if step == "extract":
+                inputs += [job.output for job in made]
+            elif step == "split":
+                inputs = [output / step / side for side in ("train", "valid")]
+            elif step not in ("tokenise", "report"):
+                inputs = [job.output for job in made]
+            jobs += made
+        return jobs
+
+    def _of_step(
+        self, step: str, inputs: list[Path], output: Path, before: Sequence[Job], flags: Table
+    ) -> list[Job]:
+        table, folder = self.tables[step], output / step
+        if step == "extract":
+            return [
+                self._job(f"{step}.{name}", each, None, folder / name, flags)
+                for name, each in table.items()
+            ]
+        if step == "report":
+            folders = [job.output for job in before]
+            return [self._job(step, table, folders, output / "report.html", flags)]
+        if step == "tokenise" and "split" in self.tables:
+            return [
+                self._job(f"{step}.{side.name}", table, [side], folder / side.name, flags)
+                for side in inputs
+            ]
+        return [self._job(step, table, inputs, folder, flags)]
+
+    def _job(
+        self, name: str, table: Table, inputs: list[Path] | None, output: Path, flags: Table
+    ) -> Job:
+        """inputs: None where the table names them."""
+        step = name.partition(".")[0]
+        where = f"{self.origin}: [{name if inputs is None else step}]"
+        kind = importlib.import_module(STEPS[step]).Settings
+        known = {field.name for field in fields(kind)}
+        check_table(table, known, step, where, reads_raw=inputs is None)
+        common = {key: value for key, value in self.head.items() if key in known & set(COMMON)}
+        last = {key: value for key, value in flags.items() if key in known}
+        given = {"output": output} if inputs is None else {"input": inputs, "output": output}
+        argv = arguments({**given, **common, **table, **last})
+        return Job(name=name, step=step, settings=parse(kind, argv, where), output=output)
+
+
+def check_table(table: Table, known: set[str], step: str, where: str, *, reads_raw: bool) -> None:
+    """ValueError for a key that is none of the step's, or not the file's to say."""
+    own = NOT_OF_THE_FILE if reads_raw else NOT_OF_THE_FILE | {"input"}
+    for key, value in table.items():
+        if key in own:
+            raise ValueError(f"{where} {key}: `run` sets it; take it out")
+        check_key(where, key, known, f"python -m {STEPS[step]} --help")
+        if isinstance(value, Mapping):
+            raise ValueError(f"{where} {key}: a table in a table is no flag")
+    if reads_raw and not table.get("input"):
+        raise ValueError(f'{where} needs input = ["FILE OR FOLDER"]')
+
+
+def read_description(file: Path) -> Description:
+    """Raises ValueError, naming the file and the key, for what is no description of a run."""
+    try:
+        content = tomllib.loads(file.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{file}: no TOML ({error})") from None
+    except FileNotFoundError:
+        raise ValueError(f"{file}: no such file; scripts/corpus/small.toml is one") from None
+    tables = {key: value for key, value in content.items() if isinstance(value, dict)}
+    head = {key: value for key, value in content.items() if key not in tables}
+    return describe(str(file), head, tables)
+
+
+def describe(origin: str, head: Table, tables: Mapping[str, Table]) -> Description:
+    for key in head:
+        check_key(f"{origin}: the head:", key, {"input", "output", *COMMON}, "the head's keys")
+    for name in tables:
+        check_key(f"{origin}: the tables:", name, set(STEPS), "python -m tools.corpus")
+    if "output" not in head:
+        raise ValueError(f'{origin}: the head needs output = "FOLDER"')
+    if not isinstance(head.get("input", []), list):
+        raise ValueError(f'{origin}: input: a list such as ["raw.jsonl"] would work')
+    extracts = tables.get("extract", {})
+    for name, table in extracts.items():
+        if not isinstance(table, Mapping):
+            raise ValueError(
+                f"{origin}: [extract] {name}: a table for each source, such as "
+                "[extract.wikipedia], would work"
+            )
+    if not head.get("input") and not extracts:
+        raise ValueError(
+            f'{origin}: nothing to read; input = ["raw.jsonl"] at the head, or a table '
+            "[extract.NAME], would work"
+        )
+    if not tables:
+        raise ValueError(f"{origin}: no step; a table such as [dedup] would be one")
+    return Description(origin=origin, head=head, tables=tables)
+
+
+def check_key(where: str, key: str, known: set[str], listing: str) -> None:
+    if key in known:
+        return
+    close = difflib.get_close_matches(key, known, 1)
+    meant = f"did you mean {close[0]}?" if close else f"{listing} lists what there is"
+    raise ValueError(f"{where} {key} is unknown; {meant}")
+
+
+def arguments(table: Table) -> list[str]:
+    """As typed in a command: workers = 2 becomes --workers 2, overwrite = false --no-overwrite."""
+    words: list[str] = []
+    for key, value in table.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        else:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def parse(kind: type[Any], argv: Sequence[str], where: str) -> Any:
+    """The settings that the step's own parser makes of its flags.  ValueError with its reason."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, args=argv)
+    except SystemExit:
+        raise ValueError(f"{where} {reason(said.getvalue())}") from None
+
+
+def reason(box: str) -> str:
+    """What tyro says, without the frame that it draws and without the help after it."""
+    lines = [line.strip("│ ") for line in box.splitlines()[1:]]
+    end = next((k for k, line in enumerate(lines) if line.startswith(("─", "╰"))), len(lines))
+    return " ".join(lines[:end])

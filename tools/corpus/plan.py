@@ -1,0 +1,224 @@
+"""What a run takes in documents, disk, memory and time, estimated from a sample.
+
+A sample of the input goes through the steps themselves, in a temporary folder and with the run's
+settings; what they count and take there is scaled up.  Where disk or memory cannot fit, the command
+ends with status 2 and names the step.
+
+One thing no such sample can tell: of near-duplicates, which are pairs, a share p of the documents
+holds the share p * p.  What dedup leaves is estimated as if it removed no more than it does there.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from tools.corpus.estimate import (
+    WARM_UP,
+    Estimate,
+    estimate,
+    raw_inputs,
+    take_sample,
+    total_sizes,
+)
+from tools.corpus.pipeline import Description, Job, describe, read_description
+from tools.corpus.program import program, say
+from tools.corpus.settings import parse_size
+from tools.corpus.shards import MANIFEST, placed
+
+DEFAULT_STEPS = ("clean", "dedup", "split")
+UNPLANNED = ("report",)  # takes next to nothing
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    config: Annotated[Path | None, tyro.conf.Positional] = None
+    """TOML file of a run (python -m tools.corpus run); without it --input and --output."""
+
+    input: tuple[Path, ...] = ()
+    """Files of JSON lines, or folders of them, to clean, de-duplicate and split."""
+
+    output: Path | None = None
+    """Folder that the run would fill."""
+
+    workers: int | None = None
+    """Processes of every step, whatever the file says."""
+
+    sample: str = "8MB"
+    """How much of the input to try."""
+
+    seed: int = 1234
+    """Another seed draws another sample."""
+
+    allow_overcommit: bool = False
+    """Only warn where it cannot fit."""
+
+    def __post_init__(self) -> None:
+        given = bool(self.input), self.output is not None
+        if given != ((False, False) if self.config else (True, True)):
+            raise ValueError("either a TOML file, or --input and --output, would work")
+        self.sample_bytes  # noqa: B018, the property checks what it reads
+
+    @property
+    def sample_bytes(self) -> int:
+        return parse_size("--sample", self.sample)
+
+
+def run(settings: Settings) -> None:
+    if settings.config is not None:
+        description = read_description(settings.config)
+    else:
+        head = {"input": list(map(str, settings.input)), "output": str(settings.output)}
+        description = describe("the command", head, {step: {} for step in DEFAULT_STEPS})
+    flags = {} if settings.workers is None else {"workers": settings.workers}
+    check(description, description.jobs(flags), flags, settings)
+
+
+def check(
+    description: Description, jobs: Sequence[Job], flags: Mapping[str, Any], settings: Settings
+) -> None:
+    """Estimate, print, write OUTPUT/plan.json; ValueError where what is not done cannot fit."""
+    jobs = [job for job in jobs if job.step not in UNPLANNED]
+    left = [job for job in jobs if not (job.output / MANIFEST).exists()]
+    if not left:
+        return
+    estimates = make_plan(description, jobs, flags, settings)
+    print_plan(estimates)
+    faults = list(find_faults(left, estimates, Path(description.head["output"])))
+    if faults and not settings.allow_overcommit:
+        raise ValueError("; ".join([*faults, "--allow-overcommit would go on all the same"]))
+    for fault in faults:
+        say(f"warning: {fault}")
+
+
+def make_plan(
+    description: Description, jobs: Sequence[Job], flags: Mapping[str, Any], settings: Settings
+) -> list[Estimate]:
+    """That of OUTPUT/plan.json where it was made for the same."""
+    file = Path(description.head["output"]) / "plan.json"
+    raw = raw_inputs(description, jobs)
+    sizes = total_sizes(raw)
+    if not sum(sizes.values()):
+        raise ValueError(f"{description.origin}: the input is empty")
+    facts = [sizes, settings.sample_bytes, settings.seed, [job.settings for job in jobs]]
+    fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
+    if file.exists():
+        kept = json.loads(file.read_bytes())
+        if kept["fingerprint"] == fingerprint:
+            return [Estimate(**each) for each in kept["steps"]]
+    say(f"plan: {amount(settings.sample_bytes)} of {amount(sum(sizes.values()))} as a sample")
+    with tempfile.TemporaryDirectory(prefix="corpus-plan-") as folder:
+        warm, real = (
+            take_sample(description, raw, sizes, settings.sample_bytes // part, seed, Path(at))
+            for part, seed, at in (
+                (WARM_UP, settings.seed + 1, f"{folder}/warm"),
+                (1, settings.seed, f"{folder}/real"),
+            )
+        )
+        estimates = list(estimate(jobs, (warm, real), flags))
+    content = {
+        "fingerprint": fingerprint,
+        "input_bytes": sizes,
+        "sample_bytes": settings.sample_bytes,
+        "seed": settings.seed,
+        "steps": [asdict(each) for each in estimates],
+    }
+    with placed(file) as stream:
+        stream.write(json.dumps(content, indent=1).encode() + b"\n")
+    return estimates
+
+
+def find_faults(left: Sequence[Job], estimates: Sequence[Estimate], output: Path) -> list[str]:
+    """Why it cannot fit, by step.  left: the jobs that are not done."""
+    by_name = {each.name: each for each in estimates}
+    disk, memory = free_disk(output), free_memory()
+    faults, used = [], 0
+    for job in left:
+        each = by_name[job.name]
+        need = used + each.disk + each.temporary
+        used += each.disk
+        if need > disk:
+            faults.append(
+                f"{job.name}: {amount(need)} of disk are needed in {output} with what the steps "
+                f"before it write, and {amount(disk)} are free"
+            )
+        if each.memory > memory and job.settings.scheduler == "local":
+            one = each.memory / job.settings.workers
+            faults.append(
+                f"{job.name}: {amount(each.memory)} of memory are needed, and {amount(memory)} "
+                f"are free; --workers {max(1, int(memory / one))} or a smaller --memory would work"
+            )
+    return faults
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes where the folder is, or will be."""
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(place).free
+
+
+def free_memory() -> int:
+    """Bytes that this machine, or the group of processes that this one is in, has left."""
+    lines = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    limit = CGROUP.read_text().strip() if CGROUP.exists() else "max"
+    return available if limit == "max" else min(available, int(limit))
+
+
+COLUMNS = ("step", "documents in", "out", "text out", "disk", "temporary", "memory",
+           "core time", "time")  # fmt: skip
+
+
+def print_plan(estimates: Sequence[Estimate]) -> None:
+    rows = [COLUMNS, *map(row, estimates)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        name, *numbers = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        print("  ".join([name.strip().ljust(widths[0]), *numbers]))
+    for each in estimates:
+        if each.note:
+            print(f"{each.name}: {each.note}")
+    print(
+        f"in all: {amount(sum(e.disk for e in estimates))} of disk when all is done, "
+        f"{duration(sum(e.core_seconds for e in estimates))} of one core, "
+        f"{duration(sum(e.seconds for e in estimates))} by the clock"
+    )
+
+
+def row(each: Estimate) -> tuple[str, ...]:
+    if each.note.startswith("not estimated"):
+        return (each.name, *["?"] * (len(COLUMNS) - 1))
+    return (
+        each.name,
+        f"{each.documents_in:,}",
+        f"{each.documents_out:,}",
+        *map(amount, (each.text_out, each.disk, each.temporary, each.memory)),
+        *map(duration, (each.core_seconds, each.seconds)),
+    )
+
+
+def amount(size: float) -> str:
+    """Bytes in the largest unit that leaves a whole."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.0f} h"
+
+
+if __name__ == "__main__":
+    program("tools.corpus.plan")
