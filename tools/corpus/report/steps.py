@@ -1,0 +1,217 @@
+"""What the report reads: the manifests of the steps, and how each source went through them."""
+
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools.corpus.program import say
+from tools.corpus.records import Count, Counts, Funnel, documents
+from tools.corpus.shards import MANIFEST, WORK
+
+Facts = dict[str, Any]
+ORDER = ("urls", "extract", "clean", "decontaminate", "dedup", "split", "tokenise")
+NEEDED = {"step", "settings", "input", "output", "dropped", "pieces"}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The output folder of a step."""
+
+    path: Path
+    manifest: Facts
+    run: Facts | None
+    """run.json: what the run took; None where it is not there."""
+
+    @property
+    def step(self) -> str:
+        return str(self.manifest["step"])
+
+    @property
+    def shards(self) -> list[Facts]:
+        return list(self.manifest.get("shards", []))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the pipeline; several folders where it was run on parts of the corpus."""
+
+    name: str
+    folders: tuple[Folder, ...]
+
+    @functools.cached_property
+    def funnel(self) -> Funnel:
+        """Of all folders together."""
+        total = Funnel()
+        for folder in self.folders:
+            total.add(Funnel.from_json(folder.manifest))
+        return total
+
+    def find(self, key: str) -> Any | None:
+        """A key that is the step's own, from the first folder that has it."""
+        return next((f.manifest[key] for f in self.folders if key in f.manifest), None)
+
+
+class Steps(tuple[Step, ...]):
+    """The pipeline, in order."""
+
+    @property
+    def folders(self) -> list[Folder]:
+        return [folder for step in self for folder in step.folders]
+
+    def find(self, key: str) -> Any | None:
+        """A key that only one step writes into its manifest."""
+        return next((found for step in self if (found := step.find(key)) is not None), None)
+
+
+def read_steps(paths: Sequence[Path]) -> Steps:
+    """ValueError, naming --input, where a path is no output of a step nor holds one."""
+    folders = [folder for path in paths for folder in find_folders(path)]
+    if not folders:
+        raise ValueError("--input names no folder; the output folders of the steps would work")
+    seen: set[Path] = set()
+    for folder in folders:
+        if folder.path.resolve() in seen:
+            raise ValueError(f"--input {folder.path}: given twice; once would work")
+        seen.add(folder.path.resolve())
+    return Steps(join_parts(folders))
+
+
+def find_folders(path: Path) -> list[Folder]:
+    """The path itself, or the steps in it in the order of the pipeline."""
+    if not path.is_dir():
+        raise ValueError(f"--input {path}: no such folder; the output folder of a step would work")
+    if (path / MANIFEST).exists():
+        return [read_folder(path)]
+    if (path / WORK).exists():
+        raise ValueError(
+            f"--input {path}: the step that writes it has not finished; its command again would "
+            "finish it"
+        )
+    inside = sorted(_steps_in(path, 2), key=_place)
+    if not inside:
+        raise ValueError(
+            f"--input {path} holds no {MANIFEST}, nor does a folder in it; the output folder of a "
+            "step, or a folder of several, would work"
+        )
+    return inside
+
+
+def _steps_in(path: Path, depth: int) -> Iterator[Folder]:
+    """A run keeps a folder for each step, or folders of those it ran on parts of the corpus."""
+    for folder in sorted(each for each in path.iterdir() if each.is_dir()):
+        manifest = folder / MANIFEST
+        if manifest.exists() and _read_json(manifest).keys() >= NEEDED:
+            yield read_folder(folder)
+        elif (folder / WORK).exists() and not manifest.exists():
+            say(f"warning: {folder} is left out, its step has not finished")
+        elif depth > 1:
+            yield from _steps_in(folder, depth - 1)
+
+
+def _place(folder: Folder) -> tuple[int, str]:
+    known = folder.step in ORDER
+    return (ORDER.index(folder.step) if known else len(ORDER), str(folder.path))
+
+
+def read_folder(path: Path) -> Folder:
+    manifest = _read_json(path / MANIFEST)
+    missing = sorted(NEEDED - manifest.keys())
+    if missing:
+        raise ValueError(
+            f"--input {path}: its {MANIFEST} has no {missing[0]!r}, so that it is not of a step "
+            "of tools/corpus; the output folder of one would work"
+        )
+    run = path / "run.json"
+    return Folder(path, manifest, _read_json(run) if run.exists() else None)
+
+
+def _read_json(file: Path) -> Facts:
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"{file} is no JSON ({error}); the step run again would write it"
+        ) from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object; the step run again would write it")
+    return content
+
+
+def join_parts(folders: Sequence[Folder]) -> Iterator[Step]:
+    """One step of neighbours that ran the same on parts, not of one that read the other."""
+    parts: list[Folder] = []
+    for folder in folders:
+        if parts and (folder.step != parts[0].step or _reads(folder, parts)):
+            yield Step(parts[0].step, tuple(parts))
+            parts = []
+        parts.append(folder)
+    if parts:
+        yield Step(parts[0].step, tuple(parts))
+
+
+def _reads(folder: Folder, others: Sequence[Folder]) -> bool:
+    """Whether the folder was made from a shard of the others."""
+    written = {shard["sha256"] for other in others for shard in other.shards}
+    return any(file["sha256"] in written for file in folder.manifest.get("inputs", []))
+
+
+class Loss(NamedTuple):
+    """What a step took away from the corpus."""
+
+    reason: str
+    documents: int | None
+    """None where text was lost within documents."""
+    bytes: int
+
+
+class Passage(NamedTuple):
+    """The whole corpus around a step: sources that the step did not read pass it by."""
+
+    step: Step
+    funnel: Funnel
+    before: Counts
+    after: Counts
+    losses: list[Loss]
+
+
+def follow(steps: Steps) -> list[Passage]:
+    """The corpus through all steps; a source is there from the start, wherever it is first seen."""
+    corpus: Counts = {}
+    written: set[str] = set()
+    for step in steps:
+        for source in step.funnel.input.keys() - written:
+            corpus.setdefault(source, step.funnel.input[source])
+        written |= step.funnel.output.keys()
+    passages = []
+    for step in steps:
+        before, funnel = dict(corpus), step.funnel
+        for source in {**funnel.input, **funnel.output}:
+            corpus[source] = funnel.output.get(source, Count())
+        passages.append(Passage(step, funnel, before, dict(corpus), find_losses(funnel, before)))
+    return passages
+
+
+def find_losses(funnel: Funnel, before: Counts) -> list[Loss]:
+    """By reason, the largest first; then what was lost without being dropped."""
+    losses = [
+        Loss(reason, documents(counts), text_bytes(counts))
+        for reason, counts in funnel.dropped.items()
+    ]
+    losses.sort(key=lambda loss: (-loss.bytes, loss.reason))
+    changed = text_bytes(funnel.input) - sum(loss.bytes for loss in losses)
+    changed -= text_bytes(funnel.output)
+    if changed > 0:
+        losses.append(Loss("cut or repaired within documents", None, changed))
+    offered = {source: before.get(source, Count()) for source in funnel.input}
+    unread = documents(offered) - documents(funnel.input)
+    if unread > 0:
+        left = text_bytes(offered) - text_bytes(funnel.input)
+        losses.append(Loss("not given to this step", unread, left))
+    return losses
+
+
+def text_bytes(counts: Counts) -> int:
+    return sum(count.bytes for count in counts.values())
