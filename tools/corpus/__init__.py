@@ -1,4 +1,7 @@
-"""The corpus of the paper's section 4.1, a step a file: extract, clean, decontaminate, dedup, split.
+"""The corpus of the paper's section 4.1, one step a file.
+
+Dumps become records (extract), text is cleaned, evaluation text taken out (decontaminate),
+near-duplicates removed (dedup), and what is left split and shuffled.
 
 A step reads shards of JSON lines and fills a folder with more of them, and with a manifest that
 accounts for every document.  `python -m tools.corpus run FILE` performs them all.

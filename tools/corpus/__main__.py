@@ -64,7 +64,10 @@ def run(settings: Settings) -> None:
     jobs = jobs_until(description.jobs(settings.flags), settings.until)
     if settings.plan:
         wanted = plan.Settings(config=settings.config, allow_overcommit=settings.allow_overcommit)
-        plan.check(description, jobs, settings.flags, wanted)
+        removal = plan.check(description, jobs, settings.flags, wanted)
+        if removal is not None and "expected_removal" not in description.tables.get("dedup", {}):
+            flags = {**settings.flags, "expected_removal": removal}
+            jobs = jobs_until(description.jobs(flags), settings.until)
     for number, job in enumerate(jobs, start=1):
         say(f"[{number}/{len(jobs)}] {job.name}")
         try:

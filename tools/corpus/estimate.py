@@ -41,6 +41,8 @@ class Estimate:
     core_seconds: float = 0
     seconds: float = 0
     """By the clock, all workers at work."""
+    removal: float | None = None
+    """Of dedup: the share of the documents that it will hardly exceed; None if that is not told."""
     note: str = ""
 
 
@@ -147,8 +149,20 @@ def scale(job: Job, facts: Mapping[str, Any], factor: float, bytes_in: float) ->
         memory=busy * held,
         core_seconds=core_seconds,
         seconds=core_seconds / busy,
-        note="removal not estimated: a sample holds too few pairs" if job.step == "dedup" else "",
+        removal=removal(facts, factor) if job.step == "dedup" else None,
     )
+
+
+def removal(facts: Mapping[str, Any], factor: float) -> float | None:
+    """The share of the documents that dedup will hardly exceed, from what it removed of a sample.
+
+    Of near-duplicates, which are pairs, a share p of the documents holds the share p * p; so each
+    one found stands for factor^2, with two standard deviations and some for none being found.
+    None where that is over a half, and says nothing.
+    """
+    found = facts["documents_in"] - facts["documents_out"]
+    most = (found + 2 * math.sqrt(found) + 3) * factor / max(1, facts["documents_in"])
+    return most if most <= 0.5 else None
 
 
 def in_new_process(warm: Job, real: Job) -> dict[str, Any]:

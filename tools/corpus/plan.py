@@ -4,8 +4,9 @@ A sample of the input goes through the steps themselves, in a temporary folder a
 settings; what they count and take there is scaled up.  Where disk or memory cannot fit, the command
 ends with status 2 and names the step.
 
-One thing no such sample can tell: of near-duplicates, which are pairs, a share p of the documents
-holds the share p * p.  What dedup leaves is estimated as if it removed no more than it does there.
+Of near-duplicates, which are pairs, a sample of a share p of the documents holds but p * p: it can
+say what dedup will hardly exceed, for --expected-removal, if it is not too small; what dedup leaves
+is estimated as if it removed no more than it does there.
 """
 
 import hashlib
@@ -84,12 +85,15 @@ def run(settings: Settings) -> None:
 
 def check(
     description: Description, jobs: Sequence[Job], flags: Mapping[str, Any], settings: Settings
-) -> None:
-    """Estimate, print, write OUTPUT/plan.json; ValueError where what is not done cannot fit."""
+) -> float | None:
+    """Estimate, print, write OUTPUT/plan.json; ValueError where what is not done cannot fit.
+
+    Returns what dedup will hardly exceed in removal, None where that is not told.
+    """
     jobs = [job for job in jobs if job.step not in UNPLANNED]
     left = [job for job in jobs if not (job.output / MANIFEST).exists()]
     if not left:
-        return
+        return None
     estimates = make_plan(description, jobs, flags, settings)
     print_plan(estimates)
     faults = list(find_faults(left, estimates, Path(description.head["output"])))
@@ -97,6 +101,7 @@ def check(
         raise ValueError("; ".join([*faults, "--allow-overcommit would go on all the same"]))
     for fault in faults:
         say(f"warning: {fault}")
+    return next((each.removal for each in estimates if each.removal is not None), None)
 
 
 def make_plan(
@@ -186,6 +191,10 @@ def print_plan(estimates: Sequence[Estimate]) -> None:
     for each in estimates:
         if each.note:
             print(f"{each.name}: {each.note}")
+        if each.removal is not None:
+            print(
+                f"{each.name}: removes {each.removal:.1%} of its documents at most, by the sample"
+            )
     print(
         f"in all: {amount(sum(e.disk for e in estimates))} of disk when all is done, "
         f"{duration(sum(e.core_seconds for e in estimates))} of one core, "

@@ -12,6 +12,7 @@ import pytest
 
 from tests.tools.corpus.lines import manifest, read_jsonl, write_jsonl
 from tools.corpus import plan as module
+from tools.corpus.estimate import removal
 from tools.corpus.pipeline import read_description
 from tools.corpus.plan import Settings, amount, duration, free_disk, free_memory, run
 from tools.corpus.program import program
@@ -202,7 +203,21 @@ def test_without_a_file_the_usual_steps_are_planned(tmp_path: Path) -> None:
     english = write_jsonl(tmp_path / "in" / "a.jsonl", [{"text": t} for t in topics.values()])
     run(Settings(input=(english.parent,), output=tmp_path / "out", workers=2))
     assert list(kept(tmp_path)) == ["clean", "dedup", "split"]
-    assert kept(tmp_path)["dedup"]["note"].startswith("removal not estimated")
+    assert kept(tmp_path)["clean"]["removal"] is None
+
+
+def test_what_dedup_removes_is_hardly_more_than_the_sample_says(tmp_path: Path) -> None:
+    text = {"text": " ".join(f"word{k}" for k in range(40))}
+    file = description(tmp_path, "[dedup]\n", count=4000)
+    write_jsonl(tmp_path / "in" / "0.jsonl", [*read_jsonl(tmp_path / "in" / "0.jsonl"), text, text])
+    total = sum(path.stat().st_size for path in (tmp_path / "in").iterdir())
+    run(Settings(config=file, sample=f"{total // 2}B"))
+    assert 1 / 4002 < (kept(tmp_path)["dedup"]["removal"] or 0) < 0.01
+    facts = {"documents_in": 1000, "documents_out": 910}
+    most = removal(facts, 4.0)
+    assert most is not None
+    assert 4 * 0.09 < most < 1.4 * 4 * 0.09
+    assert removal(facts, 40.0) is None  # of so small a sample it would say nothing
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,16 @@ def test_the_steps_run_in_order_each_on_what_the_last_one_left(tmp_path: Path) -
     assert left == facts[2]["output"]["documents"]
 
 
+def test_a_removal_far_above_that_of_the_sample_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.corpus.plan.check", lambda *_: 0.001)
+    with pytest.raises(ValueError, match=r"\[dedup\] .* would go, and 0.1% were expected"):
+        go(file := description(tmp_path), plan=True)
+    file.write_text(file.read_text().replace("[split]", "expected_removal = 0.5\n[split]"))
+    go(file, plan=True)  # the file's word counts
+
+
 def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
     file = description(tmp_path)
     go(file)
