@@ -4,7 +4,9 @@ Nobody needs a compiler: numba brings its own, and what it makes is cached besid
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 try:
     import numba
@@ -20,3 +22,18 @@ def compiled(function: F) -> F:
     if numba is None:
         return function
     return numba.njit(cache=True, nogil=True)(function)  # type: ignore[no-any-return]
+
+
+MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+S27, S30, S31 = (np.uint64(shift) for shift in (27, 30, 31))
+
+
+@compiled
+def mix(word: Any) -> Any:
+    """A bijection of 64 bits that spreads every bit over all (the finaliser of splitmix64).
+
+    word: uint64, or for the plain twins an array of them.
+    """
+    word = (word ^ (word >> S30)) * MIX_1
+    word = (word ^ (word >> S27)) * MIX_2
+    return word ^ (word >> S31)

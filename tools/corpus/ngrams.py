@@ -15,12 +15,12 @@ false finds in all; for the 2.5 x 10^12 of 15 TB, 0.14.
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.corpus.compiled import HAVE_NUMBA, compiled
+from tools.corpus.compiled import HAVE_NUMBA, compiled, mix
 
 Hashes = NDArray[np.uint64]
 Points = NDArray[np.uint32]
@@ -30,8 +30,7 @@ BLOCK = 1 << 20  # characters that are looked at together: memory is bounded by 
 BITS_PER_NGRAM = 16  # of the bitmap
 FEWEST_BITS, MOST_BITS = 16, 30  # log2 of its size
 LETTER, FACTOR = np.uint64(0xD6E8FEB86659FD93), np.uint64(0x9E3779B97F4A7C15)
-MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-S3, S27, S30, S31 = (np.uint64(shift) for shift in (3, 27, 30, 31))
+S3 = np.uint64(3)
 ZERO, ONE, SEVEN = np.uint64(0), np.uint64(1), np.uint64(7)
 
 
@@ -89,14 +88,6 @@ def _blocks(text: str) -> Iterator[tuple[int, int]]:
 
 
 @compiled
-def _mix(word: Any) -> Any:
-    """A bijection of 64 bits that spreads every bit over all (the finaliser of splitmix64)."""
-    word = (word ^ (word >> S30)) * MIX_1
-    word = (word ^ (word >> S27)) * MIX_2
-    return word ^ (word >> S31)
-
-
-@compiled
 def _split(points: Points, fold: Points) -> tuple[Indices, Indices, Hashes]:
     most = len(points) // 2 + 1
     starts, ends = np.empty(most, np.int64), np.empty(most, np.int64)
@@ -112,11 +103,11 @@ def _split(points: Points, fold: Points) -> tuple[Indices, Indices, Hashes]:
             word += np.uint64(point) * power
             power *= LETTER
         elif power:
-            ends[count], hashes[count] = k, _mix(word)
+            ends[count], hashes[count] = k, mix(word)
             count += 1
             power = ZERO
     if power:
-        ends[count], hashes[count] = len(points), _mix(word)
+        ends[count], hashes[count] = len(points), mix(word)
         count += 1
     return starts[:count], ends[:count], hashes[:count]
 
@@ -133,7 +124,7 @@ def _split_by_numpy(points: Points, fold: Points) -> tuple[Indices, Indices, Has
     powers[0] = ONE
     powers = np.multiply.accumulate(powers)
     places = np.arange(lengths.sum()) - np.repeat(offsets, lengths)
-    return starts, ends, _mix(np.add.reduceat(folded[folded != 0] * powers[places], offsets))
+    return starts, ends, mix(np.add.reduceat(folded[folded != 0] * powers[places], offsets))
 
 
 def hash_ngrams(words: Hashes, n: int) -> Hashes:

@@ -243,9 +243,11 @@ class _Sink(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def write_shard(folder: Path, name: str, compression: Compression) -> Iterator[ShardWriter]:
+def write_shard(
+    folder: Path, name: str, compression: Compression, kind: str = ".jsonl"
+) -> Iterator[ShardWriter]:
     """A shard folder/name.jsonl (or .jsonl.gz, .jsonl.zst) that appears when it is whole."""
-    full = f"{name}.jsonl{ENDINGS[compression]}"
+    full = f"{name}{kind}{ENDINGS[compression]}"
     with placed(folder / full) as file:
         writer = ShardWriter(file, full, compression)
         yield writer

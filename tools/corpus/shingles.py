@@ -13,12 +13,12 @@ similarity of their sets (Broder 1997).
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.corpus.compiled import HAVE_NUMBA, compiled
+from tools.corpus.compiled import HAVE_NUMBA, compiled, mix
 
 Shingle = Literal["char5", "word5"]
 SHINGLES: tuple[Shingle, ...] = ("char5", "word5")
@@ -33,8 +33,7 @@ Points = NDArray[np.uint32]
 Signatures = NDArray[np.uint32]
 
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
-MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-S27, S30, S31, S32 = (np.uint64(shift) for shift in (27, 30, 31, 32))
+S32 = np.uint64(32)
 
 
 @dataclass(frozen=True)
@@ -114,14 +113,6 @@ def _collapse(points: Points, spaces: NDArray[np.bool_]) -> Points:
 
 
 @compiled
-def _mix(word: Any) -> Any:
-    """A bijection of 64 bits that spreads every bit over all (the finaliser of splitmix64)."""
-    word = (word ^ (word >> S30)) * MIX_1
-    word = (word ^ (word >> S27)) * MIX_2
-    return word ^ (word >> S31)
-
-
-@compiled
 def _character_hashes(points: Points) -> Words:
     width = min(LENGTH, len(points))
     out = np.empty(max(len(points) - LENGTH + 1, 1), np.uint64)
@@ -129,7 +120,7 @@ def _character_hashes(points: Points) -> Words:
         gram = np.uint64(0)
         for m in range(width):
             gram = gram * FACTOR + np.uint64(points[k + m])
-        out[k] = _mix(gram)
+        out[k] = mix(gram)
     return out
 
 
@@ -140,12 +131,12 @@ def _word_hashes(points: Points) -> Words:
     word = np.uint64(0)
     for k in range(len(points)):
         if points[k] == BLANK:
-            words[count] = _mix(word)
+            words[count] = mix(word)
             count += 1
             word = np.uint64(0)
         else:
             word = word * FACTOR + np.uint64(points[k])
-    words[count] = _mix(word)
+    words[count] = mix(word)
     count += 1
     width = min(LENGTH, count)
     out = np.empty(max(count - LENGTH + 1, 1), np.uint64)
@@ -153,7 +144,7 @@ def _word_hashes(points: Points) -> Words:
         gram = np.uint64(0)
         for m in range(width):
             gram = gram * FACTOR + words[k + m]
-        out[k] = _mix(gram)
+        out[k] = mix(gram)
     return out
 
 
@@ -174,7 +165,7 @@ def _gram_hashes(units: Words) -> Words:
     grams = np.zeros(count, np.uint64)
     for k in range(min(LENGTH, len(units))):
         grams = grams * FACTOR + units[k : k + count]
-    return _mix(grams)
+    return mix(grams)
 
 
 def _hash_words(points: Points) -> Words:
@@ -185,7 +176,7 @@ def _hash_words(points: Points) -> Words:
     for k in range(int((ends - starts).max())):
         longer = starts + k < ends
         words[longer] = words[longer] * FACTOR + points[starts[longer] + k]
-    return _mix(words)
+    return mix(words)
 
 
 def _fold_by_numpy(

@@ -13,7 +13,6 @@ text.
 To find repeats, hashes of 128 bits are sorted in parts that fit --memory, never all at once.
 """
 
-import contextlib
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -27,17 +26,14 @@ from tools.corpus.records import Funnel, documents
 from tools.corpus.repeats import count_parts, find_repeats, repeats_of, write_rows
 from tools.corpus.settings import StepSettings
 from tools.corpus.shards import (
-    ENDINGS,
     OPENERS,
     WORK,
-    Compression,
     Line,
-    ShardWriter,
     Unit,
     cut,
     find_shards,
-    placed,
     read_lines,
+    write_shard,
 )
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
@@ -219,7 +215,7 @@ def write_unit(unit: Unit, parts: int, settings: Settings) -> dict[str, Any]:
     blacklists, funnel, place = load_blacklists(settings), Funnel(), 0
     repeats = repeats_of(rows_folder(settings), unit.name, unit.number, parts)
     repeat = next(repeats, None)
-    with write_list(settings.output, f"part-{unit.name}", settings.compress) as shard:
+    with write_shard(settings.output, f"part-{unit.name}", settings.compress, ".txt") as shard:
         for url in read_urls(unit, blacklists):
             if url.fault is not None:
                 funnel.set_aside(unit.file, url.line.offset, url.line.content, url.fault)
@@ -238,16 +234,6 @@ def write_unit(unit: Unit, parts: int, settings: Settings) -> dict[str, Any]:
     assert repeat is None
     keep_rejected(settings, unit, funnel)
     return {"funnel": funnel.to_json(), "shard": shard.facts}
-
-
-@contextlib.contextmanager
-def write_list(folder: Path, name: str, compression: Compression) -> Iterator[ShardWriter]:
-    """As write_shard, but for text."""
-    full = f"{name}.txt{ENDINGS[compression]}"
-    with placed(folder / full) as file:
-        writer = ShardWriter(file, full, compression)
-        yield writer
-        writer.close()
 
 
 if __name__ == "__main__":
