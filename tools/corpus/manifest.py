@@ -9,8 +9,7 @@ from typing import Any
 
 from tools.corpus.program import say
 from tools.corpus.records import Funnel, documents
-from tools.corpus.settings import checksum
-from tools.corpus.shards import MANIFEST
+from tools.corpus.shards import MANIFEST, checksum
 
 PACKAGES = ("numpy", "numba", "ftfy", "pycld2", "tokenizers", "gigatoken", "orjson")
 

@@ -1,13 +1,14 @@
 """Settings that all steps share, and those of steps that count tokens."""
 
-import hashlib
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tools.corpus.manifest import known_checksums
+from tools.corpus.program import say
 from tools.corpus.scheduler import check_scheduler
-from tools.corpus.shards import Compression
+from tools.corpus.shards import Compression, Unit, checksum, cut, find_shards
 
 SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
 
@@ -79,6 +80,18 @@ class StepSettings:
             raise ValueError(f"--shard {self.shard}: K/N with 0 <= K < N would work, such as 0/8")
         return k, n
 
+    def units(self) -> list[Unit]:
+        """--input cut by --unit.  ValueError where all of it is empty."""
+        shards = find_shards(self.input)
+        units = cut(shards, self.unit_bytes)
+        empty = [path for path in shards if not path.stat().st_size]
+        if not units:
+            raise ValueError(f"--input {empty[0]} is empty; a JSON object a line would work")
+        for path in empty:
+            if path.name not in known_checksums(path.parent):  # a step may well leave one
+                say(f"warning: --input {path} is empty")
+        return units
+
     def parameters(self) -> dict[str, Any]:
         """The settings that decide what is written; of files, their names and content."""
         names = {field.name for field in fields(self)} - NO_PARAMETERS - self.no_parameters
@@ -130,9 +143,3 @@ def parse_size(flag: str, text: str) -> int:
     if size < 1:
         raise ValueError(f"{flag} {text}: a size such as 500KB, 32MB or 1.5GB would work")
     return size
-
-
-def checksum(file: Path) -> str:
-    """SHA-256, in hex."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -260,3 +260,9 @@ def concatenate(parts: Iterable[Path], target: Path) -> None:
         for part in parts:
             with part.open("rb") as content:
                 shutil.copyfileobj(content, file)
+
+
+def checksum(file: Path) -> str:
+    """SHA-256, in hex."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

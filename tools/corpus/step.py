@@ -27,8 +27,6 @@ from tools.corpus.shards import (
     WORK,
     Unit,
     concatenate,
-    cut,
-    find_shards,
     placed,
 )
 from tools.corpus.tasks import Task, digest, execute, marker_of, read_marker, telling
@@ -63,7 +61,7 @@ class StepRun:
         """
         self.name = name
         self.settings = settings
-        self.units = list(units) if units is not None else units_of(settings)
+        self.units = list(units) if units is not None else settings.units()
         self.parameters = settings.parameters()
         self.output = settings.output
         self.work = settings.output / WORK
@@ -297,18 +295,6 @@ class StepRun:
             {"name": file.name, "bytes": unit.size, "sha256": sums[file]}
             for file, unit in files.items()
         ]
-
-
-def units_of(settings: StepSettings) -> list[Unit]:
-    """--input cut by --unit.  ValueError where all of it is empty."""
-    shards = find_shards(settings.input)
-    units = cut(shards, settings.unit_bytes)
-    empty = [path for path in shards if not path.stat().st_size]
-    if not units:
-        raise ValueError(f"--input {empty[0]} is empty; a JSON object a line would work")
-    for path in empty:
-        say(f"warning: --input {path} is empty")
-    return units
 
 
 @contextlib.contextmanager

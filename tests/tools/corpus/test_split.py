@@ -18,8 +18,7 @@ import pytest
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tools.corpus.manifest import known_checksums
 from tools.corpus.program import Unfinished
-from tools.corpus.settings import checksum
-from tools.corpus.shards import find_shards
+from tools.corpus.shards import checksum, find_shards
 from tools.corpus.split import SIDES, Settings, place, run, smallest_share
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,8 +14,7 @@ from tools.corpus.program import progress, say
 from tools.corpus.report.page import page
 from tools.corpus.report.steps import Steps, read_steps
 from tools.corpus.scheduler import Call, open_scheduler
-from tools.corpus.settings import checksum
-from tools.corpus.shards import placed
+from tools.corpus.shards import checksum, placed
 
 
 @dataclass(frozen=True, kw_only=True)
