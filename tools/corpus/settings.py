@@ -40,7 +40,7 @@ class StepSettings:
     unit: str = "32MB"
     """How much input is one task, and becomes one shard; a compressed file is always one."""
 
-    memory: str = "1GB"
+    memory: str = "500MB"
     """About how much a task may hold at a time, where its state grows with the corpus."""
 
     overwrite: bool = False

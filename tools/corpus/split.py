@@ -43,7 +43,7 @@ class Settings(StepSettings):
     seed: int = 1234
     """Another seed gives another choice and another order."""
 
-    shard_size: str = "256MB"
+    shard_size: str = "128MB"
     """How large a shard becomes, about, before it is compressed; at most a third of --memory."""
 
     def __post_init__(self) -> None:
