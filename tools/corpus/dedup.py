@@ -52,8 +52,9 @@ class Settings(StepSettings):
     source_priority: tuple[str, ...] = ()
     """Sources whose documents stay rather than those of others, the first first."""
 
-    max_bucket: int = 1000
-    """A bucket of more documents is split, which may lose a pair that no other band has."""
+    max_bucket: int = 500
+    """A bucket of more documents is split into pieces of neighbours, in several orders; a pair that
+    no other band has may be lost by it."""
 
     max_cluster: int = 10_000
     """A larger cluster stops the run."""
@@ -62,8 +63,8 @@ class Settings(StepSettings):
     """A source of 100 documents or more that loses a larger share stops the run."""
 
     expected_removal: float | None = None
-    """Share of the documents that a sample has led to expect; over three times that stops the
-    run."""
+    """Share of the documents that a sample has led to expect, as tools.corpus.plan says it; three
+    times that, and two documents in a hundred more, stops the run."""
 
     allow_large_removal: bool = False
     """Go on where one of the three would stop the run."""
@@ -89,6 +90,8 @@ class Settings(StepSettings):
             raise ValueError("--max-bucket or --max-cluster: both have to be at least 2")
         if not 0 <= self.max_source_loss <= 1:
             raise ValueError(f"--max-source-loss {self.max_source_loss}: has to be from 0 to 1")
+        if self.expected_removal is not None and not 0 <= self.expected_removal <= 1:
+            raise ValueError(f"--expected-removal {self.expected_removal}: has to be from 0 to 1")
         if self.engine == "numba" and not HAVE_NUMBA:
             raise ValueError("--engine numba: numba cannot be imported; --engine numpy would work")
 
@@ -100,18 +103,24 @@ class Settings(StepSettings):
             threshold=Fraction(str(self.jaccard)),  # as it is written: 0.7 is 7/10
             max_bucket=self.max_bucket,
             priority=self.source_priority,
+            max_cluster=None if self.allow_large_removal else self.max_cluster,
             by_datasketch=self.engine == "datasketch",
         )
 
 
 def run(settings: Settings) -> None:
     rules = settings.rules
-    say(f"dedup: expected recall: {recall_line(rules.bands)}")
     with StepRun("dedup", settings) as step:
         if step.done:
             return
+        say_recall(rules.bands, settings.jaccard)
         stages = Stages(step, rules)
         index, funnel = stages.index()
+        if unknown := [name for name in settings.source_priority if name not in funnel.input]:
+            say(
+                f"warning: dedup: --source-priority {' '.join(unknown)}: no document has this "
+                f"source; there are {', '.join(sorted(funnel.input))}"
+            )
         copies, ids = stages.copies(index), stages.ids(index)
         pairs, buckets = stages.pairs(index, copies)
         edges, histogram = stages.edges(index, pairs)
@@ -136,8 +145,16 @@ def recall_curve(bands: Bands) -> list[dict[str, float]]:
     return [{"jaccard": each, "recall": round(bands.recall(each), 6)} for each in grid]
 
 
-def recall_line(bands: Bands) -> str:
-    return ", ".join(f"{bands.recall(k / 20):.4f} at {k / 20:.2f}" for k in range(10, 20, 2))
+def say_recall(bands: Bands, threshold: float) -> None:
+    """How many of the pairs of a similarity the bands will find, and whether that is enough."""
+    points = [threshold + (1 - threshold) * k / 4 for k in range(4)]
+    said = ", ".join(f"{bands.recall(each):.2%} at {each:.3g}" for each in points)
+    say(f"dedup: of the pairs of a Jaccard similarity the bands find {said}")
+    if bands.recall(threshold) < 0.95:
+        say(
+            f"warning: dedup: --bands {bands.count} --rows {bands.rows} find few pairs at "
+            f"--jaccard {threshold}; more bands of fewer rows would find more"
+        )
 
 
 def stop_if_absurd(settings: Settings, index: Index, funnel: Funnel, found: Found) -> None:
@@ -171,7 +188,7 @@ def complain(settings: Settings, funnel: Funnel, found: Found) -> list[str]:
             )
     rate = found.sources.total() / max(1, documents(funnel.input))
     expected = settings.expected_removal
-    if expected is not None and rate > max(3 * expected, expected + 0.02):
+    if expected is not None and rate > 3 * expected + 0.02:
         complaints.append(f"{rate:.1%} of the documents would go, and {expected:.1%} were expected")
     return complaints
 

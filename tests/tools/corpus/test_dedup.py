@@ -11,7 +11,9 @@ import pytest
 
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tools.corpus.dedup import Settings, run
+from tools.corpus.duplicates.clusters import join_all, roots_of
 from tools.corpus.duplicates.index import Bands
+from tools.corpus.shards import write_shard
 from tools.corpus.shingles import SHINGLES, Shingle, Shingler
 
 WORDS = [f"{a}{b}{c}" for a in "bcdfg" for b in "aeiou" for c in ("st", "rn", "nd", "ll", "x")]
@@ -80,9 +82,13 @@ def dedup(
     return {record["id"] for record in read_jsonl(folder / "out")}, duplicates(folder / "out")
 
 
+PLACES = ("file", "offset", "kept_file", "kept_offset")
+
+
 def duplicates(folder: Path) -> Records:
-    path = folder / "duplicates.jsonl"
-    return read_jsonl(path) if path.exists() else []
+    """Without where the documents were, which depends on the shards."""
+    lines = read_jsonl(folder / "duplicates.jsonl")
+    return [{k: value for k, value in line.items() if k not in PLACES} for line in lines]
 
 
 @pytest.mark.parametrize("shingle", SHINGLES)
@@ -179,6 +185,20 @@ def test_shards_workers_units_and_memory_change_nothing(tmp_path: Path) -> None:
     assert result("gzip", compress="gzip", unit="30KB") == plain
 
 
+def test_bands_that_find_little_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dedup(tmp_path / "few", corpus(20, 3, 0.05), jaccard=0.2)
+    assert "find 0.80% at 0.2, " in (said := capsys.readouterr().err)
+    assert "--bands 25 --rows 5 find few pairs at --jaccard 0.2" in said
+    dedup(tmp_path / "enough", corpus(20, 3, 0.05), source_priority=("a", "c"))
+    said = capsys.readouterr().err
+    assert (
+        "warning: dedup: --source-priority c: no document has this source; there are a, b" in said
+    )
+    assert "find few" not in said
+
+
 def test_priority_of_sources_goes_before_the_id(tmp_path: Path) -> None:
     text = text_of(random.Random(6))
     records = [
@@ -234,6 +254,88 @@ def test_chains_are_one_cluster_and_say_so(tmp_path: Path) -> None:
     assert lines[-1]["via"] == "4"
 
 
+def test_lines_say_where_the_documents_were(tmp_path: Path) -> None:
+    dedup(tmp_path, corpus(14, 20, 0.05), shards=3)
+    lines = read_jsonl(tmp_path / "out" / "duplicates.jsonl")
+    assert {line["file"] for line in lines} == {str(tmp_path / f"in-{k}.jsonl") for k in range(3)}
+    for line in lines:
+        for name, place in (("id", ""), ("kept_id", "kept_")):
+            with Path(line[place + "file"]).open("rb") as file:
+                file.seek(line[place + "offset"])
+                assert json.loads(file.readline())["id"] == line[name]
+
+
+def test_an_id_that_is_made_is_nobody_elses(tmp_path: Path) -> None:
+    text = text_of(random.Random(15))
+    names = ["a", "a", "a", "a-1", "a-5", "b", "a-2"]
+    records = [{"id": name, "text": text} for name in names]
+    kept, lines = dedup(tmp_path, records)
+    assert kept == {"a"}
+    made = [line["id"] for line in lines]
+    assert len({*made, "a"}) == len(names)
+    assert {"a-1", "a-5", "a-2", "b"} < set(made)
+
+
+@pytest.mark.parametrize("compress", ["none", "zstd"])
+def test_a_unit_of_many_documents_is_indexed_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compress: str
+) -> None:
+    records = corpus(16, 60, 0.08)
+    whole = dedup(tmp_path / "whole", records)
+    with write_shard(tmp_path, "in", compress) as shard:
+        for record in records:
+            shard.write(json.dumps(record).encode())
+    [path] = tmp_path.glob("in.jsonl*")
+    monkeypatch.setattr("tools.corpus.duplicates.index.BLOCK", 7)
+    run(Settings(input=(path,), output=tmp_path / "out", workers=1, allow_large_removal=True))
+    assert {record["id"] for record in read_jsonl(tmp_path / "out")} == whole[0]
+    assert duplicates(tmp_path / "out") == whole[1]
+
+
+def test_all_documents_in_one_part_of_many(tmp_path: Path) -> None:
+    text = text_of(random.Random(17))
+    records = [{"id": "one", "text": text} for _ in range(24)]
+    kept, lines = dedup(tmp_path, records, memory="1KB")
+    assert kept == {"one"}
+    assert len(lines) == 23
+
+
+def test_long_chains_are_connected_in_few_rounds() -> None:
+    count = 1 << 17
+    order = np.random.default_rng(0).permutation(count)
+    parent = np.arange(count)
+    join_all(parent, order[:-1], order[1:])  # minutes, if each round went one step
+    assert np.all(roots_of(parent, np.arange(count)) == 0)
+
+
+def family(count: int) -> Records:
+    """A text and versions of it with one other word each: all of them alike."""
+    words = text_of(random.Random(18), 300).split()
+    texts = [" ".join([*words[:k], "otherwise", *words[k + 1 :]]) for k in range(count)]
+    return [{"id": f"{n:04}", "text": text} for n, text in enumerate(texts)]
+
+
+def test_a_family_larger_than_a_bucket_may_be_keeps_one(tmp_path: Path) -> None:
+    records = family(290)
+    for seed, limit in ((1, 20), (2, 100)):
+        random.Random(seed).shuffle(records)
+        kept, _ = dedup(tmp_path / str(seed), records, max_bucket=limit, seed=seed)
+        assert kept == {"0000"}
+
+
+def test_how_a_bucket_is_split_does_not_depend_on_the_order(tmp_path: Path) -> None:
+    draw = random.Random(19)
+    text = text_of(draw, 60)
+    records = [{"id": f"{n:04}", "text": edited(draw, text, 0.12)} for n in range(400)]
+    results = []
+    for seed in range(3):
+        random.Random(seed).shuffle(records)
+        kept, lines = dedup(tmp_path / str(seed), records, max_bucket=10, bands=3, rows=2)
+        results.append((kept, sorted(map(json.dumps, lines))))
+    assert manifest(tmp_path / "0" / "out")["buckets"]["split"] > 0
+    assert results[0] == results[1] == results[2]
+
+
 def test_a_large_bucket_is_split_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,7 +382,7 @@ def test_the_manifest_accounts_for_everything(tmp_path: Path) -> None:
     found = manifest(tmp_path / "out")
     assert found["input"]["documents"] == len(records)
     gone = {why: counts["documents"] for why, counts in found["dropped"].items()}
-    assert set(gone) <= {"near-duplicate", "exact copy"}
+    assert set(gone) <= {"near-duplicate", "same normalised text"}
     assert found["output"]["documents"] + sum(gone.values()) == len(records)
     for source in ("a", "b"):
         size = sum(len(r["text"]) for r in records if r["source"] == source)
@@ -298,7 +400,7 @@ def test_nothing_similar_loses_nothing(tmp_path: Path) -> None:
     kept, lines = dedup(tmp_path, records)
     assert len(kept) == 30
     assert lines == []
-    assert "duplicates.jsonl" in content(tmp_path / "out")  # empty, and there
+    assert "duplicates.jsonl" in content(tmp_path / "out")  # empty, but there
 
 
 def test_bad_lines_and_tiny_documents(tmp_path: Path) -> None:
@@ -319,6 +421,7 @@ def test_bad_lines_and_tiny_documents(tmp_path: Path) -> None:
         ({"bands": 26}, "--bands 25 --rows 5 would work"),
         ({"max_bucket": 1}, "--max-bucket"),
         ({"max_source_loss": 2.0}, "--max-source-loss"),
+        ({"expected_removal": -1.0}, "--expected-removal"),
     ],
 )
 def test_settings_are_checked(tmp_path: Path, settings: Any, message: str) -> None:

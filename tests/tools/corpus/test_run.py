@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
-from tools.corpus.__main__ import Settings, jobs_until, run
-from tools.corpus.pipeline import arguments, read_description
+from tools.corpus.__main__ import main
+from tools.corpus.early import check_early
+from tools.corpus.pipeline import COMMON, arguments, read_description
+from tools.corpus.pipeline import STEPS as STEPS_IN_ORDER
+from tools.corpus.run import Settings, jobs_until, run
+from tools.corpus.run import __doc__ as documentation
 from tools.corpus.split import Settings as SplitSettings
 from tools.corpus.split import run as run_split
 
@@ -65,7 +69,7 @@ def test_the_steps_run_in_order_each_on_what_the_last_one_left(tmp_path: Path) -
     assert facts[0]["output"] == facts[1]["input"]
     assert facts[1]["output"] == facts[2]["input"]
     copies = len(topics) + 2 - len(set(topics.values()))
-    assert facts[1]["dropped"]["exact copy"]["documents"] >= copies >= 2
+    assert facts[1]["dropped"]["same normalised text"]["documents"] >= copies >= 2
     left = len(read_jsonl(out / "split" / "train")) + len(read_jsonl(out / "split" / "valid"))
     assert left == facts[2]["output"]["documents"]
 
@@ -179,13 +183,21 @@ def test_both_sides_are_tokenised_and_the_report_reads_every_folder(tmp_path: Pa
     ("steps", "head", "message"),
     [
         ("[dedup]\njacard = 0.8\n", "", r"corpus.toml: \[dedup\] jacard .* did you mean jaccard"),
-        ("[dedup]\njaccard = 1.8\n", "", r"corpus.toml: \[dedup\] .*--jaccard 1.8: has to be"),
-        ("[dedup]\nseed = 'x'\n", "", r"corpus.toml: \[dedup\] .*--seed"),
+        ("[dedup]\njaccard = 1.8\n", "", r"corpus.toml: \[dedup\] jaccard 1.8: has to be"),
+        ("[dedup]\nseed = 'x'\n", "", r"corpus.toml: \[dedup\] seed: invalid literal"),
+        ("[clean]\n[dedup]\nengine = 'x'\n", "", r"\[dedup\] .* for argument 'engine'"),
+        ("[tokenise]\nappend_eod = 'true'\n", "", r"\[tokenise\] append_eod: true or false"),
+        ("[extract.c4]\nformat = 'wet'\ninput = ['x']\n", "", r"\[extract.c4\] needs source"),
+        ("[decontaminate]\n", "", r"\[decontaminate\] needs evaluation"),
         ("[dedup]\noutput = 'x'\n", "", r"\[dedup\] output: `run` sets it"),
         ("[dedup]\nshard = '0/2'\n", "", r"\[dedup\] shard: `run` sets it"),
         ("[split]\n[tokenise]\nvocab = 'v'\n", "", r"\[tokenise\] vocab .* mean vocab_file"),
         ("[dedupe]\n", "", "the tables: dedupe is unknown; did you mean dedup"),
-        ("[dedup]\n", "worker = 3\n", "the head: worker is unknown; did you mean workers"),
+        (
+            "[dedup]\n",
+            "worker = 3\n",
+            "first table: worker is unknown; did you mean workers",
+        ),
         ("[dedup]\n", "input = []\n", r"nothing to read; input = .* or a table \[extract.NAME\]"),
         ("[dedup]\n", "input = 'x'\n", "input: a list such as"),
         ("", "", "no step; a table such as"),
@@ -207,6 +219,8 @@ def test_a_bad_description_is_refused_before_anything_starts(
 def test_a_description_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none.toml: no such file"):
         go(tmp_path / "none.toml")
+    with pytest.raises(ValueError, match="is a folder; a TOML file would work, or --input"):
+        go(tmp_path)
 
 
 def test_keys_become_flags() -> None:
@@ -216,10 +230,63 @@ def test_keys_become_flags() -> None:
     ]  # fmt: skip
 
 
-def test_input_that_is_not_there_is_named_with_its_step(tmp_path: Path) -> None:
-    file = description(tmp_path, "[dedup]\n", "input = ['/none/x.jsonl']\n")
-    with pytest.raises(ValueError, match=r"\[dedup\] --input /none/x.jsonl: no such file"):
+DECONTAMINATE = "[clean]\n[decontaminate]\nevaluation = ['{}']\ntitles = ['{}']\n"
+
+
+@pytest.mark.parametrize(
+    ("steps", "head", "message"),
+    [
+        ("[dedup]\n", "input = ['/none/x.jsonl']\n", "corpus.toml: input /none/x.jsonl: no such"),
+        ("[split]\n[tokenise]\nvocab_file = '/none/v'\n", "", r"\[tokenise\] vocab_file /none/v: "),
+        ("[split]\n[tokenise]\n", "", r"\[tokenise\] vocab_file is missing"),
+        (DECONTAMINATE.format("/none/e", __file__), "", r"nate\] evaluation /none/e: no such"),
+        (DECONTAMINATE.format(__file__, "/none/t"), "", r"nate\] titles /none/t: no such"),
+        ("[extract.a]\nformat = 'wet'\nsource = 'a'\ninput = ['/none/w']\n[split]\n", "",
+         r"\[extract.a\] input /none/w: no such file"),
+        (f"[clean]\n[decontaminate]\nevaluation = ['{__file__}']\nvocab_file = '{__file__}'\n", "",
+         r"\[decontaminate\] vocab_file .*test_run.py is not JSON"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("plan", [True, False])
+def test_what_a_later_step_would_miss_is_named_before_the_first(
+    tmp_path: Path, steps: str, head: str, message: str, plan: bool
+) -> None:
+    file = description(tmp_path, steps, head)
+    with pytest.raises(ValueError, match=message):
+        go(file, plan=plan)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_run_itself_makes_need_not_be_there_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = description(tmp_path, STEPS + "[report]\n")
+    file.write_text(file.read_text().replace(str(tmp_path / "out"), "out"))
+    for scheduler in ("local", "slurm"):  # jobs elsewhere get paths from the root
+        made = read_description(file)
+        check_early(made, made.jobs({"scheduler": scheduler}))
+    beside = "[extract.a]\nformat = 'wet'\nsource = 'a'\ninput = ['{}']\n"
+    file = description(tmp_path, beside.format(tmp_path / "raw"))
+    with pytest.raises(ValueError, match="raw: no such file"):  # a neighbour of OUTPUT
         go(file)
+
+
+def test_overwrite_reaches_the_steps_and_not_the_sample_of_the_plan(tmp_path: Path) -> None:
+    file = description(tmp_path, "[split]\n[report]\n")
+    go(file, plan=True, overwrite=True)
+    told = json.loads((tmp_path / "out" / "plan.json").read_text())["steps"]
+    assert [each["note"] for each in told] == [""]
+
+
+def test_the_usual_steps_run_without_a_file(tmp_path: Path) -> None:
+    given = {"config": None, "output": tmp_path / "out", "plan": False, "workers": 1}
+    run(Settings(input=(corpus(tmp_path),), **given))
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["clean", "dedup", "split"]
+    with pytest.raises(ValueError, match="the same command with --overwrite does this step"):
+        run(Settings(input=(write_jsonl(tmp_path / "b.jsonl", [{"text": "b"}]),), **given))
+    with pytest.raises(ValueError, match="^--input and --output would work, or a TOML file"):
+        Settings(input=(tmp_path,))
 
 
 def test_the_files_that_come_with_the_project_describe_runs() -> None:
@@ -236,12 +303,33 @@ def program(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
-def test_without_arguments_the_steps_are_listed() -> None:
-    ended = program()
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_without_a_name_the_steps_are_listed(words: list[str]) -> None:
+    ended = program(*words)
     assert ended.returncode == 0, ended.stderr
     for step in ("extract", "clean", "decontaminate", "dedup", "split", "tokenise", "report"):
         assert f"  {step} " in ended.stdout
     assert "python tools/preprocess_data.py --help" in ended.stdout
+
+
+def test_a_name_runs_its_step(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("extract", "clean", "decontaminate", "dedup", "split", "report",
+                 "run", "plan", "urls", "harvest"):  # fmt: skip
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert not ended.value.code
+        assert f"usage: python -m tools.corpus.{name} " in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["dedupe"])
+    assert ended.value.code == 2
+    assert "dedupe is unknown; extract, clean, " in capsys.readouterr().err
+
+
+def test_the_help_of_run_names_the_keys_and_the_order() -> None:
+    told = " ".join((documentation or "").split())
+    assert f"first table may stand: output (needed), input (files that need no extraction), " \
+        f"{', '.join(COMMON)}." in told  # fmt: skip
+    assert f"in the order {', '.join(STEPS_IN_ORDER)}." in told
 
 
 def test_the_command_plans_runs_and_ends_with_2_on_an_error(tmp_path: Path) -> None:
@@ -299,7 +387,7 @@ def test_the_array_of_jobs_writes_what_one_process_writes(tmp_path: Path) -> Non
     fake.chmod(0o755)
     flags = ["--input", str(raw), "--shard-size", "40KB", "--unit", "50KB", "--ratio", "3:1"]
     environ = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "PYTHON": sys.executable}
-    environ |= {"LOG": str(tmp_path / "log"), "ARRAY": "2", "STAGES": "2"}
+    environ |= {"LOG": str(tmp_path / "log"), "ARRAY": "2", "STAGES": "3"}
     ended = subprocess.run(
         ["bash", "scripts/slurm/corpus_array.sh", "tools.corpus.split", *flags,
          "--output", str(tmp_path / "array")],
@@ -307,11 +395,35 @@ def test_the_array_of_jobs_writes_what_one_process_writes(tmp_path: Path) -> Non
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     jobs = (tmp_path / "log").read_text().splitlines()
-    assert ["--array=0-1" in job for job in jobs] == [True, True, False]
-    assert ["--dependency=afterok:7 " in job for job in jobs] == [False, True, True]
+    assert ["--array=0-1" in job for job in jobs] == [True, True, True, False]  # one too many
+    assert ["--dependency=afterok:7 " in job for job in jobs] == [False, True, True, True]
     one = SplitSettings(
         input=(raw,), output=tmp_path / "one", workers=1, shard_size="40KB", unit="50KB",
         ratio="3:1",
     )  # fmt: skip
     run_split(one)
     assert content(tmp_path / "array") == content(tmp_path / "one")
+
+
+LOGGING = """#!/usr/bin/env bash
+echo "$@" >> "$LOG"
+echo 7
+"""
+
+
+def test_there_is_an_array_for_every_stage(tmp_path: Path) -> None:
+    go(description(tmp_path))
+    fake = tmp_path / "bin" / "sbatch"
+    fake.parent.mkdir()
+    fake.write_text(LOGGING)
+    fake.chmod(0o755)
+    for step in ("clean", "dedup", "split"):
+        log = tmp_path / f"{step}.log"
+        environ = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "LOG": str(log)}
+        subprocess.run(
+            ["bash", "scripts/slurm/corpus_array.sh", f"tools.corpus.{step}", "--input", "x"],
+            cwd=ROOT, env={**os.environ, **environ}, check=True,
+        )  # fmt: skip
+        stages = json.loads((tmp_path / "out" / step / "run.json").read_text())["stages"]
+        needed = [stage for stage in stages if stage["stage"] != "checksums"]  # of the last job
+        assert log.read_text().count("--array=") == len(needed)

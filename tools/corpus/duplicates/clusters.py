@@ -1,6 +1,8 @@
 """Clusters of near-duplicates: what verified edges hold together, and the one that stays."""
 
 import itertools
+import os
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +14,8 @@ import orjson
 from numpy.typing import NDArray
 
 from tools.corpus.duplicates.grouping import look_up
-from tools.corpus.duplicates.index import Index, Numbers, save
-from tools.corpus.duplicates.sets import EDGE, Sets
+from tools.corpus.duplicates.index import Index, Numbers, mapped, save
+from tools.corpus.duplicates.sets import Sets
 from tools.corpus.shards import placed
 
 CHUNK = 1 << 20  # rows of a file handled at a time
@@ -32,20 +34,20 @@ def connect(
     """
     path = folder / "labels.npy"
     folder.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name("labels.npy.part")
-    parent = (
-        np.empty(count, np.int64)
-        if 8 * count <= memory
-        else np.lib.format.open_memmap(staged, "w+", np.int64, (count,))
-    )
+    staged = path.with_name(f"labels-{uuid.uuid4().hex}.part")
+    if 8 * count <= memory:
+        parent = np.empty(count, np.int64)
+    else:
+        parent = np.lib.format.open_memmap(staged, "w+", np.int64, (count,))
+        _fill(staged)
     for start in range(0, count, CHUNK):
         parent[start : start + CHUNK] = np.arange(start, min(start + CHUNK, count))
     for a, b in itertools.chain(_chunks(edges, "a", "b"), _chunks(copies, "number", "other")):
-        _join(parent, a, b)
+        join_all(parent, a, b)
     clustered = 0
     for start in range(0, count, CHUNK):
         block = parent[start : start + CHUNK]
-        roots = _roots(parent, block)
+        roots = roots_of(parent, block)
         parent[start : start + CHUNK] = roots
         alone = roots == np.arange(start, start + len(roots))
         clustered += int((~alone).sum()) * 2  # each with its root, or fewer
@@ -57,6 +59,12 @@ def connect(
     return clustered
 
 
+def _fill(file: Path) -> None:
+    """Take the disk that a sparse file will need: OSError now, not a bus error later."""
+    with file.open("r+b") as stream:
+        os.posix_fallocate(stream.fileno(), 0, file.stat().st_size)
+
+
 def _chunks(files: Sequence[Path], *names: str) -> Iterator[list[Numbers]]:
     for file in files:
         rows = np.load(file)
@@ -64,19 +72,19 @@ def _chunks(files: Sequence[Path], *names: str) -> Iterator[list[Numbers]]:
             yield [rows[name][start : start + CHUNK] for name in names]
 
 
-def _roots(parent: Numbers, numbers: Numbers) -> Numbers:
+def roots_of(parent: Numbers, numbers: Numbers) -> Numbers:
     roots = parent[numbers]
     while True:
         above = parent[roots]
         if np.array_equal(above, roots):
             return roots
-        roots = above
+        parent[numbers] = roots = above  # which makes the way of those below half as long
 
 
-def _join(parent: Numbers, a: Numbers, b: Numbers) -> None:
+def join_all(parent: Numbers, a: Numbers, b: Numbers) -> None:
     """Hook the larger root of each edge below the smaller, until all edges lie within a tree."""
     while len(a):
-        a, b = _roots(parent, a), _roots(parent, b)
+        a, b = roots_of(parent, a), roots_of(parent, b)
         apart = a != b
         a, b = a[apart], b[apart]
         np.minimum.at(parent, np.maximum(a, b), np.minimum(a, b))
@@ -93,15 +101,17 @@ class Deciding:
     renamed: tuple[Path, ...]
     sets: Path
     priority: tuple[str, ...]
+    most: int | None
+    """Documents in a cluster; a larger one is told of and nothing decided."""
     memory: int
     parts: int
 
     def __repr__(self) -> str:
-        return f"Deciding in {self.parts} parts by {self.priority}"
+        return f"Deciding in {self.parts} parts by {self.priority} up to {self.most}"
 
     def members(self, part: int) -> tuple[Numbers, Numbers]:
         """(numbers, sorted, of the documents in clusters; their clusters) of a part."""
-        labels = np.load(self.labels, mmap_mode="r")
+        labels = mapped(self.labels)
         found = [np.empty((2, 0), np.int64)]
         for start in range(0, len(labels), CHUNK):
             block = np.asarray(labels[start : start + CHUNK])
@@ -114,14 +124,12 @@ class Deciding:
         both = np.unique(np.concatenate(found, axis=1), axis=1)
         return both[0], both[1]
 
-    def edges_of(self, part: int) -> NDArray[Any]:
-        """The verified edges within the clusters of a part."""
-        labels = np.load(self.labels, mmap_mode="r")
-        found = [np.empty(0, EDGE)]
+    def edges_of(self, part: int) -> Iterator[NDArray[Any]]:
+        """The verified edges within the clusters of a part, a file at a time."""
+        labels = mapped(self.labels)
         for file in self.edges:
             edges = np.load(file)
-            found.append(edges[labels[edges["a"]] % self.parts == part])
-        return np.concatenate(found)
+            yield edges[labels[edges["a"]] % self.parts == part]
 
 
 @dataclass
@@ -150,7 +158,7 @@ class Clusters:
 
 def read_clusters(deciding: Deciding, part: int) -> Clusters:
     numbers, clusters = deciding.members(part)
-    names = deciding.index.names(numbers)
+    names = list(deciding.index.names(numbers))
     further = look_up(deciding.renamed, numbers, np.zeros_like(numbers)).tolist()
     ids = [f"{name}-{k}" if k else name for (name, _), k in zip(names, further, strict=True)]
     sources = [source for _, source in names]
@@ -166,23 +174,32 @@ def read_clusters(deciding: Deciding, part: int) -> Clusters:
     )
 
 
-def best_edges(found: Clusters, edges: NDArray[Any]) -> tuple[Numbers, NDArray[np.float64]]:
-    """(place of the most similar document that an edge leads to, the similarity), by place.
+class BestEdges:
+    """Of each document the edge to the most similar one, of equally similar ones the first by rank.
 
-    Of equally similar ones the first by rank.  Edges are between documents that stand for
-    themselves; of the others the similarity is 0.
+    via: [n] place of that document, its own if there is no edge.  similarity: [n].
     """
-    ends = [np.searchsorted(found.numbers, edges[name]) for name in ("a", "b")]
-    here, there = np.concatenate(ends), np.concatenate(ends[::-1])
-    similarity = np.tile(edges["shared"] / edges["union"], 2)
-    there = found.leads[there]
-    order = np.lexsort((found.ranks[there], -similarity, here))
-    first = np.append(True, np.diff(here[order]) > 0) if len(order) else np.empty(0, bool)
-    chosen = order[first]
-    via, jaccard = np.arange(len(found.numbers)), np.zeros(len(found.numbers))
-    via[here[chosen]] = there[chosen]
-    jaccard[here[chosen]] = similarity[chosen]
-    return via, jaccard
+
+    def __init__(self, found: Clusters) -> None:
+        self._found = found
+        self.via = np.arange(len(found.numbers))
+        self.similarity = np.zeros(len(found.numbers))
+
+    def add(self, edges: NDArray[Any]) -> None:
+        """Edges are between documents that stand for all of their text, and lead to its first."""
+        found = self._found
+        ends = [np.searchsorted(found.numbers, edges[name]) for name in ("a", "b")]
+        here, there = np.concatenate(ends), found.leads[np.concatenate(ends[::-1])]
+        similarity = np.tile(edges["shared"] / edges["union"], 2)
+        order = np.lexsort((found.ranks[there], -similarity, here))
+        order = order[np.diff(here[order], prepend=-1) > 0]  # the best of each
+        here, there, similarity = here[order], there[order], similarity[order]
+        better = (similarity > self.similarity[here]) | (
+            (similarity == self.similarity[here])
+            & (found.ranks[there] < found.ranks[self.via[here]])
+        )
+        self.via[here[better]] = there[better]
+        self.similarity[here[better]] = similarity[better]
 
 
 def decide(folder: Path, deciding: Deciding, part: int) -> dict[str, Any]:
@@ -191,36 +208,56 @@ def decide(folder: Path, deciding: Deciding, part: int) -> dict[str, Any]:
     Returns counts of clusters and of those who go by source, and the largest clusters.
     """
     found = read_clusters(deciding, part)
-    via, via_jaccard = best_edges(found, deciding.edges_of(part))
-    copy = found.leads != np.arange(len(found.numbers))
-    via = np.where(copy, found.leads, via[found.equals])
-    via_jaccard = np.where(copy, 1.0, via_jaccard[found.equals])
-    jaccard = _with_keepers(found, Sets(deciding.sets, deciding.index, deciding.memory // 8))
+    sets = Sets(deciding.sets, deciding.index, deciding.memory // 8)
+    _, sizes = np.unique(found.clusters, return_counts=True)
     goes = np.flatnonzero(found.keepers != np.arange(len(found.numbers)))
-    removed = np.empty(len(goes), REMOVED)
-    removed["number"], removed["copy"] = found.numbers[goes], copy[goes]
-    with placed(folder / f"{part:04}.jsonl") as file:
-        for row, k in enumerate(goes.tolist()):
-            removed["line"][row] = file.tell()
-            line = {
-                "id": found.ids[k],
-                "kept_id": found.ids[found.keepers[k]],
-                "jaccard": float(jaccard[k]),
-                "via": found.ids[via[k]],
-                "via_jaccard": float(via_jaccard[k]),
-            }
-            file.write(orjson.dumps(line) + b"\n")
-    save(folder / f"{part:04}.npy", removed)
+    if deciding.most is None or sizes.max(initial=0) <= deciding.most:
+        best = BestEdges(found)
+        for edges in deciding.edges_of(part):
+            best.add(edges)
+        write_removed(folder / f"{part:04}.npy", deciding.index, found, goes, best, sets)
     return {
-        "clusters": len(np.unique(found.clusters)),
+        "clusters": len(sizes),
         "sources": dict(Counter(found.sources[k] for k in goes.tolist())),
-        "largest": _largest(found, jaccard),
+        "largest": _largest(found, sets),
     }
 
 
-def _with_keepers(found: Clusters, sets: Sets) -> NDArray[np.float64]:
-    """[n]: exact similarity of each with the one that stays."""
-    a, b = found.equals, found.equals[found.keepers]
+def write_removed(
+    file: Path, index: Index, found: Clusters, goes: Numbers, best: BestEdges, sets: Sets
+) -> None:
+    """goes: places.  Beside the file its lines, .jsonl."""
+    copy = found.leads != np.arange(len(found.numbers))
+    via = np.where(copy, found.leads, best.via[found.equals])
+    via_jaccard = np.where(copy, 1.0, best.similarity[found.equals])
+    jaccard = similarity_with_keepers(found, goes, sets)
+    where = list(index.places(found.numbers))
+    removed = np.empty(len(goes), REMOVED)
+    removed["number"], removed["copy"] = found.numbers[goes], copy[goes]
+    with placed(file.with_suffix(".jsonl")) as stream:
+        for row, k in enumerate(goes.tolist()):
+            removed["line"][row] = stream.tell()
+            keeper = found.keepers[k]
+            line = {
+                "id": found.ids[k],
+                "kept_id": found.ids[keeper],
+                "jaccard": float(jaccard[row]),
+                "via": found.ids[via[k]],
+                "via_jaccard": float(via_jaccard[k]),
+                "file": where[k][0],
+                "offset": where[k][1],
+                "kept_file": where[keeper][0],
+                "kept_offset": where[keeper][1],
+            }
+            stream.write(orjson.dumps(line) + b"\n")
+    save(file, removed)
+
+
+def similarity_with_keepers(found: Clusters, places: Numbers, sets: Sets) -> NDArray[np.float64]:
+    """[places]: exact similarity of each with the one that stays of its cluster."""
+    if not len(places):
+        return np.empty(0)
+    a, b = found.equals[places], found.equals[found.keepers[places]]
     pairs, inverse = np.unique(np.stack([a, b]), axis=1, return_inverse=True)
     other = pairs[0] != pairs[1]
     jaccard = np.ones(pairs.shape[1])
@@ -229,7 +266,7 @@ def _with_keepers(found: Clusters, sets: Sets) -> NDArray[np.float64]:
     return jaccard[inverse]
 
 
-def _largest(found: Clusters, jaccard: NDArray[np.float64]) -> list[dict[str, Any]]:
+def _largest(found: Clusters, sets: Sets) -> list[dict[str, Any]]:
     """The largest clusters with a few members each, the one that stays first."""
     ordered = np.argsort(found.ranks)
     labels, starts, sizes = np.unique(
@@ -237,19 +274,18 @@ def _largest(found: Clusters, jaccard: NDArray[np.float64]) -> list[dict[str, An
     )
     first_ids = [found.ids[ordered[start]] for start in starts.tolist()]
     chosen = sorted(range(len(labels)), key=lambda k: (-int(sizes[k]), first_ids[k]))[:LARGEST]
-    return [
-        {
-            "size": int(sizes[k]),
-            "kept_id": first_ids[k],
-            "members": [
-                {
-                    "number": int(found.numbers[place]),
-                    "id": found.ids[place],
-                    "source": found.sources[place],
-                    "jaccard": float(jaccard[place]),
-                }
-                for place in ordered[starts[k] : starts[k] + min(SHOWN, sizes[k])].tolist()
-            ],
-        }
-        for k in chosen
-    ]
+    largest = []
+    for k in chosen:
+        places = ordered[starts[k] : starts[k] + min(SHOWN, sizes[k])]
+        jaccard = similarity_with_keepers(found, places, sets)
+        members = [
+            {
+                "number": int(found.numbers[place]),
+                "id": found.ids[place],
+                "source": found.sources[place],
+                "jaccard": float(each),
+            }
+            for place, each in zip(places.tolist(), jaccard, strict=True)
+        ]
+        largest.append({"size": int(sizes[k]), "kept_id": first_ids[k], "members": members})
+    return largest

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.corpus.duplicates.index import PREFIXES, Index, Numbers, save
+from tools.corpus.duplicates.index import ID, PREFIXES, Index, Numbers, id_key, mapped, save
 from tools.corpus.shingles import Words
 
 ROW_BYTES = 64  # of a row while it is grouped: key, number, order, what is gathered for it
+NAME_BYTES = 700  # of a row of which the id is looked at
 
 
 class Part(NamedTuple):
@@ -27,23 +28,23 @@ class Part(NamedTuple):
         return f"{self.column:02}-{self.first:03}"
 
 
-def parts_of(columns: range, rows: int, memory: int) -> list[Part]:
+def parts_of(columns: range, rows: int, memory: int, row_bytes: int = ROW_BYTES) -> list[Part]:
     """Each column whole, or cut so that a part's rows fit the memory."""
     count = 1
-    while count < PREFIXES and rows * ROW_BYTES > memory * count:
+    while count < PREFIXES and rows * row_bytes > memory * count:
         count *= 2
     step = PREFIXES // count
     return [Part(c, first, first + step) for c in columns for first in range(0, PREFIXES, step)]
 
 
 def read_part(index: Index, part: Part) -> tuple[Words, Numbers]:
-    """The keys of all units in that range, and the numbers of their documents."""
+    """The keys of all blocks in that range, and the numbers of their documents."""
     keys, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
-    for unit, first in enumerate(index.firsts[:-1].tolist()):
-        bounds = index.array(unit, "bounds")[part.column]
+    for block, first in enumerate(index.firsts[:-1].tolist()):
+        bounds = index.array(block, "bounds")[part.column]
         where = slice(int(bounds[part.first]), int(bounds[part.last]))
-        keys.append(index.array(unit, "keys")[part.column, where])
-        numbers.append(index.array(unit, "order")[part.column, where] + np.int64(first))
+        keys.append(index.array(block, "keys")[part.column, where])
+        numbers.append(index.array(block, "order")[part.column, where] + np.int64(first))
     return np.concatenate(keys), np.concatenate(numbers)
 
 
@@ -53,6 +54,8 @@ def group(keys: Words, numbers: Numbers) -> tuple[Numbers, NDArray[np.int64]]:
     Groups are in the order of their keys, members of a group in that of their numbers; starts has
     the place of each group's first member, and the end.
     """
+    if len(keys) < 2:
+        return numbers[:0], np.zeros(1, np.int64)
     order = np.argsort(keys)
     ordered = keys[order]
     same = ordered[1:] == ordered[:-1]
@@ -96,24 +99,55 @@ def find_copies(folder: Path, index: Index, part: Part) -> int:
 
 
 def find_equal_ids(folder: Path, index: Index, part: Part) -> int:
-    """Write (number, k) of the k-th further document with an id that another has; its id gets -k.
+    """Write (number, k) of the documents that have an id of others before them; it becomes ID-k.
 
-    By the digests of their normalised texts, equal ones in the order of the input.
+    The order is that of the digests of their normalised texts, of equal ones that of the input.
+    The k is 1, 2, ... but for those that make an id which some document has of its own.
     """
     members, starts = group(*read_part(index, part))
-    renamed = []
-    distinct = np.unique(members)
-    names = dict(zip(distinct.tolist(), index.names(distinct), strict=True))
-    digests = index.gather(distinct, "documents")["digest"].tolist() if len(distinct) else []
-    by_digest = dict(zip(distinct.tolist(), digests, strict=True))
+    if not len(members):
+        return _save_sorted(folder, part, np.empty(0, STAND_IN))
+    distinct, inverse = np.unique(members, return_inverse=True)
+    digests = index.gather(distinct, "documents")["digest"][inverse].tolist()
+    ids = [name for name, _ in index.names(distinct)]
+    again: list[tuple[int, str, int, int]] = []  # number, id, k, how many have the id
     for start, end in itertools.pairwise(starts.tolist()):
         same: dict[str, list[int]] = defaultdict(list)
-        for number in members[start:end].tolist():
-            same[names[number][0]].append(number)
-        for numbers in same.values():
-            numbers.sort(key=lambda number: (by_digest[number], number))
-            renamed += [(number, k) for k, number in enumerate(numbers) if k]
+        for place in range(start, end):
+            same[ids[inverse[place]]].append(place)
+        for name, places in same.items():
+            places.sort(key=lambda place: (digests[place], members[place]))
+            numbered = enumerate(places[1:], start=1)
+            again += [(int(members[place]), name, k, len(places)) for place, k in
+                      ((place, k) for k, place in numbered)]  # fmt: skip
+    renamed = _numbered(index, again)
     return _save_sorted(folder, part, np.array(renamed, STAND_IN))
+
+
+def _numbered(index: Index, again: list[tuple[int, str, int, int]]) -> list[tuple[int, int]]:
+    """[(number, k)]: where a document has the id ID-k of its own, a k that is larger."""
+    done: list[tuple[int, int]] = []
+    while again:
+        taken = ids_there(index, [f"{name}-{k}" for _, name, k, _ in again])
+        done += [(each[0], each[2]) for each, is_there in zip(again, taken, strict=True)
+                 if not is_there]  # fmt: skip
+        again = [
+            (number, name, k + count, count)
+            for (number, name, k, count), is_there in zip(again, taken, strict=True)
+            if is_there
+        ]
+    return done
+
+
+def ids_there(index: Index, names: Sequence[str]) -> NDArray[np.bool_]:
+    """Which of these ids some record has; by their hashes."""
+    wanted = np.array([id_key(name) for name in names], np.uint64)
+    found = np.zeros(len(wanted), bool)
+    for block in range(len(index.blocks)):
+        keys = index.array(block, "keys")[ID]
+        places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        found |= keys[places] == wanted
+    return found
 
 
 def _save_sorted(folder: Path, part: Part, rows: NDArray[Any]) -> int:
@@ -125,9 +159,10 @@ def look_up(files: Sequence[Path], numbers: Numbers, missing: Numbers) -> Number
     """What STAND_IN files say under "other" for these numbers; `missing` where they say nothing."""
     found = missing.copy()
     for file in files:
-        rows = np.load(file)
-        places = np.searchsorted(rows["number"], numbers)
-        inside = places < len(rows)
-        inside[inside] = rows["number"][places[inside]] == numbers[inside]
+        rows = mapped(file)
+        if not len(rows) or not len(numbers):
+            continue
+        places = np.minimum(np.searchsorted(rows["number"], numbers), len(rows) - 1)
+        inside = rows["number"][places] == numbers
         found[inside] = rows["other"][places[inside]]
     return found

@@ -1,26 +1,33 @@
-"""The index of a corpus: for each unit a folder of arrays, a row for each document.
+"""The index of a corpus: for each block of a unit's documents a folder of arrays, a row for each.
 
-documents.npy   ROW [n]: where the document is, how long, of which source, digest of its text
+documents.npy   ROW [n]: where the document is, how long, digest of its normalised text
 names.bin       its id and source, as JSON lines; `name` in documents.npy says where each begins
 keys.npy        uint64 [COLUMNS, n]: hashes of its id, of its normalised text, and of each band of
                 its signature, each row sorted
 order.npy       uint32 [COLUMNS, n]: which document each key belongs to
 bounds.npy      uint32 [COLUMNS, PREFIXES + 1]: where the keys of each prefix begin
-sketches.npy    SKETCH [n]: one bit of each value of the signature, and the values no band has
+sketches.npy    uint64 [n, BITS]: one bit of each value of the signature
 """
 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from tools.corpus.records import Funnel, document_id, parse_record, read_documents, source_of
+from tools.corpus.records import (
+    Document,
+    Funnel,
+    document_id,
+    parse_record,
+    read_documents,
+    source_of,
+)
 from tools.corpus.settings import StepSettings
 from tools.corpus.shards import OPENERS, Unit, open_shard, placed, read_lines
 from tools.corpus.shingles import PERMUTATIONS, Shingler, Signatures, Words
@@ -31,8 +38,7 @@ ROW = np.dtype(
 )  # in bytes, of the file and of names.bin; length of the line, bytes of the text
 PLACE = ["offset", "length", "bytes", "name"]
 BITS = PERMUTATIONS // 64  # words of a sketch
-SPARE_BITS = 21
-SKETCH = np.dtype([("bits", "<u8", BITS), ("spare", "<u8")])
+BLOCK = 1 << 15  # documents: of a unit that is one large compressed file there may be any number
 ID, TEXT, FIRST_BAND = 0, 1, 2  # columns of keys.npy
 PREFIXES = 256  # the first byte of a key
 Numbers = NDArray[np.int64]
@@ -40,7 +46,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Bands:
-    """How a signature is cut: `count` bands of `rows` values; what is left over splits buckets."""
+    """How a signature is cut: into `count` bands of `rows` values."""
 
     count: int
     rows: int
@@ -54,56 +60,82 @@ class Bands:
             keys ^= keys >> np.uint64(29)
         return keys.T
 
-    def sketches(self, signatures: Signatures) -> NDArray[Any]:
-        """SKETCH [n]"""
-        sketches = np.zeros(len(signatures), SKETCH)
-        mixed = (signatures * np.uint32(0x9E3779B1)) >> np.uint32(31)
-        packed = np.packbits(mixed.astype(bool), axis=1, bitorder="little")
-        sketches["bits"] = packed.view("<u8")
-        mask = np.uint32((1 << SPARE_BITS) - 1)
-        for column in range(self.count * self.rows, PERMUTATIONS)[:3]:
-            sketches["spare"] <<= np.uint64(SPARE_BITS)
-            sketches["spare"] |= signatures[:, column] & mask
-        return sketches
-
     def recall(self, jaccard: float) -> float:
         """The share of pairs of this similarity that fall into one bucket of one band or more."""
         return float(1 - (1 - jaccard**self.rows) ** self.count)
 
 
+def sketch(signatures: Signatures) -> Words:
+    """[n, PERMUTATIONS] to [n, BITS]: a fair bit of each value."""
+    bits = (signatures * np.uint32(0x9E3779B1)) >> np.uint32(31)
+    return np.packbits(bits.astype(bool), axis=1, bitorder="little").view("<u8")
+
+
 def index_unit(
     unit: Unit, settings: StepSettings, folder: Path, shingler: Shingler, bands: Bands | None
 ) -> dict[str, Any]:
-    """Write the index of a unit into folder/UNIT; without bands, only what needs no signature."""
-    funnel = Funnel()
-    rows, names, hashes, signatures = [], [], [], []
-    name = 0
+    """Write the index of a unit; without bands, only what needs no signature.
+
+    Returns the documents of each block, which is in folder/UNIT-NUMBER, and the books.
+    """
+    funnel, counts = Funnel(), []
+    rows = Rows(shingler, bands)
     for document in read_documents(unit, funnel):
-        points = shingler.points(document.text)
-        identity = document_id(document.record)
-        hashes.append(_digest(identity.encode())[:8] + _digest(points.tobytes()))
-        names.append(orjson.dumps([identity, source_of(document.record)]) + b"\n")
-        rows.append((document.offset, len(document.line), len(document.text.encode()), name))
-        name += len(names[-1])
-        if bands is not None:
-            signatures.append(shingler.sign(shingler.hashes(points)))
-    documents = np.empty(len(rows), ROW)
-    digests = np.frombuffer(b"".join(hashes), "<u8").reshape(-1, 3)
-    documents[PLACE] = np.array(rows, documents[PLACE].dtype)
-    documents["digest"] = digests[:, 1:]
-    keys = [digests[:, 0], digests[:, 1]]
-    arrays: dict[str, NDArray[Any]] = {"documents": documents}
-    if bands is not None:
-        signed = np.array(signatures, np.uint32).reshape(-1, PERMUTATIONS)
-        keys += list(bands.keys(signed))
-        arrays["sketches"] = bands.sketches(signed)
-    arrays |= sort_keys(np.stack(keys))
-    for each, array in arrays.items():
-        save(folder / unit.name / f"{each}.npy", array)
-    with placed(folder / unit.name / "names.bin") as file:
-        file.writelines(names)
+        rows.add(document)
+        if len(rows) == BLOCK:
+            counts.append(rows.write(folder / block_name(unit, len(counts))))
+            rows = Rows(shingler, bands)
+    if len(rows):
+        counts.append(rows.write(folder / block_name(unit, len(counts))))
     keep_rejected(settings, unit, funnel)
-    return {"documents": len(documents), "funnel": funnel.to_json()}
+    return {"blocks": counts, "funnel": funnel.to_json()}
+
+
+def block_name(unit: Unit, number: int) -> str:
+    return f"{unit.name}-{number:04}"
+
+
+class Rows:
+    """The documents of a block, until it is written."""
+
+    def __init__(self, shingler: Shingler, bands: Bands | None) -> None:
+        self._shingler = shingler
+        self._bands = bands
+        self._places: list[tuple[int, int, int, int]] = []
+        self._names = bytearray()
+        self._digests = bytearray()
+        self._signatures: list[Signatures] = []
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, document: Document) -> None:
+        points = self._shingler.points(document.text)
+        identity = document_id(document.record)
+        self._digests += id_key(identity).to_bytes(8, "little") + _digest(points.tobytes())
+        size = len(document.text.encode())
+        self._places.append((document.offset, len(document.line), size, len(self._names)))
+        self._names += orjson.dumps([identity, source_of(document.record)]) + b"\n"
+        if self._bands is not None:
+            self._signatures.append(self._shingler.sign(self._shingler.hashes(points)))
+
+    def write(self, folder: Path) -> int:
+        """Returns how many they are."""
+        digests = np.frombuffer(self._digests, "<u8").reshape(-1, 3)
+        documents = np.empty(len(self), ROW)
+        documents[PLACE] = np.array(self._places, documents[PLACE].dtype)
+        documents["digest"] = digests[:, 1:]
+        keys = [digests[:, ID], digests[:, TEXT]]
+        if self._bands is not None:
+            signatures = np.array(self._signatures)
+            keys += list(self._bands.keys(signatures))
+            save(folder / "sketches.npy", sketch(signatures))
+        for name, array in sort_keys(np.stack(keys)).items():
+            save(folder / f"{name}.npy", array)
+        save(folder / "documents.npy", documents)
+        with placed(folder / "names.bin") as file:
+            file.write(self._names)
+        return len(self)
 
 
 def save(path: Path, array: NDArray[Any]) -> None:
@@ -111,9 +143,19 @@ def save(path: Path, array: NDArray[Any]) -> None:
         np.save(file, array, allow_pickle=False)
 
 
+def mapped(path: Path) -> NDArray[Any]:
+    """The array of a file, mapped and not read, unless it is small: nothing cannot be mapped."""
+    return np.load(path, mmap_mode="r" if path.stat().st_size > 4096 else None)
+
+
 def _digest(content: bytes) -> bytes:
     """128 bits."""
     return hashlib.sha256(content).digest()[:16]
+
+
+def id_key(identity: str) -> int:
+    """64 bits."""
+    return int.from_bytes(_digest(identity.encode())[:8], "little")
 
 
 def sort_keys(keys: Words) -> dict[str, NDArray[Any]]:
@@ -129,67 +171,127 @@ def sort_keys(keys: Words) -> dict[str, NDArray[Any]]:
     }
 
 
+class Block(NamedTuple):
+    unit: int
+    """Place of its unit among all."""
+    name: str
+    documents: int
+
+
 @dataclass(frozen=True)
 class Index:
-    """The index of all units; a document's number is its unit's first number plus its row."""
+    """The index of all units; documents are numbered through, from 0 on.
+
+    Travels to workers by the name of a file.
+    """
 
     folder: Path
     units: tuple[Unit, ...]
-    counts: tuple[int, ...]
+    blocks: tuple[Block, ...]
 
     def __repr__(self) -> str:
         """What tells one index from another when a task is looked for."""
-        return f"Index of {len(self.units)} units, {sum(self.counts)} documents"
+        return f"Index of {len(self.units)} units, {len(self)} documents"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_index, (self.folder, self.digest)
+
+    @cached_property
+    def digest(self) -> str:
+        return _digest(repr((self.units, self.blocks)).encode()).hex()
+
+    def save(self) -> None:
+        with placed(self.folder / "index.json") as file:
+            facts = [
+                [list(vars(unit).values()) for unit in self.units],
+                list(map(list, self.blocks)),
+            ]
+            file.write(orjson.dumps(facts))
 
     @cached_property
     def firsts(self) -> Numbers:
-        """[units + 1]: the number of each unit's first document, and of all documents."""
-        return np.append(0, np.cumsum(np.array(self.counts, np.int64)))
+        """[blocks + 1]: the number of each block's first document, and of all documents."""
+        return np.cumsum([0, *(block.documents for block in self.blocks)], dtype=np.int64)
+
+    @cached_property
+    def unit_firsts(self) -> Numbers:
+        """[units + 1]: the same of units."""
+        counts = np.zeros(len(self.units) + 1, np.int64)
+        for block in self.blocks:
+            counts[block.unit + 1] += block.documents
+        return np.cumsum(counts)
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
 
-    def array(self, unit: int, name: str) -> NDArray[Any]:
-        """An array of a unit's index, mapped and not read."""
-        path = self.folder / self.units[unit].name / f"{name}.npy"
-        if not self.counts[unit]:
-            return np.load(path)
-        return np.load(path, mmap_mode="r")
-
-    def by_unit(self, numbers: Numbers) -> Iterator[tuple[int, slice]]:
-        """(unit, where its documents are in `numbers`), for sorted numbers."""
-        cuts = np.searchsorted(numbers, self.firsts)
-        for unit in np.flatnonzero(np.diff(cuts)).tolist():
-            yield unit, slice(int(cuts[unit]), int(cuts[unit + 1]))
+    def array(self, block: int, name: str) -> NDArray[Any]:
+        """An array of a block's index, mapped and not read."""
+        return mapped(self.folder / self.blocks[block].name / f"{name}.npy")
 
     def gather(self, numbers: Numbers, name: str) -> NDArray[Any]:
         """The rows of an array of the index, of sorted numbers, of which there is one at least."""
         return np.concatenate(
             [
-                self.array(unit, name)[numbers[where] - self.firsts[unit]]
-                for unit, where in self.by_unit(numbers)
+                self.array(block, name)[numbers[where] - self.firsts[block]]
+                for block, where in ranges(numbers, self.firsts)
             ]
         )
 
-    def names(self, numbers: Numbers) -> list[tuple[str, str]]:
+    def names(self, numbers: Numbers) -> Iterator[tuple[str, str]]:
         """(id, source) of sorted numbers; the id as the record gave it."""
-        found: list[tuple[str, str]] = []
-        for unit, where in self.by_unit(numbers):
-            starts = self.array(unit, "documents")["name"][numbers[where] - self.firsts[unit]]
-            with (self.folder / self.units[unit].name / "names.bin").open("rb") as file:
-                for start in starts.tolist():
+        for block, where in ranges(numbers, self.firsts):
+            rows = numbers[where] - self.firsts[block]
+            starts = self.array(block, "documents")["name"][rows].tolist()
+            with (self.folder / self.blocks[block].name / "names.bin").open("rb") as file:
+                for start in starts:
                     file.seek(start)
-                    found.append(tuple(orjson.loads(file.readline())))
-        return found
+                    yield tuple(orjson.loads(file.readline()))
+
+    def places(self, numbers: Numbers) -> Iterator[tuple[str, int]]:
+        """(file, byte at which the line starts) of sorted numbers."""
+        for unit, where in ranges(numbers, self.unit_firsts):
+            for offset in self.gather(numbers[where], "documents")["offset"].tolist():
+                yield self.units[unit].file, offset
 
     def documents(self, numbers: Numbers) -> Iterator[tuple[int, str]]:
         """(number, text) of sorted numbers, one at a time."""
-        for unit, where in self.by_unit(numbers):
-            wanted = numbers[where].tolist()
-            places = self.array(unit, "documents")[numbers[where] - self.firsts[unit]]
-            lines = _lines_at(self.units[unit], places["offset"], places["length"])
-            for number, line in zip(wanted, lines, strict=True):
+        for unit, where in ranges(numbers, self.unit_firsts):
+            wanted = numbers[where]
+            rows = self.gather(wanted, "documents")
+            lines = _lines_at(self.units[unit], rows["offset"], rows["length"])
+            for number, line in zip(wanted.tolist(), lines, strict=True):
                 yield number, parse_record(line)["text"]
+
+    def rows(self, unit: int) -> Iterator[tuple[int, int, int, str]]:
+        """(number, offset, bytes of the text, source) of a unit's documents, in order."""
+        for number, block in enumerate(self.blocks):
+            if block.unit == unit:
+                first = int(self.firsts[number])
+                numbers = np.arange(first, first + block.documents)
+                rows = self.array(number, "documents")
+                facts = zip(rows["offset"].tolist(), rows["bytes"].tolist(), strict=True)
+                for each, (offset, size), (_, source) in zip(
+                    numbers.tolist(), facts, self.names(numbers), strict=True
+                ):
+                    yield each, offset, size, source
+
+
+@lru_cache(maxsize=4)
+def open_index(folder: Path, digest: str) -> Index:
+    """The index that was saved there."""
+    units, blocks = orjson.loads((folder / "index.json").read_bytes())
+    index = Index(
+        folder, tuple(Unit(*unit) for unit in units), tuple(Block(*block) for block in blocks)
+    )
+    assert index.digest == digest
+    return index
+
+
+def ranges(numbers: Numbers, firsts: Numbers) -> Iterator[tuple[int, slice]]:
+    """(k, where those from firsts[k] to before firsts[k + 1] are), for sorted numbers."""
+    cuts = np.searchsorted(numbers, firsts)
+    for k in np.flatnonzero(np.diff(cuts)).tolist():
+        yield k, slice(int(cuts[k]), int(cuts[k + 1]))
 
 
 def _lines_at(unit: Unit, offsets: Numbers, lengths: Numbers) -> Iterator[bytes]:

@@ -1,16 +1,17 @@
 """The shards of what stays."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tools.corpus.duplicates.index import Index
+from tools.corpus.duplicates.index import Index, mapped
 from tools.corpus.records import Count, Funnel
 from tools.corpus.settings import StepSettings
 from tools.corpus.shards import placed, read_lines, write_shard
 
-COPY, NEAR = "exact copy", "near-duplicate"
+COPY, NEAR = "same normalised text", "near-duplicate"
 
 
 def write_unit(
@@ -18,39 +19,40 @@ def write_unit(
 ) -> dict[str, Any]:
     """Copy the lines of the documents of a unit that stay; the others' lines go into `folder`."""
     place = index.units[unit]
-    first, last = index.firsts[unit : unit + 2].tolist()
-    goes = lines_of(removed, first, last)
-    with placed(folder / f"{place.name}.jsonl") as file:
-        file.writelines(line for _, line in goes.values())
-    rows = np.load(index.folder / place.name / "documents.npy")
-    offsets, sizes = rows["offset"].tolist(), rows["bytes"].tolist()
-    names = index.names(np.arange(first, last))
+    goes = write_lines(folder / f"{place.name}.jsonl", index, unit, removed)
     funnel = Funnel()
+    documents = index.rows(unit)
+    document = next(documents, None)
     with write_shard(settings.output, f"part-{place.name}", settings.compress) as shard:
-        row = 0
         for line in read_lines(place):
-            if row == len(offsets) or line.offset != offsets[row]:
+            if document is None or line.offset != document[1]:
                 continue  # it holds no document, as the index has noted
-            source, size = names[row][1], sizes[row]
-            gone = goes.get(first + row)
-            row += 1
-            if gone is None:
-                funnel.output.setdefault(source, Count()).add(size)
-                shard.write(line.content)
+            number, _, size, source = document
+            if number in goes:
+                counts = funnel.dropped.setdefault(COPY if goes[number] else NEAR, {})
             else:
-                reason = funnel.dropped.setdefault(COPY if gone[0] else NEAR, {})
-                reason.setdefault(source, Count()).add(size)
+                counts = funnel.output
+                shard.write(line.content)
+            counts.setdefault(source, Count()).add(size)
+            document = next(documents, None)
+    assert document is None
     return {"funnel": funnel.to_json(), "shard": shard.facts}
 
 
-def lines_of(removed: tuple[Path, ...], first: int, last: int) -> dict[int, tuple[bool, bytes]]:
-    """{number: (whether it is an exact copy, its line of duplicates.jsonl)}, by number."""
-    found: dict[int, tuple[bool, bytes]] = {}
+def write_lines(
+    target: Path, index: Index, unit: int, removed: tuple[Path, ...]
+) -> dict[int, bool]:
+    """Write the unit's lines of duplicates.jsonl; {number: whether its text is another's too}."""
+    first, last = index.unit_firsts[unit : unit + 2]
+    found = []
     for path in removed:
-        rows = np.load(path)
-        rows = rows[np.searchsorted(rows["number"], first) : np.searchsorted(rows["number"], last)]
-        with path.with_suffix(".jsonl").open("rb") as file:
-            for number, line, copy in rows.tolist():
-                file.seek(line)
-                found[number] = copy, file.readline()
-    return dict(sorted(found.items()))
+        rows = mapped(path)
+        start, end = np.searchsorted(rows["number"], [first, last])
+        found += [(*row, path.with_suffix(".jsonl")) for row in rows[start:end].tolist()]
+    found.sort()
+    with placed(target) as file, contextlib.ExitStack() as stack:
+        sources = {path: stack.enter_context(path.open("rb")) for *_, path in found}
+        for _, line, _, path in found:
+            sources[path].seek(line)
+            file.write(sources[path].readline())
+    return {number: copy for number, _, copy, _ in found}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from tools.corpus.shingles import PERMUTATIONS, Shingler
 
 def find_pairs_by_datasketch(
     folder: Path, index: Index, copies: Sequence[Path], shingler: Shingler, bands: Bands
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Write the pairs that datasketch's MinHashLSH finds with the same bands; in memory.
 
     ValueError where the library is not installed.
@@ -34,4 +35,4 @@ def find_pairs_by_datasketch(
         lsh.insert(number, sketch)
     pairs = np.unique(np.concatenate(found))
     save(folder / "all.npy", pairs)
-    return {"pairs": len(pairs), "split": 0, "largest": 0}
+    return {"pairs": len(pairs), "files": ["all.npy"], "split": 0, "largest": 0}

@@ -3,20 +3,22 @@
 A pair is one uint64, the smaller number in its upper half.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tools.corpus.compiled import mix
 from tools.corpus.duplicates.grouping import Part, by_size, group, look_up, read_part
-from tools.corpus.duplicates.index import SPARE_BITS, Index, Numbers, save
+from tools.corpus.duplicates.index import Index, Numbers, mapped, save
 from tools.corpus.shingles import PERMUTATIONS, Words
 
 AT_ONCE = 1 << 20  # pairs looked at at a time
 HALF = np.uint64(32)
 LOW = np.uint64((1 << 32) - 1)
+PIECE, ROUNDS = 128, 4  # documents of a piece of a bucket that is split; orders it is split in
 LEEWAY = 4.5  # standard deviations that a pair at the threshold may look less alike by chance
 
 
@@ -41,9 +43,15 @@ def least_agreement(jaccard: float) -> int:
 
 
 def find_pairs(
-    folder: Path, index: Index, part: Part, copies: Sequence[Path], jaccard: float, limit: int
-) -> dict[str, int]:
-    """Write the candidate pairs of one part of a band, sorted; counts of pairs and buckets.
+    folder: Path,
+    index: Index,
+    part: Part,
+    copies: Sequence[Path],
+    jaccard: float,
+    limit: int,
+    memory: int,
+) -> dict[str, Any]:
+    """Write the candidate pairs of one part of a band, in sorted runs; facts of pairs and buckets.
 
     copies: files of the documents for which an equal one stands.  A bucket of more than `limit`
     documents is split.
@@ -51,63 +59,94 @@ def find_pairs(
     keys, numbers = read_part(index, part)
     distinct = look_up(copies, numbers, numbers) == numbers
     members, starts = group(keys[distinct], numbers[distinct])
-    sketches = _sketches(index, members)
-    buckets = Buckets(members, sketches, least_agreement(jaccard))
-    found = [np.empty(0, np.uint64)]
+    largest = int(np.diff(starts).max(initial=0))
+    buckets = Buckets(index, members, least_agreement(jaccard), largest > limit)
+    runs = Runs(folder, part.name, memory // 8)
     split = 0
     for places in by_size(starts):
         if places.shape[1] <= limit:
-            found += buckets.pairs(places)
+            runs.add(buckets.pairs(places))
             continue
         split += len(places)
         for bucket in places:
-            for piece in buckets.split(bucket, limit):
-                found += buckets.pairs(piece[None])
-    pairs = np.unique(np.concatenate(found))
-    save(folder / f"{part.name}.npy", pairs)
-    largest = int(np.diff(starts).max(initial=0))
-    return {"pairs": len(pairs), "split": split, "largest": largest}
+            for piece in buckets.split(bucket, part.column, min(PIECE, limit)):
+                runs.add(buckets.pairs(piece[None]))
+    return {**runs.close(), "split": split, "largest": largest}
+
+
+class Runs:
+    """Pairs as they are found, written in sorted runs that take up to `most` bytes."""
+
+    def __init__(self, folder: Path, name: str, most: int) -> None:
+        self._folder = folder
+        self._name = name
+        self._most = most
+        self._held: list[Words] = []
+        self._bytes = 0
+        self._files: list[str] = []
+        self._pairs = 0
+
+    def add(self, found: Iterable[Words]) -> None:
+        for pairs in found:
+            self._held.append(pairs)
+            self._bytes += pairs.nbytes
+            if self._bytes > self._most:
+                self._write()
+
+    def close(self) -> dict[str, Any]:
+        """How many there are, and the names of the files."""
+        if self._bytes:
+            self._write()
+        return {"pairs": self._pairs, "files": self._files}
+
+    def _write(self) -> None:
+        pairs = np.unique(np.concatenate(self._held))
+        self._files.append(f"{self._name}-{len(self._files):04}.npy")
+        save(self._folder / self._files[-1], pairs)
+        self._pairs += len(pairs)
+        self._held, self._bytes = [], 0
 
 
 class Buckets:
     """The members of the buckets of a part, and what tells whether two may be alike."""
 
-    def __init__(self, members: Numbers, sketches: NDArray[Any], agreement: int) -> None:
+    def __init__(self, index: Index, members: Numbers, agreement: int, digests: bool) -> None:
+        """digests: whether there is anything to split."""
         self._members = members
-        self._bits = sketches["bits"]
-        self._spare = sketches["spare"]
         self._most_different = PERMUTATIONS - agreement
+        distinct, inverse = np.unique(members, return_inverse=True)
+        if len(distinct):
+            self._bits = index.gather(distinct, "sketches")[inverse]
+        if digests:
+            self._digests = index.gather(distinct, "documents")["digest"][inverse, 0]
 
-    def pairs(self, places: NDArray[np.int64]) -> list[Words]:
+    def pairs(self, places: NDArray[np.int64]) -> Iterator[Words]:
         """Of the groups [n, size], all pairs within that look alike."""
-        size = places.shape[1]
-        left, right = np.triu_indices(size, 1)
-        found = []
+        left, right = np.triu_indices(places.shape[1], 1)
         for rows, columns in _blocks(len(places), len(left)):
             a = places[rows, left[columns]].ravel()
             b = places[rows, right[columns]].ravel()
             different = np.bitwise_count(self._bits[a] ^ self._bits[b]).sum(axis=1)
             alike = different <= self._most_different
-            found.append(pack(self._members[a[alike]], self._members[b[alike]]))
-        return found
+            yield pack(self._members[a[alike]], self._members[b[alike]])
 
-    def split(
-        self, places: NDArray[np.int64], limit: int, shift: int = 2 * SPARE_BITS
-    ) -> Iterator[NDArray[np.int64]]:
-        """The bucket in pieces of up to `limit`, by the values that no band has; by content."""
-        if len(places) <= limit:
-            if len(places) > 1:
-                yield places
-        elif shift < 0:
-            order = np.lexsort((*self._bits[places].T, self._spare[places]))
-            for piece in np.split(places[order], range(limit, len(places), limit)):
-                yield from self.split(piece, limit)
-        else:
-            values = self._spare[places] >> np.uint64(shift) & np.uint64((1 << SPARE_BITS) - 1)
-            order = np.argsort(values, kind="stable")
-            cuts = np.flatnonzero(np.diff(values[order])) + 1
-            for piece in np.split(places[order], cuts):
-                yield from self.split(piece, limit, shift - SPARE_BITS)
+    def split(self, bucket: NDArray[np.int64], salt: int, size: int) -> Iterator[NDArray[np.int64]]:
+        """The bucket in pieces of up to `size`, in each of ROUNDS orders; by content alone.
+
+        An order is by the sketches, their bits in a random order: those who are alike are near each
+        other in most.  The orders of another salt, that is band, are others, so that what is cut
+        apart here hangs together there.
+        """
+        bits = np.unpackbits(self._bits[bucket].view(np.uint8), axis=1)
+        for number in range(ROUNDS):
+            random = np.random.default_rng([salt, number])
+            shuffled = np.ascontiguousarray(bits[:, random.permutation(PERMUTATIONS)])
+            words = np.packbits(shuffled, axis=1).view(">u8")
+            ties = mix(self._digests[bucket] ^ random.integers(1 << 63, dtype=np.uint64))
+            order = np.lexsort((ties, words[:, 1], words[:, 0]))
+            for start in range(0, len(order), size):
+                if len(piece := order[start : start + size]) > 1:
+                    yield bucket[piece]
 
 
 def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
@@ -118,37 +157,25 @@ def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
             yield slice(row, row + height), slice(column, column + AT_ONCE)
 
 
-def _sketches(index: Index, members: Numbers) -> NDArray[Any]:
-    if not len(members):
-        return index.array(0, "sketches")[:0]
-    distinct, inverse = np.unique(members, return_inverse=True)
-    return index.gather(distinct, "sketches")[inverse]
-
-
 def bounds_of(files: Sequence[Path], pairs: int, most: int) -> list[int]:
     """First documents of ranges in which about `most` pairs begin, and the end of all.
 
     pairs: in all files.  A document's pairs are never in two ranges.
     """
-    ranges = max(1, -(-pairs // most))
+    ranges = max(1, -(-pairs // max(1, most)))
     stride = max(1, most // 64)
-    sample = [np.load(file, mmap_mode="r")[::stride] for file in files if _filled(file)]
+    sample = [mapped(file)[::stride] for file in files]
     ordered = np.sort(np.concatenate([np.empty(0, np.uint64), *sample])) >> HALF
     cuts = ordered[[len(ordered) * k // ranges for k in range(1, ranges)]] if pairs else []
     return [0, *sorted({int(cut) for cut in cuts} - {0}), 1 << 32]
-
-
-def _filled(file: Path) -> bool:
-    """Whether there is anything behind the header of an array; nothing cannot be mapped."""
-    return file.stat().st_size > 128
 
 
 def merge_pairs(folder: Path, name: str, files: Sequence[Path], first: int, last: int) -> int:
     """Write the pairs that begin in [first, last), each once, and the documents they need."""
     parts = [np.empty(0, np.uint64)]
     edges = np.array([first, last - 1], np.uint64) << HALF | np.array([0, LOW], np.uint64)
-    for file in filter(_filled, files):
-        pairs = np.load(file, mmap_mode="r")
+    for file in files:
+        pairs = mapped(file)
         start = np.searchsorted(pairs, edges[0])
         parts.append(pairs[start : np.searchsorted(pairs, edges[1], "right")])
     pairs = np.unique(np.concatenate(parts))

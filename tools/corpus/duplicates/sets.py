@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.corpus.compiled import HAVE_NUMBA, compiled
-from tools.corpus.duplicates.index import Index, Numbers, save
+from tools.corpus.duplicates.index import Index, Numbers, mapped, save
 from tools.corpus.duplicates.pairs import unpack
+from tools.corpus.shards import placed
 from tools.corpus.shingles import Shingler, Words
 
 EDGE = np.dtype([("a", "<i8"), ("b", "<i8"), ("shared", "<i8"), ("union", "<i8")])
@@ -20,18 +21,25 @@ BIN = 20  # bins of the histogram of similarities in an interval of 1
 def write_sets(
     folder: Path, index: Index, unit: int, needed: Sequence[Path], shingler: Shingler
 ) -> int:
-    """Write the sets of those documents of a unit that some file of `needed` names."""
-    first, last = index.firsts[unit : unit + 2]
+    """Write the sets of those documents of a unit that some file of `needed` names.
+
+    Two files: the hashes, set after set, and int64 [2, n + 1]: the documents' numbers (and -1), and
+    where the set of each begins (and the last ends).
+    """
+    first, last = index.unit_firsts[unit : unit + 2]
     wanted = [np.empty(0, np.int64)]
     for file in needed:
-        numbers = np.load(file)
+        numbers = mapped(file)
         wanted.append(numbers[np.searchsorted(numbers, first) : np.searchsorted(numbers, last)])
     numbers = np.unique(np.concatenate(wanted))
-    sets = [shingler.shingle_set(text) for _, text in index.documents(numbers)]
-    save(folder / f"{index.units[unit].name}.npy", np.concatenate([np.empty(0, np.uint64), *sets]))
-    ends = np.cumsum([0, *map(len, sets)], dtype=np.int64)
-    save(folder / f"{index.units[unit].name}.places.npy", np.stack([np.append(numbers, -1), ends]))
-    return len(sets)
+    ends = np.zeros(len(numbers) + 1, np.int64)
+    with placed(folder / f"{index.units[unit].name}.sets") as file:
+        for k, (_, text) in enumerate(index.documents(numbers)):
+            hashes = shingler.shingle_set(text)
+            file.write(hashes.tobytes())
+            ends[k + 1] = ends[k] + len(hashes)
+    save(folder / f"{index.units[unit].name}.npy", np.stack([np.append(numbers, -1), ends]))
+    return len(numbers)
 
 
 class Sets:
@@ -56,16 +64,16 @@ class Sets:
         return found
 
     def _read(self, number: int) -> Words:
-        unit = int(np.searchsorted(self._index.firsts, number, "right")) - 1
+        unit = int(np.searchsorted(self._index.unit_firsts, number, "right")) - 1
         numbers, ends = self._places(unit)
         place = int(np.searchsorted(numbers[:-1], number))
         assert numbers[place] == number
-        path = self._folder / f"{self._index.units[unit].name}.npy"
-        offset = path.stat().st_size + 8 * int(ends[place] - ends[-1])  # the array ends the file
-        return np.fromfile(path, np.uint64, int(ends[place + 1] - ends[place]), offset=offset)
+        start, end = ends[place : place + 2].tolist()
+        path = self._folder / f"{self._index.units[unit].name}.sets"
+        return np.fromfile(path, np.uint64, end - start, offset=8 * start)
 
     def _read_places(self, unit: int) -> NDArray[np.int64]:
-        return np.load(self._folder / f"{self._index.units[unit].name}.places.npy")
+        return np.load(self._folder / f"{self._index.units[unit].name}.npy")
 
     def compare(self, a: Numbers, b: Numbers) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(sizes of the intersections, of the unions) of pairs of documents."""
@@ -79,11 +87,10 @@ class Sets:
 
 def verify_pairs(
     folder: Path, pairs: Path, sets: Path, index: Index, threshold: Fraction, memory: int
-) -> dict[str, list[int]]:
+) -> list[int]:
     """Write the pairs whose similarity is at least the threshold, compared in integers.
 
-    Returns how many were compared, and how many have met it in each of BIN intervals from 0 to 1,
-    those of 1 in the last.
+    Returns how many there are in each of BIN intervals from 0 to 1, those of 1 in the last.
     """
     a, b = unpack(np.load(pairs))
     shared, union = Sets(sets, index, memory).compare(a, b)
@@ -93,7 +100,7 @@ def verify_pairs(
         edges[name] = values[met]
     save(folder / pairs.name, edges)
     bins = np.minimum(edges["shared"] * BIN // np.maximum(edges["union"], 1), BIN - 1)
-    return {"compared": [len(a)], "histogram": np.bincount(bins, minlength=BIN).tolist()}
+    return np.bincount(bins, minlength=BIN).tolist()
 
 
 def count_shared(a: Words, b: Words) -> int:

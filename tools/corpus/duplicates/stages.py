@@ -11,8 +11,23 @@ from typing import Any
 import numpy as np
 
 from tools.corpus.duplicates.clusters import LARGEST, MEMBER_BYTES, Deciding, connect, decide
-from tools.corpus.duplicates.grouping import find_copies, find_equal_ids, parts_of
-from tools.corpus.duplicates.index import FIRST_BAND, ID, TEXT, Bands, Index, index_unit
+from tools.corpus.duplicates.grouping import (
+    NAME_BYTES,
+    ROW_BYTES,
+    find_copies,
+    find_equal_ids,
+    parts_of,
+)
+from tools.corpus.duplicates.index import (
+    FIRST_BAND,
+    ID,
+    TEXT,
+    Bands,
+    Block,
+    Index,
+    block_name,
+    index_unit,
+)
 from tools.corpus.duplicates.kept import write_unit
 from tools.corpus.duplicates.library import find_pairs_by_datasketch
 from tools.corpus.duplicates.pairs import bounds_of, find_pairs, merge_pairs
@@ -41,6 +56,8 @@ class Rules:
     threshold: Fraction
     max_bucket: int
     priority: tuple[str, ...]
+    max_cluster: int | None
+    """Documents; with a larger cluster nothing is decided."""
     by_datasketch: bool
 
 
@@ -83,29 +100,35 @@ class Stages:
             for unit in step.units
         ]
         results = step.stage("signatures", index_unit, tasks)
-        counts = tuple(result["documents"] for result in results)
         funnel = sum_funnels(results)
-        if not sum(counts):
+        blocks = tuple(
+            Block(number, block_name(unit, k), count)
+            for number, (unit, result) in enumerate(zip(step.units, results, strict=True))
+            for k, count in enumerate(result["blocks"])
+        )
+        if not blocks:
             raise ValueError(
                 f"--input holds no document in {documents(funnel.input)} lines; each has to "
                 'be {"text": "..."}'
             )
-        if sum(counts) >= MOST_DOCUMENTS:
-            raise ValueError(f"--input holds {sum(counts)} documents; under 2^32 would work")
-        return Index(folder, tuple(step.units), counts), funnel
+        index = Index(folder, tuple(step.units), blocks)
+        if len(index) >= MOST_DOCUMENTS:
+            raise ValueError(f"--input holds {len(index)} documents; under 2^32 would work")
+        index.save()
+        return index, funnel
 
     def copies(self, index: Index) -> Files:
         """Documents for which another of the same normalised text stands."""
-        return self._by_column("copies", find_copies, index, TEXT)
+        return self._by_column("copies", find_copies, index, TEXT, ROW_BYTES)
 
     def ids(self, index: Index) -> Files:
         """Documents whose id another has too."""
-        return self._by_column("ids", find_equal_ids, index, ID)
+        return self._by_column("ids", find_equal_ids, index, ID, NAME_BYTES)
 
     def _by_column(
-        self, name: str, function: Callable[..., int], index: Index, column: int
+        self, name: str, function: Callable[..., int], index: Index, column: int, row_bytes: int
     ) -> Files:
-        parts = parts_of(range(column, column + 1), len(index), self._memory)
+        parts = parts_of(range(column, column + 1), len(index), self._memory, row_bytes)
         tasks = [Task(part.name, (self._folder(name), index, part)) for part in parts]
         self._step.stage(name, function, tasks)
         return self._files(name, [part.name for part in parts])
@@ -113,13 +136,13 @@ class Stages:
     def pairs(self, index: Index, copies: Files) -> tuple[Files, dict[str, int]]:
         """Candidate pairs, each once; facts of the buckets."""
         rules, folder = self._rules, self._folder("pairs")
-        function: Callable[..., dict[str, int]] = find_pairs
+        function: Callable[..., dict[str, Any]] = find_pairs
         if rules.by_datasketch:
             function = find_pairs_by_datasketch
             tasks = [Task("all", (folder, index, copies, rules.shingler, rules.bands))]
         else:
             columns = range(FIRST_BAND, FIRST_BAND + rules.bands.count)
-            limits = float(rules.threshold), rules.max_bucket
+            limits = float(rules.threshold), rules.max_bucket, self._memory
             tasks = [
                 Task(part.name, (folder, index, part, copies, *limits))
                 for part in parts_of(columns, len(index), self._memory)
@@ -133,7 +156,7 @@ class Stages:
             "largest": max(result["largest"] for result in results),
             "bound": rules.max_bucket,
         }
-        found = self._files("pairs", [task.key for task in tasks])
+        found = tuple(folder / name for result in results for name in result["files"])
         return self._merge(found, sum(result["pairs"] for result in results)), buckets
 
     def _merge(self, found: Files, pairs: int) -> Files:
@@ -159,7 +182,7 @@ class Stages:
             Task(file.stem, (folder, file, sets, index, rules.threshold, share)) for file in pairs
         ]
         results = self._step.stage("edges", verify_pairs, tasks)
-        counts = np.sum([result["histogram"] for result in results], axis=0).tolist()
+        counts = np.sum(results, axis=0).tolist()
         histogram = [
             {"from": k / BIN, "to": (k + 1) / BIN, "pairs": n} for k, n in enumerate(counts) if n
         ]
@@ -179,6 +202,7 @@ class Stages:
             renamed=ids,
             sets=self._folder("sets"),
             priority=self._rules.priority,
+            most=self._rules.max_cluster,
             memory=self._memory,
             parts=max(1, -(-clustered * MEMBER_BYTES // self._memory)),
         )
