@@ -24,7 +24,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 from benchmarks.corpus_watch import Taken, measure_apart
 from benchmarks.machine import JsonFile, facts, installed, markdown, spread, told, write_json
 from tools.corpus.duplicates.grouping import group, parts_of, read_part
-from tools.corpus.duplicates.index import Index, sort_keys
+from tools.corpus.duplicates.index import BLOCK, Block, Index, sort_keys
 from tools.corpus.shards import Unit
 
 MEMORY = 100_000_000  # bytes that a part of a band may take
@@ -46,8 +46,8 @@ class Rows:
     folder: str
     bands: int
     documents: int
-    unit: int
-    """Documents of one unit of the index."""
+    block: int
+    """Documents of one block of the index."""
 
     def file(self, band: int, ending: str) -> Path:
         return Path(self.folder, f"{band:02}.{ending}")
@@ -70,8 +70,8 @@ def make_rows(rows: Rows, with_parquet: bool) -> None:
 
 
 def group_ours(rows: Rows) -> Groups:
-    """The stages of the step: units sorted, then one part of a band at a time."""
-    index = sort_units(rows)
+    """The stages of the step: blocks sorted, then one part of a band at a time."""
+    index = sort_blocks(rows)
     found = []
     for part in parts_of(range(rows.bands), rows.documents, MEMORY):
         members, starts = group(*read_part(index, part))
@@ -79,18 +79,22 @@ def group_ours(rows: Rows) -> Groups:
     return Groups(*map(sum, zip(*found, strict=True)))
 
 
-def sort_units(rows: Rows) -> Index:
-    firsts = range(0, rows.documents, rows.unit)
-    units = tuple(Unit(k, "", 0, 0, 0, 0) for k in range(len(firsts)))
-    counts = [min(rows.unit, rows.documents - first) for first in firsts]
-    for unit, first, count in zip(units, firsts, counts, strict=True):
-        folder = Path(rows.folder, unit.name)
+def sort_blocks(rows: Rows) -> Index:
+    firsts = range(0, rows.documents, rows.block)
+    blocks = tuple(
+        Block(0, f"{k:05}", min(rows.block, rows.documents - first))
+        for k, first in enumerate(firsts)
+    )
+    for block, first in zip(blocks, firsts, strict=True):
+        folder = Path(rows.folder, block.name)
         folder.mkdir(exist_ok=True)
         columns = (rows.file(band, "keys") for band in range(rows.bands))
-        keys = np.stack([np.fromfile(f, np.uint64, count, offset=8 * first) for f in columns])
+        keys = np.stack(
+            [np.fromfile(f, np.uint64, block.documents, offset=8 * first) for f in columns]
+        )
         for name, array in sort_keys(keys).items():
             np.save(folder / f"{name}.npy", array)
-    return Index(Path(rows.folder), units, tuple(counts))
+    return Index(Path(rows.folder), (Unit(0, "", 0, 0, 0, 0),), blocks)
 
 
 def group_in_polars(rows: Rows, at_once: bool = False) -> Groups:
@@ -151,7 +155,6 @@ GROUPERS: dict[str, tuple[str | None, Callable[[Rows], Groups]]] = {
 def grouping(
     rows: int = 40_000_000,
     bands: int = 25,
-    unit: int = 20_000,
     rounds: int = 3,
     json_file: JsonFile = None,
 ) -> None:
@@ -160,7 +163,6 @@ def grouping(
     Args:
         rows: in all bands together.
         bands: a file each.
-        unit: documents of one unit of our index.
         rounds: times that all are timed in turn.
         json_file: where every round's figures are written.
     """
@@ -169,7 +171,7 @@ def grouping(
         groupers = {name: each for name, each in groupers.items() if "DuckDB" not in name}
     taken: dict[str, list[Taken]] = {name: [] for name in groupers}
     with tempfile.TemporaryDirectory() as folder:
-        made = Rows(folder, bands, rows // bands, unit)
+        made = Rows(folder, bands, rows // bands, BLOCK)
         make_rows(made, with_parquet=len(groupers) > 1)
         for number in range(rounds):
             for name in list(groupers) if number % 2 else list(groupers)[::-1]:

@@ -11,6 +11,7 @@ P_text_document.rejected.jsonl.  After a crash the same command goes on from whe
 text_document.*, rejected.jsonl and a manifest.  The second command checks the files.
 """
 
+import functools
 import importlib
 import json
 import os
@@ -33,8 +34,8 @@ from megatron.data.files import with_suffix
 from megatron.data.placing import place
 from megatron.data.verify import verify
 from tools.corpus.manifest import read_manifest
-from tools.corpus.program import Unfinished, say
-from tools.corpus.records import documents
+from tools.corpus.program import Unfinished, say, stoppable
+from tools.corpus.records import BAD_LINE, DAMAGED_FILE, documents
 from tools.corpus.settings import parse_size
 from tools.corpus.shards import MANIFEST, Unit, find_shards
 from tools.corpus.step import StepRun
@@ -62,7 +63,8 @@ class Settings:
     """Key of a line's text; it is part of the name of what is written."""
 
     output_prefix: str | None = None
-    """P, for P_text_document.bin and its companions; what is there is replaced."""
+    """P, for P_text_document.bin and its companions; what is there is replaced.  `verify
+    P_text_document` in place of all flags checks them."""
 
     output: Path | None = None
     """Instead of a prefix: a folder to fill, as the steps of tools.corpus do."""
@@ -130,12 +132,27 @@ class Settings:
 def run(settings: Settings) -> None:
     """Write the data set.  ValueError, naming the flag, where that cannot be."""
     start = time.monotonic()
+    check(settings)
     with StepRun("tokenise", token_settings(settings), by_unit=False) as step:
         if not step.done:
             tokenise(step, settings)
         if settings.output is None:
             summary = take_out(settings)
             say(f"{settings.data_path}: {summary}, in {time.monotonic() - start:.1f} s")
+
+
+def check(settings: Settings) -> None:
+    files = settings.vocab_file, settings.merge_file
+    load_tokenizer(settings.tokenizer_type, *files, settings.encoder)
+    parse_size("--shard-size", settings.shard_size)
+    if not settings.append_eod:
+        warn_of_no_mark()
+
+
+@functools.cache
+def warn_of_no_mark() -> None:
+    """Once in a process: a run tokenises two sides."""
+    say("warning: without --append-eod documents run into each other in training")
 
 
 def token_settings(settings: Settings) -> TokenSettings:
@@ -244,7 +261,8 @@ def take_out(settings: Settings) -> str:
     assert description is not None
     names = [shard.name for shard in description.shards] or [""]
     inside, beside = settings.folder / "rejected.jsonl", with_suffix(settings.data_path, REJECTED)
-    bad = manifest["dropped"].get("bad line", {}).get("documents", 0)
+    kinds = (BAD_LINE, DAMAGED_FILE)
+    bad = sum(manifest["dropped"].get(kind, {}).get("documents", 0) for kind in kinds)
     if not bad:
         beside.unlink(missing_ok=True)
     elif inside.exists():  # or else it was moved before a crash
@@ -275,7 +293,7 @@ def _verify(prefix: str) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    with user_errors(os.environ):
+    with user_errors(os.environ), stoppable():
         if argv[:1] == ["verify"]:
             if len(argv) != 2:
                 raise ValueError("verify takes one prefix: verify P_text_document would work")

@@ -2,14 +2,15 @@
 # One step of the corpus on many machines, with nothing but arrays of jobs.  From the root of the
 # repository, with the step's own flags at the end:
 #
-#     ARRAY=64 STAGES=2 bash scripts/slurm/corpus_array.sh tools.corpus.split \
+#     ARRAY=64 bash scripts/slurm/corpus_array.sh tools.corpus.split \
 #         --input /shared/dedup --output /shared/split
 #
-# A step is a series of stages, and every job does its share of the stage that is next.  So the array
-# is submitted once for each stage (extract, clean and urls have 1, split 2, dedup 9; one too many
-# costs a start), each after the one before, and last a single job without --shard, which does what
-# is left and writes the manifest.  If a job fails, what follows is cancelled; the same command
-# again goes on from what is done.
+# A step is a series of stages, and every job does its share of the stage that is next.  So the
+# array is submitted once for each stage, each after the one before, and last a single job without
+# --shard, which writes the manifest.  How many stages there are is known below; STAGES=N submits
+# another number of arrays, such as 2 for every 64 shards of tools.preprocess_data.  One too many
+# costs a start; one too few leaves its stage to the last job alone.  If a job fails, what follows is
+# cancelled; the same command again goes on from what is done.
 #
 # Adapt these lines, and add --partition or --account, as your cluster wants them:
 #SBATCH --job-name=corpus
@@ -25,8 +26,14 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then # in a shell: submit
         echo "error: name a step and its flags, such as tools.corpus.split --input A --output B" >&2
         exit 2
     fi
+    case $1 in
+        tools.corpus.clean | tools.corpus.decontaminate) stages=1 ;;
+        tools.corpus.extract | tools.corpus.split | tools.preprocess_data) stages=2 ;;
+        tools.corpus.urls) stages=3 ;;
+        *) stages=10 ;; # tools.corpus.dedup
+    esac
     after=()
-    for ((stage = 0; stage < ${STAGES:-2}; stage++)); do
+    for ((stage = 0; stage < ${STAGES:-$stages}; stage++)); do
         job=$(sbatch --parsable --kill-on-invalid-dep=yes "${after[@]}" \
             --array="0-$((${ARRAY:-8} - 1))" "$0" "$@")
         after=(--dependency="afterok:${job%%;*}")

@@ -85,6 +85,7 @@ def test_documents_in_order_with_end_marks(tmp_path: Path) -> None:
     said = tokenise(tmp_path, *files, "--output-prefix", "p", "--append-eod")
     assert "p_text_document: 200 documents" in said
     assert "no line set aside" in said
+    assert "warning" not in said
     assert "encoder: gigatoken" in said
     expected = [[*ids, 260] for ids in encoded(tmp_path, TEXTS)]
     assert read(tmp_path / "p_text_document") == expected
@@ -92,6 +93,17 @@ def test_documents_in_order_with_end_marks(tmp_path: Path) -> None:
     checked = preprocess(tmp_path, "verify", "p_text_document")
     assert checked.returncode == 0, checked.stderr
     assert "sound, as its .json says; 200 documents" in checked.stdout
+
+
+def test_documents_that_run_into_each_other_are_said_once(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS))
+    said = tokenise(tmp_path, "--input", "a.jsonl", "--output-prefix", "p")
+    assert said.count("warning: without --append-eod documents run into each other") == 1
+
+
+def test_help_mentions_the_second_command(tmp_path: Path) -> None:
+    told = preprocess(tmp_path, "--help").stdout.replace("│", " ")
+    assert "`verify P_text_document`" in " ".join(told.split())
 
 
 def test_the_encoder_can_be_forced(tmp_path: Path) -> None:
@@ -316,7 +328,7 @@ def test_cut_off_while_it_is_put_in_place(tmp_path: Path, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", fail)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(SystemExit, match="130"):
             preprocess_data.main(argv)
     assert not (tmp_path / "p_text_document.idx").exists()
     preprocess_data.main(argv)

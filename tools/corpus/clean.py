@@ -10,7 +10,7 @@ each of which is a token or more.
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from tools.corpus.language import CODES, UNKNOWN, identify
-from tools.corpus.program import program
+from tools.corpus.program import program, say
 from tools.corpus.records import Document, Funnel, dump_record, read_documents, source_of
 from tools.corpus.repair import mend_newlines, repair
 from tools.corpus.settings import LengthSettings
@@ -49,8 +49,12 @@ class Settings(LengthSettings):
             )
 
 
-def run(settings: Settings) -> None:
+def check(settings: Settings) -> None:
     token_counter(settings)  # refuses what is no vocabulary
+
+
+def run(settings: Settings) -> None:
+    check(settings)
     with StepRun("clean", settings) as step:
         if step.done:
             return
@@ -65,6 +69,18 @@ def run(settings: Settings) -> None:
             lengths={
                 when: _histogram(counters, f"characters {when}") for when in ("before", "after")
             },
+        )
+        if settings.newlines != Settings.newlines:
+            warn_of_unknown("--newlines", settings.newlines, funnel.input)
+
+
+def warn_of_unknown(flag: str, sources: Collection[str], found: Collection[str]) -> None:
+    """Say which of the sources that a flag names have no document.  found: those that have."""
+    missing = [source for source in sources if source not in found]
+    if missing:
+        say(
+            f"warning: {flag} {' '.join(missing)}: no document is of this source; there are "
+            f"{', '.join(sorted(found))}"
         )
 
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tools.corpus.clean import has_tokens, token_counter
+from tools.corpus.clean import has_tokens, token_counter, warn_of_unknown
 from tools.corpus.evaluation import Evaluation, load_evaluation, normalise_title
 from tools.corpus.leakage import Marks, leakage_table, show
 from tools.corpus.ngrams import Found, Indices, Words, split_words
@@ -90,8 +90,13 @@ class Settings(LengthSettings):
         return load_evaluation(self.evaluation, self.titles, self.ngram, self.leakage_ngram)
 
 
-def run(settings: Settings) -> None:
+def check(settings: Settings) -> None:
     token_counter(settings)  # refuses what is no vocabulary
+    settings.load_evaluation()
+
+
+def run(settings: Settings) -> None:
+    check(settings)
     evaluation = settings.load_evaluation()
     warn(evaluation, settings)
     with StepRun("decontaminate", settings) as step:
@@ -113,6 +118,8 @@ def run(settings: Settings) -> None:
             characters_cut=counters["characters cut"],
             leakage=leakage,
         )
+        if settings.article_sources != Settings.article_sources:
+            warn_of_unknown("--article-sources", settings.article_sources, funnel.input)
 
 
 def warn(evaluation: Evaluation, settings: Settings) -> None:

@@ -110,8 +110,11 @@ def size_of(path: Path) -> int:
 def estimate(
     jobs: Sequence[Job], samples: tuple[Sample, Sample], flags: Mapping[str, Any]
 ) -> Iterator[Estimate]:
-    """One of each job; samples: the small one that goes first, and the one that counts."""
-    small = {**flags, "workers": 1, "scheduler": "local"}
+    """One of each job; samples: the small one that goes first, and the one that counts.
+
+    ValueError where a step refuses its settings: it would refuse them in the run, too.
+    """
+    small = {**flags, "workers": 1, "scheduler": "local", "overwrite": False}
     tried = [sample.description.jobs(small) for sample in samples]
     amounts = dict(samples[1].inputs)
     failed = ""
@@ -119,6 +122,8 @@ def estimate(
         say(f"plan: {job.name}")
         facts = {"error": failed} if failed else in_new_process(warm, real)
         if "error" in facts:
+            if is_of_settings(facts["error"]):
+                raise ValueError(f"{job.where} {facts['error']} (tried on a sample)")
             failed = failed or f"after {job.name}"
             yield Estimate(name=job.name, note=f"not estimated: {facts['error']}")
             continue
@@ -128,6 +133,11 @@ def estimate(
         for folder in (real.output, *real.output.glob("*/")):
             amounts[folder] = Amount(size_of(folder), factor)
         yield scale(job, facts, factor, bytes_in)
+
+
+def is_of_settings(error: str) -> bool:
+    """Whether a flag is at fault, and not what happens to be in the sample."""
+    return error.startswith("--") and not error.startswith("--input ")
 
 
 def scale(job: Job, facts: Mapping[str, Any], factor: float, bytes_in: float) -> Estimate:

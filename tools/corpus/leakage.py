@@ -55,6 +55,7 @@ def leakage_table(evaluation: Evaluation, marks: Marks) -> dict[str, dict[str, f
 def show(leakage: dict[str, dict[str, float]], n: int) -> None:
     columns = ("before", "before_distinct", "after", "after_distinct")
     width = max(map(len, leakage))
-    say(f"share of {n}-grams found in the corpus, before and after, of all and of the distinct:")
+    say(f"share of {n}-grams found in the corpus, of all and of the distinct ones:")
+    say(f"  {'':{width}}" + "".join(f"{column.replace('_', ' '):>17}" for column in columns))
     for name, facts in leakage.items():
-        say(f"  {name:{width}}" + "".join(f"{facts[column]:>10.3%}" for column in columns))
+        say(f"  {name:{width}}" + "".join(f"{facts[column]:>17.3%}" for column in columns))

@@ -2,15 +2,18 @@
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import platform
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tools.corpus.program import say
-from tools.corpus.records import Funnel, documents
-from tools.corpus.shards import MANIFEST, checksum
+from tools.corpus.records import BAD_LINE, DAMAGED_FILE, Funnel, documents
+from tools.corpus.shards import DAMAGED, MANIFEST, checksum
 
+DAMAGES_SHOWN = 5
 PACKAGES = ("numpy", "numba", "ftfy", "pycld2", "tokenizers", "gigatoken", "orjson")
 
 
@@ -33,6 +36,18 @@ def known_checksums(folder: Path) -> dict[str, str]:
     }
 
 
+def same_content(files: Mapping[Path, int], inputs: Sequence[dict[str, Any]]) -> bool:
+    """Whether files of these sizes are the inputs of a manifest, in order; may read them."""
+    named = [(file.name, size) for file, size in files.items()]
+    if named != [(each["name"], each["bytes"]) for each in inputs]:
+        return False
+    known = {folder: known_checksums(folder) for folder in {file.parent for file in files}}
+    return all(
+        (known[file.parent].get(file.name) or checksum(file)) == each["sha256"]
+        for file, each in zip(files, inputs, strict=True)
+    )
+
+
 def checksum_of(file: str, modified: int) -> str:
     del modified  # tells the task from one on an older file
     return checksum(Path(file))
@@ -47,12 +62,20 @@ def versions() -> dict[str, str]:
     return found
 
 
-def check_output(name: str, funnel: Funnel) -> None:
+def check_output(name: str, funnel: Funnel, output: Path) -> None:
     """ValueError where nothing is left: whoever wanted that would not have run the step."""
-    if not documents(funnel.output):
+    if documents(funnel.output):
+        return
+    bad = sum(documents(funnel.dropped.get(why, {})) for why in (BAD_LINE, DAMAGED_FILE))
+    if documents(funnel.input) == bad:
+        first = next(rejected_lines(output), None)
+        place = "; the first of {n} lines that are none: {file}, byte {offset}: {reason}"
         raise ValueError(
-            f"{name}: none of {documents(funnel.input)} documents is left; dropped: {_lost(funnel)}"
+            f"{name}: --input holds no document{place.format(n=bad, **first) if first else ''}"
         )
+    raise ValueError(
+        f"{name}: none of {documents(funnel.input)} documents is left; dropped: {_lost(funnel)}"
+    )
 
 
 def _lost(funnel: Funnel) -> str:
@@ -60,8 +83,18 @@ def _lost(funnel: Funnel) -> str:
     return ", ".join(lost) or "none"
 
 
+def rejected_lines(output: Path) -> Iterator[dict[str, Any]]:
+    """{file, offset, reason} of what was set aside."""
+    with contextlib.suppress(FileNotFoundError), (output / "rejected.jsonl").open("rb") as lines:
+        yield from map(json.loads, lines)
+
+
 def summarise(name: str, funnel: Funnel, output: Path) -> None:
     say(
         f"{name}: {documents(funnel.input)} documents in, {documents(funnel.output)} out to "
         f"{output}; dropped: {_lost(funnel)}"
     )
+    if DAMAGED_FILE in funnel.dropped:
+        damages = (bad for bad in rejected_lines(output) if DAMAGED in bad["reason"])
+        for bad in itertools.islice(damages, DAMAGES_SHOWN):
+            say("warning: {file}, byte {offset}: {reason}".format(**bad))

@@ -1,7 +1,8 @@
 """A whole run described in one TOML file: which steps, with which flags, in which folders.
 
-The head holds `output`, `input` (files that need no extraction) and flags that all steps share;
-each step that has a table runs, with the keys of the table as its flags, in the order of STEPS:
+Before the first table stand `output`, `input` (files that need no extraction) and flags that all
+steps share; each step that has a table runs, with the keys of the table as its flags, in the order
+of STEPS:
 
     output = "runs/corpus"
     workers = 8
@@ -19,13 +20,14 @@ import contextlib
 import difflib
 import importlib
 import io
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import tyro
+from tools.corpus.program import parse_settings
 
 STEPS = {
     "extract": "tools.corpus.extract",
@@ -37,8 +39,11 @@ STEPS = {
     "report": "tools.corpus.report",
 }
 COMMON = ("workers", "scheduler", "memory", "compress", "unit")
-"""Flags of the head, given to the steps that have them."""
+"""Keys before the first table, given to the steps that have them."""
 NOT_OF_THE_FILE = {"output", "shard", "overwrite"}
+USUAL = ("clean", "dedup", "split")
+"""Steps of a run that no file describes."""
+FLAG = re.compile(r"--(?:no-)?([a-z]+(?:-[a-z]+)*)")
 
 Table = Mapping[str, Any]
 
@@ -52,6 +57,8 @@ class Job:
     step: str
     settings: Any
     output: Path
+    where: str
+    """The file and the table, for messages."""
 
     def run(self) -> None:
         importlib.import_module(STEPS[self.step]).run(self.settings)
@@ -114,29 +121,39 @@ class Description:
         where = f"{self.origin}: [{name if inputs is None else step}]"
         kind = importlib.import_module(STEPS[step]).Settings
         known = {field.name for field in fields(kind)}
-        check_table(table, known, step, where, reads_raw=inputs is None)
+        check_table(table, kind, step, where, reads_raw=inputs is None)
         common = {key: value for key, value in self.head.items() if key in known & set(COMMON)}
         last = {key: value for key, value in flags.items() if key in known}
         given = {"output": output} if inputs is None else {"input": inputs, "output": output}
-        argv = arguments({**given, **common, **table, **last})
-        return Job(name=name, step=step, settings=parse(kind, argv, where), output=output)
+        settings = parse(step, arguments({**given, **common, **table, **last}), where)
+        return Job(name=name, step=step, settings=settings, output=output, where=where)
 
 
-def check_table(table: Table, known: set[str], step: str, where: str, *, reads_raw: bool) -> None:
-    """ValueError for a key that is none of the step's, or not the file's to say."""
+def check_table(table: Table, kind: type[Any], step: str, where: str, *, reads_raw: bool) -> None:
+    """ValueError for a key that is none of the step's, is not the file's to say, or is missing."""
+    known = {field.name: field for field in fields(kind)}
     own = NOT_OF_THE_FILE if reads_raw else NOT_OF_THE_FILE | {"input"}
     for key, value in table.items():
         if key in own:
             raise ValueError(f"{where} {key}: `run` sets it; take it out")
-        check_key(where, key, known, f"python -m {STEPS[step]} --help")
+        check_key(where, key, set(known), f"python -m {STEPS[step]} --help")
         if isinstance(value, Mapping):
             raise ValueError(f"{where} {key}: a table in a table is no flag")
+        if known[key].type is bool and not isinstance(value, bool):
+            raise ValueError(f"{where} {key}: true or false would work, without quotes")
     if reads_raw and not table.get("input"):
         raise ValueError(f'{where} needs input = ["FILE OR FOLDER"]')
+    for key, field in known.items():
+        if field.default is MISSING and key not in {"input", "output", *table}:
+            raise ValueError(f"{where} needs {key}; python -m {STEPS[step]} --help says what it is")
 
 
 def read_description(file: Path) -> Description:
     """Raises ValueError, naming the file and the key, for what is no description of a run."""
+    if file.is_dir():
+        raise ValueError(
+            f"{file} is a folder; a TOML file would work, or --input {file} --output DIR"
+        )
     try:
         content = tomllib.loads(file.read_text())
     except tomllib.TOMLDecodeError as error:
@@ -148,13 +165,35 @@ def read_description(file: Path) -> Description:
     return describe(str(file), head, tables)
 
 
+def describe_usual(inputs: Sequence[Path], output: Path) -> Description:
+    """Of the usual steps, as their defaults have them."""
+    head = {"input": list(map(str, inputs)), "output": str(output)}
+    return describe("the command", head, {step: {} for step in USUAL})
+
+
+def check_given(config: Path | None, inputs: Sequence[Path], output: Path | None) -> None:
+    """ValueError where a command names neither, or both, of what a run can be made of."""
+    given = bool(inputs), output is not None
+    if given != ((False, False) if config else (True, True)):
+        raise ValueError("--input and --output would work, or a TOML file without them")
+
+
+def describe_given(config: Path | None, inputs: Sequence[Path], output: Path | None) -> Description:
+    """As a command asks for it, which check_given has looked at."""
+    if config is not None:
+        return read_description(config)
+    assert output is not None
+    return describe_usual(inputs, output)
+
+
 def describe(origin: str, head: Table, tables: Mapping[str, Table]) -> Description:
+    known = ("output", "input", *COMMON)
     for key in head:
-        check_key(f"{origin}: the head:", key, {"input", "output", *COMMON}, "the head's keys")
+        check_key(f"{origin}: before the first table:", key, known, ", ".join(known))
     for name in tables:
         check_key(f"{origin}: the tables:", name, set(STEPS), "python -m tools.corpus")
     if "output" not in head:
-        raise ValueError(f'{origin}: the head needs output = "FOLDER"')
+        raise ValueError(f'{origin}: before the first table it needs output = "FOLDER"')
     if not isinstance(head.get("input", []), list):
         raise ValueError(f'{origin}: input: a list such as ["raw.jsonl"] would work')
     extracts = tables.get("extract", {})
@@ -166,15 +205,15 @@ def describe(origin: str, head: Table, tables: Mapping[str, Table]) -> Descripti
             )
     if not head.get("input") and not extracts:
         raise ValueError(
-            f'{origin}: nothing to read; input = ["raw.jsonl"] at the head, or a table '
-            "[extract.NAME], would work"
+            f'{origin}: nothing to read; input = ["raw.jsonl"] before the first table, or a '
+            "table [extract.NAME], would work"
         )
     if not tables:
         raise ValueError(f"{origin}: no step; a table such as [dedup] would be one")
     return Description(origin=origin, head=head, tables=tables)
 
 
-def check_key(where: str, key: str, known: set[str], listing: str) -> None:
+def check_key(where: str, key: str, known: Collection[str], listing: str) -> None:
     if key in known:
         return
     close = difflib.get_close_matches(key, known, 1)
@@ -196,18 +235,32 @@ def arguments(table: Table) -> list[str]:
     return words
 
 
-def parse(kind: type[Any], argv: Sequence[str], where: str) -> Any:
+def parse(step: str, argv: Sequence[str], where: str) -> Any:
     """The settings that the step's own parser makes of its flags.  ValueError with its reason."""
+    kind = importlib.import_module(STEPS[step]).Settings
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(kind, args=argv)
+            return parse_settings(kind, argv, STEPS[step])
+    except ValueError as error:
+        raise ValueError(f"{where} {as_keys(str(error), kind)}") from None
     except SystemExit:
-        raise ValueError(f"{where} {reason(said.getvalue())}") from None
+        raise ValueError(f"{where} {as_keys(reason(said.getvalue()), kind)}") from None
+
+
+def as_keys(message: str, settings: Any) -> str:
+    """A step's message with the keys of a file in place of its flags."""
+    known = {field.name for field in fields(settings)}
+
+    def key(flag: re.Match[str]) -> str:
+        name = flag[1].replace("-", "_")
+        return name if name in known else flag[0]
+
+    return FLAG.sub(key, message)
 
 
 def reason(box: str) -> str:
     """What tyro says, without the frame that it draws and without the help after it."""
     lines = [line.strip("│ ") for line in box.splitlines()[1:]]
     end = next((k for k, line in enumerate(lines) if line.startswith(("─", "╰"))), len(lines))
-    return " ".join(lines[:end])
+    return " ".join(lines[:end]).removeprefix("Error parsing ")

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from tools.corpus.early import check_early
 from tools.corpus.estimate import (
     WARM_UP,
     Estimate,
@@ -28,14 +29,13 @@ from tools.corpus.estimate import (
     take_sample,
     total_sizes,
 )
-from tools.corpus.pipeline import Description, Job, describe, read_description
+from tools.corpus.pipeline import Description, Job, check_given, describe_given
 from tools.corpus.program import program, say
 from tools.corpus.settings import parse_size
 from tools.corpus.shards import MANIFEST, placed
 
-DEFAULT_STEPS = ("clean", "dedup", "split")
 UNPLANNED = ("report",)  # takes next to nothing
-CGROUP = Path("/sys/fs/cgroup/memory.max")
+CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
 
@@ -63,9 +63,7 @@ class Settings:
     """Only warn where it cannot fit."""
 
     def __post_init__(self) -> None:
-        given = bool(self.input), self.output is not None
-        if given != ((False, False) if self.config else (True, True)):
-            raise ValueError("either a TOML file, or --input and --output, would work")
+        check_given(self.config, self.input, self.output)
         self.sample_bytes  # noqa: B018, the property checks what it reads
 
     @property
@@ -74,13 +72,11 @@ class Settings:
 
 
 def run(settings: Settings) -> None:
-    if settings.config is not None:
-        description = read_description(settings.config)
-    else:
-        head = {"input": list(map(str, settings.input)), "output": str(settings.output)}
-        description = describe("the command", head, {step: {} for step in DEFAULT_STEPS})
+    description = describe_given(settings.config, settings.input, settings.output)
     flags = {} if settings.workers is None else {"workers": settings.workers}
-    check(description, description.jobs(flags), flags, settings)
+    jobs = description.jobs(flags)
+    check_early(description, jobs)
+    check(description, jobs, flags, settings)
 
 
 def check(
@@ -119,7 +115,8 @@ def make_plan(
         kept = json.loads(file.read_bytes())
         if kept["fingerprint"] == fingerprint:
             return [Estimate(**each) for each in kept["steps"]]
-    say(f"plan: {amount(settings.sample_bytes)} of {amount(sum(sizes.values()))} as a sample")
+    total = sum(sizes.values())
+    say(f"plan: {amount(min(settings.sample_bytes, total))} of {amount(total)} as a sample")
     with tempfile.TemporaryDirectory(prefix="corpus-plan-") as folder:
         warm, real = (
             take_sample(description, raw, sizes, settings.sample_bytes // part, seed, Path(at))
@@ -158,8 +155,9 @@ def find_faults(left: Sequence[Job], estimates: Sequence[Estimate], output: Path
         if each.memory > memory and job.settings.scheduler == "local":
             one = each.memory / job.settings.workers
             faults.append(
-                f"{job.name}: {amount(each.memory)} of memory are needed, and {amount(memory)} "
-                f"are free; --workers {max(1, int(memory / one))} or a smaller --memory would work"
+                f"{job.name}: up to {amount(each.memory)} of memory are needed, and "
+                f"{amount(memory)} are free; --workers {max(1, int(memory / one))} or a smaller "
+                "--memory would work"
             )
     return faults
 
@@ -171,14 +169,21 @@ def free_disk(folder: Path) -> int:
 
 
 def free_memory() -> int:
-    """Bytes that this machine, or the group of processes that this one is in, has left."""
+    """Bytes that this machine, or the group of processes that this one is in, has left.
+
+    Of the group's, the file cache that is not in use counts as free.
+    """
     lines = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
-    limit = CGROUP.read_text().strip() if CGROUP.exists() else "max"
-    return available if limit == "max" else min(available, int(limit))
+    limit = CGROUP / "memory.max"
+    if not limit.exists() or limit.read_text().strip() == "max":
+        return available
+    facts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    used = int((CGROUP / "memory.current").read_text()) - int(facts["inactive_file"])
+    return max(0, min(available, int(limit.read_text()) - used))
 
 
-COLUMNS = ("step", "documents in", "out", "text out", "disk", "temporary", "memory",
+COLUMNS = ("step", "documents in", "out", "text out", "disk", "temporary", "memory at most",
            "core time", "time")  # fmt: skip
 
 
@@ -216,7 +221,7 @@ def row(each: Estimate) -> tuple[str, ...]:
 
 def amount(size: float) -> str:
     """Bytes in the largest unit that leaves a whole."""
-    for unit in ("B", "KB", "MB", "GB"):
+    for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.3g} {unit}"
         size /= 1000

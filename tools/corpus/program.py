@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -25,12 +26,31 @@ def program(module: str, argv: Sequence[str] | None = None) -> None:
     """
     step = importlib.import_module(module)
     try:
-        step.run(parse_settings(step.Settings, sys.argv[1:] if argv is None else argv, module))
+        with stoppable():
+            step.run(parse_settings(step.Settings, sys.argv[1:] if argv is None else argv, module))
     except Unfinished as unfinished:
         say(str(unfinished))
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Where ctrl-C and TERM end the program with one line, and the status that shells expect."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        print("stopped; the same command goes on from there", file=sys.stderr)
+        sys.exit(128 + (stop.args[0] if stop.args else signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once is enough, and ending takes a moment
+    raise KeyboardInterrupt(number)
 
 
 def parse_settings(kind: type[Settings], argv: Sequence[str], module: str) -> Settings:

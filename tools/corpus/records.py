@@ -9,10 +9,12 @@ from typing import Any, NamedTuple, Self
 
 import orjson
 
-from tools.corpus.shards import Line, Unit, read_lines
+from tools.corpus.shards import DAMAGED, Line, Unit, read_lines
 
 Record = dict[str, Any]
 NO_SOURCE = "unnamed"
+BAD_LINE = "bad line"
+DAMAGED_FILE = "file cut short or damaged"
 DEEPEST = 200  # levels of lists and objects; orjson writes 254, and reads more
 
 
@@ -167,9 +169,10 @@ class Funnel:
         _add(self.dropped.setdefault(reason, {}), source_of(record), size)
 
     def set_aside(self, file: str, offset: int, line: bytes, reason: str) -> None:
-        """Count a line that holds no document, and note where it is."""
+        """Count a line that holds no document, or the rest of a damaged file; note where it is."""
+        kind = DAMAGED_FILE if DAMAGED in reason else BAD_LINE
         _add(self.input, NO_SOURCE, len(line))
-        _add(self.dropped.setdefault("bad line", {}), NO_SOURCE, len(line))
+        _add(self.dropped.setdefault(kind, {}), NO_SOURCE, len(line))
         self.rejected.append({"file": file, "offset": offset, "reason": reason})
 
     def add(self, other: "Funnel") -> None:

@@ -13,13 +13,16 @@ import multiprocessing
 import os
 import shlex
 import shutil
+import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from tqdm import tqdm
 
 ATTEMPTS = 3  # in a row in which workers died before anything was done
 ANSWER = 10  # seconds in which the scheduler of a cluster has to answer
@@ -34,9 +37,12 @@ class Call(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+Results = Generator[tuple[int, Any], None, None]
+
+
 class Scheduler(Protocol):
-    def run(self, calls: list[Call]) -> Iterator[tuple[int, Any]]:
-        """(number of the call, what it returned), in the order in which they end.
+    def run(self, calls: list[Call]) -> Results:
+        """(number of the call, what it returned), in the order in which they end; can be closed.
 
         The exception of a call that fails; RuntimeError where workers keep dying.
         """
@@ -46,7 +52,7 @@ class Scheduler(Protocol):
 class InProcess:
     """One worker: this process."""
 
-    def run(self, calls: list[Call]) -> Iterator[tuple[int, Any]]:
+    def run(self, calls: list[Call]) -> Results:
         for number, call in enumerate(calls):
             yield number, call.function(*call.arguments)
 
@@ -63,7 +69,7 @@ class LocalPool:
     def __init__(self, workers: int) -> None:
         self._workers = workers
 
-    def run(self, calls: list[Call]) -> Iterator[tuple[int, Any]]:
+    def run(self, calls: list[Call]) -> Results:
         left, failures = dict(enumerate(calls)), 0
         while left:
             try:
@@ -81,6 +87,7 @@ class LocalPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_to_preload(next(iter(calls.values()))))
         workers = min(self._workers, len(calls))
+        others = set(multiprocessing.active_children())
         with ProcessPoolExecutor(workers, context, end_with_parent) as pool:
             futures: dict[Future[Any], int] = {
                 pool.submit(call.function, *call.arguments): number
@@ -89,8 +96,12 @@ class LocalPool:
             try:
                 for future in as_completed(futures):
                     yield futures[future], future.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
+            except BaseException as error:
+                stopped = not isinstance(error, Exception)
+                if stopped:  # what they are at is not waited for, but their end is
+                    for worker in set(multiprocessing.active_children()) - others:
+                        worker.terminate()
+                pool.shutdown(wait=stopped, cancel_futures=True)
                 raise
 
 
@@ -109,7 +120,12 @@ def _modules(value: object) -> set[str]:
 
 
 def end_with_parent() -> None:
-    """Of a worker: not to go on, or wait for work for ever, when its run was killed."""
+    """Of a worker: not to go on, or wait for work for ever, when its run was killed.
+
+    ctrl-C reaches all processes, and the run ends its workers itself.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that ends leaks
 
     def watch() -> None:
         parent = multiprocessing.parent_process()
@@ -124,7 +140,7 @@ class DaskCluster:
     def __init__(self, client: Any) -> None:
         self._client = client
 
-    def run(self, calls: list[Call]) -> Iterator[tuple[int, Any]]:
+    def run(self, calls: list[Call]) -> Results:
         from dask.distributed import CancelledError, KilledWorker
         from dask.distributed import as_completed as completed
 

@@ -11,6 +11,7 @@ from tools.corpus.scheduler import check_scheduler
 from tools.corpus.shards import Compression, Unit, checksum, cut, find_shards
 
 SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
+LEAST_UNIT, LEAST_MEMORY = 100, 1000  # bytes
 
 
 NO_PARAMETERS = {"input", "output", "workers", "scheduler", "shard", "memory", "overwrite"}
@@ -58,16 +59,19 @@ class StepSettings:
                 "before the first of them would work"
             )
         check_scheduler(self.scheduler)
+        if self.scheduler != "local":  # workers elsewhere are in folders of their own
+            for field in fields(self):
+                object.__setattr__(self, field.name, _absolute(getattr(self, field.name)))
         self.share  # noqa: B018, the properties check what they read
         self.unit_bytes, self.memory_bytes  # noqa: B018
 
     @property
     def unit_bytes(self) -> int:
-        return parse_size("--unit", self.unit)
+        return parse_size("--unit", self.unit, LEAST_UNIT)
 
     @property
     def memory_bytes(self) -> int:
-        return parse_size("--memory", self.memory)
+        return parse_size("--memory", self.memory, LEAST_MEMORY)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -122,6 +126,13 @@ class LengthSettings(StepSettings):
         return "pieces" if self.vocab_file is None and self.merge_file is None else "tokens"
 
 
+def _absolute(value: Any) -> Any:
+    """Paths, also in tuples, from the root; what is no path as it is."""
+    if isinstance(value, tuple):
+        return tuple(map(_absolute, value))
+    return value.absolute() if isinstance(value, Path) else value
+
+
 def _as_parameter(value: Any) -> Any:
     if isinstance(value, Path):
         if not value.is_file():
@@ -132,8 +143,10 @@ def _as_parameter(value: Any) -> Any:
     return value
 
 
-def parse_size(flag: str, text: str) -> int:
-    """Bytes: 32MB is 32,000,000."""
+def parse_size(flag: str, text: str, least: int = 1) -> int:
+    """Bytes: 32MB is 32,000,000.  ValueError, naming the flag, for less than `least` bytes."""
+    if text.replace(".", "", 1).isdecimal() and float(text):
+        raise ValueError(f"{flag} {text} has no unit; {text}MB would work")
     number = text.upper().removesuffix("B").rstrip("KMGT")
     factor = SIZES.get(text.upper().removesuffix("B")[len(number) :] + "B", 0)
     try:
@@ -142,4 +155,6 @@ def parse_size(flag: str, text: str) -> int:
         size = 0
     if size < 1:
         raise ValueError(f"{flag} {text}: a size such as 500KB, 32MB or 1.5GB would work")
+    if size < least:
+        raise ValueError(f"{flag} {text} is too small; {least}B or more would work")
     return size

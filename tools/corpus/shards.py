@@ -35,6 +35,7 @@ OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
 }
+DAMAGED = "damaged or cut short"  # of the fault, for the books to tell it from a bad line
 DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 
 
@@ -81,7 +82,9 @@ def find_shards(paths: Sequence[Path], endings: Sequence[str] = (".jsonl", ".jso
         else:
             raise ValueError(f"--input {path}: no such file or folder")
     if not shards:
-        raise ValueError("--input names no file; a file of JSON lines, or a folder of them, would")
+        raise ValueError(
+            "--input names no file; a file of JSON lines, or a folder of them, would work"
+        )
     return shards
 
 
@@ -101,8 +104,19 @@ def _in_folder(folder: Path, endings: Sequence[str]) -> list[Path]:
         if path.is_file() and path.name.endswith(names) and path.name not in NOT_SHARDS
     ]
     if not found:
-        raise ValueError(f"--input {folder} holds no file named *{', *'.join(endings)}")
+        raise ValueError(
+            f"--input {folder} holds no file named *{', *'.join(endings)}, with or without "
+            f"{', '.join(OPENERS)}{_below(folder, names)}"
+        )
     return found
+
+
+def _below(folder: Path, names: tuple[str, ...]) -> str:
+    """Which folder in the folder has shards, if one does."""
+    for below in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if any(path.name.endswith(names) for path in below.iterdir()):
+            return f"; {below} does, and --input {below} would work"
+    return ""
 
 
 def cut(shards: Sequence[Path], unit_bytes: int) -> list[Unit]:
@@ -162,7 +176,7 @@ def read_lines(unit: Unit, longest: int = LONGEST_LINE) -> Iterator[Line]:
         except DAMAGE as error:
             if not compressed or getattr(error, "errno", None):  # the disk's, not the content's
                 raise
-            yield Line(offset, b"", f"damaged or cut short, the rest is lost ({error})")
+            yield Line(offset, b"", f"{DAMAGED}, the rest is lost ({error})")
 
 
 def _skip_line(stream: IO[bytes], enough: int = sys.maxsize) -> int:

@@ -7,34 +7,43 @@ there; then .work goes.  manifest.json holds what is the same in every run, run.
 """
 
 import contextlib
-import fcntl
+import dataclasses
 import json
 import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tools.corpus.manifest import check_output, checksum_of, known_checksums, summarise, versions
+from tools.corpus.manifest import (
+    check_output,
+    checksum_of,
+    known_checksums,
+    same_content,
+    summarise,
+    versions,
+)
+from tools.corpus.output import (
+    RUN,
+    check_apart,
+    clear,
+    clear_partial,
+    foreign,
+    found_deep,
+    locked,
+    lost_shard,
+    read_json,
+)
 from tools.corpus.program import Unfinished, progress, say
 from tools.corpus.records import Funnel
 from tools.corpus.scheduler import Call, open_scheduler
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import (
-    MANIFEST,
-    WORK,
-    Unit,
-    concatenate,
-    placed,
-)
+from tools.corpus.shards import MANIFEST, WORK, Unit, concatenate, placed
 from tools.corpus.tasks import Task, digest, execute, marker_of, read_marker, telling
 
-PACKAGES = ("numpy", "numba", "ftfy", "pycld2", "tokenizers", "gigatoken", "orjson")
 BEGUN = "begun.json"  # in .work: which step it is, with which settings
-REJECTED_SHOWN = 3
-SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
 
 
 class StepRun:
@@ -56,24 +65,29 @@ class StepRun:
         by_unit: whether an unfinished run can go on where some of the input has changed since, for
         all that a task needs is there until the end.
 
-        Raises ValueError, naming the flag, for input that is not there and for an output folder
-        that another run is filling or that other settings have filled.
+        Raises ValueError, naming the flag, for input that is not there or lies in the output
+        folder, and for an output folder that another run is filling or that other settings have
+        filled.
         """
         self.name = name
         self.settings = settings
         self.units = list(units) if units is not None else settings.units()
+        check_apart(settings.input, self.units, settings.output)
         self.parameters = settings.parameters()
         self.output = settings.output
         self.work = settings.output / WORK
         self._by_unit = by_unit
-        self.fingerprint = digest(name, self.parameters, self.units)
+        self._identity = digest([_resolved(unit) for unit in self.units])
+        self.fingerprint = digest(name, self.parameters, self._identity)
         self._history = digest(name, self.parameters)
         self._stages: list[dict[str, Any]] = []
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:  # left again if something here fails
-            self.output.mkdir(parents=True, exist_ok=True)
+            if not self.output.exists():
+                self.output.mkdir(parents=True)
+                stack.callback(self._leave_nothing)
             stack.enter_context(locked(self.output, shared=self.settings.shard is not None))
             self._clear_others()
             self.done = (self.output / MANIFEST).exists()
@@ -85,22 +99,22 @@ class StepRun:
             self._exit = stack.pop_all()
         return self
 
+    def _leave_nothing(self) -> None:
+        """Not even the folder, if it is empty."""
+        with contextlib.suppress(OSError):
+            self.output.rmdir()
+
     def _begin(self, stack: contextlib.ExitStack) -> None:
-        self.work.mkdir(exist_ok=True)
-        with placed(self.work / BEGUN) as file:
-            begun = {"step": self.name, "settings": self.parameters, "input": digest(self.units)}
-            file.write(json.dumps(begun).encode())
-        if self.settings.shard is None:
-            self._clear_parts()
         settings = self.settings
         self._scheduler = stack.enter_context(
             open_scheduler(settings.scheduler, settings.workers, settings.memory_bytes)
         )
-
-    def _clear_parts(self) -> None:
-        """Remove what was left by workers that died; nobody else is at work here."""
-        for part in self.output.rglob("*.part"):
-            part.unlink()
+        self.work.mkdir(exist_ok=True)
+        with placed(self.work / BEGUN) as file:
+            begun = {"step": self.name, "settings": self.parameters, "input": self._identity}
+            file.write(json.dumps(begun).encode())
+        if self.settings.shard is None:
+            clear_partial(self.output)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._exit.close()
@@ -115,6 +129,11 @@ class StepRun:
         difference = self._difference()
         if difference is None:
             return
+        if (other := foreign(self.output)) is not None:
+            raise ValueError(
+                f"--output {self.output} {difference}; {other.name} in it is no step's, and is "
+                "never removed: another folder would work"
+            )
         begun = (self.work / BEGUN).exists() and not (self.output / MANIFEST).exists()
         mine = begun and self.name == json.loads((self.work / BEGUN).read_bytes())["step"]
         if mine and self.settings.shard is None:  # it may have failed for just these settings
@@ -124,28 +143,40 @@ class StepRun:
                 f"--output {self.output} {difference}; another folder would work, or --overwrite "
                 "to replace it"
             )
-        # The manifest first: without it nobody takes the rest for whole.
-        for path in sorted(self.output.iterdir(), key=lambda path: path.name != MANIFEST):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        clear(self.output)
 
     def _difference(self) -> str | None:
         """What the folder holds instead of this step's work, None if it may go on there."""
-        run, manifest, begun = self.output / "run.json", self.output / MANIFEST, self.work / BEGUN
-        if manifest.exists() and run.exists():
-            if json.loads(run.read_bytes()).get("fingerprint") == self.fingerprint:
-                return None
-            return self._other_settings(manifest) or "was made from other input"
-        if begun.exists():  # tasks whose input has changed since are done again
-            other_input = json.loads(begun.read_bytes())["input"] != digest(self.units)
-            if other_input and not self._by_unit:
+        run, manifest = read_json(self.output / RUN), read_json(self.output / MANIFEST)
+        if manifest is not None and run is not None:
+            return self._other_result(run, manifest)
+        begun = read_json(self.work / BEGUN)
+        if begun is not None:  # tasks whose input has changed since are done again
+            if begun["input"] != self._identity and not self._by_unit:
                 return "was begun with other input"
             return self._other_settings(begun)
         if all(path == self.work for path in self.output.iterdir()):
             return None
         return "holds files that no step wrote"
 
-    def _other_settings(self, file: Path) -> str | None:
-        found = json.loads(file.read_bytes())
+    def _other_result(self, run: dict[str, Any], manifest: dict[str, Any]) -> str | None:
+        """How what a finished step has left differs from what this one would."""
+        if run.get("fingerprint") != self.fingerprint:
+            if difference := self._other_settings(manifest):
+                return difference
+            if not self._same_input(manifest["inputs"]):
+                return "was made from other input"
+        lost = lost_shard(self.output, manifest["shards"])
+        return f"has lost {lost.relative_to(self.output)}, or a part of it" if lost else None
+
+    def _same_input(self, inputs: Sequence[dict[str, Any]]) -> bool:
+        """Whether the files are those of a manifest, elsewhere or of another time."""
+        files = {Path(unit.file): unit.size for unit in self.units}
+        if found_deep(self.settings.input, [file.resolve() for file in files]):
+            return False  # where they lie may be written too, and of single files no sum is kept
+        return same_content(files, inputs)
+
+    def _other_settings(self, found: dict[str, Any]) -> str | None:
         if found["step"] != self.name:
             return f"holds the output of the step {found['step']}"
         for name, value in self.parameters.items():
@@ -182,8 +213,11 @@ class StepRun:
         start = time.monotonic()
         total = sum(task.weight for task in tasks)
         done = total - sum(tasks[i].weight for i in mine)
-        with progress(f"{self.name}: {name}", total, done) as bar:
-            for number, outcome in self._scheduler.run(calls) if calls else ():
+        with (
+            progress(f"{self.name}: {name}", total, done) as bar,
+            contextlib.closing(self._scheduler.run(calls)) as results,  # workers end with it
+        ):
+            for number, outcome in results:
                 outcomes[mine[number]] = outcome
                 bar.update(tasks[mine[number]].weight)
         # Others may have finished while this share was at work.
@@ -225,10 +259,10 @@ class StepRun:
         if self.settings.shard is not None:
             raise Unfinished(f"{self.name}: all is done but the manifest: run without --shard")
         funnel.check(self.name)
-        check_output(self.name, funnel)
         self._check_shards(shards)
-        self._clear_parts()
+        clear_partial(self.output)
         self._collect_rejected()
+        check_output(self.name, funnel, self.output)
         manifest = {
             "step": self.name,
             "settings": self.parameters,
@@ -244,7 +278,7 @@ class StepRun:
             "settings": {"workers": self.settings.workers, "scheduler": self.settings.scheduler},
             "stages": self._stages,
         }
-        for name, content in (("run.json", run), (MANIFEST, manifest)):
+        for name, content in ((RUN, run), (MANIFEST, manifest)):
             with placed(self.output / name) as file:
                 file.write(json.dumps(content, indent=1).encode() + b"\n")
         shutil.rmtree(self.work)
@@ -262,13 +296,11 @@ class StepRun:
 
     def _check_shards(self, shards: Sequence[dict[str, Any]]) -> None:
         """That all are there; those that an interrupted run on other input has left are removed."""
-        for shard in shards:
-            path = self.output / shard["name"]
-            if not path.is_file() or path.stat().st_size != shard.get("bytes", path.stat().st_size):
-                raise RuntimeError(
-                    f"{self.name}: {path} is not as a worker wrote it; emptying --output and "
-                    "starting afresh would work (with --scheduler tcp://..., absolute paths)"
-                )
+        if (path := lost_shard(self.output, shards)) is not None:
+            raise RuntimeError(
+                f"{self.name}: {path} is not as a worker wrote it; emptying --output and "
+                "starting afresh would work (with --scheduler tcp://..., a folder that all see)"
+            )
         stems = {Path(shard["name"]).name.partition(".")[0] for shard in shards}
         for path in self.output.glob("part-*"):
             if path.name.partition(".")[0] not in stems:
@@ -297,17 +329,6 @@ class StepRun:
         ]
 
 
-@contextlib.contextmanager
-def locked(folder: Path, *, shared: bool) -> Iterator[None]:
-    """Keep others out of the folder; ValueError where another run is in it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise ValueError(
-            f"--output {folder}: another run is filling it; another folder would work"
-        ) from None
-    finally:
-        os.close(descriptor)
+def _resolved(unit: Unit) -> Unit:
+    """The same by whatever path it is named."""
+    return dataclasses.replace(unit, file=str(Path(unit.file).resolve()))

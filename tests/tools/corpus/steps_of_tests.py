@@ -1,20 +1,21 @@
 """A toy step of two stages, which numbers its documents.
 
-Files beside its input tell what goes wrong: kill-once, kill-always and raise at the document
-"fatal"; in calls it notes what it was called for.
+Files beside its input tell what goes wrong: kill-once, kill-always, raise and wait at the document
+"fatal"; in calls it notes what it was called for, in waiting which process waits.
 """
 
 import contextlib
 import itertools
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.corpus.program import program
 from tools.corpus.records import Funnel, dump_record, read_documents
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import Unit, write_shard
+from tools.corpus.shards import Unit, placed, write_shard
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import keep_rejected, sum_funnels
@@ -78,6 +79,10 @@ def fail(unit: Unit, offset: int) -> None:
     folder = Path(unit.file).parent
     if (folder / "raise").exists():
         raise ValueError(f"{unit.file}, byte {offset}: a fatal document")
+    if (folder / "wait").exists():
+        with placed(folder / "waiting") as file:
+            file.write(str(os.getpid()).encode())
+        time.sleep(600)
     if (folder / "kill-always").exists():
         os.kill(os.getpid(), signal.SIGKILL)
     with contextlib.suppress(FileNotFoundError):

@@ -357,6 +357,19 @@ def test_newlines_go_from_the_sources_that_are_named(tmp_path: Path) -> None:
     assert manifest(folder)["newlines_removed"] == 2
 
 
+def test_a_source_without_newlines_to_remove_is_said_if_it_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"text": ENGLISH, "source": name} for name in ("books", "news")]
+    clean(tmp_path, records)
+    assert "warning" not in capsys.readouterr().err
+    clean(tmp_path, records, newlines=("news", "boks"), output=tmp_path / "two")
+    assert (
+        "warning: --newlines boks: no document is of this source; there are books, news"
+        in capsys.readouterr().err
+    )
+
+
 def test_workers_change_nothing(tmp_path: Path) -> None:
     source = write_jsonl(
         tmp_path / "in.jsonl", [{"id": name, "text": text} for name, text in topics.items()]

@@ -235,6 +235,20 @@ def test_evaluation_articles_leave_wikipedia_by_title_and_by_overlap(tmp_path: P
     assert found["leakage"]["wiki.tokens"]["before"] > found["leakage"]["wiki.tokens"]["after"] == 0
 
 
+def test_a_table_of_leakage_and_sources_without_a_document_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"text": "x " * 20, "source": "web"}]
+    decontaminate(tmp_path, records, evaluation_file(tmp_path))
+    head, line = capsys.readouterr().err.partition("distinct ones:\n")[2].splitlines()[:2]
+    assert head.split() == ["before", "before", "distinct", "after", "after", "distinct"]
+    assert line.split() == ["test.txt", *["0.000%"] * 4]
+    assert len(head) == len(line)
+    flags = {"article_sources": ("wiki",), "output": tmp_path / "b"}
+    decontaminate(tmp_path, records, evaluation_file(tmp_path), **flags)
+    assert "warning: --article-sources wiki: no document is" in capsys.readouterr().err
+
+
 def test_workers_and_units_change_nothing(tmp_path: Path) -> None:
     rng = random.Random(0)
     records = [

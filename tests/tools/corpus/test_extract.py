@@ -400,7 +400,7 @@ def test_input_without_any_document_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none of 3 documents is left; dropped: 3 empty text"):
         extract(tmp_path / "out", path, format="jsonl")
     (tmp_path / "a.wet").write_bytes(wet_record(1, b"page", "response"))
-    with pytest.raises(ValueError, match="none of 0 documents is left"):
+    with pytest.raises(ValueError, match="--input holds no document"):
         extract(tmp_path / "wet", tmp_path / "a.wet", format="wet")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty holds no file wiki_\* with anything in it"):

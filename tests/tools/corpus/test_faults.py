@@ -375,7 +375,8 @@ def test_what_is_no_document_is_set_aside_with_its_place_and_nothing_is_lost(
     rejected = read_jsonl(tmp_path / "out" / "rejected.jsonl")
     assert sorted((Path(bad["file"]).name, bad["offset"]) for bad in rejected) == sorted(places)
     assert all(bad["reason"] for bad in rejected)
-    assert facts["dropped"]["bad line"]["documents"] == len(places)
+    assert facts["dropped"]["bad line"]["documents"] == len(places) - 1
+    assert facts["dropped"]["file cut short or damaged"]["documents"] == 1
     assert facts["input"]["documents"] == good + len(places)
     dropped = sum(each["documents"] for each in facts["dropped"].values())
     assert facts["output"]["documents"] + dropped == facts["input"]["documents"] + facts["pieces"]

@@ -158,7 +158,7 @@ def test_too_little_disk_is_refused_naming_step_need_and_have(
 ) -> None:
     file = description(tmp_path, "[split]\n")
     monkeypatch.setattr(module, "free_disk", lambda folder: 100_000)
-    with pytest.raises(ValueError, match=r"split: \S+ MB of disk are needed in .* 100 KB are free"):
+    with pytest.raises(ValueError, match=r"split: \S+ MB of disk are needed in .* 100 kB are free"):
         run(Settings(config=file))
     run(Settings(config=file, allow_overcommit=True))
     assert "warning: split:" in capsys.readouterr().err
@@ -190,13 +190,24 @@ def test_what_is_done_needs_no_more_disk(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_step_that_fails_on_the_sample_is_not_estimated_nor_what_follows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = '[extract.x]\nformat = "jsonl"\nkey = "body"\nsource = "x"\n'
-    file = description(tmp_path, f'{steps}input = ["{tmp_path / "in"}"]\n[split]\n', 300)
+    file = description(tmp_path, "[clean]\nmin_tokens = 5000\n[split]\n", 300)
     run(Settings(config=file))
     told = kept(tmp_path)
-    assert told["extract.x"]["note"].startswith("not estimated: --format jsonl with --key body")
-    assert told["split"]["note"] == "not estimated: after extract.x"
+    assert told["clean"]["note"].startswith("not estimated: clean: none of ")
+    assert told["split"]["note"] == "not estimated: after clean"
     assert "split: not estimated" in capsys.readouterr().out
+
+
+def test_settings_that_a_step_refuses_on_the_sample_end_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = '[extract.x]\nformat = "jsonl"\nkey = "body"\nsource = "x"\n'
+    file = description(tmp_path, f'{steps}input = ["{tmp_path / "in"}"]\n[split]\n', 300)
+    with pytest.raises(SystemExit) as ended:
+        program("tools.corpus.plan", [str(file)])
+    assert ended.value.code == 2
+    assert f"error: {file}: [extract.x] --format jsonl with --key" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_a_file_the_usual_steps_are_planned(tmp_path: Path) -> None:
@@ -223,9 +234,9 @@ def test_what_dedup_removes_is_hardly_more_than_the_sample_says(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({}, "either a TOML file, or --input and --output"),
-        ({"input": (Path("x"),)}, "either a TOML file"),
-        ({"config": Path("x"), "output": Path("y")}, "either a TOML file"),
+        ({}, "^--input and --output would work, or a TOML file"),
+        ({"input": (Path("x"),)}, "^--input and --output would work"),
+        ({"config": Path("x"), "output": Path("y")}, "^--input and --output would work"),
         ({"config": Path("x"), "sample": "lots"}, "--sample lots"),
     ],
 )
@@ -250,17 +261,19 @@ def test_free_space_is_that_of_the_place_to_be_and_memory_that_of_the_limit(
 ) -> None:
     assert free_disk(tmp_path / "a" / "b") == pytest.approx(free_disk(tmp_path), rel=0.05)
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(module, "CGROUP", limit)
+    monkeypatch.setattr(module, "CGROUP", tmp_path)
     free = free_memory()
+    (tmp_path / "memory.current").write_text("3000\n")
+    (tmp_path / "memory.stat").write_text("anon 1500\ninactive_file 1000\n")
     assert 10**8 < free < 10**14
     limit.write_text("5000\n")
-    assert free_memory() == 5000
+    assert free_memory() == 3000  # the cache of files can go
     limit.write_text("max\n")
     assert free_memory() == pytest.approx(free, rel=0.3)
 
 
 def test_sizes_and_times_are_shown_in_units_that_fit() -> None:
     assert [amount(size) for size in (0, 999, 1500, 2.5e10, 3e12)] == [
-        "0 B", "999 B", "1.5 KB", "25 GB", "3 TB",
+        "0 B", "999 B", "1.5 kB", "25 GB", "3 TB",
     ]  # fmt: skip
     assert [duration(s) for s in (3, 300, 360_000)] == ["3 s", "5 min", "100 h"]

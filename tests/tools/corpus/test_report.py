@@ -228,6 +228,17 @@ def test_whatever_the_corpus_holds_is_shown_as_text(tmp_path: Path) -> None:
     assert page.text.count(HOSTILE) > 10
 
 
+def test_next_to_no_leakage_does_not_fill_its_bar(tmp_path: Path) -> None:
+    some: Sources = {"web": (2, 20)}
+    facts = {"ngrams": 100_000, "distinct_ngrams": 90_000, "before": 0.00004, "after": 0.00002,
+             "before_distinct": 0.5, "after_distinct": 0.25}  # fmt: skip
+    folder = write_step(tmp_path / "a", "decontaminate", some, some, leakage={"test": facts})
+    report(tmp_path, folder)
+    written = (tmp_path / "report.html").read_text()
+    assert 'class="pale" style="width:0.4%"' in written
+    assert 'class="pale" style="width:100.0%"' in written  # of the distinct ones
+
+
 def test_what_is_no_unicode_does_not_end_the_report(tmp_path: Path) -> None:
     member = {"id": "a", "source": "s", "jaccard": None, "text": "half \ud800 of a pair, \x00"}
     cluster = {"size": 1, "kept_id": "a", "members": [member]}

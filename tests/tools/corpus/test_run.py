@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -344,22 +345,23 @@ def test_the_command_plans_runs_and_ends_with_2_on_an_error(tmp_path: Path) -> N
 
 
 def test_kill_9_and_the_same_command_again_with_more_workers(tmp_path: Path) -> None:
-    whole = description(tmp_path / "whole")
-    go(whole)
-    file = description(tmp_path / "killed")
+    file, out = description(tmp_path), tmp_path / "out"
+    go(file)
+    whole = content(out)
+    shutil.rmtree(out)  # in the same place again: duplicates.jsonl names files
     killed = subprocess.Popen(
         [sys.executable, "-m", "tools.corpus", "run", str(file), "--no-plan"],
         cwd=ROOT, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    while not (tmp_path / "killed" / "out" / "dedup" / ".work").exists():
+    while not (out / "dedup" / ".work").exists():
         assert killed.poll() is None
         time.sleep(0.001)
     killed.kill()
     assert killed.wait() == -signal.SIGKILL
-    assert not (tmp_path / "killed" / "out" / "split").exists()
+    assert not (out / "split").exists()
     ended = program("run", str(file), "--no-plan", "--workers", "2")
     assert ended.returncode == 0, ended.stderr
-    assert content(tmp_path / "killed" / "out") == content(tmp_path / "whole" / "out")
+    assert content(out) == whole
 
 
 SBATCH = """#!/usr/bin/env bash

@@ -159,6 +159,7 @@ def test_without_dask_a_cluster_is_refused_with_the_cure(
     for name in ("slurm", "tcp://host:8786"):
         with pytest.raises(ValueError, match=f"--scheduler {name} needs Dask: pip install"):
             run(toy(corpus(tmp_path / "in"), tmp_path / "out", scheduler=name))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +182,20 @@ def test_a_dask_cluster_writes_the_same_bytes(
 ) -> None:
     run(toy(tmp_path / "in", tmp_path / "out", scheduler=cluster.scheduler_address))
     assert content(tmp_path / "out") == expected
+
+
+def test_relative_paths_mean_the_same_to_workers_in_other_folders(
+    tmp_path: Path, expected: dict[str, bytes], cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the workers stay where they were started
+    (tmp_path / "words").touch()
+    settings = toy(
+        Path("in"), Path("out"), scheduler=cluster.scheduler_address, words=Path("words")
+    )
+    assert settings.words == tmp_path / "words"
+    run(settings)
+    assert content(tmp_path / "out").keys() == expected.keys()
+    assert (tmp_path / "out" / "part-00000.jsonl").read_bytes() == expected["part-00000.jsonl"]
 
 
 def test_a_dask_worker_that_is_killed_changes_nothing(

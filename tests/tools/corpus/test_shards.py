@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from backports import zstd
 
+from tests.tools.corpus.lines import write_jsonl
 from tools.corpus import shards
 from tools.corpus.shards import (
     Compression,
@@ -213,7 +214,10 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         find_shards([tmp_path / "none"])
     with pytest.raises(ValueError, match=r"--input .* holds no file named \*\.jsonl"):
         find_shards([tmp_path])
-    with pytest.raises(ValueError, match=r"--input names no file"):
+    write_jsonl(tmp_path / "below" / "a.jsonl", [])
+    with pytest.raises(ValueError, match=r"or without \.gz, \.zst.*; .*below does, and --input"):
+        find_shards([tmp_path])
+    with pytest.raises(ValueError, match=r"--input names no file; .* would work"):
         find_shards([])
 
 

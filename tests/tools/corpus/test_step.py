@@ -1,13 +1,18 @@
 """A step fills its folder once, whole, the same for everybody, and goes on where it was stopped."""
 
 import contextlib
+import dataclasses
 import errno
+import gzip
 import itertools
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,7 @@ import pytest
 
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tests.tools.corpus.steps_of_tests import Settings, run
-from tools.corpus import shards
+from tools.corpus import extract, shards
 from tools.corpus.program import Unfinished, program
 from tools.corpus.records import Count, Funnel
 from tools.corpus.settings import StepSettings, parse_size
@@ -228,10 +233,51 @@ def test_settings_of_files_are_their_content(tmp_path: Path) -> None:
 def test_other_input_than_that_of_a_finished_step_is_refused(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "in")
     run(toy(folder, tmp_path / "out"))
-    os.utime(folder / "1.jsonl", (1, 1))
+    path = folder / "1.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"document 7", b"DOCUMENT 7"))
+    os.utime(path, (1, 1))
     with pytest.raises(ValueError, match="was made from other input"):
         run(toy(folder, tmp_path / "out"))
     run(toy(folder, tmp_path / "out", overwrite=True))
+
+
+def test_the_same_content_is_the_same_input_wherever_it_lies(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, output = tmp_path / "in", tmp_path / "expected"
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "calls").unlink()
+    os.utime(folder / "1.jsonl", (1, 1))
+    run(toy(folder, output))
+    run(toy(tmp_path / "copy", output))
+    (tmp_path / "copy" / "2.jsonl").rename(tmp_path / "copy" / "3.jsonl")
+    with pytest.raises(ValueError, match="was made from other input"):
+        run(toy(tmp_path / "copy", output))
+    monkeypatch.chdir(tmp_path)
+    run(toy(Path("in"), Path("expected")))
+    assert calls(folder) == []
+    assert content(output) == expected
+
+
+def test_a_relative_path_is_recognised_without_reading_the_input(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.corpus.manifest.checksum", None)
+    monkeypatch.chdir(tmp_path)
+    run(toy(Path("in"), Path("expected")))
+    assert content(tmp_path / "expected") == expected
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 3)])
+def test_a_finished_step_that_has_lost_a_shard_says_so(
+    damage: Callable[[Path], None], tmp_path: Path, expected: dict[str, bytes]
+) -> None:
+    damage(tmp_path / "expected" / "part-00001.jsonl")
+    settings = toy(tmp_path / "in", tmp_path / "expected")
+    with pytest.raises(ValueError, match=r"has lost part-00001\.jsonl, .*--overwrite"):
+        run(settings)
+    run(dataclasses.replace(settings, overwrite=True))
+    assert content(tmp_path / "expected") == expected
 
 
 def test_the_output_of_another_step_is_refused(tmp_path: Path) -> None:
@@ -251,20 +297,141 @@ def test_files_of_others_are_refused_and_kept(name: str, tmp_path: Path) -> None
     assert (output / name).read_text() == "{}"
     with pytest.raises(ValueError, match=r"--output .* holds files that no step wrote"):
         run(toy(folder, output))  # and not: another run is filling it
+    if name != "mine.txt":  # by its name, a step wrote it
+        run(toy(folder, output, overwrite=True))
+        assert (output / name).read_text() != "{}"
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "mine/part-00000.jsonl", "train/mine.txt", "a.part"])
+def test_nothing_but_what_steps_write_is_ever_removed(name: str, tmp_path: Path) -> None:
+    folder, output = corpus(tmp_path / "in", fatal=1), tmp_path / "out"
+    interrupt(folder, output)
+    (output / name).parent.mkdir(exist_ok=True)
+    (output / name).write_text("mine")
+    for more in ({"mark": "?"}, {"mark": "?", "overwrite": True}):  # afresh, or over it
+        with pytest.raises(ValueError, match=f"{name.split('/')[-1 if 'train' in name else 0]} in"):
+            run(toy(folder, output, **more))
+    run(toy(folder, output))
+    with pytest.raises(ValueError, match="is no step's, and is never removed"):
+        run(toy(folder, output, mark="?", overwrite=True))
+    assert (output / name).read_text() == "mine"
+    assert manifest(output)["settings"]["mark"] == "!"
+
+
+def test_overwriting_removes_all_that_steps_write(tmp_path: Path) -> None:
+    folder, output = corpus(tmp_path / "in"), tmp_path / "out"
+    (output / "train" / ".work").mkdir(parents=True)
+    written = ["train/manifest.json", "train/part-00000.jsonl.gz", "duplicates.jsonl", "run.json"]
+    written += ["part-00000-001.jsonl", "part-00001.txt.zst", f"part-00009.jsonl.{'0a' * 16}.part"]
+    written += ["text_document.json", "text_document-00000-of-00002.bin"]
+    for name in written:
+        (output / name).write_text("{}")
     run(toy(folder, output, overwrite=True))
-    assert (name == "mine.txt") == (not (output / name).exists())
+    run(toy(folder, tmp_path / "fresh"))
+    assert content(output) == content(tmp_path / "fresh")
 
 
 def test_an_output_that_is_a_file_is_named(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "in")
-    with pytest.raises(OSError, match=r"0\.jsonl"):
+    with pytest.raises(ValueError, match=r"--output .*0\.jsonl is a file; a folder"):
         run(toy(folder, folder / "0.jsonl"))
 
 
 def test_input_is_not_filled_as_output(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "in")
-    with pytest.raises(ValueError, match="holds files that no step wrote"):
-        run(toy(folder, folder))
+    before = content(folder)
+    (tmp_path / "link").symlink_to(folder)
+    for output in (folder, tmp_path, tmp_path / "link"):
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match=r"--input .*0.jsonl lies in --output"):
+                run(toy(folder, output, overwrite=overwrite))
+    assert content(folder) == before
+    run(toy(folder, folder / "out"))  # a folder in a folder is no input
+
+
+def test_output_in_a_folder_that_is_searched_at_any_depth_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in" / "AA").mkdir(parents=True)
+    write_jsonl(tmp_path / "in" / "AA" / "wiki_00", [{"text": "a"}])
+    (tmp_path / "in" / "a.txt").write_text("a")
+    for format in ("wikiextractor", "text"):
+        settings = extract.Settings(
+            input=(tmp_path / "in",), output=tmp_path / "in" / "out", format=format, source="a"
+        )
+        with pytest.raises(ValueError, match="--output .*out lies in --input .*in, which is searc"):
+            extract.run(settings)
+    assert not (tmp_path / "in" / "out").exists()
+
+
+def test_input_that_is_given_twice_is_named(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "in")
+    (tmp_path / "link.jsonl").symlink_to(folder / "1.jsonl")
+    for second in (folder, folder / "1.jsonl", tmp_path / "link.jsonl"):
+        settings = toy(folder, tmp_path / "out")
+        inputs = (*settings.input, second)
+        with pytest.raises(ValueError, match=r"--input .*\.jsonl is given twice"):
+            run(dataclasses.replace(settings, input=inputs))
+    assert not (tmp_path / "out").exists()
+
+
+def test_input_without_a_document_is_told_with_the_first_line_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match="toy: --input holds no document$"):
+        run(toy(tmp_path, tmp_path / "out"))
+    (tmp_path / "a.jsonl").write_text("\nno json\n[]\n")
+    told = r"holds no document; the first of 2 lines .*a\.jsonl, byte 1: not JSON"
+    with pytest.raises(ValueError, match=told):
+        run(toy(tmp_path, tmp_path / "out"))
+
+
+def test_a_file_that_is_cut_short_is_told_apart_from_a_bad_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = b"".join(b'{"text": "document %d"}\n' % k for k in range(50))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines, 0, mtime=0)[:-400])
+    (tmp_path / "b.jsonl").write_bytes(b"bad\n" * 9 + lines)
+    inputs = (tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl")
+    run(Settings(input=inputs, output=tmp_path / "out", workers=1))
+    found = manifest(tmp_path / "out")
+    lost = {why: each["documents"] for why, each in found["dropped"].items()}
+    assert lost == {"bad line": 9, "file cut short or damaged": 1}
+    assert found["input"]["documents"] == found["output"]["documents"] + 10
+    last = capsys.readouterr().err.splitlines()[-2:]
+    assert "dropped: 9 bad line, 1 file cut short or damaged" in last[0]
+    assert re.match(
+        r"warning: .*a\.jsonl\.gz, byte \d+: damaged or cut short, the rest is", last[1]
+    )
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_that_is_stopped_ends_with_one_line_and_no_worker_left(
+    number: signal.Signals, status: int, workers: int, tmp_path: Path
+) -> None:
+    folder = corpus(tmp_path / "in", fatal=1)
+    (folder / "wait").touch()
+    line = [sys.executable, "-m", TOY, "--input", *map(str, sorted(folder.glob("*.jsonl")))]
+    line += ["--output", str(tmp_path / "out"), "--unit", "500B", "--workers", str(workers)]
+    stopped = subprocess.Popen(
+        line, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    for _ in range(1200):
+        if (folder / "waiting").exists():
+            break
+        time.sleep(0.05)
+    if number == signal.SIGINT:  # a terminal sends it to all
+        os.killpg(stopped.pid, number)
+    else:
+        stopped.send_signal(number)
+    _, said = stopped.communicate(timeout=60)
+    assert stopped.returncode == status
+    assert said.splitlines()[-1] == "stopped; the same command goes on from there"
+    assert "Traceback" not in said
+    worker = int((folder / "waiting").read_text())
+    assert not Path(f"/proc/{worker}").exists()
+    (folder / "wait").unlink()
+    run(toy(folder, tmp_path / "out"))
+    run(toy(folder, tmp_path / "fresh"))
+    assert content(tmp_path / "out") == content(tmp_path / "fresh")
 
 
 def test_a_second_run_in_the_same_folder_is_refused(
@@ -512,6 +679,9 @@ def test_an_error_of_a_task_ends_the_program_with_one_line(tmp_path: Path) -> No
     ("flags", "message"),
     [
         (["--workers", "0"], "--workers 0"),
+        (["--unit", "32"], "--unit 32 has no unit; 32MB would work"),
+        (["--unit", "99B"], "--unit 99B is too small; 100B or more would work"),
+        (["--memory", "999B"], "--memory 999B is too small; 1000B or more would work"),
         (["--unit", "fast"], "--unit fast: a size such as"),
         (["--memory", "0"], "--memory 0: a size such as"),
         (["--shard", "2/2"], "--shard 2/2: K/N with 0 <= K < N"),
@@ -534,10 +704,10 @@ def test_flags_that_make_no_sense_are_named_before_anything_starts(
 
 
 def test_sizes_are_what_they_say() -> None:
-    sizes = {"32MB": 32 * 10**6, "1.5GB": 1_500_000_000, "7": 7, "7B": 7, "2K": 2000, "1tb": 10**12}
+    sizes = {"32MB": 32 * 10**6, "1.5GB": 1_500_000_000, "7B": 7, "2K": 2000, "1tb": 10**12}
     for text, size in sizes.items():
         assert parse_size("--unit", text) == size
-    for text in ("", "B", "-1MB", "1e", "MB", "1XB", "nan", "inf", "0.1B"):
+    for text in ("", "7", "1.5", "B", "-1MB", "1e", "MB", "1XB", "nan", "inf", "0.1B"):
         with pytest.raises(ValueError, match="--unit"):
             parse_size("--unit", text)
 

@@ -43,8 +43,8 @@ def read_part(index: Index, part: Part) -> tuple[Words, Numbers]:
     for block, first in enumerate(index.firsts[:-1].tolist()):
         bounds = index.array(block, "bounds")[part.column]
         where = slice(int(bounds[part.first]), int(bounds[part.last]))
-        keys.append(index.array(block, "keys")[part.column, where])
-        numbers.append(index.array(block, "order")[part.column, where] + np.int64(first))
+        keys.append(index.read(block, "keys", part.column, where))
+        numbers.append(index.read(block, "order", part.column, where) + np.int64(first))
     return np.concatenate(keys), np.concatenate(numbers)
 
 

@@ -228,6 +228,13 @@ class Index:
         """An array of a block's index, mapped and not read."""
         return mapped(self.folder / self.blocks[block].name / f"{name}.npy")
 
+    def read(self, block: int, name: str, row: int, where: slice) -> NDArray[Any]:
+        """A range of a row of an array [rows, n]: read, for mapped pages would count as held."""
+        path = self.folder / self.blocks[block].name / f"{name}.npy"
+        whole = np.load(path, mmap_mode="r")
+        offset = whole.offset + (row * whole.shape[1] + where.start) * whole.itemsize
+        return np.fromfile(path, whole.dtype, where.stop - where.start, offset=offset)
+
     def gather(self, numbers: Numbers, name: str) -> NDArray[Any]:
         """The rows of an array of the index, of sorted numbers, of which there is one at least."""
         return np.concatenate(

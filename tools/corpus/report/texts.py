@@ -106,7 +106,7 @@ def leakage_table(found: Mapping[str, Facts]) -> str:
 def _shares(found: Mapping[str, Facts], kind: str, title: str) -> str:
     before, after = f"before{kind}", f"after{kind}"
     count = "distinct_ngrams" if kind else "ngrams"
-    most = max(facts[before] for facts in found.values())
+    most = max(LEAST_SCALE, *(facts[before] for facts in found.values()))
     rows = [
         f"<tr><td>{escape(name)}</td><td>{whole(facts[count])}</td>"
         f"<td>{portion(facts[before])}</td>{bar_cells(facts[after], most, facts[before])}</tr>"
@@ -115,6 +115,7 @@ def _shares(found: Mapping[str, Facts], kind: str, title: str) -> str:
     return table(("evaluation set", title, "found before", "after", ""), rows, "sets")
 
 
+LEAST_SCALE = 0.01  # that fills a bar: next to nothing is to look like it
 LEAKAGE = (
     '<p class="soft">Shares of the n-grams of each evaluation set that the corpus holds, before '
     "the step took them out and after.</p>"

@@ -1,0 +1,129 @@
+"""The folder that a step fills: what may lie in it, and what of it may be removed.
+
+Only what steps write is ever removed; a file of anybody else's is refused by its name.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.corpus.shards import MANIFEST, WORK, Unit
+
+RUN = "run.json"
+PARTIAL = re.compile(r"\.[0-9a-f]{32}\.part$")  # as `placed` names what it has not finished
+SHARD = r"part-\d+(-\d+)?\.(jsonl|txt)(\.gz|\.zst)?"
+DATA_SET = r".*_document.*\.(bin|idx|json)(\.tmp\d+)?"
+WRITTEN = re.compile(rf"(manifest|run)\.json|(rejected|duplicates)\.jsonl|{SHARD}|{DATA_SET}")
+SIDES = ("train", "valid")
+
+
+def locked(folder: Path, *, shared: bool) -> contextlib.AbstractContextManager[None]:
+    """Keep others out of the folder; ValueError where another run is in it."""
+    return _locked(folder, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, kind: int) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ValueError(
+            f"--output {folder}: another run is filling it; another folder would work"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def check_apart(inputs: Sequence[Path], units: Sequence[Unit], output: Path) -> None:
+    """ValueError, naming it, for input given twice, and for input and output in one another.
+
+    A folder may hold both where only what lies right in it is input.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output} is a file; a folder, there already or not, would work")
+    place = output.resolve()
+    seen: set[tuple[Path, int]] = set()
+    resolved = {file: Path(file).resolve() for file in {unit.file for unit in units}}
+    for unit in units:
+        file = resolved[unit.file]
+        if file.is_relative_to(place):
+            raise ValueError(
+                f"--input {unit.file} lies in --output {output}; another --output would work"
+            )
+        if (file, unit.start) in seen:
+            raise ValueError(f"--input {unit.file} is given twice; naming it once would work")
+        seen.add((file, unit.start))
+    deep = found_deep(inputs, resolved.values())
+    around = next((path for path in inputs if _holds(path, [place]) and _holds(path, deep)), None)
+    if around is not None:
+        raise ValueError(
+            f"--output {output} lies in --input {around}, which is searched at any depth; a "
+            "folder beside it would work"
+        )
+
+
+def _holds(folder: Path, files: Iterable[Path]) -> bool:
+    place = folder.resolve()
+    return any(file.is_relative_to(place) for file in files)
+
+
+def found_deep(inputs: Sequence[Path], files: Iterable[Path]) -> list[Path]:
+    """Those resolved files that lie deeper than right in a folder of --input, and whole folders."""
+    roots = {path.resolve() for path in inputs}
+    return [
+        file for file in files if (file not in roots and file.parent not in roots) or file.is_dir()
+    ]
+
+
+def foreign(output: Path) -> Path | None:
+    """A file or folder that no step writes, None if there is none."""
+    for path in sorted(output.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            if path.name == WORK:
+                continue
+            if path.name not in SIDES:
+                return path
+            if (below := foreign(path)) is not None:
+                return below
+        elif not WRITTEN.fullmatch(PARTIAL.sub("", path.name)):
+            return path
+    return None
+
+
+def clear(output: Path) -> None:
+    """Remove all, which has to be what steps have written."""
+    # The manifest first: without it nobody takes the rest for whole.
+    for path in sorted(output.iterdir(), key=lambda path: path.name != MANIFEST):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def clear_partial(output: Path) -> None:
+    """Remove what workers that died had begun; nobody else may be at work here."""
+    for path in output.rglob("*.part"):
+        if PARTIAL.search(path.name):
+            path.unlink()
+
+
+def lost_shard(output: Path, shards: Sequence[dict[str, Any]]) -> Path | None:
+    """A file that is not there, or not with the size that it was written with."""
+    for shard in shards:
+        path = output / shard["name"]
+        if not path.is_file() or path.stat().st_size != shard.get("bytes", path.stat().st_size):
+            return path
+    return None
+
+
+def read_json(file: Path) -> Any:
+    """What the file holds, None where there is none.  ValueError, naming it, if it is damaged."""
+    try:
+        return json.loads(file.read_bytes()) if file.exists() else None
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); another --output would work") from None

@@ -1,0 +1,126 @@
+"""The steps of a corpus one after another, as a TOML file describes them.
+
+    python -m tools.corpus run corpus.toml
+    python -m tools.corpus run --input raw/ --output corpus/
+
+In the file each step has a table, whose keys are the step's flags; a step without one is left out.
+They run in the order extract, clean, decontaminate, dedup, split, tokenise, report.  Before the
+first table may stand: output (needed), input (files that need no extraction), workers, scheduler,
+memory, compress, unit.  The second command cleans, de-duplicates and splits.
+
+Each step fills OUTPUT/STEP; those whose manifest shows them done are skipped, and one that was cut
+short goes on.  Where the file or the input has changed since, the first step that this concerns
+refuses; with --overwrite it and all after it are done again, and those before it are not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from tools.corpus import plan
+from tools.corpus.early import check_early
+from tools.corpus.pipeline import Job, check_given, describe_given
+from tools.corpus.program import program, say
+from tools.corpus.shards import Compression
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    config: Annotated[Path | None, tyro.conf.Positional] = None
+    """TOML file; scripts/corpus/ has two.  Without it --input and --output."""
+
+    input: tuple[Path, ...] = ()
+    """Files of JSON lines, or folders of them, to clean, de-duplicate and split."""
+
+    output: Path | None = None
+    """Folder to fill."""
+
+    until: str | None = None
+    """Last step to do, such as dedup."""
+
+    workers: int | None = None
+    """Processes of every step, whatever the file says."""
+
+    scheduler: str | None = None
+    """local, slurm or an address, whatever the file says."""
+
+    memory: str | None = None
+    """About how much a task may hold at a time, whatever the file says."""
+
+    compress: Compression | None = None
+    """How shards are compressed, whatever the file says."""
+
+    overwrite: bool = False
+    """Do again the steps whose settings or input have changed, and those after them."""
+
+    plan: bool = True
+    """Estimate first, from a sample, what the run takes, and refuse where it cannot fit."""
+
+    allow_overcommit: bool = False
+    """Go on where the estimate says that it cannot fit."""
+
+    def __post_init__(self) -> None:
+        check_given(self.config, self.input, self.output)
+
+    @property
+    def flags(self) -> dict[str, str | int | bool]:
+        """Of the steps, as far as given."""
+        names = ("workers", "scheduler", "memory", "compress")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {**given, "overwrite": True} if self.overwrite else given
+
+
+def run(settings: Settings) -> None:
+    description = describe_given(settings.config, settings.input, settings.output)
+    jobs = jobs_until(description.jobs(settings.flags), settings.until)
+    check_early(description, jobs)
+    if settings.plan:
+        removal = plan.check(description, jobs, settings.flags, plan_settings(settings))
+        if removal is not None and "expected_removal" not in description.tables.get("dedup", {}):
+            flags = {**settings.flags, "expected_removal": removal}
+            jobs = jobs_until(description.jobs(flags), settings.until)
+    for number, job in enumerate(jobs, start=1):
+        say(f"[{number}/{len(jobs)}] {job.name}")
+        try:
+            job.run()
+        except (ValueError, OSError) as error:
+            kind = OSError if isinstance(error, OSError) else ValueError
+            raise kind(f"[{job.name}] {error}{advice(settings, error)}") from error
+
+
+def plan_settings(settings: Settings) -> plan.Settings:
+    return plan.Settings(
+        config=settings.config,
+        input=settings.input,
+        output=settings.output,
+        allow_overcommit=settings.allow_overcommit,
+    )
+
+
+def jobs_until(jobs: Sequence[Job], last: str | None) -> list[Job]:
+    """All jobs up to those of the step `last`; ValueError, naming --until, if there are none."""
+    steps = [job.step for job in jobs]
+    if last is None:
+        return list(jobs)
+    if last not in steps:
+        raise ValueError(
+            f"--until {last}: no step of this run; {', '.join(dict.fromkeys(steps))} would work"
+        )
+    return list(jobs[: len(steps) - steps[::-1].index(last)])
+
+
+def advice(settings: Settings, error: Exception) -> str:
+    """How to go on where a step would not replace what is there."""
+    if "--overwrite" not in str(error):
+        return ""
+    given = f"`python -m tools.corpus run {settings.config} --overwrite`"
+    if settings.config is None:
+        given = "the same command with --overwrite"
+    return f"\n{given} does this step and those after it again"
+
+
+if __name__ == "__main__":
+    program("tools.corpus.run")
