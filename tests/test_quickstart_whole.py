@@ -97,18 +97,18 @@ def test_quickstart_leaves_what_the_contract_names(folder: Path, quickstart: str
 
 
 def readme_commands() -> list[str]:
-    """The commands of the README's bash block, line continuations joined."""
-    block = re.search(r"```bash\n(.*?)```", README, re.DOTALL)
-    assert block is not None
-    lines = block[1].replace("\\\n", " ").splitlines()
+    """The commands of the README's bash blocks, line continuations joined."""
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
+    lines = blocks.replace("\\\n", " ").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def test_every_command_of_the_readme_runs(folder: Path, quickstart: str) -> None:
     assert shell(quickstart).returncode == 0  # reused where the test above has run
     commands = readme_commands()
-    assert len(commands) == 6
+    assert len(commands) == 10
     small = {
+        "runs/quickstart/corpus/raw.jsonl": f"{folder}/corpus.jsonl",
         "runs/quickstart": f"{folder}/runs",
         "runs/mine": f"{folder}/mine",
         "scripts/presets/quickstart.toml": f"{folder}/tiny.toml",
@@ -122,6 +122,7 @@ def test_every_command_of_the_readme_runs(folder: Path, quickstart: str) -> None
         ended = shell(command, OMP_NUM_THREADS="1")
         assert ended.returncode == 0, f"{command}\n{ended.stderr}"
     assert (folder / "mine" / "checkpoints" / "latest").read_text() == "step_00000006\n"
+    assert "<svg" in (folder / "mine" / "corpus.html").read_text()
 
 
 def test_the_command_for_many_nodes_has_a_preset_that_fits() -> None:
