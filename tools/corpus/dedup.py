@@ -59,7 +59,7 @@ class Settings(StepSettings):
     max_cluster: int = 10_000
     """A larger cluster stops the run."""
 
-    max_source_loss: float = 0.75
+    max_source_loss: float = 0.9
     """A source of 100 documents or more that loses a larger share stops the run."""
 
     expected_removal: float | None = None
