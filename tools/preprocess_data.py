@@ -211,6 +211,7 @@ def tokenise(step: StepRun, settings: Settings) -> None:
     step.finish(
         funnel,
         list(_facts(description, settings.filled)),
+        place=settings.data_path,
         tokens=description.tokens,
         shuffled=description.shuffled,
     )

@@ -86,6 +86,7 @@ def test_documents_in_order_with_end_marks(tmp_path: Path) -> None:
     assert "p_text_document: 200 documents" in said
     assert "no line set aside" in said
     assert "warning" not in said
+    assert "p_text_document.work" not in said  # which goes at the end
     assert "encoder: gigatoken" in said
     expected = [[*ids, 260] for ids in encoded(tmp_path, TEXTS)]
     assert read(tmp_path / "p_text_document") == expected

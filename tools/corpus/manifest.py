@@ -89,10 +89,11 @@ def rejected_lines(output: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, lines)
 
 
-def summarise(name: str, funnel: Funnel, output: Path) -> None:
+def summarise(name: str, funnel: Funnel, output: Path, place: str) -> None:
+    """place: what to call the output."""
     say(
         f"{name}: {documents(funnel.input)} documents in, {documents(funnel.output)} out to "
-        f"{output}; dropped: {_lost(funnel)}"
+        f"{place}; dropped: {_lost(funnel)}"
     )
     if DAMAGED_FILE in funnel.dropped:
         damages = (bad for bad in rejected_lines(output) if DAMAGED in bad["reason"])

@@ -249,12 +249,14 @@ class StepRun:
         self,
         funnel: Funnel,
         shards: Sequence[dict[str, Any]],
+        *,
+        place: str | None = None,
         **more: Any,
     ) -> dict[str, Any]:
         """Check the books, write the manifest and clear the work away; returns the manifest.
 
-        shards: the facts of what was written.  more: keys of the step's own.  With --shard it is
-        left to a run without.
+        shards: the facts of what was written.  place: what to call the output, if it will not stay
+        in the folder.  more: keys of the step's own.  With --shard it is left to a run without.
         """
         if self.settings.shard is not None:
             raise Unfinished(f"{self.name}: all is done but the manifest: run without --shard")
@@ -282,7 +284,7 @@ class StepRun:
             with placed(self.output / name) as file:
                 file.write(json.dumps(content, indent=1).encode() + b"\n")
         shutil.rmtree(self.work)
-        summarise(self.name, funnel, self.output)
+        summarise(self.name, funnel, self.output, place or str(self.output))
         return manifest
 
     def _collect_rejected(self) -> None:
