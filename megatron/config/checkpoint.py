@@ -1,8 +1,8 @@
-"""Where checkpoints are written and read."""
+"""Where checkpoints are written and read, and what of them is kept."""
 
 from dataclasses import dataclass
 
-from megatron.config.checks import SettingError, optional_positive
+from megatron.config.checks import SettingError, flag, optional_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,15 +11,46 @@ class CheckpointConfig:
     """Directory for checkpoints, one subdirectory a step."""
 
     load: str | None = None
-    """Directory of checkpoints to go on from."""
+    """Directory of checkpoints to go on from, at the newest that is whole; or one of its
+    subdirectories, to go on from that one. The furthest in --save goes before."""
 
     save_interval: int | None = None
     """Steps between checkpoints; only at the end if not given."""
 
+    keep_checkpoints: int | None = None
+    """Keep this many of the newest checkpoints, at least 2, and the one with the lowest validation
+    loss; all if not given. None is removed before as many newer ones have been read back."""
+
+    async_save: bool = False
+    """Write checkpoints while training goes on; the loop waits only for the copy to host memory."""
+
+    override_data: bool = False
+    """Go on although seed, tokenizer, data or sequence length are not those of the checkpoint."""
+
+    finetune: bool = False
+    """Take the weights alone from --load and start at step 0; once --save holds checkpoints, the
+    same command goes on from these."""
+
     def __post_init__(self) -> None:
         optional_positive(self, "save_interval")
-        if self.save_interval is not None and self.save is None:
+        if self.keep_checkpoints is not None and self.keep_checkpoints < 2:
             raise SettingError(
-                f"--save-interval {self.save_interval} has nowhere to save to; "
-                "--save checkpoints beside it would work"
+                f"--keep-checkpoints {self.keep_checkpoints} would leave nothing if the newest "
+                "were damaged; --keep-checkpoints 2 would work"
+            )
+        for field in ("save_interval", "keep_checkpoints", "async_save"):
+            if getattr(self, field) and self.save is None:
+                value = "" if field == "async_save" else f" {getattr(self, field)}"
+                raise SettingError(
+                    f"{flag(field)}{value} has nowhere to save to; "
+                    "--save checkpoints beside it would work"
+                )
+        if self.finetune and self.load is None:
+            raise SettingError(
+                "--finetune needs weights to start from; --load checkpoints beside it would work"
+            )
+        if self.finetune and self.load == self.save:
+            raise SettingError(
+                f"--finetune would mix its checkpoints with those of --load {self.load}; another "
+                "directory for --save would work"
             )

@@ -1,6 +1,7 @@
 """The transformer's shape, dropout and initialisation."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.config.checks import SettingError, fraction, optional_positive, positive
 
@@ -27,6 +28,9 @@ class ModelConfig:
 
     layernorm_epsilon: float = 1e-5
     """Added to the variance in LayerNorm."""
+
+    layernorm_impl: Literal["torch", "apex"] = "torch"
+    """LayerNorm: torch's own fused kernel, or NVIDIA apex's FusedLayerNorm."""
 
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; divided by sqrt(2 x layers) before residuals."""

@@ -35,6 +35,9 @@ class OptimizerConfig:
     adam_eps: float = 1e-8
     """Added to the root of Adam's second moment."""
 
+    optimizer_impl: Literal["torch", "apex"] = "torch"
+    """AdamW: torch's own fused kernel, or NVIDIA apex's FusedAdam."""
+
     clip_grad: float = 1.0
     """Largest global norm of the gradient; 0 does not clip."""
 

@@ -11,8 +11,12 @@ class ParallelConfig:
     """Processes that share one model, each holding a slice of every layer; the remaining
     factor of the world size is data parallelism. Also spelt --model-parallel-size."""
 
+    distributed_timeout_minutes: float = 10.0
+    """Minutes without progress after which a run of several processes stops and says which one is
+    behind; longer than the longest save, evaluation or load."""
+
     def __post_init__(self) -> None:
-        positive(self, "tensor_model_parallel_size")
+        positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
 
     def check(self, heads: int, world_size: int) -> None:
         """Raise SettingError where attention heads or processes cannot be shared out evenly."""

@@ -1,13 +1,17 @@
 """The settings of a pretraining run, and the facts that hold between its sections."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from megatron.config.apex import require_apex
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import SettingError
 from megatron.config.data import DataConfig
+from megatron.config.logging import LoggingConfig, require_sinks
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
 
 
@@ -18,7 +22,9 @@ class PretrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Models trained side by side by world_size processes."""
@@ -33,12 +39,21 @@ class PretrainConfig:
         """Iteration at which the learning rate reaches its floor."""
         return self.optimizer.lr_decay_iters or self.training.train_iters
 
+    def metrics_file(self) -> str | None:
+        """Where the record of the run is kept; None keeps none."""
+        save = self.checkpoint.save
+        return self.logging.metrics_file or (save and str(Path(save) / "metrics.jsonl"))
+
     def check(self, world_size: int) -> None:
         """Raise ValueError, naming flags and values that work, where sections disagree."""
         self.parallel.check(self.model.num_attention_heads, world_size)
         self._check_batch(world_size)
         self._check_positions()
         self._check_schedule()
+        require_apex(
+            optimizer_impl=self.optimizer.optimizer_impl, layernorm_impl=self.model.layernorm_impl
+        )
+        require_sinks(self.logging, self.metrics_file())
 
     def _check_batch(self, world_size: int) -> None:
         batch = self.global_batch_size(world_size)

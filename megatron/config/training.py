@@ -1,8 +1,8 @@
-"""How long, in what precision and in which batches to train, and what to report."""
+"""How long and in which batches to train, and when to evaluate, check and leave."""
 
 from dataclasses import dataclass
 
-from megatron.config.checks import SettingError, non_negative, optional_positive, positive
+from megatron.config.checks import non_negative, optional_positive, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,15 +19,6 @@ class TrainingConfig:
     seed: int = 1234
     """Seed of initialisation, data order and dropout."""
 
-    bf16: bool = False
-    """Compute in bfloat16, with fp32 master weights and gradient accumulation."""
-
-    fp16: bool = False
-    """Compute in float16 with dynamic loss scaling and fp32 master weights."""
-
-    log_interval: int = 10
-    """Steps between lines of metrics."""
-
     eval_interval: int = 1000
     """Steps between evaluations on the validation split."""
 
@@ -40,12 +31,10 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = None
     """Save and exit after this many minutes."""
 
-    metrics_file: str | None = None
-    """JSON lines of metrics; metrics.jsonl in --save if not given."""
+    check_replicas_interval: int = 100
+    """Steps between comparisons of what the ranks hold in common; 0 does not compare."""
 
     def __post_init__(self) -> None:
-        positive(self, "train_iters", "micro_batch_size", "log_interval", "eval_interval")
-        non_negative(self, "seed", "eval_iters")
+        positive(self, "train_iters", "micro_batch_size", "eval_interval")
+        non_negative(self, "seed", "eval_iters", "check_replicas_interval")
         optional_positive(self, "global_batch_size", "exit_interval", "exit_duration_in_mins")
-        if self.fp16 and self.bf16:
-            raise SettingError("--fp16 and --bf16 exclude each other; --no-fp16 --bf16 would work")

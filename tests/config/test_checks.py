@@ -5,9 +5,11 @@ import pytest
 from megatron.config import (
     CheckpointConfig,
     DataConfig,
+    LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PrecisionConfig,
     PretrainConfig,
     SettingError,
     TrainingConfig,
@@ -47,14 +49,33 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (TrainingConfig, {"micro_batch_size": 0}, "--micro-batch-size"),
     (TrainingConfig, {"global_batch_size": 0}, "--global-batch-size"),
     (TrainingConfig, {"seed": -1}, "--seed"),
-    (TrainingConfig, {"log_interval": 0}, "--log-interval"),
+    (LoggingConfig, {"log_interval": 0}, "--log-interval"),
+    (TrainingConfig, {"check_replicas_interval": -1}, "--check-replicas-interval 0 would work"),
+    (ParallelConfig, {"distributed_timeout_minutes": 0.0}, "--distributed-timeout-minutes"),
     (TrainingConfig, {"eval_interval": 0}, "--eval-interval"),
     (TrainingConfig, {"eval_iters": -1}, "--eval-iters"),
     (TrainingConfig, {"exit_interval": 0}, "--exit-interval"),
     (TrainingConfig, {"exit_duration_in_mins": 0.0}, "--exit-duration-in-mins"),
-    (TrainingConfig, {"bf16": True, "fp16": True}, "--fp16 and --bf16 .*would work"),
+    (PrecisionConfig, {"bf16": True, "fp16": True}, "--fp16 and --bf16 .*would work"),
+    (PrecisionConfig, {"loss_scale": 8.0}, "--loss-scale .* --fp16 beside it would work"),
+    (PrecisionConfig, {"hysteresis": 1, "bf16": True}, "--hysteresis .* --fp16 beside it"),
+    *(
+        (PrecisionConfig, {"fp16": True, "initial_loss_scale": text}, "2[*][*]16 would work")
+        for text in ("0", "-1", "2**", "3**4", "2**9999", "2^16", "nan", "inf", "large")
+    ),
+    (
+        PrecisionConfig,
+        {"fp16": True, "initial_loss_scale": "2**3", "min_loss_scale": 16.0},
+        "--initial-loss-scale 2[*][*]3 is below .*--min-loss-scale 8 would work",
+    ),
+    (PrecisionConfig, {"fp16": True, "loss_scale": 0.0}, "--loss-scale 0.0"),
+    (PrecisionConfig, {"fp16": True, "max_consecutive_skips": 0}, "--max-consecutive-skips 1"),
     (CheckpointConfig, {"save": "here", "save_interval": 0}, "--save-interval"),
     (CheckpointConfig, {"save_interval": 5}, "--save-interval 5 .*--save checkpoints"),
+    (CheckpointConfig, {"async_save": True}, "--async-save has nowhere .*--save checkpoints"),
+    (CheckpointConfig, {"save": "a", "keep_checkpoints": 1}, "--keep-checkpoints 2 would work"),
+    (CheckpointConfig, {"save": "a", "finetune": True}, "--load checkpoints beside it would work"),
+    (CheckpointConfig, {"save": "a", "load": "a", "finetune": True}, "another directory for"),
 ]
 
 
@@ -66,6 +87,8 @@ def settings(**changes: Any) -> PretrainConfig:
         "data": DataConfig,
         "optimizer": OptimizerConfig,
         "training": TrainingConfig,
+        "precision": PrecisionConfig,
+        "checkpoint": CheckpointConfig,
     }
     return PretrainConfig(
         **{
@@ -131,3 +154,11 @@ def test_sizes_of_a_run() -> None:
     assert (config.data_parallel_size(4), config.global_batch_size(4)) == (2, 12)
     default = settings(tensor_model_parallel_size=2, micro_batch_size=3)
     assert default.global_batch_size(4) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "scale"), [("2**16", 65536.0), ("2**-3", 0.125), ("4096", 4096.0), ("0.5", 0.5)]
+)
+def test_the_first_loss_scale_is_a_decimal_or_a_power_of_two(text: str, scale: float) -> None:
+    section = PrecisionConfig(fp16=True, initial_loss_scale=text, min_loss_scale=0.1)
+    assert section.first_scale() == scale

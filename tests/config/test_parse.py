@@ -54,9 +54,10 @@ def preset(folder: Path, text: str) -> str:
 
 
 def test_flags_reach_their_sections() -> None:
+    assert pretrain().precision.bf16 is None
     config = pretrain("--lr", "1e-3", "--bf16", "--save", "here")
     assert (config.model.num_layers, config.optimizer.lr) == (2, 1e-3)
-    assert (config.training.bf16, config.checkpoint.save) == (True, "here")
+    assert (config.precision.bf16, config.checkpoint.save) == (True, "here")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_the_last_word_wins_and_presets_come_first(tmp_path: Path) -> None:
         'lr_decay_style = "linear"\nmodel_parallel_size = 2\nsave = "there"\n',
     )
     config = pretrain("--lr", "2", "--lr", "3", "--no-bf16", "--preset", file, f"--preset={file}")
-    assert (config.model.num_layers, config.optimizer.lr, config.training.bf16) == (2, 3.0, False)
+    assert (config.model.num_layers, config.optimizer.lr, config.precision.bf16) == (2, 3.0, False)
     assert config.data.data_path == ("0.3", "a", "0.7", "b")
     assert config.parallel.tensor_model_parallel_size == 2
     assert (config.optimizer.lr_decay_style, config.checkpoint.save) == ("linear", "there")
