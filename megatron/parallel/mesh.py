@@ -11,8 +11,9 @@ Say *axis* for the mesh and *dim* for a tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,12 +50,47 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class Peers:
+    """All ranks of a run, for small Python values beside training's collectives.
+
+    They have a gloo group of their own, which neither waits for training's collectives nor a GPU;
+    a thread that talks to its peers needs another one, since a group's calls must come in order.
+    """
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, by rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def another(self) -> Peers:
+        """The same ranks over a new group; every rank calls this."""
+        return self if self.size == 1 else connect_peers()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Peers:
+        return self
+
+
+def connect_peers() -> Peers:
+    """All ranks of the initialised process group (every rank calls this)."""
+    backend = "gloo" if dist.get_backend() == "nccl" else None
+    return Peers(dist.get_world_size(), dist.get_rank(), dist.new_group(backend=backend))
+
+
+@dataclass(frozen=True)
 class Mesh:
     """The axes over which this run is cut, and the device this rank computes on."""
 
     tensor: Axis
     data: Axis
     device: torch.device
+    peers: Peers = field(default=Peers())
 
     @property
     def model(self) -> Axis:
@@ -68,11 +104,11 @@ class Mesh:
     @property
     def is_first(self) -> bool:
         """True on the one rank that writes logs and manifests."""
-        return not any(self.coordinates.values())
+        return self.peers.rank == 0
 
     @property
     def size(self) -> int:
-        return self.tensor.size * self.data.size
+        return self.peers.size
 
 
 def build_mesh(tensor_parallel_size: int, device: torch.device) -> Mesh:
@@ -89,7 +125,7 @@ def build_mesh(tensor_parallel_size: int, device: torch.device) -> Mesh:
         Axis(name, grid if size > 1 else None)
         for name, size in zip(("data", "tensor"), shape, strict=True)
     )
-    return Mesh(tensor=tensor, data=data, device=device)
+    return Mesh(tensor=tensor, data=data, device=device, peers=connect_peers())
 
 
 def serial_mesh(device: torch.device | str = "cpu") -> Mesh:
