@@ -8,52 +8,41 @@ a narrower dtype are rounded from them after each step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isfinite
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.optim.adam import ADAMS
 from megatron.parallel.gradients import GradientBuffers, Slot
-from megatron.parallel.mesh import Axis
 
 
 class MasterWeights:
     """The optimizer of a materialised model."""
 
-    def __init__(
-        self, gradients: GradientBuffers, section: OptimizerConfig, model_axis: Axis
-    ) -> None:
-        """model_axis: the ranks that together hold one model and so agree on the norm."""
+    def __init__(self, gradients: GradientBuffers, section: OptimizerConfig) -> None:
         self.gradients = gradients
         self.section = section
-        self.model_axis = model_axis
+        self.kernel = ADAMS[section.optimizer_impl]
         self.masters = [_flat_master(buffer.flat, buffer.slots) for buffer in gradients.buffers]
-        self.adamw = torch.optim.AdamW(
-            [
-                {"params": [master], "weight_decay": section.weight_decay * buffer.decay}
-                for master, buffer in zip(self.masters, gradients.buffers, strict=True)
-            ],
-            betas=(section.adam_beta1, section.adam_beta2),
-            eps=section.adam_eps,
-            fused=True,
-        )
+        groups = [
+            {"params": [master], "weight_decay": section.weight_decay * buffer.decay}
+            for master, buffer in zip(self.masters, gradients.buffers, strict=True)
+        ]
+        self.adamw = self.kernel.make(groups, section)
         for master in self.masters:  # made here and not in the first step, to be loaded into
             self.adamw.state[master] = {
-                "step": torch.zeros((), device=master.device),
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }
+        self.kernel.set_updates(self.adamw, 0)
 
-    def step(self, lr: float, unscale: float) -> float:
-        """Clip by the global norm and update; return that norm, of the gradients x `unscale`.
+    def step(self, lr: float, unscale: float, norm: float) -> None:
+        """Clip by the global norm and update.
 
-        unscale: scalar that turns the buffers' sums into gradients of the mean loss. Where the
-        norm is not finite nothing is updated; since it is global, every rank agrees.
+        unscale: scalar that turns the buffers' sums into gradients of the mean loss.
+        norm: finite, of all the model's gradients x `unscale`.
         """
-        norm = self.gradients.norm(self.model_axis).item() * unscale
-        if not isfinite(norm):
-            return norm
         limit = self.section.clip_grad
         clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
         self.gradients.scale_(unscale * clip)
@@ -61,19 +50,18 @@ class MasterWeights:
             group["lr"] = lr
         self.adamw.step()
         self.publish()
-        return norm
 
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters to the parameters that are kept in a narrower dtype."""
-        for slot, master in self._slots():
+        for slot, master in self.slots():
             if slot.parameter.dtype != master.dtype:
                 slot.parameter.copy_(slot.view(master))
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Slot, Tensor]]:
         """(kind, slot, this rank's part) of all that a checkpoint keeps of the optimizer."""
-        for slot, master in self._slots():
+        for slot, master in self.slots():
             state = self.adamw.state[master]
             yield "exp_avg", slot, slot.view(state["exp_avg"])
             yield "exp_avg_sq", slot, slot.view(state["exp_avg_sq"])
@@ -83,11 +71,11 @@ class MasterWeights:
     @torch.no_grad()
     def loaded(self, updates: int) -> None:
         """Parameters, `tensors()` were filled from a checkpoint of a run with so many updates."""
-        for master in self.masters:
-            self.adamw.state[master]["step"].fill_(updates)
+        self.kernel.set_updates(self.adamw, updates)
         self.publish()
 
-    def _slots(self) -> Iterator[tuple[Slot, nn.Parameter]]:
+    def slots(self) -> Iterator[tuple[Slot, nn.Parameter]]:
+        """(slot, the flat master in which it lies) of every parameter."""
         for buffer, master in zip(self.gradients.buffers, self.masters, strict=True):
             for slot in buffer.slots:
                 yield slot, master

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout, layouts
 from megatron.parallel.mesh import Axis
 
@@ -173,15 +172,16 @@ class GradientBuffers:
         for bucket in self.buckets:
             bucket.wait()
 
-    def norm(self, model_axis: Axis) -> Tensor:
-        """Global L2 norm, fp64 scalar: cut parameters add up over the ranks, and those that every
-        rank of `model_axis` holds whole are counted on one of them."""
+    def squares(self, model_axis: Axis) -> Tensor:
+        """This rank's term of the squared global L2 norm, fp64 scalar: the terms of the ranks of
+        `model_axis` add up, and what each of them holds whole is counted on one of them. On the
+        others it weighs nothing, but still spoils the sum where it is not finite."""
         total = self.buffers[0].flat.new_zeros((), dtype=torch.float64)
         for buffer in self.buffers:
-            if model_axis.name in buffer.cut_axes or model_axis.rank == 0:
-                for piece in buffer.flat.split(NORM_PIECE):
-                    total += piece.square().sum(dtype=torch.float64)
-        return all_reduce(total, model_axis).sqrt()
+            weight = float(model_axis.name in buffer.cut_axes or model_axis.rank == 0)
+            for piece in buffer.flat.split(NORM_PIECE):
+                total += weight * piece.square().sum(dtype=torch.float64)
+        return total
 
     def scale_(self, factor: float) -> None:
         """Multiply every gradient by a scalar, in place."""

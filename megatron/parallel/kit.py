@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.parallel.layers import (
+    LAYER_NORMS,
     AttentionCore,
     ColumnParallelLinear,
-    LayerNorm,
     PositionEmbedding,
     RowParallelLinear,
     SharedDropout,
@@ -44,14 +44,17 @@ class Kit:
     checkpoint: Callable[..., Tensor]  # (function, *arguments): recompute in the backward
 
 
-def kit_1d(mesh: Mesh, streams: RandomStreams) -> Kit:
-    """The paper's: layers cut along the one tensor axis of the mesh."""
+def kit_1d(mesh: Mesh, streams: RandomStreams, *, norm: str = "torch") -> Kit:
+    """The paper's: layers cut along the one tensor axis of the mesh.
+
+    norm: whose kernel LayerNorm runs on, a key of LAYER_NORMS.
+    """
     make: Any = {
         "column": ColumnParallelLinear,
         "row": RowParallelLinear,
         "word_embedding": VocabParallelEmbedding,
         "position_embedding": PositionEmbedding,
-        "norm": LayerNorm,
+        "norm": LAYER_NORMS[norm],
         "head": VocabParallelHead,
     }
     return Kit(

@@ -9,9 +9,10 @@ scalar all-reduce a step is enough.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from functools import partial
+from math import isfinite, sqrt
 
 import torch
 from torch import Tensor
@@ -19,16 +20,23 @@ from torch import Tensor
 from megatron.data.gpt2 import Batch
 from megatron.model.gpt2 import GPT2
 from megatron.parallel.collectives import all_reduce
+from megatron.train.diagnose import non_finite
 from megatron.train.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step saw: mean loss over the counted tokens of the global batch, global norm."""
+    """What a step saw, the same on every rank.
+
+    loss, grad_norm: mean over the counted tokens of the global batch, norm of its gradient before
+    clipping; in a skipped step either may be infinite or no number.
+    """
 
     loss: float
     grad_norm: float
     tokens: int
+    skipped: bool
+    stop: bool  # some rank wants this step to be the last
 
 
 def summed_loss(model: GPT2, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -66,25 +74,68 @@ def nominal_tokens(state: TrainState, micro_batches: Sequence[Batch]) -> int:
     return sum(batch.tokens.size for batch in micro_batches) * state.mesh.data.size
 
 
-def train_step(state: TrainState, micro_batches: Sequence[Batch], lr: float) -> StepResult:
-    """One update of the weights, or in fp16 a smaller loss scale.
+def never() -> bool:
+    return False
 
-    micro_batches: this rank's, of equal size. Raises FloatingPointError where the gradient is not
-    finite and no smaller loss scale can help.
+
+def train_step(
+    state: TrainState,
+    micro_batches: Sequence[Batch],
+    lr: float,
+    wants_stop: Callable[[], bool] = never,
+) -> StepResult:
+    """One update of the weights, or in fp16 perhaps a smaller loss scale.
+
+    micro_batches: this rank's, of equal size. wants_stop: asked once, when the gradients are
+    there; the step is finished all the same. A step whose loss or gradient is not finite on any
+    rank is skipped on all: it changes no weight, moment or learning rate, and its samples are not
+    read again. Raises NonFiniteError on every rank where that may not be, or not once more.
     """
     state.model.train()
-    totals = forward_backward(state, micro_batches)
-    loss, tokens = all_reduce(totals, state.mesh.data).tolist()
-    if tokens == 0:
+    sums = _agree(state, forward_backward(state, micro_batches), wants_stop)
+    if sums.tokens == 0:
         raise ValueError(
             f"no token of step {state.step + 1} counts towards the loss: the batch holds nothing "
             "but end marks; leave out --eod-mask-loss or check --data-path"
         )
-    unscale = nominal_tokens(state, micro_batches) / (tokens * state.scaler.scale)
-    norm = state.optimizer.step(lr, unscale)
+    unscale = nominal_tokens(state, micro_batches) / (sums.tokens * state.scaler.scale)
+    norm = sqrt(sums.squares) * unscale
+    overflowed = sums.bad_losses > 0 or not isfinite(norm)
+    if overflowed and not state.scaler.may_skip():
+        what = "loss" if sums.bad_losses else "gradient"
+        replay = partial(forward_backward, state, micro_batches)
+        raise non_finite(state, micro_batches, what, replay)
+    if not overflowed:
+        state.optimizer.step(lr, unscale, norm)
     state.step += 1
     state.samples += sum(len(batch.tokens) for batch in micro_batches) * state.mesh.data.size
-    overflowed = not isfinite(norm)
     state.skipped += overflowed
     state.scaler.update(overflowed)
-    return StepResult(loss=loss / tokens, grad_norm=norm, tokens=int(tokens))
+    return StepResult(
+        loss=sums.loss / sums.tokens,
+        grad_norm=norm,
+        tokens=int(sums.tokens),
+        skipped=overflowed,
+        stop=sums.votes > 0,
+    )
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Of one step, over all ranks and the same on each."""
+
+    loss: float
+    tokens: float
+    squares: float  # of the scaled gradients
+    votes: float  # ranks that want to stop
+    bad_losses: float  # ranks of one model whose loss is not finite
+
+
+def _agree(state: TrainState, totals: Tensor, wants_stop: Callable[[], bool]) -> _Sums:
+    """Two small all-reduces, along data and then within the model, and one copy to the host."""
+    votes = totals.new_full((1,), float(wants_stop()))
+    totals = all_reduce(torch.cat([totals, votes]), state.mesh.data)
+    squares = state.gradients.squares(state.mesh.model)
+    is_bad = ~totals[0].isfinite()
+    agreed = all_reduce(torch.stack([squares, totals[2], is_bad]), state.mesh.model)
+    return _Sums(*torch.cat([totals[:2], agreed]).tolist())

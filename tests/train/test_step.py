@@ -1,16 +1,23 @@
-"""One step: overflow, precision, a batch without a counted token."""
+"""One step: overflow, votes to stop, precision, a batch without a counted token."""
 
 from dataclasses import replace
+from math import isfinite
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from megatron.config import PrecisionConfig
 from megatron.optim.loss_scaler import LossScaler
+from megatron.parallel.mesh import Mesh
+from megatron.train.diagnose import NonFiniteError
 from megatron.train.state import TrainState
-from megatron.train.step import StepResult, train_step
+from megatron.train.step import StepResult, forward_backward, train_step
 from tests.dist import Pool
 from tests.tiny import (
+    Communication,
     mesh_of_ranks,
     micro_batches,
     samples,
@@ -27,26 +34,60 @@ def step(state: TrainState, number: int) -> StepResult:
     return train_step(state, micro_batches(samples(4, first=4 * number), state.mesh, 1), 1e-3)
 
 
-def overflow_on_one_rank(tensor_size: int, bad: tuple[int, int]) -> tuple[bool, dict[str, float]]:
-    """(whether the bad step left all tensors alone, the counters after it and a good one)."""
+def scaling(scale: float = 1024.0, **settings: Any) -> LossScaler:
+    section = PrecisionConfig(fp16=True, initial_loss_scale=str(scale), **settings)
+    return LossScaler.of(section, torch.float16)
+
+
+def infinite_gradient(state: TrainState) -> RemovableHandle:
+    """One weight's gradient is infinite, until the handle is removed."""
+    weight = state.model.transformer.layers["1"].mlp.up.weight
+    return weight.register_hook(lambda gradient: gradient + torch.inf)
+
+
+def infinite_replica(state: TrainState) -> RemovableHandle:
+    """The gradient of a weight that every tensor rank holds whole, and that one of them counts."""
+    return state.model.final_norm.bias.register_hook(lambda gradient: gradient - torch.inf)
+
+
+def infinite_loss(state: TrainState) -> RemovableHandle:
+    """The loss is infinite and all gradients are as they were."""
+    return state.model.register_forward_hook(lambda model, inputs, losses: losses + torch.inf)
+
+
+FAULTS = {"gradient": infinite_gradient, "replica": infinite_replica, "loss": infinite_loss}
+
+
+def overflows_on_one_rank(
+    tensor_size: int, bad: tuple[int, int]
+) -> list[tuple[bool, dict[str, float]]]:
     mesh = mesh_of_ranks(tensor_size)
+    return [overflow(mesh, fault, bad) for fault in FAULTS]
+
+
+def overflow(mesh: Mesh, fault: str, bad: tuple[int, int]) -> tuple[bool, dict[str, float]]:
+    """(whether the bad step left all tensors alone, the counters after it and a good one)."""
     state = tiny_state(mesh)
-    state.scaler = LossScaler(scale=1024.0, window=1000)
+    state.scaler = scaling(hysteresis=1)
     step(state, 0)
     before = tensors(state)
-    hooks = []
     if (mesh.data.rank, mesh.tensor.rank) == bad:
-        weight = state.model.transformer.layers["1"].mlp.up.weight
-        hooks.append(weight.register_hook(lambda gradient: gradient + torch.inf))
-    step(state, 1)
-    for hook in hooks:
-        hook.remove()
+        hook = FAULTS[fault](state)
+    result = step(state, 1)
+    assert result.skipped
+    assert isfinite(result.grad_norm) == (fault == "loss")
     kept = all(torch.equal(before[key], each) for key, each in tensors(state).items())
-    scale = state.scaler.scale
-    step(state, 2)
-    moved = not torch.equal(before["model.final_norm.bias"], state.model.final_norm.bias)
-    counters = {"scale": scale, "step": state.step, "skipped": state.skipped, "moved": moved}
-    return kept, counters | {"samples": state.samples}
+    after = {"scale": state.scaler.scale, "updates": state.updates}
+    if (mesh.data.rank, mesh.tensor.rank) == bad:
+        hook.remove()
+    assert not step(state, 2).skipped
+    after["moved"] = not torch.equal(before["model.final_norm.bias"], state.model.final_norm.bias)
+    return kept, after | {
+        "step": state.step,
+        "skipped": state.skipped,
+        "samples": state.samples,
+        "adam": max(each["step"].item() for each in state.optimizer.adamw.state.values()),
+    }
 
 
 @pytest.mark.parametrize(
@@ -56,26 +97,122 @@ def overflow_on_one_rank(tensor_size: int, bad: tuple[int, int]) -> tuple[bool, 
 def test_all_ranks_skip_a_step_when_one_overflows(
     gloo: Pool, world: int, tensor_size: int, bad: tuple[int, int]
 ) -> None:
-    expected = {"scale": 512.0, "step": 3, "skipped": 1, "moved": True, "samples": 12}
-    for answer in gloo.run(world, overflow_on_one_rank, tensor_size, bad):
-        assert answer == (True, expected)
+    expected = {
+        "scale": 512.0,
+        "updates": 1,
+        "moved": True,
+        "step": 3,
+        "skipped": 1,
+        "samples": 12,
+        "adam": 2,
+    }
+    for answers in gloo.run(world, overflows_on_one_rank, tensor_size, bad):
+        assert answers == [(True, expected)] * len(FAULTS)
+
+
+def test_a_run_that_skipped_goes_on_as_if_the_step_had_not_been() -> None:
+    """Same weights and moments, bit for bit, as a run that never saw the skipped batch."""
+    skipping, straight = tiny_state(mesh_of_ranks(1)), tiny_state(mesh_of_ranks(1))
+    for state in (skipping, straight):
+        state.scaler = scaling()
+        step(state, 0)
+    hook = infinite_gradient(skipping)
+    assert step(skipping, 1).skipped
+    hook.remove()
+    for state in (skipping, straight):
+        step(state, 2)
+    assert skipping.updates == straight.updates == 2
+    for key, each in tensors(straight).items():
+        assert torch.equal(each, tensors(skipping)[key]), key
+
+
+@pytest.mark.parametrize(
+    ("scaler", "steps", "text"),
+    [
+        (scaling(max_consecutive_skips=3), 3, " at loss scale 512, overflow 3 in a row .*-skips 3"),
+        (
+            LossScaler.of(
+                PrecisionConfig(fp16=True, loss_scale=64.0, max_consecutive_skips=4), torch.float16
+            ),
+            4,
+            " at loss scale 64, overflow 4 in a row",
+        ),
+        (scaling(4.0, min_loss_scale=2.0), 3, " at loss scale 2 .the lowest: --min-loss-scale"),
+        (LossScaler(), 1, ". First seen"),
+    ],
+)
+def test_the_run_stops_when_no_more_steps_may_be_skipped(
+    scaler: LossScaler, steps: int, text: str
+) -> None:
+    state = tiny_state(mesh_of_ranks(1))
+    state.scaler = replace(scaler)
+    before = tensors(state)
+    infinite_gradient(state)
+    for number in range(steps - 1):
+        assert step(state, number).skipped
+    with pytest.raises(NonFiniteError, match=f"^step {steps}: the gradient is not finite{text}"):
+        step(state, steps - 1)
+    assert (state.step, state.skipped) == (steps - 1, steps - 1), "as before the last step"
+    assert all(torch.equal(before[key], each) for key, each in tensors(state).items())
+
+
+def test_an_infinite_loss_ends_a_run_without_scaling() -> None:
+    state = tiny_state(mesh_of_ranks(1), dtype=torch.bfloat16)
+    infinite_loss(state)
+    with pytest.raises(NonFiniteError, match="step 1: the loss is not finite"):
+        step(state, 0)
+
+
+def stops(tensor_size: int, voter: int) -> list[bool]:
+    """Whether each of three steps asks to stop; one rank votes in the second."""
+    state = tiny_state(mesh_of_ranks(tensor_size))
+    asked = []
+
+    def vote() -> bool:
+        assert any(buffer.flat.any() for buffer in state.gradients.buffers), "asked too early"
+        asked.append(state.step)
+        return state.step == 1 and state.mesh.peers.rank == voter
+
+    seen = []
+    for number in range(3):
+        batches = micro_batches(samples(4, first=4 * number), state.mesh, 1)
+        for buffer in state.gradients.buffers:
+            buffer.flat.zero_()
+        seen.append(train_step(state, batches, 1e-3, wants_stop=vote).stop)
+    assert (asked, state.updates) == ([0, 1, 2], 3), "the step itself is finished"
+    return seen
+
+
+@pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), (2, 2), (2, 1), (4, 2)])
+def test_all_ranks_stop_when_one_wants_to(gloo: Pool, world: int, tensor_size: int) -> None:
+    for answer in gloo.run(world, stops, tensor_size, world - 1):
+        assert answer == [False, True, False]
+
+
+def small_all_reduces(tensor_size: int) -> list[tuple[int, ...]]:
+    state = tiny_state(mesh_of_ranks(tensor_size))
+    batches = micro_batches(samples(4), state.mesh, 1)
+    train_step(state, batches, 1e-3)
+    with Communication() as plain:
+        forward_backward(state, batches)
+    with Communication() as communication:
+        train_step(state, batches, 1e-3)
+    return [shape for _, shape in communication.calls[len(plain.calls) :]]
+
+
+def test_overflow_and_stop_are_agreed_in_two_small_all_reduces(gloo: Pool) -> None:
+    for shapes in gloo.run(4, small_all_reduces, 2):
+        assert shapes == [(3,), (3,)]
 
 
 def test_the_loss_scale_changes_nothing() -> None:
     """A power of two scales gradients without rounding, and the optimizer divides it out."""
     plain, scaled = tiny_state(mesh_of_ranks(1)), tiny_state(mesh_of_ranks(1))
-    scaled.scaler = LossScaler(scale=2.0**12, window=1000)
+    scaled.scaler = scaling(2.0**12)
     for number in range(3):
         assert step(plain, number) == step(scaled, number)
     for key, each in tensors(plain).items():
         assert torch.equal(each, tensors(scaled)[key]), key
-
-
-def test_without_loss_scaling_a_gradient_that_is_not_finite_is_an_error() -> None:
-    state = tiny_state(mesh_of_ranks(1), dtype=torch.float32)
-    state.model.final_norm.weight.register_hook(lambda gradient: gradient * torch.nan)
-    with pytest.raises(FloatingPointError, match="the gradient is not finite"):
-        step(state, 0)
 
 
 def test_a_batch_without_a_counted_token_is_an_error() -> None:

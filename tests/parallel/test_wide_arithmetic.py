@@ -1,0 +1,205 @@
+"""LayerNorm, softmax and the loss are computed in fp32, or in the input's dtype where it is wider,
+and so are gradients that are sums over tokens.
+
+Each is compared with fp64 on the same rounded inputs. Allowed is one rounding of the result to its
+dtype, and beside it, since fp32 has its own, FEW roundings of the dtype that is computed in. In
+half precision the same formula step by step has to fail that.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.layers import (
+    AttentionCore,
+    LayerNorm,
+    PositionEmbedding,
+    VocabParallelEmbedding,
+)
+from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.random import RandomStreams
+from tests.dist import Pool
+from tests.tiny import mesh_of_ranks
+
+FEW = 32
+HALF = [torch.float16, torch.bfloat16]
+DTYPES = [*HALF, torch.float32, torch.float64]
+LARGE = {torch.float16: 30_000.0, torch.bfloat16: 30_000.0}  # the sum of three overflows fp16
+
+
+def excess(result: Tensor, expected: Tensor, size: Tensor | float, wide: torch.dtype) -> float:
+    """The largest error, where 1 is what is allowed.
+
+    size: of the terms that the result is a sum of, which is what FEW roundings are relative to.
+    """
+    own = torch.finfo(result.dtype)
+    one = expected.abs() * own.eps / 2 + own.smallest_normal * own.eps
+    few = FEW * torch.finfo(wide).eps * torch.as_tensor(size, dtype=torch.float64)
+    return ((result.double() - expected).abs() / (one + few)).max().item()
+
+
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+# LayerNorm
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The formula, each step rounded to the dtype of x."""
+    centred = x - x.mean(1, keepdim=True)
+    variance = centred.square().mean(1, keepdim=True)
+    return centred / (variance + 1e-5).sqrt() * weight + bias
+
+
+def norm_case(dtype: torch.dtype, offset: float, spread: float) -> tuple[LayerNorm, Tensor]:
+    norm = LayerNorm(serial_mesh(), 256, epsilon=1e-5).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(1 + 0.1 * random(1, 256))
+        norm.bias.copy_(0.1 * random(2, 256))
+    return norm, (offset + spread * random(3, 512, 256)).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize(("offset", "spread"), [(0.0, 1.0), (30_000.0, 1_000.0), (0.0, 1e-3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm(dtype: torch.dtype, offset: float, spread: float) -> None:
+    norm, x = norm_case(dtype, offset, spread)
+    weight, bias = norm.weight.double(), norm.bias.double()
+    expected = layer_norm(x.double(), weight, bias)
+    # What is taken from x in the mean is as inexact as x is large.
+    size = ((expected - bias).abs() + weight.abs()) * (1 + offset / spread) + bias.abs()
+    assert excess(norm(x), expected, size, wide_of(dtype)) <= 1
+    if dtype in HALF:
+        narrow = layer_norm(x, norm.weight, norm.bias)
+        assert not excess(narrow, expected, size, torch.float32) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_layer_norm(dtype: torch.dtype) -> None:
+    """Those of weight and bias are sums over 512 tokens."""
+    norm, x = norm_case(dtype, 0.0, 1.0)
+    leaves = [x, norm.weight, norm.bias]
+    doubles = [each.detach().double().requires_grad_() for each in leaves]
+    dy = random(4, 512, 256).to(dtype)
+    layer_norm(*doubles).backward(dy.double())
+    norm(x).backward(dy)
+    terms = dy.double().abs().sum(0)  # normalised inputs are below 5
+    sizes = [4 * 5.0, 5 * terms, terms]
+    for leaf, double, size in zip(leaves, doubles, sizes, strict=True):
+        assert excess(leaf.grad, double.grad, size, wide_of(dtype)) <= 1
+
+
+# Embeddings
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_embeddings(dtype: torch.dtype) -> None:
+    """A row's is a sum over 2048 tokens, of gradients that have one sign."""
+    mesh = serial_mesh()
+    for layer in (
+        VocabParallelEmbedding(mesh, 3, 16, divisible_by=1, std=1.0),
+        PositionEmbedding(mesh, 3, 16, std=1.0),
+    ):
+        layer.to(dtype)
+        index = torch.arange(2048) % 2
+        dy = (1 + 0.1 * random(5, 2048, 16)).to(dtype)
+        layer(index).backward(dy)
+        expected = torch.zeros(3, 16, dtype=torch.float64).index_add_(0, index, dy.double())
+        assert layer.weight.grad.dtype == dtype
+        assert excess(layer.weight.grad, expected, expected, wide_of(dtype)) <= 1
+
+
+# Softmax, in attention
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kept: Tensor) -> Tensor:
+    """The formula, each step rounded to the dtype of q; kept: factors of dropout."""
+    scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) * kept) @ v
+
+
+def attention_case(dtype: torch.dtype, large: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [2, 3, 40, 16]; with large, scores near 2^18 whose differences fp32 still holds.
+
+    fp16 would overflow at 2^16, and bf16 would round all scores to the same number.
+    """
+    q, k, v = (random(seed, 2, 3, 40, 16) for seed in range(3))
+    if large:
+        q, k = ((2 * each).round().clamp(-2, 2) / 2 for each in (q, k))
+        q[..., 0] = k[..., 0] = 1024.0
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def documents(is_cut: bool) -> Tensor | None:
+    """The mask [2, 1, 40, 40] of samples of two and three documents."""
+    if not is_cut:
+        return None
+    starts = torch.zeros(2, 40, dtype=torch.int64)
+    starts[0, 17:], starts[1, 5:], starts[1, 30:] = 17, 5, 30
+    return torch.tril(starts[:, :, None] == starts[:, None, :])[:, None]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax(dtype: torch.dtype, large: bool, is_cut: bool, dropout: float) -> None:
+    """One rounding of the probabilities too: they are the softmax's result, and meet v rounded."""
+    q, k, v = attention_case(dtype, large)
+    streams = RandomStreams(1, serial_mesh())
+    core = AttentionCore(streams, dropout, "core").train()
+    result = core(q, k, v, documents(is_cut))
+    with streams.per_rank("core"):  # what dropout in the core has drawn
+        kept = F.dropout(torch.ones(2, 3, 40, 40), dropout).double()
+    mask = documents(is_cut)
+    mask = torch.ones(40, 40, dtype=torch.bool).tril() if mask is None else mask
+    expected = attend(q.double(), k.double(), v.double(), mask, kept)
+    terms = attend(q.double(), k.double(), v.double().abs(), mask, kept)
+    wide = wide_of(dtype)
+    probabilities = torch.finfo(dtype).eps / 2 / (FEW * torch.finfo(wide).eps)
+    assert excess(result, expected, terms * (1 + probabilities), wide) <= 1
+    if dtype in HALF and large:
+        narrow = attend(q, k, v, mask, kept.to(dtype))
+        assert not excess(narrow, expected, terms * (1 + probabilities), wide) <= 1
+
+
+# Loss
+
+
+def check_loss(dtype: torch.dtype, spread: float) -> None:
+    axis = mesh_of_ranks(dist.get_world_size() if dist.is_initialized() else 1).tensor
+    whole, labels = (spread * random(0, 64, 128)).to(dtype), torch.arange(64)
+    double = whole.double().clone().requires_grad_()
+    expected = F.cross_entropy(double, labels, reduction="none")
+    expected.sum().backward()
+    own = whole.chunk(axis.size, 1)[axis.rank].clone().requires_grad_()
+    losses = vocab_parallel_cross_entropy(own, labels, axis, 128)
+    losses.sum().backward()
+    wide = wide_of(dtype)
+    assert losses.dtype == wide
+    assert excess(losses, expected.detach(), 1 + expected.detach(), wide) <= 1
+    gradient = double.grad.chunk(axis.size, 1)[axis.rank]
+    # Loss and largest logit cancel in the exponent, where their size is what is rounded.
+    assert excess(own.grad, gradient, 1.0, wide) <= 1
+    if dtype in HALF:
+        narrow = -(whole - whole.logsumexp(1, keepdim=True))[torch.arange(64), labels]
+        assert not excess(narrow.float(), expected.detach(), 1 + expected.detach(), wide) <= 1
+
+
+def check_losses() -> None:
+    for dtype in DTYPES:
+        for spread in (1.0, 1e4):
+            check_loss(dtype, spread)
+
+
+def test_the_loss(gloo: Pool) -> None:
+    check_losses()
+    gloo.run(2, check_losses)

@@ -1,0 +1,187 @@
+"""What a run that stops for a number that is not finite says of it: module, rank, samples."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config import PrecisionConfig
+from megatron.optim.loss_scaler import LossScaler
+from megatron.parallel.mesh import Mesh
+from megatron.train.diagnose import NonFiniteError, non_finite
+from megatron.train.state import TrainState
+from megatron.train.step import forward_backward, train_step
+from tests.dist import Pool
+from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_section, tiny_state
+
+UP = "transformer.layers.1.mlp.up"
+GLOBAL_BATCH = 8
+Fault = Callable[[TrainState, nn.Module], object]
+
+
+def is_third_micro_batch(state: TrainState) -> bool:
+    return state.streams.position[1] == 2
+
+
+def infinite_output(state: TrainState, module: nn.Module) -> None:
+    """In one element, in the third micro-batch."""
+
+    def spoil(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        wrong = torch.zeros_like(output)
+        wrong[-1, -1] = torch.inf if is_third_micro_batch(state) else 0.0
+        return output + wrong
+
+    module.register_forward_hook(spoil)
+
+
+def infinite_gradient(state: TrainState, module: nn.Module) -> None:
+    """Of the output, in the third micro-batch."""
+
+    def spoil(gradient: Tensor) -> Tensor:
+        return gradient * torch.inf if is_third_micro_batch(state) else gradient
+
+    module.register_forward_hook(lambda _, inputs, output: output.register_hook(spoil) and None)
+
+
+def infinite_weight_gradient(state: TrainState, module: nn.Module) -> None:
+    weight = module.get_parameter("weight")
+    weight.register_hook(
+        lambda gradient: gradient - torch.inf if is_third_micro_batch(state) else gradient
+    )
+
+
+@torch.no_grad()
+def nan_weight(state: TrainState, module: nn.Module) -> None:
+    module.get_parameter("weight")[0, 0] = torch.nan
+
+
+@torch.no_grad()
+def large_weight(state: TrainState, module: nn.Module) -> None:
+    """So large that the product overflows in fp16, in the first micro-batch already."""
+    module.get_parameter("weight")[:, ::2] = 60_000.0
+
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "output": (infinite_output, f"the output of {UP}"),
+    "gradient": (infinite_gradient, f"the gradient at {UP}"),
+    "weight gradient": (infinite_weight_gradient, f"the gradient of the weight {UP}.weight"),
+    "weight": (nan_weight, f"the weight {UP}.weight itself"),
+    "product": (large_weight, f"the output of {UP}"),
+}
+
+# What is not finite in the end, for the faults that any dtype can have.
+WHAT = {"output": "loss", "gradient": "gradient", "weight gradient": "gradient"}
+
+
+def messages(tensor_size: int, bad: tuple[int, int]) -> dict[str, set[str]]:
+    """What is said of each fault, with and without recomputed activations."""
+    mesh = mesh_of_ranks(tensor_size)
+    return {
+        fault: {message(mesh, fault, bad, recompute, torch.float32) for recompute in (False, True)}
+        for fault in WHAT
+    }
+
+
+def narrow_messages(bad: tuple[int, int]) -> list[str]:
+    mesh = mesh_of_ranks(2)
+    return [
+        message(mesh, "weight", bad, False, torch.bfloat16),
+        message(mesh, "product", bad, False, torch.float16),
+    ]
+
+
+def message(
+    mesh: Mesh, fault: str, bad: tuple[int, int], recompute: bool, dtype: torch.dtype
+) -> str:
+    """What the second step raises, where the rank at (data, tensor) coordinates goes wrong."""
+    section = tiny_section(checkpoint_activations=recompute, hidden_dropout=0.1)
+    state = tiny_state(mesh, section, dtype=dtype)
+    step(state)
+    if (mesh.data.rank, mesh.tensor.rank) == bad:
+        FAULTS[fault][0](state, state.model.get_submodule(UP))
+    before = {piece.key: piece.local.clone() for piece in state.pieces()}
+    hooks = count_hooks(state.model)
+    state.scaler = LossScaler()
+    with pytest.raises(NonFiniteError) as raised:
+        step(state)
+    assert count_hooks(state.model) == hooks, "a hook is left behind"
+    assert (state.step, state.samples) == (1, GLOBAL_BATCH)
+    for piece in state.pieces():
+        torch.testing.assert_close(piece.local, before[piece.key], rtol=0, atol=0, equal_nan=True)
+    return str(raised.value)
+
+
+def step(state: TrainState) -> None:
+    batch = samples(GLOBAL_BATCH, first=state.samples)
+    train_step(state, micro_batches(batch, state.mesh, 1), 1e-3)
+
+
+def count_hooks(model: nn.Module) -> int:
+    modules = sum(len(module._forward_hooks) for module in model.modules())
+    return modules + sum(len(each._backward_hooks or {}) for each in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("world", "tensor_size", "bad"),
+    [(1, 1, (0, 0)), (2, 2, (0, 1)), (2, 1, (1, 0)), (4, 2, (1, 1))],
+)
+def test_every_rank_names_module_rank_and_samples(
+    gloo: Pool, world: int, tensor_size: int, bad: tuple[int, int]
+) -> None:
+    sample = GLOBAL_BATCH + 2 * (world // tensor_size) + bad[0]  # micro-batches of one sample
+    expected = {
+        fault: {
+            f"step 2: the {what} is not finite. First seen in {FAULTS[fault][1]}, on the rank at "
+            f"data {bad[0]}, tensor {bad[1]}, in samples {sample} to {sample} (the step reads "
+            "samples 8 to 15). A lower --lr or a longer --lr-warmup-iters may help"
+        }
+        for fault, what in WHAT.items()
+    }
+    for texts in gloo.run(world, messages, tensor_size, bad):
+        assert texts == expected
+
+
+def test_the_rank_at_fault_is_named_and_not_one_that_it_spoils(gloo: Pool) -> None:
+    """What tensor rank 1 computes reaches rank 0 in the next all-reduce, of the layer after."""
+    for texts in gloo.run(2, narrow_messages, (0, 1)):
+        place = "on the rank at data 0, tensor 1, "
+        assert f"First seen in {FAULTS['weight'][1]}, {place}before samples 8 to 15" in texts[0]
+        assert f"First seen in {FAULTS['product'][1]}, {place}in samples 8 to 8 (" in texts[1]
+
+
+def test_a_run_with_loss_scaling_says_where_that_stands() -> None:
+    precision = PrecisionConfig(fp16=True, max_consecutive_skips=2, hysteresis=1)
+    state = tiny_state(mesh_of_ranks(1), precision=precision, dtype=torch.float16)
+    large_weight(state, state.model.get_submodule(UP))
+    step(state)
+    with pytest.raises(NonFiniteError) as raised:
+        step(state)
+    text = str(raised.value)
+    assert "at loss scale 32768, overflow 2 in a row (--max-consecutive-skips 2)" in text
+    assert text.endswith("A lower --lr, a longer --lr-warmup-iters or --bf16 may help")
+
+
+def test_a_norm_alone_may_overflow() -> None:
+    """Each gradient is finite, and their squares are not: no module is accused."""
+    state = tiny_state(mesh_of_ranks(1), dtype=torch.float32)
+    state.model.final_norm.bias.register_hook(lambda gradient: gradient * 0 + 1e30)
+    with pytest.raises(NonFiniteError, match="every output and gradient .* samples 0 to 7: only"):
+        step(state)
+
+
+def replayed(tensor_size: int) -> bool:
+    """Whether the second run leaves exactly the gradients of the first."""
+    section = tiny_section(hidden_dropout=0.3, attention_dropout=0.3)
+    state = tiny_state(mesh_of_ranks(tensor_size), section)
+    batches = micro_batches(samples(GLOBAL_BATCH), state.mesh, 1)
+    forward_backward(state, batches)
+    first = [buffer.flat.clone() for buffer in state.gradients.buffers]
+    assert all(each.any() for each in first)
+    non_finite(state, batches, "loss", lambda: forward_backward(state, batches))
+    return all(map(torch.equal, first, (buffer.flat for buffer in state.gradients.buffers)))
+
+
+def test_the_second_run_computes_what_the_first_did(gloo: Pool) -> None:
+    for world, tensor_size in ((1, 1), (4, 2)):
+        assert all(gloo.run(world, replayed, tensor_size))
