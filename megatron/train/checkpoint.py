@@ -1,37 +1,63 @@
 """Checkpoints that know nothing of the layout they were saved at.
 
-    SAVE/latest                                  name of the newest complete one
-    SAVE/step_00000100/manifest.json             settings, counters, every tensor and its slices
-    SAVE/step_00000100/shard_00000.safetensors   the slices that one rank wrote
-
 A tensor is logically whole: its slices tile the true shape, without padding. A rank that loads
 reads what overlaps its own part, at any layout. A checkpoint is written beside its final name and
-renamed when everything is on disk. safetensors and JSON only.
+renamed when everything is on disk, or fails on every rank and leaves nothing. safetensors and JSON
+only; megatron/config/checkpoints.py says how the folder looks.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron.config.checkpoints import (
+    FORMAT,
+    Place,
+    check_tiling,
+    checksum_of,
+    damage,
+    overlap,
+    place_of,
+    read_manifest,
+    seal,
+)
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.train.folder import (
+    prepare,
+    reason,
+    replace_folder,
+    restore,
+    set_aside,
+    space,
+    sync,
+    write_text,
+)
 
-FORMAT = 1
-Place = tuple[slice, ...]
+__all__ = [
+    "Part",
+    "Piece",
+    "Written",
+    "load",
+    "own_parts",
+    "read_manifest",
+    "save",
+    "verify",
+    "write",
+]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,6 +69,38 @@ class Piece:
     local: Tensor
 
 
+@dataclass(frozen=True)
+class Part:
+    """A slice of the tensor `key` [shape] that this rank writes, and where it starts."""
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that is on disk; bytes: of all tensors; notes: what else was done for it."""
+
+    path: Path
+    bytes: int
+    notes: tuple[str, ...]
+
+
+def own_parts(pieces: Iterable[Piece], mesh: Mesh) -> list[Part]:
+    """What this rank writes: each slice is written once, by the first of the ranks that hold it."""
+    parts = []
+    for piece in pieces:
+        real = piece.layout.real(piece.local)
+        cut = {axis.name for _, axis in piece.layout.cuts}
+        holders = [axis for axis in (mesh.data, mesh.tensor) if axis.name not in cut]
+        if real.numel() and not any(axis.rank for axis in holders):
+            offset = tuple(part.start for part in piece.layout.place)
+            parts.append(Part(piece.key, piece.layout.shape, offset, real))
+    return parts
+
+
 def save(
     directory: str | Path,
     step: int,
@@ -50,50 +108,103 @@ def save(
     facts: Mapping[str, Any],
     mesh: Mesh,
 ) -> Path:
-    """Write SAVE/step_XXXXXXXX with every tensor and `facts` (JSON); every rank calls this.
+    """Write SAVE/step_XXXXXXXX with every tensor and `facts` (JSON); every rank calls this."""
+    return write(directory, step, own_parts(pieces, mesh), facts, mesh).path
 
-    Each part is written once, by the first of the ranks that hold it. Needs a directory that all
-    ranks see.
+
+def write(
+    directory: str | Path,
+    step: int,
+    parts: Sequence[Part],
+    facts: Mapping[str, Any],
+    mesh: Mesh,
+    *,
+    went_back_to: int | None = None,
+) -> Written:
+    """Write SAVE/step_XXXXXXXX from the parts of all ranks, which have to see one directory.
+
+    went_back_to: checkpoints beyond this step are of a run that was given up, and are renamed.
+    Raises OSError on every rank where one fails; then nothing of this checkpoint is left.
     """
     final = Path(directory) / f"step_{step:08d}"
     staging = final.with_name(f".{final.name}.partial")
-    if mesh.is_first:
-        _clean_up(final)
-        staging.mkdir(parents=True)
-    _barrier(mesh)
-    summaries = _gather(_write_shard(staging, pieces, mesh), mesh)
-    if mesh.is_first:
-        _write_json(staging / "manifest.json", _manifest(summaries, facts))
-        _replace_folder(final, staging)
-        _put_in_place(Path(directory) / "latest", final.name)
-    _barrier(mesh)
-    return final
+    try:
+        left = agree(mesh, lambda: prepare(staging) if mesh.is_first else ())[0]
+        summaries = agree(mesh, lambda: _write_shard(staging, parts, mesh))
+        written = agree(
+            mesh,
+            lambda: _commit(final, summaries, facts, went_back_to) if mesh.is_first else None,
+        )[0]
+    except BaseException:
+        if mesh.is_first:
+            shutil.rmtree(staging, ignore_errors=True)
+            restore(final.parent)
+        raise
+    assert written is not None
+    return replace(written, notes=(*left, *written.notes))
 
 
-def _write_shard(staging: Path, pieces: Iterable[Piece], mesh: Mesh) -> dict[str, Any]:
+def agree(mesh: Mesh, action: Callable[[], T]) -> list[T]:
+    """What `action` returned on each rank; where it failed on one, an OSError on all of them that
+    names the first such rank."""
+    value, failure, cause = None, None, None
+    try:
+        value = action()
+    except Exception as error:
+        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+        place = ", ".join(f"{axis} {rank}" for axis, rank in mesh.coordinates.items())
+        failure, cause = f"on rank {place}: {kind}{error}", error
+    outcomes: list[Any] = mesh.peers.gather((value, failure))
+    if failures := [text for _, text in outcomes if text is not None]:
+        more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+        raise OSError(f"saving failed {failures[0]}{more}") from cause
+    return [outcome for outcome, _ in outcomes]
+
+
+def _write_shard(staging: Path, parts: Sequence[Part], mesh: Mesh) -> dict[str, Any]:
     """Write this rank's slices; return what the manifest says of them."""
-    own: dict[str, Tensor] = {}
-    tensors: dict[str, dict[str, Any]] = {}
-    name = f"shard_{mesh.tensor.rank:05d}.safetensors"
-    for piece in pieces:
-        real = piece.layout.real(piece.local)
-        cut = {axis.name for _, axis in piece.layout.cuts}
-        holders = [axis for axis in (mesh.data, mesh.tensor) if axis.name not in cut]
-        if real.numel() == 0 or any(axis.rank for axis in holders):
-            continue
-        own[piece.key] = real.contiguous()
-        offset = [part.start for part in piece.layout.place]
-        tensors[piece.key] = {
-            "dtype": str(real.dtype).removeprefix("torch."),
-            "shape": list(piece.layout.shape),
-            "slices": [{"file": name, "offset": offset, "shape": list(real.shape)}],
-        }
-    if not own:
+    if not parts:
         return {"files": {}, "tensors": {}}
-    save_file(own, staging / name)
-    (staging / name).chmod(0o644)  # like every other file: the library leaves it to its owner
-    _sync(staging / name)
-    return {"files": {name: _file_facts(staging / name)}, "tensors": tensors}
+    file = staging / f"shard_{mesh.tensor.rank:05d}.safetensors"
+    own = {part.key: part.tensor.contiguous() for part in parts}
+    needed = sum(tensor.nbytes for tensor in own.values())
+    try:
+        save_file(own, file)
+        file.chmod(0o644)  # like every other file: the library leaves it to its owner
+        facts = {"bytes": file.stat().st_size, "sha256": checksum_of(file)}
+        sync(file, forget=True)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{file}: {reason(error)}; {space(file, needed)}") from error
+    return {"files": {file.name: facts}, "tensors": {p.key: _entry(p, file.name) for p in parts}}
+
+
+def _entry(part: Part, file: str) -> dict[str, Any]:
+    shape = list(part.tensor.shape)
+    return {
+        "dtype": str(part.tensor.dtype).removeprefix("torch."),
+        "shape": list(part.shape),
+        "slices": [{"file": file, "offset": list(part.offset), "shape": shape}],
+    }
+
+
+def _commit(
+    final: Path,
+    summaries: list[dict[str, Any]],
+    facts: Mapping[str, Any],
+    went_back_to: int | None,
+) -> Written:
+    """Give the staged folder its manifest and its name. All that takes room comes before that."""
+    staging = final.with_name(f".{final.name}.partial")
+    pointer = final.with_name(".latest.partial")
+    manifest = _manifest(summaries, facts)
+    write_text(staging / "manifest.json", json.dumps(seal(manifest), indent=1))
+    write_text(pointer, final.name + "\n")
+    sync(staging)
+    notes = () if went_back_to is None else set_aside(final.parent, went_back_to)
+    replace_folder(final, staging)
+    pointer.replace(final.with_name("latest"))
+    sync(final.parent)
+    return Written(final, sum(file["bytes"] for file in manifest["files"].values()), notes)
 
 
 def _manifest(summaries: list[dict[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,154 +217,69 @@ def _manifest(summaries: list[dict[str, Any]], facts: Mapping[str, Any]) -> dict
                 tensors[key]["slices"] += tensor["slices"]
             else:
                 tensors[key] = tensor
-    _check_tiling(tensors)
+    check_tiling(tensors, files)
     return {"format": FORMAT, **facts, "files": files, "tensors": tensors}
 
 
-def _check_tiling(tensors: Mapping[str, Any]) -> None:
-    """The slices of each tensor cover it exactly once."""
-    for key, tensor in tensors.items():
-        places = [_place(each) for each in tensor["slices"]]
-        covered = sum(prod(each["shape"]) for each in tensor["slices"])
-        overlap = any(_overlap(one, other) for i, one in enumerate(places) for other in places[:i])
-        if overlap or covered != prod(tensor["shape"]):
-            raise ValueError(f"checkpoint: the slices of {key} do not cover it exactly once")
+def verify(path: Path, mesh: Mesh) -> list[str]:
+    """What is wrong with a checkpoint, the same on every rank: each file is read by one of them."""
+
+    def own_share() -> list[str]:
+        try:
+            manifest = read_manifest(path)
+        except (ValueError, OSError) as error:
+            return [str(error)]
+        return damage(path, manifest, (mesh.peers.rank, mesh.peers.size))
+
+    found = mesh.peers.gather(own_share())
+    return list(dict.fromkeys(line for lines in found for line in lines))
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of one checkpoint directory, checked for completeness."""
-    try:
-        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"its format is {manifest['format']}, only {FORMAT} is read here")
-        _check_tiling(manifest["tensors"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path / 'manifest.json'} is damaged: {error!r}") from error
-    for name, facts in manifest["files"].items():
-        size = (path / name).stat().st_size
-        if size != facts["bytes"]:
-            raise ValueError(f"{path / name}: {size} bytes, its manifest says {facts['bytes']}")
-    return manifest
-
-
-def load(path: Path, pieces: Iterable[Piece], mesh: Mesh) -> dict[str, Any]:
+def load(
+    path: Path, pieces: Iterable[Piece], mesh: Mesh, *, verified: bool = False
+) -> dict[str, Any]:
     """Fill every piece from the checkpoint at `path`; return its manifest.
 
-    A missing tensor, another shape or a file that does not match its checksum is a ValueError.
+    verified: `verify` has found nothing just now. Raises FileNotFoundError where a file is missing,
+    ValueError for a file that is damaged, a missing tensor or another shape.
     """
     manifest = read_manifest(path)
-    _verify_files(path, manifest, mesh)
-    for piece in pieces:
-        saved = manifest["tensors"].get(piece.key)
-        if saved is None:
-            raise ValueError(f"{path} has no tensor {piece.key}")
-        if tuple(saved["shape"]) != piece.layout.shape:
-            raise ValueError(
-                f"{path}: {piece.key} is {saved['shape']}, this model's {list(piece.layout.shape)}"
-            )
-        _read(path, saved["slices"], piece)
+    if not verified and (found := verify(path, mesh)):
+        raise ValueError(found[0])
+    with ExitStack() as opened:
+        files = {
+            name: opened.enter_context(safe_open(path / name, "pt")) for name in manifest["files"]
+        }
+        for piece in pieces:
+            _read(files, _slices(path, manifest, piece), piece)
     return manifest
 
 
-def _verify_files(path: Path, manifest: Mapping[str, Any], mesh: Mesh) -> None:
-    """Hash every file once, the files dealt out to the ranks; all raise if one finds damage."""
-    own = mesh.data.rank * mesh.tensor.size + mesh.tensor.rank
-    damaged = [
-        name
-        for number, (name, facts) in enumerate(manifest["files"].items())
-        if number % mesh.size == own and _file_facts(path / name) != facts
-    ]
-    if found := [name for names in _gather(damaged, mesh) for name in names]:
-        raise ValueError(f"{path / found[0]} is damaged: its checksum is not that of the manifest")
+def _slices(path: Path, manifest: Mapping[str, Any], piece: Piece) -> list[dict[str, Any]]:
+    saved = manifest["tensors"].get(piece.key)
+    if saved is None:
+        raise ValueError(f"{path} has no tensor {piece.key}")
+    if tuple(saved["shape"]) != piece.layout.shape:
+        raise ValueError(
+            f"{path}: {piece.key} is {saved['shape']}, this model's {list(piece.layout.shape)}"
+        )
+    slices: list[dict[str, Any]] = saved["slices"]
+    return slices
 
 
-def _read(path: Path, slices: Iterable[Mapping[str, Any]], piece: Piece) -> None:
+@torch.no_grad()
+def _read(files: Mapping[str, Any], slices: Iterable[Mapping[str, Any]], piece: Piece) -> None:
     """Copy what overlaps this rank's part; padding rows become zero."""
     target = piece.layout.place
-    with torch.no_grad():
-        piece.local.zero_()
-        for saved in slices:
-            source = _place(saved)
-            common = _overlap(source, target)
-            if common is None:
-                continue
-            with safe_open(path / saved["file"], "pt") as file:
-                part = file.get_slice(piece.key)[_relative(common, source)]
+    piece.local[len(piece.layout.real(piece.local)) :].zero_()
+    for saved in slices:
+        source = place_of(saved)
+        common = overlap(source, target)
+        if common is not None:
+            part = files[saved["file"]].get_slice(piece.key)[_relative(common, source)]
             piece.local[_relative(common, target)].copy_(part)
-
-
-def _place(saved: Mapping[str, Any]) -> Place:
-    pairs = zip(saved["offset"], saved["shape"], strict=True)
-    return tuple(slice(start, start + size) for start, size in pairs)
-
-
-def _overlap(one: Place, other: Place) -> Place | None:
-    common = tuple(
-        slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)
-    )
-    return common if all(part.start < part.stop for part in common) else None
 
 
 def _relative(part: Place, origin: Place) -> Place:
     pairs = zip(part, origin, strict=True)
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in pairs)
-
-
-def _file_facts(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1))
-    _sync(path)
-    _sync(path.parent)
-
-
-def _put_in_place(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text + "\n")
-    _sync(partial)
-    partial.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _clean_up(final: Path) -> None:
-    """Remove what a save that was interrupted left behind, and finish or undo its last step."""
-    old = final.with_name(f".{final.name}.old")
-    if old.exists() and not final.exists():
-        old.rename(final)
-    for leftover in [old, *final.parent.glob(".step_*.partial")]:
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _replace_folder(final: Path, new: Path) -> None:
-    """Rename `new` to `final`; one that is there (a step saved again) goes once it is replaced."""
-    old = final.with_name(f".{final.name}.old")
-    if final.exists():
-        final.rename(old)
-    new.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _barrier(mesh: Mesh) -> None:
-    if mesh.size > 1:
-        dist.barrier()
-
-
-def _gather(value: Any, mesh: Mesh) -> list[Any]:
-    """`value` of every rank, on every rank."""
-    if mesh.size == 1:
-        return [value]
-    values: list[Any] = [None] * mesh.size
-    dist.all_gather_object(values, value)
-    return values

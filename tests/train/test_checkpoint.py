@@ -10,7 +10,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron.config.resume import latest_checkpoint
 from megatron.parallel.layers import VocabParallelEmbedding
 from megatron.parallel.layout import layouts
 from megatron.train.checkpoint import Piece, load, save
@@ -30,6 +29,10 @@ from tests.tiny import (
 
 Tensors = dict[str, Tensor]
 FACTS: dict[str, Any] = {"vocab_size": VOCABULARY}
+
+
+def latest_checkpoint(directory: Path) -> Path:
+    return directory / (directory / "latest").read_text().strip()
 
 
 def fresh() -> TrainState:
@@ -135,6 +138,7 @@ def test_files_hold_whole_tensors_without_padding_or_pickle(gloo: Pool, tmp_path
     files = sorted(file.name for file in path.iterdir())
     assert files == ["manifest.json", "shard_00000.safetensors", "shard_00001.safetensors"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["latest", path.name]
+    assert {oct(file.stat().st_mode & 0o444) for file in path.iterdir()} == {"0o444"}
 
     elements: dict[str, int] = {}
     for shard in path.glob("*.safetensors"):
@@ -215,18 +219,19 @@ def test_what_an_interrupted_save_left_is_cleaned_up(tmp_path: Path) -> None:
     state = fresh()
     state.save(str(tmp_path), FACTS)
     (tmp_path / "step_00000000").rename(tmp_path / ".step_00000000.old")  # killed between renames
-    (tmp_path / ".step_00000007.partial").mkdir()
+    for name in (".step_00000007.partial", ".step_00000003.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shard_00000.safetensors").write_text("half of it")
     state.save(str(tmp_path), FACTS)
     fresh().load(latest_checkpoint(tmp_path))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["latest", "step_00000000"]
 
 
 def test_counters_and_loss_scale_go_on(tmp_path: Path) -> None:
-    state = fresh()
+    state, other = (tiny_state(mesh_of_ranks(1), dtype=torch.float16) for _ in range(2))
     state.step, state.samples, state.skipped = 9, 36, 2
-    state.scaler.scale, state.scaler.good_steps, state.scaler.window = 64.0, 5, 100
+    state.scaler.scale, state.scaler.good_steps = 64.0, 5
     state.save(str(tmp_path), FACTS)
-    other = fresh()
     other.load(latest_checkpoint(tmp_path))
     assert (other.step, other.samples, other.skipped) == (9, 36, 2)
     assert other.scaler == state.scaler
