@@ -40,6 +40,7 @@ from benchmarks.plain_gpt2 import (
 )
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.data.gpt2 import Batch
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import initial_value, layouts
@@ -118,7 +119,13 @@ def build_both(case: Case, mesh: Mesh) -> dict[str, Step]:
     """Our training step and the peer's, from the same weights."""
     settings = OptimizerConfig()
     state = build_state(
-        case.section, settings, mesh, case.vocab_size, seed=SEED, dtype=torch.float32
+        case.section,
+        settings,
+        PrecisionConfig(),
+        mesh,
+        case.vocab_size,
+        seed=SEED,
+        dtype=torch.float32,
     )
     weights = {
         name: initial_value(name, layout, SEED) for name, layout in layouts(state.model).items()

@@ -1,0 +1,116 @@
+"""What a run started here would use, found by running it: devices, kernels, links, limits.
+
+    python tools/doctor.py
+    torchrun --nproc-per-node 2 tools/doctor.py --tensor-model-parallel-size 2
+
+Ends with status 0 unless something that training needs is broken; what is wrong is listed last,
+each with a cure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if __name__ == "__main__":  # run as a file, only tools/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.launch import world_size
+from megatron.config.parallel import ParallelConfig
+from megatron.config.parse import parse, user_errors
+
+if TYPE_CHECKING:
+    import torch
+
+    from tools.probes.findings import Report
+
+REINSTALL = "install the versions of requirements.txt; for a GPU, torch's build for its driver"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    save: str = "."
+    """Folder in which a run would keep its checkpoints."""
+
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Precision in which the layers are run; auto is that of training without a flag."""
+
+    json: str | None = None
+    """File for all that was found, for scripts."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def check(self, world: int) -> None:
+        """Raise ValueError or OSError where the processes or the file do not fit."""
+        size = self.parallel.tensor_model_parallel_size
+        self.parallel.check(size, world)
+        if self.json is not None and not Path(self.json).absolute().parent.is_dir():
+            raise FileNotFoundError(f"--json {self.json}: there is no such folder")
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The exit status. Every rank runs the all-reduces, the first one all the rest."""
+    # Below this level torch's profiler tells on standard error that it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    with user_errors(environ):
+        settings = parse(Settings, arguments, environ)
+        settings.check(world_size(environ))
+
+    from megatron.train.launch import launch
+    from tools.probes import links
+    from tools.probes.findings import Report
+
+    report = Report()
+    with launch(settings.parallel, environ) as mesh:
+        network = "see that the ranks reach each other: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        report.run("ranks", "ranks", partial(links.ranks, mesh), cure=network)
+        report.run("all-reduce", "all-reduce", partial(links.all_reduces, mesh), cure=network)
+        device, is_first = mesh.device, mesh.is_first
+    if not is_first:
+        return 0
+    examine(report, settings, device, environ)
+    print(report.text())
+    if settings.json is not None:
+        Path(settings.json).write_text(json.dumps(report.record(), indent=1) + "\n")
+    return 0 if report.is_healthy else 1
+
+
+def local_processes(environ: Mapping[str, str]) -> int:
+    """Processes of this run on this machine."""
+    return int(environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def examine(
+    report: Report, settings: Settings, device: torch.device, environ: Mapping[str, str]
+) -> None:
+    """Add what one process finds out alone."""
+    from megatron.train.launch import default_precision
+    from megatron.train.state import DTYPES
+    from tools.probes import kernels, libraries, machine
+
+    precision = default_precision(device) if settings.precision == "auto" else settings.precision
+    probes = {
+        "versions": machine.versions,
+        "devices": partial(machine.devices, device, precision, local_processes(environ)),
+        "limits": partial(machine.limits, settings.save, device),
+        "environment": partial(machine.environment, environ),
+        "speed": partial(machine.speed, device),
+    }
+    for section, probe in probes.items():
+        report.run(section, section, probe, cure=REINSTALL)
+    for package, probe in libraries.PROBES.items():
+        cure = f"pip uninstall {package}, which is optional, or install it again"
+        report.run("libraries", package, probe, cure=cure, is_needed=False)
+    has_apex = device.type == "cuda" and libraries.lack_of_apex() is None
+    for name, probe in kernels.probes(device, DTYPES[precision], apex=has_apex).items():
+        report.run("kernels", name, probe, cure=REINSTALL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,225 @@
+"""Which kernel each layer runs on, found by running it.
+
+A small layer of each kind runs forward and backward: under torch's profiler, which sees torch's
+operators and on a GPU the kernels; and on the CPU once more with oneDNN and MKL telling what they
+run, which the profiler does not see.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.model.gpt2 import document_mask
+from megatron.optim.adam import ADAMS
+from megatron.parallel.kit import Kit, kit_1d
+from megatron.parallel.layout import materialise
+from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.random import RandomStreams
+from tools.probes.findings import Fact, Finding
+
+B, S, A, D, V = 2, 128, 4, 64, 512  # batch, sequence, heads, head size, vocabulary
+H = A * D
+DROPOUT = 0.1
+PRODUCTS = r"aten::(addmm|mm|bmm|mkldnn_linear)$"
+ATTENTION = r"_scaled_dot_product_(?:attention_)?(flash|efficient|cudnn|math)"
+# Operators that a name of a layer below is about; all that ran stand in the record.
+TELLING = (
+    rf"{PRODUCTS}|{ATTENTION}|native_layer_norm|gelu|embedding|dropout|bernoulli|_fused_adam"
+    r"|CrossEntropy|multi_tensor|FusedLayerNorm"
+)
+Action = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What ran, in order: torch's operators, the CPU libraries' routines, the GPU's kernels."""
+
+    operators: list[str]
+    libraries: list[str] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        operators = [name for name in self.operators if re.search(TELLING, name)]
+        attention = [match[1] for name in operators if (match := re.search(ATTENTION, name))]
+        told = ", ".join(name.removeprefix("aten::") for name in operators)
+        if attention:
+            stores = " (stores all s x s probabilities)" if attention[0] == "math" else ""
+            told = f"{attention[0]} attention{stores}"
+        for group in (self.libraries, self.kernels):
+            told += f": {', '.join(group[:4])}" if group else ""
+        return told or "no operator of note"
+
+
+def probes(
+    device: torch.device, dtype: torch.dtype, *, apex: bool
+) -> dict[str, Callable[[], Iterator[Finding]]]:
+    """{layer: probe} of the kit's layers and the optimizer; apex: whether to try its, too."""
+    mesh = serial_mesh(device)
+    streams = RandomStreams(0, mesh)
+    bench = Bench(kit_1d(mesh, streams), device, dtype)
+    makers: dict[str, Callable[[], Action]] = {
+        "column-parallel linear": lambda: bench.layer(lambda kit: kit.column(H, H, std=0.02)),
+        "row-parallel linear": lambda: bench.layer(lambda kit: kit.row(H, H, std=0.02)),
+        "word embedding": bench.word_embedding,
+        "position embedding": bench.position_embedding,
+        "attention": lambda: bench.attention(0.0, is_masked=False),
+        "attention, dropout": lambda: bench.attention(DROPOUT, is_masked=False),
+        "attention, documents": lambda: bench.attention(0.0, is_masked=True),
+        "attention, dropout, documents": lambda: bench.attention(DROPOUT, is_masked=True),
+        "LayerNorm": lambda: bench.layer(lambda kit: kit.norm(H, epsilon=1e-5)),
+        "GeLU": lambda: bench.run(partial(F.gelu, approximate="tanh"), bench.stream()),
+        "dropout": lambda: bench.layer(lambda kit: kit.dropout(DROPOUT, "dropout")),
+        "output layer and loss": bench.loss,
+        "AdamW": lambda: bench.adamw("torch"),
+    }
+    if apex:
+        other = Bench(kit_1d(mesh, streams, norm="apex"), device, dtype)
+        makers["LayerNorm of apex"] = lambda: other.layer(lambda kit: kit.norm(H, epsilon=1e-5))
+        makers["AdamW of apex"] = lambda: other.adamw("apex")
+    return {name: partial(_found, name, make, device) for name, make in makers.items()}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Makes the actions: each a forward and a backward of one small layer."""
+
+    kit: Kit
+    device: torch.device
+    dtype: torch.dtype
+
+    def stream(self, *shape: int) -> Tensor:
+        shape = shape or (B * S, H)
+        return torch.randn(shape, dtype=self.dtype, device=self.device, requires_grad=True)
+
+    def numbers(self, limit: int) -> Tensor:
+        return torch.arange(B * S, device=self.device) % limit
+
+    def build(self, make: Callable[[Kit], nn.Module]) -> nn.Module:
+        with torch.device("meta"):
+            module = make(self.kit)
+        return materialise(module, device=self.device, dtype=self.dtype, seed=0)
+
+    def run(self, function: Callable[..., Tensor], *arguments: object) -> Action:
+        return lambda: function(*arguments).sum().backward()
+
+    def layer(self, make: Callable[[Kit], nn.Module]) -> Action:
+        return self.run(self.build(make), self.stream())
+
+    def word_embedding(self) -> Action:
+        module = self.build(lambda kit: kit.word_embedding(V, H, divisible_by=128, std=0.02))
+        return self.run(module, self.numbers(V))
+
+    def position_embedding(self) -> Action:
+        module = self.build(lambda kit: kit.position_embedding(S, H, std=0.02))
+        return self.run(module, self.numbers(S))
+
+    def attention(self, dropout: float, *, is_masked: bool) -> Action:
+        starts = torch.zeros(B, S, dtype=torch.int64, device=self.device)
+        starts[:, S // 2 :] = S // 2
+        mask = document_mask(starts) if is_masked else None
+        core = self.build(lambda kit: kit.attention_core(dropout, "core"))
+        return self.run(core, *(self.stream(B, A, S, D) for _ in range(3)), mask)
+
+    def loss(self) -> Action:
+        head = self.build(lambda kit: kit.head(V))
+        return self.run(head, self.stream(), self.stream(V, H), self.numbers(V))
+
+    def adamw(self, impl: str) -> Action:
+        master = nn.Parameter(torch.randn(H, H, device=self.device))
+        master.grad = torch.randn_like(master)
+        optimizer = ADAMS[impl].make([{"params": [master], "weight_decay": 0.1}], OptimizerConfig())
+
+        def step() -> None:
+            optimizer.step()
+
+        return step
+
+
+def _found(name: str, make: Callable[[], Action], device: torch.device) -> Iterator[Finding]:
+    action = make()
+    action()  # the first makes what later ones use again
+    ran = _profiled(action, device)
+    if device.type == "cpu":
+        ran = Kernels(ran.operators, _told_by_libraries(action))
+    record = {"operators": ran.operators, "libraries": ran.libraries, "kernels": ran.kernels}
+    yield Fact(name, record, str(ran))
+
+
+def _profiled(action: Action, device: torch.device) -> Kernels:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    events = profiler.events()
+    assert events is not None
+    operators = [
+        event.name
+        for event in events
+        if event.device_type == DeviceType.CPU and not event.name.startswith("autograd::engine")
+    ]
+    kernels = [_short(event.name) for event in events if event.device_type == DeviceType.CUDA]
+    return Kernels(list(dict.fromkeys(operators)), kernels=list(dict.fromkeys(kernels)))
+
+
+def _short(kernel: str) -> str:
+    """A kernel's name without return type, namespaces, template and arguments."""
+    name = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
+    return re.split(r"[<(]", name)[0].split("::")[-1]
+
+
+def _told_by_libraries(action: Action) -> list[str]:
+    """Routines of oneDNN ("oneDNN matmul brg_matmul:avx512_core_bf16") and MKL ("MKL SGEMM")."""
+    with tempfile.TemporaryFile("w+") as file:
+        with ExitStack() as stack:
+            stack.enter_context(_standard_output_to(file.fileno()))
+            if torch.backends.mkldnn.is_available():
+                level = torch.backends.mkldnn.VERBOSE_ON
+                stack.enter_context(torch.backends.mkldnn.verbose(level))
+            if torch.backends.mkl.is_available():
+                stack.enter_context(torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON))
+            action()
+        file.seek(0)
+        routines = [_routine(line) for line in file]
+    return list(dict.fromkeys(each for each in routines if each))
+
+
+def _routine(line: str) -> str | None:
+    if match := re.match(r"MKL_VERBOSE (\w+)\(", line):
+        return f"MKL {match[1]}"
+    if match := re.match(r"onednn_verbose,(?:v1,)?primitive,exec,cpu,(\w+),([^,]+)", line):
+        return f"oneDNN {match[1]} {match[2]}"
+    return None
+
+
+@contextmanager
+def _standard_output_to(descriptor: int) -> Iterator[None]:
+    """What C libraries print goes to an open file."""
+    flush = ctypes.CDLL(None).fflush
+    sys.stdout.flush()
+    flush(None)
+    own = os.dup(1)
+    os.dup2(descriptor, 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(own, 1)
+        os.close(own)

@@ -1,0 +1,79 @@
+"""Libraries that are used where they work: apex, numba, gigatoken, and torch.compile."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+
+from megatron.config.apex import require_apex
+from megatron.config.checks import SettingError
+from tools.probes.findings import Fact, Finding, Problem
+
+VOCABULARY = 300
+
+
+def lack_of_apex() -> str | None:
+    """Why --optimizer-impl and --layernorm-impl apex would be refused, with the cure; or None."""
+    try:
+        require_apex(optimizer_impl="apex", layernorm_impl="apex")
+    except SettingError as error:
+        return str(error)
+    return None
+
+
+def apex() -> Iterator[Finding]:
+    """NVIDIA's is optional, so that its absence is no problem; another of its name is one."""
+    if importlib.util.find_spec("apex") is None:
+        text = "not installed; optional, torch's own kernels are the default"
+        yield Fact("apex", {"installed": False, "usable": False}, text)
+        return
+    lack = lack_of_apex()
+    what, _, cure = (lack or "NVIDIA's, with its extensions").partition("; ")
+    yield Fact("apex", {"installed": True, "usable": lack is None}, what)
+    if lack is not None:
+        yield Problem(what, cure)
+
+
+def compilers() -> Iterator[Finding]:
+    """numba, by one function whose plain twin gives the same; training compiles nothing."""
+    yield Fact("torch.compile", False, "not used")
+    import numpy as np
+
+    from tools.corpus.compiled import HAVE_NUMBA, mix
+
+    if not HAVE_NUMBA:
+        yield Fact("numba", False, "cannot be imported; plain numpy is used, which is slower")
+        return
+    word = np.uint64(0x0123456789ABCDEF)
+    with np.errstate(over="ignore"):
+        is_right = int(mix(word)) == int(mix.py_func(word))  # type: ignore[attr-defined]
+    yield Fact("numba", is_right, "compiles, and computes what numpy computes")
+    if not is_right:
+        cure = "pip uninstall numba: plain numpy is used then"
+        yield Problem("numba computes something else than numpy", cure, is_needed=True)
+
+
+def encoder() -> Iterator[Finding]:
+    """The encoder that preprocessing would take, on a small vocabulary made here."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+
+    from megatron.data.encoders import PROBES, build_encoder
+
+    bpe = Tokenizer(BPE())
+    bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(
+        vocab_size=VOCABULARY, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator(PROBES, trainer)
+    found = build_encoder("auto", bpe)
+    yield Fact("tokenizer", {"name": found.name, "said": found.said}, found.said)
+
+
+PROBES: dict[str, Callable[[], Iterator[Finding]]] = {
+    "apex": apex,
+    "numba": compilers,
+    "gigatoken": encoder,
+}

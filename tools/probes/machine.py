@@ -1,0 +1,179 @@
+"""The machine that a run would start on: versions, devices, limits, disk, environment, speed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.train.launch import default_precision
+from megatron.train.state import DTYPES
+from tools.probes.findings import Fact, Finding, Problem
+
+NEEDED = ("numpy", "safetensors", "tokenizers", "tyro", "tqdm")
+OPTIONAL = ("numba", "gigatoken", "wandb", "tensorboard", "matplotlib", "ftfy", "pycld2", "orjson")
+LINUX = sys.platform == "linux"
+OPEN_FILES = 4096  # shards of a corpus, slices of a checkpoint, sockets to other ranks
+SMALL_DISK = 10**9
+SMALL_SHARED_MEMORY = 2**27  # a container's default is 2**26, which NCCL's buffers outgrow
+VARIABLES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE",
+    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "WANDB_MODE",
+)  # fmt: skip
+PREFIXES = ("NCCL_", "TORCH_NCCL_", "ONEDNN_", "MKL_CBWR")
+FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "sve", "bf16")
+PRODUCT = {"cpu": 512, "cuda": 4096}  # rows and columns of the matrices whose product is timed
+SECONDS = 0.25  # for which it is timed, in each dtype
+
+
+def versions() -> Iterator[Finding]:
+    yield Fact("python", platform.python_version())
+    yield Fact("torch", torch.__version__)
+    yield Fact("CUDA of torch", torch.version.cuda, torch.version.cuda or "none: built for the CPU")
+    if torch.cuda.is_available():
+        yield Fact("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+        yield Fact("cuDNN", torch.backends.cudnn.version())
+    driver = Path("/proc/driver/nvidia/version")
+    if driver.exists():
+        yield Fact("NVIDIA driver", driver.read_text().splitlines()[0])
+    for package in NEEDED + OPTIONAL:
+        version = _version(package)
+        yield Fact(package, version, version or "not installed")
+        if version is None and package in NEEDED:
+            yield Problem(f"{package} is not installed", f"pip install {package}", is_needed=True)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def devices(device: torch.device, precision: str, processes: int) -> Iterator[Finding]:
+    """precision: the name of the one that is probed; processes: of the run on this machine."""
+    yield Fact("host", socket.gethostname())
+    yield from _processor(device, processes)
+    for number in range(torch.cuda.device_count()):
+        yield Fact(f"GPU {number}", *_gpu(number))
+    if not torch.cuda.is_available():
+        yield Fact("GPU", None, "none that torch can use")
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    backends = [name for name, is_there in there.items() if is_there]
+    yield Fact("backends", backends, ", ".join(backends))
+    yield Fact("a run computes on", str(device))
+    yield Fact("default precision", default_precision(device))
+    yield Fact("precision of this report", precision)
+
+
+def _processor(device: torch.device, processes: int) -> Iterator[Finding]:
+    capabilities = torch.cpu.get_capabilities()
+    features = [name for name in FEATURES if capabilities.get(name)]
+    cores = (len(os.sched_getaffinity(0)) if LINUX else os.cpu_count()) or 1
+    yield Fact("CPU", _cpu_name())
+    yield Fact("CPU features", features, ", ".join(features) or "none that matter here")
+    yield Fact("cores for this process", cores)
+    threads = torch.get_num_threads()
+    yield Fact("threads of torch", threads, f"{threads} in each of {processes} processes here")
+    if device.type == "cpu" and processes * threads < cores:
+        what = f"{processes} processes of {threads} threads leave some of the {cores} cores idle"
+        yield Problem(what, f"OMP_NUM_THREADS={cores // processes} before the command")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield Fact("memory", memory, f"{memory / 1e9:.0f} GB")
+
+
+def _cpu_name() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _gpu(number: int) -> tuple[dict[str, object], str]:
+    facts = torch.cuda.get_device_properties(number)
+    free, total = torch.cuda.mem_get_info(number)
+    text = (
+        f"{facts.name}, {total / 1e9:.0f} GB ({free / 1e9:.0f} free), "
+        f"compute capability {facts.major}.{facts.minor}"
+    )
+    record = {
+        "name": facts.name,
+        "bytes": total,
+        "free_bytes": free,
+        "capability": [facts.major, facts.minor],
+    }
+    return record, text
+
+
+def limits(save: str, device: torch.device) -> Iterator[Finding]:
+    """save: the folder of --save, which need not be there yet."""
+    yield from _open_files()
+    folder = Path(save).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    yield Fact("free disk of --save", free, f"{free / 1e9:.1f} GB at {folder}")
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        cure = "chmod u+w, or another folder for --save"
+        yield Problem(f"--save {save}: nothing can be written in {folder}", cure, is_needed=True)
+    if free < SMALL_DISK:
+        cure = "free some, or another disk for --save; a checkpoint takes 12 to 14 bytes a weight"
+        yield Problem(f"--save {save}: {free / 1e9:.2f} GB of the disk are free", cure)
+    shared = Path("/dev/shm")
+    if shared.exists():
+        size = shutil.disk_usage(shared).total
+        yield Fact("shared memory", size, f"{size / 1e9:.2f} GB at {shared}")
+        if size < SMALL_SHARED_MEMORY and device.type == "cuda":
+            cure = "docker run --shm-size=1g, or --ipc=host"
+            yield Problem(f"{shared} has {size / 1e6:.0f} MB, which NCCL may outgrow", cure)
+
+
+def _open_files() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    yield Fact("open files", soft, f"{soft} (at most {most})")
+    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
+        cure = f"ulimit -n {OPEN_FILES} in the shell that starts the run"
+        if most.isdecimal() and hard < OPEN_FILES:
+            cure += f", once the administrator has raised the hard limit from {hard}"
+        yield Problem(f"only {soft} files may be open at once", cure)
+
+
+def environment(environ: Mapping[str, str]) -> Iterator[Finding]:
+    for name, value in sorted(environ.items()):
+        if name in VARIABLES or name.startswith(PREFIXES):
+            yield Fact(name, value)
+
+
+def speed(device: torch.device) -> Iterator[Finding]:
+    """Billions of operations a second of a matrix product in each dtype."""
+    size = PRODUCT[device.type]
+    for name, dtype in DTYPES.items():
+        rate = _product_rate(torch.ones(size, size, dtype=dtype, device=device))
+        text = f"{rate / 1e9:.0f} GFLOP/s, {size} x {size} x {size}"
+        yield Fact(f"product, {name}", {"flops_per_second": rate, "size": size}, text)
+
+
+def _product_rate(matrix: torch.Tensor) -> float:
+    """Operations a second, over at least SECONDS."""
+    result = matrix @ matrix  # the first makes what later ones use again
+    count, spent = 0, 0.0
+    start = time.perf_counter()
+    while spent < SECONDS:
+        torch.mm(matrix, matrix, out=result)
+        count += 1
+        if matrix.is_cuda:
+            torch.cuda.synchronize()
+        spent = time.perf_counter() - start
+    return count * 2 * matrix.shape[0] ** 3 / spent
