@@ -1,34 +1,71 @@
-"""metrics.jsonl is the record of a run; the console shows the same numbers to a person."""
+"""metrics.jsonl is the record of a run; the console shows the same numbers to a person.
+
+A run that goes back to an earlier step, because it was killed after its last checkpoint, marks the
+lines that no longer hold with `"rewound": true`. Nothing is deleted, and the lines without the mark
+are in order of step.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
+
+from megatron.train.sinks import Sink, one_line
+
+if TYPE_CHECKING:  # read_metrics needs no torch
+    from megatron.parallel.mesh import Mesh
+
+Line = dict[str, Any]
+LONGEST = 200  # characters of a string that a sink gets
+
+
+def read_metrics(path: str | Path) -> list[Line]:
+    """The lines that stand, in order of step: what was rewound or cut short is left out."""
+    return [line for line in _lines(Path(path).read_bytes()) if not line.get("rewound")]
 
 
 class Metrics:
     """One JSON object a line, and a progress bar; only the first rank of the mesh writes."""
 
-    def __init__(self, path: str | Path | None, *, is_first: bool, start: int, steps: int) -> None:
-        """path: appended to; None keeps no file. start: steps done before this process."""
-        self.is_first = is_first
-        self.path = Path(path) if is_first and path is not None else None
+    def __init__(
+        self,
+        path: str | Path | None,
+        mesh: Mesh,
+        *,
+        start: int,
+        steps: int,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        """path: appended to; None keeps no file. start: steps done before this process.
+
+        OSError, here and in `write`, names the file: without its record a run ends.
+        """
+        self.is_first = mesh.is_first
+        self.path = Path(path) if self.is_first and path is not None else None
+        self.sinks = list(sinks)
+        self.exit_code = 0
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            mark_rewound(self.path, start)
         self.bar = tqdm(
             initial=start,
             total=steps,
             unit="step",
             desc="pretrain",
-            disable=not is_first,
+            disable=not self.is_first,
             mininterval=0.1 if sys.stderr.isatty() else 30,  # a log file is no terminal
         )
+        for sink in self.sinks:
+            self.say(f"metrics go to {sink.name}, too: {sink.place}")
 
     def describe(self, facts: dict[str, Any]) -> None:
         """Write what holds for the whole run to run.json beside the metrics."""
@@ -36,15 +73,17 @@ class Metrics:
             text = json.dumps(facts, indent=1) + "\n"
             self.path.with_name("run.json").write_text(text, encoding="utf-8")
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: Line) -> None:
         """Append a line; a number that is not finite becomes null, as JSON has no other word."""
+        finite = {
+            key: None if isinstance(value, float) and not isfinite(value) else value
+            for key, value in line.items()
+        }
+        self.exit_code = line.get("exit_code", self.exit_code)
         if self.path is not None:
-            finite = {
-                key: None if isinstance(value, float) and not isfinite(value) else value
-                for key, value in line.items()
-            }
-            with self.path.open("a", encoding="utf-8") as file:
+            with _named(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._send({key: value for key, value in finite.items() if _is_short(value)})
 
     def say(self, text: str) -> None:
         if self.is_first:
@@ -52,6 +91,23 @@ class Metrics:
 
     def advance(self) -> None:
         self.bar.update()
+
+    def _send(self, line: Line) -> None:
+        for sink in list(self.sinks):
+            try:
+                sink.write(line)
+            except Exception as error:  # a lost network or a full disk ends the sink, not the run
+                self.sinks.remove(sink)
+                self.say(f"{sink.name} gets no more of this run: {one_line(error)}")
+                with suppress(Exception):  # said
+                    sink.close(1)
+
+    def _close_sinks(self, exit_code: int) -> None:
+        for sink in self.sinks:
+            try:
+                sink.close(exit_code)
+            except Exception as error:  # of what it could not send
+                self.say(f"{sink.name} did not get all of this run: {one_line(error)}")
 
     def __enter__(self) -> Metrics:
         return self
@@ -62,4 +118,69 @@ class Metrics:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._close_sinks(self.exit_code if kind is None else _exit_code(error))
         self.bar.close()
+
+
+def mark_rewound(path: Path, start: int) -> None:
+    """Mark what does not stand in a run that goes on from step `start`.
+
+    That is every line of a later step, all lines for a run from scratch, and one cut short by a
+    kill. The file is replaced whole, or, where there is nothing to mark, left alone.
+    """
+    if not path.exists():
+        return
+    with _named(path):
+        data = path.read_bytes()
+        lines = [_marked(line, start) for line in _lines(data)]
+        marked = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        if marked != data:
+            _replace(path, marked)
+
+
+def _marked(line: Line, start: int) -> Line:
+    stands = start > 0 and line.get("step", 0) <= start
+    return line if stands else {**line, "rewound": True}
+
+
+def _lines(data: bytes) -> Iterator[Line]:
+    for text in data.splitlines():
+        yield _parse(text) or {"torn": text.decode(errors="backslashreplace"), "rewound": True}
+
+
+def _parse(text: bytes) -> Line | None:
+    """None where a kill, a power cut or a full disk left something else than a line."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    beside = path.with_name(path.name + ".part")
+    with beside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())  # else a power cut could leave the new name on an empty file
+    beside.replace(path)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A full disk is reported without the file's name."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, str) and len(value) <= LONGEST)
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """Of a process that this exception ends."""
+    if not isinstance(error, SystemExit):
+        return 1
+    return error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -366,6 +366,16 @@ def test_the_report_has_the_contracts_keys_and_opens_offline(tmp_path: Path) -> 
         assert text in seen.text
 
 
+def test_the_report_leaves_out_the_steps_that_were_rewound(tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    line = {"step": 4, "samples": 32, "loss": 1.0, "tokens_per_second": 9e9, "rewound": True}
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    report(tmp_path)
+    training = json.loads((tmp_path / "report.json").read_text())["training"]
+    assert (training["steps"], training["tokens_per_second"]) == (3, 200)
+
+
 def test_the_report_says_where_the_model_does_not_beat_the_bigrams(tmp_path: Path) -> None:
     finished_run(tmp_path)
     scores = json.loads((tmp_path / "evaluation.json").read_text())

@@ -11,6 +11,7 @@ from typing import Any
 import tyro
 
 from megatron.config.parse import user_errors
+from megatron.train.metrics import read_metrics
 from tools.corpus.shards import MANIFEST, placed
 from tools.quickstart.page import page
 from tools.quickstart.stages import read_stamp
@@ -27,7 +28,7 @@ def report(out: Path) -> None:
     Args:
         out: the folder of a run of the quickstart.
     """
-    metrics = read_lines(out / "metrics.jsonl")
+    metrics = read_metrics(out / "metrics.jsonl")
     facts = gather(out, metrics)
     with placed(out / "report.json") as file:
         file.write(json.dumps(facts, indent=1).encode())

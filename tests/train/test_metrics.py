@@ -1,0 +1,207 @@
+"""The record of a run: monotonic across resumes, complete after kills, and loud when it fails."""
+
+import json
+from collections.abc import Mapping, Sequence
+from math import inf, nan
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.train.metrics import LONGEST, Metrics, read_metrics
+
+
+class Recorder:
+    """A sink that keeps what it gets, and fails from its `fails_at`-th line on."""
+
+    name, place = "recorder", "nowhere"
+
+    def __init__(self, fails_at: int | None = None, *, closes: bool = True) -> None:
+        self.lines: list[Mapping[str, float | str]] = []
+        self.fails_at = fails_at
+        self.closes = closes
+        self.exit_codes: list[int] = []
+
+    def write(self, line: Mapping[str, float | str]) -> None:
+        self.lines.append(line)
+        if len(self.lines) == self.fails_at:
+            raise ConnectionResetError("connection\n lost")
+
+    def close(self, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
+        if not self.closes:
+            raise TimeoutError("still sending")
+
+
+def metrics(
+    path: Path | None, start: int = 0, *, is_first: bool = True, sinks: Sequence[Recorder] = ()
+) -> Metrics:
+    mesh = SimpleNamespace(is_first=is_first)
+    return Metrics(path, mesh, start=start, steps=9, sinks=sinks)
+
+
+def write_steps(path: Path, start: int, *steps: int) -> None:
+    with metrics(path, start) as file:
+        for step in steps:
+            file.write({"step": step, "loss": 1 / step})
+
+
+def every_line(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def steps_that_stand(path: Path) -> list[int]:
+    return [line["step"] for line in read_metrics(path)]
+
+
+def test_a_resume_from_an_earlier_step_marks_what_it_takes_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 0, 1, 2, 3, 4)
+    before = every_line(path)
+    write_steps(path, 2, 3, 4, 5)
+    assert [line for line in every_line(path) if line.get("rewound")] == [
+        {**line, "rewound": True} for line in before if line["step"] > 2
+    ]
+    assert len(every_line(path)) == 7
+    assert steps_that_stand(path) == [1, 2, 3, 4, 5]
+
+
+def test_marks_stay_through_later_resumes(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 0, 1, 2, 3)
+    write_steps(path, 1, 2, 3, 4)
+    write_steps(path, 4, 5)
+    write_steps(path, 3, 4)
+    assert steps_that_stand(path) == [1, 2, 3, 4]
+    assert len(every_line(path)) == 8
+
+
+def test_a_resume_where_the_last_process_ended_leaves_the_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 0, 1, 2)
+    before = path.stat()
+    with metrics(path, 2):
+        after = path.stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_a_run_from_scratch_keeps_no_line_of_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with metrics(path) as file:
+        file.write({"step": 0, "ended": "SIGTERM", "exit_code": 75})
+    write_steps(path, 0, 1)
+    assert steps_that_stand(path) == [1]
+    assert len(every_line(path)) == 2
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b"3", b"\x00\x00\xff", b'{"step": "\xc3'])
+def test_a_line_cut_short_by_a_kill_is_kept_and_does_not_stand(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 0, 1, 2)
+    with path.open("ab") as file:
+        file.write(torn)
+    assert steps_that_stand(path) == [1, 2]  # as seen while a run writes
+    write_steps(path, 2, 3)
+    assert steps_that_stand(path) == [1, 2, 3]
+    kept = torn.decode(errors="backslashreplace")
+    assert every_line(path)[2] == {"torn": kept, "rewound": True}
+
+
+def test_a_line_that_lost_only_its_end_of_line_stands(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 0, 1, 2)
+    path.write_bytes(path.read_bytes()[:-1])
+    write_steps(path, 2, 3)
+    assert [line.get("rewound") for line in every_line(path)] == [None, None, None]
+
+
+def test_a_kill_while_marking_leaves_the_record_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 0, 1, 2, 3)
+    before = path.read_bytes()
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", die)
+        with pytest.raises(KeyboardInterrupt):
+            metrics(path, 1)
+    assert path.read_bytes() == before
+    write_steps(path, 1, 2)
+    assert steps_that_stand(path) == [1, 2]
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_record(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with metrics(path) as file:
+        file.write({"step": 1, "loss": nan, "grad_norm": inf})
+    assert every_line(path) == [{"step": 1, "loss": None, "grad_norm": None}]
+
+
+def test_a_full_disk_ends_the_run_by_an_error_that_names_the_file(tmp_path: Path) -> None:
+    with metrics(tmp_path / "metrics.jsonl") as file:
+        file.path = Path("/dev/full")
+        with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+            file.write({"step": 1})
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with metrics(tmp_path / "metrics.jsonl", is_first=False) as file:
+        file.write({"step": 1})
+        file.say("a word")
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_sinks_get_finite_numbers_and_short_strings() -> None:
+    sink = Recorder()
+    with metrics(None, sinks=[sink]) as file:
+        file.write({"step": 1, "loss": nan, "lr": 0.5, "checkpoint": "a", "spread": [1, 2]})
+        file.write({"step": 2, "ended": "x" * (LONGEST + 1)})
+    assert sink.lines == [{"step": 1, "lr": 0.5, "checkpoint": "a"}, {"step": 2}]
+
+
+def test_a_sink_that_fails_is_said_once_and_closed_while_the_record_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    failing, sound = Recorder(fails_at=2, closes=False), Recorder()
+    with metrics(path, sinks=[failing, sound]) as file:
+        for step in (1, 2, 3, 4):
+            file.write({"step": step})
+    said = capsys.readouterr().out
+    assert said.count("ConnectionResetError") == 1
+    assert "recorder gets no more of this run: ConnectionResetError: connection lost\n" in said
+    assert (len(failing.lines), len(sound.lines)) == (2, 4)
+    assert (failing.exit_codes, sound.exit_codes) == ([1], [0])
+    assert steps_that_stand(path) == [1, 2, 3, 4]
+
+
+def test_a_sink_that_fails_to_close_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    last = Recorder()
+    with metrics(None, sinks=[Recorder(closes=False), last]):
+        pass
+    assert "recorder did not get all of this run: TimeoutError" in capsys.readouterr().out
+    assert last.exit_codes == [0]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ValueError("bad"), 1), (SystemExit(75), 75), (SystemExit(), 0), (SystemExit("word"), 1)],
+)
+def test_sinks_are_told_how_the_process_ends(error: BaseException, code: int) -> None:
+    sink = Recorder()
+    with pytest.raises(type(error)), metrics(None, sinks=[sink]):
+        raise error
+    assert sink.exit_codes == [code]
+
+
+def test_sinks_are_told_the_exit_code_of_the_last_line() -> None:
+    sink = Recorder()
+    with metrics(None, sinks=[sink]) as file:
+        file.write({"step": 3, "ended": "SIGTERM", "exit_code": 75})
+    assert sink.exit_codes == [75]
