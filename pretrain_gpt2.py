@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 pretrain_gpt2.py --preset scripts/presets/quickstart.toml \\
         --tensor-model-parallel-size 2 --data-path P_text_document --save checkpoints
 
-All input is checked before torch is imported, and so before anything slow starts.
+All input is checked before torch is imported, and so before anything slow starts. Ends with status
+75 where SIGTERM or SIGUSR1 asked for it: the same command with --load goes on.
 """
 
 from __future__ import annotations
@@ -13,15 +14,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig
-from megatron.config.resume import check_resume, resume_point
-from megatron.data.gpt2 import open_splits
-from megatron.data.sources import open_corpus
-from megatron.data.tokenizer import build_tokenizer
+from megatron.config.resume import check_start, data_fingerprint, find_start, newest_readable
+from megatron.train.inputs import open_inputs
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -29,67 +27,67 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         world = world_size(environ)
         config = parse(PretrainConfig, arguments, environ)
         config.check(world)
-        data, training, checkpoint = config.data, config.training, config.checkpoint
-        tokenizer = None
-        if data.vocab_file or data.merge_file:
-            tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
-        corpus = open_corpus(data.data_path, tokenizer, config.model.vocab_size)
-        train_data, validation_data, _ = open_splits(
-            corpus,
-            split=data.split,
-            seq_length=data.seq_length,
-            seed=training.seed,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
-        )
-        if train_data is None:
-            raise ValueError(
-                f"--split {data.split} keeps nothing for training; --split 29,1,0 would work"
-            )
-        resume = resume_point(checkpoint)
-        if resume is not None:
-            check_resume(config, resume, corpus.identity)
+        corpus, train_data, validation_data = open_inputs(config)
+        start = find_start(config.checkpoint)
+        check = partial(check_start, config, identity=corpus.identity, finetune=start.finetune)
+        precision = None
+        if start.folders:
+            path, manifest, _ = newest_readable(start.folders)
+            check(path, manifest)
+            precision = None if start.finetune else manifest["precision"]
 
     from megatron.optim.schedule import learning_rate
-    from megatron.train.launch import launch
+    from megatron.train.launch import default_precision, launch
     from megatron.train.loop import Loop, train
     from megatron.train.metrics import Metrics
-    from megatron.train.state import build_state, training_dtype
+    from megatron.train.saver import Saver
+    from megatron.train.signals import StopSignals, exit_code
+    from megatron.train.sinks import open_sinks
+    from megatron.train.start import begin
+    from megatron.train.state import DTYPES, build_state
 
-    facts = {"config": asdict(config), **corpus.identity}
-    metrics_file = training.metrics_file
-    if metrics_file is None and checkpoint.save is not None:
-        metrics_file = str(Path(checkpoint.save) / "metrics.jsonl")
-    with launch(config.parallel.tensor_model_parallel_size, environ) as mesh:
+    with launch(config.parallel, environ) as mesh, StopSignals() as signals:
+        precision = config.precision.name or precision or default_precision(mesh.device)
         state = build_state(
             config.model,
             config.optimizer,
+            config.precision,
             mesh,
             corpus.vocab_size,
-            seed=training.seed,
-            dtype=training_dtype(training),
+            seed=config.training.seed,
+            dtype=DTYPES[precision],
         )
-        if resume is not None:
-            state.load(resume)
-        with Metrics(
-            metrics_file, is_first=mesh.is_first, start=state.step, steps=training.train_iters
-        ) as metrics:
-            metrics.say(f"loaded {resume}" if resume else "starting from scratch")
+        facts = {"config": asdict(config), "precision": precision, **corpus.identity}
+        news = begin(state, start, check)
+        file, at, steps = config.metrics_file(), state.step, config.training.train_iters
+        sinks = open_sinks(config.logging, file, environ, at, facts, mesh)
+        with (
+            Metrics(file, mesh, start=at, steps=steps, sinks=sinks) as metrics,
+            Saver(mesh, config.checkpoint, facts, start_step=at) as saver,
+        ):
+            rate = partial(learning_rate, config.optimizer, decay_iters=config.lr_decay_iters())
             metrics.describe(state.describe())
+            for each in news:
+                metrics.say(each)
+            metrics.say(
+                f"step {state.step}, {state.samples} samples consumed, learning rate "
+                f"{rate(state.updates + 1):.3e}, data {data_fingerprint(corpus.identity)}"
+            )
             loop = Loop(
-                training=training,
+                training=config.training,
+                log_interval=config.logging.log_interval,
                 global_batch_size=config.global_batch_size(world),
-                learning_rate=partial(
-                    learning_rate, config.optimizer, decay_iters=config.lr_decay_iters()
-                ),
+                learning_rate=rate,
                 train_data=train_data,
                 validation_data=validation_data,
                 metrics=metrics,
-                save=partial(state.save, checkpoint.save, facts) if checkpoint.save else None,
-                save_interval=checkpoint.save_interval,
+                signals=signals,
+                saver=saver,
+                save_interval=config.checkpoint.save_interval,
             )
-            train(state, loop)
+            code = exit_code(train(state, loop))
+    if code:
+        raise SystemExit(code)
 
 
 if __name__ == "__main__":

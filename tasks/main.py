@@ -56,7 +56,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     from megatron.train.evaluate import load_model
     from megatron.train.launch import launch
 
-    with launch(settings.parallel.tensor_model_parallel_size, environ) as mesh:
+    with launch(settings.parallel, environ) as mesh:
         model = load_model(checkpoint, mesh)
         figures = task.run(settings, inputs, model, manifest, tokenizer, mesh)
         if mesh.is_first:

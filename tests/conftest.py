@@ -1,6 +1,9 @@
 """Fixtures of all tests, and the count of those that read real data."""
 
 import os
+import resource
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,22 @@ def test_data() -> Path:
     if VARIABLE not in os.environ:
         pytest.skip(f"{VARIABLE} is not set to a folder of real data")
     return Path(os.environ[VARIABLE])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB, or where none may be mounted a limit of 100 kB on every file."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)]
+    if shutil.which("mount") and subprocess.run(mount, capture_output=True).returncode == 0:
+        yield place
+        subprocess.run(["umount", str(place)], check=True)
+        return
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    yield place
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+PRELOADED = ["torch", "torch.distributed", "megatron.train.loop", "megatron.train.start"]
 _DEATH = "the process died"
 
 
@@ -54,7 +55,7 @@ class Pool:
     def __init__(self, size: int = 4) -> None:
         self.size = size
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed"])
+        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[Worker] = []
         self._stores = tempfile.TemporaryDirectory()
         self._calls = 0

@@ -75,6 +75,10 @@ def refusal(data: Path | str, words: str, environ: str = "") -> str:
         ("--vocab-size 101", "", "--vocab-size 101", "--vocab-size 100"),
         ("--split 1,9999,0", "", "--split 1,9999,0", "larger weight"),
         ("--split 0,1,0", "", "--split 0,1,0", "29,1,0"),
+        ("--loss-scale 8", "", "--loss-scale", "--fp16 beside it"),
+        ("--fp16 --initial-loss-scale 2**x", "", "2**x", "2**16"),
+        ("--finetune", "", "--finetune", "--load checkpoints"),
+        ("--keep-checkpoints 1 --save x", "", "--keep-checkpoints 1", "--keep-checkpoints 2"),
         ("--load nowhere", "", "--load nowhere", "--save"),
         ("--reset-attention-mask --data-path absent", "", "absent.idx", "P_text_document"),
     ],
@@ -115,7 +119,7 @@ def test_refuses_an_unknown_key_of_a_preset(data: Path, tmp_path: Path) -> None:
 
 def test_trains_in_this_process_and_resumes_only_what_fits(data: Path, tmp_path: Path) -> None:
     save = tmp_path / "checkpoints"
-    ended = run(data, f"--save {save} --eval-iters 1 --log-interval 1")
+    ended = run(data, f"--save {save} --eval-iters 1 --log-interval 1 --no-bf16")
     assert ended.returncode == 0, ended.stderr
     lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
     keys = {"step", "samples", "loss", "lr", "grad_norm", "tokens_per_second", "elapsed_seconds"}
@@ -127,9 +131,12 @@ def test_trains_in_this_process_and_resumes_only_what_fits(data: Path, tmp_path:
     assert "--seed 1234 would work" in message
     message = refusal(data, f"--load {save} --num-layers 3")
     assert "--num-layers is 3" in message
-    message = refusal(data, f"--load {save} --bf16")
-    assert "--bf16 is True" in message
+    message = refusal(data, f"--load {save} --fp16")
+    assert "--fp16 is given" in message
     assert "--no-bf16 would work" in message
+    message = refusal(data, f"--save {save}")
+    assert f"--save {save} holds checkpoints up to step_00000002" in message
+    assert f"--load {save} to go on" in message
     used = json.loads(data.with_name(f"{data.name}.json").read_text())["bin_sha256"]
     other = write_data(data, [[*range(2, 41), 0]] * 4).bin_sha256
     message = refusal(data, f"--load {save}")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.config import ModelConfig, OptimizerConfig
+from megatron.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megatron.data.gpt2 import Batch
 from megatron.model.gpt2 import GPT2
 from megatron.parallel.collectives import gather_from
@@ -58,14 +58,15 @@ def tiny_state(
     mesh: Mesh,
     section: ModelConfig | None = None,
     optimizer: OptimizerConfig | None = None,
+    precision: PrecisionConfig | None = None,
     *,
     dtype: torch.dtype = torch.float64,
     seed: int = SEED,
 ) -> TrainState:
     """A run at step 0 with the weights of `tiny_model`."""
     optimizer = optimizer or OptimizerConfig(weight_decay=0.1, clip_grad=0.5)
-    section = section or tiny_section()
-    state = build_state(section, optimizer, mesh, VOCABULARY, seed=seed, dtype=dtype)
+    section, precision = section or tiny_section(), precision or PrecisionConfig()
+    state = build_state(section, optimizer, precision, mesh, VOCABULARY, seed=seed, dtype=dtype)
     scatter_weights(state.model, tiny_weights(state.model))
     for buffer, master in zip(state.gradients.buffers, state.optimizer.masters, strict=True):
         for slot in buffer.slots:

@@ -12,6 +12,7 @@ Say *axis* for the mesh and *dim* for a tensor.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -60,6 +61,7 @@ class Peers:
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
+    timeout: timedelta | None = None
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank, on every rank."""
@@ -71,16 +73,17 @@ class Peers:
 
     def another(self) -> Peers:
         """The same ranks over a new group; every rank calls this."""
-        return self if self.size == 1 else connect_peers()
+        return self if self.size == 1 else connect_peers(self.timeout)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Peers:
         return self
 
 
-def connect_peers() -> Peers:
+def connect_peers(timeout: timedelta | None) -> Peers:
     """All ranks of the initialised process group (every rank calls this)."""
     backend = "gloo" if dist.get_backend() == "nccl" else None
-    return Peers(dist.get_world_size(), dist.get_rank(), dist.new_group(backend=backend))
+    group = dist.new_group(backend=backend, timeout=timeout)
+    return Peers(dist.get_world_size(), dist.get_rank(), group, timeout)
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,13 @@ class Mesh:
         return self.peers.size
 
 
-def build_mesh(tensor_parallel_size: int, device: torch.device) -> Mesh:
-    """Cut the initialised process group into data x tensor ranks (every rank calls this)."""
+def build_mesh(
+    tensor_parallel_size: int, device: torch.device, timeout: timedelta | None = None
+) -> Mesh:
+    """Cut the initialised process group into data x tensor ranks (every rank calls this).
+
+    timeout: of what `peers` wait for; None for torch's default.
+    """
     world = dist.get_world_size()
     if world % tensor_parallel_size:
         raise ValueError(
@@ -125,7 +133,7 @@ def build_mesh(tensor_parallel_size: int, device: torch.device) -> Mesh:
         Axis(name, grid if size > 1 else None)
         for name, size in zip(("data", "tensor"), shape, strict=True)
     )
-    return Mesh(tensor=tensor, data=data, device=device, peers=connect_peers())
+    return Mesh(tensor=tensor, data=data, device=device, peers=connect_peers(timeout))
 
 
 def serial_mesh(device: torch.device | str = "cpu") -> Mesh:

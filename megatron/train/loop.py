@@ -8,15 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import exp
 
-import torch
-from torch.distributed import ReduceOp
-
 from megatron.config.training import TrainingConfig
 from megatron.data.gpt2 import Batch, GPT2Dataset
 from megatron.data.sampler import micro_batches
-from megatron.parallel.collectives import all_reduce
 from megatron.train.evaluate import mean_loss
 from megatron.train.metrics import Metrics
+from megatron.train.replicas import check_replicas
+from megatron.train.saver import Saver
+from megatron.train.signals import SIGNALS, StopSignals, exit_code
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, train_step
 
@@ -26,40 +25,68 @@ class Loop:
     """What `train` needs beside the state."""
 
     training: TrainingConfig
+    log_interval: int
     global_batch_size: int
-    learning_rate: Callable[[int], float]  # of the step's number, counted from 1
+    learning_rate: Callable[[int], float]  # of the update's number, counted from 1
     train_data: GPT2Dataset
     validation_data: GPT2Dataset | None
     metrics: Metrics
-    save: Callable[[], None] | None
+    signals: StopSignals
+    saver: Saver
     save_interval: int | None
 
 
-def train(state: TrainState, loop: Loop) -> None:
-    """Train to `train_iters`, or to an exit that was asked for; evaluate and save at the end."""
-    training = loop.training
-    clock = Clock()
-    if state.step >= training.train_iters:
+def train(state: TrainState, loop: Loop) -> str:
+    """Train to `train_iters`, or to an exit that was asked for; return what ended it.
+
+    At the end the state is evaluated and saved; after a signal it is saved alone, since the
+    scheduler waits for no evaluation.
+    """
+    clock, agreed = Clock(), None
+    end = "train_iters" if state.step >= loop.training.train_iters else None
+    if end is not None:
         loop.metrics.say(
-            f"nothing to do: step {state.step} of --train-iters {training.train_iters}"
+            f"nothing to do: step {state.step} of --train-iters {loop.training.train_iters}"
         )
-    while state.step < training.train_iters:
-        lr = loop.learning_rate(state.step + 1)
-        result = train_step(state, _batches(state, loop), lr)
+        return end
+    while end is None:
+        batches, lr = _batches(state, loop), loop.learning_rate(state.updates + 1)
+        result = train_step(state, batches, lr, wants_stop=lambda: _wants_stop(loop, clock))
         clock.tokens += result.tokens
         loop.metrics.advance()
-        is_end = state.step == training.train_iters or _is_exit(state, training, clock)
-        if is_end or state.step % training.log_interval == 0:
+        end = _end(state, loop, stop=result.stop)
+        saves = _is_due(state, loop.save_interval, end)
+        agreed = _check(state, loop, batches, saves, agreed)
+        if _is_due(state, loop.log_interval, end):
             _log(state, loop, result, lr, clock)
-        if is_end or state.step % training.eval_interval == 0:
-            with clock.paused():
-                _evaluate(state, loop)
-        is_due = loop.save_interval and state.step % loop.save_interval == 0
-        if loop.save is not None and (is_end or is_due):
-            with clock.paused():
-                loop.save()
-        if is_end:
-            return
+        with clock.paused():
+            validation_loss = None
+            if end not in SIGNALS and _is_due(state, loop.training.eval_interval, end):
+                validation_loss = _evaluate(state, loop)
+            if saves:
+                loop.saver.save(state, validation_loss)
+            _report_saves(state, loop, is_last=end is not None)
+    loop.metrics.write({"step": state.step, "ended": end, "exit_code": exit_code(end)})
+    return end
+
+
+def _is_due(state: TrainState, interval: int | None, end: str | None) -> bool:
+    """Whether what happens at every multiple of `interval`, and at the end, happens now."""
+    return end is not None or (interval is not None and state.step % interval == 0)
+
+
+def _check(
+    state: TrainState, loop: Loop, batches: list[Batch], saves: bool, agreed: int | None
+) -> int | None:
+    """Compare replicas at their interval, and before a save: what is kept is what all hold.
+
+    agreed: the last step at which all did, or None; returned anew.
+    """
+    interval = loop.training.check_replicas_interval
+    if not interval or not (saves or state.step % interval == 0):
+        return agreed
+    check_replicas(state, batches, agreed)
+    return state.step
 
 
 class Clock:
@@ -99,18 +126,23 @@ def _batches(state: TrainState, loop: Loop) -> list[Batch]:
     return [loop.train_data.batch(each) for each in numbers]
 
 
-def _is_exit(state: TrainState, training: TrainingConfig, clock: Clock) -> bool:
-    if training.exit_interval and state.step % training.exit_interval == 0:
-        return True
-    if training.exit_duration_in_mins is None:
-        return False
-    # Clocks differ between ranks, and all must leave at the same step.
-    late = torch.tensor(
-        float(clock.elapsed > 60 * training.exit_duration_in_mins), device=state.mesh.device
-    )
-    for axis in (state.mesh.tensor, state.mesh.data):
-        all_reduce(late, axis, ReduceOp.MAX)
-    return bool(late.item())
+def _wants_stop(loop: Loop, clock: Clock) -> bool:
+    """Whether this rank has a reason to leave; all leave at the step at which one has."""
+    minutes = loop.training.exit_duration_in_mins
+    is_late = minutes is not None and clock.elapsed > 60 * minutes
+    return is_late or loop.signals.received is not None or loop.saver.failed
+
+
+def _end(state: TrainState, loop: Loop, *, stop: bool) -> str | None:
+    """What ends training after this step, the same on every rank; None goes on."""
+    if stop:
+        loop.saver.close()  # raises on all ranks at once where a save has failed
+        received = state.mesh.peers.gather(loop.signals.received)
+        return next(filter(None, received), "exit_duration_in_mins")
+    if state.step >= loop.training.train_iters:
+        return "train_iters"
+    interval = loop.training.exit_interval
+    return "exit_interval" if interval and state.step % interval == 0 else None
 
 
 def _log(state: TrainState, loop: Loop, result: StepResult, lr: float, clock: Clock) -> None:
@@ -122,25 +154,34 @@ def _log(state: TrainState, loop: Loop, result: StepResult, lr: float, clock: Cl
         "grad_norm": result.grad_norm,
         "tokens_per_second": clock.tokens_per_second(),
         "elapsed_seconds": clock.elapsed,
-        "loss_scale": state.scaler.scale,
-        "skipped_steps": state.skipped,
     }
-    loop.metrics.write(line)
-    loop.metrics.say(
+    text = (
         f"step {state.step} | loss {result.loss:.4f} | lr {lr:.3e} | grad norm "
         f"{result.grad_norm:.3f} | {line['tokens_per_second']:.0f} tokens/s"
-        + (
-            f" | loss scale {state.scaler.scale:g}, {state.skipped} skipped"
-            if state.skipped
-            else ""
-        )
     )
+    if state.scaler.is_scaling:
+        line |= {"loss_scale": state.scaler.scale, "skipped_steps": state.skipped}
+        text += f" | loss scale {state.scaler.scale:g}, {state.skipped} skipped"
+    loop.metrics.write(line)
+    loop.metrics.say(text)
 
 
-def _evaluate(state: TrainState, loop: Loop) -> None:
+def _report_saves(state: TrainState, loop: Loop, *, is_last: bool) -> None:
+    """Log the saves that have finished since the last step; the last one is waited for.
+
+    One that failed is left to the next vote, since the ranks do not see it at the same step.
+    """
+    if is_last:
+        loop.saver.close()
+    for report in [] if loop.saver.failed else loop.saver.reports():
+        loop.metrics.write({"step": state.step, **report.facts()})
+        loop.metrics.say(f"step {state.step} | {report}")
+
+
+def _evaluate(state: TrainState, loop: Loop) -> float | None:
     data, training = loop.validation_data, loop.training
     if data is None or training.eval_iters == 0:
-        return
+        return None
     # A split smaller than what was asked for is evaluated whole.
     samples = min(training.eval_iters * loop.global_batch_size, data.samples_per_epoch)
     loss = mean_loss(state.model, data, samples, training.micro_batch_size, state.mesh)
@@ -153,3 +194,4 @@ def _evaluate(state: TrainState, loop: Loop) -> None:
     }
     loop.metrics.write(line)
     loop.metrics.say(f"step {state.step} | validation loss {loss:.4f} | perplexity {exp(loss):.2f}")
+    return loss

@@ -29,6 +29,8 @@ from megatron.train.retention import Retention
 from megatron.train.start import environment
 from megatron.train.state import DTYPES, TrainState
 
+GRACE = 5.0  # seconds that an error waits for a save to finish
+
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
@@ -139,12 +141,12 @@ class Saver:
         finished, self._finished = self._finished, []
         return finished
 
-    def close(self) -> None:
-        """Wait for the save that is being written, if there is one."""
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for the save that is being written, if there is one; `timeout` in seconds."""
         if self._pending is None:
             return
         (future, stall), self._pending = self._pending, None
-        self._finished.append(replace(future.result(), stall_seconds=stall))
+        self._finished.append(replace(future.result(timeout), stall_seconds=stall))
 
     def __enter__(self) -> Saver:
         return self
@@ -155,12 +157,15 @@ class Saver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let the last save finish; after an error in training that one is what is raised."""
-        try:
+        """Let the last save finish. An error in training is told soon: it waits but GRACE."""
+        if error is None:
             self.close()
+            return
+        try:
+            self.close(GRACE)
+        except TimeoutError:
+            error.add_note("the save that was being written was given up")
         except Exception as failure:
-            if error is None:
-                raise
             error.add_note(f"the save that was being written failed, too: {failure}")
 
     def _fulfil(self, future: Future[SaveReport], job: Job) -> None:

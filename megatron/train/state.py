@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.training import TrainingConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.model.gpt2 import GPT2
 from megatron.optim.loss_scaler import LossScaler
 from megatron.optim.master_weights import MasterWeights
@@ -21,7 +21,7 @@ from megatron.parallel.kit import kit_1d
 from megatron.parallel.layout import layouts, materialise
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
-from megatron.train.checkpoint import Piece, load, save
+from megatron.train.checkpoint import Piece, load, read_manifest, save
 
 
 @dataclass(kw_only=True)
@@ -39,30 +39,59 @@ class TrainState:
     samples: int = 0
     skipped: int = 0
 
+    @property
+    def updates(self) -> int:
+        """Steps that changed the weights: what the learning rate's schedule counts."""
+        return self.step - self.skipped
+
     def pieces(self) -> Iterator[Piece]:
         """Every tensor of a checkpoint: parameters, Adam's moments, masters of narrow weights."""
         yield from model_pieces(self.model)
         for kind, slot, local in self.optimizer.tensors():
             yield Piece(f"{kind}.{slot.name}", slot.layout, local)
 
-    def save(self, directory: str, facts: dict[str, Any]) -> None:
-        """Write a checkpoint of this step into the --save directory; `facts` go with it."""
-        counters = {
+    def counters(self) -> dict[str, Any]:
+        """All of a checkpoint that is no tensor, as JSON. No random state: streams are derived."""
+        return {
             "step": self.step,
             "samples": self.samples,
             "skipped": self.skipped,
-            "loss_scaler": asdict(self.scaler),
+            "loss_scaler": self.scaler.counters(),
         }
-        save(directory, self.step, self.pieces(), {"counters": counters, **facts}, self.mesh)
 
-    def load(self, path: Path) -> None:
-        """Take up the checkpoint at `path`, saved at any layout."""
-        counters = load(path, self.pieces(), self.mesh)["counters"]
+    def save(self, directory: str, facts: dict[str, Any]) -> None:
+        """Write a checkpoint of this step into the --save directory; `facts` go with it."""
+        facts = {"counters": self.counters(), **facts}
+        save(directory, self.step, self.pieces(), facts, self.mesh)
+
+    def load(self, path: Path, *, verified: bool = False) -> None:
+        """Take up the checkpoint at `path`, saved at any layout; verified: as checkpoint.load."""
+        counters = load(path, self.pieces(), self.mesh, verified=verified)["counters"]
         self.step, self.samples, self.skipped = (
             counters[name] for name in ("step", "samples", "skipped")
         )
-        self.scaler = LossScaler(**counters["loss_scaler"])
-        self.optimizer.loaded(self.step - self.skipped)
+        self.scaler.load(counters["loss_scaler"])
+        self.optimizer.loaded(self.updates)
+
+    def load_weights(self, path: Path, *, verified: bool = False) -> None:
+        """Start from the weights alone of the checkpoint at `path`, at whatever precision.
+
+        Raises ValueError where that model has weights that this one has not, or the other way.
+        """
+        saved = read_manifest(path)["tensors"]
+        weights = {
+            slot.name: (slot, slot.view(master.detach())) for slot, master in self.optimizer.slots()
+        }
+        surplus = {key.removeprefix("model.") for key in saved if key.startswith("model.")}
+        if surplus := surplus - weights.keys():
+            raise ValueError(f"{path} has weights that this model has not: {sorted(surplus)[0]}")
+        pieces = [
+            # Masters are more exact than the weights that were rounded from them.
+            Piece(key if (key := f"master.{name}") in saved else f"model.{name}", slot.layout, own)
+            for name, (slot, own) in weights.items()
+        ]
+        load(path, pieces, self.mesh, verified=verified)
+        self.optimizer.publish()
 
     def describe(self) -> dict[str, Any]:
         """Layout, size and device of the run, as JSON; parameters are those of the whole model."""
@@ -85,11 +114,8 @@ def model_pieces(model: GPT2) -> Iterator[Piece]:
         yield Piece(f"model.{name}", layout, parameters[name].detach())
 
 
-def training_dtype(section: TrainingConfig) -> torch.dtype:
-    """Of weights and activations; masters and gradients are never narrower than fp32."""
-    if section.bf16:
-        return torch.bfloat16
-    return torch.float16 if section.fp16 else torch.float32
+# Of weights and activations; masters and gradients are never narrower than fp32.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_model(
@@ -101,7 +127,7 @@ def build_model(
     """
     streams = RandomStreams(seed or 0, mesh)
     with torch.device("meta"):
-        model = GPT2(section, kit_1d(mesh, streams), vocab_size)
+        model = GPT2(section, kit_1d(mesh, streams, norm=section.layernorm_impl), vocab_size)
     materialise(model, device=mesh.device, dtype=dtype, seed=seed)
     return model, streams
 
@@ -109,13 +135,14 @@ def build_model(
 def build_state(
     model_section: ModelConfig,
     optimizer_section: OptimizerConfig,
+    precision_section: PrecisionConfig,
     mesh: Mesh,
     vocab_size: int,
     *,
     seed: int,
     dtype: torch.dtype,
 ) -> TrainState:
-    """A run at step 0; dtype is that of weights and activations."""
+    """A run at step 0; dtype is that of weights and activations, and float16 scales the loss."""
     model, streams = build_model(model_section, mesh, vocab_size, seed=seed, dtype=dtype)
     gradients = GradientBuffers(model)
     return TrainState(
@@ -123,6 +150,6 @@ def build_state(
         model=model,
         streams=streams,
         gradients=gradients,
-        optimizer=MasterWeights(gradients, optimizer_section, mesh.model),
-        scaler=LossScaler.dynamic() if dtype == torch.float16 else LossScaler(),
+        optimizer=MasterWeights(gradients, optimizer_section),
+        scaler=LossScaler.of(precision_section, dtype),
     )

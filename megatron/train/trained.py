@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.resume import latest_checkpoint, read_settings
+from megatron.config.resume import find_start, newest_readable
 from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 
@@ -14,13 +16,16 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 def open_trained(
     section: TrainedConfig, parallel: ParallelConfig, world_size: int
 ) -> tuple[Path, Tokenizer, dict[str, Any]]:
-    """The newest checkpoint of --load, the tokenizer it was trained with, and its manifest.
+    """The newest readable checkpoint of --load, its tokenizer and its manifest.
 
-    Raises FileNotFoundError without a checkpoint, ValueError where its manifest is damaged, where
-    the model cannot be cut over the processes, and where the tokenizer is another one.
+    Warns of those it passes over. Raises FileNotFoundError without a checkpoint, ValueError where
+    none is whole, where the model cannot be cut over the processes, and where the tokenizer is
+    another one.
     """
-    path = latest_checkpoint(section.load)
-    manifest = read_settings(path)
+    start = find_start(CheckpointConfig(load=section.load))
+    path, manifest, passed_over = newest_readable(start.folders)
+    for reason in passed_over:
+        warnings.warn(f"passed over: {reason}", stacklevel=2)
     parallel.check(manifest["config"]["model"]["num_attention_heads"], world_size)
     tokenizer = build_tokenizer(section.tokenizer_type, section.vocab_file, section.merge_file)
     trained_with = manifest["tokenizer"]

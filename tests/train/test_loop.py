@@ -1,4 +1,4 @@
-"""The loop: batches in order, metrics, evaluation, saving and exits."""
+"""The loop: batches in order, metrics, evaluation, checks, saving and exits."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from megatron.config import TrainingConfig
-from megatron.train.launch import launch
+from megatron.train import loop as loop_module
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
+from megatron.train.signals import StopSignals
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks, tiny_state
 from tests.train.test_evaluate import Split
@@ -26,27 +27,68 @@ class Recorded(Split):
         return super().batch(numbers)
 
 
-def run(tensor_size: int, directory: Path, **settings: Any) -> tuple[list[int], list[int], int]:
-    """(samples read for training, steps at which it was saved, steps done)."""
+class Saves:
+    """In place of a Saver: remembers the steps, and whether the weights had been evaluated."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, bool]] = []
+        self.failed = False
+
+    def save(self, state: Any, validation_loss: float | None) -> None:
+        self.asked.append((state.step, validation_loss is not None))
+
+    def reports(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class SignalAt(StopSignals):
+    """As if a signal came to data rank `rank` while step `step` was computed."""
+
+    def __init__(self, step: int, rank: int, state: Any) -> None:
+        super().__init__()
+        self.due, self.rank, self.state = step, rank, state
+
+    @property
+    def received(self) -> str | None:
+        is_due = self.state.step + 1 >= self.due and self.state.mesh.data.rank == self.rank
+        return "SIGUSR1" if is_due else None
+
+    @received.setter
+    def received(self, value: str | None) -> None:
+        pass
+
+
+def run(
+    tensor_size: int,
+    directory: Path,
+    signal_at: tuple[int, int] | None = None,
+    **settings: Any,
+) -> tuple[list[int], list[tuple[int, bool]], int, str]:
+    """(samples read for training, saves, steps done, what ended it)."""
     mesh = mesh_of_ranks(tensor_size)
     state = tiny_state(mesh)
-    data, saved = Recorded(), []
-    with Metrics(directory / "m.jsonl", is_first=mesh.is_first, start=0, steps=6) as metrics:
+    data, saves = Recorded(), Saves()
+    signals = StopSignals() if signal_at is None else SignalAt(*signal_at, state)
+    with Metrics(directory / "m.jsonl", mesh, start=0, steps=6) as metrics:
         loop = Loop(
             training=TrainingConfig(
-                **{"train_iters": 6, "log_interval": 2, "eval_interval": 4, "eval_iters": 1}
-                | settings
+                **{"train_iters": 6, "eval_interval": 4, "eval_iters": 1} | settings
             ),
+            log_interval=2,
             global_batch_size=4,
             learning_rate=lambda step: 1e-3 * step,
             train_data=data,
             validation_data=Split(),
             metrics=metrics,
-            save=lambda: saved.append(state.step),
+            signals=signals,
+            saver=saves,
             save_interval=5,
         )
-        train(state, loop)
-    return data.asked, saved, state.step
+        end = train(state, loop)
+    return data.asked, saves.asked, state.step, end
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
@@ -54,17 +96,19 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 
 
 def test_it_logs_evaluates_and_saves_at_its_intervals(tmp_path: Path) -> None:
-    asked, saved, steps = run(1, tmp_path)
-    assert (asked, saved, steps) == (list(range(24)), [5, 6], 6)
+    asked, saved, steps, end = run(1, tmp_path)
+    assert (asked, steps, end) == (list(range(24)), 6, "train_iters")
+    assert saved == [(5, False), (6, True)]
     steps_of = {
         key: [line["step"] for line in lines(tmp_path) if key in line]
-        for key in ("loss", "validation_loss")
+        for key in ("loss", "validation_loss", "ended")
     }
-    assert steps_of == {"loss": [2, 4, 6], "validation_loss": [4, 6]}
-    first = lines(tmp_path)[0]
+    assert steps_of == {"loss": [2, 4, 6], "validation_loss": [4, 6], "ended": [6]}
+    first, last = lines(tmp_path)[0], lines(tmp_path)[-1]
     keys = {"step", "samples", "loss", "lr", "grad_norm", "tokens_per_second", "elapsed_seconds"}
-    assert keys <= first.keys()
+    assert keys == first.keys()
     assert (first["samples"], first["lr"]) == (8, pytest.approx(2e-3))
+    assert last == {"step": 6, "ended": "train_iters", "exit_code": 0}
 
 
 def test_layouts_read_the_same_samples_and_write_the_same_numbers(
@@ -76,7 +120,7 @@ def test_layouts_read_the_same_samples_and_write_the_same_numbers(
         directory = tmp_path / f"{world}-{tensor_size}"
         directory.mkdir()
         ranks = gloo.run(world, run, tensor_size, directory)
-        read = sorted({sample for asked, _, _ in ranks for sample in asked})
+        read = sorted({sample for asked, *_ in ranks for sample in asked})
         assert read == list(range(24))
         assert len(ranks[0][0]) == 24 // (world // tensor_size)
         for line, wanted in zip(lines(directory), expected, strict=True):
@@ -86,15 +130,28 @@ def test_layouts_read_the_same_samples_and_write_the_same_numbers(
 
 
 def test_it_leaves_when_told_to_and_saves(tmp_path: Path) -> None:
-    assert run(1, tmp_path, exit_interval=3)[1:] == ([3], 3)
-    assert run(1, tmp_path, exit_duration_in_mins=1e-9)[1:] == ([1], 1)
+    assert run(1, tmp_path, exit_interval=3)[1:] == ([(3, True)], 3, "exit_interval")
+    late = run(1, tmp_path, exit_duration_in_mins=1e-9)
+    assert late[1:] == ([(1, True)], 1, "exit_duration_in_mins")
 
 
-def test_one_process_needs_no_launcher_and_several_are_asked_for() -> None:
-    with launch(1, {}) as mesh:
-        assert mesh.size == 1
-    with (
-        pytest.raises(ValueError, match="-parallel-size 2.*torchrun --nproc-per-node 2"),
-        launch(2, {}),
-    ):
-        pass
+@pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), (2, 1), (4, 2)])
+def test_a_signal_to_any_rank_ends_all_after_the_step_with_a_save_and_no_evaluation(
+    gloo: Pool, tmp_path: Path, world: int, tensor_size: int
+) -> None:
+    rank = world // tensor_size - 1
+    for answer in gloo.run(world, run, tensor_size, tmp_path, (3, rank)):
+        assert answer[1:] == ([(3, False)], 3, "SIGUSR1")
+    assert lines(tmp_path)[-1] == {"step": 3, "ended": "SIGUSR1", "exit_code": 75}
+
+
+def test_replicas_are_compared_at_their_interval_and_before_each_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for interval, expected in ((2, [2, 4, 5, 6]), (100, [5, 6]), (0, [])):
+        checked: list[int] = []
+        monkeypatch.setattr(
+            loop_module, "check_replicas", lambda state, *_, seen=checked: seen.append(state.step)
+        )
+        run(1, tmp_path, check_replicas_interval=interval)
+        assert checked == expected

@@ -1,13 +1,11 @@
 """Saves that fail, at every point and in every way: the former checkpoint stays, all ranks know."""
 
 import os
-import resource
-import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -125,22 +123,6 @@ def test_a_failure_on_one_rank_is_told_on_all(
         assert "on rank data 0, tensor 1" in message
         assert "shard_00001.safetensors" in message
     assert names(tmp_path) == ["latest", "step_00000001"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB, or where none may be mounted a limit of 100 kB on every file."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)]
-    if shutil.which("mount") and subprocess.run(mount, capture_output=True).returncode == 0:
-        yield place
-        subprocess.run(["umount", str(place)], check=True)
-        return
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    yield place
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @BOTH

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import ParallelConfig
+from megatron.config.checkpoints import seal
 from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.train.trained import open_trained
@@ -22,14 +23,16 @@ def trained(tmp_path: Path) -> TrainedConfig:
     files = write_tokenizer(tmp_path)
     fingerprint = GPT2BPETokenizer(*files).fingerprint
     manifest = {
+        "format": 2,
+        "files": {},
+        "tensors": {},
         "config": asdict(settings()),
         "vocab_size": 261,
         "tokenizer": fingerprint,
         "data": [],
     }
     (tmp_path / "step_00000002").mkdir()
-    (tmp_path / "step_00000002" / "manifest.json").write_text(json.dumps(manifest))
-    (tmp_path / "latest").write_text("step_00000002\n")
+    (tmp_path / "step_00000002" / "manifest.json").write_text(json.dumps(seal(manifest)))
     return TrainedConfig(load=str(tmp_path), vocab_file=files[0], merge_file=files[1])
 
 

@@ -1,0 +1,159 @@
+"""Runs of pretrain_gpt2.py as processes of their own, to be killed, stopped and started again.
+
+They come from the fork server of tests/dist.py, so that a start takes a tenth of a second.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from tests.data.samples import write_data
+from tests.dist import PRELOADED
+
+SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16"
+REST = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --split 1,1,0 --no-bf16"
+
+
+class Run:
+    """The processes of one start of the program, one a rank, and what they print."""
+
+    def __init__(self, processes: list[BaseProcess], logs: list[Path]) -> None:
+        self.processes = processes
+        self.logs = logs
+
+    def is_alive(self) -> bool:
+        """Whether no rank has ended yet."""
+        return all(process.exitcode is None for process in self.processes)
+
+    def wait(self, timeout: float = 60) -> list[int]:
+        """The ranks' exit codes; TimeoutError with what they printed if one still runs."""
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                raise TimeoutError(f"still running after {timeout} s:\n{self.text()}")
+        return [process.exitcode for process in self.processes]
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float = 60) -> None:
+        """Until the condition holds; fails where a process ends or the time is up before."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, self.text()
+            assert self.is_alive(), self.text()
+            time.sleep(0.01)
+
+    def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
+        for rank in range(len(self.processes)) if ranks is None else ranks:
+            pid = self.processes[rank].pid
+            assert pid is not None
+            if self.processes[rank].exitcode is None:
+                os.kill(pid, number)
+
+    def text(self, rank: int | None = None) -> str:
+        """What a rank, or all ranks one after another, printed."""
+        logs = self.logs if rank is None else [self.logs[rank]]
+        return "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
+
+
+@contextmanager
+def pretrain(
+    words: str, *, world: int = 1, folder: Path, before: Callable[[], None] | None = None
+) -> Iterator[Run]:
+    """pretrain_gpt2.py with these flags on `world` ranks; what still runs at the end is killed.
+
+    folder: of data set and logs. before: called in each process first, to break something.
+    """
+    data = folder / "some_text_document"
+    if not data.with_name(f"{data.name}.idx").exists():
+        numbers = np.random.default_rng(0)
+        write_data(data, [[*numbers.integers(1, 90, 200), 0] for _ in range(8)])
+    arguments = [*SHAPE.split(), *REST.split(), "--data-path", str(data), *words.split()]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    port = _free_port()
+    logs = [folder / f"rank_{rank}.log" for rank in range(world)]
+    processes = []
+    for rank, log in enumerate(logs):
+        log.unlink(missing_ok=True)  # of a run before
+        environ = _environment(rank, world, port)
+        process = context.Process(target=_main, args=(arguments, environ, log, before))
+        process.start()
+        processes.append(process)
+    try:
+        yield Run(processes, logs)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _environment(rank: int, world: int, port: int) -> dict[str, str]:
+    if world == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _main(
+    arguments: list[str],
+    environ: Mapping[str, str],
+    log: Path,
+    before: Callable[[], None] | None,
+) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(environ)
+    import torch
+
+    from pretrain_gpt2 import main
+
+    torch.set_num_threads(1)
+    if before is not None:
+        before()
+    sys.argv = ["pretrain_gpt2.py", *arguments]
+    main(arguments, os.environ)
+
+
+def newest(save: Path) -> Path:
+    return max(save.glob("step_????????"))
+
+
+def whole_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Every slice of a checkpoint: equal layouts have equal ones."""
+    return {
+        f"{file.name} {key}": tensor
+        for file in sorted(checkpoint.glob("*.safetensors"))
+        for key, tensor in load_file(file).items()
+    }
+
+
+def assert_equal_bits(one: Path, other: Path) -> None:
+    """Two checkpoints, saved at the same layout, hold the same bits in every tensor."""
+    ours, theirs = whole_tensors(one), whole_tensors(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.tobytes() == theirs[name].tobytes(), name
