@@ -5,18 +5,13 @@
 Every run of ours is the real program, `pretrain_gpt2.py`, under torchrun where it has several
 processes. The peer of `transformers_gpt2.py` trains on the same batches from the same initial
 weights. Dropout is 0 and all but one run compute in fp32, so that nothing differs but the order in
-which sums are rounded. Leaves learning_curves.md, .png and .json. Needs requirements-test.txt, and
-by default the text of a finished scripts/quickstart.sh.
+which sums are rounded. Renews its part of learning_curves.md, .png and .json. Needs
+requirements-test.txt, and by default the text of a finished scripts/quickstart.sh.
 """
 
-import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,19 +23,19 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import transformers_gpt2
-from benchmarks.curves import Curves, draw, gap_table, largest
-from benchmarks.parallel_layers import cpu_name
-from megatron.config.checks import flag
+from benchmarks.curves import gap_table
+from benchmarks.curves_page import BF16, LAYOUTS, PEER, SERIAL, about, gaps_to_serial, renew
+from benchmarks.program import pretrain, setting_flags, step_lines
 from megatron.config.data import DataConfig
+from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
 from megatron.data.gpt2 import open_splits
 from megatron.data.sources import Corpus, open_corpus
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import build_model
-
-ROOT = Path(__file__).resolve().parents[1]
 
 MODEL = ModelConfig(
     num_layers=4,
@@ -54,8 +49,11 @@ DATA = DataConfig(split="1,0,0", seq_length=128)
 OPTIMIZER = OptimizerConfig(lr=1e-3, min_lr=1e-4, lr_warmup_iters=50)
 STEPS, BATCH = 500, 8
 TRAINING = TrainingConfig(
-    train_iters=STEPS, micro_batch_size=4, global_batch_size=BATCH, log_interval=1, eval_iters=0
+    train_iters=STEPS, micro_batch_size=4, global_batch_size=BATCH, eval_iters=0
 )
+LOGGING = LoggingConfig(log_interval=1)
+COMMON = list(setting_flags(MODEL, DATA, OPTIMIZER, TRAINING, LOGGING))
+FP32, IN_BF16 = PrecisionConfig(bf16=False), PrecisionConfig(bf16=True)
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,9 @@ class Start:
     tensor_parallel: int = 1
     data_parallel: int = 1
     flags: tuple[str, ...] = ()
+    precision: PrecisionConfig = FP32
 
 
-SERIAL, BF16 = "serial", "bf16"
 OURS = {
     SERIAL: (Start(),),
     "t = 2": (Start(2),),
@@ -77,9 +75,9 @@ OURS = {
         Start(2, flags=("--exit-interval", str(STEPS // 2))),
         Start(data_parallel=2),
     ),
-    BF16: (Start(flags=("--bf16",)),),
+    BF16: (Start(precision=IN_BF16),),
 }
-PEER, EXACT_PEER = "transformers", "transformers, exact norm"
+EXACT_PEER = f"{PEER}, exact norm"
 CLIPS = {PEER: clip_grad_norm_, EXACT_PEER: transformers_gpt2.clip_by_exact_norm}
 
 
@@ -91,33 +89,20 @@ class Curve:
     rates: list[float]
 
 
-def setting_flags() -> Iterator[str]:
-    """The settings above that are not the program's defaults, as arguments."""
-    for section in (MODEL, DATA, OPTIMIZER, TRAINING):
-        for field in fields(section):
-            value = getattr(section, field.name)
-            if field.default is MISSING or value != field.default:
-                yield from (flag(field.name), str(value))
-
-
 def run(start: Start, data_path: Path, save: str) -> None:
     """The program, to its end; it goes on from what is in `save`, if anything is."""
+    size = ["--tensor-model-parallel-size", str(start.tensor_parallel)]
+    where = ["--data-path", str(data_path), "--save", save, "--load", save]
     processes = start.tensor_parallel * start.data_parallel
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *(launcher if processes > 1 else []), "pretrain_gpt2.py"]
-    command += [*setting_flags(), *start.flags, "--data-path", str(data_path)]
-    command += ["--tensor-model-parallel-size", str(start.tensor_parallel)]
-    command += ["--save", save, "--load", save]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, check=True)
+    flags = [*COMMON, *setting_flags(start.precision), *start.flags]
+    pretrain([*flags, *size, *where], processes)
 
 
 def our_curve(starts: tuple[Start, ...], data_path: Path) -> Curve:
     with tempfile.TemporaryDirectory() as save:
         for start in starts:
             run(start, data_path, save)
-        text = Path(save, "metrics.jsonl").read_text()
-    lines = [line for line in map(json.loads, text.splitlines()) if "loss" in line]
+        lines = step_lines(Path(save, "metrics.jsonl"))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     return Curve([line["loss"] for line in lines], [line["lr"] for line in lines])
 
@@ -151,95 +136,6 @@ def all_curves(data_path: Path, corpus: Corpus) -> dict[str, Curve]:
     return curves
 
 
-def gaps_to_serial(losses: Curves) -> dict[str, list[float]]:
-    """Absolute difference to the loss of the serial run at the same step."""
-    return {
-        name: [abs(a - b) for a, b in zip(loss, losses[SERIAL], strict=True)]
-        for name, loss in losses.items()
-        if name != SERIAL
-    }
-
-
-REPORT = """\
-# Learning curves
-
-One training run of {steps} steps by every route: serial; cut over t = 2 and t = 4 tensor-parallel
-ranks; over 2 x 2 ranks with data parallelism d = 2; stopped in the middle and resumed at another
-layout; in bf16; and by an independent loop of `transformers.GPT2LMHeadModel`,
-`torch.optim.AdamW`, `clip_grad_norm_` and torch's own schedulers. All runs of ours are the program
-itself, `pretrain_gpt2.py`. Same initial weights, same global batches, no dropout; fp32 but for the
-one in bf16.
-
-**The serial loss falls from {first:.3f} to {last:.3f}. The layout in fp32 that leaves it furthest
-is "{layout}": by {gap:.1e}, at step {step}. The independent loop leaves it by {peer_gap:.1e},
-at step {peer_step}.**
-
-![loss of all runs, and the gap of each to the serial one](learning_curves.png)
-
-Gap: absolute difference to the serial run's training loss at the same step.
-
-{table}
-
-## What this shows
-
-The fp32 layouts differ in nothing but the order in which sums are rounded; near these losses two
-neighbouring fp32 numbers are 4.8e-07 apart.
-
-The independent loop differs by more because of one number, the gradient norm that clipping divides
-by. On the CPU torch's fp32 norm of a long tensor drops digits (it is too small by 1e-5 over 10^6
-elements and by 1e-2 over 10^8), and `clip_grad_norm_` takes it tensor by tensor; this project does
-not sum so many squares in fp32. The last row is the same loop with the squares summed in fp64.
-
-The learning rates of all runs, torch's schedulers included, agree to a relative 1e-9. bf16 keeps 8
-significant bits of each activation, and its gap is that rounding.
-
-## How it was run
-
-    python benchmarks/learning_curves.py
-
-{versions};
-{machine}; one thread a process. On a GPU: not yet run.
-Text: that of `bash scripts/quickstart.sh`, {tokens:,} tokens of a vocabulary of {vocab_size:,}, of
-which {seen:,} are read. Settings, all else at its default:
-
-    {flags}
-
-`learning_curves.json` has the loss of every run at every step.
-"""
-
-
-def report(losses: Curves, corpus: Corpus) -> str:
-    """Markdown."""
-    gaps = gaps_to_serial(losses)
-    (gap, step), layout = max((largest(gaps[name]), name) for name in {*OURS} - {SERIAL, BF16})
-    peer_gap, peer_step = largest(gaps[PEER])
-    return REPORT.format(
-        steps=STEPS,
-        first=losses[SERIAL][0],
-        last=losses[SERIAL][-1],
-        layout=layout,
-        gap=gap,
-        step=step,
-        peer_gap=peer_gap,
-        peer_step=peer_step,
-        table=gap_table(gaps),
-        versions=", ".join(f"{name} {version}" for name, version in versions().items()),
-        machine=f"{os.cpu_count()} cores, {cpu_name()}",
-        tokens=sum(len(source.data.tokens) for source in corpus.sources),
-        vocab_size=corpus.vocab_size,
-        seen=STEPS * BATCH * DATA.seq_length,
-        flags=" ".join(setting_flags()),
-    )
-
-
-def versions() -> dict[str, str]:
-    return {
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
 def learning_curves(
     data_path: Path = Path("runs/quickstart/data/train_text_document"),
     out: Path = Path("docs/results"),
@@ -251,16 +147,12 @@ def learning_curves(
         out: folder of the report, the picture and the numbers.
     """
     corpus = open_corpus([str(data_path)], tokenizer=None)
+    record = about(corpus, STEPS * BATCH * DATA.seq_length, transformers=transformers.__version__)
     curves = all_curves(data_path.resolve(), corpus)
     losses = {name: curve.losses for name, curve in curves.items()}
-    gaps = gaps_to_serial(losses)
-    print(gap_table(gaps))
-    out.mkdir(parents=True, exist_ok=True)
-    draw(losses, gaps, out / "learning_curves.png")
-    (out / "learning_curves.md").write_text(report(losses, corpus))
-    rounded = {name: [round(loss, 7) for loss in each] for name, each in losses.items()}
-    record = {"versions": versions(), "flags": list(setting_flags()), "losses": rounded}
-    (out / "learning_curves.json").write_text(json.dumps(record) + "\n")
+    print(gap_table(gaps_to_serial(losses)))
+    rounded = {name: [round(loss, 10) for loss in each] for name, each in losses.items()}
+    renew(out, LAYOUTS, record | {"flags": " ".join(COMMON), "losses": rounded})
 
 
 if __name__ == "__main__":
