@@ -48,16 +48,16 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         name, rest = split_task(arguments)
         task = import_module(name)
         settings = parse(task.Settings, rest, environ)
-        checkpoint, tokenizer, manifest = open_trained(
+        folders, tokenizer, manifest = open_trained(
             settings.trained, settings.parallel, world_size(environ)
         )
         inputs = task.prepare(settings, manifest, tokenizer)
 
-    from megatron.train.evaluate import load_model
+    from megatron.train.evaluate import load_newest
     from megatron.train.launch import launch
 
     with launch(settings.parallel, environ) as mesh:
-        model = load_model(checkpoint, mesh)
+        checkpoint, model = load_newest(folders, mesh)
         figures = task.run(settings, inputs, model, manifest, tokenizer, mesh)
         if mesh.is_first:
             text = json.dumps({"checkpoint": str(checkpoint), **figures}, indent=1)

@@ -99,17 +99,17 @@ def continue_tokens(
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with user_errors(environ):
         settings = parse(Settings, arguments, environ)
-        checkpoint, tokenizer, _ = open_trained(
+        folders, tokenizer, _ = open_trained(
             settings.trained, settings.parallel, world_size(environ)
         )
 
     from tqdm import tqdm
 
-    from megatron.train.evaluate import load_model
+    from megatron.train.evaluate import load_newest
     from megatron.train.launch import launch
 
     with launch(settings.parallel, environ) as mesh:
-        model = load_model(checkpoint, mesh)
+        _, model = load_newest(folders, mesh)
         samples = []
         for number, prompt in enumerate(tqdm(settings.prompt, "sample", disable=not mesh.is_first)):
             tokens = tokenizer.encode(prompt)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,17 +17,34 @@ from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import is_most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh
 from megatron.train.checkpoint import load, read_manifest
+from megatron.train.start import newest_whole
 from megatron.train.state import build_model, model_pieces
 from megatron.train.step import summed_loss
 
 
-def load_model(path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> GPT2:
-    """The model of the checkpoint directory `path`, cut over this mesh, in evaluation mode."""
+def load_newest(folders: Sequence[Path], mesh: Mesh) -> tuple[Path, GPT2]:
+    """(checkpoint, its model) of the first that is whole; the first rank says what it passed over.
+
+    Raises ValueError where none is.
+    """
+    path, _, passed_over = newest_whole(folders, mesh)
+    for reason in passed_over if mesh.is_first else ():
+        print(f"warning: passed over: {reason}", file=sys.stderr)
+    return path, load_model(path, mesh, verified=True)
+
+
+def load_model(
+    path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32, *, verified: bool = False
+) -> GPT2:
+    """The model of the checkpoint directory `path`, cut over this mesh, in evaluation mode.
+
+    verified: as checkpoint.load.
+    """
     manifest = read_manifest(path)
     # Other kernels compute the same model, and need not be installed where it is used.
     section = replace(ModelConfig(**manifest["config"]["model"]), layernorm_impl="torch")
     model, _ = build_model(section, mesh, manifest["vocab_size"], seed=None, dtype=dtype)
-    load(path, model_pieces(model), mesh)
+    load(path, model_pieces(model), mesh, verified=verified)
     return model.eval()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 
 def open_trained(
     section: TrainedConfig, parallel: ParallelConfig, world_size: int
-) -> tuple[Path, Tokenizer, dict[str, Any]]:
-    """The newest readable checkpoint of --load, its tokenizer and its manifest.
+) -> tuple[Sequence[Path], Tokenizer, dict[str, Any]]:
+    """The checkpoints of --load from the newest readable one on, its tokenizer and its manifest.
 
     Warns of those it passes over. Raises FileNotFoundError without a checkpoint, ValueError where
     none is whole, where the model cannot be cut over the processes, and where the tokenizer is
@@ -35,4 +36,4 @@ def open_trained(
             f"tokenizer that {path} was trained with: fingerprint {tokenizer.fingerprint[:12]}, "
             f"not {trained_with[:12]}; the files the training data was made with would work"
         )
-    return path, tokenizer, manifest
+    return start.folders[start.folders.index(path) :], tokenizer, manifest

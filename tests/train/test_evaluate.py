@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
+from megatron.config.checkpoints import step_folders
 from megatron.data.gpt2 import Batch
-from megatron.train.evaluate import load_model, mean_loss, score
+from megatron.train.evaluate import load_model, load_newest, mean_loss, score
 from tests.dist import Pool
 from tests.tiny import (
     VOCABULARY,
@@ -94,3 +95,19 @@ def test_a_model_is_rebuilt_from_its_checkpoint_alone(gloo: Pool, tmp_path: Path
         assert (training, vocab_size) == (False, VOCABULARY)
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tiny_state(mesh_of_ranks(1))
+    facts = {"config": {"model": asdict(tiny_section())}, "vocab_size": VOCABULARY}
+    for state.step in (1, 2):
+        state.save(str(tmp_path), facts)
+    damaged = tmp_path / "step_00000002" / "shard_00000.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    path, _ = load_newest(step_folders(tmp_path), mesh_of_ranks(1))
+    assert path == tmp_path / "step_00000001"
+    assert f"warning: passed over: {damaged} is damaged" in capsys.readouterr().err

@@ -38,8 +38,8 @@ def trained(tmp_path: Path) -> TrainedConfig:
 
 def test_opens_what_fits(trained: TrainedConfig) -> None:
     parallel = ParallelConfig(tensor_model_parallel_size=2)
-    path, tokenizer, manifest = open_trained(trained, parallel, 2)
-    assert path == Path(trained.load) / "step_00000002"
+    folders, tokenizer, manifest = open_trained(trained, parallel, 2)
+    assert folders[0] == Path(trained.load) / "step_00000002"
     assert manifest["tokenizer"] == tokenizer.fingerprint
     assert manifest["config"]["model"]["num_attention_heads"] == 4
 
