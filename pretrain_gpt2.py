@@ -12,81 +12,87 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 
 from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig
-from megatron.config.resume import check_start, data_fingerprint, find_start, newest_readable
+from megatron.config.resume import (
+    check_start,
+    data_fingerprint,
+    find_start,
+    newest_readable,
+    run_id,
+)
 from megatron.train.inputs import open_inputs
+from megatron.train.signals import StopSignals, exit_code
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    with user_errors(environ):
-        world = world_size(environ)
-        config = parse(PretrainConfig, arguments, environ)
-        config.check(world)
-        corpus, train_data, validation_data = open_inputs(config)
-        start = find_start(config.checkpoint)
-        check = partial(check_start, config, identity=corpus.identity, finetune=start.finetune)
-        precision = None
-        if start.folders:
-            path, manifest, _ = newest_readable(start.folders)
-            check(path, manifest)
-            precision = None if start.finetune else manifest["precision"]
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        with user_errors(environ):
+            world = world_size(environ)
+            config = parse(PretrainConfig, arguments, environ)
+            config.check(world)
+            inputs = open_inputs(config)
+            identity, start, saved = inputs.corpus.identity, find_start(config.checkpoint), None
+            check = partial(check_start, config, identity=identity, finetune=start.finetune)
+            if start.folders:
+                path, manifest, _ = newest_readable(start.folders)
+                check(path, manifest)
+                saved = None if start.finetune else manifest["precision"]
 
-    from megatron.optim.schedule import learning_rate
-    from megatron.train.launch import default_precision, launch
-    from megatron.train.loop import Loop, train
-    from megatron.train.metrics import Metrics
-    from megatron.train.saver import Saver
-    from megatron.train.signals import StopSignals, exit_code
-    from megatron.train.sinks import open_sinks
-    from megatron.train.start import begin
-    from megatron.train.state import DTYPES, build_state
+        from megatron.optim.schedule import learning_rate
+        from megatron.train.claim import claim
+        from megatron.train.launch import launch
+        from megatron.train.loop import Loop, tell_start, train
+        from megatron.train.metrics import Metrics
+        from megatron.train.saver import Saver
+        from megatron.train.sinks import open_sinks
+        from megatron.train.start import begin, choose_precision
+        from megatron.train.state import DTYPES, build_state
 
-    with launch(config.parallel, environ) as mesh, StopSignals() as signals:
-        precision = config.precision.name or precision or default_precision(mesh.device)
-        state = build_state(
-            config.model,
-            config.optimizer,
-            config.precision,
-            mesh,
-            corpus.vocab_size,
-            seed=config.training.seed,
-            dtype=DTYPES[precision],
-        )
-        facts = {"config": asdict(config), "precision": precision, **corpus.identity}
-        news = begin(state, start, check)
+        with user_errors(environ):
+            mesh = stack.enter_context(launch(config.parallel, environ))
+        with user_errors(environ, agreed=True):
+            stack.enter_context(claim(config.checkpoint.save, mesh))
+            precision = choose_precision(config.precision.name, saved, mesh)
+            state = build_state(
+                config.model,
+                config.optimizer,
+                config.precision,
+                mesh,
+                inputs.corpus.vocab_size,
+                seed=config.training.seed,
+                dtype=DTYPES[precision],
+            )
+            facts = {"config": asdict(config), "precision": precision, **identity}
+            began = begin(state, start, check, facts)
+        facts |= {"run": run_id(began.manifest), "weights_of": began.weights_of}
         file, at, steps = config.metrics_file(), state.step, config.training.train_iters
-        sinks = open_sinks(config.logging, file, environ, at, facts, mesh)
-        with (
-            Metrics(file, mesh, start=at, steps=steps, sinks=sinks) as metrics,
-            Saver(mesh, config.checkpoint, facts, start_step=at) as saver,
-        ):
-            rate = partial(learning_rate, config.optimizer, decay_iters=config.lr_decay_iters())
-            metrics.describe(state.describe())
-            for each in news:
-                metrics.say(each)
-            metrics.say(
-                f"step {state.step}, {state.samples} samples consumed, learning rate "
-                f"{rate(state.updates + 1):.3e}, data {data_fingerprint(corpus.identity)}"
-            )
-            loop = Loop(
-                training=config.training,
-                log_interval=config.logging.log_interval,
-                global_batch_size=config.global_batch_size(world),
-                learning_rate=rate,
-                train_data=train_data,
-                validation_data=validation_data,
-                metrics=metrics,
-                signals=signals,
-                saver=saver,
-                save_interval=config.checkpoint.save_interval,
-            )
-            code = exit_code(train(state, loop))
-    if code:
+        sinks = open_sinks(config.logging, file, environ, at, facts, mesh, signals.ask)
+        metrics = stack.enter_context(Metrics(file, mesh, start=at, steps=steps, sinks=sinks))
+        rate = partial(learning_rate, config.optimizer, decay_iters=config.lr_decay_iters())
+        loop = Loop(
+            training=config.training,
+            log_interval=config.logging.log_interval,
+            global_batch_size=config.global_batch_size(world),
+            learning_rate=rate,
+            train_data=inputs.train,
+            validation_data=inputs.validation,
+            metrics=metrics,
+            signals=signals,
+            saver=stack.enter_context(Saver(mesh, config.checkpoint, facts, start_step=at)),
+            save_interval=config.checkpoint.save_interval,
+            owes_evaluation=began.owes_evaluation,
+        )
+        news = [*began.news, *config.checkpoint.warnings()]
+        tell_start(state, loop, news, data_fingerprint(identity))
+        end = train(state, loop)
+    if code := exit_code(end):
         raise SystemExit(code)
 
 

@@ -64,6 +64,15 @@ class Run:
         return "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
 
 
+def some_data(folder: Path) -> Path:
+    """A data set of random tokens, made when it is first asked for."""
+    prefix = folder / "some_text_document"
+    if not prefix.with_name(f"{prefix.name}.idx").exists():
+        numbers = np.random.default_rng(0)
+        write_data(prefix, [[*numbers.integers(1, 90, 200), 0] for _ in range(8)])
+    return prefix
+
+
 @contextmanager
 def pretrain(
     words: str, *, world: int = 1, folder: Path, before: Callable[[], None] | None = None
@@ -72,11 +81,8 @@ def pretrain(
 
     folder: of data set and logs. before: called in each process first, to break something.
     """
-    data = folder / "some_text_document"
-    if not data.with_name(f"{data.name}.idx").exists():
-        numbers = np.random.default_rng(0)
-        write_data(data, [[*numbers.integers(1, 90, 200), 0] for _ in range(8)])
-    arguments = [*SHAPE.split(), *REST.split(), "--data-path", str(data), *words.split()]
+    arguments = [*SHAPE.split(), *REST.split(), "--data-path", str(some_data(folder))]
+    arguments += words.split()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     port = _free_port()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.train.metrics import read_metrics
-from tests.programs import REST, SHAPE, assert_equal_bits, newest, pretrain
+from tests.programs import REST, SHAPE, assert_equal_bits, newest, pretrain, some_data
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 SPLIT = "--tensor-model-parallel-size 2"
@@ -47,12 +47,14 @@ def test_kill_9_at_random_moments_changes_no_bit(folder: Path, tmp_path: Path) -
         way = " --async-save" if chance.random() < 0.7 else ""
         far = last_step(save) + 3 * chance.randrange(4)
         with pretrain(flags(save, steps, more) + way, world=2, folder=folder) as run:
-            while run.is_alive() and last_step(save) < far:
+            deadline = time.monotonic() + 60
+            while run.is_alive() and last_step(save) < far and time.monotonic() < deadline:
                 time.sleep(0.005)
             time.sleep(chance.uniform(0.0, 0.4))
             kills += run.is_alive()
             run.signal(signal.SIGKILL, chance.choice([[0], [1], [0, 1]]))
-            run.signal(signal.SIGTERM)  # as torchrun does to those that are left
+            if "samples consumed" not in run.text():
+                run.signal(signal.SIGTERM)  # as torchrun does; later they end by themselves
             codes = run.wait(timeout=60)
         assert kills < 60, run.text()
     assert kills >= 5
@@ -81,6 +83,33 @@ def test_half_a_run_and_its_other_half_equal_a_whole_one(
         r"step 4, 16 samples consumed, learning rate [\d.e-]+, data [0-9a-f]{12}", text
     )
     assert_equal_bits(tmp_path / "whole" / "step_00000008", save / "step_00000008")
+
+
+def say_ready() -> None:
+    print("ready", flush=True)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.3, 1.0])
+def test_a_signal_while_a_run_starts_ends_it_with_75(
+    folder: Path, tmp_path: Path, seconds: float
+) -> None:
+    words = flags(tmp_path, 100_000, PLAIN)
+    with pretrain(words, folder=folder, before=say_ready) as run:
+        run.wait_for(lambda: "ready" in run.text())
+        time.sleep(seconds)
+        run.signal(signal.SIGUSR1)
+        assert run.wait() == [75], run.text()
+        assert "Traceback" not in run.text()
+
+
+def test_ctrl_c_saves_and_is_no_reason_to_requeue(folder: Path, tmp_path: Path) -> None:
+    words = flags(tmp_path, 100_000, f"{PLAIN} {SPLIT} --log-interval 1")
+    with pretrain(words, world=2, folder=folder) as run:
+        run.wait_for(lambda: "step 3 |" in run.text(0))
+        run.signal(signal.SIGINT)
+        assert run.wait() == [130, 130], run.text()
+        assert "ended by SIGINT; the same command with --load goes on" in run.text()
+    assert list(tmp_path.glob("step_*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -209,16 +238,14 @@ def test_a_flipped_bit_stops_the_run_by_name(folder: Path, tmp_path: Path) -> No
         assert not list(tmp_path.glob("step_*"))
 
 
-@pytest.mark.slow
-def test_torchrun_restarts_into_a_clean_resume(folder: Path, tmp_path: Path) -> None:
-    steps, more = 60, f"{DROPOUT} --save-interval 2 --tensor-model-parallel-size 2"
-    train(flags(tmp_path / "calm", steps, more), folder, world=2)
-    save = tmp_path / "restarted"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node=2", "--max-restarts=2", "pretrain_gpt2.py", *SHAPE.split()]
-    arguments = [*REST.split(), "--data-path", str(folder / "some_text_document")]
+def torchrun(words: str, save: Path, folder: Path, *launcher: str) -> subprocess.Popen[str]:
+    """The program under torchrun on two ranks, once it has saved for the first time."""
+    program = Path(__file__).parents[1] / "pretrain_gpt2.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *launcher]
+    command += ["--nproc-per-node=2", str(program), *SHAPE.split(), *REST.split()]
+    command += ["--data-path", str(some_data(folder)), *words.split()]
     process = subprocess.Popen(
-        [*launcher, *arguments, *flags(save, steps, more).split()],
+        command,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -227,7 +254,17 @@ def test_torchrun_restarts_into_a_clean_resume(folder: Path, tmp_path: Path) -> 
     while not list(save.glob("step_*")):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
+    return process
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_into_a_clean_resume(folder: Path, tmp_path: Path) -> None:
+    steps, more = 150, f"{DROPOUT} {SPLIT} --save-interval 2"
+    train(flags(tmp_path / "calm", steps, more), folder, world=2)
+    save = tmp_path / "restarted"
+    process = torchrun(flags(save, steps, more), save, folder, "--max-restarts=2")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert children, "it was through before it could be killed"
     os.kill(int(children[0]), signal.SIGKILL)
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 0, text
@@ -235,20 +272,35 @@ def test_torchrun_restarts_into_a_clean_resume(folder: Path, tmp_path: Path) -> 
     assert_equal_bits(newest(tmp_path / "calm"), newest(save))
 
 
+@pytest.mark.slow
+def test_a_script_can_stop_what_torchrun_started_and_read_that_it_should_go_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As docs/operations.md says: torchrun's own status is 1 in any case."""
+    process = torchrun(flags(tmp_path, 100_000, f"{PLAIN} --save-interval 2"), tmp_path, folder)
+    subprocess.run(["pkill", "-USR1", "-P", str(process.pid)], check=True)
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, text
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["ended"], last["exit_code"]) == ("SIGUSR1", 75)
+    assert newest(tmp_path).name == f"step_{last['step']:08d}"
+
+
 def test_requeued_fine_tuning_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
     pretrained, tuned = tmp_path / "pretrained", tmp_path / "tuned"
     train(flags(pretrained, 4, f"{PLAIN} --seed 7"), folder)
     words = f"--load {pretrained} --save {tuned} --finetune --train-iters 6 --save-interval 3"
-    words += f" --eval-iters 0 --seed 8 {PLAIN}"
+    words += f" --eval-iters 0 --log-interval 1 --seed 8 {PLAIN}"
     text = train(words, folder)
     assert f"starting at step 0 from the weights of {pretrained / 'step_00000004'}" in text
     shutil.copytree(tuned, tmp_path / "calm")
     shutil.rmtree(tuned / "step_00000006")
     text = train(words, folder)
     assert f"going on from {tuned / 'step_00000003'}" in text
+    assert "changed:" not in text
     assert_equal_bits(tuned / "step_00000006", tmp_path / "calm" / "step_00000006")
-    first = json.loads((tuned / "metrics.jsonl").read_text().splitlines()[0])
-    assert first["step"] == 6 or first["step"] <= 3
+    steps = [line["step"] for line in read_metrics(tuned / "metrics.jsonl") if "loss" in line]
+    assert steps == [1, 2, 3, 4, 5, 6]
 
 
 def test_other_data_needs_to_be_asked_for(folder: Path, tmp_path: Path) -> None:
@@ -259,3 +311,4 @@ def test_other_data_needs_to_be_asked_for(folder: Path, tmp_path: Path) -> None:
     assert "--override-data" in text
     text = train(flags(tmp_path, 4, f"{PLAIN} --seed 5 --override-data"), folder)
     assert "step 2, 8 samples consumed" in text
+    assert "changed: --seed is 5 (was 1234)" in text

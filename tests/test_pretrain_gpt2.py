@@ -93,8 +93,9 @@ def test_names_the_flag_and_what_would_work(
     assert message.count("\n") == 1
 
 
-def test_only_rank_0_prints(data: Path) -> None:
-    assert refusal(data, "--seq-length 17", "RANK=1 WORLD_SIZE=2") == ""
+def test_another_rank_tells_its_error_by_its_number(data: Path) -> None:
+    message = refusal(data, "--seq-length 17", "RANK=1 WORLD_SIZE=2")
+    assert message.startswith("rank 1: error: --seq-length 17")
 
 
 def test_refuses_an_empty_data_set(data: Path) -> None:

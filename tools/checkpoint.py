@@ -32,13 +32,12 @@ Directory = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 OTHERS = {
     "abandoned": rf"{STEP_FOLDER}\.abandoned(-[0-9]+)?",
     "partial, of a save that runs or was killed": rf"\.{STEP_FOLDER}\.partial",
-    "half replaced": rf"\.{STEP_FOLDER}\.old",
     "half removed": rf"\.{STEP_FOLDER}\.removed",
 }
 
 
 def ls(directory: Directory, json: bool = False) -> None:
-    """List the checkpoints: step, state, size, date, layout, validation loss.
+    """List the checkpoints: step, size, date, run, layout, validation loss, state.
 
     Sizes are looked at, contents are not: verify reads everything.
 
@@ -53,7 +52,7 @@ def ls(directory: Directory, json: bool = False) -> None:
     if json:
         print(_json(rows))
         return
-    header = ["checkpoint", "size", "saved", "layout", "validation loss", "", "state"]
+    header = ["checkpoint", "size", "saved", "run", "layout", "validation loss", "", "state"]
     print(_aligned([header, *map(_cells, rows)]))
     if not any(row["latest"] for row in rows) and (directory / "latest").is_file():
         print(f"latest names {(directory / 'latest').read_text().strip()}, which is not there")
@@ -164,6 +163,7 @@ def _row(folder: Path) -> dict[str, Any]:
         "wrong": wrong,
         "bytes": sum(file.stat().st_size for file in folder.iterdir() if file.is_file()),
         "saved": datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "minutes"),
+        "run": manifest.get("run"),
         "layout": manifest.get("environment", {}).get("layout"),
         "validation_loss": manifest.get("validation_loss"),
         "latest": latest.is_file() and latest.read_text().strip() == folder.name,
@@ -177,6 +177,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         row["checkpoint"],
         _size(row["bytes"]),
         row["saved"],
+        (row["run"] or "-")[:8],
         " x ".join(f"{name} {size}" for name, size in (row["layout"] or {}).items()) or "-",
         "-" if loss is None else f"{loss:.4f}",
         "latest" if row["latest"] else "",

@@ -1,7 +1,9 @@
 """Where checkpoints are written and read, and what of them is kept."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from megatron.config.checkpoints import save_directory
 from megatron.config.checks import SettingError, flag, optional_positive
 
 
@@ -45,12 +47,24 @@ class CheckpointConfig:
                     f"{flag(field)}{value} has nowhere to save to; "
                     "--save checkpoints beside it would work"
                 )
-        if self.finetune and self.load is None:
+        if self.finetune:
+            self._check_finetune()
+
+    def _check_finetune(self) -> None:
+        if self.load is None:
             raise SettingError(
                 "--finetune needs weights to start from; --load checkpoints beside it would work"
             )
-        if self.finetune and self.load == self.save:
+        if self.save is not None and save_directory(self.load) == Path(self.save).resolve():
             raise SettingError(
-                f"--finetune would mix its checkpoints with those of --load {self.load}; another "
-                "directory for --save would work"
+                f"--finetune would mix its checkpoints in --save {self.save} with those of --load "
+                f"{self.load}; another directory for --save would work"
             )
+
+    def warnings(self) -> list[str]:
+        """What is allowed, but rarely meant for a long run."""
+        if self.save is None:
+            return ["warning: nothing of this run is kept; --save checkpoints would keep it"]
+        if self.save_interval is None:
+            return ["warning: saved at the end alone; --save-interval 1000 would save on the way"]
+        return []

@@ -38,6 +38,18 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
+def one_step(load: str | Path) -> Path | None:
+    """The checkpoint's folder that `load` names, or that a link of any name leads to; None where
+    it names a directory of checkpoints."""
+    paths = Path(load), Path(load).resolve()
+    return next((path for path in paths if re.fullmatch(STEP_FOLDER, path.name)), None)
+
+
+def save_directory(load: str | Path) -> Path:
+    """The directory of the checkpoints that `load` names all or one of, however it is spelt."""
+    return Path(load).resolve() if one_step(load) is None else Path(load).resolve().parent
+
+
 def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest with a checksum of all of it, by which a flipped bit in a counter is found."""
     plain: dict[str, Any] = json.loads(json.dumps(manifest))

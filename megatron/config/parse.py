@@ -4,14 +4,18 @@ import contextlib
 import dataclasses
 import io
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
 from megatron.config.checks import SettingError, flag
+from megatron.config.failure import write_error_file
 from megatron.config.preset import preset_arguments
 
 Program = TypeVar("Program")
+
+PATIENCE = 3.0  # seconds within which a launcher ends all ranks where the first has failed
 
 _PRESET_HELP = (
     "--preset FILE reads settings from a TOML file (num_layers = 24); it may be given several "
@@ -20,11 +24,12 @@ _PRESET_HELP = (
 
 
 @contextlib.contextmanager
-def user_errors(environ: Mapping[str, str]) -> Iterator[None]:
+def user_errors(environ: Mapping[str, str], *, agreed: bool = False) -> Iterator[None]:
     """End the program with status 2 and one message where a ValueError or OSError is raised.
 
-    A warning is one line, too. Every rank meets the same, so that only rank 0 (RANK in environ)
-    prints them.
+    A warning is one line, too. Mostly every rank meets the same, so that only rank 0 (RANK in
+    environ) prints warnings, and an error of another rank waits until the launcher would have
+    ended it for the one of rank 0. agreed: every rank raises the same, and rank 0 tells it.
     """
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
@@ -36,9 +41,18 @@ def user_errors(environ: Mapping[str, str]) -> Iterator[None]:
             warnings.showwarning = show
             yield
     except (ValueError, OSError) as error:
-        if _is_first(environ):
-            print(f"error: {error}", file=sys.stderr)
+        if not agreed or _is_first(environ):
+            _tell(error, environ)
         raise SystemExit(2) from error
+
+
+def _tell(error: Exception, environ: Mapping[str, str]) -> None:
+    text = f"error: {error}"
+    if not _is_first(environ):
+        time.sleep(PATIENCE)
+        text = f"rank {environ['RANK']}: {text}"
+    print(text, file=sys.stderr, flush=True)
+    write_error_file(environ.get("TORCHELASTIC_ERROR_FILE"), text, text)
 
 
 def parse(program: type[Program], argv: Sequence[str], environ: Mapping[str, str]) -> Program:

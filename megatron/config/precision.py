@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 
 from megatron.config.checks import SettingError, flag, optional_positive, positive
 
+DYNAMIC = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
@@ -67,11 +69,15 @@ class PrecisionConfig:
                 f"--initial-loss-scale {self.initial_loss_scale} is below --min-loss-scale "
                 f"{self.min_loss_scale}; --min-loss-scale {self.first_scale():g} would work"
             )
-        scaling = [field for field in fields(self) if field.name not in ("bf16", "fp16")]
-        if not self.fp16:
-            for field in scaling:
-                if getattr(self, field.name) != field.default:
-                    raise SettingError(
-                        f"{flag(field.name)} is about loss scaling, which --fp16 alone does; "
-                        f"--fp16 beside it would work"
-                    )
+        for field in fields(self):
+            is_given = getattr(self, field.name) != field.default
+            if not self.fp16 and is_given and field.name not in ("bf16", "fp16"):
+                raise SettingError(
+                    f"{flag(field.name)} is about loss scaling, which --fp16 alone does; "
+                    f"--fp16 beside it would work"
+                )
+            if self.loss_scale is not None and is_given and field.name in DYNAMIC:
+                raise SettingError(
+                    f"{flag(field.name)} is about a loss scale that changes, and --loss-scale "
+                    f"{self.loss_scale:g} does not; leaving one of them out would work"
+                )

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checkpoints import STEP_FOLDER, read_manifest, step_folders, step_of
+from megatron.config.checkpoints import (
+    one_step,
+    read_manifest,
+    save_directory,
+    step_folders,
+    step_of,
+)
 from megatron.config.checks import flag, switch
 from megatron.config.pretrain import PretrainConfig
 
@@ -29,6 +35,8 @@ DATA = {
     "data": ("split", "seq_length", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
     "training": ("seed",),
 }
+# Settings that a resumed run may change, and is told of; others say where, and how fast.
+TOLD = ("model", "data", "optimizer", "training", "precision")
 SWITCHES = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
 OVERRIDE = "--override-data goes on all the same"
 
@@ -47,7 +55,7 @@ def find_start(section: CheckpointConfig) -> Start:
 
     --load and --save of the same directory is how a job is queued that restarts itself: its first
     start finds nothing to load, and that is no error. Raises FileNotFoundError where --load holds
-    no checkpoint, ValueError where --save holds those of another run.
+    no checkpoint, ValueError where --save holds those of another run than --load.
     """
     saved = step_folders(section.save) if section.save is not None else []
     if section.load is None:
@@ -58,32 +66,60 @@ def find_start(section: CheckpointConfig) -> Start:
                 "directory for --save, would work"
             )
         return Start()
-    if section.finetune and saved:
-        return Start(folders=tuple(saved))
-    folders = _folders(section.load)
-    if not folders and not saved and section.load != section.save:
+    one, folders = one_step(section.load), _folders(section.load)
+    save = section.save and Path(section.save).resolve()
+    is_same = save_directory(section.load) == save
+    if is_same and one is not None:
+        saved = []  # going back on purpose, in the same directory
+    if not folders and not saved and (one is not None or not is_same):
         raise FileNotFoundError(
             f"--load {section.load}: no checkpoint there; "
             "the directory given to an earlier --save would work"
         )
-    if is_one_step(section.load) and Path(section.load).resolve().parent == _resolved(section.save):
-        saved = []  # going back on purpose, in the same directory
+    if not is_same:
+        _check_one_run(section, saved, folders)
+    if section.finetune and saved:
+        return Start(folders=tuple(saved))
     both = {folder.resolve(): folder for folder in (*saved, *folders)}.values()
     ordered = sorted(both, key=step_of, reverse=True)
     return Start(folders=tuple(ordered), finetune=section.finetune)
 
 
-def is_one_step(load: str | Path) -> bool:
-    """Whether --load names one checkpoint, and not a directory of them."""
-    return re.fullmatch(STEP_FOLDER, Path(load).name) is not None
-
-
 def _folders(load: str | Path) -> list[Path]:
-    return [Path(load)] if is_one_step(load) and Path(load).is_dir() else step_folders(load)
+    one = one_step(load)
+    return [one] if one is not None and one.is_dir() else step_folders(load)
 
 
-def _resolved(directory: str | None) -> Path | None:
-    return None if directory is None else Path(directory).resolve()
+def _check_one_run(
+    section: CheckpointConfig, saved: Sequence[Path], folders: Sequence[Path]
+) -> None:
+    """What --save holds has to go on from the run of --load, or to be fine-tuned from it."""
+    ours, theirs = _first_readable(saved), _first_readable(folders)
+    if ours is None or theirs is None:
+        return
+    (folder, manifest), (other, pretrained) = ours, theirs
+    if manifest.get("weights_of" if section.finetune else "run") != pretrained.get("run"):
+        what, cure = "is not of the run of", f"--load {section.save}"
+        if section.finetune:
+            what, cure = "was not fine-tuned from", f"{cure} without --finetune"
+        raise ValueError(
+            f"--save {section.save} holds checkpoints up to {folder.name}, which {what} --load "
+            f"{section.load} ({other.name}) and would be mixed with this run's; {cure} "
+            "to go on from there, or another directory for --save, would work"
+        )
+
+
+def _first_readable(folders: Sequence[Path]) -> tuple[Path, dict[str, Any]] | None:
+    found = ((folder, examine(folder)[0]) for folder in folders)
+    return next(((folder, manifest) for folder, manifest in found if manifest), None)
+
+
+def run_id(manifest: Mapping[str, Any] | None) -> str:
+    """Of the run that the checkpoint continues, else a new one: `run` in every manifest.
+
+    A new one is random, so that ranks draw different ones; that of the first rank is saved.
+    """
+    return (manifest or {}).get("run") or secrets.token_hex(8)
 
 
 def examine(folder: Path) -> tuple[dict[str, Any], str]:
@@ -106,12 +142,18 @@ def newest_readable(folders: Sequence[Path]) -> tuple[Path, dict[str, Any], list
         if manifest:
             return folder, manifest, reasons
         reasons.append(reason)
-    raise ValueError(no_whole_one(reasons))
+    raise ValueError(no_whole_one(folders, reasons))
 
 
-def no_whole_one(passed_over: Sequence[str]) -> str:
-    reasons = "; ".join(passed_over)
-    return f"--load: no whole checkpoint; an older one in another directory would work ({reasons})"
+def no_whole_one(folders: Sequence[Path], reasons: Sequence[str]) -> str:
+    """The message where each of the folders is damaged, a reason a line."""
+    places = list(dict.fromkeys(str(folder.parent) for folder in folders))
+    cures = " and ".join(f"`python tools/checkpoint.py ls {place}`" for place in places)
+    lines = "".join(f"\n  {reason}" for reason in reasons)
+    return (
+        f"--load: no whole checkpoint in {' and '.join(places)}; {cures} shows what is there, and "
+        f"a directory with a whole one would work{lines}"
+    )
 
 
 def check_start(
@@ -147,7 +189,7 @@ def check_start(
     _check_precision(config, path, manifest)
     if not section.override_data:
         _check_settings(config, path, manifest, DATA, OVERRIDE)
-        _check_data_sets(path, identity["data"], manifest["data"])
+        _check_data_sets(path, identity["data"], manifest)
 
 
 def _check_settings(
@@ -173,21 +215,67 @@ def _check_precision(config: PretrainConfig, path: Path, manifest: Mapping[str, 
     if given not in (None, saved):
         raise ValueError(
             f"{SWITCHES[given]} is given, but {path} was trained in {saved}; "
-            f"{SWITCHES[saved]} would work"
+            f"{SWITCHES[saved]} would work, or --finetune, which takes its weights alone"
         )
 
 
-def _check_data_sets(path: Path, given: Sequence[str], saved: Sequence[str]) -> None:
-    pairs = zip_longest(given, saved, fillvalue="none")
+def _check_data_sets(path: Path, given: Sequence[str], manifest: Mapping[str, Any]) -> None:
+    pairs = zip_longest(given, manifest["data"], fillvalue="none")
+    place = " ".join(manifest["config"]["data"]["data_path"])
     for number, (ours, theirs) in enumerate(pairs, start=1):
         if ours != theirs:
             raise ValueError(
                 f"data set {number} of --data-path is {ours}, but {path} was trained with "
-                f"{theirs}; the data sets of that run, wherever they are now, would work, or "
-                f"{OVERRIDE}"
+                f"{theirs}; the data sets of that run, then at {place}, would work, or {OVERRIDE}"
             )
 
 
-def data_fingerprint(identity: Mapping[str, Any]) -> str:
-    """Twelve digits for tokenizer, vocabulary and data sets together."""
+def changes(facts: Mapping[str, Any], manifest: Mapping[str, Any], data_size: int) -> list[str]:
+    """A line for each setting that is not what it was when the checkpoint was saved, and one for
+    other data.
+
+    facts: of this run, as its own manifests have them. data_size: its data-parallel size.
+    """
+    now = _told(facts["config"], data_size)
+    then = _told(manifest["config"], manifest["environment"]["layout"]["data"])
+    changed = [name for name in now if name in then and now[name] != then[name]]
+    lines = {
+        name: f"changed: {flag(name)} is {_text(now[name])} (was {_text(then[name])})"
+        for name in changed
+    }
+    follows = now["lr_decay_iters"] is None and now["lr_decay_style"] != "constant"
+    if "train_iters" in lines and follows:
+        lines["train_iters"] += (
+            ": without --lr-decay-iters this moves the decay of the learning rate"
+        )
+    return [*lines.values(), *_data_changes(facts, manifest)]
+
+
+def _told(config: Mapping[str, Any], data_size: int) -> dict[str, Any]:
+    """The settings that are compared, by field, as JSON has them; a global batch that was left
+    open is what it comes to at this layout, and the precision is checked elsewhere."""
+    plain = json.loads(json.dumps({section: config[section] for section in TOLD}))
+    settings = {name: value for section in plain.values() for name, value in section.items()}
+    settings["global_batch_size"] = (
+        settings["global_batch_size"] or settings["micro_batch_size"] * data_size
+    )
+    return {name: value for name, value in settings.items() if name not in ("bf16", "fp16")}
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "not given"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _data_changes(facts: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
+    ours, theirs = data_fingerprint(facts), data_fingerprint(manifest)
+    if ours == theirs:
+        return []
+    return [f"changed: tokenizer or data sets: their fingerprint is {ours} (was {theirs})"]
+
+
+def data_fingerprint(facts: Mapping[str, Any]) -> str:
+    """Twelve digits for vocabulary, tokenizer and data sets together, as a manifest has them."""
+    identity = {key: facts[key] for key in ("vocab_size", "tokenizer", "data")}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,16 +34,8 @@ from megatron.config.checkpoints import (
 )
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.train.folder import (
-    prepare,
-    reason,
-    replace_folder,
-    restore,
-    set_aside,
-    space,
-    sync,
-    write_text,
-)
+from megatron.train.agree import agree
+from megatron.train.folder import prepare, reason, set_aside, space, sync, write_text
 
 __all__ = [
     "Part",
@@ -56,8 +48,6 @@ __all__ = [
     "verify",
     "write",
 ]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -123,8 +113,9 @@ def write(
 ) -> Written:
     """Write SAVE/step_XXXXXXXX from the parts of all ranks, which have to see one directory.
 
-    went_back_to: checkpoints beyond this step are of a run that was given up, and are renamed.
-    Raises OSError on every rank where one fails; then nothing of this checkpoint is left.
+    went_back_to: checkpoints beyond this step are of a run that was given up, and are renamed; so
+    is whatever has this checkpoint's name. Raises OSError on every rank where one fails; then
+    nothing of this checkpoint is left.
     """
     final = Path(directory) / f"step_{step:08d}"
     staging = final.with_name(f".{final.name}.partial")
@@ -138,27 +129,9 @@ def write(
     except BaseException:
         if mesh.is_first:
             shutil.rmtree(staging, ignore_errors=True)
-            restore(final.parent)
         raise
     assert written is not None
     return replace(written, notes=(*left, *written.notes))
-
-
-def agree(mesh: Mesh, action: Callable[[], T]) -> list[T]:
-    """What `action` returned on each rank; where it failed on one, an OSError on all of them that
-    names the first such rank."""
-    value, failure, cause = None, None, None
-    try:
-        value = action()
-    except Exception as error:
-        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-        place = ", ".join(f"{axis} {rank}" for axis, rank in mesh.coordinates.items())
-        failure, cause = f"on rank {place}: {kind}{error}", error
-    outcomes: list[Any] = mesh.peers.gather((value, failure))
-    if failures := [text for _, text in outcomes if text is not None]:
-        more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-        raise OSError(f"saving failed {failures[0]}{more}") from cause
-    return [outcome for outcome, _ in outcomes]
 
 
 def _write_shard(staging: Path, parts: Sequence[Part], mesh: Mesh) -> dict[str, Any]:
@@ -200,8 +173,9 @@ def _commit(
     write_text(staging / "manifest.json", json.dumps(seal(manifest), indent=1))
     write_text(pointer, final.name + "\n")
     sync(staging)
-    notes = () if went_back_to is None else set_aside(final.parent, went_back_to)
-    replace_folder(final, staging)
+    notes = set_aside(final, went_back_to)
+    staging.rename(final)
+    sync(final.parent)
     pointer.replace(final.with_name("latest"))
     sync(final.parent)
     return Written(final, sum(file["bytes"] for file in manifest["files"].values()), notes)

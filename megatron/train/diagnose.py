@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import log2
 from typing import Any
 
 from torch import Tensor, nn
@@ -134,8 +135,10 @@ def _scaling(scaler: LossScaler) -> str:
     if not scaler.is_scaling:
         return ""
     lowest = " (the lowest: --min-loss-scale)" if scaler.scale <= scaler.smallest else ""
+    power = log2(scaler.scale)
+    scale = f"2**{power:.0f}" if power.is_integer() else f"{scaler.scale:g}"
     return (
-        f" at loss scale {scaler.scale:g}{lowest}, overflow {scaler.skips + 1} in a row "
+        f" at loss scale {scale}{lowest}, overflow {scaler.skips + 1} in a row "
         f"(--max-consecutive-skips {scaler.most_skips})"
     )
 
@@ -163,6 +166,13 @@ def _where(state: TrainState, batches: Sequence[Batch], found: Finding | None) -
 
 
 def _cures(scaler: LossScaler) -> str:
-    if scaler.is_scaling:
-        return "A lower --lr, a longer --lr-warmup-iters or --bf16 may help"
-    return "A lower --lr or a longer --lr-warmup-iters may help"
+    if not scaler.is_scaling:
+        return "A lower --lr or a longer --lr-warmup-iters may help"
+    if scaler.window is None:
+        return "A smaller --loss-scale, or none, which lets it find its own, may help"
+    if scaler.scale > scaler.smallest:
+        return (
+            "If the scale was still falling, a smaller --initial-loss-scale or more "
+            "--max-consecutive-skips helps; else a lower --lr, a longer --lr-warmup-iters or --bf16"
+        )
+    return "A lower --lr, a longer --lr-warmup-iters or --bf16 may help"

@@ -1,11 +1,11 @@
 """The folders of checkpoints on disk: staged, renamed, set aside, removed.
 
-A name without a dot is a whole checkpoint, at every moment. What is being written, replaced or
-removed has a dotfile's name, which nobody reads, and which the next save cleans up:
+A name without a dot is a whole checkpoint, at every moment. What is being written or removed has
+a dotfile's name, which nobody reads, and which the next save cleans up:
 
-    .step_00000100.partial   is being written, or its writer was killed
-    .step_00000100.old       the former checkpoint of this step, until the new one has its name
-    .step_00000100.removed   is being removed
+    .step_00000100.partial     is being written, or its writer was killed
+    .step_00000100.removed     is being removed
+    step_00000100.abandoned    is whole, of a run that was given up; kept, and never gone on from
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from safetensors import SafetensorError
 from megatron.config.checkpoints import step_folders, step_of
 
 # What killed saves leave behind.
-LEFTOVERS = (".step_*.partial", ".step_*.old", ".step_*.removed")
+LEFTOVERS = (".step_*.partial", ".step_*.removed")
 
 
 def prepare(staging: Path) -> tuple[str, ...]:
     """Make the folder to write into, and remove what is left of saves that were killed; returns a
     line for each that cannot be removed."""
-    restore(staging.parent)
     failures = []
     for leftover in (path for each in LEFTOVERS for path in staging.parent.glob(each)):
         try:
@@ -38,40 +37,30 @@ def prepare(staging: Path) -> tuple[str, ...]:
     return tuple(failures)
 
 
-def restore(directory: Path) -> None:
-    """Put back a folder that was to be replaced, where its successor never came."""
-    for old in directory.glob(".step_*.old"):
-        final = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
-        if not final.exists():
-            old.rename(final)
-
-
-def set_aside(directory: Path, step: int) -> tuple[str, ...]:
-    """Rename the checkpoints beyond `step`, so that no later run goes on from them; say so."""
-    beyond = [folder for folder in step_folders(directory) if step_of(folder) > step]
-    notes = []
-    for folder in beyond:
-        names = (f"{folder.name}.abandoned{number}" for number in _numbers())
-        aside = next(path for path in map(folder.with_name, names) if not path.exists())
-        folder.rename(aside)
-        notes.append(f"{folder} is now {aside.name}: this run went on from step {step}")
+def set_aside(final: Path, step: int | None) -> tuple[str, ...]:
+    """Rename the checkpoints beyond `step`, so that no later run goes on from them, and whatever
+    has the name that is to be written; a line for each."""
+    folders = step_folders(final.parent) if step is not None else []
+    notes = [
+        f"{_abandon(folder)}: this run went on from step {step}"
+        for folder in folders
+        if step is not None and step_of(folder) > step
+    ]
+    if final.exists():
+        notes.append(f"{_abandon(final)}: this run saved that step again")
     return tuple(notes)
+
+
+def _abandon(folder: Path) -> str:
+    names = (f"{folder.name}.abandoned{number}" for number in _numbers())
+    aside = next(path for path in map(folder.with_name, names) if not path.exists())
+    folder.rename(aside)
+    return f"{folder} is now {aside.name}"
 
 
 def _numbers() -> Iterator[str]:
     yield ""
     yield from (f"-{number}" for number in count(2))
-
-
-def replace_folder(final: Path, new: Path) -> None:
-    """Rename `new` to `final`; one that is there (a step saved again) goes once it is replaced."""
-    old = final.with_name(f".{final.name}.old")
-    if final.exists():
-        final.rename(old)
-    new.rename(final)
-    sync(final.parent)
-    if old.exists():
-        shutil.rmtree(old)
 
 
 def write_text(path: Path, text: str) -> None:

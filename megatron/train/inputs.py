@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.gpt2 import GPT2Dataset, open_splits
 from megatron.data.sources import Corpus, open_corpus
 from megatron.data.tokenizer import build_tokenizer
 
 
-def open_inputs(config: PretrainConfig) -> tuple[Corpus, GPT2Dataset, GPT2Dataset | None]:
-    """(data sets, training split, validation split or None).
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The data sets, and what of them is trained and validated on."""
 
-    Raises ValueError or OSError, naming the flag, where a data set is damaged or does not fit.
-    """
+    corpus: Corpus
+    train: GPT2Dataset
+    validation: GPT2Dataset | None
+
+
+def open_inputs(config: PretrainConfig) -> Inputs:
+    """Raises ValueError or OSError, naming the flag, for data that is damaged or does not fit."""
     data = config.data
     tokenizer = None
     if data.vocab_file or data.merge_file:
@@ -31,4 +39,4 @@ def open_inputs(config: PretrainConfig) -> tuple[Corpus, GPT2Dataset, GPT2Datase
         raise ValueError(
             f"--split {data.split} keeps nothing for training; --split 29,1,0 would work"
         )
-    return corpus, train_data, validation_data
+    return Inputs(corpus=corpus, train=train_data, validation=validation_data)

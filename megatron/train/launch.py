@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import traceback
@@ -14,10 +15,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from megatron.config.failure import write_error_file
 from megatron.config.launch import world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
-from megatron.train.watch.ending import Ending, write_error_file
+from megatron.train.watch.ending import Ending
 from megatron.train.watch.lifeline import Lifeline, address_of, open_door
 from megatron.train.watch.rendezvous import (
     Arrival,
@@ -27,6 +29,7 @@ from megatron.train.watch.rendezvous import (
     enter,
     introduce,
     meet,
+    not_alone,
     open_store,
     reach,
     read_place,
@@ -34,7 +37,7 @@ from megatron.train.watch.rendezvous import (
 from megatron.train.watch.standing import RECORDED, groups_of
 from megatron.train.watch.watcher import Seat, Watch
 
-_PATIENCE = 120.0  # seconds within which all ranks have to arrive, if the time limit is longer
+PATIENCE = 120.0  # seconds within which all ranks have to arrive
 _MARGIN = 300.0  # seconds that torch's own time limits are longer, so that the watch speaks first
 
 
@@ -72,8 +75,9 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
         return
     with _recorded(error_file):
         place, limit = read_place(environ), 60 * parallel.distributed_timeout_minutes
-        patience = min(_PATIENCE, limit)
-        seat, arrivals = _find_others(place, patience)
+        seat, arrivals = _find_others(place, PATIENCE)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=2)  # where gloo aborts a process, it shows its stacks
     # Torch's recorder takes its size from the environment alone, when it is first asked.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
     with Watch(seat, limit, Ending(seat.store, place, error_file)) as watch:
@@ -108,18 +112,21 @@ def _find_others(place: Place, patience: float) -> tuple[Seat, list[Arrival]]:
     door = open_door()
     store = enter(open_store(place, patience), place)
     arrival = introduce(place, address_of(door, place.address, place.port))
-    arrivals = meet(store, place, arrival, patience)
+    with not_alone(store, place):
+        arrivals = meet(store, place, arrival, patience)
+    words = PrefixStore("watch", store)
     neighbour = arrivals[(place.rank + 1) % place.size]
     try:
         lines = {"neighbour": socket.create_connection(neighbour.door, timeout=patience)}
     except OSError as error:
+        Ending(words, place, None).follow()  # the neighbour may have left, with a verdict
         raise OSError(
             f"{arrival.host} does not reach {neighbour.host} at {neighbour.door[0]}, port "
             f"{neighbour.door[1]} ({error}); the hosts of a run need open ports between them"
         ) from error
     if place.rank or not place.is_host:
         lines["keeper"] = reach(place, patience)
-    return Seat(place, arrival.host, PrefixStore("watch", store), Lifeline(door, lines)), arrivals
+    return Seat(place, arrival.host, words, Lifeline(door, lines)), arrivals
 
 
 def _build(

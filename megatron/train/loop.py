@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from math import exp
 
 from megatron.config.training import TrainingConfig
@@ -34,6 +35,27 @@ class Loop:
     signals: StopSignals
     saver: Saver
     save_interval: int | None
+    owes_evaluation: bool = False  # the checkpoint it went on from was saved without one
+
+
+def tell_start(state: TrainState, loop: Loop, news: Sequence[str], data: str) -> None:
+    """Say, on the console and in the record, where a run starts and what it runs on.
+
+    news: of `start.begin`. data: fingerprint of the data sets.
+    """
+    facts = state.describe()
+    loop.metrics.describe(facts)
+    axes = " x ".join(f"{axis.name} {axis.size}" for axis in (state.mesh.data, state.mesh.tensor))
+    size = f"{facts['parameters']:,} parameters in {facts['dtype']}"
+    lr = loop.learning_rate(state.updates + 1)
+    for each in (
+        f"{size} on {facts['device']}, ranks {axes}",
+        *news,
+        f"step {state.step}, {state.samples} samples consumed, learning rate {lr:.3e}, data {data}",
+    ):
+        loop.metrics.say(each)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    loop.metrics.write({"step": state.step, "started": now, "data": data, **facts})
 
 
 def train(state: TrainState, loop: Loop) -> str:
@@ -43,12 +65,10 @@ def train(state: TrainState, loop: Loop) -> str:
     scheduler waits for no evaluation.
     """
     clock, agreed = Clock(), None
+    loop.signals.arm()
+    if loop.owes_evaluation and state.step % loop.training.eval_interval == 0:
+        _evaluate(state, loop)  # a signal came when it was due
     end = "train_iters" if state.step >= loop.training.train_iters else None
-    if end is not None:
-        loop.metrics.say(
-            f"nothing to do: step {state.step} of --train-iters {loop.training.train_iters}"
-        )
-        return end
     while end is None:
         batches, lr = _batches(state, loop), loop.learning_rate(state.updates + 1)
         result = train_step(state, batches, lr, wants_stop=lambda: _wants_stop(loop, clock))
@@ -67,7 +87,14 @@ def train(state: TrainState, loop: Loop) -> str:
                 loop.saver.save(state, validation_loss)
             _report_saves(state, loop, is_last=end is not None)
     loop.metrics.write({"step": state.step, "ended": end, "exit_code": exit_code(end)})
+    loop.metrics.say(_last_word(state, loop, end))
     return end
+
+
+def _last_word(state: TrainState, loop: Loop, end: str) -> str:
+    if end == "train_iters":
+        return f"step {state.step} | done: --train-iters {loop.training.train_iters}"
+    return f"step {state.step} | ended by {end}; the same command with --load goes on"
 
 
 def _is_due(state: TrainState, interval: int | None, end: str | None) -> bool:
@@ -135,12 +162,12 @@ def _wants_stop(loop: Loop, clock: Clock) -> bool:
 
 def _end(state: TrainState, loop: Loop, *, stop: bool) -> str | None:
     """What ends training after this step, the same on every rank; None goes on."""
+    if state.step >= loop.training.train_iters:
+        return "train_iters"
     if stop:
         loop.saver.close()  # raises on all ranks at once where a save has failed
         received = state.mesh.peers.gather(loop.signals.received)
         return next(filter(None, received), "exit_duration_in_mins")
-    if state.step >= loop.training.train_iters:
-        return "train_iters"
     interval = loop.training.exit_interval
     return "exit_interval" if interval and state.step % interval == 0 else None
 

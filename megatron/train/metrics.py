@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # read_metrics needs no torch
     from megatron.parallel.mesh import Mesh
 
 Line = dict[str, Any]
+GRACE = 5.0  # seconds that an error waits for the sinks
 LONGEST = 200  # characters of a string that a sink gets
 
 
@@ -47,22 +49,23 @@ class Metrics:
     ) -> None:
         """path: appended to; None keeps no file. start: steps done before this process.
 
-        OSError, here and in `write`, names the file: without its record a run ends.
+        Lines that a full disk does not take are said once, kept in memory and tried again with
+        each new one: a run goes on to its next save. Raises OSError, naming the file, here, and at
+        the end of a `with` where some are still not on disk.
         """
         self.is_first = mesh.is_first
         self.path = Path(path) if self.is_first and path is not None else None
         self.sinks = list(sinks)
         self.exit_code = 0
+        self._step = start
+        self._unwritten: list[str] = []
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             mark_rewound(self.path, start)
+        # Not in a log file, where it would hide the lines between its own.
+        is_shown = self.is_first and sys.stderr.isatty()
         self.bar = tqdm(
-            initial=start,
-            total=steps,
-            unit="step",
-            desc="pretrain",
-            disable=not self.is_first,
-            mininterval=0.1 if sys.stderr.isatty() else 30,  # a log file is no terminal
+            initial=start, total=steps, unit="step", desc="pretrain", disable=not is_shown
         )
         for sink in self.sinks:
             self.say(f"metrics go to {sink.name}, too: {sink.place}")
@@ -80,17 +83,32 @@ class Metrics:
             for key, value in line.items()
         }
         self.exit_code = line.get("exit_code", self.exit_code)
+        self._step = line.get("step", self._step)
         if self.path is not None:
-            with _named(self.path), self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._unwritten.append(json.dumps(finite, allow_nan=False) + "\n")
+            self._write_out(self.path)
         self._send({key: value for key, value in finite.items() if _is_short(value)})
 
     def say(self, text: str) -> None:
         if self.is_first:
             self.bar.write(text)
+            sys.stdout.flush()
 
     def advance(self) -> None:
         self.bar.update()
+
+    def _write_out(self, path: Path) -> None:
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write("".join(self._unwritten))
+        except OSError as error:
+            if path.is_file():
+                os.truncate(path, size)  # no line is there in part, or twice
+            if len(self._unwritten) == 1:
+                self.say(f"warning: {path}: {error.strerror}; its lines are kept in memory")
+        else:
+            self._unwritten.clear()
 
     def _send(self, line: Line) -> None:
         for sink in list(self.sinks):
@@ -118,8 +136,16 @@ class Metrics:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close_sinks(self.exit_code if kind is None else _exit_code(error))
+        code = self.exit_code if kind is None else _exit_code(error)
+        if code not in (0, self.exit_code):
+            self.write({"step": self._step, "ended": kind and kind.__name__, "exit_code": code})
+        # A sink may wait for a network; an error is told soon.
+        closing = Thread(target=self._close_sinks, args=(code,), daemon=True)
+        closing.start()
+        closing.join(None if kind is None else GRACE)
         self.bar.close()
+        if self._unwritten and kind is None:
+            raise OSError(f"{self.path}: {len(self._unwritten)} lines could not be written")
 
 
 def mark_rewound(path: Path, start: int) -> None:

@@ -63,7 +63,7 @@ class SaveReport:
     def __str__(self) -> str:
         removed = f", removed {', '.join(self.removed)}" if self.removed else ""
         return (
-            f"saved {self.path} | {self.bytes / 1e9:.2f} GB in {self.save_seconds:.1f} s, "
+            f"saved {self.path} | {self.bytes / 1e6:,.1f} MB in {self.save_seconds:.1f} s, "
             f"training waited {self.stall_seconds:.2f} s{removed}"
         ) + "".join(f"\nwarning: {note}" for note in self.notes)
 
@@ -83,7 +83,8 @@ class Saver:
     """Writes the checkpoints of one run; every rank has one, and calls it at the same steps.
 
     section: without its `save` nothing is saved. facts: for every manifest, beside counters,
-    validation loss and environment. start_step: of the checkpoint this run went on from; those
+    validation loss and environment; "run" is the id by which older checkpoints are known to be
+    this run's own, and may be removed. start_step: of the checkpoint this run went on from; those
     beyond it are renamed at the first save. A save that failed raises its OSError on every rank,
     in whichever of save(), reports() and close() comes next.
     """
@@ -99,7 +100,7 @@ class Saver:
         self._section = section
         self._facts = facts
         self._mesh = replace(mesh, peers=mesh.peers.another())
-        self._retention = Retention(section.keep_checkpoints, self._mesh)
+        self._retention = Retention(section.keep_checkpoints, self._mesh, facts.get("run"))
         self._went_back_to: int | None = start_step
         self._host = HostCopies()
         self._pending: tuple[Future[SaveReport], float] | None = None

@@ -1,22 +1,25 @@
-"""SIGTERM and SIGUSR1, which a scheduler sends before it takes the machine away."""
+"""SIGTERM and SIGUSR1, which a scheduler sends before it takes the machine away, and Ctrl-C."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
 
-SIGNALS = ("SIGTERM", "SIGUSR1")
-
-# Of a run that a signal stopped and that the same command continues: sysexits.h calls it
-# EX_TEMPFAIL. A script that requeues tests for it.
-REQUEUE = 75
+# 75 is the status of a run that the same command continues: sysexits.h calls it EX_TEMPFAIL, and a
+# script that requeues tests for it. 130 is what shells say of Ctrl-C, which asks for no requeue.
+SIGNALS = {"SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}
 
 
 class StopSignals:
-    """While entered, one of SIGNALS does nothing but set `received`; the loop looks at it."""
+    """While entered, one of SIGNALS ends the process with its status: nothing is to be saved yet.
+
+    After `arm()` it does nothing but set `received`, at which the loop looks. A second Ctrl-C ends
+    the process at once.
+    """
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._is_armed = False
 
     def __enter__(self) -> StopSignals:
         numbers = [signal.Signals[name] for name in SIGNALS]
@@ -27,10 +30,21 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def arm(self) -> None:
+        """From here on the run finishes its step and saves."""
+        self._is_armed = True
+
+    def ask(self, reason: str) -> None:
+        """Let the run end after this step for `reason`, as after a signal."""
+        self.received = self.received or reason
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
+        name = signal.Signals(number).name
+        if not self._is_armed or self.received == name == "SIGINT":
+            raise SystemExit(SIGNALS[name])
+        self.ask(name)
 
 
 def exit_code(end: str) -> int:
     """Of a run that `end` ended, as loop.train returns it."""
-    return REQUEUE if end in SIGNALS else 0
+    return SIGNALS.get(end, 0)

@@ -9,10 +9,10 @@ import json
 import netrc
 import os
 import secrets
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -46,11 +46,13 @@ def open_sinks(
     start: int,
     facts: Mapping[str, Any],
     mesh: Mesh,
+    stop: Callable[[str], None],
     say: Callable[[str], None] = print,
 ) -> list[Sink]:
     """The sinks asked for, on the first rank of the mesh; `say` is told of one that cannot open.
 
     start: steps done before this process. facts: the settings of the run, as JSON takes them.
+    stop: called with "wandb", from some thread, where a person stops the run on wandb's page.
     """
     if not mesh.is_first:
         return []
@@ -62,7 +64,9 @@ def open_sinks(
         project = logging.wandb_project
         assert metrics_path is not None  # require_sinks
         folder = Path(metrics_path).parent
-        openers["wandb"] = lambda: WandbSink(project, folder, environ, start, facts)
+        openers["wandb"] = lambda: WandbSink(
+            project, folder, environ, start, facts, partial(stop, "wandb")
+        )
     sinks = []
     for name, opened in openers.items():
         try:
@@ -110,6 +114,7 @@ class WandbSink:
         environ: Mapping[str, str],
         start: int,
         facts: Mapping[str, Any],
+        stop: Callable[[], None],
     ) -> None:
         """folder: gets wandb.json, which names the run, and wandb/, which holds its data.
 
@@ -122,12 +127,12 @@ class WandbSink:
         self.place = f"run {run_id} of project {project}"
         mode, reason = wandb_mode(environ), ""
         try:
-            self._run = _open_run(mode, project, folder, run_id, facts)
+            self._run = _open_run(mode, project, folder, run_id, facts, stop)
         except Exception as error:  # of the network, of the key
             if mode == "offline":
                 raise
             mode, reason = "offline", f" because of {one_line(error)}"
-            self._run = _open_run(mode, project, folder, run_id, facts)
+            self._run = _open_run(mode, project, folder, run_id, facts, stop)
         if mode == "offline":
             files = folder / "wandb" / f"offline-run-*-{run_id}"
             self.place += f", kept on disk{reason}; wandb sync {files} sends it"
@@ -169,7 +174,14 @@ def run_of(path: Path, project: str, start: int) -> str:
     return new["id"]
 
 
-def _open_run(mode: str, project: str, folder: Path, run_id: str, facts: Mapping[str, Any]) -> Any:
+def _open_run(
+    mode: str,
+    project: str,
+    folder: Path,
+    run_id: str,
+    facts: Mapping[str, Any],
+    stop: Callable[[], None],
+) -> Any:
     import wandb
 
     settings = wandb.Settings(
@@ -179,7 +191,7 @@ def _open_run(mode: str, project: str, folder: Path, run_id: str, facts: Mapping
         finish_timeout=FINISH_SECONDS,
         init_timeout=INIT_SECONDS,
         silent=True,
-        stop_fn=_stop,
+        stop_fn=stop,
         x_disable_meta=True,
         x_disable_stats=True,
         x_save_requirements=False,
@@ -204,11 +216,6 @@ def _open_run(mode: str, project: str, folder: Path, run_id: str, facts: Mapping
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run
-
-
-def _stop() -> None:
-    """The button "stop" on wandb's page: save and end, as for a scheduler."""
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager

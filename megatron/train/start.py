@@ -4,52 +4,110 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.config.resume import Start, examine, no_whole_one
+from megatron.config.resume import Start, changes, examine, no_whole_one
 from megatron.parallel.mesh import Mesh
+from megatron.train.agree import refuse_alike
 from megatron.train.checkpoint import verify
+from megatron.train.launch import default_precision
 from megatron.train.state import TrainState
 
 
+@dataclass(frozen=True)
+class Began:
+    """How a run began, the same on every rank.
+
+    news: what the user should know: where it starts, what was passed over, what has changed.
+    manifest: of the checkpoint that it continues; None from scratch and for fine-tuning.
+    weights_of: the id of the run whose weights were fine-tuned, now or before; for the facts of
+    this run's own manifests.
+    """
+
+    news: list[str]
+    manifest: dict[str, Any] | None = None
+    weights_of: str | None = None
+
+    @property
+    def owes_evaluation(self) -> bool:
+        """Whether a signal came when the weights were to be evaluated: they were saved without."""
+        return self.manifest is not None and self.manifest["validation_loss"] is None
+
+
 def begin(
-    state: TrainState, start: Start, check: Callable[[Path, Mapping[str, Any]], None]
-) -> list[str]:
+    state: TrainState,
+    start: Start,
+    check: Callable[[Path, Mapping[str, Any]], None],
+    facts: Mapping[str, Any],
+) -> Began:
     """Take up the newest checkpoint of `start` that every rank finds whole, byte for byte.
 
-    check: raises where the run of (folder, manifest) is another one than this.
-    Returns what the user should know: where the run starts, what was passed over and why.
+    check: raises ValueError where the run of (folder, manifest) is another one than this.
+    facts: of this run, as they go into its manifests. The first rank's `start` holds for all: over
+    a network the others may see other folders. Raises ValueError or OSError, on every rank alike.
     """
+    mesh = state.mesh
+    start = mesh.peers.gather(start)[0]
     if not start.folders:
-        return ["starting from scratch"]
-    path, manifest, passed_over = newest_whole(start.folders, state.mesh)
+        return Began(["starting from scratch"])
+    path, manifest, passed_over = newest_whole(start.folders, mesh)
     news = [f"passed over: {reason}" for reason in passed_over]
-    check(path, manifest)
+    refuse_alike(mesh, lambda: check(path, manifest))
     if start.finetune:
-        state.load_weights(path, verified=True)
-        return [*news, f"starting at step 0 from the weights of {path}"]
-    state.load(path, verified=True)
-    differences = _differences(manifest["environment"], environment(state.mesh))
-    return [*news, f"going on from {path}", *differences]
+        refuse_alike(mesh, lambda: state.load_weights(path, verified=True))
+        news += [f"starting at step 0 from the weights of {path}"]
+        return Began(news, weights_of=manifest.get("run"))
+    refuse_alike(mesh, lambda: state.load(path, verified=True))
+    news += [f"going on from {path}"]
+    news += changes(facts, manifest, mesh.data.size)
+    news += _differences(manifest["environment"], environment(mesh))
+    return Began(news, manifest, manifest.get("weights_of"))
 
 
 def newest_whole(folders: Sequence[Path], mesh: Mesh) -> tuple[Path, dict[str, Any], list[str]]:
     """(folder, manifest, what is wrong with each that was passed over) of the first whole one.
 
-    Every rank calls this and gets the same. Raises ValueError with every reason where there is
-    none.
+    Every rank calls this and gets the same; of `folders` those of the first rank hold for all.
+    Raises ValueError with every reason where there is none.
     """
+    folders = mesh.peers.gather(list(folders))[0]
     reasons: list[str] = []
     for path in folders:
         manifest, reason = examine(path)
-        found = [each for each in mesh.peers.gather(reason) if each] or verify(path, mesh)
+        seen = mesh.peers.gather((reason, manifest.get("checksum")))
+        found = [each for each, _ in seen if each]
+        if not found and len(set(seen)) > 1:
+            found = [f"{path} is not the same on all ranks; a shared directory would work"]
+        found = found or verify(path, mesh)
         if not found:
             return path, manifest, reasons
         reasons.append(found[0])
-    raise ValueError(no_whole_one(reasons))
+    raise ValueError(no_whole_one(folders, reasons))
+
+
+def choose_precision(given: str | None, saved: str | None, mesh: Mesh) -> str:
+    """The precision of all ranks: `given` by the flags, else `saved` with the checkpoint (as the
+    first rank sees it), else what suits the device.
+
+    Every rank calls this. Raises ValueError on all of them where they differ.
+    """
+    saved = mesh.peers.gather(saved)[0]
+    chosen = mesh.peers.gather(given or saved or default_precision(mesh.device))
+    if len(set(chosen)) > 1:
+        ranks = {
+            name: ", ".join(str(rank) for rank, each in enumerate(chosen) if each == name)
+            for name in dict.fromkeys(chosen)
+        }
+        found = " and ".join(f"{name} (rank {each})" for name, each in ranks.items())
+        raise ValueError(
+            f"the ranks' devices would compute in {found}; --no-bf16 or --bf16, for all of them, "
+            "would work"
+        )
+    return chosen[0]
 
 
 def environment(mesh: Mesh) -> dict[str, Any]:

@@ -69,6 +69,10 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
         "--initial-loss-scale 2[*][*]3 is below .*--min-loss-scale 8 would work",
     ),
     (PrecisionConfig, {"fp16": True, "loss_scale": 0.0}, "--loss-scale 0.0"),
+    *(
+        (PrecisionConfig, {"fp16": True, "loss_scale": 8.0} | one, "leaving one of them out")
+        for one in ({"hysteresis": 1}, {"initial_loss_scale": "4"}, {"loss_scale_window": 9})
+    ),
     (PrecisionConfig, {"fp16": True, "max_consecutive_skips": 0}, "--max-consecutive-skips 1"),
     (CheckpointConfig, {"save": "here", "save_interval": 0}, "--save-interval"),
     (CheckpointConfig, {"save_interval": 5}, "--save-interval 5 .*--save checkpoints"),

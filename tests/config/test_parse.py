@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 import warnings
@@ -157,12 +158,34 @@ def test_help_is_grouped_and_names_aliases(capsys: pytest.CaptureFixture[str]) -
         assert words in text
 
 
-@pytest.mark.parametrize(("rank", "message"), [("0", "error: --flag 1\n"), ("3", "")])
-def test_only_rank_0_prints(rank: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop, user_errors({"RANK": rank}):
+@pytest.mark.parametrize(
+    ("rank", "message", "waited"),
+    [("0", "error: --flag 1", []), ("3", "rank 3: error: --flag 1", [3.0])],
+)
+def test_another_rank_prints_after_rank_0_would_have_ended_it(
+    rank: str,
+    message: str,
+    waited: list[float],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    file = tmp_path / "error.json"
+    environ = {"RANK": rank, "TORCHELASTIC_ERROR_FILE": str(file)}
+    with pytest.raises(SystemExit) as stop, user_errors(environ):
         raise ValueError("--flag 1")
     assert stop.value.code == 2
-    assert capsys.readouterr().err == message
+    assert (capsys.readouterr().err, pauses) == (f"{message}\n", waited)
+    assert json.loads(file.read_text())["message"]["message"] == message
+
+
+def test_only_rank_0_tells_what_all_agree_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, message in (("0", "error: --flag 1\n"), ("3", "")):
+        with pytest.raises(SystemExit, match="2"), user_errors({"RANK": rank}, agreed=True):
+            raise ValueError("--flag 1")
+        assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize(("rank", "message"), [("0", "warning: --flag 1\n"), ("3", "")])

@@ -23,6 +23,7 @@ def make_checkpoint(directory: Path, step: int, **facts: Any) -> Path:
     manifest = {
         "format": FORMAT,
         "counters": {"step": step, "samples": 4 * step},
+        "run": "0123456789abcdef",
         "validation_loss": None,
         "precision": "fp32",
         "config": {"model": {"num_layers": 2}, "training": {"seed": 1234}},

@@ -40,6 +40,8 @@ def test_ls_tells_of_all_that_is_there(directory: Path) -> None:
     assert [line.split()[0] for line in lines] == ["checkpoint", *names, *others]
     assert "data 1 x tensor 2" in lines[1]
     assert "2.5000" in lines[1]
+    assert lines[1].split()[-9] == "01234567"
+    assert " 0123456" not in lines[2]  # it cannot be read
     assert lines[1].endswith("latest  complete")
     assert "shard_00001.safetensors is not there" in lines[2]
     assert "latest" not in lines[3]
@@ -61,6 +63,7 @@ def test_ls_as_json(directory: Path) -> None:
     rows = {row["checkpoint"]: row for row in json.loads(run("ls", directory, "--json"))}
     best = rows["step_00000040"]
     assert (best["step"], best["wrong"], best["latest"]) == (40, None, True)
+    assert best["run"] == "0123456789abcdef"
     assert best["layout"] == {"data": 1, "tensor": 2}
     assert best["bytes"] > sum(map(len, FILES.values()))
     assert rows["step_00000010.abandoned"]["kind"] == "abandoned"
@@ -87,6 +90,7 @@ def test_show_tells_settings_counters_and_tensors(directory: Path) -> None:
     words = [line.split() for line in text.splitlines()]
     assert ["parameters", "8"] in words  # those of the model, without Adam's moments
     assert ["counters.samples", "160"] in words
+    assert ["run", "0123456789abcdef"] in words
     assert ["config.model.num_layers", "2"] in words
     assert ["environment.torch", "2.13.0"] in words
     assert ["exp_avg.weight", "float32", "[4,", "2]", "2"] in words

@@ -8,11 +8,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+_LONGEST = 200.0  # seconds of one run on a busy machine; an idle one takes some ten
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """\
-import os, signal, sys, time
+import os, signal, sys, threading, time
+from pathlib import Path
 import torch
+import megatron.train.launch as start
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.collectives import all_reduce
 from megatron.train.launch import launch
@@ -21,6 +24,7 @@ parallel = ParallelConfig(
     tensor_model_parallel_size={tensor}, distributed_timeout_minutes={limit} / 60
 )
 rank = int(os.environ["RANK"])
+{first}
 with launch(parallel, os.environ) as mesh:
     for step in range(6):
         last = step == 5
@@ -35,14 +39,16 @@ class Ended:
     errors: str
 
 
-def write_program(directory: Path, body: str, *, tensor: int = 2, limit: float = 60) -> Path:
+def write_program(
+    directory: Path, body: str, *, tensor: int = 2, limit: float = 60, first: str = ""
+) -> Path:
     """body: lines run in each of six steps, `last` being true in the sixth.
 
-    limit: seconds without progress; they also bound the start, which is slow on a busy machine.
+    limit: seconds without progress. first: lines run before the ranks meet.
     """
     lines = "\n".join(f"        {line}" for line in body.strip().splitlines())
     path = directory / "program.py"
-    path.write_text(PROGRAM.format(tensor=tensor, limit=limit, body=lines))
+    path.write_text(PROGRAM.format(tensor=tensor, limit=limit, first=first, body=lines))
     return path
 
 
@@ -80,7 +86,7 @@ def run_ranks(
     }
     try:
         ended = {
-            rank: Ended(process.wait(60), *process.communicate())
+            rank: Ended(process.wait(_LONGEST), *process.communicate())
             for rank, process in processes.items()
             if rank not in stopped
         }

@@ -27,9 +27,10 @@ def saver_into(
     asynchronous: bool = False,
     keep: int | None = None,
     start_step: int = 0,
+    run: str = "tiny",
 ) -> Saver:
     section = CheckpointConfig(save=str(directory), async_save=asynchronous, keep_checkpoints=keep)
-    return Saver(state.mesh, section, {"run": "tiny"}, start_step=start_step)
+    return Saver(state.mesh, section, {"run": run}, start_step=start_step)
 
 
 def train(state: TrainState, steps: int = 1) -> None:

@@ -158,8 +158,8 @@ def test_a_run_with_loss_scaling_says_where_that_stands() -> None:
     with pytest.raises(NonFiniteError) as raised:
         step(state)
     text = str(raised.value)
-    assert "at loss scale 32768, overflow 2 in a row (--max-consecutive-skips 2)" in text
-    assert text.endswith("A lower --lr, a longer --lr-warmup-iters or --bf16 may help")
+    assert "at loss scale 2**15, overflow 2 in a row (--max-consecutive-skips 2)" in text
+    assert "a smaller --initial-loss-scale or more --max-consecutive-skips helps" in text
 
 
 def test_a_norm_alone_may_overflow() -> None:

@@ -66,7 +66,13 @@ def test_the_device_is_the_processes_own_gpu_or_the_cpu_for_all() -> None:
 
 
 def test_ranks_that_do_not_arrive_are_named(tmp_path: Path) -> None:
-    program = write_program(tmp_path, "print('built')", limit=3)
+    # The two that come start to wait at the same time.
+    come = f"""
+Path({str(tmp_path)!r}, str(rank)).touch()
+while not all(Path({str(tmp_path)!r}, each).exists() for each in "01"): time.sleep(0.01)
+start.PATIENCE = 3.0
+"""
+    program = write_program(tmp_path, "print('built')", first=come)
     first, second = run_ranks(program, 4, absent=(2, 3))
     assert (first.status, second.status) == (1, 1)
     told = [each.errors for each in (first, second) if each.errors]
@@ -77,6 +83,49 @@ def test_ranks_that_do_not_arrive_are_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_first_rank_is_named(tmp_path: Path) -> None:
-    [other] = run_ranks(write_program(tmp_path, "", limit=2), 2, absent=(0,))
+    [other] = run_ranks(
+        write_program(tmp_path, "pass", first="start.PATIENCE = 2.0"), 2, absent=(0,)
+    )
     assert other.status == 1
     assert "did not reach rank 0 at 127.0.0.1:" in other.errors
+
+
+# Everybody else is there when rank {rank} leaves, which it does by a signal.
+MEET = """
+meet = start.meet
+def leave(*_): sys.exit(75)
+def meet_and_leave(store, *arguments):
+    signal.signal(signal.SIGALRM, leave)
+    if rank == {rank}: signal.setitimer(signal.ITIMER_REAL, 0.5)
+    return meet(store, *arguments)
+start.meet = meet_and_leave
+"""
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_who_leaves_while_the_ranks_meet_takes_the_others_along(
+    tmp_path: Path, leaver: int
+) -> None:
+    """Long before the others would give up waiting for the third rank."""
+    program = write_program(tmp_path, "pass", tensor=1, first=MEET.format(rank=leaver))
+    ended = run_ranks(program, 3, absent=(2,))
+    assert [each.status for each in ended] == [75, 75], ended
+    assert ended[leaver].errors == f"rank {leaver} left while the ranks met\n"
+    assert ended[1 - leaver].errors == ""
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_who_leaves_before_the_mesh_is_there_takes_the_others_along(
+    tmp_path: Path, leaver: int
+) -> None:
+    leave = f"""
+build = start._build
+def leave(*arguments):
+    if rank == {leaver}: sys.exit(75)
+    return build(*arguments)
+start._build = leave
+"""
+    ended = run_ranks(write_program(tmp_path, "pass", first=leave), 2)
+    assert [each.status for each in ended] == [75, 75], ended
+    assert "left, with exit status 75, before the run began" in ended[leaver].errors
+    assert len(ended[0].errors.splitlines()) == 1

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,11 +143,46 @@ def test_numbers_that_are_not_finite_are_null_in_the_record(tmp_path: Path) -> N
     assert every_line(path) == [{"step": 1, "loss": None, "grad_norm": None}]
 
 
-def test_a_full_disk_ends_the_run_by_an_error_that_names_the_file(tmp_path: Path) -> None:
-    with metrics(tmp_path / "metrics.jsonl") as file:
-        file.path = Path("/dev/full")
-        with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-            file.write({"step": 1})
+def fill(folder: Path) -> Path:
+    """A file that takes all the room there is, or that a file may take."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"x" * 4096):
+            pass
+    return filler
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_later(
+    small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, steps = small_disk / "metrics.jsonl", list(range(1, 5000))
+    with metrics(path) as file:
+        filler = fill(small_disk)
+        for step in steps:
+            file.write({"step": step})
+            if step == 4000:
+                assert len(every_line(path)) < 4000
+                filler.unlink()
+    assert [line["step"] for line in every_line(path)] == steps
+    assert capsys.readouterr().out.count("its lines are kept in memory") == 1
+
+
+def test_lines_that_are_lost_in_the_end_are_an_error(small_disk: Path) -> None:
+    fill(small_disk)
+    with pytest.raises(OSError, match=r"metrics.jsonl: \d+ lines could not be written"):
+        write_steps(small_disk / "metrics.jsonl", 0, *range(1, 5000))
+
+
+def test_an_error_is_the_last_line(tmp_path: Path) -> None:
+    def fail() -> None:
+        with metrics(tmp_path / "m.jsonl") as file:
+            file.write({"step": 4})
+            raise ArithmeticError("no")
+
+    with pytest.raises(ArithmeticError):
+        fail()
+    last = {"step": 4, "ended": "ArithmeticError", "exit_code": 1}
+    assert every_line(tmp_path / "m.jsonl")[-1] == last
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

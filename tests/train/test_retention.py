@@ -6,11 +6,11 @@ import pytest
 
 from megatron.config.checkpoints import step_folders
 from megatron.train import checkpoint as checkpoint_module
-from megatron.train import folder
+from megatron.train import folder, retention
 from megatron.train.retention import surplus_of
 from megatron.train.saver import SaveReport
 from tests.dist import Pool
-from tests.train.saving import BOTH, flip, fresh, names, save_steps, saver_into
+from tests.train.saving import BOTH, fail, flip, fresh, names, save_steps, saver_into
 
 
 def save_and_keep(tensor_size: int, directory: Path, asynchronous: bool) -> list[SaveReport]:
@@ -53,13 +53,13 @@ def test_nothing_is_removed_before_as_many_newer_ones_are_whole(
     state = fresh()
     saver = saver_into(tmp_path, state, keep=2)
     save_steps(saver, state, [1, 2])
-    replace_folder = checkpoint_module.replace_folder
+    set_aside = checkpoint_module.set_aside
 
-    def replace_and_damage(final: Path, new: Path) -> None:
-        replace_folder(final, new)
-        flip(final / "shard_00000.safetensors")
+    def damage_and_set_aside(final: Path, step: int | None) -> tuple[str, ...]:
+        flip(final.with_name(f".{final.name}.partial") / "shard_00000.safetensors")
+        return set_aside(final, step)
 
-    monkeypatch.setattr(checkpoint_module, "replace_folder", replace_and_damage)
+    monkeypatch.setattr(checkpoint_module, "set_aside", damage_and_set_aside)
     reports = save_steps(saver, state, [3, 4])
     assert [report.removed for report in reports] == [(), ()]
     assert [len(report.notes) for report in reports] == [1, 1]
@@ -89,6 +89,41 @@ def test_one_that_cannot_be_removed_is_told_and_does_not_end_the_run(
     assert (third.removed, fourth.removed) == ((), ())
     assert "step_00000001 is not removed" in third.notes[0]
     assert ".step_00000001.removed, of a former save, is not removed" in fourth.notes[0]
+
+
+def test_checkpoints_of_another_run_are_kept_and_told_once(tmp_path: Path) -> None:
+    state = fresh()
+    save_steps(saver_into(tmp_path, state, run="other"), state, [1, 2])
+    saver = saver_into(tmp_path, state, keep=2, start_step=2)
+    reports = save_steps(saver, state, [3, 4, 5, 6])
+    assert [len(report.notes) for report in reports] == [2, 0, 0, 0]
+    assert f"{tmp_path / 'step_00000002'} is of another run; it is kept" in reports[0].notes[0]
+    removed = [report.removed for report in reports]
+    assert removed == [(), (), ("step_00000003",), ("step_00000004",)]
+
+
+def save_twice_where_rank_0_fails(directory: Path, broken: str) -> list[SaveReport]:
+    state = fresh(2)
+    saver = saver_into(directory, state, keep=2)
+    working = getattr(retention, broken)
+    if state.mesh.is_first:
+        setattr(retention, broken, fail)
+    try:
+        return save_steps(saver, state, [1, 2])
+    finally:
+        setattr(retention, broken, working)
+
+
+@pytest.mark.parametrize("broken", ["step_folders", "read_manifest"])
+def test_what_fails_after_a_save_is_told_and_ends_no_run(
+    gloo: Pool, tmp_path: Path, broken: str
+) -> None:
+    ours, theirs = gloo.run(2, save_twice_where_rank_0_fails, tmp_path, broken)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.notes == other.notes
+        assert "no luck" in mine.notes[0]
+        assert mine.removed == other.removed == ()
+    assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
 
 
 def test_the_surplus_is_neither_new_nor_best() -> None:

@@ -114,6 +114,20 @@ def test_without_a_directory_nothing_is_saved() -> None:
     assert saver.reports() == []
 
 
+def test_whatever_has_the_name_is_set_aside(tmp_path: Path) -> None:
+    state = fresh()
+    save_steps(saver_into(tmp_path, state), state, [1])
+    kept = contents(tmp_path / "step_00000001")
+    (tmp_path / "step_00000002").write_text("a file")
+    again, other = save_steps(saver_into(tmp_path, state, start_step=1), state, [1, 2])
+    assert contents(tmp_path / "step_00000001.abandoned") == kept
+    assert (tmp_path / "step_00000002.abandoned").read_text() == "a file"
+    assert [len(report.notes) for report in (again, other)] == [1, 1]
+    assert "step_00000001.abandoned: this run saved that step again" in again.notes[0]
+    state.load(tmp_path / "step_00000001")
+    state.load(tmp_path / "step_00000002")
+
+
 def test_checkpoints_beyond_the_start_are_set_aside(tmp_path: Path) -> None:
     state = fresh()
     save_steps(saver_into(tmp_path, state), state, [1, 2, 3])

@@ -65,12 +65,14 @@ def test_a_failure_anywhere_leaves_the_former_checkpoint(
     assert not list(tmp_path.glob(".step_*"))
     for path in step_folders(tmp_path):  # one that has its name is whole
         state.load(path)
-    save_steps(saver_into(tmp_path, state, start_step=2), state, [2])
-    assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
+    save_steps(saver_into(tmp_path, state, start_step=2), state, [3])
+    # The second has its name where `latest` alone was not replaced.
+    others = ["step_00000002"] if call == "replace" else []
+    assert names(tmp_path) == ["latest", "step_00000001", *others, "step_00000003"]
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_failure_while_a_step_is_saved_again_leaves_one_of_both(
+def test_a_failure_while_a_step_is_saved_again_leaves_the_former_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     state = fresh()
@@ -90,13 +92,16 @@ def test_a_failure_while_a_step_is_saved_again_leaves_one_of_both(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", at_times(rename))
         patch.setattr(Path, "replace", at_times(replace))
-        if number < 3:  # old away, new in, latest; then nothing more is renamed
+        if number < 3:  # the former aside, the new one in, latest; then nothing more is renamed
             with pytest.raises(KeyboardInterrupt):
                 save_steps(saver, state, [1])
         else:
             save_steps(saver, state, [1])
-    state.load(tmp_path / "step_00000001")
-    assert names(tmp_path)[-2:] == ["latest", "step_00000001"]
+    former = "step_00000001" if number == 0 else "step_00000001.abandoned"
+    state.load(tmp_path / former)
+    there = {former} | ({"step_00000001"} if number > 1 else set())
+    assert {path.name for path in tmp_path.glob("*step_*")} == there
+    assert (tmp_path / "latest").read_text() == "step_00000001\n"
 
 
 def fail_on_rank_1(directory: Path, asynchronous: bool) -> str:

@@ -92,7 +92,7 @@ received, hooks = [], (sys.exit, sys.excepthook)
 signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
 megatron.train.sinks.INIT_SECONDS = 3
 section, facts = LoggingConfig(wandb_project="tiny"), {"layers": 2}
-sinks = open_sinks(section, path, os.environ, start, facts, mesh)
+sinks = open_sinks(section, path, os.environ, start, facts, mesh, received.append)
 assert hooks == (sys.exit, sys.excepthook)
 assert "torch" not in sys.modules
 with Metrics(path, mesh, start=start, steps=9, sinks=sinks) as metrics:
@@ -198,10 +198,11 @@ def test_an_exception_reaches_wandb_and_the_console_once(tmp_path: Path) -> None
     assert said.count("ValueError: no more") == 1
 
 
-def test_the_stop_button_of_wandb_is_a_sigterm_and_our_handler_gets_it(tmp_path: Path) -> None:
-    code, said = train(tmp_path, ending="sinks[0]._run.settings.stop_fn()")
+def test_the_stop_button_of_wandb_asks_and_a_signal_is_ours(tmp_path: Path) -> None:
+    ending = "sinks[0]._run.settings.stop_fn(); os.kill(os.getpid(), signal.SIGTERM)"
+    code, said = train(tmp_path, ending=ending)
     assert code == 0
-    assert said.splitlines()[-1] == "SIGTERM"
+    assert said.splitlines()[-1] == "wandb SIGTERM"
 
 
 def test_a_run_outlives_the_service_process_of_wandb(tmp_path: Path) -> None:
@@ -273,14 +274,14 @@ def test_a_sink_that_cannot_open_is_said_and_left_out(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said: list[str] = []
     logging = LoggingConfig(tensorboard_dir=str(tmp_path / "file"))
-    assert open_sinks(logging, None, {}, 0, {}, FIRST, said.append) == []
+    assert open_sinks(logging, None, {}, 0, {}, FIRST, print, said.append) == []
     [text] = said
     assert text.startswith("TensorBoard gets nothing of this run: ")
 
 
 def test_other_ranks_open_no_sink(tmp_path: Path) -> None:
     logging = LoggingConfig(tensorboard_dir=str(tmp_path / "events"))
-    assert open_sinks(logging, None, {}, 0, {}, SimpleNamespace(is_first=False)) == []
+    assert open_sinks(logging, None, {}, 0, {}, SimpleNamespace(is_first=False), print) == []
     assert not (tmp_path / "events").exists()
 
 
@@ -290,7 +291,8 @@ def test_a_run_without_sinks_imports_neither_library(tmp_path: Path) -> None:
         "from megatron.train.sinks import open_sinks;"
         "from megatron.config.logging import require_sinks;"
         "require_sinks(LoggingConfig(wandb_project='a', tensorboard_dir='b'), 'm.jsonl');"
-        "assert open_sinks(LoggingConfig(), None, {}, 0, {}, SimpleNamespace(is_first=True)) == [];"
+        "mesh = SimpleNamespace(is_first=True);"
+        "assert open_sinks(LoggingConfig(), None, {}, 0, {}, mesh, print) == [];"
         "assert not {'wandb', 'tensorboard', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -129,15 +129,19 @@ def test_a_run_that_skipped_goes_on_as_if_the_step_had_not_been() -> None:
 @pytest.mark.parametrize(
     ("scaler", "steps", "text"),
     [
-        (scaling(max_consecutive_skips=3), 3, " at loss scale 512, overflow 3 in a row .*-skips 3"),
+        (
+            scaling(max_consecutive_skips=3),
+            3,
+            " at loss scale 2..9, overflow 3 .*-skips 3",
+        ),
         (
             LossScaler.of(
                 PrecisionConfig(fp16=True, loss_scale=64.0, max_consecutive_skips=4), torch.float16
             ),
             4,
-            " at loss scale 64, overflow 4 in a row",
+            " at loss scale 2..6, overflow 4 in a row",
         ),
-        (scaling(4.0, min_loss_scale=2.0), 3, " at loss scale 2 .the lowest: --min-loss-scale"),
+        (scaling(4.0, min_loss_scale=2.0), 3, " at loss scale 2..1 .the lowest: --min-loss-scale"),
         (LossScaler(), 1, ". First seen"),
     ],
 )

@@ -9,6 +9,7 @@ import resource
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -87,7 +88,7 @@ def _processor(device: torch.device, processes: int) -> Iterator[Finding]:
     threads = torch.get_num_threads()
     yield Fact("threads of torch", threads, f"{threads} in each of {processes} processes here")
     if device.type == "cpu" and processes * threads < cores:
-        what = f"{processes} processes of {threads} threads leave some of the {cores} cores idle"
+        what = f"processes x threads = {processes} x {threads} leaves some of {cores} cores idle"
         yield Problem(what, f"OMP_NUM_THREADS={cores // processes} before the command")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield Fact("memory", memory, f"{memory / 1e9:.0f} GB")
@@ -116,6 +117,17 @@ def _gpu(number: int) -> tuple[dict[str, object], str]:
     return record, text
 
 
+def _unwritable(folder: Path) -> str | None:
+    """Why nothing can be written in a folder that is there, found by trying."""
+    if not folder.is_dir():
+        return "is a file"
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"cannot be written to: {error.strerror}"
+    return None
+
+
 def limits(save: str, device: torch.device) -> Iterator[Finding]:
     """save: the folder of --save, which need not be there yet."""
     yield from _open_files()
@@ -124,9 +136,9 @@ def limits(save: str, device: torch.device) -> Iterator[Finding]:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     yield Fact("free disk of --save", free, f"{free / 1e9:.1f} GB at {folder}")
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        cure = "chmod u+w, or another folder for --save"
-        yield Problem(f"--save {save}: nothing can be written in {folder}", cure, is_needed=True)
+    if reason := _unwritable(folder):
+        cure = "another folder for --save"
+        yield Problem(f"--save {save}: {folder} {reason}", cure, is_needed=True)
     if free < SMALL_DISK:
         cure = "free some, or another disk for --save; a checkpoint takes 12 to 14 bytes a weight"
         yield Problem(f"--save {save}: {free / 1e9:.2f} GB of the disk are free", cure)

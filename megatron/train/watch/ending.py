@@ -8,11 +8,11 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from torch._C._distributed_c10d import Store
 
+from megatron.config.failure import write_error_file
 from megatron.train.watch.rendezvous import Place
 
 _LINGER = 5.0  # seconds for which a rank that keeps the store waits for the others to end
@@ -27,21 +27,6 @@ class Verdict:
     headline: str  # one line
     absent: tuple[int, ...] = ()  # ranks that cannot end by themselves any more
     status: int = 1
-
-
-def write_error_file(path: str | None, headline: str, text: str) -> None:
-    """Tell torchrun, in its own form, what its summary should name as the root cause.
-
-    path: TORCHELASTIC_ERROR_FILE, which torchrun sets; None without it.
-    """
-    if path is None:
-        return
-    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    content = json.dumps({"message": {"message": headline, "extraInfo": extra}})
-    try:
-        Path(path).write_text(content)
-    except OSError as error:
-        print(f"torchrun will not name the cause: {error}", file=sys.stderr)
 
 
 class Ending:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -135,19 +137,47 @@ def meet(store: Store, place: Place, arrival: Arrival, patience: float) -> list[
     """What each rank says of itself, by rank, once all have arrived.
 
     Raises TimeoutError after `patience` seconds, which names the ranks that are missing, and
-    ValueError where ranks contradict each other.
+    ValueError where ranks contradict each other. Ends with the status of one that gave up.
     """
     store.set(f"here/{place.rank}", json.dumps(asdict(arrival)))
     if store.add("arrived", 1) == place.size:
         store.set("everyone", "")
     deadline = time.monotonic() + patience
     while not store.check(["everyone"]):
+        if store.check(["gave up"]):
+            raise SystemExit(int(store.get("gave up")))
         if time.monotonic() > deadline or store.check(["missing"]):
             _raise_missing(store, place, patience)
         time.sleep(_POLL)
     arrivals = [_read(store, rank) for rank in range(place.size)]
     _check(arrivals)
     return arrivals
+
+
+@contextmanager
+def not_alone(store: Store, place: Place) -> Iterator[None]:
+    """Who leaves while the ranks meet, as a signal may ask, takes the others along."""
+    try:
+        yield
+    except SystemExit as stop:
+        # Where the keeper of the store is gone, there is nobody to tell.
+        with suppress(dist.DistError):
+            if not store.check(["missing"]) and store.add("giving up", 1) == 1:
+                print(f"rank {place.rank} left while the ranks met", file=sys.stderr, flush=True)
+                store.set("gave up", str(as_status(stop.code)))
+                _linger(place)
+        raise
+
+
+def _linger(place: Place) -> None:
+    """A rank that keeps the store ends a little later: the others ask it."""
+    if place.is_host and place.rank == 0:
+        time.sleep(10 * _POLL)
+
+
+def as_status(code: object) -> int:
+    """Of a run of which one rank left with `code` before the others: never 0."""
+    return int(str(code)) if str(code).isdecimal() and int(str(code)) else 1
 
 
 def _read(store: Store, rank: int) -> Arrival:
@@ -161,8 +191,7 @@ def _raise_missing(store: Store, place: Place, patience: float) -> NoReturn:
     missing = [rank for rank in range(place.size) if rank not in here]
     hosts = Counter(_read(store, rank).host for rank in here)
     store.set("missing", "")  # all end together
-    if place.is_host and place.rank == 0:
-        time.sleep(10 * _POLL)  # the others ask this process
+    _linger(place)
     if place.rank != here[0]:
         raise SystemExit(1)
     raise TimeoutError(

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from megatron.parallel.mesh import Mesh
 from megatron.train.watch.blame import Call, Standing
+from megatron.train.watch.movement import training_threads
 
 Groups = Mapping[str, dist.ProcessGroup]
 
 RECORDED = 64  # collectives that torch's recorder remembers; reading them takes 0.3 ms
 _FRAMES = 30
-_TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"  # what is below a collective tells nothing
+# What is below a collective, and between modules, tells nothing.
+_TORCH = ("torch/distributed/", "torch/nn/modules/")
 
 
 def groups_of(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
@@ -36,6 +39,20 @@ def groups_of(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
             groups[name] = group
             known.add(group.group_name)
     return groups
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """Those to which this rank belongs, oldest first."""
+    return list(_world.pg_names)
+
+
+def added(start: Sequence[dist.ProcessGroup]) -> dict[str, dist.ProcessGroup]:
+    """The groups that were made after those of `start`: savers make them, to talk beside training.
+
+    Every rank makes them in the same order, and so they have the same names.
+    """
+    later = [group for group in all_groups() if group not in start]
+    return {f"save {number}" if number else "save": each for number, each in enumerate(later)}
 
 
 def made(groups: Groups) -> dict[str, int]:
@@ -105,15 +122,27 @@ def _describe(entry: Mapping[str, Any]) -> str:
 
 
 def stacks() -> str:
-    """The Python stack of the main thread, and of torch's own threads that run Python (the
-    backward of a GPU does)."""
-    main = threading.main_thread().ident
+    """The Python stacks of the main thread, of one that saves, and of torch's own threads that
+    run Python (the backward of a GPU does)."""
+    frames = sys._current_frames()
+    names = training_threads()
     known = {thread.ident for thread in threading.enumerate()}
+    names |= {ident: "a thread of torch" for ident in frames if ident not in known}
     parts = []
-    for ident, frame in sys._current_frames().items():
-        if ident == main or ident not in known:
-            name = "its main thread" if ident == main else "a thread of torch"
-            calls = [c for c in traceback.extract_stack(frame) if _TORCH not in c.filename]
-            lines = "".join(traceback.format_list(calls[-_FRAMES:])).rstrip()
-            parts.append((ident != main, f"  {name}:\n{lines}"))
-    return "\n".join(text for _, text in sorted(parts))
+    for ident, name in names.items():
+        calls = traceback.extract_stack(frames.get(ident or 0)) if ident in frames else []
+        parts.append(f"  {name}:\n{_format(calls)}")
+    return "\n".join(parts)
+
+
+def stack_of(error: BaseException) -> str:
+    """Where the main thread was when its collective broke, and what torch said of it."""
+    calls = _format(traceback.extract_tb(error.__traceback__))
+    return f"  its main thread:\n{calls}\n  {type(error).__name__}: {error}"
+
+
+def _format(calls: Sequence[traceback.FrameSummary]) -> str:
+    told = [
+        call for call in calls if not any(path in Path(call.filename).as_posix() for path in _TORCH)
+    ]
+    return "".join(traceback.format_list(told[-_FRAMES:])).rstrip()

@@ -7,9 +7,11 @@ ends the process, with status 1, as soon as some rank has told the *verdict*:
     failed     a rank raised: it prints its traceback, then the others end
     vanished   its process died: its neighbour sees their connection close, and its beat stop
     left       it left the run while others wait for it in a collective
-    behind     nothing moved for the time limit: all say where they stand, one tells who is late
+    behind     a rank stood still for the time limit: all say where they stand, one tells who is
+               late, or nothing where those who are late are at work; then it is asked again later
 
-Keys of the store: beat/R, left/R, standing/R of rank R; suspect, report, verdict for all.
+Keys of the store: beat/R, left/R of rank R; report/N, judges/N, standing/N/R of the Nth time that
+all are asked; suspect, verdict for all.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -27,16 +29,35 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from megatron.parallel.mesh import Mesh
-from megatron.train.watch.blame import Call, Standing, awaited, explain, find_waits, whereabouts
+from megatron.train.watch.blame import (
+    Standing,
+    awaited,
+    explain,
+    find_fault,
+    find_waits,
+    last_standing,
+    read_standing,
+    whereabouts,
+)
 from megatron.train.watch.ending import Ending, Verdict
 from megatron.train.watch.lifeline import Lifeline
-from megatron.train.watch.rendezvous import Place
-from megatron.train.watch.standing import groups_of, stand
+from megatron.train.watch.movement import Movement
+from megatron.train.watch.rendezvous import Place, as_status
+from megatron.train.watch.standing import added, all_groups, groups_of, stack_of, stand
 
 BEAT = 1.0  # seconds between two looks
 CONFIRM = 2.0  # a rank whose connection closed and which is still for so long is dead
 ECHO = 2.0  # an error may be the echo of another rank's death, which is told within this time
-ANSWER = 3.0  # a rank that does not say where it stands within this time is stopped
+ANSWER = 5.0  # a rank that does not say where it stands within this time is stopped
+
+_VANISHED = (
+    "vanished: its process was killed or crashed (or was aborted, as gloo does where ranks are in "
+    "different collectives: its own log has its stack then)"
+)
+_CURE = (
+    "if this is a save, load or evaluation that takes so long: --distributed-timeout-minutes N, "
+    "with an N greater than {:g}"
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +79,7 @@ class Seat:
 class Watch:
     """Around all that a rank does between `launch` and its end.
 
-    limit: seconds without a collective after which a run has failed. As a context manager it
+    limit: seconds without a sign of work after which a run has failed. As a context manager it
     returns only when all ranks have left; an exception inside ends the process.
     """
 
@@ -67,11 +88,13 @@ class Watch:
         self._rank, self._size, self._store = seat.place.rank, seat.place.size, seat.store
         self._who = seat.who()
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._counts: Mapping[str, int] = {}
-        self._moved = self._heard = time.monotonic()
-        self._beats = 0
+        self._at_start: list[dist.ProcessGroup] = []
+        self._movement = Movement(limit)
+        self._heard = time.monotonic()
+        self._beats = self._asked = 0
+        self._echo: str | None = None  # of another rank's death, maybe: an error, and where
         self._keeper: str | None = None  # the last beat of a rank that keeps the store
-        self._left = self._answered = self._suspected = False
+        self._left = self._suspected = False
         self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -81,7 +104,7 @@ class Watch:
     def know(self, mesh: Mesh) -> None:
         """From here on the axes have names."""
         self._who = self._seat.who(mesh.coordinates)
-        self._groups = groups_of(mesh)
+        self._at_start, self._groups = all_groups(), groups_of(mesh)
         self._seat.lifeline.ring()
 
     def __enter__(self) -> Watch:
@@ -111,7 +134,10 @@ class Watch:
     def _leave(self, stop: SystemExit | None) -> None:
         """Wait until all have left, so that nobody waits for who is gone."""
         status = 0 if stop is None or stop.code is None else stop.code
-        standing = stand(self._who, self._groups, with_stack=True)
+        if not self._groups:
+            headline = f"{self._who} left, with exit status {status}, before the run began"
+            self._speak(headline, status=as_status(status))
+        standing = self._stand(with_stack=True)
         self._left = True
         self._store.set(
             f"left/{self._rank}", json.dumps({"status": str(status), "at": asdict(standing)})
@@ -134,10 +160,11 @@ class Watch:
 
     def _fail(self, error: BaseException) -> NoReturn:
         """End with this rank's traceback, unless another rank's end is the cause of it."""
-        if isinstance(error, RuntimeError):
-            self._hold_back()
         trace = "".join(traceback.format_exception(error)).rstrip()
-        summary = traceback.format_exception_only(error)[-1].strip()
+        if isinstance(error, RuntimeError):
+            self._echo = stack_of(error)
+            self._hold_back()
+        summary = f"{type(error).__name__}: {error}".splitlines()[0]
         self._speak(f"{self._who} failed: {summary}", f"{self._who} failed:\n{trace}")
 
     def _hold_back(self) -> None:
@@ -166,26 +193,30 @@ class Watch:
                 if self._closed.is_set():
                     return
                 if "keeper" in closed:
-                    self._lose_store("vanished: its process was killed or crashed")
+                    self._lose_store(_VANISHED)
                 if "neighbour" in closed:
                     self._suspect((self._rank + 1) % self._size)
         except dist.DistError as error:
             self._lose_store(f"vanished ({error})")
 
+    def _stand(self, *, with_stack: bool = False) -> Standing:
+        groups = self._groups | (added(self._at_start) if self._groups else {})
+        standing = stand(self._who, groups, with_stack=with_stack)
+        return replace(standing, moves=self._movement.is_recent, rounds=self._movement.rounds)
+
     def _beat(self) -> None:
-        standing = stand(self._who, self._groups)
-        if standing.counts != self._counts:
-            self._counts, self._moved = standing.counts, time.monotonic()
+        standing = self._stand()
+        self._movement.look(standing.counts)
         self._beats += 1
         self._store.set(f"beat/{self._rank}", json.dumps([self._beats, asdict(standing)]))
         self._ending.follow()
         self._suspected = self._suspected or self._store.check(["suspect"])
-        if not self._answered and self._store.check(["report"]):
+        if self._store.check([f"report/{self._asked}"]):
             self._answer()
         if not self._left:
             self._find_leaver(standing)
-            if time.monotonic() - self._moved > self._limit:
-                self._store.set("report", "")
+            if self._movement.is_overdue:
+                self._store.set(f"report/{self._asked}", "")
         if self._seat.place.is_host and self._rank and self._store.check(["beat/0"]):
             self._keeper = self._store.get("beat/0").decode()
         self._heard = time.monotonic()
@@ -204,9 +235,16 @@ class Watch:
         if last != before:
             print(f"{self._who} lost its connection to rank {rank}, which goes on", flush=True)
             return
-        standing = _standing(last, rank)
-        headline = f"{standing.who} vanished: its process was killed or crashed"
-        self._speak(headline, f"{headline}\n  {whereabouts(standing)}", absent=(rank,))
+        standing = last_standing(last, rank)
+        headline = f"{standing.who} {_VANISHED}"
+        text = f"{headline}\n  {whereabouts(standing)}\n{self._own_place()}"
+        self._speak(headline, text, absent=(rank,))
+
+    def _own_place(self) -> str:
+        """Where this rank stands, which may tell why another one is gone."""
+        standing = self._stand(with_stack=True)
+        lines = [standing.who, *(f"  it waits in {call}" for call in standing.waits)]
+        return "\n".join([*lines, self._echo or standing.stack or ""])
 
     def _last_beat(self, rank: int) -> str | None:
         key = f"beat/{rank}"
@@ -220,37 +258,46 @@ class Watch:
             for rank in standing.members[call.axis]:
                 if self._store.check([f"left/{rank}"]):
                     left = json.loads(self._store.get(f"left/{rank}"))
-                    self._judge_leaver(rank, left["status"], _read(left["at"]), standing)
+                    self._judge_leaver(rank, left["status"], read_standing(left["at"]), standing)
 
     def _judge_leaver(self, rank: int, status: str, left: Standing, standing: Standing) -> None:
         both = {self._rank: standing, rank: left}
         lines = awaited(rank, both, find_waits(both))
         if lines:
             headline = f"{left.who} left the run, with exit status {status}, before the others"
-            self._speak(headline, "\n  ".join([headline, *lines]))
+            self._speak(headline, "\n  ".join([headline, *lines]), status=as_status(status))
 
     def _answer(self) -> None:
         """Say in full where this rank stands; the first whose rank has not left is the judge."""
-        self._answered = True
-        standing = stand(self._who, self._groups, with_stack=True)
-        self._store.set(f"standing/{self._rank}", json.dumps(asdict(standing)))
-        if not self._left and self._store.add("judges", 1) == 1:
-            self._judge()
+        number, self._asked = self._asked, self._asked + 1
+        standing = self._stand(with_stack=True)
+        self._movement.answer()
+        self._store.set(f"standing/{number}/{self._rank}", json.dumps(asdict(standing)))
+        if not self._left and self._store.add(f"judges/{number}", 1) == 1:
+            self._judge(number)
 
-    def _judge(self) -> None:
-        keys = {rank: f"standing/{rank}" for rank in range(self._size)}
+    def _judge(self, number: int) -> None:
+        standings = self._collect(number)
+        fault = find_fault(standings)
+        if fault is None:
+            return
+        silent = tuple(rank for rank, standing in standings.items() if standing.stack is None)
+        reason = f"nothing moved for {self._limit:g} s"
+        headline, text = explain(standings, fault, reason, _CURE.format(self._limit / 60))
+        self._speak(headline, text, absent=silent)
+
+    def _collect(self, number: int) -> dict[int, Standing]:
+        """What the ranks answer; of one that does not answer in time, its last beat."""
+        keys = {rank: f"standing/{number}/{rank}" for rank in range(self._size)}
         deadline = time.monotonic() + ANSWER
         while time.monotonic() < deadline and not self._store.check(list(keys.values())):
             time.sleep(0.1)
-        standings = {}
-        for rank, key in keys.items():
-            if self._store.check([key]):
-                standings[rank] = _read(json.loads(self._store.get(key)))
-            else:
-                standings[rank] = _standing(self._last_beat(rank), rank)
-        silent = tuple(rank for rank, standing in standings.items() if standing.stack is None)
-        headline, text = explain(standings, f"nothing moved for {self._limit:g} s")
-        self._speak(headline, text, absent=silent)
+        return {
+            rank: read_standing(json.loads(self._store.get(key)))
+            if self._store.check([key])
+            else last_standing(self._last_beat(rank), rank)
+            for rank, key in keys.items()
+        }
 
     def _guard(self) -> None:
         """A store whose keeper is stopped does not answer, and the watcher waits for it."""
@@ -267,16 +314,6 @@ class Watch:
         place = self._seat.place
         text = f"{place.keeper}, where the ranks meet, {fate}"
         if place.is_host:
-            keeper = _standing(self._keeper, 0)
-            text = f"{keeper.who} {fate}\n  {whereabouts(keeper)}"
+            keeper = last_standing(self._keeper, 0)
+            text = f"{keeper.who} {fate}\n  {whereabouts(keeper)}\n{self._own_place()}"
         self._ending.abandon(text if self._rank == int(place.is_host) else None)
-
-
-def _standing(beat: str | None, rank: int) -> Standing:
-    """Of a rank that can be asked no more: that of its last beat."""
-    return _read(json.loads(beat)[1]) if beat else Standing(f"rank {rank}", {}, {})
-
-
-def _read(fields: dict[str, Any]) -> Standing:
-    calls = {name: [Call(**call) for call in fields[name]] for name in ("calls", "waits")}
-    return Standing(**fields | calls)

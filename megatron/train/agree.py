@@ -1,0 +1,48 @@
+"""What one rank fails at, all fail at: no rank goes on alone, and none waits for one that left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError
+
+from megatron.parallel.mesh import Mesh
+
+T = TypeVar("T")
+
+
+def agree(mesh: Mesh, action: Callable[[], T], what: str = "saving") -> list[T]:
+    """What `action` returned on each rank; where it failed on one, an OSError on all of them that
+    names the first such rank, and `what` failed there."""
+    value, failure, cause = None, None, None
+    try:
+        value = action()
+    except Exception as error:
+        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+        place = ", ".join(f"{axis} {rank}" for axis, rank in mesh.coordinates.items())
+        failure, cause = f"on rank {place}: {kind}{error}", error
+    outcomes: list[Any] = mesh.peers.gather((value, failure))
+    if failures := [text for _, text in outcomes if text is not None]:
+        more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+        raise OSError(f"{what} failed {failures[0]}{more}") from cause
+    return [outcome for outcome, _ in outcomes]
+
+
+def refuse_alike(mesh: Mesh, action: Callable[[], object]) -> None:
+    """Raise the ValueError or OSError of `action` on every rank, in the words of the first rank
+    that has one: bad input, which the user is told of without a rank's name.
+
+    Anything else is an error of the program, and is raised where it is.
+    """
+    failure: tuple[type[Exception], str] | None = None
+    cause = None
+    try:
+        action()
+    except (ValueError, OSError, SafetensorError) as error:
+        failure = (ValueError if isinstance(error, ValueError) else OSError, str(error))
+        cause = error
+    failures = [each for each in mesh.peers.gather(failure) if each is not None]
+    if failures:
+        kind, message = failures[0]
+        raise kind(message) from cause

@@ -1,0 +1,185 @@
+"""How a run starts: the same on every rank, whatever each of them sees."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.resume import Start
+from megatron.parallel.mesh import Mesh
+from megatron.train import checkpoint, start
+from megatron.train.start import Began, begin, choose_precision, environment
+from megatron.train.state import TrainState
+from tests.config.test_checks import settings
+from tests.dist import Pool
+from tests.tiny import VOCABULARY, mesh_of_ranks, tiny_section, tiny_state
+
+CONFIG = asdict(settings())
+FACTS = {"config": CONFIG, "vocab_size": VOCABULARY, "tokenizer": "f", "data": []}
+
+
+def fresh(**changes: Any) -> TrainState:
+    return tiny_state(mesh_of_ranks(1), tiny_section(**changes), dtype=torch.float32)
+
+
+def accept(path: Path, manifest: Mapping[str, Any]) -> None:
+    pass
+
+
+def save(directory: Path, *steps: int, **facts: Any) -> tuple[Path, ...]:
+    """Checkpoints of `fresh`, the last of `steps` first."""
+    state = fresh()
+    for state.step in steps:
+        state.samples = 4 * state.step
+        facts = {**FACTS, "environment": environment(state.mesh), "run": "one"} | facts
+        state.save(str(directory), facts)
+    return tuple(directory / f"step_{step:08d}" for step in reversed(steps))
+
+
+def outcome(state: TrainState, begins_at: Start) -> str:
+    try:
+        return begin(state, begins_at, accept, FACTS).news[-1]
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_from_scratch_there_is_nothing_to_tell() -> None:
+    assert begin(fresh(), Start(), accept, FACTS) == Began(["starting from scratch"])
+
+
+def test_a_resumed_run_is_told_where_it_is_and_what_has_changed(tmp_path: Path) -> None:
+    folders, state = save(tmp_path, 2, 4, weights_of="before"), fresh()
+    (folders[0] / "manifest.json").unlink()
+    began = begin(
+        state, Start(folders=folders), accept, FACTS | {"config": asdict(settings(lr=3.0))}
+    )
+    assert (state.step, state.samples) == (2, 8)
+    assert began.manifest is not None
+    assert (began.manifest["run"], began.weights_of) == ("one", "before")
+    passed, where, changed = began.news
+    assert passed.startswith(f"passed over: {folders[0]}/manifest.json is not there")
+    assert where == f"going on from {folders[1]}"
+    assert changed == "changed: --lr is 3.0 (was 0.00015)"
+
+
+def test_fine_tuning_knows_whose_weights_it_has_and_tells_no_changes(tmp_path: Path) -> None:
+    folders, state = save(tmp_path, 4), fresh()
+    facts = FACTS | {"config": asdict(settings(lr=3.0))}
+    began = begin(state, Start(folders=folders, finetune=True), accept, facts)
+    news = [f"starting at step 0 from the weights of {folders[0]}"]
+    assert (state.step, began) == (0, Began(news, None, "one"))
+
+
+def begin_from(lists: list[tuple[Path, ...]]) -> tuple[str, int]:
+    """lists: the folders that each rank finds."""
+    state = fresh()
+    began = begin(state, Start(folders=lists[state.mesh.peers.rank]), accept, FACTS)
+    return began.news[0], state.step
+
+
+def test_the_folders_that_the_first_rank_finds_hold_for_all(gloo: Pool, tmp_path: Path) -> None:
+    newest, oldest = folders = save(tmp_path, 2, 4)
+    for first, second, expected in (
+        (folders, (oldest,), (f"going on from {newest}", 4)),
+        ((oldest,), folders, (f"going on from {oldest}", 2)),
+        (folders, (), (f"going on from {newest}", 4)),
+        ((), folders, ("starting from scratch", 0)),
+    ):
+        assert gloo.run(2, begin_from, [first, second]) == [expected] * 2
+
+
+def begin_where_folders_differ(other: Path, folders: tuple[Path, ...]) -> tuple[list[str], int]:
+    """The second rank finds in `other` what the first finds beside the folders."""
+    state = fresh()
+    examine = start.examine
+    if state.mesh.peers.rank == 1:
+        start.examine = lambda path: examine(other / path.name)
+    try:
+        return begin(state, Start(folders=folders), accept, FACTS).news[:2], state.step
+    finally:
+        start.examine = examine
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_is_not_the_same_to_all_ranks_is_passed_over_by_all(
+    gloo: Pool, tmp_path: Path, is_there: bool
+) -> None:
+    newest, oldest = folders = save(tmp_path / "one", 2, 4)
+    shutil.copytree(oldest, tmp_path / "other" / oldest.name)
+    if is_there:
+        save(tmp_path / "other", 4, run="two")
+    ours, theirs = gloo.run(2, begin_where_folders_differ, tmp_path / "other", folders)
+    assert ours == theirs
+    (passed, where), step = ours
+    reason = f"{newest} is not the same on all ranks; a shared" if is_there else "json is not there"
+    assert reason in passed
+    assert (where, step) == (f"going on from {oldest}", 2)
+
+
+def with_one_rank_broken(folders: tuple[Path, ...], broken: str, finetune: bool) -> str:
+    state = fresh()
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("it does not fit")
+
+    def check(*_: Any) -> None:
+        if broken == "check" and state.mesh.peers.rank == 1:
+            refuse()
+
+    safe_open = checkpoint.safe_open
+    if broken == "safe_open" and state.mesh.peers.rank == 1:
+        checkpoint.safe_open = refuse
+    try:
+        return str(begin(state, Start(folders=folders, finetune=finetune), check, FACTS))
+    except ValueError as error:
+        return str(error)
+    finally:
+        checkpoint.safe_open = safe_open
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+@pytest.mark.parametrize("broken", ["check", "safe_open"])
+def test_what_one_rank_refuses_is_refused_by_all(
+    gloo: Pool, tmp_path: Path, broken: str, finetune: bool
+) -> None:
+    folders = save(tmp_path, 2)
+    told = gloo.run(2, with_one_rank_broken, folders, broken, finetune)
+    assert told == ["it does not fit"] * 2
+
+
+def into_a_larger_model(folders: tuple[Path, ...]) -> str:
+    return outcome(fresh(num_layers=3), Start(folders=folders))
+
+
+def test_a_missing_tensor_is_told_alike(gloo: Pool, tmp_path: Path) -> None:
+    told = gloo.run(2, into_a_larger_model, save(tmp_path, 2))
+    assert told[0] == told[1]
+    assert "ValueError: " in told[0]
+    assert "has no tensor model.transformer.layers.2" in told[0]
+
+
+def chosen(given: str | None, saved: list[str | None], devices: list[str]) -> str:
+    mesh: Mesh = mesh_of_ranks(1)
+    rank, own = mesh.peers.rank, start.default_precision
+    start.default_precision = lambda device: devices[rank]
+    try:
+        return choose_precision(given, saved[rank], mesh)
+    except ValueError as error:
+        return str(error)
+    finally:
+        start.default_precision = own
+
+
+def test_ranks_compute_in_one_precision_or_not_at_all(gloo: Pool) -> None:
+    mixed = ["bf16", "fp32", "bf16"]
+    assert gloo.run(3, chosen, "fp16", ["bf16"] * 3, mixed) == ["fp16"] * 3
+    assert gloo.run(3, chosen, None, ["bf16"] * 3, mixed) == ["bf16"] * 3
+    assert gloo.run(3, chosen, None, ["bf16", None, "fp32"], mixed) == ["bf16"] * 3
+    assert gloo.run(3, chosen, None, [None] * 3, ["fp32"] * 3) == ["fp32"] * 3
+    (message,) = set(gloo.run(3, chosen, None, [None] * 3, mixed))
+    assert "bf16 (rank 0, 2) and fp32 (rank 1)" in message
+    assert "--no-bf16 or --bf16" in message
