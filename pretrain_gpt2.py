@@ -91,9 +91,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         )
         news = [*began.news, *config.checkpoint.warnings()]
         tell_start(state, loop, news, data_fingerprint(identity))
-        end = train(state, loop)
-    if code := exit_code(end):
-        raise SystemExit(code)
+        if code := exit_code(train(state, loop)):
+            raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def test_a_killed_rank_is_named_and_who_is_left_says_where_it_stands(
     tmp_path: Path, killed: int
 ) -> None:
     """Rank 0 keeps the store as well, so that its death is told by whom it leaves without."""
-    fault = f"if last: time.sleep(1.5)\nif last and rank == {killed}: os.kill(os.getpid(), 9)"
+    fault = f"if last: time.sleep(3)\nif last and rank == {killed}: os.kill(os.getpid(), 9)"
     ended = run_ranks(write_program(tmp_path, f"{fault}\n{STEP}"), 2)
     text = told(ended)
     assert text.startswith(f"rank {killed} of 2 (data 0, tensor {killed}) on ")
@@ -148,7 +148,8 @@ def test_a_save_that_hangs_is_named_with_its_threads_stack(tmp_path: Path) -> No
 if step == 0: others = mesh.peers.another()
 def save():
     if rank == 1: time.sleep(600)
-    others.gather(1)
+    try: others.gather(1)
+    except RuntimeError: time.sleep(600)  # the other rank has ended with its verdict
 if last:
     thread = threading.Thread(target=save, name="save", daemon=True)
     thread.start()

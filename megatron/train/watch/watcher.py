@@ -197,7 +197,8 @@ class Watch:
                 if "neighbour" in closed:
                     self._suspect((self._rank + 1) % self._size)
         except dist.DistError as error:
-            self._lose_store(f"vanished ({error})")
+            is_dead = "keeper" in self._seat.lifeline.wait(BEAT)
+            self._lose_store(_VANISHED if is_dead else f"vanished ({error})")
 
     def _stand(self, *, with_stack: bool = False) -> Standing:
         groups = self._groups | (added(self._at_start) if self._groups else {})
