@@ -42,7 +42,7 @@ _MARGIN = 300.0  # seconds that torch's own time limits are longer, so that the 
 
 
 def default_precision(device: torch.device) -> str:
-    """ "bf16" where the device multiplies matrices in bfloat16 itself, else "fp32"."""
+    """What a run computes in if nobody says: bf16 where the device multiplies in it, else fp32."""
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from math import exp
+from math import exp, inf
 
 from megatron.config.training import TrainingConfig
 from megatron.data.gpt2 import Batch, GPT2Dataset
@@ -212,13 +212,16 @@ def _evaluate(state: TrainState, loop: Loop) -> float | None:
     # A split smaller than what was asked for is evaluated whole.
     samples = min(training.eval_iters * loop.global_batch_size, data.samples_per_epoch)
     loss = mean_loss(state.model, data, samples, training.micro_batch_size, state.mesh)
+    perplexity = inf if loss > 700 else exp(loss)  # of a run that diverges
     line = {
         "step": state.step,
         "samples": state.samples,
         "validation_loss": loss,
-        "validation_perplexity": exp(loss),
+        "validation_perplexity": perplexity,
         "validation_samples": samples,
     }
     loop.metrics.write(line)
-    loop.metrics.say(f"step {state.step} | validation loss {loss:.4f} | perplexity {exp(loss):.2f}")
+    loop.metrics.say(
+        f"step {state.step} | validation loss {loss:.4f} | perplexity {perplexity:.2f}"
+    )
     return loss

@@ -86,7 +86,8 @@ def test_a_killed_rank_is_named_and_who_is_left_says_where_it_stands(
     fault = f"if last: time.sleep(3)\nif last and rank == {killed}: os.kill(os.getpid(), 9)"
     ended = run_ranks(write_program(tmp_path, f"{fault}\n{STEP}"), 2)
     text = told(ended)
-    assert text.startswith(f"rank {killed} of 2 (data 0, tensor {killed}) on ")
+    # Torch may warn of the broken store before.
+    assert f"\nrank {killed} of 2 (data 0, tensor {killed}) on " in f"\n{text}"
     assert "vanished: its process was killed or crashed" in text
     assert "in Python, after collective 5 on the tensor axis, all_reduce of [4, 2] Float" in text
     assert f"rank {1 - killed} of 2 (data 0, tensor {1 - killed}) on " in text
