@@ -70,13 +70,15 @@ def test_ranks_that_do_not_arrive_are_named(tmp_path: Path) -> None:
     come = f"""
 Path({str(tmp_path)!r}, str(rank)).touch()
 while not all(Path({str(tmp_path)!r}, each).exists() for each in "01"): time.sleep(0.01)
-start.PATIENCE = 3.0
+start.PATIENCE, rendezvous.WORD = 3.0, 1.0
 """
+    come = "from megatron.train.watch import rendezvous" + come
     program = write_program(tmp_path, "print('built')", first=come)
     first, second = run_ranks(program, 4, absent=(2, 3))
     assert (first.status, second.status) == (1, 1)
     told = [each.errors for each in (first, second) if each.errors]
     assert len(told) == 1
+    assert told[0].startswith("waiting for ranks 2, 3 of 4, for 3 s at most")
     assert "ranks 2, 3 of 4 did not arrive at rank 0 at 127.0.0.1:" in told[0]
     assert "within 3 s; there are 2 on " in told[0]
     assert first.output == second.output == ""

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megatron.config.launch import world_size
 
+WORD = 5.0  # seconds of waiting after which a person is told for whom
 _POLL = 0.1  # seconds
 
 
@@ -142,11 +143,15 @@ def meet(store: Store, place: Place, arrival: Arrival, patience: float) -> list[
     store.set(f"here/{place.rank}", json.dumps(asdict(arrival)))
     if store.add("arrived", 1) == place.size:
         store.set("everyone", "")
-    deadline = time.monotonic() + patience
+    start, is_told = time.monotonic(), False
     while not store.check(["everyone"]):
+        waited = time.monotonic() - start
+        if waited > WORD and not is_told:
+            _tell_waiting(store, place, patience)
+            is_told = True
         if store.check(["gave up"]):
             raise SystemExit(int(store.get("gave up")))
-        if time.monotonic() > deadline or store.check(["missing"]):
+        if waited > patience or store.check(["missing"]):
             _raise_missing(store, place, patience)
         time.sleep(_POLL)
     arrivals = [_read(store, rank) for rank in range(place.size)]
@@ -185,10 +190,22 @@ def _read(store: Store, rank: int) -> Arrival:
     return Arrival(**fields | {"door": tuple(fields["door"])})
 
 
+def _present(store: Store, place: Place) -> tuple[list[int], list[int]]:
+    """(ranks that are here, ranks that are missing)."""
+    here = [rank for rank in range(place.size) if store.check([f"here/{rank}"])]
+    return here, [rank for rank in range(place.size) if rank not in here]
+
+
+def _tell_waiting(store: Store, place: Place, patience: float) -> None:
+    here, missing = _present(store, place)
+    if missing and place.rank == here[0]:
+        text = f"waiting for {listed(missing)} of {place.size}, for {patience:g} s at most"
+        print(text, file=sys.stderr, flush=True)
+
+
 def _raise_missing(store: Store, place: Place, patience: float) -> NoReturn:
     """The lowest rank that is here says who is not; the others end without a word."""
-    here = [rank for rank in range(place.size) if store.check([f"here/{rank}"])]
-    missing = [rank for rank in range(place.size) if rank not in here]
+    here, missing = _present(store, place)
     hosts = Counter(_read(store, rank).host for rank in here)
     store.set("missing", "")  # all end together
     _linger(place)
