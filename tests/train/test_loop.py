@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megatron.config import TrainingConfig
+from megatron.config import PrecisionConfig, TrainingConfig
 from megatron.train import loop as loop_module
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
@@ -65,11 +66,14 @@ def run(
     tensor_size: int,
     directory: Path,
     signal_at: tuple[int, int] | None = None,
+    precision: PrecisionConfig | None = None,
     **settings: Any,
 ) -> tuple[list[int], list[tuple[int, bool]], int, str]:
     """(samples read for training, saves, steps done, what ended it)."""
     mesh = mesh_of_ranks(tensor_size)
     state = tiny_state(mesh)
+    if precision is not None:
+        state = tiny_state(mesh, precision=precision, dtype=torch.float16)
     data, saves = Recorded(), Saves()
     signals = StopSignals() if signal_at is None else SignalAt(*signal_at, state)
     with Metrics(directory / "m.jsonl", mesh, start=0, steps=6) as metrics:
@@ -155,3 +159,13 @@ def test_replicas_are_compared_at_their_interval_and_before_each_save(
         )
         run(1, tmp_path, check_replicas_interval=interval)
         assert checked == expected
+
+
+def test_with_fp16_every_line_has_the_scale_and_the_steps_skipped(tmp_path: Path) -> None:
+    """The first overflows at so high a scale, and with hysteresis 1 each of them halves it."""
+    section = PrecisionConfig(fp16=True, initial_loss_scale="2**40", hysteresis=1)
+    run(1, tmp_path, precision=section)
+    steps = [line for line in lines(tmp_path) if "loss" in line]
+    assert [line["skipped_steps"] for line in steps] == [2, 4, 6]
+    assert [line["loss_scale"] for line in steps] == [2.0**38, 2.0**36, 2.0**34]
+    assert [line["lr"] for line in steps] == pytest.approx([1e-3] * 3), "the schedule stands still"
