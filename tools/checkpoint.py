@@ -10,6 +10,7 @@ DIR is what was given to --save, or one step_XXXXXXXX in it. Torch is not needed
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -230,6 +231,7 @@ def _json(value: Any) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `show DIR | head` ends without a word
     commands = {"ls": ls, "verify": verify, "show": show}
     with user_errors(os.environ):
         sys.exit(tyro.extras.subcommand_cli_from_dict(commands))

@@ -121,6 +121,18 @@ def test_bad_input_is_one_line(
     assert error.count("\n") == 1
 
 
+def test_who_reads_the_first_lines_alone_gets_no_error(directory: Path) -> None:
+    shown = subprocess.Popen(
+        [sys.executable, str(TOOL), "ls", str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert shown.stdout is not None
+    shown.stdout.close()  # before it has printed anything
+    _, errors = shown.communicate()
+    assert errors == b""
+
+
 def test_the_tool_starts_without_torch() -> None:
     code = f"import runpy, sys; runpy.run_path({str(TOOL)!r}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
