@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -106,6 +107,7 @@ KILL_THE_SERVICE = """
     import psutil
     [service] = psutil.Process().children()
     service.kill()
+    service.wait(timeout=30)
     for step in range(start + 4, start + 6):
         metrics.write({"step": step})
 """
@@ -208,7 +210,8 @@ def test_the_stop_button_of_wandb_asks_and_a_signal_is_ours(tmp_path: Path) -> N
 def test_a_run_outlives_the_service_process_of_wandb(tmp_path: Path) -> None:
     code, said = train(tmp_path, ending=KILL_THE_SERVICE)
     assert code == 0
-    assert said.count("wandb gets no more of this run: ConnectionResetError") == 1
+    # Which write meets the broken connection, or the end, is up to the system.
+    assert len(re.findall("wandb (gets no more|did not get all) of this run: ", said)) == 1, said
     assert [line["step"] for line in read_metrics(tmp_path / "save" / "metrics.jsonl")] == [
         *(1, 2, 3, 3, 4, 5)
     ]
