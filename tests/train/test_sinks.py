@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -79,7 +78,7 @@ def test_a_run_outlives_a_disk_too_full_for_event_files(tmp_path: Path) -> None:
 # Weights & Biases: each part of a run is a process, as it is in training.
 
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 import megatron.train.sinks
@@ -108,8 +107,12 @@ KILL_THE_SERVICE = """
     [service] = psutil.Process().children()
     service.kill()
     service.wait(timeout=30)
-    for step in range(start + 4, start + 6):
+    step = start + 4
+    while metrics.sinks and step < 100:  # the first writes may still find room in a buffer
         metrics.write({"step": step})
+        step += 1
+        time.sleep(0.1)
+    metrics.write({"step": step})
 """
 KEY = "k" * 40
 FIRST = SimpleNamespace(is_first=True)
@@ -210,11 +213,10 @@ def test_the_stop_button_of_wandb_asks_and_a_signal_is_ours(tmp_path: Path) -> N
 def test_a_run_outlives_the_service_process_of_wandb(tmp_path: Path) -> None:
     code, said = train(tmp_path, ending=KILL_THE_SERVICE)
     assert code == 0
-    # Which write meets the broken connection, or the end, is up to the system.
-    assert len(re.findall("wandb (gets no more|did not get all) of this run: ", said)) == 1, said
-    assert [line["step"] for line in read_metrics(tmp_path / "save" / "metrics.jsonl")] == [
-        *(1, 2, 3, 3, 4, 5)
-    ]
+    assert said.count("wandb gets no more of this run: ConnectionResetError") == 1, said
+    steps = [line["step"] for line in read_metrics(tmp_path / "save" / "metrics.jsonl")]
+    assert steps == [1, 2, 3, *range(3, steps[-1] + 1)]
+    assert steps[-1] >= 5
 
 
 @pytest.mark.parametrize(
