@@ -96,20 +96,13 @@ def _score_batch(model: GPT2, mesh: Mesh, batch: Sequence[Window]) -> Tensor:
         torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=mesh.device)
         for rows in ([window.inputs for window in batch], [window.labels for window in batch])
     )
-    log_probabilities, hits = score(model, mesh, tokens, labels)
     places = torch.arange(length, device=mesh.device)
     first, end = (
         torch.tensor(numbers, device=mesh.device)[:, None]
         for numbers in ([each.first for each in batch], [len(each.inputs) for each in batch])
     )
     scored = (places >= first) & (places < end)
-    whole = (hits | ~scored).all(dim=1)
-    count = scored.new_tensor(len(batch), dtype=torch.float64)
-    return torch.stack(
-        [
-            log_probabilities.double().where(scored, 0).sum(),
-            scored.double().sum(),
-            count,
-            whole.double().sum(),
-        ]
-    )
+    log_probabilities, hits = score(model, mesh, tokens, labels, scored)
+    whole = torch.ones_like(scored).masked_scatter(scored, hits).all(dim=1)
+    counts = [log_probabilities.double().sum(), scored.sum(), len(batch), whole.sum()]
+    return torch.tensor(counts, dtype=torch.float64, device=mesh.device)

@@ -39,11 +39,22 @@ class GPT2(nn.Module):
         All arguments are int64 [b, s]. document_starts: where in the sample the document of each
         token begins; then no token attends to another document. None attends across documents.
         """
+        x = self.read(tokens, positions, document_starts)
+        labels = None if labels is None else labels.flatten()
+        return self.head(x, self.word_embedding.weight, labels)
+
+    def read(
+        self, tokens: Tensor, positions: Tensor, document_starts: Tensor | None = None
+    ) -> Tensor:
+        """What the head sees of each token, [n, h]; arguments as above."""
         mask = None if document_starts is None else document_mask(document_starts)
         x = self.word_embedding(tokens.flatten()) + self.position_embedding(positions.flatten())
         x = self.transformer(self.embedding_dropout(x), tokens.shape[0], mask)
-        labels = None if labels is None else labels.flatten()
-        return self.head(self.final_norm(x), self.word_embedding.weight, labels)
+        return self.final_norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [m, v/t] of this rank's columns, of the rows [m, h] of what `read` returns."""
+        return self.head(x, self.word_embedding.weight)
 
 
 def document_mask(document_starts: Tensor) -> Tensor:

@@ -80,12 +80,19 @@ def vocab_parallel_cross_entropy(
     return _VocabParallelCrossEntropy.apply(logits, labels, axis, vocab_size)
 
 
-def is_most_probable(logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> Tensor:
-    """Whether no token has a larger logit than the label, bool [n]; arguments as above."""
+def most_probable(logits: Tensor, axis: Axis, vocab_size: int) -> Tensor:
+    """The token of the largest logit, the lowest of those that share it: int64 [n].
+
+    logits: [n, padded v / t], this rank's columns, of which the padded ones do not count.
+    """
     start, columns = _own_columns(logits, axis, vocab_size)
-    index, is_here = _find(labels, start, columns)
-    lowest = torch.finfo(logits.dtype).min
-    picked = logits.gather(1, index[:, None])[:, 0].where(is_here, lowest)
-    best = logits[:, :columns].amax(dim=1) if columns else torch.full_like(picked, lowest)
-    picked, best = all_reduce(torch.stack([picked, best]), axis, ReduceOp.MAX)
-    return picked == best
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    best = logits.new_full((logits.shape[0],), -torch.inf, dtype=wide)
+    place = torch.zeros_like(best, dtype=torch.int64)
+    if columns:
+        values, place = logits[:, :columns].max(dim=1)
+        best = values.to(wide)
+    own = best.clone()
+    all_reduce(best, axis, ReduceOp.MAX)
+    candidate = (place + start).where(own == best, vocab_size)
+    return all_reduce(candidate, axis, ReduceOp.MIN)

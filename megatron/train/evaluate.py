@@ -14,7 +14,7 @@ from megatron.config.model import ModelConfig
 from megatron.data.gpt2 import GPT2Dataset
 from megatron.model.gpt2 import GPT2
 from megatron.parallel.collectives import all_reduce, gather_from
-from megatron.parallel.cross_entropy import is_most_probable, vocab_parallel_cross_entropy
+from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh
 from megatron.train.checkpoint import load, read_manifest
 from megatron.train.start import newest_whole
@@ -80,13 +80,18 @@ def whole_logits(model: GPT2, mesh: Mesh, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def score(model: GPT2, mesh: Mesh, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-probability of each label [b, s], whether it is the most probable token [b, s]).
+def score(
+    model: GPT2, mesh: Mesh, tokens: Tensor, labels: Tensor, scored: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(log-probability [m] of the m scored labels, whether each is the most probable token [m]).
 
     tokens, labels: int64 [b, s]; labels[i, j] is the token that follows tokens[i, : j + 1].
+    scored: bool [b, s]; of the other places no logits are computed. The log-probabilities are fp32
+    or wider; among equally probable tokens the one of the lowest id is the most probable.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    arguments = model(tokens, positions), labels.flatten(), mesh.tensor, model.vocab_size
-    hits = is_most_probable(*arguments)  # first: the loss works in the memory of the logits
-    losses = vocab_parallel_cross_entropy(*arguments)
-    return -losses.view(tokens.shape), hits.view(tokens.shape)
+    logits = model.logits(model.read(tokens, positions)[scored.flatten()])
+    wanted = labels[scored]
+    # First, because the loss works in the memory of the logits.
+    hits = most_probable(logits, mesh.tensor, model.vocab_size) == wanted
+    return -vocab_parallel_cross_entropy(logits, wanted, mesh.tensor, model.vocab_size), hits

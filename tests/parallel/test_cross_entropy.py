@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.parallel.collectives import gather_from
-from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
 from tests.dist import Pool
 from tests.tiny import Communication, mesh_of_ranks
 
@@ -79,3 +79,23 @@ def test_what_is_communicated_has_the_size_of_the_tokens(gloo: Pool) -> None:
     n = len(example(101, 128, torch.float64)[1])
     for calls in gloo.run(2, traffic):
         assert calls == [("allreduce_", (n,)), ("allreduce_", (2, n))]
+
+
+def best_tokens(dtype: torch.dtype) -> list[int]:
+    """Of logits with ties within a rank's columns and between ranks, and of padding above all."""
+    axis = mesh_of_ranks(dist.get_world_size()).tensor
+    whole = torch.zeros(4, 12, dtype=dtype)
+    whole[:, 10:] = PADDING
+    for row, equals in enumerate([(3, 4), (2, 9), (), (9,)]):
+        whole[row, list(equals)] = 1
+    whole[2] = -torch.inf
+    whole[2, 7] = -3
+    return most_probable(whole.chunk(axis.size, 1)[axis.rank], axis, 10).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_lowest_of_the_most_probable_tokens_is_taken(
+    gloo: Pool, size: int, dtype: torch.dtype
+) -> None:
+    assert gloo.run(size, best_tokens, dtype) == [[3, 2, 7, 9]] * size

@@ -47,16 +47,24 @@ def test_the_mean_loss_depends_on_neither_batch_size_nor_layout(gloo: Pool) -> N
     assert results == pytest.approx([expected] * len(results), rel=1e-12)
 
 
+def scored_of(tokens: Tensor) -> Tensor:
+    """Every place but the first of each row, and none of the second row."""
+    scored = torch.ones_like(tokens, dtype=torch.bool)
+    scored[:, 0] = scored[1] = False
+    return scored
+
+
 def scores(tensor_size: int) -> tuple[Tensor, Tensor]:
     mesh = mesh_of_ranks(tensor_size)
     model, _ = tiny_model(mesh)
     batch = samples(3)
-    return score(model, mesh, torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels))
+    tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
+    return score(model, mesh, tokens, labels, scored_of(tokens))
 
 
 def test_scores_are_whole_on_every_rank(gloo: Pool) -> None:
     log_probability, is_best = scores(1)
-    assert log_probability.shape == is_best.shape == (3, 16)
+    assert log_probability.shape == is_best.shape == (2 * 15,)
     for own, own_best in gloo.run(4, scores, 4):
         torch.testing.assert_close(own, log_probability, rtol=1e-12, atol=1e-12)
         assert torch.equal(own_best, is_best)
@@ -65,6 +73,7 @@ def test_scores_are_whole_on_every_rank(gloo: Pool) -> None:
     batch = samples(3)
     arrays = (batch.tokens, batch.positions, batch.labels)
     losses = model(*(torch.from_numpy(array) for array in arrays)).view(3, 16)
+    losses = losses[scored_of(losses)]
     torch.testing.assert_close(-log_probability, losses.detach(), rtol=1e-12, atol=1e-12)
 
 
@@ -72,12 +81,15 @@ def test_the_best_token_is_the_one_of_highest_probability() -> None:
     mesh = mesh_of_ranks(1)
     model, _ = tiny_model(mesh)
     tokens = torch.from_numpy(samples(1).tokens)
-    candidates = [score(model, mesh, tokens, torch.full_like(tokens, v)) for v in range(VOCABULARY)]
+    scored = torch.ones_like(tokens, dtype=torch.bool)
+    candidates = [
+        score(model, mesh, tokens, torch.full_like(tokens, v), scored) for v in range(VOCABULARY)
+    ]
     probabilities = torch.stack([log.exp() for log, _ in candidates])
     torch.testing.assert_close(probabilities.sum(0), torch.ones_like(probabilities[0]))
     best = torch.stack([is_best for _, is_best in candidates])
     assert torch.equal(best.int().argmax(0), probabilities.argmax(0))
-    assert torch.equal(best.sum(0), torch.ones_like(tokens[0])[None])
+    assert torch.equal(best.sum(0), torch.ones_like(tokens[0]))
 
 
 def loaded(tensor_size: int, path: Path) -> tuple[bool, int, dict[str, Tensor]]:

@@ -182,7 +182,11 @@ def test_who_skips_a_collective_is_named(tmp_path: Path, axis: str, partner: int
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_process_is_named_without_its_stack(tmp_path: Path, stopped: int) -> None:
-    fault = f"if last and rank == {stopped}: os.kill(os.getpid(), signal.SIGSTOP)"
+    """The others have heard of its place by then: they beat once a second."""
+    fault = f"""
+if last: time.sleep(3)
+if last and rank == {stopped}: os.kill(os.getpid(), signal.SIGSTOP)
+"""
     program = write_program(tmp_path, f"{fault}\n{STEP}", limit=HANG)
     [other] = run_ranks(program, 2, stopped=(stopped,))
     assert other.status == 1
