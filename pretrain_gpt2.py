@@ -19,13 +19,7 @@ from functools import partial
 from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig
-from megatron.config.resume import (
-    check_start,
-    data_fingerprint,
-    find_start,
-    newest_readable,
-    run_id,
-)
+from megatron.config.resume import check_start, find_start, newest_readable, run_id
 from megatron.train.inputs import open_inputs
 from megatron.train.signals import StopSignals, exit_code
 
@@ -76,6 +70,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         sinks = open_sinks(config.logging, file, environ, at, facts, mesh, signals.ask)
         metrics = stack.enter_context(Metrics(file, mesh, start=at, steps=steps, sinks=sinks))
         rate = partial(learning_rate, config.optimizer, decay_iters=config.lr_decay_iters())
+        saver = Saver(mesh, config.checkpoint, facts, attached=inputs.attached, start_step=at)
         loop = Loop(
             training=config.training,
             log_interval=config.logging.log_interval,
@@ -85,12 +80,12 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             validation_data=inputs.validation,
             metrics=metrics,
             signals=signals,
-            saver=stack.enter_context(Saver(mesh, config.checkpoint, facts, start_step=at)),
+            saver=stack.enter_context(saver),
             save_interval=config.checkpoint.save_interval,
             owes_evaluation=began.owes_evaluation,
         )
         news = [*began.news, *config.checkpoint.warnings()]
-        tell_start(state, loop, news, data_fingerprint(identity))
+        tell_start(state, loop, news, identity)
         if code := exit_code(train(state, loop)):
             raise SystemExit(code)
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.samples import write_data, write_tokenizer
+from megatron.config import ParallelConfig
+from megatron.config.trained import TrainedConfig
+from megatron.train.trained import open_trained
+from tests.data.samples import write_data, write_data_of_tokenizer, write_tokenizer
 
 # Runs the program and tells, on the last line, how it ended and whether torch had been imported.
 PROBE = """
@@ -108,6 +111,44 @@ def test_refuses_the_data_of_another_tokenizer(data: Path, tmp_path: Path) -> No
     message = refusal(data, f"--vocab-file {vocabulary} --merge-file {merges}")
     assert "GPT2BPETokenizer" in message
     assert "test" in message
+
+
+def test_checkpoints_hold_the_tokenizer_found_beside_the_data(tmp_path: Path) -> None:
+    prefix = tmp_path / "own_text_document"
+    tokenizer = write_data_of_tokenizer(prefix, [[*range(1, 40), 260]] * 4)
+    save = tmp_path / "checkpoints"
+    ended = run(prefix, f"--save {save} --eval-iters 0 --no-bf16")
+    assert ended.returncode == 0, ended.stderr
+    assert "no tokenizer" not in ended.stderr
+    # Evaluation and generation need neither the data nor a flag.
+    Path(f"{prefix}.tokenizer").rename(tmp_path / "elsewhere")
+    folders, found, manifest = open_trained(TrainedConfig(load=str(save)), ParallelConfig(), 1)
+    assert found.fingerprint == manifest["tokenizer"] == tokenizer.fingerprint
+    assert {file.name for file in folders[0].iterdir()} == {
+        "manifest.json", "merges.txt", "shard_00000.safetensors", "vocab.json",
+    }  # fmt: skip
+    again = run(prefix, f"--save {save} --load {save} --train-iters 3 --eval-iters 0")
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.count("checkpoints will hold no tokenizer") == 1
+
+
+def test_warns_once_of_checkpoints_without_a_tokenizer(data: Path, tmp_path: Path) -> None:
+    words = f"--save {tmp_path / 'new'} --split 0,1,0"
+    for environ, count in (("", 1), ("RANK=0 WORLD_SIZE=1", 1), ("RANK=1 WORLD_SIZE=2", 0)):
+        message = refusal(data, words, environ)  # for --split, after the warning
+        assert message.count("warning: checkpoints will hold no tokenizer") == count
+        assert message.count("--vocab-file and --merge-file they would") == count
+    assert "no tokenizer" not in refusal(data, "--split 0,1,0")  # saves none
+
+
+def test_refuses_a_tokenizer_that_did_not_make_the_data_beside_it(tmp_path: Path) -> None:
+    prefix = tmp_path / "own_text_document"
+    write_data_of_tokenizer(prefix, [[*range(1, 40), 260]] * 4)
+    other = refusal(prefix, "--tokenizer-type BertWordPiece")
+    assert "--tokenizer-type GPT2BPETokenizer would work" in other
+    vocabulary = tmp_path / "own_text_document.tokenizer" / "vocab.json"
+    vocabulary.write_text(vocabulary.read_text().replace("the", "teh"))
+    assert "own_text_document.tokenizer" in refusal(prefix, "")
 
 
 def test_refuses_an_unknown_key_of_a_preset(data: Path, tmp_path: Path) -> None:

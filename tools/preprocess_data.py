@@ -4,7 +4,8 @@
     python tools/preprocess_data.py verify P_text_document
 
 The first leaves P_text_document.bin, .idx and .json, or with much text several pairs
-P_text_document_00000.bin, .idx and so on beside one .json, which training reads as one data set.
+P_text_document_00000.bin, .idx and so on beside one .json, which training reads as one data set;
+and P_text_document.tokenizer/, the tokenizer's files, which training's checkpoints then hold.
 What is written does not depend on the workers.  Lines that hold no document are set aside in
 P_text_document.rejected.jsonl.  After a crash the same command goes on from where it was.  With
 --output FOLDER instead of a prefix it is a step like those of tools.corpus: FOLDER gets
@@ -32,6 +33,7 @@ from megatron.config.parse import parse, user_errors
 from megatron.data.description import Description, join_descriptions
 from megatron.data.files import with_suffix
 from megatron.data.placing import place
+from megatron.data.tokenizer import Tokenizer
 from megatron.data.verify import verify
 from tools.corpus.manifest import read_manifest
 from tools.corpus.program import Unfinished, say, stoppable
@@ -141,9 +143,13 @@ def run(settings: Settings) -> None:
             say(f"{settings.data_path}: {summary}, in {time.monotonic() - start:.1f} s")
 
 
-def check(settings: Settings) -> None:
+def open_tokenizer(settings: Settings) -> Tokenizer:
     files = settings.vocab_file, settings.merge_file
-    load_tokenizer(settings.tokenizer_type, *files, settings.encoder)
+    return load_tokenizer(settings.tokenizer_type, *files, settings.encoder)
+
+
+def check(settings: Settings) -> None:
+    open_tokenizer(settings)
     parse_size("--shard-size", settings.shard_size)
     if not settings.append_eod:
         warn_of_no_mark()
@@ -159,8 +165,7 @@ def token_settings(settings: Settings) -> TokenSettings:
     """Checks input and tokenizer, and says which encoder it is."""
     shard_bytes = parse_size("--shard-size", settings.shard_size)
     total = sum(file.stat().st_size for file in find_shards(settings.input))
-    files = settings.vocab_file, settings.merge_file
-    tokenizer = load_tokenizer(settings.tokenizer_type, *files, settings.encoder)
+    tokenizer = open_tokenizer(settings)
     encoder = tokenizer.encoder
     chosen = TokenSettings(
         input=settings.input,
@@ -207,7 +212,7 @@ def tokenise(step: StepRun, settings: Settings) -> None:
     if settings.shard is not None:
         raise Unfinished("tokenise: all is done but the last step: run without --shard")
     description = join_descriptions([Description.from_json(part) for part in parts if part])
-    place(staged, settings.filled, description)
+    place(staged, settings.filled, description, open_tokenizer(settings).files)
     step.finish(
         funnel,
         list(_facts(description, settings.filled)),
@@ -268,7 +273,8 @@ def take_out(settings: Settings) -> str:
         beside.unlink(missing_ok=True)
     elif inside.exists():  # or else it was moved before a crash
         inside.replace(beside)
-    place([settings.filled + name for name in names], settings.data_path, description)
+    staged = [settings.filled + name for name in names]
+    place(staged, settings.data_path, description, open_tokenizer(settings).files)
     shutil.rmtree(settings.folder)
     return (
         f"{description.documents} documents, {description.tokens} tokens"

@@ -3,6 +3,7 @@
     SAVE/latest                                  name of the newest complete one
     SAVE/step_00000100/manifest.json             settings, counters, every tensor and its slices
     SAVE/step_00000100/shard_00000.safetensors   the slices that one rank wrote
+    SAVE/step_00000100/vocab.json, merges.txt    the tokenizer, if the run knew it
 
 A manifest has a checksum of itself and those of all files. megatron/train/checkpoint.py writes and
 reads the tensors.

@@ -172,6 +172,12 @@ def check_start(
     tokenizer.
     """
     section = config.checkpoint
+    if "imported_from" in manifest and not finetune:
+        raise ValueError(
+            f"{path} holds weights alone, imported from {manifest['imported_from']}: there is no "
+            "run to go on with; --finetune, which starts at step 0 from them, would work, with a "
+            "--save of its own"
+        )
     _check_settings(config, path, manifest, MODEL)
     if manifest["vocab_size"] != identity["vocab_size"]:
         raise ValueError(

@@ -11,6 +11,11 @@ def with_suffix(prefix: str, suffix: str) -> Path:
     return Path(prefix + suffix)
 
 
+def tokenizer_folder(prefix: str) -> Path:
+    """Where the files of the tokenizer that made the data set are kept, beside it."""
+    return with_suffix(prefix, ".tokenizer")
+
+
 def temporary(file: Path) -> Path:
     """A name beside that of the file, this process's own, to write under and then rename."""
     return file.with_name(f"{file.name}.tmp{os.getpid()}")

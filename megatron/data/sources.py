@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from megatron.data.description import Description
+from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import IndexedDataset
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizer import Tokenizer, read_tokenizer
 from megatron.data.verify import check_counts, check_highest_id
 
 # Of a data set without sidecar some 64 chunks of 2^16 ids are looked at beforehand: 8 to 16 MB, and
@@ -80,6 +82,31 @@ def open_corpus(
         eod=marks.pop() if len(marks) == 1 else None,
         fingerprint=maker.fingerprint if maker else "",
     )
+
+
+def find_tokenizer(corpus: Corpus) -> Tokenizer | None:
+    """That of the corpus, from the folder beside the first data set that has one; None if none has.
+
+    Raises ValueError, naming the folder, where what it holds did not make the data set, or is
+    damaged.
+    """
+    for source in corpus.sources:
+        folder = tokenizer_folder(source.data.prefix)
+        if source.description is not None and folder.is_dir():
+            return _read_beside(folder, source.description)
+    return None
+
+
+def _read_beside(folder: Path, description: Description) -> Tokenizer:
+    tokenizer = read_tokenizer(description.tokenizer_type, folder)
+    found, expected = tokenizer.fingerprint, description.tokenizer_fingerprint
+    if found != expected:
+        raise ValueError(
+            f"{folder} holds another tokenizer than the data set beside it was made with: "
+            f"fingerprint {found[:12]}, not {expected[:12]}; --vocab-file and --merge-file with "
+            "the files it was made with would work, or no such folder"
+        )
+    return tokenizer
 
 
 @dataclass(frozen=True)

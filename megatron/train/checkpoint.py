@@ -8,12 +8,14 @@ only; megatron/config/checkpoints.py says how the folder looks.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from megatron.config.checkpoints import (
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.train.agree import agree
-from megatron.train.folder import prepare, reason, set_aside, space, sync, write_text
+from megatron.train.folder import prepare, reason, set_aside, space, sync, write_file
 
 __all__ = [
     "Part",
@@ -48,6 +50,8 @@ __all__ = [
     "verify",
     "write",
 ]
+
+NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that is on disk; bytes: of all tensors; notes: what else was done for it."""
+    """A checkpoint that is on disk; bytes: of all its files but the manifest; notes: what else was
+    done for it."""
 
     path: Path
     bytes: int
@@ -97,9 +102,11 @@ def save(
     pieces: Iterable[Piece],
     facts: Mapping[str, Any],
     mesh: Mesh,
+    attached: Mapping[str, bytes] = NOTHING,
 ) -> Path:
-    """Write SAVE/step_XXXXXXXX with every tensor and `facts` (JSON); every rank calls this."""
-    return write(directory, step, own_parts(pieces, mesh), facts, mesh).path
+    """Write SAVE/step_XXXXXXXX with every tensor, `facts` (JSON) and the files {name: content} that
+    are attached; every rank calls this."""
+    return write(directory, step, own_parts(pieces, mesh), facts, mesh, attached=attached).path
 
 
 def write(
@@ -109,19 +116,21 @@ def write(
     facts: Mapping[str, Any],
     mesh: Mesh,
     *,
+    attached: Mapping[str, bytes] = NOTHING,
     went_back_to: int | None = None,
 ) -> Written:
     """Write SAVE/step_XXXXXXXX from the parts of all ranks, which have to see one directory.
 
-    went_back_to: checkpoints beyond this step are of a run that was given up, and are renamed; so
-    is whatever has this checkpoint's name. Raises OSError on every rank where one fails; then
-    nothing of this checkpoint is left.
+    attached: {name: content} of further files; those of the first rank are written. went_back_to:
+    checkpoints beyond this step are of a run that was given up, and are renamed; so is whatever has
+    this checkpoint's name. Raises OSError on every rank where one fails; then nothing of this
+    checkpoint is left.
     """
     final = Path(directory) / f"step_{step:08d}"
     staging = final.with_name(f".{final.name}.partial")
     try:
         left = agree(mesh, lambda: prepare(staging) if mesh.is_first else ())[0]
-        summaries = agree(mesh, lambda: _write_shard(staging, parts, mesh))
+        summaries = agree(mesh, lambda: _write_share(staging, parts, attached, mesh))
         written = agree(
             mesh,
             lambda: _commit(final, summaries, facts, went_back_to) if mesh.is_first else None,
@@ -132,6 +141,27 @@ def write(
         raise
     assert written is not None
     return replace(written, notes=(*left, *written.notes))
+
+
+def _write_share(
+    staging: Path, parts: Sequence[Part], attached: Mapping[str, bytes], mesh: Mesh
+) -> dict[str, Any]:
+    """Write this rank's slices, and on the first rank what is attached; return what the manifest
+    says of them."""
+    shard = _write_shard(staging, parts, mesh)
+    own = attached if mesh.is_first else NOTHING
+    return {**shard, "files": {**shard["files"], **_write_attached(staging, own)}}
+
+
+def _write_attached(staging: Path, attached: Mapping[str, bytes]) -> dict[str, Any]:
+    files = {}
+    for name, content in attached.items():
+        file = staging / name
+        assert name != "manifest.json"
+        assert not file.exists(), name
+        write_file(file, content)
+        files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return files
 
 
 def _write_shard(staging: Path, parts: Sequence[Part], mesh: Mesh) -> dict[str, Any]:
@@ -170,8 +200,8 @@ def _commit(
     staging = final.with_name(f".{final.name}.partial")
     pointer = final.with_name(".latest.partial")
     manifest = _manifest(summaries, facts)
-    write_text(staging / "manifest.json", json.dumps(seal(manifest), indent=1))
-    write_text(pointer, final.name + "\n")
+    write_file(staging / "manifest.json", json.dumps(seal(manifest), indent=1).encode())
+    write_file(pointer, f"{final.name}\n".encode())
     sync(staging)
     notes = set_aside(final, went_back_to)
     staging.rename(final)
@@ -222,11 +252,16 @@ def load(
         raise ValueError(found[0])
     with ExitStack() as opened:
         files = {
-            name: opened.enter_context(safe_open(path / name, "pt")) for name in manifest["files"]
+            name: opened.enter_context(safe_open(path / name, "pt")) for name in _shards(manifest)
         }
         for piece in pieces:
             _read(files, _slices(path, manifest, piece), piece)
     return manifest
+
+
+def _shards(manifest: Mapping[str, Any]) -> set[str]:
+    """The files that hold tensors."""
+    return {each["file"] for tensor in manifest["tensors"].values() for each in tensor["slices"]}
 
 
 def _slices(path: Path, manifest: Mapping[str, Any], piece: Piece) -> list[dict[str, Any]]:

@@ -63,13 +63,13 @@ def _numbers() -> Iterator[str]:
     yield from (f"-{number}" for number in count(2))
 
 
-def write_text(path: Path, text: str) -> None:
+def write_file(path: Path, content: bytes) -> None:
     """Raises an OSError that says what is needed and what is free; then no file is left."""
     try:
-        path.write_text(text)
+        path.write_bytes(content)
         sync(path)
     except OSError as error:
-        message = f"{path}: {reason(error)}; {space(path, len(text))}"
+        message = f"{path}: {reason(error)}; {space(path, len(content))}"
         path.unlink(missing_ok=True)
         raise OSError(message) from error
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron.config.data import DataConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.gpt2 import GPT2Dataset, open_splits
-from megatron.data.sources import Corpus, open_corpus
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.sources import Corpus, find_tokenizer, open_corpus
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,17 +18,32 @@ class Inputs:
     """The data sets, and what of them is trained and validated on."""
 
     corpus: Corpus
+    tokenizer: Tokenizer | None
+    """That made the data sets; None where neither flags nor a folder beside them hold it."""
     train: GPT2Dataset
     validation: GPT2Dataset | None
 
+    @property
+    def attached(self) -> Mapping[str, bytes]:
+        """The tokenizer's files, for every checkpoint."""
+        return {} if self.tokenizer is None else self.tokenizer.files
+
 
 def open_inputs(config: PretrainConfig) -> Inputs:
-    """Raises ValueError or OSError, naming the flag, for data that is damaged or does not fit."""
+    """Raises ValueError or OSError, naming the flag, for data that is damaged or does not fit.
+
+    Warns where checkpoints will be saved that hold no tokenizer.
+    """
     data = config.data
-    tokenizer = None
-    if data.vocab_file or data.merge_file:
-        tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
-    corpus = open_corpus(data.data_path, tokenizer, config.model.vocab_size)
+    given = _given_tokenizer(data)
+    corpus = open_corpus(data.data_path, given, config.model.vocab_size)
+    tokenizer = given or _found_tokenizer(corpus, data.tokenizer_type)
+    if tokenizer is None and config.checkpoint.save is not None:
+        warnings.warn(
+            "checkpoints will hold no tokenizer, as no data set of --data-path has one beside it; "
+            "with --vocab-file and --merge-file they would",
+            stacklevel=2,
+        )
     train_data, validation_data, _ = open_splits(
         corpus,
         split=data.split,
@@ -39,4 +57,20 @@ def open_inputs(config: PretrainConfig) -> Inputs:
         raise ValueError(
             f"--split {data.split} keeps nothing for training; --split 29,1,0 would work"
         )
-    return Inputs(corpus=corpus, train=train_data, validation=validation_data)
+    return Inputs(corpus=corpus, tokenizer=tokenizer, train=train_data, validation=validation_data)
+
+
+def _given_tokenizer(data: DataConfig) -> Tokenizer | None:
+    if not (data.vocab_file or data.merge_file):
+        return None
+    return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+
+
+def _found_tokenizer(corpus: Corpus, kind: str) -> Tokenizer | None:
+    found = find_tokenizer(corpus)
+    if found is not None and found.kind != kind:
+        raise ValueError(
+            f"--tokenizer-type {kind} did not make the data of --data-path; "
+            f"--tokenizer-type {found.kind} would work"
+        )
+    return found

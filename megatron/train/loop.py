@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import exp, inf
+from typing import Any
 
+from megatron.config.resume import data_fingerprint
 from megatron.config.training import TrainingConfig
 from megatron.data.gpt2 import Batch, GPT2Dataset
 from megatron.data.sampler import micro_batches
@@ -38,12 +40,14 @@ class Loop:
     owes_evaluation: bool = False  # the checkpoint it went on from was saved without one
 
 
-def tell_start(state: TrainState, loop: Loop, news: Sequence[str], data: str) -> None:
+def tell_start(
+    state: TrainState, loop: Loop, news: Sequence[str], identity: Mapping[str, Any]
+) -> None:
     """Say, on the console and in the record, where a run starts and what it runs on.
 
-    news: of `start.begin`. data: fingerprint of the data sets.
+    news: of `start.begin`. identity: that of the data sets.
     """
-    facts = state.describe()
+    facts, data = state.describe(), data_fingerprint(identity)
     loop.metrics.describe(facts)
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in (state.mesh.data, state.mesh.tensor))
     size = f"{facts['parameters']:,} parameters in {facts['dtype']}"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.mesh import Mesh
-from megatron.train.checkpoint import Part, own_parts, write
+from megatron.train.checkpoint import NOTHING, Part, own_parts, write
 from megatron.train.retention import Retention
 from megatron.train.start import environment
 from megatron.train.state import DTYPES, TrainState
@@ -37,7 +37,7 @@ class SaveReport:
     """One finished save.
 
     stall_seconds: that this rank's loop waited. save_seconds: from the call until the checkpoint
-    was on disk under its name. bytes: of all its tensors. removed: names of older checkpoints.
+    was on disk under its name. bytes: of all its files. removed: names of older checkpoints.
     notes: what else the user has to know: checkpoints found damaged (and kept), or set aside.
     """
 
@@ -84,7 +84,8 @@ class Saver:
 
     section: without its `save` nothing is saved. facts: for every manifest, beside counters,
     validation loss and environment; "run" is the id by which older checkpoints are known to be
-    this run's own, and may be removed. start_step: of the checkpoint this run went on from; those
+    this run's own, and may be removed. attached: {name: content} of files that every checkpoint
+    holds beside the tensors. start_step: of the checkpoint this run went on from; those
     beyond it are renamed at the first save. A save that failed raises its OSError on every rank,
     in whichever of save(), reports() and close() comes next.
     """
@@ -95,10 +96,12 @@ class Saver:
         section: CheckpointConfig,
         facts: Mapping[str, Any],
         *,
+        attached: Mapping[str, bytes] = NOTHING,
         start_step: int = 0,
     ) -> None:
         self._section = section
         self._facts = facts
+        self._attached = attached
         self._mesh = replace(mesh, peers=mesh.peers.another())
         self._retention = Retention(section.keep_checkpoints, self._mesh, facts.get("run"))
         self._went_back_to: int | None = start_step
@@ -182,6 +185,7 @@ class Saver:
             job.parts,
             job.facts,
             self._mesh,
+            attached=self._attached,
             went_back_to=self._went_back_to,
         )
         self._went_back_to = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.resume import find_start, newest_readable
 from megatron.config.trained import TrainedConfig
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import Tokenizer, build_tokenizer, file_names, read_tokenizer
 
 
 def open_trained(
@@ -19,21 +19,44 @@ def open_trained(
 ) -> tuple[Sequence[Path], Tokenizer, dict[str, Any]]:
     """The checkpoints of --load from the newest readable one on, its tokenizer and its manifest.
 
-    Warns of those it passes over. Raises FileNotFoundError without a checkpoint, ValueError where
-    none is whole, where the model cannot be cut over the processes, and where the tokenizer is
-    another one.
+    The tokenizer is that of the flags, or else the checkpoint's own. Warns of checkpoints that are
+    passed over. Raises FileNotFoundError without a checkpoint, ValueError where none is whole,
+    where the model cannot be cut over the processes, and where the tokenizer is another one, or
+    neither in the checkpoint nor given.
     """
     start = find_start(CheckpointConfig(load=section.load))
     path, manifest, passed_over = newest_readable(start.folders)
     for reason in passed_over:
         warnings.warn(f"passed over: {reason}", stacklevel=2)
     parallel.check(manifest["config"]["model"]["num_attention_heads"], world_size)
-    tokenizer = build_tokenizer(section.tokenizer_type, section.vocab_file, section.merge_file)
+    tokenizer = _open_tokenizer(section, path, manifest)
+    return start.folders[start.folders.index(path) :], tokenizer, manifest
+
+
+def _open_tokenizer(section: TrainedConfig, path: Path, manifest: Mapping[str, Any]) -> Tokenizer:
+    kind = section.tokenizer_type or manifest["config"]["data"]["tokenizer_type"]
+    if section.vocab_file is not None or section.merge_file is not None:
+        tokenizer = build_tokenizer(kind, section.vocab_file, section.merge_file)
+        _check_same(
+            f"--vocab-file {section.vocab_file} and --merge-file {section.merge_file} are",
+            tokenizer, path, manifest,
+        )  # fmt: skip
+    elif missing := set(file_names(kind)) - manifest["files"].keys():
+        raise ValueError(
+            f"{path} holds no tokenizer ({' and '.join(sorted(missing))}); --vocab-file and "
+            "--merge-file, the files the training data was made with, would work"
+        )
+    else:
+        tokenizer = read_tokenizer(kind, path)
+        _check_same(f"the tokenizer files in {path} are", tokenizer, path, manifest)
+    return tokenizer
+
+
+def _check_same(what: str, tokenizer: Tokenizer, path: Path, manifest: Mapping[str, Any]) -> None:
     trained_with = manifest["tokenizer"]
     if trained_with != tokenizer.fingerprint:
         raise ValueError(
-            f"--vocab-file {section.vocab_file} and --merge-file {section.merge_file} are not the "
-            f"tokenizer that {path} was trained with: fingerprint {tokenizer.fingerprint[:12]}, "
-            f"not {trained_with[:12]}; the files the training data was made with would work"
+            f"{what} not the tokenizer that {path} was trained with: fingerprint "
+            f"{tokenizer.fingerprint[:12]}, not {trained_with[:12]}; --vocab-file and --merge-file "
+            "with the files the training data was made with would work"
         )
-    return start.folders[start.folders.index(path) :], tokenizer, manifest

@@ -264,3 +264,18 @@ def test_fine_tuning_takes_other_data_and_precision_but_no_other_tokenizer() -> 
         check(IDENTITY | {"tokenizer": "g"})
     with pytest.raises(ValueError, match="--num-layers is 3"):
         check(IDENTITY, num_layers=3)
+
+
+def test_imported_weights_are_no_run_to_go_on_with() -> None:
+    """Such a manifest has the settings of the model and the data alone."""
+    config = asdict(settings())
+    imported = manifest() | {
+        "config": {section: config[section] for section in ("model", "data")},
+        "imported_from": "gpt2",
+    }
+    message = f"{PATH} holds weights alone, imported from gpt2: .* --finetune, .*, would work"
+    with pytest.raises(ValueError, match=message):
+        check_start(settings(), PATH, imported, identity=IDENTITY)
+    check_start(settings(), PATH, imported, identity=IDENTITY, finetune=True)
+    with pytest.raises(ValueError, match="--num-layers is 3, .* --num-layers 2 would work"):
+        check_start(settings(num_layers=3), PATH, imported, identity=IDENTITY, finetune=True)

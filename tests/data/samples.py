@@ -3,13 +3,16 @@
 import json
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron.data.description import Description
+from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron.data.tokenizer import GPT2BPETokenizer
 
 MERGES = ["t h", "th e", "i n", "Ġ the"]
 
@@ -44,6 +47,26 @@ def write_data(
             eod=eod,
             shuffled=shuffled,
         )
+
+
+def write_data_of_tokenizer(
+    prefix: Path, documents: Sequence[Sequence[int]], *, beside: bool = True
+) -> GPT2BPETokenizer:
+    """A data set that is said to be made by the tokenizer of write_tokenizer, which it returns.
+
+    beside: leave the tokenizer's files as preprocessing does.
+    """
+    folder = tokenizer_folder(str(prefix))
+    folder.mkdir(parents=True)
+    tokenizer = GPT2BPETokenizer(*write_tokenizer(folder))
+    description = write_data(prefix, documents, vocab_size=261, eod=260)
+    fingerprint = tokenizer.fingerprint
+    replace(description, tokenizer_type=tokenizer.kind, tokenizer_fingerprint=fingerprint).write(
+        str(prefix)
+    )
+    if not beside:
+        folder.rename(folder.with_suffix(".elsewhere"))
+    return tokenizer
 
 
 def write_sparse(prefix: Path, last: Sequence[int]) -> int:

@@ -18,6 +18,7 @@ from tests.data.samples import PlainTokenizer, write_data
 
 SHARDS = [[[5, 6, 7, 0], [8, 0]], [[9, 10, 0]], [[11, 0], [12, 13, 14, 15, 16, 0], [17, 0]]]
 DOCUMENTS = [document for shard in SHARDS for document in shard]
+TOKENIZER = {"vocab.json": b"vocabulary", "merges.txt": b"merges"}
 
 
 def stage(folder: Path, shards: list[list[list[int]]]) -> tuple[list[str], Description]:
@@ -31,12 +32,17 @@ def stage(folder: Path, shards: list[list[list[int]]]) -> tuple[list[str], Descr
 
 def write_shards(prefix: Path, shards: list[list[list[int]]] = SHARDS) -> str:
     staged, description = stage(prefix.parent / "staged", shards)
-    place(staged, str(prefix), description)
+    place(staged, str(prefix), description, TOKENIZER)
     return str(prefix)
 
 
 def names(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir() if file.is_file()}
+
+
+def tokenizer_of(prefix: str) -> dict[str, bytes]:
+    folder = Path(f"{prefix}.tokenizer")
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.fixture
@@ -163,7 +169,8 @@ def test_placing_can_be_cut_off_anywhere(
 ) -> None:
     """Until it is done no data set is there, or the old one; the same call finishes it."""
     calls = 0
-    real = {"replace": Path.replace, "unlink": Path.unlink}
+    real = {"replace": Path.replace, "unlink": Path.unlink, "mkdir": Path.mkdir}
+    other = {"vocab.json": b"another"}
 
     def cut_off(name: str, after_calls: int) -> None:
         def step(self: Path, *arguments: object, **more: object) -> object:
@@ -181,10 +188,10 @@ def test_placing_can_be_cut_off_anywhere(
         prefix = write_shards(folder / "p", before)
         staged, description = stage(folder / "staged", after)
         calls = 0
-        cut_off("replace", steps)
-        cut_off("unlink", steps)
+        for name in real:
+            cut_off(name, steps)
         try:
-            place(staged, prefix, description)
+            place(staged, prefix, description, other)
         except KeyboardInterrupt:
             finished = False
         else:
@@ -193,11 +200,27 @@ def test_placing_can_be_cut_off_anywhere(
         if not finished:
             try:
                 assert len(IndexedDataset(prefix).documents) - 1 == sum(map(len, before))
+                assert tokenizer_of(prefix) == TOKENIZER
             except FileNotFoundError:
                 assert steps
-            place(staged, prefix, description)
+            place(staged, prefix, description, other)
+        assert tokenizer_of(prefix) == other
+        assert not list(folder.glob("*.partial"))
         assert verify(prefix).documents == sum(map(len, after))
         assert len(names(folder)) == (2 * len(after) + 1 if len(after) > 1 else 3)
         if finished:
-            assert steps >= 5
+            assert steps >= 7
             return
+
+
+def test_the_tokenizer_of_an_equal_data_set_is_left_or_replaced(tmp_path: Path) -> None:
+    prefix = write_shards(tmp_path / "p")
+    file = tmp_path / "p.tokenizer" / "vocab.json"
+    stamp = file.stat().st_ino
+    write_shards(tmp_path / "p")
+    assert file.stat().st_ino == stamp
+    file.write_bytes(b"damaged")
+    (tmp_path / "p.tokenizer.partial").mkdir()  # of a run that was killed
+    write_shards(tmp_path / "p")
+    assert tokenizer_of(prefix) == TOKENIZER
+    assert not (tmp_path / "p.tokenizer.partial").exists()

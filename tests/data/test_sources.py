@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.sources import GLANCE, GLANCES, open_corpus
-from tests.data.samples import PlainTokenizer, write_data
+from megatron.data.sources import GLANCE, GLANCES, find_tokenizer, open_corpus
+from tests.data.samples import PlainTokenizer, write_data, write_data_of_tokenizer
 
 
 class OtherTokenizer(PlainTokenizer):
@@ -157,3 +157,34 @@ def test_missing_paths(tmp_path: Path) -> None:
         open_corpus([], PlainTokenizer())
     with pytest.raises(ValueError, match="--data-path: .*nowhere.idx is not there"):
         open_corpus([str(tmp_path / "nowhere")], PlainTokenizer())
+
+
+def test_the_tokenizer_is_found_beside_the_first_data_set_that_has_it(tmp_path: Path) -> None:
+    for name, beside in (("a", False), ("b", True), ("c", True)):
+        tokenizer = write_data_of_tokenizer(tmp_path / name, [[1, 2, 260]], beside=beside)
+    (tmp_path / "c.tokenizer" / "vocab.json").write_text("never looked at")
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    found = find_tokenizer(open_corpus(["1", a, "1", b, "1", c], None))
+    assert found is not None
+    assert (found.kind, found.fingerprint) == (tokenizer.kind, tokenizer.fingerprint)
+    assert find_tokenizer(open_corpus([a], None)) is None
+
+
+def test_a_folder_without_sidecar_says_nothing_of_the_data_set(tmp_path: Path) -> None:
+    write_data_of_tokenizer(tmp_path / "a", [[1, 2, 260]])
+    (tmp_path / "a.json").unlink()
+    with pytest.warns(UserWarning, match="a.json is not there"):
+        assert find_tokenizer(open_corpus([str(tmp_path / "a")], None, 261)) is None
+
+
+def test_a_tokenizer_that_did_not_make_the_data_beside_it_is_named(tmp_path: Path) -> None:
+    write_data_of_tokenizer(tmp_path / "a", [[1, 2, 260]])
+    corpus = open_corpus([str(tmp_path / "a")], None)
+    merges = tmp_path / "a.tokenizer" / "merges.txt"
+    merges.write_text(merges.read_text("utf-8").replace("i n\n", ""), encoding="utf-8")
+    message = "a.tokenizer holds another tokenizer .* --vocab-file and --merge-file .* would work"
+    with pytest.raises(ValueError, match=message):
+        find_tokenizer(corpus)
+    merges.unlink()
+    with pytest.raises(ValueError, match="a.tokenizer cannot be read: .*merges.txt: no such file"):
+        find_tokenizer(corpus)

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.tokenizer import GPT2BPETokenizer, build_tokenizer
+from megatron.data.tokenizer import (
+    GPT2BPETokenizer,
+    build_tokenizer,
+    file_names,
+    read_tokenizer,
+)
 from tests.data.samples import write_tokenizer
 
 TEXTS = [
@@ -106,3 +111,34 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
         build_tokenizer("GPT2BPETokenizer", "nowhere", merge_file)
     with pytest.raises(ValueError, match="--tokenizer-type T5 is unknown; known: GPT2BPE"):
         build_tokenizer("T5", vocab_file, merge_file)
+
+
+def test_from_its_files_it_is_made_again_under_their_usual_names(tmp_path: Path) -> None:
+    files = write_tokenizer(tmp_path)
+    odd = [str(Path(file).rename(tmp_path / f"my-{Path(file).name}")) for file in files]
+    tokenizer = GPT2BPETokenizer(*odd)
+    assert tuple(tokenizer.files) == file_names(tokenizer.kind) == ("vocab.json", "merges.txt")
+    (tmp_path / "again").mkdir()
+    for name, content in tokenizer.files.items():
+        assert content == (tmp_path / f"my-{name}").read_bytes()
+        (tmp_path / "again" / name).write_bytes(content)
+    again = read_tokenizer(tokenizer.kind, tmp_path / "again")
+    assert (again.fingerprint, again.files) == (tokenizer.fingerprint, tokenizer.files)
+    assert [again.encode(text) for text in TEXTS] == tokenizer.encode_batch(TEXTS)
+
+
+def test_a_folder_that_holds_no_tokenizer(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "merges.txt").unlink()
+    message = f"the tokenizer in {tmp_path} .*merges.txt: no such file; --vocab-file and --merge"
+    with pytest.raises(ValueError, match=message):
+        read_tokenizer("GPT2BPETokenizer", tmp_path)
+    with pytest.raises(ValueError, match="--tokenizer-type T5 is unknown; known: GPT2BPE"):
+        read_tokenizer("T5", tmp_path)
+
+
+def test_merges_with_the_line_ends_of_windows(tmp_path: Path, tokenizer: GPT2BPETokenizer) -> None:
+    merges = tmp_path / "merges.txt"
+    merges.write_bytes(merges.read_bytes().replace(b"\n", b"\r\n"))
+    other = GPT2BPETokenizer(str(tmp_path / "vocab.json"), str(merges))
+    assert other.fingerprint == tokenizer.fingerprint

@@ -28,6 +28,7 @@ from tools.tokenise import LARGEST_UNIT, SMALLEST_UNIT, deal, unit_bytes
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"the thing number {i} in the inn. " * (1 + i % 9) for i in range(200)]
 TOKENIZER = ["--vocab-file", "vocab.json", "--merge-file", "merges.txt"]
+BESIDE = {f"_text_document.tokenizer/{name}" for name in ("vocab.json", "merges.txt")}
 
 
 def start(folder: Path, *words: str, **environ: str) -> subprocess.Popen[str]:
@@ -72,8 +73,11 @@ def encoded(folder: Path, texts: list[str]) -> list[list[int]]:
 
 
 def outputs(folder: Path, prefix: str) -> dict[str, bytes]:
+    """{what follows the prefix: content} of every file, those in folders too."""
     return {
-        file.name.removeprefix(prefix): file.read_bytes() for file in folder.glob(f"{prefix}_*")
+        str(file.relative_to(folder)).removeprefix(prefix): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file() and file.relative_to(folder).parts[0].startswith(f"{prefix}_")
     }
 
 
@@ -90,7 +94,10 @@ def test_documents_in_order_with_end_marks(tmp_path: Path) -> None:
     assert "encoder: gigatoken" in said
     expected = [[*ids, 260] for ids in encoded(tmp_path, TEXTS)]
     assert read(tmp_path / "p_text_document") == expected
-    assert set(outputs(tmp_path, "p")) == {f"_text_document{s}" for s in (".bin", ".idx", ".json")}
+    found = outputs(tmp_path, "p")
+    assert set(found) == {f"_text_document{s}" for s in (".bin", ".idx", ".json")} | BESIDE
+    for name in ("vocab.json", "merges.txt"):
+        assert found[f"_text_document.tokenizer/{name}"] == (tmp_path / name).read_bytes()
     checked = preprocess(tmp_path, "verify", "p_text_document")
     assert checked.returncode == 0, checked.stderr
     assert "sound, as its .json says; 200 documents" in checked.stdout
@@ -130,7 +137,7 @@ def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path, size: list[str
         words = ["--input", "in", "--output-prefix", f"w{workers}", "--workers", workers]
         tokenise(tmp_path, *words, *size)
         found.append(outputs(tmp_path, f"w{workers}"))
-    assert len(found[0]) > 12 if size else len(found[0]) == 4
+    assert len(found[0]) > 14 if size else len(found[0]) == 6
     assert found[0] == found[1]
     good = [orjson.loads(line)["text"] for line in texts if line != b"bad\n"]
     assert read(tmp_path / "w1_text_document") == encoded(tmp_path, good)
@@ -154,7 +161,7 @@ def test_shards_hold_what_one_shard_holds(tmp_path: Path) -> None:
     assert b"".join(pairs) == Path(f"{one}.bin").read_bytes()
     assert preprocess(tmp_path, "verify", many.name).returncode == 0
     said = tokenise(tmp_path, "--input", "a.jsonl", "--output-prefix", "many")
-    assert len(outputs(tmp_path, "many")) == 3, "the shards of the run before are gone"
+    assert len(outputs(tmp_path, "many")) == 5, "the shards of the run before are gone"
 
 
 BAD = [
@@ -224,6 +231,7 @@ def test_a_folder_is_filled_as_by_a_step_and_once(tmp_path: Path) -> None:
     assert set(content(tmp_path / "out")) == {
         "manifest.json", "rejected.jsonl",
         "text_document.bin", "text_document.idx", "text_document.json",
+        "text_document.tokenizer/vocab.json", "text_document.tokenizer/merges.txt",
     }  # fmt: skip
     facts = manifest(tmp_path / "out")
     assert (facts["step"], facts["output"]["documents"]) == ("tokenise", len(TEXTS))
@@ -235,6 +243,12 @@ def test_a_folder_is_filled_as_by_a_step_and_once(tmp_path: Path) -> None:
     other = preprocess(tmp_path, *words, *TOKENIZER, "--no-append-eod")
     assert other.returncode == 2
     assert "--overwrite" in other.stderr
+    (tmp_path / "out" / "text_document.tokenizer" / "mine.txt").touch()
+    refused = preprocess(tmp_path, *words, *TOKENIZER, "--no-append-eod", "--overwrite")
+    assert "mine.txt in it is no step's, and is never removed" in refused.stderr
+    (tmp_path / "out" / "text_document.tokenizer" / "mine.txt").unlink()
+    tokenise(tmp_path, *words, "--no-append-eod", "--overwrite")
+    assert len(content(tmp_path / "out")) == 7
 
 
 def test_job_arrays_fill_the_folder_together(tmp_path: Path) -> None:
@@ -287,7 +301,7 @@ def test_killed_anywhere_the_same_command_gives_the_same_bytes(tmp_path: Path) -
     assert preprocess(tmp_path, *words, "whole").returncode == 0
     took = time.monotonic() - began
     expected = outputs(tmp_path, "whole")
-    assert len(expected) == 2 + 2 * 3
+    assert len(expected) == 2 + 2 * 3 + 2
     killed = sum(kill_at_random(tmp_path, [*words, "p"], took * k / 6) for k in range(2, 6))
     assert killed
     assert preprocess(tmp_path, *words, "p").returncode == 0

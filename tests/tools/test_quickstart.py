@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -193,6 +194,30 @@ def test_the_corpus_goes_through_the_steps_and_each_reads_what_the_last_one_wrot
         assert flags[-1]["--output"] + "/train" in command.argv
 
 
+def test_only_preprocessing_names_the_tokenizer_which_the_data_brings_to_the_rest() -> None:
+    stages = {stage.name: stage for stage in plan(SETTINGS, Processes(2, 1, 4, "cpu", 1), 2)}
+    named = [
+        name
+        for name, stage in stages.items()
+        if any("--vocab-file" in command.argv for command in stage.commands)
+    ]
+    assert named == ["preprocess"]
+    # A folder without it, of an earlier version, is not reused.
+    assert SETTINGS.out / "data" / "train_text_document.tokenizer" in stages["preprocess"].outputs
+
+
+@pytest.mark.parametrize(("positions", "count"), [(256, 96), (64, 35), (20, 1)])
+def test_samples_fit_the_positions_of_the_model(tmp_path: Path, positions: int, count: int) -> None:
+    preset = tmp_path / "own.toml"
+    text = SETTINGS.preset.read_text()
+    for key in ("max_position_embeddings", "seq_length"):
+        text = re.sub(rf"(?m)^{key} = .*$", f"{key} = {positions}", text)
+    preset.write_text(text)
+    own = replace(SETTINGS, preset=preset)
+    argv = plan(own, Processes(2, 1, 4, "cpu", 1), 2)[-2].commands[0].argv
+    assert argv[argv.index("--max-new-tokens") + 1] == str(count)
+
+
 def data_set(folder: Path, sizes: list[int]) -> IndexedDataset:
     prefix = str(folder / "data")
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
@@ -252,7 +277,7 @@ def test_a_corpus_of_ones_own_and_gpt2s_vocabulary_take_their_stages_place(tmp_p
     stages = {stage.name: stage for stage in plan(own, processes, 2)}
     assert stages["corpus"].commands == stages["tokenizer"].commands == ()
     assert str(tmp_path / "c") in stages["clean"].commands[0].argv
-    assert str(tmp_path / "v") in stages["pretrain"].commands[-1].argv
+    assert str(tmp_path / "v") in stages["preprocess"].commands[-1].argv
     assert list(stages) == [stage.name for stage in plan(SETTINGS, processes, 2)]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.parallel.layers import VocabParallelEmbedding
 from megatron.parallel.layout import layouts
-from megatron.train.checkpoint import Piece, load, save
+from megatron.train.checkpoint import Piece, load, read_manifest, save, verify
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.dist import Pool
@@ -241,3 +241,49 @@ def test_counters_and_loss_scale_go_on(tmp_path: Path) -> None:
     assert other.scaler == state.scaler
     steps = {each["step"].item() for each in other.optimizer.adamw.state.values()}
     assert steps == {7}
+
+
+ATTACHED = {"vocab.json": b"{}", "merges.txt": b"#version: 0.2\n"}
+
+
+def save_attached(directory: Path) -> None:
+    state = tiny_state(mesh_of_ranks(2), dtype=torch.float32)
+    # What another rank than the first has attached is not written.
+    attached = ATTACHED if state.mesh.is_first else {"vocab.json": b"other", "more": b"more"}
+    facts = {"counters": state.counters(), **FACTS}
+    save(directory, 0, state.pieces(), facts, state.mesh, attached)
+
+
+def test_attached_files_are_as_safe_as_the_tensors(gloo: Pool, tmp_path: Path) -> None:
+    gloo.run(2, save_attached, tmp_path)
+    path, mesh = latest_checkpoint(tmp_path), mesh_of_ranks(1)
+    shards = {"shard_00000.safetensors", "shard_00001.safetensors"}
+    assert {file.name for file in path.iterdir()} == {"manifest.json", *shards, *ATTACHED}
+    assert read_manifest(path)["files"].keys() == {*shards, *ATTACHED}
+    fresh().load(path)  # which opens the files of tensors alone
+    for name, content in ATTACHED.items():
+        assert (path / name).read_bytes() == content
+        (path / name).write_bytes(content[:-1] + b"x")
+        assert [line.split(" is ")[0] for line in verify(path, mesh)] == [str(path / name)]
+        (path / name).write_bytes(content[:-1])
+        with pytest.raises(ValueError, match=f"{name}: .* bytes, its manifest says"):
+            read_manifest(path)
+        (path / name).write_bytes(content)
+    assert verify(path, mesh) == []
+
+
+def test_an_attached_file_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = fresh()
+    write_bytes = Path.write_bytes
+
+    def fail(self: Path, content: bytes) -> int:
+        if self.name == "merges.txt":
+            raise OSError(28, "No space left on device")
+        return write_bytes(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(OSError, match=r"merges.txt: No space left .* needs 14 bytes"):
+        save(tmp_path, 0, state.pieces(), FACTS, state.mesh, ATTACHED)
+    assert list(tmp_path.iterdir()) == []

@@ -107,6 +107,17 @@ def test_the_manifest_tells_of_the_run(tmp_path: Path) -> None:
     assert environment["device"] == "cpu"
 
 
+@BOTH
+def test_every_checkpoint_holds_what_is_attached(tmp_path: Path, asynchronous: bool) -> None:
+    state, section = fresh(), CheckpointConfig(save=str(tmp_path), async_save=asynchronous)
+    with Saver(state.mesh, section, {}, attached={"vocab.json": b"{}"}) as saver:
+        first, second = save_steps(saver, state, [1, 2])
+    for report in (first, second):
+        assert (report.path / "vocab.json").read_bytes() == b"{}"
+        assert report.bytes == 2 + (report.path / "shard_00000.safetensors").stat().st_size
+    state.load(second.path)
+
+
 def test_without_a_directory_nothing_is_saved() -> None:
     state = fresh()
     with Saver(state.mesh, CheckpointConfig(), {}) as saver:

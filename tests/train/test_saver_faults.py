@@ -25,7 +25,7 @@ def test_a_save_that_fails_sets_nothing_aside(
     before = names(tmp_path)
     saver = saver_into(tmp_path, state, start_step=1)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module, "write_text", fail)
+        patch.setattr(checkpoint_module, "write_file", fail)
         with pytest.raises(OSError, match="no luck"):
             save_steps(saver, state, [2])
     assert names(tmp_path) == before
@@ -40,7 +40,7 @@ CALLS = {
     "chmod": (Path, "chmod"),
     "checksum_of": (checkpoint_module, "checksum_of"),
     "fsync": (os, "fsync"),
-    "write_text": (Path, "write_text"),
+    "write_bytes": (Path, "write_bytes"),
     "set_aside": (checkpoint_module, "set_aside"),
     "rename": (Path, "rename"),
     "replace": (Path, "replace"),

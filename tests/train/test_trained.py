@@ -3,7 +3,8 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -11,29 +12,46 @@ import pytest
 from megatron.config import ParallelConfig
 from megatron.config.checkpoints import seal
 from megatron.config.trained import TrainedConfig
-from megatron.data.tokenizer import GPT2BPETokenizer
+from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer
 from megatron.train.trained import open_trained
 from tests.config.test_checks import settings
 from tests.data.samples import write_tokenizer
 
 
-@pytest.fixture
-def trained(tmp_path: Path) -> TrainedConfig:
-    """A checkpoint of 4 heads, of which only the manifest is there."""
-    files = write_tokenizer(tmp_path)
-    fingerprint = GPT2BPETokenizer(*files).fingerprint
+def write_checkpoint(directory: Path, tokenizer: Tokenizer, *, attached: bool = True) -> Path:
+    """Of 4 heads, without tensors."""
+    folder = directory / "step_00000002"
+    folder.mkdir(parents=True)
+    files = tokenizer.files if attached else {}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
     manifest = {
         "format": 2,
-        "files": {},
+        "files": {
+            name: {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+            for name, content in files.items()
+        },
         "tensors": {},
         "config": asdict(settings()),
         "vocab_size": 261,
-        "tokenizer": fingerprint,
+        "tokenizer": tokenizer.fingerprint,
         "data": [],
     }
-    (tmp_path / "step_00000002").mkdir()
-    (tmp_path / "step_00000002" / "manifest.json").write_text(json.dumps(seal(manifest)))
-    return TrainedConfig(load=str(tmp_path), vocab_file=files[0], merge_file=files[1])
+    (folder / "manifest.json").write_text(json.dumps(seal(manifest)))
+    return folder
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> GPT2BPETokenizer:
+    return GPT2BPETokenizer(*write_tokenizer(tmp_path))
+
+
+@pytest.fixture
+def trained(tmp_path: Path, tokenizer: GPT2BPETokenizer) -> TrainedConfig:
+    """A checkpoint without a tokenizer, and the tokenizer's files."""
+    write_checkpoint(tmp_path, tokenizer, attached=False)
+    files = (str(tmp_path / name) for name in tokenizer.files)
+    return TrainedConfig(load=str(tmp_path), vocab_file=next(files), merge_file=next(files))
 
 
 def test_opens_what_fits(trained: TrainedConfig) -> None:
@@ -42,6 +60,44 @@ def test_opens_what_fits(trained: TrainedConfig) -> None:
     assert folders[0] == Path(trained.load) / "step_00000002"
     assert manifest["tokenizer"] == tokenizer.fingerprint
     assert manifest["config"]["model"]["num_attention_heads"] == 4
+
+
+def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, tokenizer: GPT2BPETokenizer) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoints", tokenizer)
+    for load in (folder, folder.parent):
+        _, found, _ = open_trained(TrainedConfig(load=str(load)), ParallelConfig(), 1)
+        assert found.fingerprint == tokenizer.fingerprint
+        assert found.encode("the thing") == tokenizer.encode("the thing")
+
+
+def test_flags_win_over_the_tokenizer_of_the_checkpoint(
+    tmp_path: Path, tokenizer: GPT2BPETokenizer
+) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoints", tokenizer)
+    (folder / "vocab.json").write_text("x" * len(tokenizer.files["vocab.json"]))  # damaged
+    section = TrainedConfig(load=str(folder))
+    with pytest.raises(ValueError, match="step_00000002 cannot be read: .* is not JSON"):
+        open_trained(section, ParallelConfig(), 1)
+    vocab, merges = (str(tmp_path / name) for name in ("vocab.json", "merges.txt"))
+    section = replace(section, vocab_file=vocab, merge_file=merges)
+    assert open_trained(section, ParallelConfig(), 1)[1].fingerprint == tokenizer.fingerprint
+
+
+def test_one_flag_of_two_is_refused(trained: TrainedConfig) -> None:
+    for field, flag in (("vocab_file", "--vocab-file"), ("merge_file", "--merge-file")):
+        with pytest.raises(ValueError, match=f"{flag} is missing"):
+            open_trained(replace(trained, **{field: None}), ParallelConfig(), 1)
+
+
+def test_without_any_tokenizer_both_flags_are_asked_for(trained: TrainedConfig) -> None:
+    message = "step_00000002 holds no tokenizer .*--vocab-file and --merge-file, .* would work"
+    with pytest.raises(ValueError, match=message):
+        open_trained(TrainedConfig(load=trained.load), ParallelConfig(), 1)
+
+
+def test_a_kind_of_tokenizer_that_is_not_known(trained: TrainedConfig) -> None:
+    with pytest.raises(ValueError, match="--tokenizer-type T5 is unknown; known: GPT2BPE"):
+        open_trained(replace(trained, tokenizer_type="T5"), ParallelConfig(), 1)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +115,21 @@ def test_refuses_a_layout_that_does_not_fit(
 
 
 def test_refuses_another_tokenizer(trained: TrainedConfig) -> None:
-    merges = Path(trained.merge_file)
+    merges = Path(str(trained.merge_file))
     merges.write_text(merges.read_text("utf-8").replace("i n\n", ""), encoding="utf-8")
     with pytest.raises(ValueError, match="--vocab-file .* are not the tokenizer"):
         open_trained(trained, ParallelConfig(), 1)
+
+
+def test_refuses_another_tokenizer_in_the_checkpoint(
+    tmp_path: Path, tokenizer: GPT2BPETokenizer
+) -> None:
+    merges = tokenizer.files["merges.txt"].replace(b"i n\n", b"\n\n\n\n")
+    tokenizer.files = {**tokenizer.files, "merges.txt": merges}
+    write_checkpoint(tmp_path / "checkpoints", tokenizer)
+    section = TrainedConfig(load=str(tmp_path / "checkpoints"))
+    with pytest.raises(ValueError, match="files in .*step_00000002 are not the tokenizer"):
+        open_trained(section, ParallelConfig(), 1)
 
 
 def test_needs_no_torch() -> None:

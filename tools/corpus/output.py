@@ -21,6 +21,8 @@ SHARD = r"part-\d+(-\d+)?\.(jsonl|txt)(\.gz|\.zst)?"
 DATA_SET = r".*_document.*\.(bin|idx|json)(\.tmp\d+)?"
 WRITTEN = re.compile(rf"(manifest|run)\.json|(rejected|duplicates)\.jsonl|{SHARD}|{DATA_SET}")
 SIDES = ("train", "valid")
+TOKENIZER = re.compile(r".*_document\.tokenizer(\.partial)?")  # a folder of these files:
+TOKENIZER_FILES = re.compile(r"(vocab|merges)\.(json|txt)")
 
 
 def locked(folder: Path, *, shared: bool) -> contextlib.AbstractContextManager[None]:
@@ -83,17 +85,21 @@ def found_deep(inputs: Sequence[Path], files: Iterable[Path]) -> list[Path]:
     ]
 
 
-def foreign(output: Path) -> Path | None:
-    """A file or folder that no step writes, None if there is none."""
+def foreign(output: Path, written: re.Pattern[str] = WRITTEN) -> Path | None:
+    """A file or folder that no step writes, None if there is none.
+
+    written: names that its files may have.
+    """
     for path in sorted(output.iterdir()):
         if path.is_dir() and not path.is_symlink():
             if path.name == WORK:
                 continue
-            if path.name not in SIDES:
+            is_tokenizer = TOKENIZER.fullmatch(path.name)
+            if path.name not in SIDES and not is_tokenizer:
                 return path
-            if (below := foreign(path)) is not None:
+            if below := foreign(path, TOKENIZER_FILES if is_tokenizer else WRITTEN):
                 return below
-        elif not WRITTEN.fullmatch(PARTIAL.sub("", path.name)):
+        elif not written.fullmatch(PARTIAL.sub("", path.name)):
             return path
     return None
 

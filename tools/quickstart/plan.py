@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainConfig
+from megatron.data.files import tokenizer_folder
 from tools.quickstart.stages import Command, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +65,7 @@ def choose_processes(settings: Settings, gpus: int, cores: int) -> Processes:
 
     Raises ValueError, naming flags, where preset and sizes do not fit.
     """
-    config = parse(PretrainConfig, training_flags(settings, str(settings.preset)), {})
+    config = training_config(settings)
     size = settings.tensor_parallel
     config.check(size)
     batch, micro = config.global_batch_size(size), config.training.micro_batch_size
@@ -81,6 +82,10 @@ def choose_processes(settings: Settings, gpus: int, cores: int) -> Processes:
 def training_flags(settings: Settings, preset: str) -> list[str]:
     size = str(settings.tensor_parallel)
     return ["--preset", preset, "--tensor-model-parallel-size", size, "--split", SPLIT]
+
+
+def training_config(settings: Settings) -> PretrainConfig:
+    return parse(PretrainConfig, training_flags(settings, str(settings.preset)), {})
 
 
 def shown(path: Path) -> str:
@@ -171,7 +176,8 @@ def token_stages(settings: Settings, cores: int) -> list[Stage]:
     preprocess = Stage(
         name="preprocess",
         commands=(on_all(encode, cores),),
-        outputs=(settings.out / "data",),
+        # Evaluation needs the tokenizer beside the data, which older folders have not.
+        outputs=(settings.out / "data", tokenizer_folder(str(data_prefix(settings)))),
     )
     return [reuse if settings.vocab_file else train, preprocess]
 
@@ -192,7 +198,7 @@ def pretrain_stage(settings: Settings, processes: Processes) -> Stage:
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
         "pretrain_gpt2.py", *training_flags(settings, shown(settings.preset)),
         "--micro-batch-size", str(processes.micro_batch_size),
-        "--data-path", data_prefix(settings), *vocabulary_flags(settings),
+        "--data-path", data_prefix(settings),
         "--save", checkpoints, "--metrics-file", metrics,
         OMP_NUM_THREADS=str(processes.threads),
     )  # fmt: skip
@@ -209,17 +215,26 @@ def pretrain_stage(settings: Settings, processes: Processes) -> Stage:
     )
 
 
+def new_tokens(settings: Settings) -> int:
+    """As many as the model has positions for behind any prompt and the end mark before it; a token
+    is a byte at least."""
+    longest = 1 + max(len(prompt.encode()) for prompt in PROMPTS)
+    positions = training_config(settings).model.max_position_embeddings
+    return max(1, min(NEW_TOKENS, positions - longest))
+
+
 def model_stages(settings: Settings, cores: int) -> list[Stage]:
     """evaluate, sample, report."""
     out = settings.out
-    model = ["--load", out / "checkpoints", *vocabulary_flags(settings)]
+    model = ["--load", out / "checkpoints"]
     environ = {"OMP_NUM_THREADS": str(cores)}
     evaluate = python(
         "tasks/main.py", "--task", "HELDOUT", *model, "--input", heldout_text(settings),
         "--train-data", data_prefix(settings), "--output", out / "evaluation.json", **environ,
     )  # fmt: skip
     sample = python(
-        "tools/generate.py", *model, "--prompt", *PROMPTS, "--max-new-tokens", str(NEW_TOKENS),
+        "tools/generate.py", *model, "--prompt", *PROMPTS,
+        "--max-new-tokens", str(new_tokens(settings)),
         "--temperature", "0.8", "--top-k", "50", "--seed", "1234",
         "--output", out / "samples.json", **environ,
     )  # fmt: skip
