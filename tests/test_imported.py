@@ -1,0 +1,101 @@
+"""A checkpoint of imported weights: looked at, fine-tuned from, and no run to go on with."""
+
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config import DataConfig, ModelConfig, PrecisionConfig
+from megatron.config.checkpoints import read_manifest
+from megatron.optim.loss_scaler import LossScaler
+from megatron.parallel.mesh import serial_mesh
+from megatron.train.checkpoint import save
+from megatron.train.start import environment
+from megatron.train.state import build_model, model_pieces
+from tests.data.samples import write_data_of_tokenizer
+from tests.programs import newest, pretrain, some_data
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("imported")
+
+
+@pytest.fixture(scope="module")
+def imported(folder: Path) -> Path:
+    """A directory with the weights of the shape and the vocabulary that tests/programs.py trains,
+    and a tokenizer."""
+    some_data(folder)
+    section = ModelConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16
+    )
+    mesh = serial_mesh()
+    model, _ = build_model(section, mesh, 100, seed=5, dtype=torch.float32)
+    scaler = LossScaler.of(PrecisionConfig(), torch.float32)
+    facts = {
+        "config": {"model": asdict(section), "data": asdict(DataConfig(seq_length=16))},
+        "precision": "fp32",
+        "vocab_size": 100,
+        "tokenizer": "f",
+        "data": [],
+        "run": RUN,
+        "weights_of": None,
+        "counters": {"step": 0, "samples": 0, "skipped": 0, "loss_scaler": scaler.counters()},
+        "environment": environment(mesh),
+        "validation_loss": None,
+        "imported_from": "a folder of theirs",
+    }
+    files = write_data_of_tokenizer(folder / "other", [[1, 260]]).files
+    return save(folder / "imported", 0, model_pieces(model), facts, mesh, files).parent
+
+
+def train(words: str, folder: Path, code: int = 0) -> str:
+    with pretrain(f"{words} --eval-iters 0", folder=folder) as run:
+        assert run.wait() == [code], run.text()
+        return run.text()
+
+
+def test_it_is_no_run_to_go_on_with(imported: Path, folder: Path, tmp_path: Path) -> None:
+    for save_to in (imported, tmp_path / "new"):
+        words = f"--load {imported} --save {save_to} --train-iters 2"
+        text = train(words, folder, code=2)
+        assert f"{imported}/step_00000000 holds weights alone, imported from a folder of th" in text
+        assert "--finetune, which starts at step 0 from them, would work" in text
+    assert [path.name for path in imported.glob("step_*")] == ["step_00000000"]
+    assert not (tmp_path / "new").exists()
+
+
+def test_fine_tuning_starts_from_it_and_goes_on(
+    imported: Path, folder: Path, tmp_path: Path
+) -> None:
+    words = f"--load {imported} --save {tmp_path} --finetune --lr-decay-iters 4"
+    text = train(f"{words} --train-iters 2", folder)
+    assert f"starting at step 0 from the weights of {imported}/step_00000000" in text
+    first = read_manifest(newest(tmp_path))
+    assert first["weights_of"] == RUN != first["run"]
+    text = train(f"{words} --train-iters 3", folder)
+    assert f"going on from {tmp_path}/step_00000002" in text
+    assert read_manifest(newest(tmp_path))["run"] == first["run"]
+    message = train(f"--load {imported} --save {tmp_path} --train-iters 4", folder, code=2)
+    assert f"--load {tmp_path} to go on from there" in message
+
+
+def look(*words: object) -> str:
+    command = [sys.executable, str(ROOT / "tools" / "checkpoint.py"), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_can_be_looked_at(imported: Path) -> None:
+    assert look("verify", imported) == "step_00000000  whole\n"
+    assert look("ls", imported).splitlines()[1].endswith("latest  complete")
+    shown = [line.split(maxsplit=1) for line in look("show", imported).splitlines()]
+    assert ["imported_from", "a folder of theirs"] in shown
+    assert ["config.model.num_layers", "2"] in shown

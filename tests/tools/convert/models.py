@@ -1,0 +1,79 @@
+"""Models and tokenizers as transformers itself writes them."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
+
+from tests.data.samples import write_tokenizer
+
+SHAPE = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16}
+VOCABULARY = 261  # that of write_tokenizer
+
+
+def write_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    files: tuple[Path, Path] | None = None,
+    shard_size: str = "50GB",
+    **changes: Any,
+) -> Path:
+    """A GPT-2 whose every parameter, biases and norms too, is random; returns its folder.
+
+    files: of its tokenizer, else those of write_tokenizer. changes: to its configuration.
+    """
+    folder.mkdir()
+    vocabulary, merges = files or map(Path, write_tokenizer(folder.parent))
+    tokenizer = GPT2Tokenizer(vocab=str(vocabulary), merges=str(merges))
+    end = tokenizer.eos_token_id
+    numbers = {"vocab_size": len(tokenizer), "bos_token_id": end, "eos_token_id": end}
+    model = GPT2LMHeadModel(GPT2Config(**(SHAPE | numbers | changes)))
+    randomise(model)
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+        model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(noise * 0.3 + (parameter.mean() > 0.5))  # gains are about one
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder's safetensors."""
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """Two folders have the same tensors by name, shape and dtype, and the same bits in each."""
+    ours, theirs = weights_of(one), weights_of(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert (tensor.dtype, tensor.shape) == (theirs[name].dtype, theirs[name].shape), name
+        assert tensor.view(torch.uint8).equal(theirs[name].view(torch.uint8)), name
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | changes))
+
+
+def split_tokenizer(folder: Path) -> None:
+    """Replace tokenizer.json by vocab.json and merges.txt, as older versions wrote it."""
+    Tokenizer.from_file(str(folder / "tokenizer.json")).model.save(str(folder))
+    (folder / "tokenizer.json").unlink()

@@ -1,0 +1,77 @@
+"""What was trained here, or goes on here from what was imported."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron.config.checkpoints import read_manifest
+from megatron.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron.data.tokenizer import GPT2BPETokenizer
+from megatron.parallel.mesh import serial_mesh
+from megatron.train.evaluate import load_model, whole_logits
+from tests.data.samples import write_tokenizer
+from tests.programs import newest, pretrain
+from tests.tools.convert.models import weights_of, write_model
+from tools.convert_hf import export_model, import_model
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> str:
+    """Those of a data set of random ids and of its tokenizer."""
+    files = write_tokenizer(tmp_path)
+    tokenizer = GPT2BPETokenizer(*files)
+    dtype = token_dtype(tokenizer.vocab_size)
+    numbers = np.random.default_rng(0)
+    with IndexedDatasetWriter(str(tmp_path / "data"), dtype) as writer:
+        for _ in range(8):
+            ids = [*numbers.integers(tokenizer.eod, size=200), tokenizer.eod]
+            writer.add(np.array(ids, dtype), np.array([len(ids)], np.int32))
+        writer.commit(
+            tokenizer_type=tokenizer.kind,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            shuffled=True,
+        )
+    data = f"--data-path {tmp_path / 'data'} --vocab-file {files[0]} --merge-file {files[1]}"
+    return f"{data} --train-iters 3 --lr 1e-2 --lr-warmup-iters 0 --save {tmp_path / 'trained'}"
+
+
+@torch.no_grad()
+def test_what_was_trained_at_two_ranks_is_the_same_model_in_transformers(
+    tmp_path: Path, flags: str
+) -> None:
+    words = f"{flags} --tensor-model-parallel-size 2"
+    with pretrain(words, world=2, folder=tmp_path) as run:
+        assert run.wait(200) == [0, 0], run.text()
+    export_model(str(tmp_path / "trained"), tmp_path / "back")
+    checkpoint = newest(tmp_path / "trained")
+    assert len(list(checkpoint.glob("shard_*"))) == 2
+    tokens = torch.from_numpy(np.random.default_rng(1).integers(261, size=(4, 16)))
+    ours = load_model(checkpoint, serial_mesh(), torch.float64)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float64)
+    expected = theirs(tokens).logits
+    found = whole_logits(ours, serial_mesh(), tokens)
+    assert found.shape == expected.shape == (4, 16, 261)
+    assert (found - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
+def test_an_import_is_fine_tuned_and_never_resumed(tmp_path: Path, flags: str) -> None:
+    import_model(str(write_model(tmp_path / "hf")), tmp_path / "ours")
+    words = f"{flags} --load {tmp_path / 'ours'}"
+    with pretrain(words, folder=tmp_path) as run:
+        assert run.wait(200) == [2]
+        assert "--finetune, which starts at step 0 from them, would work" in run.text()
+    with pretrain(
+        f"{words} --finetune --lr 1e-30 --min-lr 0 --weight-decay 0", folder=tmp_path
+    ) as run:
+        assert run.wait(200) == [0], run.text()
+    manifest = read_manifest(newest(tmp_path / "trained"))
+    imported = read_manifest(tmp_path / "ours" / "step_00000000")
+    assert manifest["weights_of"] == imported["run"]
+    export_model(str(tmp_path / "trained"), tmp_path / "back")
+    one, other = weights_of(tmp_path / "hf"), weights_of(tmp_path / "back")
+    assert all(one[name].equal(other[name]) for name in one)

@@ -1,0 +1,1 @@
+"""Checkpoints of others' programs, to this project's and back."""

@@ -1,0 +1,86 @@
+"""A checkpoint's model as a folder that transformers loads, tokenizer aside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+import transformers
+from safetensors import SafetensorError
+
+from megatron.config.model import ModelConfig
+from megatron.parallel.mesh import serial_mesh
+from megatron.train.checkpoint import Piece, load
+from megatron.train.folder import reason
+from tools.convert.table import Family
+from tools.convert.weights import Entry, Weights, resolve, to_theirs
+
+
+def write_model(
+    folder: Path, checkpoint: Path, manifest: Mapping[str, Any], family: Family, eod: int
+) -> None:
+    """Write configuration and weights, the latter in the dtype in which the checkpoint has them.
+
+    checkpoint: known to be whole. eod: id of the mark that ends a document. Raises ValueError for a
+    checkpoint of another model, OSError where a file cannot be written.
+    """
+    section = ModelConfig(**manifest["config"]["model"])
+    entries = resolve(family, section, manifest["vocab_size"])
+    weights = _read_parameters(checkpoint, manifest, entries)
+    (dtype,) = {weight.dtype for weight in weights.values()}
+    _write_config(folder, family, section, manifest["vocab_size"], eod, dtype)
+    try:
+        huggingface_hub.save_torch_state_dict(to_theirs(family, entries, weights), folder)
+    except SafetensorError as error:
+        raise OSError(f"{folder}: {reason(error)}") from error
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # like every other file: the library leaves it to its owner
+
+
+def _read_parameters(
+    checkpoint: Path, manifest: Mapping[str, Any], entries: Iterable[Entry]
+) -> Weights:
+    """Every parameter whole; the optimizer's tensors stay where they are."""
+    saved = {
+        key.removeprefix("model."): getattr(torch, tensor["dtype"])
+        for key, tensor in manifest["tensors"].items()
+        if key.startswith("model.")
+    }
+    layouts = {entry.ours: entry.layout for entry in entries}
+    if strange := sorted(saved.keys() ^ layouts.keys()):
+        raise ValueError(
+            f"{checkpoint}: {strange[0]} is in the checkpoint or in the model, but not in both"
+        )
+    if len(dtypes := set(saved.values())) > 1:
+        raise ValueError(f"{checkpoint} has weights of several dtypes: {sorted(map(str, dtypes))}")
+    pieces = [
+        Piece(f"model.{name}", layout, torch.empty(layout.shape, dtype=saved[name]))
+        for name, layout in layouts.items()
+    ]
+    load(checkpoint, pieces, serial_mesh(), verified=True)
+    return {name: piece.local for name, piece in zip(layouts, pieces, strict=True)}
+
+
+def _write_config(
+    folder: Path,
+    family: Family,
+    section: ModelConfig,
+    vocab_size: int,
+    eod: int,
+    dtype: torch.dtype,
+) -> None:
+    """Write config.json and generation_config.json; dtype: of the weights."""
+    fields = asdict(section)
+    values: dict[str, Any] = {row.theirs: fields[row.ours] for row in family.settings}
+    forms = {option.theirs: option.allowed(values)[0] for option in family.options}
+    values |= {name: form for name, form in forms.items() if form is not None}
+    values |= {"bos_token_id": eod, "eos_token_id": eod}
+    config = transformers.AutoConfig.for_model(
+        family.model_type, vocab_size=vocab_size, dtype=dtype, **values
+    )
+    config.save_pretrained(folder)
+    transformers.GenerationConfig(bos_token_id=eod, eos_token_id=eod).save_pretrained(folder)

@@ -1,0 +1,145 @@
+"""A folder in HuggingFace's form: where it is, and whether its configuration can be met here."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config.model import ModelConfig
+from tools.convert.gpt2 import GPT2
+from tools.convert.table import Family, Setting
+
+FAMILIES = {family.model_type: family for family in (GPT2,)}
+
+# What is fetched of a name on the hub: no pickle, and no weights in other formats.
+FILES = (
+    "config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+)
+_HUB_NAME = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the config.json of a folder says."""
+
+    family: Family
+    section: ModelConfig
+    vocab_size: int
+
+
+def find_folder(name: str) -> Path:
+    """The folder `name`, or that of the hub's model of this name, which is fetched.
+
+    Raises FileNotFoundError for what is neither, OSError where the hub does not give it.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    if Path(name).exists() or not re.fullmatch(_HUB_NAME, name):
+        raise FileNotFoundError(
+            f"--from {name} is no folder; one with config.json and model.safetensors, or the name "
+            "of a model on the hub such as gpt2, would work"
+        )
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(FILES)))
+    except Exception as error:  # those of its HTTP client are of no kind that it exports
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise OSError(
+            f"--from {name} is no folder here, and the hub did not give a model of this name "
+            f"({lines[0]}); a folder with config.json and model.safetensors works without a network"
+        ) from error
+
+
+def read_description(folder: Path) -> Description:
+    """What the folder's model is; ValueError or OSError, naming the file and the option, where
+    this project has no such model."""
+    file = folder / "config.json"
+    config = read_object(file)
+    family = FAMILIES.get(config.get("model_type", ""))
+    if family is None:
+        raise ValueError(
+            f"{file}: model_type is {_show(config.get('model_type'))}; known: {', '.join(FAMILIES)}"
+        )
+    numbers = {row.theirs: _number(config, row, file) for row in family.settings}
+    _check_options(config, family, numbers, file)
+    return Description(family, _section(family, numbers, file), _vocab_size(config, file))
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError or FileNotFoundError that names it."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is not there; --from should be a folder that has one")
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} should be a JSON object")
+    return content
+
+
+def _vocab_size(config: Mapping[str, Any], file: Path) -> int:
+    size = config.get("vocab_size")
+    if type(size) is not int:
+        raise ValueError(f"{file}: vocab_size is {_show(size)}, and should be a whole number")
+    return size
+
+
+def _number(config: Mapping[str, Any], row: Setting, file: Path) -> int | float:
+    value = config.get(row.theirs, row.default)
+    kinds = (int,) if isinstance(row.default, int) else (int, float)
+    if type(value) not in kinds:
+        wanted = "a whole number" if len(kinds) == 1 else "a number"
+        raise ValueError(f"{file}: {row.theirs} is {_show(value)}, and should be {wanted}")
+    return kinds[-1](value)
+
+
+def _check_options(
+    config: Mapping[str, Any], family: Family, numbers: Mapping[str, Any], file: Path
+) -> None:
+    for option in family.options:
+        allowed = option.allowed(numbers)
+        value = config.get(option.theirs, allowed[0])
+        if not any(type(value) is type(each) and value == each for each in allowed):
+            would = " or ".join(map(_show, allowed))
+            raise ValueError(
+                f"{file}: {option.theirs} is {_show(value)}; this project has {option.here}: "
+                f"{would} would work"
+            )
+
+
+def _section(family: Family, numbers: Mapping[str, Any], file: Path) -> ModelConfig:
+    fields: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for row in family.settings:
+        value = numbers[row.theirs]
+        name = names.setdefault(row.ours, row.theirs)
+        if fields.setdefault(row.ours, value) != value:
+            warnings.warn(
+                f"{file}: {row.theirs} is {value} and {name} {fields[row.ours]}, which are one "
+                f"setting here: it becomes {fields[row.ours]}",
+                stacklevel=2,
+            )
+    try:
+        return ModelConfig(**fields)
+    except ValueError as error:
+        said = ", ".join(f"{name} is {_show(value)}" for name, value in numbers.items())
+        raise ValueError(f"{file} is no model of this project ({said}): {error}") from error
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value)

@@ -1,0 +1,118 @@
+"""GPT-2 as transformers' GPT2LMHeadModel has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tools.convert.table import Family, Option, Row, Setting, Spare, Transform
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+AS_IS = Transform(lambda ours: (ours,), lambda theirs, shape: theirs[0])
+# Theirs is [in, out], ours [out, in]; a fused one [in, 3h] and [3, h, in]: columns [Q K V].
+CONV1D = Transform(
+    lambda ours: (ours.flatten(0, -2).t(),), lambda theirs, shape: theirs[0].t().reshape(shape)
+)
+FLAT = Transform(lambda ours: (ours.flatten(),), lambda theirs, shape: theirs[0].reshape(shape))
+
+ROWS = (
+    Row("word_embedding.weight", ("wte.weight",), AS_IS),
+    Row("position_embedding.weight", ("wpe.weight",), AS_IS),
+    Row("transformer.layers.{n}.attention_norm.weight", ("h.{n}.ln_1.weight",), AS_IS),
+    Row("transformer.layers.{n}.attention_norm.bias", ("h.{n}.ln_1.bias",), AS_IS),
+    Row("transformer.layers.{n}.attention.qkv.weight", ("h.{n}.attn.c_attn.weight",), CONV1D),
+    Row("transformer.layers.{n}.attention.qkv.bias", ("h.{n}.attn.c_attn.bias",), FLAT),
+    Row("transformer.layers.{n}.attention.output.weight", ("h.{n}.attn.c_proj.weight",), CONV1D),
+    Row("transformer.layers.{n}.attention.output.bias", ("h.{n}.attn.c_proj.bias",), AS_IS),
+    Row("transformer.layers.{n}.mlp_norm.weight", ("h.{n}.ln_2.weight",), AS_IS),
+    Row("transformer.layers.{n}.mlp_norm.bias", ("h.{n}.ln_2.bias",), AS_IS),
+    Row("transformer.layers.{n}.mlp.up.weight", ("h.{n}.mlp.c_fc.weight",), CONV1D),
+    Row("transformer.layers.{n}.mlp.up.bias", ("h.{n}.mlp.c_fc.bias",), AS_IS),
+    Row("transformer.layers.{n}.mlp.down.weight", ("h.{n}.mlp.c_proj.weight",), CONV1D),
+    Row("transformer.layers.{n}.mlp.down.bias", ("h.{n}.mlp.c_proj.bias",), AS_IS),
+    Row("final_norm.weight", ("ln_f.weight",), AS_IS),
+    Row("final_norm.bias", ("ln_f.bias",), AS_IS),
+)
+
+
+def _is_embedding(head: Tensor, weights: Mapping[str, Tensor]) -> bool:
+    """Whether the head is the word embedding, bit for bit."""
+    import torch
+
+    embedding = weights["wte.weight"]
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+        return False
+    return head.view(torch.uint8).equal(embedding.view(torch.uint8))
+
+
+def _is_causal_mask(mask: Tensor, weights: Mapping[str, Tensor]) -> bool:
+    """Whether [1, 1, s, s] lets each position see itself and those before it, and no other."""
+    positions = weights["wpe.weight"].shape[0]
+    if mask.shape != (1, 1, positions, positions):
+        return False
+    return mask.equal(mask.new_ones(mask.shape).tril())
+
+
+def _is_mask_value(value: Tensor, weights: Mapping[str, Tensor]) -> bool:
+    """Whether it is the one number, far below all scores, that stood for a masked score."""
+    return value.numel() == 1 and value.item() <= -1e4
+
+
+SPARES = (
+    Spare(
+        "lm_head.weight",
+        _is_embedding,
+        "is not the word embedding wte.weight; the head of a GPT-2 here is tied to it",
+    ),
+    Spare("h.{n}.attn.bias", _is_causal_mask, "is no causal mask; attention here is causal"),
+    Spare("h.{n}.attn.masked_bias", _is_mask_value, "is no mask value, that is one below -1e4"),
+)
+
+SETTINGS = (
+    Setting("n_layer", "num_layers", 12),
+    Setting("n_embd", "hidden_size", 768),
+    Setting("n_head", "num_attention_heads", 12),
+    Setting("n_positions", "max_position_embeddings", 1024),
+    Setting("layer_norm_epsilon", "layernorm_epsilon", 1e-5),
+    Setting("initializer_range", "init_method_std", 0.02),
+    Setting("attn_pdrop", "attention_dropout", 0.1),
+    Setting("resid_pdrop", "hidden_dropout", 0.1),
+    Setting("embd_pdrop", "hidden_dropout", 0.1),
+)
+
+
+def _always(*values: Any) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
+    return lambda numbers: values
+
+
+OPTIONS = (
+    Option(
+        "architectures",
+        _always(["GPT2LMHeadModel"], ["GPT2Model"], None),
+        "a GPT-2 that predicts the next token",
+    ),
+    Option(
+        "activation_function",
+        _always("gelu_new", "gelu_pytorch_tanh"),
+        "GeLU in its tanh form",
+    ),
+    Option("n_inner", lambda numbers: (None, 4 * numbers["n_embd"]), "an MLP of 4 n_embd"),
+    Option("scale_attn_weights", _always(True), "scores divided by the root of the head size"),
+    Option("scale_attn_by_inverse_layer_idx", _always(False), "the same scale in every layer"),
+    Option("reorder_and_upcast_attn", _always(False), "attention in the dtype of the model"),
+    Option("add_cross_attention", _always(False), "self-attention alone"),
+    Option("tie_word_embeddings", _always(True), "a head tied to the word embedding"),
+    Option("quantization_config", _always(None), "weights in fp32, bf16 or fp16"),
+)
+
+GPT2 = Family(
+    model_type="gpt2",
+    prefix="transformer.",
+    auto_class="AutoModelForCausalLM",
+    rows=ROWS,
+    spares=SPARES,
+    settings=SETTINGS,
+    options=OPTIONS,
+)

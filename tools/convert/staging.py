@@ -1,0 +1,32 @@
+"""What a conversion writes stands beside its place until it is whole and checked."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def refuse_existing(to: Path) -> None:
+    """Raise FileExistsError where `to` is there: a conversion replaces nothing."""
+    if to.exists() or to.is_symlink():
+        raise FileExistsError(f"--to {to} is there already; a name that is not would work")
+
+
+@contextmanager
+def staged(to: Path) -> Iterator[Path]:
+    """A folder beside `to`, which gets its name when the block ends, and is removed if it raises.
+
+    What a conversion that was killed has left there is removed first.
+    """
+    refuse_existing(to)
+    staging = to.absolute().with_name(f".{to.absolute().name}.partial")
+    if staging.exists():
+        shutil.rmtree(staging)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        refuse_existing(to)
+        staging.rename(to)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise

@@ -1,0 +1,115 @@
+"""The model's settings: what the tensors show, the args that are stored with them, and flags.
+
+The releases of 2019 keep no args; then a flag says how many attention heads there are, which no
+tensor shows. What is said twice has to be the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.config.checks import SettingError, flag
+from megatron.config.model import ModelConfig
+from tools.convert.ranks import Rank
+
+# Settings that a flag of this program may give, and what holds where neither args nor flag do.
+FLAGS: Mapping[str, int | float | None] = {
+    "num_attention_heads": None,
+    "layernorm_epsilon": 1e-5,
+    "make_vocab_size_divisible_by": 128,
+}
+# Settings that matter for training on alone; where args do not say, ours are taken.
+TRAINING = ("init_method_std", "attention_dropout", "hidden_dropout")
+
+
+def section_of(
+    ranks: Sequence[Rank], given: Mapping[str, Any], sizes: Mapping[str, int]
+) -> ModelConfig:
+    """The section of a model whose whole dims are `sizes`, by the letters of the table.
+
+    Raises ValueError where args, flags and tensors disagree, or a flag is needed.
+    """
+    first = ranks[0]
+    _check_options(first)
+    shown = {
+        "num_layers": _count_layers(first),
+        "hidden_size": sizes["h"],
+        "max_position_embeddings": sizes["p"],
+    }
+    others = {
+        "padded_vocab_size": sizes["v"],
+        "model_parallel_size": len(ranks),
+        "tensor_model_parallel_size": len(ranks),
+    }
+    for rank in ranks:
+        _check_shown(rank, shown | others)
+        for name in (*FLAGS, *TRAINING):
+            if (value := _number(rank, name)) != (expected := _number(first, name)):
+                raise ValueError(f"{rank.file}: args have {name} {value}, of rank 0 {expected}")
+    chosen = {name: _choose(first, name, given.get(name)) for name in FLAGS}
+    training = {name: value for name in TRAINING if (value := _number(first, name)) is not None}
+    settings: dict[str, Any] = {**shown, **chosen, **training}
+    section = ModelConfig(**settings)
+    if section.num_attention_heads % len(ranks):
+        raise ValueError(
+            f"--num-attention-heads {section.num_attention_heads} cannot be shared out over the "
+            f"{len(ranks)} ranks of {first.file.parent.parent}; a multiple would work"
+        )
+    return section
+
+
+def _count_layers(rank: Rank) -> int:
+    found = (re.match(r"layers\.(\d+)\.", name) for name in rank.tensors)
+    return len({match[1] for match in found if match}) or 1
+
+
+def _check_shown(rank: Rank, shown: Mapping[str, int]) -> None:
+    for name, value in shown.items():
+        stored = _number(rank, name)
+        if stored is not None and stored != value:
+            raise ValueError(
+                f"{rank.file}: args have {name} {stored}, but the tensors that were found make "
+                f"{value}; the files of all ranks of one checkpoint would work"
+            )
+
+
+def _choose(rank: Rank, name: str, given: int | float | None) -> int | float:
+    stored = _number(rank, name)
+    if stored is not None and given is not None and stored != given:
+        raise SettingError(
+            f"{flag(name)} {given} is not the {stored} that {rank.file} was trained with; "
+            "without the flag it would work"
+        )
+    for value in (stored, given, FLAGS[name]):
+        if value is not None:
+            return value
+    raise SettingError(
+        f"{flag(name)} is missing, and {rank.file} holds no args that say it; "
+        f"{flag(name)} 16 is that of the released model of 345 million parameters"
+    )
+
+
+def _number(rank: Rank, name: str) -> int | float | None:
+    value = rank.args.get(name)
+    kinds = (int, float) if name in (*TRAINING, "layernorm_epsilon") else (int,)
+    if value is None or type(value) in kinds:
+        return value
+    raise ValueError(f"{rank.file}: args have {name} {value!r:.100}, which is no number")
+
+
+def _check_options(rank: Rank) -> None:
+    """Refuse options that change the model's function and that this project does not have."""
+    args = rank.args
+    if args.get("apply_residual_connection_post_layernorm"):
+        raise ValueError(
+            f"{rank.file} was trained with apply_residual_connection_post_layernorm; this "
+            "project's residuals are taken before the norm"
+        )
+    # Code that knew this arg computed the exact GeLU where neither form of the other was asked for.
+    if args.get("bias_gelu_fusion", True) is False and not args.get("openai_gelu"):
+        raise ValueError(
+            f"{rank.file} was trained with neither bias_gelu_fusion nor openai_gelu, that is with "
+            "the exact GeLU; this project's GPT-2 has the tanh form alone"
+        )

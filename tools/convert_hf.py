@@ -1,0 +1,117 @@
+"""Models in HuggingFace's form to checkpoints of this project, and back.
+
+    python tools/convert_hf.py import --from gpt2 --to checkpoints/gpt2
+    python tools/convert_hf.py export --from checkpoints/gpt2 --to exported
+
+Bits are moved and never changed. At the end both programs compute the logits of some prompts, and
+where these differ there is no result.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+if __name__ == "__main__":  # run as a file, only tools/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.parallel import ParallelConfig
+from megatron.config.parse import user_errors
+from megatron.config.trained import TrainedConfig
+from megatron.data.tokenizer import Tokenizer
+from megatron.train.trained import open_trained
+from tools.convert.folder import find_folder, read_description
+from tools.convert.gpt2 import GPT2
+from tools.convert.staging import refuse_existing, staged
+from tools.convert.vocabulary import find_tokenizer, has_tokenizer, write_tokenizer
+
+Source = Annotated[str, tyro.conf.arg(name="from")]
+
+
+def import_model(
+    source: Source, to: Path, vocab_file: str | None = None, merge_file: str | None = None
+) -> None:
+    """Make a checkpoint of a model in HuggingFace's form, for --load of this project's programs.
+
+    Args:
+        source: folder with config.json, safetensors and tokenizer, or the name of one on the hub.
+        to: directory of the checkpoint, which must not be there.
+        vocab_file: vocabulary (vocab.json), for a folder without a tokenizer.
+        merge_file: merges (merges.txt), for a folder without a tokenizer.
+    """
+    refuse_existing(to)
+    folder = find_folder(source)
+    model = read_description(folder)
+    tokenizer = find_tokenizer(folder, vocab_file, merge_file, model.vocab_size)
+
+    from tools.convert.compare import compare_ids, compare_logits
+    from tools.convert.weights import read_weights
+    from tools.convert.writing import write_checkpoint
+
+    weights = read_weights(folder, model.family, model.section, model.vocab_size)
+    if has_tokenizer(folder):
+        compare_ids(tokenizer, folder)
+    path = write_checkpoint(
+        to,
+        model.section,
+        weights,
+        model.vocab_size,
+        tokenizer,
+        f"HuggingFace {source}",
+        lambda path: print(compare_logits(path, folder, model.family)),
+    )
+    print(f"imported {source} as {path}")
+
+
+def export_model(
+    source: Source, to: Path, vocab_file: str | None = None, merge_file: str | None = None
+) -> None:
+    """Make a folder of a checkpoint that transformers' AutoModelForCausalLM and AutoTokenizer load.
+
+    Args:
+        source: directory of checkpoints, of which the newest is used, or one of them.
+        to: folder to make, which must not be there.
+        vocab_file: vocabulary (vocab.json), for a checkpoint without a tokenizer.
+        merge_file: merges (merges.txt), for a checkpoint without a tokenizer.
+    """
+    refuse_existing(to)
+    trained = TrainedConfig(load=source, vocab_file=vocab_file, merge_file=merge_file)
+    try:
+        path, manifest, tokenizer = _open_whole(trained)
+    except (ValueError, OSError) as error:  # of --load, which is --from here
+        raise ValueError(str(error).replace("--load", "--from")) from error
+
+    from tools.convert.compare import compare_ids, compare_logits
+    from tools.convert.exporting import write_model
+
+    with staged(to) as staging:
+        write_model(staging, path, manifest, GPT2, tokenizer.eod)
+        write_tokenizer(staging, tokenizer, manifest["config"]["model"]["max_position_embeddings"])
+        compare_ids(tokenizer, staging)
+        print(compare_logits(path, staging, GPT2))
+    print(f"exported {path} as {to}")
+
+
+def _open_whole(trained: TrainedConfig) -> tuple[Path, dict[str, Any], Tokenizer]:
+    """(folder, manifest, tokenizer) of the newest checkpoint that is whole, byte for byte."""
+    folders, tokenizer, _ = open_trained(trained, ParallelConfig(), 1)
+
+    from megatron.parallel.mesh import serial_mesh
+    from megatron.train.start import newest_whole
+
+    path, manifest, passed_over = newest_whole(folders, serial_mesh())
+    for reason in passed_over:
+        warnings.warn(f"passed over: {reason}", stacklevel=2)
+    return path, manifest, tokenizer
+
+
+if __name__ == "__main__":
+    with user_errors(os.environ):
+        tyro.extras.subcommand_cli_from_dict(
+            {"import": import_model, "export": export_model}, config=(tyro.conf.DisallowNone,)
+        )
