@@ -1,0 +1,305 @@
+"""Old checkpoints become ours: the same logits as the old model's, at every order and cut."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron.config.checkpoints import read_manifest
+from megatron.parallel.mesh import serial_mesh
+from megatron.train.evaluate import load_model, whole_logits
+from tests.data.samples import write_tokenizer
+from tests.tools.megatron_files import (
+    HIDDEN,
+    POSITIONS,
+    VOCABULARY,
+    Rank,
+    nested,
+    old_args,
+    old_logits,
+    old_weights,
+    write_old,
+)
+from tools.import_megatron import main
+
+ROOT = Path(__file__).parents[2]
+TOKENS = torch.arange(2 * POSITIONS).mul(37).remainder(VOCABULARY).view(2, POSITIONS)
+FLAGS = "--num-attention-heads 8 --make-vocab-size-divisible-by 8"
+
+
+def run(source: Path, to: Path, flags: str = "") -> Path:
+    """Import; the new checkpoint's step folder."""
+    vocabulary, merges = write_tokenizer(to.parent)
+    arguments = ["--from", str(source), "--to", str(to)]
+    arguments += ["--vocab-file", vocabulary, "--merge-file", merges, *flags.split()]
+    main(arguments, {})
+    return to / "step_00000000"
+
+
+def our_logits(step: Path) -> Tensor:
+    mesh = serial_mesh()
+    return whole_logits(load_model(step, mesh, torch.float64), mesh, TOKENS)
+
+
+def assert_same_model(step: Path, parts: list[Rank], version: int, eps: float = 1e-5) -> None:
+    expected = old_logits(parts, version, TOKENS, eps)[..., :VOCABULARY]
+    torch.testing.assert_close(our_logits(step), expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_logits_are_the_old_models_at_every_order_and_cut(
+    tmp_path: Path, version: int, ranks: int
+) -> None:
+    parts = old_weights(ranks)
+    source = write_old(tmp_path / "old", parts, args=old_args(ranks), version=float(version))
+    assert_same_model(run(source, tmp_path / "new"), parts, version)
+    expected = old_logits(parts, version, TOKENS)
+    for other in {0, 1, 2} - {version}:
+        assert (old_logits(parts, other, TOKENS) - expected).abs().max() > 0.01
+
+
+def flat(part: Rank) -> Any:
+    return dict(part)
+
+
+def wrapped(part: Rank) -> Any:
+    """Of a model that was saved with its wrappers of fp16 and data parallelism."""
+    return {f"module.module.{name}": tensor for name, tensor in part.items()}
+
+
+def later(part: Rank) -> Any:
+    return nested(part, "encoder", "self_attention")
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("model", [nested, flat, wrapped, later])
+def test_names_of_all_years_in_both_formats(
+    tmp_path: Path, model: Callable[[Rank], Any], zipped: bool
+) -> None:
+    parts = old_weights(2)
+    source = write_old(tmp_path / "old", parts, model=model, zipped=zipped, iteration="release")
+    assert_same_model(run(source, tmp_path / "new", FLAGS), parts, 0)
+
+
+def test_an_iteration_or_a_file_is_read_as_well(tmp_path: Path) -> None:
+    parts = old_weights(1)
+    folder = write_old(tmp_path / "old", parts, args=old_args(1)) / "iter_0250000"
+    for number, source in enumerate((folder, folder / "mp_rank_00" / "model_optim_rng.pt")):
+        assert_same_model(run(source, tmp_path / f"new_{number}"), parts, 0)
+
+
+def test_settings_come_from_args_and_else_from_flags(tmp_path: Path) -> None:
+    parts = old_weights(1)
+    args = old_args(1, layernorm_epsilon=0.01)
+    with_args = run(write_old(tmp_path / "a", parts, args=args), tmp_path / "new_a")
+    flags = f"{FLAGS} --layernorm-epsilon 0.01"
+    without = run(write_old(tmp_path / "b", parts), tmp_path / "new_b", flags)
+    sections = [read_manifest(step)["config"]["model"] for step in (with_args, without)]
+    assert sections[0].pop("hidden_dropout") == 0.25
+    assert sections[1].pop("hidden_dropout") == 0.1
+    assert sections[0] == sections[1]
+    assert_same_model(with_args, parts, 0, eps=0.01)
+    assert not torch.allclose(our_logits(with_args), old_logits(parts, 0, TOKENS)[..., :VOCABULARY])
+
+
+def test_fp16_stays_fp16_and_the_manifest_tells_where_it_is_from(tmp_path: Path) -> None:
+    parts = old_weights(2, torch.float16)
+    step = run(write_old(tmp_path / "old", parts, args=old_args(2)), tmp_path / "new")
+    stored = load_file(step / "shard_00000.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
+    words = torch.cat([part["word_embeddings.weight"] for part in parts])
+    assert torch.equal(stored["model.word_embedding.weight"], words[:VOCABULARY])
+    manifest = read_manifest(step)
+    assert manifest["precision"] == "fp16"
+    assert manifest["imported_from"].startswith("Megatron-LM, ")
+    assert (step / "vocab.json").read_bytes() == (tmp_path / "vocab.json").read_bytes()
+
+
+def failure(capsys: pytest.CaptureFixture[str], source: Path, to: Path, flags: str = "") -> str:
+    """The message with which an import ends that leaves nothing."""
+    with pytest.raises(SystemExit) as stop:
+        run(source, to, flags)
+    assert stop.value.code == 2
+    assert not to.exists()
+    assert not list(to.parent.glob(".*partial"))
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    return message[message.index("error: ") :]
+
+
+Break = Callable[[list[Rank]], Any]
+
+
+def change(name: str, rank: int, to: Callable[[Tensor], Tensor | None]) -> Break:
+    """Replaces a tensor of one rank, or removes it."""
+
+    def broken(parts: list[Rank]) -> None:
+        new = to(parts[rank].pop(name))
+        if new is not None:
+            parts[rank][name] = new
+
+    return broken
+
+
+def add(name: str, count: int = 2) -> Break:
+    def broken(parts: list[Rank]) -> None:
+        for part in parts[:count]:
+            part[name] = torch.ones(HIDDEN)
+
+    return broken
+
+
+DENSE = "transformer.layers.1.attention.dense.bias"
+QKV = "transformer.layers.0.attention.query_key_value.weight"
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (change(DENSE, 1, lambda t: t + 1e-6), "layers.1.attention.dense.bias differs between"),
+        (change(DENSE, 1, lambda _: None), "do not both have a tensor layers.1.attention.dense"),
+        (change(QKV, 1, lambda t: t[:-3]), "query_key_value.weight is [45, 32], not [48, 32]"),
+        (change(QKV, 0, lambda t: t.half()), "query_key_value.weight is float16; all tensors"),
+        (
+            change(QKV, 0, lambda t: t.fill_(float("nan"))),
+            "attention.qkv.weight does not read back",
+        ),
+        (change(QKV, 0, lambda t: t.fill_(1e38)), "logits that are not finite"),
+        (add("transformer.layers.1.attention.rotary.weight"), "has a layers.1.attention.rotary"),
+        (add("decoder.layers.0.input_layernorm.weight"), "has a decoder.layers.0.input_layernorm"),
+        (
+            add("transformer.layers.7.input_layernorm.bias"),
+            "args have num_layers 2, but the tensors",
+        ),
+        (add("language_model.pooler.dense.weight"), "is of a BERT, for it has a pooler"),
+        (add("lm_head.bias"), "is of a BERT, for it has a lm_head"),
+        (add("binary_head.weight"), "is of a BERT, for it has a binary_head"),
+        (add("tokentype_embeddings.weight"), "is of a BERT, for it has a tokentype_embeddings"),
+        (add(f"module.{DENSE}"), "has layers.1.attention.dense.bias twice"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: Break, message: str
+) -> None:
+    parts = old_weights(2)
+    broken(parts)
+    source = write_old(tmp_path / "old", parts, args=old_args(2), model=flat)
+    assert message in failure(capsys, source, tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "message"),
+    [
+        (None, "", "--num-attention-heads is missing"),
+        (None, "--num-attention-heads 5", "does not divide by --num-attention-heads 5"),
+        (None, "--num-attention-heads 1", "--num-attention-heads 1 cannot be shared out"),
+        (None, "--num-attention-heads 0", "--num-attention-heads 0 should be above 0"),
+        (None, "--num-attention-heads 8", "make 512"),
+        ({}, "--num-attention-heads 2", "--num-attention-heads 2 is not the 8"),
+        ({}, "--layernorm-epsilon 0.5", "--layernorm-epsilon 0.5 is not the 1e-05"),
+        ({"num_layers": 3}, "", "args have num_layers 3, but"),
+        ({"hidden_size": 64}, "", "args have hidden_size 64, but"),
+        ({"model_parallel_size": 4}, "", "args have model_parallel_size 4, but"),
+        ({"num_attention_heads": torch.half}, "", "which is no number"),
+        ({"apply_residual_connection_post_layernorm": True}, "", "before the norm"),
+        ({"bias_gelu_fusion": False, "openai_gelu": False}, "", "the exact GeLU"),
+    ],
+)
+def test_settings_that_are_missing_or_disagree_are_named(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any] | None,
+    flags: str,
+    message: str,
+) -> None:
+    args = None if changes is None else old_args(2, **changes)
+    source = write_old(tmp_path / "old", old_weights(2), args=args)
+    assert message in failure(capsys, source, tmp_path / "new", flags)
+
+
+def test_a_vocabulary_of_another_size_is_told_with_both_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = old_weights(1)
+    words = parts[0]["word_embeddings.weight"]
+    for number, rows in enumerate((words[:256], torch.cat([words, words[:8]]))):
+        other = [parts[0] | {"word_embeddings.weight": rows}]
+        source = write_old(tmp_path / f"old_{number}", other, args=old_args(1))
+        message = failure(capsys, source, tmp_path / "new")
+        assert f"has {len(rows)} rows" in message
+        assert "tokenizer" in message
+        assert "261 ids" in message
+
+
+def test_folders_that_are_no_checkpoint_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "new"
+    assert "no such file" in failure(capsys, tmp_path / "old", to)
+    old = write_old(tmp_path / "old", old_weights(4), args=old_args(4))
+    folder = old / "iter_0250000"
+    (folder / "mp_rank_02" / "model_optim_rng.pt").unlink()
+    assert "mp_rank_02/model_optim_rng.pt is missing" in failure(capsys, old, to)
+    (folder / "mp_rank_03" / "model_optim_rng.pt").rename(tmp_path / "away.pt")
+    (folder / "mp_rank_03").rmdir()
+    (folder / "mp_rank_02").rmdir()
+    assert "args have model_parallel_size 4, but" in failure(capsys, old, to)
+    (folder / "mp_rank_01").rename(folder / "mp_rank_00_001")
+    assert "pipeline stages" in failure(capsys, old, to)
+    (old / "latest_checkpointed_iteration.txt").write_text("../../elsewhere")
+    assert "says '../../elsewhere'" in failure(capsys, old, to)
+    (tmp_path / "empty").mkdir()
+    assert "holds no mp_rank_00" in failure(capsys, tmp_path / "empty", to)
+
+
+def test_files_that_are_no_checkpoint_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, to = tmp_path / "model_optim_rng.pt", tmp_path / "new"
+    old = write_old(tmp_path / "old", old_weights(1), args=old_args(1))
+    whole = (old / "iter_0250000/mp_rank_00/model_optim_rng.pt").read_bytes()
+    for content in (b"", b"hello, world\n" * 9, json.dumps({"model": 1}).encode()):
+        file.write_bytes(content)
+        assert f"{file} is damaged, or was not written by torch.save" in failure(capsys, file, to)
+    file.write_bytes(whole[: len(whole) // 2])
+    assert f"{file} is damaged: it ends within storage" in failure(capsys, file, to)
+    torch.save({"state_dict": {}}, file)
+    assert f"{file} has no weights under 'model'" in failure(capsys, file, to)
+
+
+def test_what_is_there_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "new").mkdir()
+    with pytest.raises(SystemExit):
+        run(write_old(tmp_path / "old", old_weights(1), args=old_args(1)), tmp_path / "new")
+    assert "--to" in capsys.readouterr().err
+    assert not list((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize("version", [1.5, -1, "2", float("nan")])
+def test_an_unknown_version_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], version: Any
+) -> None:
+    source = write_old(tmp_path / "old", old_weights(1), args=old_args(1), version=version)
+    assert f"checkpoint_version {version!r}" in failure(capsys, source, tmp_path / "new")
+
+
+def test_the_program_refuses_before_torch_is_imported(tmp_path: Path) -> None:
+    source = write_old(tmp_path / "old", old_weights(2), args=old_args(2, num_layers=3))
+    vocabulary, merges = write_tokenizer(tmp_path)
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch is imported')")
+    program = [sys.executable, "tools/import_megatron.py", "--from", str(source)]
+    program += ["--to", str(tmp_path / "new"), "--vocab-file", vocabulary, "--merge-file", merges]
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(program, env=environ, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "args have num_layers 3" in done.stderr

@@ -1,0 +1,275 @@
+"""Files of torch.save are read as data: tensors and attributes come out, and no payload runs."""
+
+import argparse
+import pickle
+import random
+import struct
+import sys
+import types
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tools.convert.torch_file import MAGIC, VERSION, read_saved
+from tools.convert.unpickler import NAMES, Placeholder, StoredTensor
+
+Write = Callable[[Path, bytes], Path]
+
+
+def save(content: Any, file: Path, zipped: bool) -> Path:
+    torch.save(content, file, _use_new_zipfile_serialization=zipped)
+    return file
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_tensors_are_what_torch_saved(tmp_path: Path, zipped: bool) -> None:
+    base = torch.randn(6, 4)
+    dtypes = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+    content: OrderedDict[str, Any] = OrderedDict(
+        {str(dtype): torch.arange(5).to(dtype) for dtype in dtypes},
+        turned=base.T,
+        part=base[2:4, 1:3],
+        number=base[1, 1],
+        none=torch.empty(0, 3),
+        parameter=torch.nn.Parameter(base[1]),
+        size=base.shape,
+    )
+    read = read_saved(save(content, tmp_path / "a.pt", zipped))
+    assert list(read) == list(content)
+    assert read.pop("size") == (6, 4)
+    for name, tensor in read.items():
+        assert isinstance(tensor, StoredTensor), name
+        tensor.check()
+        assert tensor.read().dtype == content[name].dtype, name
+        assert torch.equal(tensor.read(), content[name]), name
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_attributes_and_random_states_are_kept(tmp_path: Path, zipped: bool) -> None:
+    content = {
+        "args": argparse.Namespace(num_layers=24, dtype=torch.half, inner=argparse.Namespace(a=1)),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+        "sets": {frozenset({1}), torch.device("cpu"), b"bytes"},
+    }
+    read = read_saved(save(content, tmp_path / "a.pt", zipped))
+    assert read["args"].stands_for == "argparse.Namespace"
+    assert read["args"].state["num_layers"] == 24
+    assert read["args"].state["inner"].state == {"a": 1}
+    assert read["python"] == content["python"]
+    assert read["numpy"][0] == "MT19937"
+
+
+def test_a_class_that_is_not_there_any_more_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("fp16_of_2019")
+    exec("class LossScaler:\n    pass", module.__dict__)
+    with monkeypatch.context() as while_saving:
+        while_saving.setitem(sys.modules, "fp16_of_2019", module)
+        scaler = module.LossScaler()
+        scaler.cur_scale = 65536.0
+        file = save({"scaler": scaler, "w": torch.ones(2)}, tmp_path / "a.pt", False)
+    with pytest.raises(ModuleNotFoundError, match="fp16_of_2019"):
+        torch.load(file, weights_only=False)
+    read = read_saved(file)
+    assert read["scaler"].stands_for == "fp16_of_2019.LossScaler"
+    assert read["scaler"].state == {"cur_scale": 65536.0}
+    assert read["w"].read().tolist() == [1, 1]
+
+
+# Pickles by hand. Each is an instruction sequence that leaves one object.
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def name(module: str, path: str) -> bytes:
+    return text(module) + text(path) + b"\x93"
+
+
+def call(function: bytes, *arguments: bytes) -> bytes:
+    return function + b"(" + b"".join(arguments) + b"tR"
+
+
+def touch(marker: Path) -> str:
+    return f"__import__('pathlib').Path({str(marker)!r}).touch()"
+
+
+def torch_load(marker: Path) -> bytes:
+    """A partial of torch.load, restored from a state with the keyword, that reads a payload."""
+    inner = write_old(
+        marker.with_name("inner.pt"), call(name("builtins", "eval"), text(touch(marker)))
+    )
+    load = name("torch", "load")
+    state = b"(" + load + b"(" + text(str(inner)) + b"t}" + text("weights_only") + b"\x89sNt"
+    return call(call(name("functools", "partial"), load) + state + b"b")
+
+
+PAYLOADS: dict[str, Callable[[Path], bytes]] = {
+    "os.system": lambda m: call(name("os", "system"), text(f"touch {m}")),
+    "the old opcode": lambda m: b"cposix\nsystem\n(" + text(f"touch {m}") + b"tR",
+    "eval": lambda m: call(name("builtins", "eval"), text(touch(m))),
+    "exec": lambda m: call(name("builtins", "exec"), text(touch(m))),
+    "getattr": lambda m: call(
+        call(
+            name("builtins", "getattr"),
+            call(name("importlib", "import_module"), text("os")),
+            text("system"),
+        ),
+        text(f"touch {m}"),
+    ),
+    "a dotted name": lambda m: call(
+        name("pathlib", "Path.touch"), call(name("pathlib", "Path"), text(str(m)))
+    ),
+    "a dotted name of an allowed one": lambda m: call(
+        call(
+            name("operator", "getitem"),
+            call(name("torch._utils", "_rebuild_tensor_v2.__globals__.get"), text("__builtins__")),
+            text("eval"),
+        ),
+        text(touch(m)),
+    ),
+    "an instance": lambda m: b"(" + text(str(m)) + text("w") + b"iio\nFileIO\n",
+    "an object": lambda m: b"(" + name("io", "FileIO") + text(str(m)) + text("w") + b"o",
+    "a partial": lambda m: call(
+        call(name("functools", "partial"), name("os", "system"), text(f"touch {m}"))
+    ),
+    "a method": lambda m: call(
+        call(name("operator", "methodcaller"), text("touch")),
+        call(name("pathlib", "Path"), text(str(m))),
+    ),
+    "torch.load": torch_load,
+    "an import of a storage": lambda m: name("writes_on_import", "EvilStorage"),
+}
+
+
+def write_old(file: Path, instructions: bytes) -> Path:
+    with file.open("wb") as stream:
+        for fact in (MAGIC, VERSION, {"little_endian": True}):
+            pickle.dump(fact, stream, protocol=2)
+        stream.write(b"\x80\x04" + instructions + b".")
+        pickle.dump([], stream, protocol=2)
+    return file
+
+
+def write_zip(file: Path, instructions: bytes, *others: str) -> Path:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x04" + instructions + b".")
+        for other in ("version", *others):
+            archive.writestr(f"archive/{other}", "3\n")
+    return file
+
+
+@pytest.mark.parametrize("write", [write_old, write_zip])
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_a_payload_runs_in_torch_load_and_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, payload: str, write: Write
+) -> None:
+    marker = tmp_path / "marker"
+    monkeypatch.syspath_prepend(tmp_path)
+    source = f"{touch(marker)}\nclass EvilStorage: pass\n"
+    (tmp_path / "writes_on_import.py").write_text(source)
+    sys.modules.pop("writes_on_import", None)
+    file = write(tmp_path / "a.pt", PAYLOADS[payload](marker))
+
+    assert isinstance(read_saved(file), Placeholder | type)
+    assert not marker.exists()
+    assert "writes_on_import" not in sys.modules
+    torch.load(file, weights_only=False)
+    assert marker.exists()
+
+
+@pytest.mark.parametrize(
+    "known", [("torch._utils", "_rebuild_tensor_v2"), ("torch", "FloatStorage")]
+)
+def test_what_rebuilds_tensors_cannot_be_changed_by_a_file(
+    tmp_path: Path, known: tuple[str, str]
+) -> None:
+    before = repr(NAMES[known])
+    attributes = b"}" + b"".join(text(each) + text("evil") + b"s" for each in ("build", "dtype"))
+    for state in (attributes, b"(N" + attributes + b"t"):  # of its __dict__, and of its slots
+        with pytest.raises(ValueError, match="is given a state"):
+            read_saved(write_old(tmp_path / "a.pt", name(*known) + state + b"b"))
+    assert repr(NAMES[known]) == before
+
+
+def persistent(*parts: bytes) -> bytes:
+    return b"(" + b"".join(parts) + b"tQ"
+
+
+def storage(kind: bytes, count: bytes) -> bytes:
+    return persistent(text("storage"), kind, text("0"), text("cpu"), count)
+
+
+def tensor(of: bytes, offset: bytes, shape: bytes, stride: bytes) -> bytes:
+    return call(name("torch._utils", "_rebuild_tensor"), of, offset, shape, stride)
+
+
+FLOATS = name("torch", "FloatStorage")
+FOUR = storage(FLOATS, b"K\x04")
+ONE, TWO, MINUS_ONE = b"K\x01\x85", b"K\x02\x85", b"J\xff\xff\xff\xff\x85"
+
+
+@pytest.mark.parametrize(
+    ("instructions", "message"),
+    [
+        (text("0") + b"Q", "'0' is no storage"),
+        (persistent(text("file"), text("/etc/passwd")), "is no storage of a kind"),
+        (storage(name("os", "system"), b"K\x04"), "is no storage of a kind"),
+        (storage(FLOATS, text("4")), "is no storage of a kind"),
+        (storage(FLOATS, b"J\xff\xff\xff\xff"), "has -1 elements"),
+        (tensor(FOUR, b"K\x03", TWO, ONE), "beyond the 4 elements"),
+        (tensor(FOUR, b"K\x00", b"J\xff\xff\xff\x7f\x85", b"K\x00\x85"), "beyond the 4 elements"),
+        (tensor(FOUR, b"K\x00", TWO, MINUS_ONE), "no tensor has"),
+        (tensor(FOUR, b"K\x00", TWO, b")"), "no tensor has"),
+        (tensor(text("0"), b"K\x00", TWO, ONE), "other than a storage"),
+    ],
+)
+def test_odd_storages_and_tensors_are_refused(
+    tmp_path: Path, instructions: bytes, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        read_saved(write_old(tmp_path / "a.pt", instructions))
+    assert "a.pt" in str(error.value)
+
+
+def read_whole(file: Path) -> Any:
+    for value in (content := read_saved(file)).values():
+        value.check()
+        value.read()
+    return content
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_truncated_file_is_an_error_wherever_it_ends(tmp_path: Path, zipped: bool) -> None:
+    file = save({"a": torch.ones(40), "b": torch.ones(3, 3)}, tmp_path / "a.pt", zipped)
+    whole = file.read_bytes()
+    read_whole(file)
+    for end in {*range(0, len(whole), 29), len(whole) - 1}:
+        file.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match=r"a\.pt (is damaged|was not)"):
+            read_whole(file)
+
+
+def test_a_changed_byte_of_a_zip_is_an_error(tmp_path: Path) -> None:
+    file = save({"a": torch.full((40,), 7.0)}, tmp_path / "a.pt", True)
+    content = file.read_bytes()
+    assert content.count(struct.pack("<f", 7.0) * 40) == 1
+    file.write_bytes(content.replace(struct.pack("<2f", 7.0, 7.0), struct.pack("<2f", 7.0, 8.0), 1))
+    with pytest.raises(ValueError, match=r"a\.pt is damaged.*CRC"):
+        read_whole(file)
+
+
+def test_torchscript_and_packed_archives_are_not_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="none of torch.save's"):
+        read_saved(write_zip(tmp_path / "b.pt", b"}", "constants.pkl"))
+    with zipfile.ZipFile(tmp_path / "c.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}.")
+    with pytest.raises(ValueError, match="packed again"):
+        read_saved(tmp_path / "c.pt")

@@ -1,0 +1,115 @@
+"""Read a GPT-2 that Megatron-LM of 2019 or 2020 saved: python tools/import_megatron.py --from DIR
+--to CKPT --vocab-file vocab.json --merge-file merges.txt --num-attention-heads 16
+
+The files are pickles, and are read as data: nothing that they name is imported or run. The
+checkpoint has the weights, in the dtype that they are stored in, and the tokenizer. Nothing of the
+other program is here to compare logits with; that the checkpoint reads back bit for bit, and
+computes finite logits, is checked before it gets its name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+if __name__ == "__main__":  # run as a file, only tools/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.checks import optional_positive
+from megatron.config.parse import parse, user_errors
+from megatron.data.tokenizer import build_tokenizer
+from tools.convert.megatron import Model, describe, read_weights
+from tools.convert.ranks import find_files, read_ranks
+from tools.convert.staging import refuse_existing
+from tools.convert.stored_args import FLAGS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    source: Annotated[str, tyro.conf.arg(name="from")]
+    """Directory of Megatron-LM's checkpoints, one iteration in it, or one model_optim_rng.pt."""
+
+    to: str
+    """Directory that the checkpoint is written to; it must not be there yet."""
+
+    tokenizer_type: str = "GPT2BPETokenizer"
+    """Kind of tokenizer that made the training data."""
+
+    vocab_file: str
+    """The tokenizer's vocabulary (vocab.json)."""
+
+    merge_file: str
+    """The byte-pair encoding's merges (merges.txt)."""
+
+    num_attention_heads: int | None = None
+    """Attention heads of a layer; needed where no args are stored with the weights."""
+
+    layernorm_epsilon: float | None = None
+    """Added to the variance in LayerNorm; 1e-5 where neither flag nor stored args say it."""
+
+    make_vocab_size_divisible_by: int | None = None
+    """The vocabulary was padded to a multiple of this times the ranks; 128 as above."""
+
+    def __post_init__(self) -> None:
+        optional_positive(self, *FLAGS)
+
+
+def check(path: Path, model: Model, weights: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where the checkpoint at `path` has other weights, or logits not finite."""
+    import torch
+
+    from megatron.parallel.mesh import serial_mesh
+    from megatron.train.evaluate import load_model, whole_logits
+
+    mesh = serial_mesh()
+    loaded = load_model(path, mesh)
+    for name, parameter in loaded.named_parameters():
+        whole = weights[name].float()
+        if not torch.equal(parameter[: len(whole)], whole):
+            raise ValueError(f"{name} does not read back as it was written, or holds NaN")
+    length = min(32, model.section.max_position_embeddings)
+    tokens = torch.linspace(0, model.vocab_size - 1, 2 * length).long().view(2, length)
+    if not whole_logits(loaded, mesh, tokens).isfinite().all():
+        raise ValueError(f"the model of {model.ranks[0].file} computes logits that are not finite")
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    with user_errors(environ):
+        settings = parse(Settings, arguments, environ)
+        refuse_existing(Path(settings.to))
+        files = find_files(Path(settings.source))
+        tokenizer = build_tokenizer(
+            settings.tokenizer_type, settings.vocab_file, settings.merge_file
+        )
+        given = {name: getattr(settings, name) for name in FLAGS}
+        model = describe(read_ranks(files), given, tokenizer.vocab_size)
+
+    from tqdm import tqdm
+
+    from tools.convert.writing import write_checkpoint
+
+    with user_errors(environ):
+        weights = dict(read_weights(model, tqdm(model.entries, "reading", unit=" tensors")))
+        path = write_checkpoint(
+            Path(settings.to),
+            model.section,
+            weights,
+            tokenizer.vocab_size,
+            tokenizer,
+            f"Megatron-LM, {files[0]} of {len(files)}",
+            lambda staged: check(staged, model, weights),
+        )
+    print(path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], os.environ)
