@@ -1,14 +1,27 @@
-"""What the tasks share: their settings, and scoring of tokens by a model at any layout."""
+"""The protocol of a task, and what a model says of a task's windows at any layout.
+
+The module of a task has
+    Settings, a dataclass with the sections `trained`, `evaluation` and `parallel`;
+    prepare(settings, manifest, tokenizer) -> Task, which reads and checks its input without torch.
+README.md adds one in 40 lines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from math import exp, inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from tqdm import trange
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
 
-from megatron.config.checks import positive
+from megatron.config.checks import SettingError, positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,93 +29,266 @@ if TYPE_CHECKING:
     from megatron.model.gpt2 import GPT2
     from megatron.parallel.mesh import Mesh
 
+Tokens: TypeAlias = Sequence[int] | NDArray[Any]
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     micro_batch_size: int = 8
     """Windows of one forward pass; does not change the result."""
 
-    output: str | None = None
+    compare_paper: bool = False
+    """Show the paper's figures beside the result, and put them into the record."""
+
+    output: Path | None = None
     """JSON file for the result, which is printed as well."""
 
     def __post_init__(self) -> None:
         positive(self, "micro_batch_size")
+        if self.output is None:
+            return
+        if self.output.is_dir() or not self.output.parent.is_dir():
+            raise SettingError(
+                f"--output {self.output} should be a file in a folder that is there; "
+                f"--output {self.output.name or 'result'}.json would work"
+            )
 
 
 @dataclass(frozen=True)
 class Window:
-    """One forward pass: inputs and labels of equal length; labels from `first` on are scored."""
+    """One forward pass: inputs and labels of equal length; labels from `first` on are scored, one
+    at least. Label i is the token that follows inputs[: i + 1]."""
 
-    inputs: Sequence[int]
-    labels: Sequence[int]
+    inputs: Tokens
+    labels: Tokens
     first: int
 
 
+class Windows(Protocol):
+    """Windows by number, 0 to len - 1: a list, or what makes each when it is asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Window: ...
+
+
 @dataclass(frozen=True)
-class Totals:
-    """Over all windows: log-probability (natural) of the scored labels, their number, the windows,
-    and how many windows had every scored label as the most probable token."""
+class Scores:
+    """What a model gave the scored labels of each window, in the order of the windows."""
 
-    log_probability: float
-    tokens: int
-    windows: int
-    hits: int
+    log_probability: NDArray[np.float64]  # [N], natural, summed over the window's scored labels
+    tokens: NDArray[np.int64]  # [N], how many those are
+    hits: NDArray[np.int64]  # [N], how many of them were the most probable token
+    last_hit: NDArray[np.bool_]  # [N], whether the last of them was
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, part: slice) -> Scores:
+        return Scores(*(array[part] for array in vars(self).values()))
+
+    @property
+    def all_hit(self) -> NDArray[np.bool_]:
+        """[N], whether every scored label was the most probable token."""
+        return np.equal(self.hits, self.tokens)
+
+    def perplexity(self, count: float) -> float:
+        """exp of the total negative log-likelihood over `count`; infinite where that is too big."""
+        mean = -float(self.log_probability.sum()) / count
+        return inf if mean > 700 else exp(mean)
 
 
-def sliding_windows(tokens: Sequence[int], length: int, step: int) -> Iterator[Window]:
+@dataclass(frozen=True)
+class Prompts:
+    """Texts to continue with the most probable token each time."""
+
+    tokens: Sequence[Tokens]
+    is_done: Callable[[Sequence[int]], bool]  # whether these new tokens are enough
+    most: int  # new tokens of one prompt
+    end: int | None  # a token that ends a text and is left out
+
+
+class Task(ABC):
+    """How many windows there are, one of them, and the figures that their scores give."""
+
+    prompts: Prompts | None = None
+    """Of a task that compares what the model writes."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, number: int) -> Window: ...
+
+    @abstractmethod
+    def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> Mapping[str, Any]:
+        """The figures and their conventions, JSON; only the first rank asks.
+
+        written: the new tokens of each prompt; none without prompts.
+        """
+
+
+@dataclass(frozen=True)
+class Sliding:
     """Windows of at most `length` in which every token but the first is scored exactly once.
 
-    The first window scores all it predicts, each later one its last `step` tokens, so that these
-    have at least length - step tokens before them (paper, appendix E: length 1024, step 32).
+    The first window scores all it predicts, each later one its last `stride` tokens, which so have
+    at least length - stride tokens before them.
+
+    Window k starts at k x stride, and the last one may be shorter: the paper's way (appendix E:
+    length 1024, stride 32) and that of its authors' code. reach_back: the last window starts so
+    early that it is full, which gives its tokens more context: the way of lm-evaluation-harness.
     """
-    assert 1 <= step <= length
-    predicted = len(tokens) - 1
-    done = 0
-    while done < predicted:
-        end = min(predicted, done + (step if done else length))
-        start = max(0, end - length)
-        yield Window(tokens[start:end], tokens[start + 1 : end + 1], done - start)
-        done = end
+
+    tokens: Tokens
+    length: int
+    stride: int
+    reach_back: bool = False
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.stride <= self.length
+
+    def __len__(self) -> int:
+        predicted = len(self.tokens) - 1
+        if predicted < 1:
+            return 0
+        return 1 + max(0, -(-(predicted - self.length) // self.stride))
+
+    def __getitem__(self, number: int) -> Window:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        done = self.length + (number - 1) * self.stride if number else 0
+        end = min(len(self.tokens) - 1, done + (self.stride if number else self.length))
+        start = max(0, end - self.length) if self.reach_back else number * self.stride
+        return Window(self.tokens[start:end], self.tokens[start + 1 : end + 1], done - start)
+
+
+class Joined:
+    """The windows of several sequences, one after another."""
+
+    def __init__(self, parts: Sequence[Windows]) -> None:
+        self.parts = parts
+        self.starts = [0, *accumulate(len(part) for part in parts)]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, number: int) -> Window:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        part = bisect_right(self.starts, number) - 1
+        return self.parts[part][number - self.starts[part]]
+
+
+def read_text(file: Path, cure: str) -> str:
+    """The text of --valid-data, line ends as they are.
+
+    Raises FileNotFoundError without it, ValueError where it is empty or not UTF-8; the message
+    ends in `cure`, which says what would work.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"--valid-data {file}: no such file; {cure}")
+    content = file.read_bytes()
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"--valid-data {file}, line {line}, is not UTF-8; {cure}") from error
+    if not text.strip():
+        raise ValueError(f"--valid-data {file} is empty; {cure}")
+    return text
 
 
 def score_windows(
-    model: GPT2, mesh: Mesh, windows: Sequence[Window], micro_batch_size: int, name: str
-) -> Totals:
+    model: GPT2, mesh: Mesh, windows: Windows, micro_batch_size: int, name: str
+) -> Scores:
     """Score all windows, dealt out to the data-parallel ranks, with a progress bar called `name`.
 
-    Neither batch size nor padding nor layout changes the totals but for rounding.
+    Every rank returns the same. Neither batch size nor padding nor layout changes it but for
+    rounding. Raises ValueError, on every rank, where a window is longer than the model's positions,
+    and where log-probabilities are not numbers.
     """
     import torch
 
     from megatron.parallel.collectives import all_reduce
 
-    totals = torch.zeros(4, dtype=torch.float64, device=mesh.device)
-    own = windows[mesh.data.rank :: mesh.data.size]
-    for start in trange(0, len(own), micro_batch_size, desc=name, disable=not mesh.is_first):
-        totals += _score_batch(model, mesh, own[start : start + micro_batch_size])
-    log_probability, tokens, count, hits = all_reduce(totals, mesh.data).tolist()
-    return Totals(log_probability, int(tokens), int(count), int(hits))
+    lengths = [len(windows[number].inputs) for number in range(len(windows))]
+    positions = len(model.get_parameter("position_embedding.weight"))
+    if max(lengths, default=0) > positions:
+        raise ValueError(f"{name}: {max(lengths)} tokens in a window, {positions} positions")
+    rows = torch.zeros(len(windows), 4, dtype=torch.float64)
+    for numbers in deal(lengths, micro_batch_size, mesh, name):
+        batch = [windows[number] for number in numbers]
+        rows[numbers] = torch.from_numpy(_score_batch(model, mesh, batch))
+    columns = all_reduce(rows.to(mesh.device), mesh.data).cpu().numpy().T
+    log_probability, tokens, hits, last_hit = columns
+    if not np.isfinite(log_probability).all():
+        raise ValueError(
+            f"{name}: log-probabilities are not numbers; a model that has not diverged would work, "
+            "and in place of --dtype fp16 --dtype bf16 or fp32"
+        )
+    return Scores(log_probability, tokens.astype(int), hits.astype(int), last_hit.astype(bool))
 
 
-def _score_batch(model: GPT2, mesh: Mesh, batch: Sequence[Window]) -> Tensor:
-    """The four fields of Totals for one forward pass, fp64."""
+def deal(lengths: Sequence[int], size: int, mesh: Mesh, name: str) -> Iterator[list[int]]:
+    """The numbers of each batch of this rank, the longest first: equal lengths pad little, and
+    what does not fit in memory fails at once."""
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    own = batches[mesh.data.rank :: mesh.data.size]
+    with tqdm(total=sum(map(len, own)), desc=name, disable=not mesh.is_first) as bar:
+        for numbers in own:
+            yield numbers
+            bar.update(len(numbers))
+
+
+def _score_batch(model: GPT2, mesh: Mesh, batch: Sequence[Window]) -> NDArray[np.float64]:
+    """The four fields of Scores for each window of one forward pass, [b, 4]."""
     import torch
 
     from megatron.train.evaluate import score
 
-    length = max(len(window.inputs) for window in batch)
     # Padding stands on the right, where a causal model does not look.
-    tokens, labels = (
-        torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=mesh.device)
-        for rows in ([window.inputs for window in batch], [window.labels for window in batch])
-    )
-    places = torch.arange(length, device=mesh.device)
+    tokens = _padded([window.inputs for window in batch])
+    labels = _padded([window.labels for window in batch])
     first, end = (
-        torch.tensor(numbers, device=mesh.device)[:, None]
+        np.array(numbers)[:, None]
         for numbers in ([each.first for each in batch], [len(each.inputs) for each in batch])
     )
+    places = np.arange(tokens.shape[1])
     scored = (places >= first) & (places < end)
-    log_probabilities, hits = score(model, mesh, tokens, labels, scored)
-    whole = torch.ones_like(scored).masked_scatter(scored, hits).all(dim=1)
-    counts = [log_probabilities.double().sum(), scored.sum(), len(batch), whole.sum()]
-    return torch.tensor(counts, dtype=torch.float64, device=mesh.device)
+    counts = scored.sum(axis=1)
+    assert counts.min() > 0, "a window without a scored label"
+    arguments = [torch.from_numpy(each).to(mesh.device) for each in (tokens, labels, scored)]
+    log_probabilities, hits = (_floats(each) for each in score(model, mesh, *arguments))
+    ends = counts.cumsum()
+    sums = [np.add.reduceat(each, ends - counts) for each in (log_probabilities, hits)]
+    return np.stack([sums[0], counts, sums[1], hits[ends - 1]], axis=1)
+
+
+def _padded(rows: Sequence[Tokens]) -> NDArray[np.int64]:
+    """[b, longest], zeros after the end of each."""
+    padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for place, row in zip(padded, rows, strict=True):
+        place[: len(row)] = row
+    return padded
+
+
+def _floats(x: Tensor) -> NDArray[np.float64]:
+    return x.double().cpu().numpy()
+
+
+def continue_prompts(
+    model: GPT2, mesh: Mesh, prompts: Prompts, micro_batch_size: int, name: str
+) -> list[list[int]]:
+    """The new tokens of every prompt, in order, the same on every rank."""
+    from megatron.train.generate import Sampling, generate
+
+    greedy = Sampling(max_new_tokens=prompts.most, temperature=0.0)
+    own: dict[int, list[int]] = {}
+    for numbers in deal([len(each) for each in prompts.tokens], micro_batch_size, mesh, name):
+        batch = [[*map(int, prompts.tokens[number])] for number in numbers]
+        new = generate(model, mesh, batch, greedy, eod=prompts.end, is_done=prompts.is_done)
+        own |= zip(numbers, new, strict=True)
+    written = {number: new for part in mesh.peers.gather(own) for number, new in part.items()}
+    return [written[number] for number in range(len(prompts.tokens))]

@@ -14,9 +14,9 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import exp, log
+from math import log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,14 +28,10 @@ from megatron.data.description import Description
 from megatron.data.indexed import IndexedDataset
 from megatron.data.splits import split_documents
 from megatron.data.tokenizer import Tokenizer
-from tasks.common import EvaluationConfig, Totals, Window, score_windows, sliding_windows
+from tasks.common import EvaluationConfig, Joined, Scores, Sliding, Task, Window
 from tasks.ngram import bigram_perplexity, unigram_perplexity
 from tools.corpus.records import parse_line
 from tools.corpus.shards import cut, find_shards, read_lines
-
-if TYPE_CHECKING:
-    from megatron.model.gpt2 import GPT2
-    from megatron.parallel.mesh import Mesh
 
 # The last word of a paragraph and what follows it: a full stop, a bracket, quotes.
 LAST_WORD = re.compile(r"(?P<context>.*\S)(?P<word> [A-Za-z]+)[^A-Za-z\s]*\s*\Z", re.DOTALL)
@@ -67,62 +63,58 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The held-out documents and the training tokens, read and checked before torch is imported."""
+class HeldOut(Task):
+    """The windows of all documents, then one for each cloze passage."""
 
-    texts: list[str]
-    documents: list[list[int]]
+    texts: Sequence[str]
+    documents: Sequence[Sequence[int]]  # their tokens
     bad_lines: int
     train: NDArray[np.integer]
+    tokenizer: Tokenizer
+    stream: Joined
+    windows: Joined
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, number: int) -> Window:
+        return self.windows[number]
+
+    def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> dict[str, Any]:
+        text, cloze = scores[: len(self.stream)], scores[len(self.stream) :]
+        vocabulary, end = self.tokenizer.vocab_size, self.tokenizer.eod
+        heldout = np.concatenate([[*tokens, end] for tokens in self.documents])
+        tokens, words = int(text.tokens.sum()), sum(len(each.split()) for each in self.texts)
+        assert tokens == len(heldout)
+        raw = "\n".join(self.texts).encode()
+        return {
+            "documents": len(self.texts),
+            "bad_lines": self.bad_lines,
+            "tokens": tokens,
+            "words": words,
+            "bytes": len(raw),
+            "token_perplexity": text.perplexity(tokens),
+            "word_perplexity": text.perplexity(words),
+            "bits_per_byte": -float(text.log_probability.sum()) / log(2) / len(raw),
+            "xz_bits_per_byte": 8 * len(lzma.compress(raw, preset=9)) / len(raw),
+            "cloze_accuracy": float(cloze.all_hit.mean()) if len(cloze) else None,
+            "cloze_passages": len(cloze),
+            "unigram_perplexity": unigram_perplexity(self.train, heldout, vocabulary),
+            "bigram_perplexity": bigram_perplexity(self.train, heldout, vocabulary),
+        }
 
 
-def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) -> Inputs:
+def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) -> HeldOut:
     """Raise ValueError or OSError, naming the flag, for what cannot be evaluated."""
     texts, bad_lines = read_texts(settings.input, settings.json_key)
     train = training_tokens(settings.train_data, manifest)
-    return Inputs(texts, tokenizer.encode_batch(texts), bad_lines, train)
-
-
-def run(
-    settings: Settings,
-    inputs: Inputs,
-    model: GPT2,
-    manifest: dict[str, Any],
-    tokenizer: Tokenizer,
-    mesh: Mesh,
-) -> dict[str, Any]:
-    """The figures; those that need no model on the first rank only."""
+    documents = tokenizer.encode_batch(texts)
     length = manifest["config"]["data"]["seq_length"]
-    batch = settings.evaluation.micro_batch_size
-    marked = [[tokenizer.eod, *tokens, tokenizer.eod] for tokens in inputs.documents]
     half = max(1, length // 2)
-    windows = [window for each in marked for window in sliding_windows(each, length, half)]
-    passages = list(cloze_windows(inputs.texts, tokenizer, length, settings))
-    text = score_windows(model, mesh, windows, batch, "held-out text")
-    cloze = score_windows(model, mesh, passages, batch, "last words")
-    return figures(inputs, text, cloze, tokenizer) if mesh.is_first else {}
-
-
-def figures(inputs: Inputs, text: Totals, cloze: Totals, tokenizer: Tokenizer) -> dict[str, Any]:
-    heldout = np.concatenate([[*tokens, tokenizer.eod] for tokens in inputs.documents])
-    assert text.tokens == len(heldout)
-    words = sum(len(each.split()) for each in inputs.texts)
-    raw = "\n".join(inputs.texts).encode()
-    return {
-        "documents": len(inputs.texts),
-        "bad_lines": inputs.bad_lines,
-        "tokens": text.tokens,
-        "words": words,
-        "bytes": len(raw),
-        "token_perplexity": exp(-text.log_probability / text.tokens),
-        "word_perplexity": exp(-text.log_probability / words),
-        "bits_per_byte": -text.log_probability / log(2) / len(raw),
-        "xz_bits_per_byte": 8 * len(lzma.compress(raw, preset=9)) / len(raw),
-        "cloze_accuracy": cloze.hits / cloze.windows if cloze.windows else None,
-        "cloze_passages": cloze.windows,
-        "unigram_perplexity": unigram_perplexity(inputs.train, heldout, tokenizer.vocab_size),
-        "bigram_perplexity": bigram_perplexity(inputs.train, heldout, tokenizer.vocab_size),
-    }
+    marked = [np.array([tokenizer.eod, *each, tokenizer.eod], np.int32) for each in documents]
+    stream = Joined([Sliding(each, length, half, reach_back=True) for each in marked])
+    windows = Joined([stream, list(cloze_windows(texts, tokenizer, length, settings))])
+    return HeldOut(texts, documents, bad_lines, train, tokenizer, stream, windows)
 
 
 def read_texts(paths: Sequence[Path], key: str) -> tuple[list[str], int]:

@@ -1,7 +1,8 @@
-"""Evaluate a checkpoint: python tasks/main.py --task HELDOUT --load checkpoints ...
+"""Evaluate a checkpoint: python tasks/main.py --task WIKITEXT103 --load checkpoints ...
 
 Under torchrun the model is cut over the processes (--tensor-model-parallel-size). What each task
-takes: --task NAME --help.
+takes: --task NAME --help. The result is one JSON record: the figures, how they were taken, and of
+which model.
 """
 
 from __future__ import annotations
@@ -9,61 +10,138 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
+from math import prod
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tasks`, when run as a script
 
+from megatron.config.checkpoints import read_manifest, step_of
 from megatron.config.checks import SettingError
 from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
 from megatron.train.trained import open_trained
+from tasks import paper
+from tasks.common import EvaluationConfig, Task, continue_prompts, score_windows
 
-# Each module has
-#   Settings, a dataclass with the sections `trained`, `evaluation` and `parallel`;
-#   prepare(settings, manifest, tokenizer) -> inputs, which reads and checks, without torch;
-#   run(settings, inputs, model, manifest, tokenizer, mesh) -> figures, on the first rank.
-TASKS = {"HELDOUT": "tasks.heldout"}
+if TYPE_CHECKING:
+    from megatron.model.gpt2 import GPT2
+    from megatron.parallel.mesh import Mesh
+
+# The module of each; tasks/common.py says what it has. A module of one's own is named itself.
+TASKS = {
+    "WIKITEXT103": "tasks.wikitext103",
+    "LAMBADA": "tasks.lambada",
+    "HELDOUT": "tasks.heldout",
+}
+_KNOWN = f"{', '.join(TASKS)}, or a module of your own such as tasks.mine"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def split_task(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The module of --task NAME or --task=NAME, and the other arguments."""
+    """The NAME of --task NAME or --task=NAME, and the other arguments."""
     words = [part for word in arguments for part in _split_equals(word)]
     if "--task" not in words[:-1]:
-        raise SettingError(f"--task is missing; --task NAME takes one of: {', '.join(TASKS)}")
+        raise SettingError(f"--task is missing; {_KNOWN} would work")
     place = words.index("--task")
-    name = words[place + 1]
-    if name not in TASKS:
-        raise SettingError(f"--task {name} is not known; it takes one of: {', '.join(TASKS)}")
-    return TASKS[name], words[:place] + words[place + 2 :]
+    return words[place + 1], words[:place] + words[place + 2 :]
 
 
 def _split_equals(word: str) -> list[str]:
     return ["--task", word.removeprefix("--task=")] if word.startswith("--task=") else [word]
 
 
+def find_module(name: str) -> ModuleType:
+    """The task's module; raises SettingError where there is none."""
+    module = TASKS.get(name, name)
+    if (
+        "." not in module
+        or find_spec(module.partition(".")[0]) is None
+        or find_spec(module) is None
+    ):
+        raise SettingError(f"--task {name} is not known; {_KNOWN} would work")
+    return import_module(module)
+
+
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with user_errors(environ):
         name, rest = split_task(arguments)
-        task = import_module(name)
-        settings = parse(task.Settings, rest, environ)
+        module = find_module(name)
+        settings = parse(module.Settings, rest, environ)
+        if settings.evaluation.compare_paper:
+            paper.column_of(name)
         folders, tokenizer, manifest = open_trained(
             settings.trained, settings.parallel, world_size(environ)
         )
-        inputs = task.prepare(settings, manifest, tokenizer)
+        task = module.prepare(settings, manifest, tokenizer)
 
     from megatron.train.evaluate import load_newest
     from megatron.train.launch import launch
+    from megatron.train.state import DTYPES
 
-    with launch(settings.parallel, environ) as mesh:
-        checkpoint, model = load_newest(folders, mesh)
-        figures = task.run(settings, inputs, model, manifest, tokenizer, mesh)
+    with launch(settings.parallel, environ) as mesh, user_errors(environ, agreed=True):
+        checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
+        figures = evaluate(task, model, mesh, settings.evaluation.micro_batch_size, name)
         if mesh.is_first:
-            text = json.dumps({"checkpoint": str(checkpoint), **figures}, indent=1)
-            print(text)
-            if settings.evaluation.output is not None:
-                Path(settings.evaluation.output).write_text(text + "\n")
+            facts = describe(checkpoint, model, mesh, settings.trained.dtype)
+            command = ["tasks/main.py", *arguments]
+            record = {"task": name, **figures, **facts, "command": command}
+            publish(name, record, settings.evaluation)
+
+
+def evaluate(
+    task: Task, model: GPT2, mesh: Mesh, micro_batch_size: int, name: str
+) -> Mapping[str, Any]:
+    """The task's figures on the first rank, nothing on the others; every rank calls this."""
+    scores = score_windows(model, mesh, task, micro_batch_size, name)
+    written: list[list[int]] = []
+    if task.prompts is not None:
+        written = continue_prompts(model, mesh, task.prompts, micro_batch_size, f"{name}, greedy")
+    return task.score(scores, written) if mesh.is_first else {}
+
+
+def describe(checkpoint: Path, model: GPT2, mesh: Mesh, dtype: str) -> dict[str, Any]:
+    """What was evaluated, and on what."""
+    from megatron.parallel.layout import layouts
+    from megatron.train.start import environment
+
+    manifest = read_manifest(checkpoint)
+    section = manifest["config"]["model"]
+    shape = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    return {
+        "model": {
+            **{key: section[key] for key in shape},
+            "vocab_size": model.vocab_size,
+            "parameters": sum(prod(each.shape) for each in layouts(model).values()),
+        },
+        "checkpoint": str(checkpoint),
+        "checkpoint_hash": manifest["checksum"],
+        "step": step_of(checkpoint),
+        "tokenizer": manifest["tokenizer"],
+        "dtype": dtype,
+        "version": tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"],
+        **environment(mesh),
+    }
+
+
+def publish(name: str, record: dict[str, Any], section: EvaluationConfig) -> None:
+    """Print the record, and write it whole or not at all."""
+    if section.compare_paper:
+        parameters = record["model"]["parameters"]
+        value = record[paper.column_of(name).figure]
+        record["paper"] = paper.compare(name, value, parameters)
+        print(paper.as_text(record["paper"], parameters), file=sys.stderr)
+    text = json.dumps(record, indent=1, ensure_ascii=False)
+    print(text)
+    if section.output is not None:
+        partial = section.output.with_name(f".{section.output.name}.partial")
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(section.output)
 
 
 if __name__ == "__main__":

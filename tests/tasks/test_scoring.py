@@ -1,7 +1,7 @@
-"""Windows score every token once, and totals depend on neither batch size nor layout."""
+"""Windows score every token once, and scores depend on neither batch size nor layout."""
 
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,60 +9,123 @@ import torch
 
 from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer
-from tasks.common import Window, score_windows, sliding_windows
+from tasks.common import Joined, Scores, Sliding, Window, score_windows
 from tasks.heldout import Settings, cloze_windows, read_texts, training_tokens
 from tests.data.samples import write_data, write_tokenizer
 from tests.dist import Pool
 from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, tiny_model
 
 
-@pytest.mark.parametrize("count", [2, 5, 16, 17, 18, 40])
-@pytest.mark.parametrize(("length", "step"), [(16, 16), (16, 8), (16, 1), (4, 3)])
-def test_windows_score_every_token_but_the_first_once(count: int, length: int, step: int) -> None:
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 16, 17, 18, 40])
+@pytest.mark.parametrize(("length", "stride"), [(16, 16), (16, 8), (16, 1), (4, 3)])
+@pytest.mark.parametrize("reach_back", [False, True])
+def test_windows_score_every_token_but_the_first_once(
+    count: int, length: int, stride: int, reach_back: bool
+) -> None:
     tokens = list(range(count))
-    windows = list(sliding_windows(tokens, length, step))
+    windows = Sliding(tokens, length, stride, reach_back)
     assert [label for each in windows for label in each.labels[each.first :]] == tokens[1:]
     for number, window in enumerate(windows):
         assert len(window.inputs) == len(window.labels) <= length
         assert [each + 1 for each in window.inputs] == window.labels
+        assert 0 <= window.first < len(window.labels)
         if number:  # as much before the scored tokens as the length leaves room for
-            assert window.first >= length - step
+            assert window.first >= length - stride
+        if number and reach_back:
+            assert len(window.inputs) == length
+        if not reach_back:
+            assert window.inputs[0] == number * stride
 
 
-def windows_of_text() -> list[Window]:
+def test_joined_windows_are_those_of_their_parts_in_order() -> None:
+    parts = [Sliding(list(range(size)), 4, 2) for size in (9, 1, 5, 0, 3)]
+    joined = Joined(parts)
+    assert list(joined) == [window for part in parts for window in part]
+    assert len(joined) == 3 + 0 + 1 + 0 + 1 + 0
+    with pytest.raises(IndexError):
+        joined[len(joined)]
+
+
+def windows_of_text() -> Joined:
     random = np.random.default_rng(0)
-    texts = [random.integers(VOCABULARY, size=size).tolist() for size in (5, 17, 33, 60)]
-    return [window for text in texts for window in sliding_windows(text, SEQUENCE, 6)]
+    texts = [random.integers(VOCABULARY, size=size) for size in (5, 17, 33, 60)]
+    likely = np.array([random.integers(VOCABULARY)])
+    return Joined([*(Sliding(text, SEQUENCE, 6) for text in texts), [easy_window(likely)]])
 
 
-def totals(tensor_size: int, micro_batch_size: int) -> dict[str, float]:
+def easy_window(tokens: Any) -> Window:
+    """One whose last label alone is what the tiny model thinks most probable."""
+    model, _ = tiny_model(mesh_of_ranks(1))
+    with torch.no_grad():
+        for _ in range(3):
+            ids = torch.from_numpy(tokens)[None]
+            logits = model.eval()(ids, torch.arange(len(tokens))[None])[-1, :VOCABULARY]
+            tokens = np.append(tokens, logits.argmax() if len(tokens) == 3 else 0)
+    return Window(tokens[:-1], tokens[1:], 0)
+
+
+def scored(tensor_size: int, micro_batch_size: int) -> Scores:
     mesh = mesh_of_ranks(tensor_size)
     model, _ = tiny_model(mesh)
-    return asdict(score_windows(model.eval(), mesh, windows_of_text(), micro_batch_size, "test"))
+    return score_windows(model.eval(), mesh, windows_of_text(), micro_batch_size, "test")
 
 
-def test_totals_depend_on_neither_batch_size_nor_layout(gloo: Pool) -> None:
-    mesh = mesh_of_ranks(1)
-    model, _ = tiny_model(mesh)
-    log_probability, tokens, hits = 0.0, 0, 0
+def assert_equal(scores: Scores, expected: Scores) -> None:
+    assert scores.log_probability == pytest.approx(expected.log_probability, rel=1e-12)
+    for name in ("tokens", "hits", "last_hit", "all_hit"):
+        one, other = getattr(scores, name), getattr(expected, name)
+        assert one.dtype == other.dtype
+        assert one.tolist() == other.tolist(), name
+
+
+def test_scores_depend_on_neither_batch_size_nor_layout(gloo: Pool) -> None:
+    model, _ = tiny_model(mesh_of_ranks(1))
+    rows = []
     for window in windows_of_text():  # one at a time, without padding, by torch's own functions
-        inputs = torch.tensor([window.inputs])
+        inputs = torch.from_numpy(window.inputs)[None]
         positions = torch.arange(len(window.inputs))[None]
-        logits = model(inputs, positions)[window.first :, :VOCABULARY]
-        labels = torch.tensor(window.labels[window.first :])
-        log_probability -= torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
-        tokens += len(labels)
-        hits += bool((logits.argmax(dim=1) == labels).all())
-    expected = {
-        "log_probability": pytest.approx(log_probability, rel=1e-12),
-        "tokens": tokens,
-        "windows": len(windows_of_text()),
-        "hits": hits,
-    }
-    assert tokens == 4 + 16 + 32 + 59
-    assert [totals(1, size) for size in (1, 3, 100)] == [expected] * 3
+        with torch.no_grad():
+            logits = model.eval()(inputs, positions)[window.first :, :VOCABULARY]
+        labels = torch.from_numpy(window.labels[window.first :])
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        hits = logits.argmax(dim=1) == labels
+        rows.append((-loss, len(labels), hits.sum().item(), hits[-1].item()))
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    expected = Scores(*columns)
+    assert expected.tokens.sum() == 4 + 16 + 32 + 59 + 3
+    assert (expected.hits[-1] < 3, expected.last_hit[-1]) == (True, True)
+    for size in (1, 3, 100):
+        assert_equal(scored(1, size), expected)
     for world, tensor_size in ((2, 2), (2, 1), (4, 4), (4, 2)):
-        assert gloo.run(world, totals, tensor_size, 4) == [expected] * world
+        for scores in gloo.run(world, scored, tensor_size, 4):
+            assert_equal(scores, expected)
+
+
+def test_a_model_that_has_diverged_has_no_figures(gloo: Pool) -> None:
+    with pytest.raises(ValueError, match="log-probabilities are not numbers; .* --dtype"):
+        diverged(1)
+    assert gloo.run(2, message_of_diverged, 1) == gloo.run(2, message_of_diverged, 2)
+
+
+def diverged(tensor_size: int) -> None:
+    mesh = mesh_of_ranks(tensor_size)
+    model, _ = tiny_model(mesh)
+    torch.nn.init.constant_(model.final_norm.bias, float("nan"))
+    score_windows(model.eval(), mesh, windows_of_text(), 4, "test")
+
+
+def message_of_diverged(tensor_size: int) -> str:
+    with pytest.raises(ValueError, match="not numbers") as caught:
+        diverged(tensor_size)
+    return str(caught.value)
+
+
+def test_a_perplexity_too_large_to_write_is_infinite() -> None:
+    ones = np.ones(2, np.int64)
+    scores = Scores(np.array([-3.0, -1.0]), ones, ones, ones.astype(bool))
+    assert scores.perplexity(2) == pytest.approx(np.exp(2))
+    assert scores[1:].perplexity(1) == pytest.approx(np.exp(1))
+    assert scores.perplexity(1e-3) == float("inf")
 
 
 def test_cloze_asks_for_the_last_word_of_long_paragraphs(tmp_path: Path) -> None:
@@ -71,8 +134,8 @@ def test_cloze_asks_for_the_last_word_of_long_paragraphs(tmp_path: Path) -> None
     texts = tmp_path / "heldout.jsonl"
     texts.write_text("{}")
     settings = Settings(
-        trained=TrainedConfig(load="", vocab_file="", merge_file=""),
-        input=str(texts),
+        trained=TrainedConfig(load=""),
+        input=(texts,),
         train_data=str(tmp_path / "train"),
         cloze_words=4,
     )

@@ -1,0 +1,189 @@
+"""LAMBADA (section 5.3): the last word of a passage, to be told from the passage before it.
+
+The paper's accuracy is the strict one: every token of the word has to be the most probable one,
+given the passage and the word's own tokens before it (teacher forcing).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.parallel import ParallelConfig
+from megatron.config.trained import TrainedConfig
+from megatron.data.tokenizer import Tokenizer
+from tasks.common import EvaluationConfig, Prompts, Scores, Task, Window, read_text
+from tasks.wikitext103 import TITLE
+
+CURE = (
+    'LAMBADA\'s test set would work: one {"text": "..."} a line, or the release in plain text, '
+    "one passage a line"
+)
+LONGEST_WORD = 16  # tokens after which free decoding gives up
+CONVENTIONS = {
+    "target": "a blank and what follows the last blank (U+0020) of the passage; its tokens are "
+    "those of the whole passage behind those of the context, which starts without an end mark",
+    "strict_accuracy": "the paper's: every token of the target is the most probable one, given the "
+    "context and the target's tokens before it; of equally probable ones the lowest id counts",
+    "last_token_accuracy": "the same of the target's last token alone",
+    "greedy_accuracy": "the most probable token is appended until the text behind its first blank "
+    f"holds white space, at most {LONGEST_WORD} times; the word is right where it is the target, "
+    "or the target and then neither letters nor digits",
+    "last_word_perplexity": "exp of the mean over passages of -ln p(target)",
+    "target_token_perplexity": "exp of the mean over the targets' tokens of -ln p(token)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    trained: TrainedConfig
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    valid_data: Path
+    """The passages: {"text": ...} a line, or the original release in plain text."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """tokens: of the whole passage; context: how many of them are before the target."""
+
+    text: str
+    target: str
+    tokens: NDArray[np.int32]
+    context: int
+
+
+class Lambada(Task):
+    """One window for each passage, and its context to go on from."""
+
+    prompts: Prompts
+
+    def __init__(
+        self, passages: Sequence[Passage], form: str, positions: int, tokenizer: Tokenizer
+    ) -> None:
+        """positions: that the model has; of a longer passage it reads the last ones."""
+        self.passages, self.form, self.positions = passages, form, positions
+        self.tokenizer = tokenizer
+        longest = min(LONGEST_WORD, positions - 1)
+        contexts = [each.tokens[: each.context][longest - positions :] for each in passages]
+        self.prompts = Prompts(contexts, self.ends_word, longest, tokenizer.eod)
+
+    def __len__(self) -> int:
+        return len(self.passages)
+
+    def __getitem__(self, number: int) -> Window:
+        passage = self.passages[number]
+        tokens = passage.tokens[-self.positions - 1 :]
+        target = len(passage.tokens) - passage.context
+        return Window(tokens[:-1], tokens[1:], len(tokens) - 1 - target)
+
+    def ends_word(self, new: Sequence[int]) -> bool:
+        """Whether these tokens spell a word and more, or something else than a blank and a word."""
+        text = self.tokenizer.decode(new)
+        return not text.startswith(" ") or any(map(str.isspace, text[1:]))
+
+    def is_right(self, number: int, new: Sequence[int]) -> bool:
+        return spells(self.tokenizer.decode(new), self.passages[number].target)
+
+    def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> dict[str, Any]:
+        passages, count = self.passages, len(self)
+        right = sum(self.is_right(number, new) for number, new in enumerate(written))
+        return {
+            "strict_accuracy": float(scores.all_hit.mean()),
+            "last_token_accuracy": float(scores.last_hit.mean()),
+            "greedy_accuracy": right / count,
+            "last_word_perplexity": scores.perplexity(count),
+            "target_token_perplexity": scores.perplexity(int(scores.tokens.sum())),
+            "num_examples": count,
+            "num_tokens": sum(len(each.tokens) for each in passages),
+            "num_target_tokens": int(scores.tokens.sum()),
+            "num_words": sum(len(each.text.split()) for each in passages),
+            "num_bytes": sum(len(each.text.encode()) for each in passages),
+            "num_bytes_of_targets": sum(len(each.target.encode()) for each in passages),
+            "truncated_contexts": sum(len(each.tokens) > self.positions + 1 for each in passages),
+            "truncated_prompts": sum(
+                each.context > len(prompt)
+                for each, prompt in zip(passages, self.prompts.tokens, strict=True)
+            ),
+            "targets_with_line_ends": sum("\n" in each.target for each in passages),
+            "protocol": {
+                "file": self.form,
+                "detokenisation": "none: the passages are read as they are in the file",
+                "window": f"one passage; of a longer one the last {self.positions} tokens, of a "
+                f"prompt to go on from the last {self.positions - self.prompts.most}",
+            },
+            "conventions": CONVENTIONS,
+        }
+
+
+def spells(text: str, target: str) -> bool:
+    """Whether the text is the target (a blank and a word), and goes on with no letter or digit
+    before the next white space."""
+    rest = text.removeprefix(target)
+    if rest == text:
+        return False
+    word_end = rest.split()[0] if rest[:1].strip() else ""
+    return not any(map(str.isalnum, word_end))
+
+
+def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) -> Lambada:
+    """Raises ValueError or OSError, naming the flag, for what cannot be evaluated."""
+    file = settings.valid_data
+    text = read_text(file, CURE).replace("\r\n", "\n")
+    lines = [(f"--valid-data {file}, line {n}", line) for n, line in enumerate(split(text), 1)]
+    is_json = text.lstrip().startswith(("{", "[{"))
+    texts = [_text_of(*each) for each in lines] if is_json else _plain_texts(lines)
+    positions = manifest["config"]["model"]["max_position_embeddings"]
+    contexts = [_context_of(place, each) for (place, _), each in zip(lines, texts, strict=True)]
+    whole, before = tokenizer.encode_batch(texts), tokenizer.encode_batch(contexts)
+    passages = []
+    for (place, _), each, context, ids, start in zip(
+        lines, texts, contexts, whole, before, strict=True
+    ):
+        # No token spans the two: the byte-level pre-tokeniser starts a new piece at a blank that
+        # is followed by a word, and pieces are never merged.
+        assert ids[: len(start)] == start, f"{place}: a token spans context and target"
+        if len(ids) - len(start) > positions:
+            raise ValueError(f"{place}: more tokens in its last word than the model has positions")
+        target = each[len(context) :]
+        passages.append(Passage(each, target, np.array(ids, np.int32), len(start)))
+    form = '{"text": ...} a line' if is_json else "plain text, one passage a line"
+    return Lambada(passages, form, positions, tokenizer)
+
+
+def split(text: str) -> list[str]:
+    """Lines, without the end of the last one."""
+    return text.removesuffix("\n").split("\n")
+
+
+def _plain_texts(lines: Sequence[tuple[str, str]]) -> list[str]:
+    for place, line in lines:
+        if TITLE.fullmatch(line):
+            raise ValueError(f"{place}, is the title of a WikiText article; {CURE}")
+    return [line for _, line in lines]
+
+
+def _text_of(place: str, line: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}, is not JSON ({error}); {CURE}") from error
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f'{place}, has no "text"; {CURE}')
+    return text
+
+
+def _context_of(place: str, text: str) -> str:
+    """What stands before the last blank, without the blanks at its end."""
+    before, _, word = text.rpartition(" ")
+    if not before.strip() or not word.strip():
+        raise ValueError(f"{place}, does not end in a blank and a word after a context; {CURE}")
+    return before.rstrip()

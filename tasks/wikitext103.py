@@ -1,0 +1,219 @@
+"""WikiText103 as in the paper (section 5.3, appendix E), and under the conventions of others.
+
+One total of log-probabilities has many perplexities: over sub-word tokens or over words, counted
+this way or that, of the whole file or article by article. Each is in the record, under a name of
+its own and with its convention.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.config.checks import SettingError, optional_positive
+from megatron.config.parallel import ParallelConfig
+from megatron.config.trained import TrainedConfig
+from megatron.data.tokenizer import Tokenizer
+from tasks.common import EvaluationConfig, Joined, Scores, Sliding, Task, Window, read_text
+
+CURE = "the raw wiki.valid.tokens or wiki.test.tokens of WikiText103 would work"
+TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")  # " = Title = ", and not " = = Section = = "
+CONVENTIONS = {
+    "token_perplexity": "exp(nll / num_scored_tokens): every token but the first of the file",
+    "word_perplexity": "the paper's: exp(nll / num_original_tokens), the pieces of the stripped "
+    "file cut at single blanks",
+    "word_perplexity_plain_words": "exp(nll / num_words), runs of characters that are not blank",
+    "word_perplexity_authors_code": "exp(nll / (num_original_tokens - 1)): what the program of the "
+    "paper's authors printed",
+    "word_perplexity_per_document": "lm-evaluation-harness's: each article alone, after an end "
+    "mark, detokenised by itself, in non-overlapping windows of which the last reaches back to be "
+    "full; over the pieces of the raw article cut at runs of blanks, empty ones included",
+    "bits_per_byte": "nll / ln 2 / num_bytes, UTF-8 bytes of the file as it is",
+    "bits_per_byte_detokenised": "nll / ln 2 / num_bytes_detokenised",
+    "bits_per_byte_per_document": "lm-evaluation-harness's: articles as above, over their bytes",
+    "nll": "the sum of -ln p of the scored tokens; the whole file is one stream of tokens, without "
+    "end marks",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    trained: TrainedConfig
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    valid_data: Path
+    """wiki.test.tokens or wiki.valid.tokens, as released."""
+
+    overlapping_eval: int | None = None
+    """Stride of the window, of which only so many new tokens are scored (the paper's is 32); the
+    whole window if not given."""
+
+    window: int | None = None
+    """Tokens that the model reads at most; all its positions if not given."""
+
+    def __post_init__(self) -> None:
+        optional_positive(self, "overlapping_eval", "window")
+
+
+@dataclass(frozen=True)
+class WikiText103(Task):
+    """The windows of the whole file, then those of the articles."""
+
+    text: str
+    detokenised: str
+    articles: Sequence[str]
+    stream: Sliding
+    windows: Joined
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, number: int) -> Window:
+        return self.windows[number]
+
+    def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> dict[str, Any]:
+        stream, alone = scores[: len(self.stream)], scores[len(self.stream) :]
+        num_scored = int(stream.tokens.sum())
+        assert num_scored == len(self.stream.tokens) - 1
+        original = len(self.text.strip().split(" "))
+        words, size = len(self.text.split()), len(self.text.encode())
+        size_detokenised = len(self.detokenised.encode())
+        pieces = sum(len(re.split(r"\s+", article)) for article in self.articles)
+        return {
+            "token_perplexity": stream.perplexity(num_scored),
+            "word_perplexity": stream.perplexity(original),
+            "word_perplexity_plain_words": stream.perplexity(words),
+            "word_perplexity_authors_code": stream.perplexity(original - 1),
+            "word_perplexity_per_document": alone.perplexity(pieces),
+            "bits_per_byte": bits(stream) / size,
+            "bits_per_byte_detokenised": bits(stream) / size_detokenised,
+            "bits_per_byte_per_document": bits(alone) / sum(len(a.encode()) for a in self.articles),
+            "nll": -float(stream.log_probability.sum()),
+            "num_tokens": len(self.stream.tokens),
+            "num_scored_tokens": num_scored,
+            "num_original_tokens": original,
+            "num_words": words,
+            "num_words_per_document": pieces,
+            "num_bytes": size,
+            "num_bytes_detokenised": size_detokenised,
+            "num_documents": len(self.articles),
+            "window": self.stream.length,
+            "stride": self.stream.stride,
+            "protocol": {
+                "detokenisation": "the rules of the paper's authors, on the whole file",
+                "window": f"window k starts at token k x {self.stream.stride} and has up to "
+                f"{self.stream.length} inputs; the first scores all it predicts, each later one "
+                f"its last {self.stream.stride}; the last one is shorter",
+            },
+            "conventions": CONVENTIONS,
+        }
+
+
+def bits(scores: Scores) -> float:
+    return -float(scores.log_probability.sum()) / log(2)
+
+
+def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) -> WikiText103:
+    """Raises ValueError or OSError, naming the flag, for what cannot be evaluated."""
+    length, stride = choose_window(settings, manifest)
+    text = read_text(settings.valid_data, CURE)
+    check_kind(settings.valid_data, text)
+    detokenised, articles = detokenise(text), cut_articles(text)
+    stream = Sliding(np.array(tokenizer.encode(detokenised), np.int32), length, stride)
+    if not len(stream):
+        raise ValueError(f"--valid-data {settings.valid_data} has no second token; {CURE}")
+    encoded = tokenizer.encode_batch([detokenise(article) for article in articles])
+    alone = [
+        Sliding(np.array([tokenizer.eod, *tokens], np.int32), length, length, reach_back=True)
+        for tokens in encoded
+    ]
+    return WikiText103(text, detokenised, articles, stream, Joined([stream, *alone]))
+
+
+def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, int]:
+    """(length, stride) of the window."""
+    positions = manifest["config"]["model"]["max_position_embeddings"]
+    trained = manifest["config"]["data"]["seq_length"]
+    length = settings.window or positions
+    if length > positions:
+        raise SettingError(
+            f"--window {length} is more than the model's {positions} positions; "
+            f"--window {positions} would work"
+        )
+    if length > trained:
+        warnings.warn(
+            f"the model was trained on {trained} tokens at a time and is asked to read {length}; "
+            f"--window {trained} keeps to what it knows",
+            stacklevel=2,
+        )
+    stride = settings.overlapping_eval or length
+    if stride > length:
+        raise SettingError(
+            f"--overlapping-eval {stride} is more than the window of {length}, so that tokens "
+            f"would be left out; --overlapping-eval 32 would work, or none"
+        )
+    return length, stride
+
+
+def check_kind(file: Path, text: str) -> None:
+    """A WikiText file has titles of articles."""
+    if any(map(TITLE.fullmatch, text.split("\n"))):
+        return
+    number, line = next(
+        (number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
+    )
+    form = "JSON" if line.lstrip().startswith(("{", "[{")) else "other text"
+    raise ValueError(
+        f"--valid-data {file} is no WikiText file: line {number} is {form} ({line.strip()[:40]!r}"
+        f"...), and no line is a title such as ' = Title = '; {CURE}"
+    )
+
+
+def cut_articles(text: str) -> list[str]:
+    """The articles, each from its title on, as lm-evaluation-harness's data set has them."""
+    articles: list[list[str]] = [[]]
+    for line in text.split("\n"):
+        if TITLE.fullmatch(line):
+            articles.append([])
+        articles[-1].append(line)
+    return [page for lines in articles if (page := "\n".join(lines)).strip()]
+
+
+def _inside(opening: str, closing: str) -> tuple[str, str]:
+    """Takes the blanks off just inside a pair of brackets or quotes."""
+    start, end = re.escape(opening), re.escape(closing)
+    return rf"{start}\s*([^{end}]*?)\s*{end}", rf"{opening}\1{closing}"
+
+
+# In this order, each on the result of those before. The second is the authors' slip, which they
+# meant for apostrophes before years: it is kept, since the numbers are compared with theirs.
+RULES = (
+    ("s '", "s'"),
+    ("/' [0-9]/", "/'[0-9]/"),
+    *((f" @{re.escape(mark)}@ ", mark) for mark in "-,."),
+    *((f" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"),
+    *(_inside(*pair) for pair in ("()", "[]", "{}", '""', "''")),
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" ° ", "°"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+
+
+def detokenise(text: str) -> str:
+    """Tokenised WikiText to plain text, by the rules of the paper's authors."""
+    for pattern, replacement in RULES:
+        text = re.sub(pattern, replacement, text)
+    return text

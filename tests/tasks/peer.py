@@ -1,0 +1,75 @@
+"""A small GPT-2 of transformers with the real vocabulary, and the same model as a checkpoint."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from megatron.data.tokenizer import read_tokenizer
+from tools.convert.folder import read_description
+from tools.convert.weights import read_weights
+from tools.convert.writing import write_checkpoint
+
+POSITIONS = 256
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`tokenizer` is that of transformers, for references; `checkpoint` is for --load."""
+
+    model: Any
+    tokenizer: Any
+    checkpoint: Path
+
+    @torch.no_grad()
+    def log_probabilities(self, ids: Sequence[int]) -> Tensor:
+        """[s, v] of what follows each token, in fp64 from logits in fp32: the sum over the
+        vocabulary in fp32 has a bias that shows in the seventh digit of a perplexity."""
+        return self.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text)["input_ids"] if text else []
+
+
+def make_peer(folder: Path, gpt2: Path, lessons: Sequence[Sequence[str]]) -> Peer:
+    """lessons: a context and the parts that follow it, which the model learns a little, so that
+    it is right now and then."""
+    torch.manual_seed(1234)
+    config = transformers.GPT2Config(n_layer=2, n_embd=48, n_head=4, n_positions=POSITIONS)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    files = {"vocab": str(gpt2 / "vocab.json"), "merges": str(gpt2 / "merges.txt")}
+    tokenizer = transformers.GPT2Tokenizer(**files)
+    teach(model, [[tokenizer(part)["input_ids"] for part in parts] for parts in lessons])
+    model.save_pretrained(folder / "theirs")
+    described = read_description(folder / "theirs")
+    write_checkpoint(
+        folder / "ours",
+        described.section,
+        read_weights(folder / "theirs", described.family, described.section, described.vocab_size),
+        described.vocab_size,
+        read_tokenizer("GPT2BPETokenizer", gpt2),
+        "a test",
+        lambda path: None,
+    )
+    return Peer(model, tokenizer, folder / "ours")
+
+
+def teach(model: Any, lessons: Sequence[Sequence[list[int]]], rounds: int = 32) -> None:
+    """Some steps on the answers alone, all lessons in each."""
+    rows = [[token for part in parts for token in part] for parts in lessons]
+    places = torch.arange(max(map(len, rows)))
+    ids = torch.tensor([[*row, *[0] * (len(places) - len(row))] for row in rows])
+    starts = torch.tensor([len(parts[0]) for parts in lessons])[:, None]
+    ends = torch.tensor([len(row) for row in rows])[:, None]
+    asked = (places >= starts - 1) & (places < ends - 1)
+    answers = ids[(places >= starts) & (places < ends)]
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(rounds):
+        logits = model.lm_head(model.transformer(ids).last_hidden_state[asked])
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits, answers).backward()
+        optimizer.step()

@@ -1,0 +1,140 @@
+"""LAMBADA: the figures of a plain loop over transformers, at every layout, of both files."""
+
+import json
+from math import exp
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.trained import TrainedConfig
+from megatron.data.tokenizer import build_tokenizer
+from tasks.lambada import Settings, prepare, spells
+from tests.data.samples import write_tokenizer
+from tests.dist import Pool
+from tests.tasks.figures import figures_of
+from tests.tasks.passages import COUNT, passages
+from tests.tasks.peer import Peer
+
+
+def write_json(path: Path, texts: list[str]) -> Path:
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return path
+
+
+@torch.no_grad()
+def reference(peer: Peer, texts: list[str]) -> dict[str, float]:
+    """One passage at a time."""
+    strict = last = greedy = nll = 0.0
+    for text in texts:
+        context, word = text.rsplit(" ", 1)
+        ids = peer.encode(context)
+        target = peer.encode(context + " " + word)[len(ids) :]
+        given = peer.log_probabilities([*ids, *target])[len(ids) - 1 : -1]
+        right = given.argmax(-1) == torch.tensor(target)
+        nll -= sum(row[label].item() for row, label in zip(given, target, strict=True))
+        strict += right.all().item()
+        last += right[-1].item()
+        whole = peer.model.generate(
+            torch.tensor([ids]), max_new_tokens=16, do_sample=False, pad_token_id=0
+        )[0, len(ids) :].tolist()
+        written = peer.tokenizer.decode(whole).split("<|endoftext|>")[0]
+        first = written[1:].split()[0] if written[:1] == " " and written[1:2].strip() else ""
+        rest = first.removeprefix(word)
+        greedy += first.startswith(word) and not any(each.isalnum() for each in rest)
+    count = len(texts)
+    return {
+        "strict_accuracy": strict / count,
+        "last_token_accuracy": last / count,
+        "greedy_accuracy": greedy / count,
+        "last_word_perplexity": exp(nll / count),
+    }
+
+
+def test_figures_are_those_of_a_plain_loop_over_transformers(
+    peer: Peer, test_data: Path, tmp_path: Path
+) -> None:
+    texts = passages(test_data)
+    file = write_json(tmp_path / "test.jsonl", texts)
+    figures = figures_of("LAMBADA", 1, "--valid-data", str(file), "--load", str(peer.checkpoint))
+    expected = reference(peer, texts)
+    assert {key: figures[key] for key in expected} == pytest.approx(expected, rel=1e-6)
+    assert 0 < figures["greedy_accuracy"] < figures["strict_accuracy"] < 1
+    assert figures["strict_accuracy"] <= figures["last_token_accuracy"] < 1
+    assert figures["num_examples"] == COUNT
+    assert figures["truncated_contexts"] == figures["truncated_prompts"] == 0
+    named = {key for key, value in figures.items() if isinstance(value, float)}
+    assert named <= figures["conventions"].keys(), "each says its convention"
+
+
+def test_figures_are_the_same_at_every_layout_and_batch_size(
+    peer: Peer, test_data: Path, tmp_path: Path, gloo: Pool
+) -> None:
+    file = write_json(tmp_path / "test.jsonl", passages(test_data))
+    words = ["--valid-data", str(file), "--load", str(peer.checkpoint)]
+    expected = {
+        key: pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+        for key, value in figures_of("LAMBADA", 1, *words).items()
+    }
+    for size in ("1", "5"):
+        assert figures_of("LAMBADA", 1, *words, "--micro-batch-size", size) == expected
+    for tensor_size in (2, 1):
+        assert gloo.run(2, figures_of, "LAMBADA", tensor_size, *words) == [expected, {}]
+
+
+def test_plain_text_and_json_of_the_same_passages_give_the_same(
+    peer: Peer, test_data: Path, tmp_path: Path
+) -> None:
+    texts = [text for text in passages(test_data) if "\n" not in text]
+    plain = tmp_path / "plain.txt"
+    plain.write_text("\n".join([*texts, ""]), encoding="utf-8")
+    files = [write_json(tmp_path / "test.jsonl", texts), plain]
+    one, other = (
+        figures_of("LAMBADA", 1, "--valid-data", str(file), "--load", str(peer.checkpoint))
+        for file in files
+    )
+    assert one["protocol"].pop("file") != other["protocol"].pop("file")
+    assert one == other
+    assert one["num_examples"] >= COUNT // 2
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        (" Helen", True),
+        (" Helen and", True),
+        (" Helen.\n", True),
+        (' Helen," she', True),
+        (" Helen's", False),
+        (" Helena", False),
+        (" Helen2 x", False),
+        ("Helen", False),
+        ("  Helen", False),
+        ("\nHelen", False),
+        (" Hel", False),
+        ("", False),
+    ],
+)
+def test_a_word_counts_with_marks_behind_it_and_not_as_part_of_another(
+    text: str, is_right: bool
+) -> None:
+    assert spells(text, " Helen") is is_right
+
+
+def test_decoding_ends_at_the_word_boundary_and_long_passages_are_counted(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer("GPT2BPETokenizer", *write_tokenizer(tmp_path))
+    file = tmp_path / "plain.txt"
+    file.write_text("in the inn the end\n" + "a b " * 20 + "thin\n", encoding="utf-8")
+    config = {"model": {"max_position_embeddings": 24}}
+    settings = Settings(trained=TrainedConfig(load=""), valid_data=file)
+    task = prepare(settings, {"config": config}, tokenizer)
+    done = [task.ends_word(tokenizer.encode(text)) for text in (" ", " in", " in ", "in", " i\n")]
+    assert done == [False, False, True, True, True]
+    short, long = task[0], task[1]
+    assert tokenizer.decode(short.labels[short.first :]) == " end"
+    assert tokenizer.decode([short.inputs[0], *short.labels]) == "in the inn the end"
+    assert tokenizer.decode(long.labels[long.first :]) == " thin"
+    assert len(long.inputs) == 24
+    assert [len(each) for each in task.prompts.tokens] == [6, 8]
+    assert task.prompts.most == 16

@@ -1,0 +1,233 @@
+"""The program: its record, the paper beside it, what it refuses, several processes, own tasks."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.checkpoints import read_manifest
+from tasks.main import ROOT, main
+from tests.data.samples import write_data
+from tests.tasks.figures import figures_of
+from tests.tasks.passages import passages, some_articles
+from tests.tasks.peer import POSITIONS, Peer
+
+
+@pytest.fixture
+def plain(tmp_path: Path, test_data: Path) -> Path:
+    """LAMBADA's plain text, the passages of it in `passages`."""
+    texts = [text for text in passages(test_data) if "\n" not in text]
+    file = tmp_path / "plain.txt"
+    file.write_text("\n".join([*texts, ""]), encoding="utf-8")
+    return file
+
+
+def flags(task: str, file: Path, peer: Peer, *more: str) -> list[str]:
+    words = ["--task", task, "--valid-data", str(file), "--load", str(peer.checkpoint)]
+    return [*words, *more]
+
+
+def test_the_record_says_what_was_evaluated_and_how(
+    peer: Peer, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "result.json"
+    words = flags("LAMBADA", plain, peer, "--compare-paper", "--output", str(output))
+    main(words, {})
+    record = json.loads(output.read_text(encoding="utf-8"))
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == record
+    figures = figures_of("LAMBADA", 1, *words[2:])
+    assert {key: record[key] for key in figures} == figures
+    assert record["model"] == {
+        "num_layers": 2,
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "max_position_embeddings": POSITIONS,
+        "vocab_size": 50_257,
+        "parameters": sum(each.numel() for each in peer.model.parameters()),
+    }
+    step = peer.checkpoint / "step_00000000"
+    assert record["checkpoint"] == str(step)
+    assert record["checkpoint_hash"] == read_manifest(step)["checksum"]
+    assert (record["task"], record["dtype"], record["step"]) == ("LAMBADA", "fp32", 0)
+    assert record["layout"] == {"data": 1, "tensor": 1}
+    assert record["command"] == ["tasks/main.py", *words]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", record["version"])
+    rows = {row["model"]: row["strict_accuracy"] for row in record["paper"]["rows"]}
+    assert rows == {"355M": 0.4518, "2.5B": 0.6173, "8.3B": 0.6651}
+    assert [row["model"] for row in record["paper"]["rows"] if row["nearest"]] == ["355M"]
+    assert "0.6651" in printed.err
+    assert "5,153 passages" in printed.err
+    assert not list(tmp_path.glob(".*")), "nothing is left of the writing"
+
+
+def test_every_layout_of_processes_writes_the_same_record(
+    peer: Peer, plain: Path, tmp_path: Path
+) -> None:
+    record = run_processes(flags("LAMBADA", plain, peer), tmp_path)
+    figures = figures_of("LAMBADA", 1, *flags("LAMBADA", plain, peer)[2:])
+    assert record["layout"] == {"data": 1, "tensor": 2}
+    for key, value in figures.items():
+        near = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+        assert record[key] == near, key
+
+
+def run_processes(words: list[str], folder: Path) -> dict[str, Any]:
+    output = folder / "processes.json"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
+        *("tasks/main.py", *words, "--tensor-model-parallel-size", "2", "--output", str(output)),
+    ]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(output.read_text(encoding="utf-8"))
+
+
+def test_the_paper_stands_beside_wikitext103(
+    peer: Peer, test_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wiki.tokens"
+    file.write_text(some_articles(test_data, 2), encoding="utf-8")
+    main(flags("WIKITEXT103", file, peer, "--compare-paper", "--dtype", "bf16"), {})
+    printed = capsys.readouterr()
+    record = json.loads(printed.out)
+    rows = {row["model"]: row["word_perplexity"] for row in record["paper"]["rows"]}
+    assert rows == {"355M": 19.31, "2.5B": 12.76, "8.3B": 10.81}
+    assert record["paper"]["here"] == record["word_perplexity"]
+    assert record["dtype"] == "bf16"
+    assert re.search(r"355M +19.3100 +<- nearest", printed.err)
+
+
+@pytest.mark.parametrize(
+    ("task", "content", "message"),
+    [
+        ("WIKITEXT103", None, "no such file; the raw wiki.valid.tokens"),
+        ("WIKITEXT103", b"", "is empty"),
+        ("WIKITEXT103", b" \n\n", "is empty"),
+        ("WIKITEXT103", b"= A =\n\xff\n", "line 2, is not UTF-8"),
+        ("WIKITEXT103", b'{"text": "a b"}\n', "is no WikiText file: line 1 is JSON"),
+        ("WIKITEXT103", b"\nhe said no\n", "is no WikiText file: line 2 is other text"),
+        ("LAMBADA", None, "no such file; LAMBADA's test set"),
+        ("LAMBADA", b"\n", "is empty"),
+        ("LAMBADA", b"a b\n\xff\n", "line 2, is not UTF-8"),
+        ("LAMBADA", b" \n = Title = \n \n a b \n", "line 2, is the title of a WikiText article"),
+        ("LAMBADA", b'{"text": "a b"}\n{"txt": "a b"}\n', 'line 2, has no "text"'),
+        ("LAMBADA", b'{"text": "a b"}\n["a b"]\n', 'line 2, has no "text"'),
+        ("LAMBADA", b'{"text": "a b"}\n{"text"\n', "line 2, is not JSON"),
+        ("LAMBADA", b"a b\nalone\n", "line 2, does not end in a blank and a word"),
+        ("LAMBADA", b"a b\n\na b\n", "line 2, does not end in a blank and a word"),
+        ("LAMBADA", b"a b\na b \n", "line 2, does not end in a blank and a word"),
+        ("LAMBADA", b"a b\na " + b"0x" * 600 + b"\n", "line 2: more tokens in its last word"),
+    ],
+)
+def test_a_file_of_the_wrong_kind_is_refused(
+    peer: Peer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    task: str,
+    content: bytes | None,
+    message: str,
+) -> None:
+    file = tmp_path / "input"
+    if content is not None:
+        file.write_bytes(content)
+    error = refusal(flags(task, file, peer), capsys)
+    assert f"--valid-data {file}" in error
+    assert message in error
+    assert "would work" in error or "positions" in error
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit, match="2"):
+        main(words, {})
+    return capsys.readouterr().err
+
+
+def test_settings_that_cannot_be_are_refused(
+    peer: Peer, test_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wiki.tokens"
+    file.write_text(some_articles(test_data, 2), encoding="utf-8")
+    words = flags("WIKITEXT103", file, peer)
+    for more, message in [
+        (["--overlapping-eval", "257"], "--overlapping-eval 257 is more than the window of 256"),
+        (["--overlapping-eval", "0"], "--overlapping-eval 0 should be above 0"),
+        (["--window", "300"], "--window 300 is more than the model's 256 positions"),
+        (["--output", str(tmp_path / "none" / "x.json")], "should be a file in a folder that is"),
+        (["--output", str(tmp_path)], "should be a file in a folder that is there"),
+    ]:
+        assert message in refusal([*words, *more], capsys)
+    for name in ("PTB", "tasks.nothing", "nothing.there"):
+        assert f"--task {name} is not known; WIKITEXT103, LA" in refusal(
+            ["--task", name, *words[2:]], capsys
+        )
+    heldout = ["--input", str(file), "--train-data", "x", *words[4:], "--compare-paper"]
+    error = refusal(["--task", "HELDOUT", *heldout], capsys)
+    assert "the paper's table 3 has no HELDOUT; WIKITEXT103 and LAMBADA would work" in error
+
+
+def test_input_is_refused_before_torch_is_imported(peer: Peer, tmp_path: Path) -> None:
+    for task in ("WIKITEXT103", "LAMBADA"):
+        words = flags(task, tmp_path / "none", peer)
+        code = (
+            "import sys; from tasks.main import main\n"
+            f"try: main({words!r}, {{}})\n"
+            "finally: assert 'torch' not in sys.modules"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+        )
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert ended.stderr.startswith("error: --valid-data ")
+
+
+def test_heldout_documents_are_evaluated(peer: Peer, test_data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "heldout.jsonl"
+    text = "\n\n".join(passages(test_data)[:6])
+    file.write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
+    train = [[*peer.encode(text), peer.tokenizer.eos_token_id] for _ in range(4)]
+    write_data(tmp_path / "train", train, vocab_size=50_257)
+    (tmp_path / "train.json").unlink()  # of another tokenizer, it says
+    figures = figures_of(
+        "HELDOUT",
+        1,
+        *("--load", str(peer.checkpoint), "--input", str(file)),
+        *("--train-data", str(tmp_path / "train"), "--cloze-words", "5"),
+    )
+    tokens = peer.encode(text)
+    assert figures["tokens"] == len(tokens) + 1
+    assert figures["cloze_passages"] > 3
+    assert figures["unigram_perplexity"] < figures["token_perplexity"]
+
+
+def test_the_task_of_the_readme_runs(
+    peer: Peer,
+    test_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    readme = (ROOT / "tasks" / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert len(code.splitlines()) <= 40
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "answers.py").write_text(code, encoding="utf-8")
+    pairs = [text.rsplit(" ", 1) for text in passages(test_data) if "\n" not in text]
+    file = tmp_path / "questions.tsv"
+    lines = ["\t".join(pair) for pair in pairs]
+    file.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    main(flags("mine.answers", file, peer), {})
+    own = json.loads(capsys.readouterr().out)
+
+    plain = tmp_path / "plain.txt"
+    plain.write_text("\n".join([*map(" ".join, pairs), ""]), encoding="utf-8")
+    lambada = figures_of("LAMBADA", 1, *flags("LAMBADA", plain, peer)[2:])
+    assert own["accuracy"] == lambada["strict_accuracy"] > 0
+    assert own["num_examples"] == lambada["num_examples"] == len(pairs)

@@ -1,0 +1,168 @@
+"""WikiText103: the figures of a plain loop over transformers, at every layout; the rules."""
+
+import json
+import re
+from dataclasses import replace
+from math import exp, log
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config.trained import TrainedConfig
+from megatron.data.tokenizer import read_tokenizer
+from tasks.wikitext103 import Settings, choose_window, cut_articles, detokenise, prepare
+from tests.dist import Pool
+from tests.tasks.figures import figures_of
+from tests.tasks.passages import some_articles
+from tests.tasks.peer import POSITIONS, Peer
+
+RELATIVE = 1e-6
+
+
+@pytest.fixture
+def file(tmp_path: Path, test_data: Path) -> Path:
+    path = tmp_path / "wiki.tokens"
+    path.write_text(some_articles(test_data), encoding="utf-8")
+    return path
+
+
+def flags(file: Path, peer: Peer, *more: str) -> list[str]:
+    return ["--valid-data", str(file), "--load", str(peer.checkpoint), *more]
+
+
+def nll_of_stream(peer: Peer, ids: list[int], length: int, stride: int) -> float:
+    """The loop of the paper's appendix E: each token but the first once, in windows that start
+    at the multiples of the stride."""
+    total, done = 0.0, 1
+    for start in range(0, len(ids), stride):
+        window = ids[start : start + length + 1]
+        end = start + len(window)
+        if end <= done:
+            break
+        given = peer.log_probabilities(window[:-1])
+        for place in range(done, end):
+            total -= given[place - start - 1, ids[place]].item()
+        done = end
+    assert done == len(ids)
+    return total
+
+
+def nll_alone(peer: Peer, ids: list[int], length: int) -> float:
+    """One article after an end mark, cut into windows of which the last reaches back."""
+    total, done = 0.0, 0
+    marked = [peer.tokenizer.eos_token_id, *ids]
+    while done < len(ids):
+        end = min(len(ids), done + length)
+        first = max(0, end - length)
+        given = peer.log_probabilities(marked[first:end])
+        total -= sum(given[place - first, ids[place]].item() for place in range(done, end))
+        done = end
+    return total
+
+
+@pytest.mark.parametrize(("length", "stride"), [(POSITIONS, POSITIONS), (64, 32), (96, 20)])
+def test_figures_are_those_of_a_plain_loop_over_transformers(
+    peer: Peer, file: Path, length: int, stride: int
+) -> None:
+    text = file.read_text(encoding="utf-8")
+    ids = peer.encode(detokenise(text))
+    nll = nll_of_stream(peer, ids, length, stride)
+    articles = cut_articles(text)
+    alone = sum(nll_alone(peer, peer.encode(detokenise(each)), length) for each in articles)
+    original = len(text.strip().split(" "))
+    expected = {
+        "token_perplexity": exp(nll / (len(ids) - 1)),
+        "word_perplexity": exp(nll / original),
+        "word_perplexity_authors_code": exp(nll / (original - 1)),
+        "word_perplexity_plain_words": exp(nll / len(text.split())),
+        "word_perplexity_per_document": exp(
+            alone / sum(len(re.split(r"\s+", each)) for each in articles)
+        ),
+        "bits_per_byte": nll / log(2) / len(text.encode()),
+        "bits_per_byte_detokenised": nll / log(2) / len(detokenise(text).encode()),
+        "bits_per_byte_per_document": alone / log(2) / sum(len(a.encode()) for a in articles),
+        "nll": nll,
+    }
+    more = ["--window", str(length), "--overlapping-eval", str(stride)]
+    figures = figures_of("WIKITEXT103", 1, *flags(file, peer, *more))
+    assert {key: figures[key] for key in expected} == pytest.approx(expected, rel=RELATIVE)
+    assert (figures["num_tokens"], figures["num_scored_tokens"]) == (len(ids), len(ids) - 1)
+    assert (figures["window"], figures["stride"]) == (length, stride)
+    assert figures["num_documents"] == len(articles) == 3
+    figures_by_name = {key for key, value in figures.items() if isinstance(value, float)}
+    assert figures_by_name <= figures["conventions"].keys(), "each says its convention"
+    json.dumps(figures)
+
+
+def test_figures_are_the_same_at_every_layout_and_batch_size(
+    peer: Peer, file: Path, gloo: Pool
+) -> None:
+    words = flags(file, peer, "--overlapping-eval", "96")
+    expected = {
+        key: pytest.approx(value, rel=RELATIVE) if isinstance(value, float) else value
+        for key, value in figures_of("WIKITEXT103", 1, *words).items()
+    }
+    for size in ("1", "3"):
+        assert figures_of("WIKITEXT103", 1, *words, "--micro-batch-size", size) == expected
+    for tensor_size in (2, 1):
+        ranks = gloo.run(2, figures_of, "WIKITEXT103", tensor_size, *words)
+        assert ranks == [expected, {}], tensor_size
+
+
+def test_windows_cost_nothing_before_they_are_asked_for(test_data: Path) -> None:
+    file = test_data / "wikitext103" / "wiki.valid.tokens"
+    settings = Settings(trained=TrainedConfig(load=""), valid_data=file, overlapping_eval=32)
+    config = {"model": {"max_position_embeddings": 1024}, "data": {"seq_length": 1024}}
+    task = prepare(
+        settings, {"config": config}, read_tokenizer("GPT2BPETokenizer", test_data / "gpt2")
+    )
+    tokens = len(task.stream.tokens)
+    assert len(task.stream) == 1 + -(-(tokens - 1 - 1024) // 32) > 7000
+    assert np.shares_memory(task[7].inputs, task.stream.tokens)
+    assert (len(task[7].inputs), task[7].first) == (1024, 1024 - 32)
+    assert len(task.articles) == 60
+
+
+def test_reading_more_than_the_model_was_trained_on_is_told(tmp_path: Path) -> None:
+    config = {"model": {"max_position_embeddings": 64}, "data": {"seq_length": 32}}
+    settings = Settings(trained=TrainedConfig(load=""), valid_data=tmp_path)
+    with pytest.warns(UserWarning, match="trained on 32 tokens .* read 64; --window 32 keeps"):
+        assert choose_window(settings, {"config": config}) == (64, 64)
+    narrow = replace(settings, window=32, overlapping_eval=8)
+    assert choose_window(narrow, {"config": config}) == (32, 8)
+
+
+def test_the_counts_of_the_whole_file_are_the_papers(test_data: Path) -> None:
+    """217,642 original tokens as the authors count them, 213,886 words."""
+    text = (test_data / "wikitext103" / "wiki.valid.tokens").read_text(encoding="utf-8")
+    assert len(text.strip().split(" ")) == 217_642
+    assert len(text.split()) == 213_886
+
+
+@pytest.mark.parametrize(
+    ("tokenised", "plain"),
+    [
+        ("the lobsters ' claws", "the lobsters' claws"),
+        ("it 's Mary 's", "it's Mary's"),
+        ("60 @-@ year , 1 @,@ 200 m , 2 @.@ 5 km", "60-year, 1,200 m, 2.5 km"),
+        ("one : two ; three . Four ! Five ? Six , x", "one: two; three. Four! Five? Six, x"),
+        ("60 cm ( 24 in ) and [ sic ] or { x }", "60 cm (24 in) and [sic] or {x}"),
+        ('only " lobster red " on', 'only "lobster red" on'),
+        ("the ' quoted ' word", "the 'quoted' word"),
+        (" \n = Title = \n \n = = Section = = \n", "\n= Title =\n\n== Section ==\n"),
+        ("= = = Deep = = = \n= = = = Deeper = = = =", "=== Deep ===\n==== Deeper ===="),
+        ("at 40 ° N 7 ° W", "at 40°N 7°W"),
+        ("at 40 N 7 W", "at 40 1 7 W"),
+        ("the end .", "the end ."),
+    ],
+)
+def test_text_is_detokenised_by_the_authors_rules(tokenised: str, plain: str) -> None:
+    assert detokenise(tokenised) == plain
+
+
+def test_articles_start_at_their_titles() -> None:
+    text = " \n = One = \n \n text = x \n = = Part = = \n more \n = Two = \n end \n"
+    one = " = One = \n \n text = x \n = = Part = = \n more "
+    assert cut_articles(text) == [one, " = Two = \n end \n"]
+    assert cut_articles("before \n = A = \n") == ["before ", " = A = \n"]
