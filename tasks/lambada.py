@@ -135,39 +135,33 @@ def spells(text: str, target: str) -> bool:
 
 def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) -> Lambada:
     """Raises ValueError or OSError, naming the flag, for what cannot be evaluated."""
-    file = settings.valid_data
-    text = read_text(file, CURE).replace("\r\n", "\n")
-    lines = [(f"--valid-data {file}, line {n}", line) for n, line in enumerate(split(text), 1)]
-    is_json = text.lstrip().startswith(("{", "[{"))
-    texts = [_text_of(*each) for each in lines] if is_json else _plain_texts(lines)
+    form, lines = read_passages(settings.valid_data)
     positions = manifest["config"]["model"]["max_position_embeddings"]
-    contexts = [_context_of(place, each) for (place, _), each in zip(lines, texts, strict=True)]
+    texts, contexts = [text for _, text in lines], [_context_of(*line) for line in lines]
     whole, before = tokenizer.encode_batch(texts), tokenizer.encode_batch(contexts)
     passages = []
-    for (place, _), each, context, ids, start in zip(
-        lines, texts, contexts, whole, before, strict=True
-    ):
+    for (place, text), context, ids, start in zip(lines, contexts, whole, before, strict=True):
         # No token spans the two: the byte-level pre-tokeniser starts a new piece at a blank that
         # is followed by a word, and pieces are never merged.
         assert ids[: len(start)] == start, f"{place}: a token spans context and target"
         if len(ids) - len(start) > positions:
             raise ValueError(f"{place}: more tokens in its last word than the model has positions")
-        target = each[len(context) :]
-        passages.append(Passage(each, target, np.array(ids, np.int32), len(start)))
-    form = '{"text": ...} a line' if is_json else "plain text, one passage a line"
+        passages.append(Passage(text, text[len(context) :], np.array(ids, np.int32), len(start)))
     return Lambada(passages, form, positions, tokenizer)
 
 
-def split(text: str) -> list[str]:
-    """Lines, without the end of the last one."""
-    return text.removesuffix("\n").split("\n")
-
-
-def _plain_texts(lines: Sequence[tuple[str, str]]) -> list[str]:
+def read_passages(file: Path) -> tuple[str, list[tuple[str, str]]]:
+    """(what form the file has, place and text of each passage); ValueError, naming the line, for
+    what is neither form."""
+    text = read_text(file, CURE).replace("\r\n", "\n")
+    numbered = enumerate(text.removesuffix("\n").split("\n"), 1)
+    lines = [(f"--valid-data {file}, line {number}", line) for number, line in numbered]
+    if text.lstrip().startswith(("{", "[{")):
+        return '{"text": ...} a line', [(place, _text_of(place, line)) for place, line in lines]
     for place, line in lines:
         if TITLE.fullmatch(line):
             raise ValueError(f"{place}, is the title of a WikiText article; {CURE}")
-    return [line for _, line in lines]
+    return "plain text, one passage a line", lines
 
 
 def _text_of(place: str, line: str) -> str:

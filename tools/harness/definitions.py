@@ -1,0 +1,70 @@
+"""Two tasks of lm-evaluation-harness on local files, where its data sets cannot be downloaded.
+
+A definition written here includes the harness's own and changes only where the data come from, so
+that prompt, target, detokenisation and metrics stay the harness's. The folder serves its own
+command, too: lm_eval --include_path FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from tasks.common import read_text
+from tasks.lambada import read_passages
+from tasks.wikitext103 import CURE as WIKITEXT_CURE
+from tasks.wikitext103 import check_kind, cut_articles
+
+# The definition inside lm_eval/tasks, and the key under which its documents have their text.
+OWN = {
+    "lambada_openai": ("lambada/lambada_openai.yaml", "text"),
+    "wikitext": ("wikitext/wikitext.yaml", "page"),
+}
+
+
+def find_harness() -> Path:
+    """The folder of the installed lm_eval, which is not imported; ValueError without one."""
+    spec = find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        raise ValueError("lm-evaluation-harness is not installed; pip install lm-eval would work")
+    return Path(spec.origin).parent
+
+
+def read_pages(file: Path) -> list[str]:
+    """WikiText: the raw file, cut before the title of every article."""
+    text = read_text(file, WIKITEXT_CURE)
+    check_kind(file, text)
+    return cut_articles(text)
+
+
+READERS: Mapping[str, Callable[[Path], list[str]]] = {
+    "lambada_openai": lambda file: [text for _, text in read_passages(file)[1]],
+    "wikitext": read_pages,
+}
+
+
+def write_definition(folder: Path, harness: Path, task: str, texts: Sequence[str]) -> None:
+    """Write TASK.yaml and TASK.jsonl, its documents, into the folder.
+
+    harness: the folder of lm_eval. The harness keeps its copy of the documents there as well.
+    """
+    original, key = OWN[task]
+    data = folder.resolve() / f"{task}.jsonl"
+    data.write_text("".join(json.dumps({key: text}) + "\n" for text in texts), encoding="utf-8")
+    definition = {
+        "include": str(harness / "tasks" / original),
+        "task": task,
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {
+            "data_files": {"test": str(data)},
+            "cache_dir": str(data.with_name("cache")),
+        },
+        "training_split": None,
+        "validation_split": None,
+        "test_split": "test",
+    }
+    # What is JSON is YAML.
+    (folder / f"{task}.yaml").write_text(json.dumps(definition, indent=1), encoding="utf-8")

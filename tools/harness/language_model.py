@@ -1,0 +1,139 @@
+"""A checkpoint of this project as a language model of lm-evaluation-harness.
+
+Every rank is asked everything, deals it out over the data-parallel ranks and gets all the answers;
+so the harness sees one process. Log-probabilities and greedy texts are those of tasks/common.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron.data.tokenizer import Tokenizer
+from megatron.model.gpt2 import GPT2
+from megatron.parallel.mesh import Mesh
+from tasks.common import Prompts, Window, continue_prompts, score_windows
+
+Request = tuple[tuple[str, str], list[int], list[int]]  # texts, context ids, continuation ids
+
+
+class CheckpointLM(TemplateLM):
+    def __init__(
+        self, model: GPT2, mesh: Mesh, tokenizer: Tokenizer, micro_batch_size: int
+    ) -> None:
+        """model: in evaluation mode. micro_batch_size: does not change what is answered."""
+        super().__init__()
+        self._model, self._mesh, self._tokenizer = model, mesh, tokenizer
+        self._micro_batch_size = micro_batch_size
+        self._device = mesh.device
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end mark; it is also what the first token of a text follows."""
+        return self._tokenizer.eod
+
+    @property
+    def max_length(self) -> int:
+        return self._model.position_embedding.weight.shape[0]
+
+    @property
+    def max_gen_toks(self) -> int:
+        """New tokens where a task does not say, as in the harness's own models."""
+        return 256
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """No marks are added, as GPT-2's tokenizer adds none."""
+        return self._tokenizer.encode(string)
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        is_quiet = disable_tqdm or not self._mesh.is_first
+        return super().loglikelihood(requests, disable_tqdm=is_quiet)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Of each continuation: its log-probability, and whether greedy decoding gives it."""
+        windows = [self._window(*ids) for _, *ids in requests]
+        return self._score(windows, "log-likelihoods")
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-probability of each whole text, in the harness's own windows."""
+        parts = [list(self._rolling_windows(*request.args)) for request in requests]
+        answers = iter(self._score([window for part in parts for window in part], "whole texts"))
+        return [sum(next(answers)[0] for _ in part) for part in parts]
+
+    def _score(self, windows: Sequence[Window], name: str) -> list[tuple[float, bool]]:
+        scores = score_windows(self._model, self._mesh, windows, self._micro_batch_size, name)
+        return list(zip(scores.log_probability.tolist(), scores.all_hit.tolist(), strict=True))
+
+    def _rolling_windows(self, text: str) -> Iterator[Window]:
+        pairs = get_rolling_token_windows(
+            self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1
+        )
+        for pair in pairs:
+            yield self._window(*make_disjoint_window(pair))
+
+    def _window(self, context: list[int], continuation: list[int]) -> Window:
+        """Of what is too long for the positions, the last tokens."""
+        if not 0 < len(continuation) <= self.max_length:
+            raise ValueError(
+                f"a continuation of {len(continuation)} tokens cannot be scored; one of 1 to "
+                f"{self.max_length}, the model's positions, would work"
+            )
+        tokens = [*context, *continuation][-self.max_length - 1 :]
+        return Window(tokens[:-1], tokens[1:], len(tokens) - 1 - len(continuation))
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Greedy texts, cut before the first of a request's stop sequences."""
+        alike: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        texts = {}
+        for options, numbers in alike.items():
+            contexts = [requests[number].args[0] for number in numbers]
+            texts |= zip(numbers, self._continue(contexts, json.loads(options)), strict=True)
+        return [texts[number] for number in range(len(requests))]
+
+    def _continue(self, contexts: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+        settings: dict[str, Any] = {**normalize_gen_kwargs(dict(options), self.max_gen_toks)}
+        most = settings["max_gen_toks"]
+        if settings["do_sample"]:
+            raise ValueError("a task asks for sampled texts; one that decodes greedily would work")
+        room = self.max_length - most
+        if room < 1:
+            raise ValueError(
+                f"a task asks for {most} new tokens of a model with {self.max_length} positions; "
+                f"max_gen_toks below {self.max_length} would work"
+            )
+        stops = [stop for stop in handle_stop_sequences(settings["until"], eos=None) if stop]
+
+        def is_done(new: Sequence[int]) -> bool:
+            text = self._tokenizer.decode(new)
+            return any(stop in text for stop in stops)
+
+        prompts = [self.tok_encode(context)[-room:] for context in contexts]
+        written = continue_prompts(
+            self._model,
+            self._mesh,
+            Prompts(prompts, is_done, most, self.eot_token_id),
+            self._micro_batch_size,
+            "texts",
+        )
+        decoded = [self._tokenizer.decode(new) for new in written]
+        return [postprocess_generated_text(text, stops, None) for text in decoded]

@@ -1,0 +1,175 @@
+"""Evaluate a checkpoint with EleutherAI's lm-evaluation-harness (pip install lm-eval).
+
+    python tools/lm_harness.py --load checkpoints --tasks lambada_openai,wikitext \
+        --lambada-data lambada_test.jsonl --wikitext-data wiki.test.tokens --output harness.json
+
+Tasks, prompts and metrics are the harness's, log-probabilities this project's. Under torchrun every
+data-parallel rank scores its share, and the model may be cut over the processes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":  # run as a file, only tools/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.checks import SettingError, flag, optional_positive
+from megatron.config.launch import world_size
+from megatron.config.parallel import ParallelConfig
+from megatron.config.parse import parse, user_errors
+from megatron.config.trained import TrainedConfig
+from megatron.train.trained import open_trained
+from tasks.common import EvaluationConfig
+from tasks.main import describe, publish
+from tools.harness.definitions import READERS, find_harness, write_definition
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
+
+LOCAL = {"lambada_openai": "lambada_data", "wikitext": "wikitext_data"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    trained: TrainedConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    tasks: str
+    """Names of the harness's tasks, with commas between them."""
+
+    include_path: Path | None = None
+    """Folder of definitions of tasks besides the harness's own."""
+
+    lambada_data: Path | None = None
+    """Passages for lambada_openai in place of its data set: {"text": ...} a line, or plain text."""
+
+    wikitext_data: Path | None = None
+    """Raw WikiText (wiki.test.tokens) for wikitext in place of its data set."""
+
+    limit: int | None = None
+    """Documents of each task, the first ones; all if not given."""
+
+    micro_batch_size: int = 8
+    """Windows of one forward pass; does not change the result."""
+
+    output: Path | None = None
+    """JSON file for the result, which is printed as well."""
+
+    def __post_init__(self) -> None:
+        optional_positive(self, "limit")
+        assert self.evaluation  # its checks
+        if not self.names:
+            raise SettingError("--tasks names none; --tasks lambada_openai,wikitext would work")
+        for task, name in LOCAL.items():
+            if getattr(self, name) is not None and task not in self.names:
+                raise SettingError(
+                    f"{flag(name)} is for the task {task}, which --tasks {self.tasks} does not "
+                    f"name; --tasks {self.tasks},{task} would work"
+                )
+        if self.include_path is not None and not self.include_path.is_dir():
+            raise SettingError(
+                f"--include-path {self.include_path} is no folder; one with .yaml files would work"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in self.tasks.split(",") if name]
+
+    @property
+    def evaluation(self) -> EvaluationConfig:
+        return EvaluationConfig(micro_batch_size=self.micro_batch_size, output=self.output)
+
+    @property
+    def local_data(self) -> dict[str, Path]:
+        """The file of each task that is to read one."""
+        files = {task: getattr(self, name) for task, name in LOCAL.items()}
+        return {task: file for task, file in files.items() if file is not None}
+
+
+def write_local(folder: Path, harness: Path, files: Mapping[str, Path]) -> None:
+    """Definitions for the tasks that read local files; their errors name this program's flags."""
+    for task, file in files.items():
+        try:
+            texts = READERS[task](file)
+        except (ValueError, OSError) as error:
+            raise ValueError(str(error).replace("--valid-data", flag(LOCAL[task]))) from error
+        write_definition(folder, harness, task, texts)
+
+
+def find_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
+    """What knows these tasks; raises SettingError where nothing does.
+
+    The harness's own definitions, fourteen thousand files, are read only where they are needed.
+    """
+    from lm_eval.tasks import TaskManager
+
+    paths = [str(folder) for folder in folders]
+    manager = TaskManager(include_path=paths, include_defaults=False)
+    if set(names) <= manager.task_index.keys():
+        return manager
+    manager = TaskManager(include_path=paths)
+    if missing := [name for name in names if name not in manager.task_index]:
+        raise SettingError(
+            f"--tasks: {', '.join(missing)} is not known; lambada_openai,wikitext would work, or a "
+            "task of --include-path"
+        )
+    return manager
+
+
+def ask(lm: LM, names: Sequence[str], manager: TaskManager, limit: int | None) -> dict[str, Any]:
+    """What the harness finds, without standard errors; the same on every rank."""
+    from lm_eval.defaults import DEFAULT_OTHER_SEED
+    from lm_eval.evaluator import evaluate
+
+    tasks = manager.load(list(names))
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # which examples a prompt shows
+    return {**evaluate(lm, tasks, limit=limit, bootstrap_iters=0)}
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        with user_errors(environ):
+            settings = parse(Settings, arguments, environ)
+            harness = find_harness()
+            folders, tokenizer, _ = open_trained(
+                settings.trained, settings.parallel, world_size(environ)
+            )
+            write_local(folder, harness, settings.local_data)
+            given = [] if settings.include_path is None else [settings.include_path]
+            manager = find_tasks(settings.names, [*given, folder])
+
+        from megatron.train.evaluate import load_newest
+        from megatron.train.launch import launch
+        from megatron.train.state import DTYPES
+        from tools.harness.language_model import CheckpointLM
+
+        with launch(settings.parallel, environ) as mesh, user_errors(environ, agreed=True):
+            checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
+            lm = CheckpointLM(model, mesh, tokenizer, settings.micro_batch_size)
+            found = ask(lm, settings.names, manager, settings.limit)
+            if mesh.is_first:
+                record = {
+                    "results": found["results"],
+                    "documents": found["n-samples"],
+                    "versions": found["versions"],
+                    "limit": settings.limit,
+                    "lm_eval": version("lm-eval"),
+                    **describe(checkpoint, model, mesh, settings.trained.dtype),
+                    "command": ["tools/lm_harness.py", *arguments],
+                }
+                publish("lm-evaluation-harness", record, settings.evaluation)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], os.environ)
