@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.model.cache import KeyValueCache
 from megatron.model.transformer import Transformer
 from megatron.parallel.kit import Kit
 
@@ -15,13 +16,12 @@ class GPT2(nn.Module):
         """vocab_size: the true one; the kit pads it."""
         super().__init__()
         self.vocab_size = vocab_size
+        self.positions = section.max_position_embeddings
         h, std = section.hidden_size, section.init_method_std
         self.word_embedding = kit.word_embedding(
             vocab_size, h, divisible_by=section.make_vocab_size_divisible_by, std=std
         )
-        self.position_embedding = kit.position_embedding(
-            section.max_position_embeddings, h, std=std
-        )
+        self.position_embedding = kit.position_embedding(self.positions, h, std=std)
         self.embedding_dropout = kit.dropout(section.hidden_dropout, "embedding")
         self.transformer = Transformer(section, kit, range(section.num_layers))
         self.final_norm = kit.norm(h, epsilon=section.layernorm_epsilon)
@@ -44,12 +44,25 @@ class GPT2(nn.Module):
         return self.head(x, self.word_embedding.weight, labels)
 
     def read(
-        self, tokens: Tensor, positions: Tensor, document_starts: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        document_starts: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """What the head sees of each token, [n, h]; arguments as above."""
+        """What the head sees of each token, [n, h]; arguments as above.
+
+        cache: of what was read before, which `tokens` follow and then belong to; evaluation only.
+        """
         mask = None if document_starts is None else document_mask(document_starts)
+        if cache is not None:
+            assert mask is None
+            assert not self.training
+            mask = cache.mask(tokens.shape[1], tokens.device)
         x = self.word_embedding(tokens.flatten()) + self.position_embedding(positions.flatten())
-        x = self.transformer(self.embedding_dropout(x), tokens.shape[0], mask)
+        x = self.transformer(self.embedding_dropout(x), tokens.shape[0], mask, cache)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
         return self.final_norm(x)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.model.cache import KeyValueCache
 from megatron.parallel.kit import Kit
 
 
@@ -26,16 +27,21 @@ class Attention(nn.Module):
 
     def __init__(self, section: ModelConfig, kit: Kit, place: str) -> None:
         super().__init__()
+        self.place = place
         h, std = section.hidden_size, section.init_method_std
         self.head_size = h // section.num_attention_heads
         self.qkv = kit.column(h, h, parts=3, std=std)
         self.core = kit.attention_core(section.attention_dropout, f"{place}.core")
         self.output = kit.row(h, h, std=std / sqrt(2 * section.num_layers))
 
-    def forward(self, x: Tensor, batch: int, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         qkv = self.qkv(x)  # [n, 3h/t]
         qkv = qkv.view(batch, -1, 3, qkv.shape[1] // (3 * self.head_size), self.head_size)
         q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # each [b, a/t, s, d]
+        if cache is not None:
+            k, v = cache.append(self.place, k, v)
         heads = self.core(q, k, v, mask)
         return self.output(heads.transpose(1, 2).reshape(x.shape[0], -1))
 
@@ -64,8 +70,11 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(section, kit)
         self.mlp_dropout = kit.dropout(section.hidden_dropout, f"{place}.mlp")
 
-    def forward(self, x: Tensor, batch: int, mask: Tensor | None) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), batch, mask))
+    def forward(
+        self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        heads = self.attention(self.attention_norm(x), batch, mask, cache)
+        x = x + self.attention_dropout(heads)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -79,10 +88,12 @@ class Transformer(nn.Module):
         )
         self.checkpoint = kit.checkpoint if section.checkpoint_activations else None
 
-    def forward(self, x: Tensor, batch: int, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         for layer in self.layers.values():
             if self.checkpoint is not None and self.training:
                 x = self.checkpoint(layer, x, batch, mask)
             else:
-                x = layer(x, batch, mask)
+                x = layer(x, batch, mask, cache)
         return x

@@ -32,9 +32,26 @@ def _look_up(index: Tensor, weight: Tensor) -> Tensor:
     """The rows of `weight` [v, h] at `index` [n], [n, h].
 
     In wide memory, because torch adds up the gradients of a row in the dtype of the table: of 4096
-    equal tokens in bf16 the CPU keeps a quarter.
+    equal tokens in bf16 the CPU keeps a quarter. Without gradients the rows are the same at once.
     """
+    if not torch.is_grad_enabled():
+        return F.embedding(index, weight)
     return F.embedding(index, _widen(weight)).to(weight.dtype)
+
+
+FEW = 8  # rows
+
+
+def _few_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """F.linear(x, weight) of few rows and a large weight, as the next token of a few texts takes.
+
+    On the CPU the library multiplies a large matrix by two to eight columns at the speed of memory,
+    but takes 2 to 8 times as long for one column, or with the factors exchanged.
+    """
+    if x.is_cuda or x.dtype != torch.float32:
+        return F.linear(x, weight)
+    columns = x.T if x.shape[0] > 1 else x.repeat(2, 1).T
+    return (weight @ columns).T[: x.shape[0]]
 
 
 class ColumnParallelLinear(LaidOut):
@@ -196,9 +213,10 @@ class VocabParallelHead(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
         """x [n, h], weight [v/t, h]: this rank's logits [n, v/t], or the loss of labels, [n]."""
-        logits = F.linear(copy_to(x, self.axis), weight)
+        x = copy_to(x, self.axis)
         if labels is None:
-            return logits
+            return _few_rows(x, weight) if x.shape[0] <= FEW else F.linear(x, weight)
+        logits = F.linear(x, weight)
         return vocab_parallel_cross_entropy(logits, labels, self.axis, self.vocab_size)
 
 
@@ -217,17 +235,25 @@ class SharedDropout(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """q, k, v [b, a/t, s, d] to [b, a/t, s, d]; dropout differs between ranks, as heads do."""
+    """q [b, a/t, s, d], k and v [b, a/t, m, d] to [b, a/t, s, d].
+
+    Dropout differs between ranks, as heads do.
+    """
 
     def __init__(self, streams: RandomStreams, dropout: float, place: str) -> None:
         super().__init__()
         self.streams, self.dropout, self.place = streams, dropout, place
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """mask: [b, 1, s, s] bool, True where a query may look; None for the causal mask."""
+        """mask: bool [b or 1, 1, s, m], True where a query may look.
+
+        None: the causal mask where s = m; a single query, the last of m tokens, sees all.
+        """
+        is_causal = mask is None and q.shape[2] > 1
+        assert not is_causal or q.shape[2] == k.shape[2]
         if not self.training or self.dropout == 0.0:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
         with self.streams.per_rank(self.place):
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=self.dropout, is_causal=mask is None
+                q, k, v, attn_mask=mask, dropout_p=self.dropout, is_causal=is_causal
             )

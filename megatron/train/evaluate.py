@@ -21,16 +21,20 @@ from megatron.train.start import newest_whole
 from megatron.train.state import build_model, model_pieces
 from megatron.train.step import summed_loss
 
+SCORED_AT_ONCE = 1024  # rows of logits that are in memory together; at GPT-2's vocabulary 0.2 GB
 
-def load_newest(folders: Sequence[Path], mesh: Mesh) -> tuple[Path, GPT2]:
+
+def load_newest(
+    folders: Sequence[Path], mesh: Mesh, dtype: torch.dtype = torch.float32
+) -> tuple[Path, GPT2]:
     """(checkpoint, its model) of the first that is whole; the first rank says what it passed over.
 
-    Raises ValueError where none is.
+    dtype: of weights and activations, whatever the checkpoint's. Raises ValueError where none is.
     """
     path, _, passed_over = newest_whole(folders, mesh)
     for reason in passed_over if mesh.is_first else ():
         print(f"warning: passed over: {reason}", file=sys.stderr)
-    return path, load_model(path, mesh, verified=True)
+    return path, load_model(path, mesh, dtype, verified=True)
 
 
 def load_model(
@@ -90,8 +94,15 @@ def score(
     or wider; among equally probable tokens the one of the lowest id is the most probable.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    logits = model.logits(model.read(tokens, positions)[scored.flatten()])
-    wanted = labels[scored]
+    rows, wanted = model.read(tokens, positions)[scored.flatten()], labels[scored]
+    parts = zip(rows.split(SCORED_AT_ONCE), wanted.split(SCORED_AT_ONCE), strict=True)
+    log_probabilities, hits = zip(*(_score_rows(model, mesh, *part) for part in parts), strict=True)
+    return torch.cat(log_probabilities), torch.cat(hits)
+
+
+def _score_rows(model: GPT2, mesh: Mesh, x: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of the rows x [m, h] of what the model read, and the labels wanted [m]."""
+    logits = model.logits(x)
     # First, because the loss works in the memory of the logits.
     hits = most_probable(logits, mesh.tensor, model.vocab_size) == wanted
     return -vocab_parallel_cross_entropy(logits, wanted, mesh.tensor, model.vocab_size), hits

@@ -17,9 +17,9 @@ class PlainAttention(nn.Module):
     """Softmax attention, written out."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        length = q.shape[2]
-        if mask is None:
-            mask = torch.ones(length, length, dtype=torch.bool).tril()
+        queries, keys = q.shape[2], k.shape[2]
+        if mask is None:  # the queries are the last of the tokens
+            mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
         scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
         return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
 

@@ -226,3 +226,14 @@ def test_rows_of_a_batch_do_not_see_each_other() -> None:
         one = rows(batch, slice(number, number + 1))
         alone = whole_logits(model, serial_mesh(), torch.from_numpy(one.tokens))
         torch.testing.assert_close(alone[0], together[number], rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_logits_of_few_rows_are_those_of_many() -> None:
+    model, _ = tiny_model(serial_mesh(), dtype=torch.float32)
+    x = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+    many = model.logits(x)
+    for count in range(1, 12):
+        few = model.logits(x[:count])
+        assert few.shape == (count, many.shape[1])
+        torch.testing.assert_close(few, many[:count], rtol=1e-5, atol=1e-6)

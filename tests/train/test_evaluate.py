@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.config.checkpoints import step_folders
 from megatron.data.gpt2 import Batch
+from megatron.train import evaluate
 from megatron.train.evaluate import load_model, load_newest, mean_loss, score
 from tests.dist import Pool
 from tests.tiny import (
@@ -75,6 +76,15 @@ def test_scores_are_whole_on_every_rank(gloo: Pool) -> None:
     losses = model(*(torch.from_numpy(array) for array in arrays)).view(3, 16)
     losses = losses[scored_of(losses)]
     torch.testing.assert_close(-log_probability, losses.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_logits_that_are_computed_in_parts_give_the_same_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = scores(1)
+    monkeypatch.setattr(evaluate, "SCORED_AT_ONCE", 7)
+    for own, whole in zip(scores(1), expected, strict=True):
+        torch.testing.assert_close(own, whole, rtol=1e-12, atol=1e-12)
 
 
 def test_the_best_token_is_the_one_of_highest_probability() -> None:

@@ -1,0 +1,132 @@
+"""Reading token by token with a cache of keys and values gives what reading at once gives."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.model.cache import KeyValueCache
+from megatron.model.gpt2 import GPT2
+from megatron.parallel.mesh import serial_mesh
+from megatron.train.evaluate import whole_logits
+from megatron.train.generate import Reader
+from tests.dist import Pool
+from tests.model.dense import dense_gpt2
+from tests.tiny import (
+    SEQUENCE,
+    VOCABULARY,
+    mesh_of_ranks,
+    samples,
+    tiny_model,
+    tiny_section,
+    tiny_weights,
+)
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+TEXTS = [row.tolist() for row in torch.from_numpy(samples(4).tokens)]
+LENGTHS = [3, 7, 1, 7]  # of the prompts, so that two rows are padded
+STEPS = SEQUENCE - max(LENGTHS)
+
+
+def with_cache(model: GPT2) -> Iterator[Tensor]:
+    """Logits [4, v/t] of each step, where row r reads TEXTS[r] from LENGTHS[r] tokens on."""
+    prompts = [text[:length] for text, length in zip(TEXTS, LENGTHS, strict=True)]
+    reader = Reader(model, prompts, STEPS)
+    for step in range(STEPS):
+        yield reader.logits()
+        following = [text[length + step] for text, length in zip(TEXTS, LENGTHS, strict=True)]
+        reader.follow(torch.tensor(following))
+
+
+@torch.no_grad()
+def largest_difference(tensor_size: int, dtype: torch.dtype) -> float:
+    """Between the two ways, over all steps and rows; each row alone is read at once."""
+    mesh = mesh_of_ranks(tensor_size)
+    model, _ = tiny_model(mesh, dtype=dtype)
+    differences = []
+    for step, cached in enumerate(with_cache(model.eval())):
+        for row, length in enumerate(LENGTHS):
+            text = torch.tensor([TEXTS[row][: length + step]])
+            whole = whole_logits(model, mesh, text)[0, -1]
+            start = mesh.tensor.rank * cached.shape[1]
+            own = whole[start : start + cached.shape[1]]  # of the last rank maybe none
+            differences += (cached[row, : len(own)] - own).abs().tolist()
+    return torch.tensor([0.0, *differences]).max().item()  # NaN, if one is
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_logits_of_each_step_are_those_without_a_cache(dtype: torch.dtype) -> None:
+    assert largest_difference(1, dtype) <= TOLERANCE[dtype]
+
+
+def test_they_are_where_the_model_is_cut(gloo: Pool) -> None:
+    for size in (2, 4):
+        for difference in gloo.run(size, largest_difference, size, torch.float64):
+            assert difference <= 1e-12
+
+
+@torch.no_grad()
+def test_a_kit_of_plain_modules_has_a_cache_as_well() -> None:
+    ours, _ = tiny_model(serial_mesh())
+    weights = {name: weight.double() for name, weight in tiny_weights(ours).items()}
+    dense = dense_gpt2(tiny_section(), VOCABULARY, weights)
+    for one, other in zip(with_cache(ours.eval()), with_cache(dense.eval()), strict=True):
+        torch.testing.assert_close(one[:, :VOCABULARY], other, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_it_can_be_filled_in_parts_of_any_size() -> None:
+    model, _ = tiny_model(serial_mesh())
+    tokens = torch.tensor(TEXTS)
+    positions = torch.arange(SEQUENCE).expand_as(tokens)
+    cache = KeyValueCache(SEQUENCE)
+    bounds = [0, 5, 6, 10, 11, SEQUENCE]
+    parts = []
+    for start, stop in pairwise(bounds):
+        x = model.eval().read(tokens[:, start:stop], positions[:, start:stop], cache=cache)
+        parts.append(x.view(len(tokens), stop - start, -1))
+    together = model.read(tokens, positions).view(*tokens.shape, -1)
+    torch.testing.assert_close(torch.cat(parts, 1), together, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_rows_that_end_leave_and_change_no_other() -> None:
+    model, _ = tiny_model(serial_mesh())
+    kept = [3, 0]
+    everything = list(with_cache(model.eval()))
+    reader = Reader(model, [TEXTS[row][: LENGTHS[row]] for row in range(4)], STEPS)
+    reader.logits()
+    reader.follow(torch.tensor([TEXTS[row][LENGTHS[row]] for row in range(4)]))
+    reader.keep(kept)
+    torch.testing.assert_close(reader.logits(), everything[1][kept], rtol=1e-12, atol=1e-12)
+
+
+def test_a_padded_query_sees_itself_alone_and_nothing_sees_padding() -> None:
+    cache = KeyValueCache(4, torch.tensor([0, 2]))
+    mask = cache.mask(3, CPU)
+    assert mask is not None
+    assert mask[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert mask[1, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    cache.advance(3)
+    mask = cache.mask(1, CPU)
+    assert mask is not None
+    assert mask[:, 0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
+
+
+def test_without_padding_there_is_no_mask() -> None:
+    cache = KeyValueCache(4)
+    assert cache.mask(3, CPU) is None
+    cache.advance(3)
+    assert cache.mask(1, CPU) is None
+
+
+@torch.no_grad()
+def test_no_place_that_is_read_is_nan() -> None:
+    """Of padding either: a weight of 0 times NaN is NaN, in the rows that look elsewhere."""
+    model, _ = tiny_model(serial_mesh())
+    cache = KeyValueCache(8, torch.tensor([0, 6]))
+    x = model.eval().read(torch.tensor(TEXTS)[:2, :8], torch.arange(8).repeat(2, 1), cache=cache)
+    assert x.isfinite().all()
