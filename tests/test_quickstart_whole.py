@@ -31,6 +31,15 @@ log_interval = 5
 eval_interval = 15
 eval_iters = 1
 """
+WIKITEXT = """
+ = Statements =
+
+ An assignment binds a name ; it is one of 3 @,@ 000 statements .
+
+ = = Loops = =
+
+ A loop ( of any kind ) runs until it ends .
+"""
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, text in sorted(topics.items()):
             file.write(json.dumps({"text": text, "id": name}) + "\n")
     (folder / "tiny.toml").write_text(PRESET)
+    (folder / "wiki.tokens").write_text(WIKITEXT)
+    (folder / "lambada.jsonl").write_text(json.dumps({"text": "One two three and so to bed"}))
     return folder
 
 
@@ -106,11 +117,13 @@ def readme_commands() -> list[str]:
 def test_every_command_of_the_readme_runs(folder: Path, quickstart: str) -> None:
     assert shell(quickstart).returncode == 0  # reused where the test above has run
     commands = readme_commands()
-    assert len(commands) == 13
+    assert len(commands) == 18
     small = {
         "runs/quickstart/corpus/raw.jsonl": f"{folder}/corpus.jsonl",
         "runs/quickstart": f"{folder}/runs",
         "runs/mine": f"{folder}/mine",
+        "data/wikitext103/wiki.test.tokens": f"{folder}/wiki.tokens",
+        "data/lambada_test.jsonl": f"{folder}/lambada.jsonl",
         "scripts/presets/quickstart.toml": f"{folder}/tiny.toml",
         "--train-iters 200": "--train-iters 4",
         "--save-interval 100": "--save-interval 2",
