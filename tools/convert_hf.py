@@ -51,9 +51,14 @@ def import_model(
 
     from tools.convert.compare import compare_ids, compare_logits
     from tools.convert.weights import read_weights
-    from tools.convert.writing import write_checkpoint
+    from tools.convert.writing import tell, write_checkpoint
 
-    weights = read_weights(folder, model.family, model.section, model.vocab_size)
+    try:
+        weights = read_weights(folder, model.family, model.section, model.vocab_size)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; a folder of transformers' save_pretrained would work"
+        ) from error
     if has_tokenizer(folder):
         compare_ids(tokenizer, folder)
     path = write_checkpoint(
@@ -65,7 +70,7 @@ def import_model(
         f"HuggingFace {source}",
         lambda path: print(compare_logits(path, folder, model.family)),
     )
-    print(f"imported {source} as {path}")
+    tell(source, path, model.section)
 
 
 def export_model(

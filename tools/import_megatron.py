@@ -95,7 +95,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 
     from tqdm import tqdm
 
-    from tools.convert.writing import write_checkpoint
+    from tools.convert.writing import tell, write_checkpoint
 
     with user_errors(environ):
         weights = dict(read_weights(model, tqdm(model.entries, "reading", unit=" tensors")))
@@ -108,7 +108,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             f"Megatron-LM, {files[0]} of {len(files)}",
             lambda staged: check(staged, model, weights),
         )
-    print(path)
+    print(model)
+    tell(files[0], path, model.section)
 
 
 if __name__ == "__main__":

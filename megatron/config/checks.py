@@ -1,6 +1,7 @@
 """Checks of one field that the sections share; each error names the flag and a cure."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 
@@ -20,7 +21,9 @@ def switch(field: str, on: bool) -> str:
 
 def _smallest(section: Any, field: str) -> str:
     """A cure for a number that is too small, in the kind of number that the field takes."""
-    return "1" if isinstance(getattr(section, field), int) else "a positive number such as 1e-5"
+    if isinstance(getattr(section, field), int):
+        return "1"
+    return str(getattr(type(section), field, None) or 1e-5)
 
 
 def positive(section: Any, *fields: str) -> None:
@@ -57,3 +60,18 @@ def fraction(section: Any, *fields: str) -> None:
             raise SettingError(
                 f"{flag(field)} {value} should be in [0, 1); {flag(field)} 0.1 would work"
             )
+
+
+def writable(section: object, name: str) -> None:
+    """The field, a Path or None, names a file that can be written: its folder is there."""
+    path: Path | None = getattr(section, name)
+    if path is None:
+        return
+    if path.is_dir():
+        cure = f"{flag(name)} {path / 'result.json'}"
+        raise SettingError(f"{flag(name)} {path} is a folder; {cure} would work")
+    if not path.parent.is_dir():
+        raise SettingError(
+            f"{flag(name)} {path}: there is no folder {path.parent}; "
+            f"mkdir -p {path.parent}, or {flag(name)} {path.name}, would work"
+        )

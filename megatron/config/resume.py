@@ -38,6 +38,11 @@ DATA = {
 # Settings that a resumed run may change, and is told of; others say where, and how fast.
 TOLD = ("model", "data", "optimizer", "training", "precision")
 SWITCHES = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
+# What the directories of other programs have, and what makes a checkpoint of them.
+FOREIGN = {
+    "config.json": "convert_hf.py import",
+    "latest_checkpointed_iteration.txt": "import_megatron.py",
+}
 OVERRIDE = "--override-data goes on all the same"
 
 
@@ -73,8 +78,7 @@ def find_start(section: CheckpointConfig) -> Start:
         saved = []  # going back on purpose, in the same directory
     if not folders and not saved and (one is not None or not is_same):
         raise FileNotFoundError(
-            f"--load {section.load}: no checkpoint there; "
-            "the directory given to an earlier --save would work"
+            f"--load {section.load}: no checkpoint there; {_what_would_work(section.load)}"
         )
     if not is_same:
         _check_one_run(section, saved, folders)
@@ -83,6 +87,16 @@ def find_start(section: CheckpointConfig) -> Start:
     both = {folder.resolve(): folder for folder in (*saved, *folders)}.values()
     ordered = sorted(both, key=step_of, reverse=True)
     return Start(folders=tuple(ordered), finetune=section.finetune)
+
+
+def _what_would_work(load: str) -> str:
+    """Instead of a --load without a checkpoint of this project."""
+    for file, program in FOREIGN.items():
+        if Path(load, file).is_file():
+            return (
+                f"it has a {file}: `python tools/{program} --from {load} --to NEW`, then --load NEW"
+            )
+    return "the directory given to an earlier --save would work"
 
 
 def _folders(load: str | Path) -> list[Path]:

@@ -69,9 +69,9 @@ class GPT2BPETokenizer:
         missing = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing or END_OF_DOCUMENT not in vocabulary:
             raise ValueError(
-                f"--vocab-file {vocab_file} lacks {END_OF_DOCUMENT} or some of the 256 bytes, so "
-                "it is no vocabulary of a GPT-2 tokenizer; take GPT-2's own vocab.json, or one "
-                "that tools/train_tokenizer.py wrote"
+                f"--vocab-file {vocab_file} has {len(vocabulary)} tokens and lacks "
+                f"{END_OF_DOCUMENT} or some of the 256 bytes, so it is no vocabulary of a GPT-2 "
+                "tokenizer; take GPT-2's own vocab.json, or one that tools/train_tokenizer.py wrote"
             )
         merge_content = _read("--merge-file", merge_file)
         merges = _parse_merges(merge_content, f"--merge-file {merge_file}", vocabulary)

@@ -83,6 +83,7 @@ def vocab_parallel_cross_entropy(
 def most_probable(logits: Tensor, axis: Axis, vocab_size: int) -> Tensor:
     """The token of the largest logit, the lowest of those that share it: int64 [n].
 
+    vocab_size, which is no token, where a logit is NaN, on whichever rank.
     logits: [n, padded v / t], this rank's columns, of which the padded ones do not count.
     """
     start, columns = _own_columns(logits, axis, vocab_size)
@@ -92,7 +93,8 @@ def most_probable(logits: Tensor, axis: Axis, vocab_size: int) -> Tensor:
     if columns:
         values, place = logits[:, :columns].max(dim=1)
         best = values.to(wide)
-    own = best.clone()
-    all_reduce(best, axis, ReduceOp.MAX)
+    own = best
+    # Above all: which of a number and NaN is the larger depends on the backend.
+    best = all_reduce(best.where(~best.isnan(), torch.inf), axis, ReduceOp.MAX)
     candidate = (place + start).where(own == best, vocab_size)
     return all_reduce(candidate, axis, ReduceOp.MIN)

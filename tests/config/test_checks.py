@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from megatron.config import (
     SettingError,
     TrainingConfig,
 )
+from megatron.config.checks import writable
 
 REQUIRED: dict[type, dict[str, Any]] = {
     ModelConfig: {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4},
@@ -117,12 +120,12 @@ def test_refused(section: type, values: dict[str, Any], message: str) -> None:
         (
             3,
             {"tensor_model_parallel_size": 3},
-            "--num-attention-heads 4 .*--tensor-model-parallel-size 2 would work",
+            "--tensor-model-parallel-size 3 .* 4 attention heads; .*parallel-size 1 would work",
         ),
         (
             6,
             {"tensor_model_parallel_size": 4},
-            "--tensor-model-parallel-size 4 does not fit a world of 6 .*parallel-size 3",
+            "--tensor-model-parallel-size 4 does not fit a world of 6 .*parallel-size 2",
         ),
         (
             1,
@@ -166,3 +169,20 @@ def test_sizes_of_a_run() -> None:
 def test_the_first_loss_scale_is_a_decimal_or_a_power_of_two(text: str, scale: float) -> None:
     section = PrecisionConfig(fp16=True, initial_loss_scale=text, min_loss_scale=0.1)
     assert section.first_scale() == scale
+
+
+def test_a_file_to_write_needs_its_folder(tmp_path: Path) -> None:
+    @dataclass
+    class Section:
+        output: Path | None
+
+    writable(Section(None), "output")
+    writable(Section(tmp_path / "new.json"), "output")
+    with pytest.raises(
+        SettingError, match=f"--output {tmp_path} is a folder; .*/result.json would"
+    ):
+        writable(Section(tmp_path), "output")
+    with pytest.raises(
+        SettingError, match=f"no folder {tmp_path / 'no'}; mkdir -p {tmp_path}/no, or"
+    ):
+        writable(Section(tmp_path / "no" / "x.json"), "output")

@@ -84,12 +84,13 @@ def test_what_is_communicated_has_the_size_of_the_tokens(gloo: Pool) -> None:
 def best_tokens(dtype: torch.dtype) -> list[int]:
     """Of logits with ties within a rank's columns and between ranks, and of padding above all."""
     axis = mesh_of_ranks(dist.get_world_size()).tensor
-    whole = torch.zeros(4, 12, dtype=dtype)
+    whole = torch.zeros(6, 12, dtype=dtype)
     whole[:, 10:] = PADDING
     for row, equals in enumerate([(3, 4), (2, 9), (), (9,)]):
         whole[row, list(equals)] = 1
     whole[2] = -torch.inf
     whole[2, 7] = -3
+    whole[4, 1] = whole[5, 8] = torch.nan
     return most_probable(whole.chunk(axis.size, 1)[axis.rank], axis, 10).tolist()
 
 
@@ -98,4 +99,4 @@ def best_tokens(dtype: torch.dtype) -> list[int]:
 def test_the_lowest_of_the_most_probable_tokens_is_taken(
     gloo: Pool, size: int, dtype: torch.dtype
 ) -> None:
-    assert gloo.run(size, best_tokens, dtype) == [[3, 2, 7, 9]] * size
+    assert gloo.run(size, best_tokens, dtype) == [[3, 2, 7, 9, 10, 10]] * size

@@ -104,7 +104,11 @@ def test_a_kind_of_tokenizer_that_is_not_known(trained: TrainedConfig) -> None:
     ("size", "world", "message"),
     [
         (2, 1, "--tensor-model-parallel-size 2 does not fit a world of 1 .*--nproc-per-node 2"),
-        (3, 3, "--num-attention-heads 4 does not divide .*--tensor-model-parallel-size 2 would"),
+        (
+            3,
+            3,
+            "--tensor-model-parallel-size 3 does not divide the model's 4 .*parallel-size 1 would",
+        ),
     ],
 )
 def test_refuses_a_layout_that_does_not_fit(
@@ -112,6 +116,21 @@ def test_refuses_a_layout_that_does_not_fit(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         open_trained(trained, ParallelConfig(tensor_model_parallel_size=size), world)
+
+
+@pytest.mark.parametrize(
+    ("file", "program"),
+    [
+        ("config.json", "convert_hf.py import"),
+        ("latest_checkpointed_iteration.txt", "import_megatron.py"),
+    ],
+)
+def test_a_folder_of_another_program_is_told_what_converts_it(
+    tmp_path: Path, file: str, program: str
+) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(FileNotFoundError, match=f"`python tools/{program} --from {tmp_path} --to"):
+        open_trained(TrainedConfig(load=str(tmp_path)), ParallelConfig(), 1)
 
 
 def test_refuses_another_tokenizer(trained: TrainedConfig) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.config.checkpoints import one_step, step_folders
+from megatron.config.checks import flag
 from megatron.config.model import ModelConfig
 from tools.convert.gpt2 import GPT2
 from tools.convert.table import Family, Setting
@@ -69,11 +71,11 @@ def read_description(folder: Path) -> Description:
     this project has no such model."""
     file = folder / "config.json"
     config = read_object(file)
-    family = FAMILIES.get(config.get("model_type", ""))
-    if family is None:
-        raise ValueError(
-            f"{file}: model_type is {_show(config.get('model_type'))}; known: {', '.join(FAMILIES)}"
-        )
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        known = " or ".join(map(_show, FAMILIES))
+        raise ValueError(f"{file}: model_type is {_show(kind)}; {known} would work")
+    family = FAMILIES[kind]
     numbers = {row.theirs: _number(config, row, file) for row in family.settings}
     _check_options(config, family, numbers, file)
     return Description(family, _section(family, numbers, file), _vocab_size(config, file))
@@ -82,7 +84,7 @@ def read_description(folder: Path) -> Description:
 def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file; ValueError or FileNotFoundError that names it."""
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is not there; --from should be a folder that has one")
+        raise FileNotFoundError(f"{file} is not there; {_what_would_work(file.parent)}")
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:
@@ -90,6 +92,15 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file} should be a JSON object")
     return content
+
+
+def _what_would_work(folder: Path) -> str:
+    """Instead of a folder that is not in HuggingFace's form."""
+    if one_step(folder) or step_folders(folder):
+        return f"{folder} is a checkpoint of this project already: --load {folder} would work"
+    if (folder / "latest_checkpointed_iteration.txt").is_file():
+        return f"python tools/import_megatron.py --from {folder} would work"
+    return "--from should be a folder that has one"
 
 
 def _vocab_size(config: Mapping[str, Any], file: Path) -> int:
@@ -137,8 +148,10 @@ def _section(family: Family, numbers: Mapping[str, Any], file: Path) -> ModelCon
     try:
         return ModelConfig(**fields)
     except ValueError as error:
-        said = ", ".join(f"{name} is {_show(value)}" for name, value in numbers.items())
-        raise ValueError(f"{file} is no model of this project ({said}): {error}") from error
+        said = str(error)
+        for row in family.settings:
+            said = said.replace(flag(row.ours), row.theirs)
+        raise ValueError(f"{file} is no model of this project: {said}") from error
 
 
 def _show(value: Any) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = ("float32", "float16", "bfloat16")  # that a checkpoint of this project has
+ORDERS = ("[3, a/t, d]", "[a/t, d, 3]", "[a/t, 3, d]")  # by version, the last for all later ones
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,13 @@ class Model:
     section: ModelConfig
     entries: Sequence[Entry]
     vocab_size: int
+
+    def __str__(self) -> str:
+        """What was found out of it that its files do not show."""
+        version = self.ranks[0].version
+        order = ORDERS[min(int(version), 2)]
+        ranks = f"{len(self.ranks)} model-parallel rank{'s' if len(self.ranks) > 1 else ''}"
+        return f"{ranks}, checkpoint_version {version:g}, rows of Q, K and V in the order {order}"
 
 
 def describe(ranks: Sequence[Rank], given: Mapping[str, Any], vocab_size: int) -> Model:

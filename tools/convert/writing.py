@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.config.checks import flag
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
@@ -66,6 +67,16 @@ def write_checkpoint(
         path = save(staging, 0, pieces, facts, serial_mesh(), tokenizer.files)
         check(path)
     return to / path.name
+
+
+def tell(source: str | Path, path: Path, section: ModelConfig) -> None:
+    """Say what was imported, and how to train on from it."""
+    shape = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    flags = " ".join(f"{flag(name)} {getattr(section, name)}" for name in shape)
+    if section.layernorm_epsilon != ModelConfig.layernorm_epsilon:
+        flags += f" --layernorm-epsilon {section.layernorm_epsilon}"
+    print(f"imported {source} as {path}")
+    print(f"to train on from it: pretrain_gpt2.py --finetune --load {path.parent} {flags} ...")
 
 
 def _facts_of_no_run(section: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:

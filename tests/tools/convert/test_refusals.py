@@ -36,7 +36,8 @@ def refuse(folder: Path, message: str, **arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("model_type", "llama", 'model_type is "llama"; known: gpt2'),
+        ("model_type", ["gpt2"], r'model_type is \["gpt2"\]; "gpt2" would work'),
+        ("model_type", "llama", 'model_type is "llama"; "gpt2" would work'),
         ("activation_function", "gelu", 'activation_function is "gelu"; .* "gelu_new" or'),
         ("scale_attn_weights", False, "scale_attn_weights is false; .* true would work"),
         ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx is true; "),
@@ -47,7 +48,11 @@ def refuse(folder: Path, message: str, **arguments: Any) -> None:
         ("quantization_config", {"bits": 4}, 'quantization_config is {"bits": 4}; .* null'),
         ("architectures", ["GPT2ForSequenceClassification"], "architectures is .*Classification"),
         ("n_embd", "8", 'n_embd is "8", and should be a whole number'),
-        ("n_head", 3, r"no model of this project \(n_layer is 1, .*--num-attention-heads 3"),
+        (
+            "n_head",
+            3,
+            "no model of this project: n_embd 8 does not divide by n_head 3; n_embd 9 would",
+        ),
         ("layer_norm_epsilon", None, "layer_norm_epsilon is null, and should be a number"),
         ("vocab_size", 256, "vocab_size is 256, but the tokenizer .*tokenizer.json.* has 261 ids"),
         ("vocab_size", None, "vocab_size is null"),
