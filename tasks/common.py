@@ -1,17 +1,18 @@
 """The protocol of a task, and what a model says of a task's windows at any layout.
 
 The module of a task has
-    Settings, a dataclass with the sections `trained`, `evaluation` and `parallel`;
+    Settings, a dataclass made from TaskSettings;
     prepare(settings, manifest, tokenizer) -> Task, which reads and checks its input without torch.
 README.md adds one in 40 lines.
 """
 
 from __future__ import annotations
 
+import codecs
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import exp, inf
 from pathlib import Path
@@ -19,9 +20,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
-from megatron.config.checks import SettingError, positive
+from megatron.config.checks import positive, writable
+from megatron.config.parallel import ParallelConfig
+from megatron.config.trained import TrainedConfig
+from megatron.train.deal import deal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +38,7 @@ Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     micro_batch_size: int = 8
-    """Windows of one forward pass; does not change the result."""
+    """Windows of one forward pass; changes the result by rounding alone."""
 
     compare_paper: bool = False
     """Show the paper's figures beside the result, and put them into the record."""
@@ -45,13 +48,21 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         positive(self, "micro_batch_size")
-        if self.output is None:
-            return
-        if self.output.is_dir() or not self.output.parent.is_dir():
-            raise SettingError(
-                f"--output {self.output} should be a file in a folder that is there; "
-                f"--output {self.output.name or 'result'}.json would work"
-            )
+        writable(self, "output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """What every task takes; each adds fields of its own."""
+
+    trained: TrainedConfig
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The input, which the record identifies: every field that is the path of a file."""
+        return [each for each in vars(self).values() if isinstance(each, Path) and each.is_file()]
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,8 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> Mapping[str, Any]:
-        """The figures and their conventions, JSON; only the first rank asks.
+        """The figures, JSON; only the first rank asks. Under "conventions" stands what each means,
+        by its name, and under "protocol", if need be, how they were taken.
 
         written: the new tokens of each prompt; none without prompts.
         """
@@ -181,14 +193,21 @@ class Joined:
 
 
 def read_text(file: Path, cure: str) -> str:
-    """The text of --valid-data, line ends as they are.
+    """The text of --valid-data.
 
-    Raises FileNotFoundError without it, ValueError where it is empty or not UTF-8; the message
-    ends in `cure`, which says what would work.
+    Raises OSError where there is no such file, ValueError where it is empty, not UTF-8, or has what
+    an editor adds and a model would read, a byte-order mark or carriage returns; the message ends
+    in `cure`, which says what would work.
     """
+    if file.is_dir():
+        raise IsADirectoryError(f"--valid-data {file} is a folder; {cure}")
     if not file.is_file():
         raise FileNotFoundError(f"--valid-data {file}: no such file; {cure}")
     content = file.read_bytes()
+    for mark, what in ((codecs.BOM_UTF8, "a byte-order mark"), (b"\r\n", "a carriage return")):
+        if mark in content:
+            line = content.count(b"\n", 0, content.index(mark)) + 1
+            raise ValueError(f"--valid-data {file}, line {line}, has {what}; {cure}")
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -213,9 +232,8 @@ def score_windows(
     from megatron.parallel.collectives import all_reduce
 
     lengths = [len(windows[number].inputs) for number in range(len(windows))]
-    positions = len(model.get_parameter("position_embedding.weight"))
-    if max(lengths, default=0) > positions:
-        raise ValueError(f"{name}: {max(lengths)} tokens in a window, {positions} positions")
+    if max(lengths, default=0) > model.positions:
+        raise ValueError(f"{name}: {max(lengths)} tokens in a window, {model.positions} positions")
     rows = torch.zeros(len(windows), 4, dtype=torch.float64)
     for numbers in deal(lengths, micro_batch_size, mesh, name):
         batch = [windows[number] for number in numbers]
@@ -228,18 +246,6 @@ def score_windows(
             "and in place of --dtype fp16 --dtype bf16 or fp32"
         )
     return Scores(log_probability, tokens.astype(int), hits.astype(int), last_hit.astype(bool))
-
-
-def deal(lengths: Sequence[int], size: int, mesh: Mesh, name: str) -> Iterator[list[int]]:
-    """The numbers of each batch of this rank, the longest first: equal lengths pad little, and
-    what does not fit in memory fails at once."""
-    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    batches = [order[start : start + size] for start in range(0, len(order), size)]
-    own = batches[mesh.data.rank :: mesh.data.size]
-    with tqdm(total=sum(map(len, own)), desc=name, disable=not mesh.is_first) as bar:
-        for numbers in own:
-            yield numbers
-            bar.update(len(numbers))
 
 
 def _score_batch(model: GPT2, mesh: Mesh, batch: Sequence[Window]) -> NDArray[np.float64]:
@@ -282,13 +288,15 @@ def continue_prompts(
     model: GPT2, mesh: Mesh, prompts: Prompts, micro_batch_size: int, name: str
 ) -> list[list[int]]:
     """The new tokens of every prompt, in order, the same on every rank."""
-    from megatron.train.generate import Sampling, generate
+    from megatron.train.generate import Sampling, generate_all
 
-    greedy = Sampling(max_new_tokens=prompts.most, temperature=0.0)
-    own: dict[int, list[int]] = {}
-    for numbers in deal([len(each) for each in prompts.tokens], micro_batch_size, mesh, name):
-        batch = [[*map(int, prompts.tokens[number])] for number in numbers]
-        new = generate(model, mesh, batch, greedy, eod=prompts.end, is_done=prompts.is_done)
-        own |= zip(numbers, new, strict=True)
-    written = {number: new for part in mesh.peers.gather(own) for number, new in part.items()}
-    return [written[number] for number in range(len(prompts.tokens))]
+    return generate_all(
+        model,
+        mesh,
+        [[*map(int, each)] for each in prompts.tokens],
+        Sampling(max_new_tokens=prompts.most, temperature=0.0),
+        eod=prompts.end,
+        micro_batch_size=micro_batch_size,
+        name=name,
+        is_done=prompts.is_done,
+    )

@@ -1,9 +1,8 @@
 """A model on documents it has never seen: perplexities, bits per byte, last-word cloze.
 
-Conventions. Every document is read after an end mark and closes with one. *Tokens* are those of the
-text and its closing mark; *words* are runs of non-blanks; *bytes* are UTF-8. The same total
-negative log-likelihood, closing marks included, is divided by each. The n-gram models predict the
-same tokens.
+Every document is read after an end mark and closes with one. The same total negative
+log-likelihood, closing marks included, is divided by tokens, words and bytes; the n-gram models
+predict the same tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from typing import Any
@@ -22,27 +21,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.checks import positive
-from megatron.config.parallel import ParallelConfig
-from megatron.config.trained import TrainedConfig
 from megatron.data.description import Description
 from megatron.data.indexed import IndexedDataset
 from megatron.data.splits import split_documents
 from megatron.data.tokenizer import Tokenizer
-from tasks.common import EvaluationConfig, Joined, Scores, Sliding, Task, Window
+from tasks.common import Joined, Scores, Sliding, Task, TaskSettings, Window
 from tasks.ngram import bigram_perplexity, unigram_perplexity
 from tools.corpus.records import parse_line
 from tools.corpus.shards import cut, find_shards, read_lines
 
+CONVENTIONS = {
+    "documents": "lines with a text",
+    "bad_lines": "lines without one, left out",
+    "tokens": "of the texts, and an end mark after each",
+    "words": "runs of characters of the texts that are not blank",
+    "bytes": "UTF-8 bytes of the texts, with a line end between two",
+    "token_perplexity": "exp(nll / tokens); nll is the sum of -ln p of all tokens, end marks "
+    "included, each document read alone, after an end mark, in windows of the --seq-length that "
+    "the model was trained with, half a window apart",
+    "word_perplexity": "exp(nll / words)",
+    "bits_per_byte": "nll / ln 2 / bytes",
+    "xz_bits_per_byte": "what xz at level 9 makes of the texts: 8 x its bytes / bytes",
+    "cloze_accuracy": "passages of which every token of the last word is the most probable one, "
+    "given the paragraph and the word's own tokens before it; null without passages",
+    "cloze_passages": "paragraphs of --cloze-words words or more that end in a word of the letters "
+    "A to Z, at most --cloze-passages of them, spread evenly over the documents",
+    "unigram_perplexity": "exp(nll / tokens) of the frequencies of --train-data's training part",
+    "bigram_perplexity": "the same of a bigram model of it (interpolated modified Kneser-Ney)",
+}
 # The last word of a paragraph and what follows it: a full stop, a bracket, quotes.
 LAST_WORD = re.compile(r"(?P<context>.*\S)(?P<word> [A-Za-z]+)[^A-Za-z\s]*\s*\Z", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    trained: TrainedConfig
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-
+class Settings(TaskSettings):
     input: tuple[Path, ...]
     """Held-out documents, a JSON object a line: files, or folders that a corpus step filled."""
 
@@ -60,6 +72,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         positive(self, "cloze_passages", "cloze_words")
+
+    @property
+    def files(self) -> list[Path]:
+        return find_shards(self.input)
 
 
 @dataclass(frozen=True)
@@ -93,14 +109,15 @@ class HeldOut(Task):
             "tokens": tokens,
             "words": words,
             "bytes": len(raw),
-            "token_perplexity": text.perplexity(tokens),
+            "cloze_passages": len(cloze),
             "word_perplexity": text.perplexity(words),
             "bits_per_byte": -float(text.log_probability.sum()) / log(2) / len(raw),
             "xz_bits_per_byte": 8 * len(lzma.compress(raw, preset=9)) / len(raw),
             "cloze_accuracy": float(cloze.all_hit.mean()) if len(cloze) else None,
-            "cloze_passages": len(cloze),
             "unigram_perplexity": unigram_perplexity(self.train, heldout, vocabulary),
             "bigram_perplexity": bigram_perplexity(self.train, heldout, vocabulary),
+            "token_perplexity": text.perplexity(tokens),
+            "conventions": CONVENTIONS,
         }
 
 

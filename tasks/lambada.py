@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.parallel import ParallelConfig
-from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import Tokenizer
-from tasks.common import EvaluationConfig, Prompts, Scores, Task, Window, read_text
+from tasks.common import Prompts, Scores, Task, TaskSettings, Window, read_text
 from tasks.wikitext103 import TITLE
 
 CURE = (
@@ -27,8 +25,9 @@ CURE = (
 )
 LONGEST_WORD = 16  # tokens after which free decoding gives up
 CONVENTIONS = {
-    "target": "a blank and what follows the last blank (U+0020) of the passage; its tokens are "
-    "those of the whole passage behind those of the context, which starts without an end mark",
+    "target": "a blank and what follows the last blank (U+0020) of the passage, and whatever other "
+    "white space stands before that blank; its tokens are those of the whole passage behind those "
+    "of the context, which starts without an end mark",
     "strict_accuracy": "the paper's: every token of the target is the most probable one, given the "
     "context and the target's tokens before it; of equally probable ones the lowest id counts",
     "last_token_accuracy": "the same of the target's last token alone",
@@ -37,15 +36,24 @@ CONVENTIONS = {
     "or the target and then neither letters nor digits",
     "last_word_perplexity": "exp of the mean over passages of -ln p(target)",
     "target_token_perplexity": "exp of the mean over the targets' tokens of -ln p(token)",
+    "num_examples": "passages, which all figures are of",
+    "num_tokens": "of the passages whole, context and target",
+    "num_target_tokens": "of the targets alone",
+    "num_words": "runs of characters of the passages that are not blank",
+    "num_bytes": "UTF-8 bytes of the passages, without what parts them in the file",
+    "num_bytes_of_targets": "UTF-8 bytes of the targets, their blanks included",
+    "truncated_contexts": "passages of more tokens than the model reads; of their contexts all "
+    "figures but greedy_accuracy lack the start; they count all the same",
+    "truncated_prompts": "contexts too long to leave room for the tokens of greedy_accuracy, which "
+    "lacks their start; they count all the same",
+    "targets_with_line_ends": "passages whose last blank stands before a line end, as in 'of', two "
+    "line ends, 'Power': strict_accuracy and both perplexities ask for the line ends too, and "
+    "greedy_accuracy, which stops at the first one, counts what goes on after it as wrong",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    trained: TrainedConfig
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-
+class Settings(TaskSettings):
     valid_data: Path
     """The passages: {"text": ...} a line, or the original release in plain text."""
 
@@ -96,11 +104,6 @@ class Lambada(Task):
         passages, count = self.passages, len(self)
         right = sum(self.is_right(number, new) for number, new in enumerate(written))
         return {
-            "strict_accuracy": float(scores.all_hit.mean()),
-            "last_token_accuracy": float(scores.last_hit.mean()),
-            "greedy_accuracy": right / count,
-            "last_word_perplexity": scores.perplexity(count),
-            "target_token_perplexity": scores.perplexity(int(scores.tokens.sum())),
             "num_examples": count,
             "num_tokens": sum(len(each.tokens) for each in passages),
             "num_target_tokens": int(scores.tokens.sum()),
@@ -113,6 +116,11 @@ class Lambada(Task):
                 for each, prompt in zip(passages, self.prompts.tokens, strict=True)
             ),
             "targets_with_line_ends": sum("\n" in each.target for each in passages),
+            "target_token_perplexity": scores.perplexity(int(scores.tokens.sum())),
+            "last_word_perplexity": scores.perplexity(count),
+            "greedy_accuracy": right / count,
+            "last_token_accuracy": float(scores.last_hit.mean()),
+            "strict_accuracy": float(scores.all_hit.mean()),
             "protocol": {
                 "file": self.form,
                 "detokenisation": "none: the passages are read as they are in the file",
@@ -153,7 +161,7 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
 def read_passages(file: Path) -> tuple[str, list[tuple[str, str]]]:
     """(what form the file has, place and text of each passage); ValueError, naming the line, for
     what is neither form."""
-    text = read_text(file, CURE).replace("\r\n", "\n")
+    text = read_text(file, CURE)
     numbered = enumerate(text.removesuffix("\n").split("\n"), 1)
     lines = [(f"--valid-data {file}, line {number}", line) for number, line in numbered]
     if text.lstrip().startswith(("{", "[{")):
@@ -172,6 +180,8 @@ def _text_of(place: str, line: str) -> str:
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise ValueError(f'{place}, has no "text"; {CURE}')
+    if not text.isprintable() and any("\ud800" <= each <= "\udfff" for each in text):
+        raise ValueError(f"{place}, has half of a surrogate pair; {CURE}")
     return text
 
 

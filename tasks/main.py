@@ -1,12 +1,14 @@
 """Evaluate a checkpoint: python tasks/main.py --task WIKITEXT103 --load checkpoints ...
 
 Under torchrun the model is cut over the processes (--tensor-model-parallel-size). What each task
-takes: --task NAME --help. The result is one JSON record: the figures, how they were taken, and of
-which model.
+takes: --task NAME --help. The result is one JSON record: what the figures mean, how they were
+taken, of which model and data, and last, to be seen on a screen, the figures.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import json
 import os
 import sys
@@ -23,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tasks`, when ru
 
 from megatron.config.checkpoints import read_manifest, step_of
 from megatron.config.checks import SettingError
+from megatron.config.interrupt import interruptible
 from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
 from megatron.train.trained import open_trained
@@ -43,13 +46,32 @@ _KNOWN = f"{', '.join(TASKS)}, or a module of your own such as tasks.mine"
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def wants_list(arguments: Sequence[str]) -> bool:
+    """Whether this is --help without a task."""
+    words = {word.partition("=")[0] for word in arguments}
+    return "--task" not in words and bool(words & {"--help", "-h"})
+
+
+def list_tasks() -> str:
+    """The tasks, each with the first line of its module; none is imported."""
+    lines = ["usage: tasks/main.py --task NAME --load DIRECTORY ...", ""]
+    for name, module in TASKS.items():
+        source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
+        summary = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+        lines.append(f"  {name:<12} {summary}")
+    own = "  tasks.mine   A module of your own: tasks/README.md says what it has."
+    return "\n".join([*lines, own, "", "The flags of a task: tasks/main.py --task NAME --help"])
+
+
 def split_task(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The NAME of --task NAME or --task=NAME, and the other arguments."""
+    """The NAME of --task NAME or --task=NAME, in capitals if TASKS has it so, and the others."""
     words = [part for word in arguments for part in _split_equals(word)]
     if "--task" not in words[:-1]:
-        raise SettingError(f"--task is missing; {_KNOWN} would work")
+        raise SettingError(f"--task is missing; {_KNOWN} would work, and --help lists them")
     place = words.index("--task")
-    return words[place + 1], words[:place] + words[place + 2 :]
+    name = words[place + 1]
+    known = name.upper() if name.upper() in TASKS else name
+    return known, words[:place] + words[place + 2 :]
 
 
 def _split_equals(word: str) -> list[str]:
@@ -65,10 +87,17 @@ def find_module(name: str) -> ModuleType:
         or find_spec(module) is None
     ):
         raise SettingError(f"--task {name} is not known; {_KNOWN} would work")
-    return import_module(module)
+    found = import_module(module)
+    if missing := {"Settings", "prepare"} - vars(found).keys():
+        raise SettingError(f"--task {name}: the module has no {min(missing)}; {_KNOWN} would work")
+    return found
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    if wants_list(arguments):
+        if environ.get("RANK", "0") == "0":
+            print(list_tasks())
+        return
     with user_errors(environ):
         name, rest = split_task(arguments)
         module = find_module(name)
@@ -79,19 +108,37 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             settings.trained, settings.parallel, world_size(environ)
         )
         task = module.prepare(settings, manifest, tokenizer)
+        data = [identify(file) for file in settings.files]
 
     from megatron.train.evaluate import load_newest
     from megatron.train.launch import launch
     from megatron.train.state import DTYPES
 
-    with launch(settings.parallel, environ) as mesh, user_errors(environ, agreed=True):
-        checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
-        figures = evaluate(task, model, mesh, settings.evaluation.micro_batch_size, name)
+    size = settings.evaluation.micro_batch_size
+    with launch(settings.parallel, environ) as mesh:
+        with user_errors(environ, agreed=True):
+            checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
+        # What goes wrong here is a fault of the task, which its traceback finds.
+        figures = evaluate(task, model, mesh, size, name)
         if mesh.is_first:
             facts = describe(checkpoint, model, mesh, settings.trained.dtype)
-            command = ["tasks/main.py", *arguments]
-            record = {"task": name, **figures, **facts, "command": command}
-            publish(name, record, settings.evaluation)
+            how = {"data": data, "micro_batch_size": size, "command": ["tasks/main.py", *arguments]}
+            record = arrange(name, figures, facts | how)
+            with user_errors(environ, agreed=True):
+                publish(name, record, settings.evaluation)
+
+
+def identify(file: Path) -> dict[str, Any]:
+    """What tells whether two records are of the same input."""
+    with file.open("rb") as stream:
+        checksum = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"file": str(file), "bytes": file.stat().st_size, "sha256": checksum}
+
+
+def arrange(name: str, figures: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The record: words first and numbers last, where a screen shows them."""
+    words = {key: figures[key] for key in ("conventions", "protocol") if key in figures}
+    return {"task": name, **words, **facts, **figures}
 
 
 def evaluate(
@@ -130,14 +177,17 @@ def describe(checkpoint: Path, model: GPT2, mesh: Mesh, dtype: str) -> dict[str,
 
 
 def publish(name: str, record: dict[str, Any], section: EvaluationConfig) -> None:
-    """Print the record, and write it whole or not at all."""
+    """Print the record, then the paper beside it, and write it whole or not at all."""
+    beside = ""
     if section.compare_paper:
         parameters = record["model"]["parameters"]
         value = record[paper.column_of(name).figure]
-        record["paper"] = paper.compare(name, value, parameters)
-        print(paper.as_text(record["paper"], parameters), file=sys.stderr)
+        comparison = paper.compare(name, value, parameters)
+        record, beside = {"paper": comparison, **record}, paper.as_text(comparison, parameters)
     text = json.dumps(record, indent=1, ensure_ascii=False)
-    print(text)
+    print(text, flush=True)
+    if beside:
+        print(beside, file=sys.stderr)
     if section.output is not None:
         partial = section.output.with_name(f".{section.output.name}.partial")
         partial.write_text(text + "\n", encoding="utf-8")
@@ -145,4 +195,5 @@ def publish(name: str, record: dict[str, Any], section: EvaluationConfig) -> Non
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], os.environ)
+    with interruptible(os.environ):
+        main(sys.argv[1:], os.environ)

@@ -22,6 +22,7 @@ from megatron.parallel.collectives import gather_from
 from megatron.parallel.cross_entropy import most_probable
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import derive_seed
+from megatron.train.deal import deal
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 1234
+
+
+class DivergedError(ValueError):
+    """The model's logits are not numbers."""
 
 
 class Reader:
@@ -96,13 +101,13 @@ def generate(
     A row ends at the end mark eod, which is left out, after max_new_tokens, or where
     is_done(its new tokens so far). An empty prompt begins with eod. numbers: of the prompts, which
     with the seed say what they draw; 0, 1, 2, ... if not given. The model is in evaluation mode;
-    prompt and new tokens fit its positions. Raises ValueError where logits are not numbers.
+    prompt and new tokens fit its positions. Raises DivergedError where logits are not numbers.
     """
+    assert sampling.max_new_tokens > 0, f"max_new_tokens {sampling.max_new_tokens}"
     if not prompts:
         return []
     texts = [list(prompt) or [_given(eod)] for prompt in prompts]
     longest = max(len(text) for text in texts) + sampling.max_new_tokens
-    assert sampling.max_new_tokens > 0
     assert longest <= model.positions, f"{longest} tokens for {model.positions} positions"
     numbers = range(len(prompts)) if numbers is None else numbers
     sources = [random.Random(derive_seed(sampling.seed, "generate", each)) for each in numbers]
@@ -117,7 +122,7 @@ def generate(
         ids = choose(model, mesh, reader.logits(), sampling, [sources[row] for row in running])
         for row, token in zip(running, ids.tolist(), strict=True):
             if token == model.vocab_size:
-                raise ValueError(_not_finite(numbers[row], len(new[row])))
+                raise DivergedError(_not_finite(numbers[row], len(new[row])))
             new[row].append(token)
         reader.follow(ids)
         going = [place for place, row in enumerate(running) if not is_over(new[row])]
@@ -125,6 +130,38 @@ def generate(
             running = [running[place] for place in going]
             reader.keep(going)
     return [tokens[:-1] if tokens[-1] == eod else tokens for tokens in new]
+
+
+def generate_all(
+    model: GPT2,
+    mesh: Mesh,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    eod: int | None,
+    micro_batch_size: int,
+    name: str,
+    is_done: Callable[[Sequence[int]], bool] = never,
+) -> list[list[int]]:
+    """The new tokens of each prompt, on every rank; the data-parallel ranks share out the work.
+
+    name: of the progress bar; the rest as for `generate`. Raises DivergedError on every rank where
+    one of them does.
+    """
+    found: dict[int, list[int]] = {}
+    failure = None
+    try:
+        for numbers in deal([len(each) for each in prompts], micro_batch_size, mesh, name):
+            texts = [prompts[number] for number in numbers]
+            new = generate(model, mesh, texts, sampling, eod=eod, numbers=numbers, is_done=is_done)
+            found |= zip(numbers, new, strict=True)
+    except DivergedError as error:
+        failure = error
+    for others, failure_there in mesh.peers.gather((found, failure)):
+        if failure_there is not None:
+            raise failure_there
+        found |= others
+    return [found[number] for number in range(len(prompts))]
 
 
 def _given(eod: int | None) -> int:

@@ -1,5 +1,6 @@
 """What tasks/main.py computes, as a function that ranks can run."""
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -19,3 +20,11 @@ def figures_of(task: str, tensor_size: int, *words: str) -> dict[str, Any]:
     inputs = module.prepare(settings, manifest, tokenizer)
     _, model = load_newest(folders, mesh)
     return dict(evaluate(inputs, model, mesh, settings.evaluation.micro_batch_size, task))
+
+
+def without_words(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures alone; each says its convention, and no convention is of none."""
+    numbers = {key: figures[key] for key in figures.keys() - {"conventions", "protocol"}}
+    assert figures["conventions"].keys() - {"target"} == numbers.keys()
+    assert all(figures["conventions"].values())
+    return numbers

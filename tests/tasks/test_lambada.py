@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron.config.trained import TrainedConfig
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.tokenizer import build_tokenizer, read_tokenizer
 from tasks.lambada import Settings, prepare, spells
 from tests.data.samples import write_tokenizer
 from tests.dist import Pool
-from tests.tasks.figures import figures_of
+from tests.tasks.figures import figures_of, without_words
 from tests.tasks.passages import COUNT, passages
 from tests.tasks.peer import Peer
 
@@ -64,8 +64,7 @@ def test_figures_are_those_of_a_plain_loop_over_transformers(
     assert figures["strict_accuracy"] <= figures["last_token_accuracy"] < 1
     assert figures["num_examples"] == COUNT
     assert figures["truncated_contexts"] == figures["truncated_prompts"] == 0
-    named = {key for key, value in figures.items() if isinstance(value, float)}
-    assert named <= figures["conventions"].keys(), "each says its convention"
+    assert len(without_words(figures)) == 14
 
 
 def test_figures_are_the_same_at_every_layout_and_batch_size(
@@ -79,8 +78,27 @@ def test_figures_are_the_same_at_every_layout_and_batch_size(
     }
     for size in ("1", "5"):
         assert figures_of("LAMBADA", 1, *words, "--micro-batch-size", size) == expected
-    for tensor_size in (2, 1):
-        assert gloo.run(2, figures_of, "LAMBADA", tensor_size, *words) == [expected, {}]
+    for world, tensor_size in ((2, 2), (2, 1), (4, 2)):
+        found = gloo.run(world, figures_of, "LAMBADA", tensor_size, *words)
+        assert found == [expected, *[{}] * (world - 1)]
+
+
+def test_whole_releases_are_read_in_both_forms(test_data: Path) -> None:
+    tokenizer = read_tokenizer("GPT2BPETokenizer", test_data / "gpt2")
+    for name, count in (
+        ("lambada_development_plain_text.txt", 4869),
+        ("lambada_test_first500.jsonl", 500),
+    ):
+        file = test_data / "lambada" / name
+        settings = Settings(trained=TrainedConfig(load=""), valid_data=file)
+        manifest = {"config": {"model": {"max_position_embeddings": 1024}}}
+        task = prepare(settings, manifest, tokenizer)
+        assert len(task) == count
+        for number in (0, count - 1):
+            window = task[number]
+            text = tokenizer.decode([*window.inputs, window.labels[-1]])
+            assert text == task.passages[number].text
+            assert text.endswith(tokenizer.decode([*window.labels[window.first :]]))
 
 
 def test_plain_text_and_json_of_the_same_passages_give_the_same(

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from megatron.config.checkpoints import read_manifest
 from tasks.main import ROOT, main
 from tests.data.samples import write_data
-from tests.tasks.figures import figures_of
+from tests.tasks.figures import figures_of, without_words
 from tests.tasks.passages import passages, some_articles
 from tests.tasks.peer import POSITIONS, Peer
 
@@ -41,6 +42,8 @@ def test_the_record_says_what_was_evaluated_and_how(
     record = json.loads(output.read_text(encoding="utf-8"))
     printed = capsys.readouterr()
     assert json.loads(printed.out) == record
+    assert [*record][:3] == ["paper", "task", "conventions"]
+    assert [*record][-1] == "strict_accuracy", "the figures stand last"
     figures = figures_of("LAMBADA", 1, *words[2:])
     assert {key: record[key] for key in figures} == figures
     assert record["model"] == {
@@ -57,6 +60,10 @@ def test_the_record_says_what_was_evaluated_and_how(
     assert (record["task"], record["dtype"], record["step"]) == ("LAMBADA", "fp32", 0)
     assert record["layout"] == {"data": 1, "tensor": 1}
     assert record["command"] == ["tasks/main.py", *words]
+    assert record["micro_batch_size"] == 8
+    content = plain.read_bytes()
+    checksum = sha256(content).hexdigest()
+    assert record["data"] == [{"file": str(plain), "bytes": len(content), "sha256": checksum}]
     assert re.fullmatch(r"\d+\.\d+\.\d+", record["version"])
     rows = {row["model"]: row["strict_accuracy"] for row in record["paper"]["rows"]}
     assert rows == {"355M": 0.4518, "2.5B": 0.6173, "8.3B": 0.6651}
@@ -113,6 +120,11 @@ def test_the_paper_stands_beside_wikitext103(
         ("WIKITEXT103", b"= A =\n\xff\n", "line 2, is not UTF-8"),
         ("WIKITEXT103", b'{"text": "a b"}\n', "is no WikiText file: line 1 is JSON"),
         ("WIKITEXT103", b"\nhe said no\n", "is no WikiText file: line 2 is other text"),
+        ("WIKITEXT103", b"\n = A =\r\n", "line 2, has a carriage return; the raw wiki"),
+        ("WIKITEXT103", b"\xef\xbb\xbf = A =\n", "line 1, has a byte-order mark; the raw wiki"),
+        ("LAMBADA", b'\xef\xbb\xbf{"text": "a b"}\n', "line 1, has a byte-order mark; LAMBADA"),
+        ("LAMBADA", b"a b\r\n", "line 1, has a carriage return; LAMBADA"),
+        ("LAMBADA", b'{"text": "a \\ud800 b"}\n', "line 1, has half of a surrogate pair"),
         ("LAMBADA", None, "no such file; LAMBADA's test set"),
         ("LAMBADA", b"\n", "is empty"),
         ("LAMBADA", b"a b\n\xff\n", "line 2, is not UTF-8"),
@@ -157,24 +169,33 @@ def test_settings_that_cannot_be_are_refused(
     words = flags("WIKITEXT103", file, peer)
     for more, message in [
         (["--overlapping-eval", "257"], "--overlapping-eval 257 is more than the window of 256"),
-        (["--overlapping-eval", "0"], "--overlapping-eval 0 should be above 0"),
+        (
+            ["--overlapping-eval", "0"],
+            "--overlapping-eval 0 should be above 0; --overlapping-eval 32",
+        ),
         (["--window", "300"], "--window 300 is more than the model's 256 positions"),
-        (["--output", str(tmp_path / "none" / "x.json")], "should be a file in a folder that is"),
-        (["--output", str(tmp_path)], "should be a file in a folder that is there"),
+        (["--output", str(tmp_path / "none" / "x.json")], "there is no folder"),
+        (["--output", str(tmp_path)], f"--output {tmp_path} is a folder"),
+        (["--valid-data", str(tmp_path)], f"--valid-data {tmp_path} is a folder; the raw wiki"),
     ]:
         assert message in refusal([*words, *more], capsys)
     for name in ("PTB", "tasks.nothing", "nothing.there"):
         assert f"--task {name} is not known; WIKITEXT103, LA" in refusal(
             ["--task", name, *words[2:]], capsys
         )
+    error = refusal(["--task", "os.path", *words[2:]], capsys)
+    assert "--task os.path: the module has no Settings; WIKITEXT103, LA" in error
     heldout = ["--input", str(file), "--train-data", "x", *words[4:], "--compare-paper"]
     error = refusal(["--task", "HELDOUT", *heldout], capsys)
     assert "the paper's table 3 has no HELDOUT; WIKITEXT103 and LAMBADA would work" in error
 
 
 def test_input_is_refused_before_torch_is_imported(peer: Peer, tmp_path: Path) -> None:
-    for task in ("WIKITEXT103", "LAMBADA"):
-        words = flags(task, tmp_path / "none", peer)
+    wrong = tmp_path / "wrong"
+    wrong.write_text("alone\n")
+    cases = [("WIKITEXT103", wrong), ("LAMBADA", wrong), ("LAMBADA", tmp_path / "none")]
+    for task, file in cases:
+        words = flags(task, file, peer)
         code = (
             "import sys; from tasks.main import main\n"
             f"try: main({words!r}, {{}})\n"
@@ -201,6 +222,7 @@ def test_heldout_documents_are_evaluated(peer: Peer, test_data: Path, tmp_path: 
         *("--train-data", str(tmp_path / "train"), "--cloze-words", "5"),
     )
     tokens = peer.encode(text)
+    assert len(without_words(figures)) == 13
     assert figures["tokens"] == len(tokens) + 1
     assert figures["cloze_passages"] > 3
     assert figures["unigram_perplexity"] < figures["token_perplexity"]
@@ -225,9 +247,109 @@ def test_the_task_of_the_readme_runs(
     monkeypatch.syspath_prepend(tmp_path)
     main(flags("mine.answers", file, peer), {})
     own = json.loads(capsys.readouterr().out)
+    assert own["conventions"].keys() == {"accuracy", "num_examples"}
+    assert own["data"][0]["sha256"] == sha256(file.read_bytes()).hexdigest()
 
     plain = tmp_path / "plain.txt"
     plain.write_text("\n".join([*map(" ".join, pairs), ""]), encoding="utf-8")
     lambada = figures_of("LAMBADA", 1, *flags("LAMBADA", plain, peer)[2:])
     assert own["accuracy"] == lambada["strict_accuracy"] > 0
     assert own["num_examples"] == lambada["num_examples"] == len(pairs)
+
+    for line in ("no tab", "\tno question", "no answer\t", "a\tb\tc"):
+        file.write_text("\n".join([*lines, line, ""]), encoding="utf-8")
+        error = refusal(flags("mine.answers", file, peer), capsys)
+        assert f"--valid-data {file}, line {len(lines) + 1}: a question, a tab" in error
+
+
+BROKEN = """
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.common import Task, TaskSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(TaskSettings):
+    valid_data: Path
+
+
+class Broken(Task):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, number):
+        question, answer = [number]
+
+    def score(self, scores, written):
+        return {}
+
+
+def prepare(settings, manifest, tokenizer):
+    return Broken()
+"""
+
+
+def test_an_error_of_a_task_keeps_its_traceback(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "faulty").mkdir()
+    (tmp_path / "faulty" / "broken.py").write_text(BROKEN, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="not enough values to unpack") as caught:
+        main(flags("faulty.broken", tmp_path, peer), {})
+    assert caught.traceback[-1].path.name == "broken.py"
+
+
+def test_ctrl_c_is_one_word(peer: Peer, tmp_path: Path) -> None:
+    (tmp_path / "faulty").mkdir()
+    stop = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    code = BROKEN.replace("question, answer = [number]", stop)
+    (tmp_path / "faulty" / "stopped.py").write_text(code, encoding="utf-8")
+    ended = subprocess.run(
+        [sys.executable, "tasks/main.py", *flags("faulty.stopped", tmp_path, peer)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr == "interrupted\n"
+
+
+def test_a_result_that_cannot_be_written_is_one_line(
+    peer: Peer, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".x.json.partial").mkdir()
+    error = refusal(flags("LAMBADA", plain, peer, "--output", str(tmp_path / "x.json")), capsys)
+    assert error.splitlines()[-1].startswith("error: [Errno 21] Is a directory")
+
+
+def test_help_without_a_task_lists_the_tasks_and_imports_none() -> None:
+    code = (
+        "import sys; from tasks.main import main\n"
+        "main(sys.argv[1:], {'RANK': '1'}); print('-'); main(sys.argv[1:], {})\n"
+        "assert not {'torch', 'tasks.heldout', 'tasks.lambada'} & {*sys.modules}"
+    )
+    for word in ("--help", "-h"):
+        ended = subprocess.run(
+            [sys.executable, "-c", code, word], cwd=ROOT, capture_output=True, text=True
+        )
+        assert (ended.returncode, ended.stderr) == (0, "")
+        quiet, lines = ended.stdout.split("-\n", 1)
+        assert quiet == ""
+        for line in (
+            "  WIKITEXT103  WikiText103: perp",
+            "  LAMBADA ",
+            "  HELDOUT ",
+            "--task NAME --h",
+        ):
+            assert line in lines
+        assert max(map(len, lines.splitlines())) <= 110
+
+
+def test_tasks_are_known_in_small_letters(
+    peer: Peer, plain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(flags("lambada", plain, peer, "--compare-paper"), {})
+    assert json.loads(capsys.readouterr().out)["task"] == "LAMBADA"

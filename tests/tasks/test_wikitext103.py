@@ -13,7 +13,7 @@ from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import read_tokenizer
 from tasks.wikitext103 import Settings, choose_window, cut_articles, detokenise, prepare
 from tests.dist import Pool
-from tests.tasks.figures import figures_of
+from tests.tasks.figures import figures_of, without_words
 from tests.tasks.passages import some_articles
 from tests.tasks.peer import POSITIONS, Peer
 
@@ -90,8 +90,7 @@ def test_figures_are_those_of_a_plain_loop_over_transformers(
     assert (figures["num_tokens"], figures["num_scored_tokens"]) == (len(ids), len(ids) - 1)
     assert (figures["window"], figures["stride"]) == (length, stride)
     assert figures["num_documents"] == len(articles) == 3
-    figures_by_name = {key for key, value in figures.items() if isinstance(value, float)}
-    assert figures_by_name <= figures["conventions"].keys(), "each says its convention"
+    assert len(without_words(figures)) == 19
     json.dumps(figures)
 
 
@@ -131,6 +130,19 @@ def test_reading_more_than_the_model_was_trained_on_is_told(tmp_path: Path) -> N
         assert choose_window(settings, {"config": config}) == (64, 64)
     narrow = replace(settings, window=32, overlapping_eval=8)
     assert choose_window(narrow, {"config": config}) == (32, 8)
+
+
+@pytest.mark.parametrize(("window", "stride"), [(None, 32), (16, 16)])
+def test_a_stride_that_cannot_be_is_told_one_that_can(
+    tmp_path: Path, window: int | None, stride: int
+) -> None:
+    trained = TrainedConfig(load="")
+    with pytest.raises(ValueError, match=f"above 0; --overlapping-eval {stride} would work"):
+        Settings(trained=trained, valid_data=tmp_path, overlapping_eval=0, window=window)
+    config = {"model": {"max_position_embeddings": 64}, "data": {"seq_length": 64}}
+    settings = Settings(trained=trained, valid_data=tmp_path, overlapping_eval=65, window=window)
+    with pytest.raises(ValueError, match=f"left out; --overlapping-eval {stride} would work"):
+        choose_window(settings, {"config": config})
 
 
 def test_the_counts_of_the_whole_file_are_the_papers(test_data: Path) -> None:

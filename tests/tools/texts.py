@@ -1,18 +1,51 @@
-"""What tools/generate.py computes, as a function that ranks can run."""
+"""What tools/generate.py computes, as a function that ranks can run, and what it prints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from megatron.config.parse import parse
 from megatron.train.evaluate import load_newest
+from megatron.train.generate import DivergedError
 from megatron.train.trained import open_trained
 from tests.tiny import mesh_of_ranks
-from tools.generate import Reader, Settings, continue_all, read_prompts
+from tools.generate import Settings, answer, main, read_prompts
+from tools.prompts import Reader
+
+POSITIONS = 48
+TEXTS = ["the thing", "in", "Then, in the inn, the wind is thin.", "the thing"]
 
 
-def texts_of(tensor_size: int, words: list[str]) -> list[list[int]]:
-    """The new tokens of each prompt, on the ranks of this call or in this process."""
+def texts_of(tensor_size: int, words: list[str], broken: int = POSITIONS) -> list[list[int]]:
+    """The new tokens of each prompt, on the ranks of this call or in this process.
+
+    broken: the position from which on the model has diverged.
+    """
     mesh = mesh_of_ranks(tensor_size)
     settings = parse(Settings, words, {})
     folders, tokenizer, manifest = open_trained(settings.trained, settings.parallel, 1)
     positions = manifest["config"]["model"]["max_position_embeddings"]
-    prompts = read_prompts(settings, Reader(tokenizer, positions, settings.max_new_tokens))
+    reader = Reader(tokenizer, positions, settings.max_new_tokens)
+    prompts = read_prompts(settings, reader)
     _, model = load_newest(folders, mesh)
-    return continue_all(model, mesh, prompts, settings, tokenizer.eod)
+    with torch.no_grad():
+        model.position_embedding.weight[broken:] = torch.nan
+    return [record["tokens"] for record in answer(model, mesh, prompts, reader, settings)]
+
+
+def failure_of(tensor_size: int, words: list[str], broken: int) -> str:
+    with pytest.raises(DivergedError) as failure:
+        texts_of(tensor_size, words, broken)
+    return str(failure.value)
+
+
+def generated(
+    capsys: pytest.CaptureFixture[str], trained: Path, *words: str
+) -> list[dict[str, Any]]:
+    """What the program prints."""
+    capsys.readouterr()
+    main(["--load", str(trained), *words], {})
+    return json.loads(capsys.readouterr().out)

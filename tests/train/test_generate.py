@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from megatron.train.evaluate import whole_logits
-from megatron.train.generate import Reader, Sampling, draw, generate, probabilities
+from megatron.train.generate import (
+    DivergedError,
+    Reader,
+    Sampling,
+    draw,
+    generate,
+    probabilities,
+)
 from tests.dist import Pool
 from tests.model.test_gpt2 import from_transformers
 from tests.tiny import (
@@ -166,6 +173,13 @@ def test_a_text_ends_where_it_is_said_to_be_done() -> None:
     assert len(seen) == sum(ends), "a row that has ended is not asked again"
 
 
+@pytest.mark.parametrize("prompts", [[], FULL])
+def test_no_new_token_is_no_continuation(prompts: list[list[int]]) -> None:
+    mesh = mesh_of_ranks(1)
+    with pytest.raises(AssertionError, match="max_new_tokens 0"):
+        generate(tiny_model(mesh)[0].eval(), mesh, prompts, Sampling(0), eod=0)
+
+
 def test_no_prompt_has_no_continuation() -> None:
     mesh = mesh_of_ranks(1)
     assert generate(tiny_model(mesh)[0].eval(), mesh, [], GREEDY, eod=0) == []
@@ -179,7 +193,9 @@ def test_logits_that_are_no_numbers_are_an_error(sampling: Sampling) -> None:
         model.position_embedding.weight[5] = torch.nan
     few = replace(sampling, max_new_tokens=6)
     assert len(generate(model.eval(), mesh, [[1]], replace(few, max_new_tokens=5), eod=None)[0])
-    with pytest.raises(ValueError, match="prompt 8: after 5 new tokens the logits are not numbers"):
+    with pytest.raises(
+        DivergedError, match="prompt 8: after 5 new tokens the logits are not numbers"
+    ):
         generate(model.eval(), mesh, [[1]], few, eod=None, numbers=[7])
 
 

@@ -44,7 +44,7 @@ class CheckpointLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        return self._model.position_embedding.weight.shape[0]
+        return self._model.positions
 
     @property
     def max_gen_toks(self) -> int:

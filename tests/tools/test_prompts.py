@@ -1,0 +1,103 @@
+"""tools/prompts.py: what becomes a prompt, what is refused and where it stands, and typed lines."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.data.tokenizer import GPT2BPETokenizer, read_tokenizer
+from tests.data.samples import write_tokenizer
+from tools.prompts import Lines, Reader, of_command_line, of_file
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Reader:
+    write_tokenizer(tmp_path)
+    tokenizer = read_tokenizer(GPT2BPETokenizer.kind, tmp_path)
+    return Reader(tokenizer, positions=20, max_new_tokens=12)
+
+
+def test_a_prompt_that_just_fits_is_taken(reader: Reader) -> None:
+    assert len(reader.prompt("here", b"x" * 8).tokens) == 8
+
+
+@pytest.mark.parametrize(
+    ("length", "cure"),
+    [
+        (9, "--max-new-tokens 11 would work"),
+        (19, "--max-new-tokens 1 would work"),
+        (20, "a prompt of at most 8 tokens with --max-new-tokens 12 would work"),
+        (50, "a prompt of at most 8 tokens with --max-new-tokens 12 would work"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_named(reader: Reader, length: int, cure: str) -> None:
+    message = f"^here: {length} tokens and --max-new-tokens 12 do not fit .* 20 positions; {cure}$"
+    with pytest.raises(ValueError, match=message):
+        reader.prompt("here", b"x" * length)
+
+
+def test_more_new_tokens_than_positions_are_refused(reader: Reader) -> None:
+    longer = Reader(reader.tokenizer, positions=20, max_new_tokens=20)
+    with pytest.raises(ValueError, match="1 tokens and .*; --max-new-tokens 19 would work"):
+        longer.prompt("here", b"")
+    with pytest.raises(ValueError, match="at most 1 tokens with --max-new-tokens 19 would work"):
+        longer.prompt("here", b"x" * 20)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"in\n\nthe\n", "line 2 is blank"),
+        (b"", "is empty; a file of texts, one a line, would work"),
+        (b"\xef\xbb\xbf", "is empty; "),
+        (b"\n", "line 1 is blank"),
+        (b"in\n \t\r\n", "line 2 is blank"),
+        (b"in\nthe \xff\n", "line 2 is not UTF-8 text"),
+        (b"in\n" + b"x" * 30, r"line 2: 30 tokens and --max-new-tokens 12 do not fit"),
+    ],
+)
+def test_a_file_of_prompts_is_refused_with_its_line(
+    reader: Reader, tmp_path: Path, content: bytes, message: str
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"--prompt-file {file}.*{message}"):
+        prompts_of(reader, of_file(file))
+
+
+def prompts_of(reader: Reader, contents: dict[str, bytes]) -> list[str]:
+    return [reader.prompt(place, content).text for place, content in contents.items()]
+
+
+def test_a_file_is_read_line_by_line_whatever_ends_them(reader: Reader, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"\xef\xbb\xbfin\r\n the \nno end")
+    assert prompts_of(reader, of_file(file)) == ["in", " the ", "no end"]
+
+
+def test_what_is_no_file_of_prompts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="--prompt-file nowhere: no such file"):
+        of_file(Path("nowhere"))
+    with pytest.raises(ValueError, match=f"--prompt-file {tmp_path} is a folder; a file of texts"):
+        of_file(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is no regular file; a file of texts"):
+        of_file(tmp_path / "pipe")
+
+
+def test_a_prompt_of_bytes_that_are_no_text_is_refused(reader: Reader) -> None:
+    with pytest.raises(ValueError, match="--prompt 2 is not UTF-8 text: .* 0xff in position 1"):
+        prompts_of(reader, of_command_line(["\u00fc", "x\udcff"]))
+
+
+def test_lines_come_as_they_are_typed() -> None:
+    end, keyboard = os.pipe()
+    lines = Lines(end)
+    assert lines.next(0) is None
+    os.write(keyboard, b"the")
+    assert lines.next(0) is None, "it has no end"
+    os.write(keyboard, b" wind\r\nin\n\xff")
+    assert [lines.next(0) for _ in range(3)] == [b"the wind", b"in", None]
+    os.close(keyboard)
+    assert [lines.next(0) for _ in range(3)] == [b"\xff", b"", b""]
+    os.close(end)

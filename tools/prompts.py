@@ -1,0 +1,126 @@
+"""Texts to continue: of the command line, of a file, or typed; and how they become prompts."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megatron.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Turns text into prompts that a model of so many positions can continue."""
+
+    tokenizer: Tokenizer
+    positions: int
+    max_new_tokens: int
+
+    def prompt(self, place: str, content: bytes) -> Prompt:
+        """place: where the content stands, for the message of the ValueError if it is not UTF-8
+        or does not fit."""
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{place} is not UTF-8 text: {error}") from error
+        tokens = self.tokenizer.encode(text) or [self.tokenizer.eod]
+        room = self.positions - len(tokens)
+        if room < self.max_new_tokens:
+            new = min(self.max_new_tokens, self.positions - 1)
+            cure = f"a prompt of at most {self.positions - new} tokens with --max-new-tokens {new}"
+            raise ValueError(
+                f"{place}: {len(tokens)} tokens and --max-new-tokens {self.max_new_tokens} do not "
+                f"fit the model's {self.positions} positions; "
+                f"{f'--max-new-tokens {room}' if room > 0 else cure} would work"
+            )
+        return Prompt(text, tokens)
+
+
+def of_command_line(texts: Sequence[str]) -> dict[str, bytes]:
+    """{flag and number: content}; bytes that were no UTF-8 are themselves again."""
+    return {f"--prompt {n}": t.encode(errors="surrogateescape") for n, t in enumerate(texts, 1)}
+
+
+def of_file(file: Path) -> dict[str, bytes]:
+    """{file and line number: content}. Raises ValueError or FileNotFoundError."""
+    if not file.exists():
+        raise FileNotFoundError(f"--prompt-file {file}: no such file")
+    fault = "is a folder" if file.is_dir() else "" if file.is_file() else "is no regular file"
+    content = b"" if fault else file.read_bytes().removeprefix(BOM_UTF8)
+    if not content:
+        raise ValueError(
+            f"--prompt-file {file} {fault or 'is empty'}; a file of texts, one a line, would work"
+        )
+    lines = content.removesuffix(b"\n").split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            raise ValueError(
+                f"--prompt-file {file}, line {number} is blank; a file without blank lines would "
+                'work, and --prompt "" for an empty prompt'
+            )
+    return {
+        f"--prompt-file {file}, line {n}": e.removesuffix(b"\r") for n, e in enumerate(lines, 1)
+    }
+
+
+def typed_lines(mesh: Mesh) -> Iterator[bytes]:
+    """What is typed at the first rank up to an empty line, line by line, on every rank.
+
+    The others are told every second that nothing has come, since a long silence is a failure.
+    """
+    lines = Lines(sys.stdin.fileno()) if mesh.is_first else None
+    is_seen = mesh.is_first and sys.stdin.isatty() and sys.stderr.isatty()
+    _show("ready: an empty line ends\n", is_seen)
+    while True:
+        _show("> ", is_seen)
+        line = None
+        while line is None:
+            line = mesh.peers.gather(None if lines is None else lines.next(1.0))[0]
+        if not line:
+            return
+        yield line
+
+
+def _show(sign: str, is_seen: bool) -> None:
+    if is_seen:
+        print(sign, end="", file=sys.stderr, flush=True)
+
+
+class Lines:
+    """Lines of a terminal, pipe or file, waited for so long at most.
+
+    The descriptor itself is read: a thread that waited in Python's own reader would hold its lock
+    when the program ends, which aborts it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._unread = b""
+
+    def next(self, seconds: float) -> bytes | None:
+        """The next line without its end, None if it does not come in time, b"" after the last."""
+        if b"\n" not in self._unread:
+            if not select.select([self._descriptor], [], [], seconds)[0]:
+                return None
+            more = os.read(self._descriptor, 1 << 16)
+            self._unread += more or b"\n"  # which ends the last line, if it has no end
+        line, end, rest = self._unread.partition(b"\n")
+        if not end:
+            return None
+        self._unread = rest
+        return line.rstrip(b"\r")
