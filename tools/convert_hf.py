@@ -20,6 +20,7 @@ import tyro
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.interrupt import interruptible
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import user_errors
 from megatron.config.trained import TrainedConfig
@@ -116,7 +117,7 @@ def _open_whole(trained: TrainedConfig) -> tuple[Path, dict[str, Any], Tokenizer
 
 
 if __name__ == "__main__":
-    with user_errors(os.environ):
+    with interruptible(os.environ), user_errors(os.environ):
         tyro.extras.subcommand_cli_from_dict(
             {"import": import_model, "export": export_model}, config=(tyro.conf.DisallowNone,)
         )

@@ -22,13 +22,14 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checks import SettingError, flag, optional_positive
+from megatron.config.interrupt import interruptible
 from megatron.config.launch import world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from megatron.config.trained import TrainedConfig
 from megatron.train.trained import open_trained
 from tasks.common import EvaluationConfig
-from tasks.main import describe, publish
+from tasks.main import describe, identify, publish
 from tools.harness.definitions import READERS, find_harness, write_definition
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Settings:
     """Documents of each task, the first ones; all if not given."""
 
     micro_batch_size: int = 8
-    """Windows of one forward pass; does not change the result."""
+    """Windows of one forward pass; changes the result by rounding alone."""
 
     output: Path | None = None
     """JSON file for the result, which is printed as well."""
@@ -154,8 +155,9 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         from megatron.train.state import DTYPES
         from tools.harness.language_model import CheckpointLM
 
-        with launch(settings.parallel, environ) as mesh, user_errors(environ, agreed=True):
-            checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
+        with launch(settings.parallel, environ) as mesh:
+            with user_errors(environ, agreed=True):
+                checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
             lm = CheckpointLM(model, mesh, tokenizer, settings.micro_batch_size)
             found = ask(lm, settings.names, manager, settings.limit)
             if mesh.is_first:
@@ -164,12 +166,16 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
                     "documents": found["n-samples"],
                     "versions": found["versions"],
                     "limit": settings.limit,
+                    "micro_batch_size": settings.micro_batch_size,
+                    "data": [identify(file) for file in settings.local_data.values()],
                     "lm_eval": version("lm-eval"),
                     **describe(checkpoint, model, mesh, settings.trained.dtype),
                     "command": ["tools/lm_harness.py", *arguments],
                 }
-                publish("lm-evaluation-harness", record, settings.evaluation)
+                with user_errors(environ):
+                    publish("lm-evaluation-harness", record, settings.evaluation)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], os.environ)
+    with interruptible(os.environ):
+        main(sys.argv[1:], os.environ)
