@@ -21,15 +21,17 @@ class ParallelConfig:
     def check(self, heads: int, world_size: int) -> None:
         """Raise SettingError where attention heads or processes cannot be shared out evenly."""
         size = self.tensor_model_parallel_size
-        works = max(n for n in range(1, size + 1) if heads % n == 0 and world_size % n == 0)
-        cure = f"--tensor-model-parallel-size {works}"
         if heads % size:
+            works = max(n for n in range(1, size) if heads % n == 0)
+            where = f", on a multiple of {works} processes" if world_size % works else ""
             raise SettingError(
-                f"--tensor-model-parallel-size {size} does not divide the model's {heads} "
-                f"attention heads; {cure} would work on {world_size} processes"
+                f"--num-attention-heads {heads} does not divide by --tensor-model-parallel-size "
+                f"{size}; --tensor-model-parallel-size {works} would work{where}"
             )
         if world_size % size:
+            works = max(n for n in range(1, size) if heads % n == 0 and world_size % n == 0)
             raise SettingError(
                 f"--tensor-model-parallel-size {size} does not fit a world of {world_size} "
-                f"processes; --nproc-per-node {size} of torchrun would work, or {cure}"
+                f"processes; --nproc-per-node {size} of torchrun would work, or "
+                f"--tensor-model-parallel-size {works}"
             )

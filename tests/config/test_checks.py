@@ -120,7 +120,7 @@ def test_refused(section: type, values: dict[str, Any], message: str) -> None:
         (
             3,
             {"tensor_model_parallel_size": 3},
-            "--tensor-model-parallel-size 3 .* 4 attention heads; .*parallel-size 1 would work",
+            "--num-attention-heads 4 .*-parallel-size 2 would work, on a multiple of 2 processes",
         ),
         (
             6,

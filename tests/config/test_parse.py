@@ -209,7 +209,7 @@ def test_a_program_needs_neither_torch_nor_numpy_to_check_its_flags() -> None:
         *SMALL, "--model-parallel-size", "3", environ={"RANK": "0", "WORLD_SIZE": "3"}
     )
     assert (bad.returncode, bad.stdout) == (2, "")
-    assert bad.stderr.startswith("error: --tensor-model-parallel-size 3 does not divide")
+    assert bad.stderr.startswith("error: --num-attention-heads 4 does not divide by --tensor")
     assert len(bad.stderr.splitlines()) == 1
 
 

@@ -107,7 +107,7 @@ def test_a_kind_of_tokenizer_that_is_not_known(trained: TrainedConfig) -> None:
         (
             3,
             3,
-            "--tensor-model-parallel-size 3 does not divide the model's 4 .*parallel-size 1 would",
+            "--num-attention-heads 4 does not .*parallel-size 2 would work, on a multiple of 2",
         ),
     ],
 )
