@@ -37,7 +37,7 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.train.trained import open_trained
 from tasks import lambada
 from tasks.common import score_windows
-from tools.harness.definitions import find_harness, read_passages
+from tools.harness.definitions import READERS, find_harness
 from tools.lm_harness import ask, find_tasks, write_local
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +86,7 @@ def make_checkpoint(folder: Path, passages: Path, vocab_file: Path, merge_file: 
     )
     model = transformers.GPT2LMHeadModel(config)
     tokenizer = build_tokenizer("GPT2BPETokenizer", str(vocab_file), str(merge_file))
-    teach(model, [tokenizer.encode(text) for text in read_passages(passages)[::2]])
+    teach(model, [tokenizer.encode(text) for text in READERS["lambada_openai"](passages)[::2]])
     model.save_pretrained(folder / "made")
     program(
         "tools/convert_hf.py", "import", "--from", folder / "made", "--to", folder / "checkpoint",

@@ -303,7 +303,7 @@ def test_an_error_of_a_task_keeps_its_traceback(
 
 def test_ctrl_c_is_one_word(peer: Peer, tmp_path: Path) -> None:
     (tmp_path / "faulty").mkdir()
-    stop = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    stop = "import signal; signal.raise_signal(signal.SIGINT)"  # to this thread, and at once
     code = BROKEN.replace("question, answer = [number]", stop)
     (tmp_path / "faulty" / "stopped.py").write_text(code, encoding="utf-8")
     ended = subprocess.run(
