@@ -3,6 +3,7 @@
 import os
 import resource
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if folder is not None and not Path(folder).is_dir():
         raise pytest.UsageError(f"{VARIABLE}={folder} is not a folder; unset it to skip real data")
     config.pluginmanager.register(RealData())
+    # A shell starts what runs in the background with SIGINT ignored, and so would be every program
+    # that a test starts and interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
