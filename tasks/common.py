@@ -124,12 +124,15 @@ class Task(ABC):
 
     prompts: Prompts | None = None
     """Of a task that compares what the model writes."""
+    windows: Windows
+    """Those of a task that has made them; one that makes each when it is asked for has its own
+    __len__ and __getitem__ instead."""
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.windows)
 
-    @abstractmethod
-    def __getitem__(self, number: int) -> Window: ...
+    def __getitem__(self, number: int) -> Window:
+        return self.windows[number]
 
     @abstractmethod
     def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> Mapping[str, Any]:

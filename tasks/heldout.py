@@ -90,12 +90,6 @@ class HeldOut(Task):
     stream: Joined
     windows: Joined
 
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, number: int) -> Window:
-        return self.windows[number]
-
     def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> dict[str, Any]:
         text, cloze = scores[: len(self.stream)], scores[len(self.stream) :]
         vocabulary, end = self.tokenizer.vocab_size, self.tokenizer.eod

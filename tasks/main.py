@@ -8,7 +8,6 @@ taken, of which model and data, and last, to be seen on a screen, the figures.
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import os
 import sys
@@ -28,6 +27,7 @@ from megatron.config.checks import SettingError
 from megatron.config.interrupt import interruptible
 from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
+from megatron.data.files import sha256, write_whole
 from megatron.train.trained import open_trained
 from tasks import paper
 from tasks.common import EvaluationConfig, Task, continue_prompts, score_windows
@@ -130,9 +130,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 
 def identify(file: Path) -> dict[str, Any]:
     """What tells whether two records are of the same input."""
-    with file.open("rb") as stream:
-        checksum = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"file": str(file), "bytes": file.stat().st_size, "sha256": checksum}
+    return {"file": str(file), "bytes": file.stat().st_size, "sha256": sha256(file)}
 
 
 def arrange(name: str, figures: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,9 +187,7 @@ def publish(name: str, record: dict[str, Any], section: EvaluationConfig) -> Non
     if beside:
         print(beside, file=sys.stderr)
     if section.output is not None:
-        partial = section.output.with_name(f".{section.output.name}.partial")
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(section.output)
+        write_whole(section.output, text.encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron.config.checks import SettingError, optional_positive
 from megatron.data.tokenizer import Tokenizer
-from tasks.common import Joined, Scores, Sliding, Task, TaskSettings, Window, read_text
+from tasks.common import Joined, Scores, Sliding, Task, TaskSettings, read_text
 
 CURE = "the raw wiki.valid.tokens or wiki.test.tokens of WikiText103 would work"
 PAPERS_STRIDE = 32  # appendix E
@@ -87,12 +87,6 @@ class WikiText103(Task):
     articles: Sequence[str]
     stream: Sliding
     windows: Joined
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, number: int) -> Window:
-        return self.windows[number]
 
     def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> dict[str, Any]:
         stream, alone = scores[: len(self.stream)], scores[len(self.stream) :]

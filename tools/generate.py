@@ -27,6 +27,7 @@ from megatron.config.launch import world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from megatron.config.trained import TrainedConfig
+from megatron.data.files import write_whole
 from megatron.train.trained import open_trained
 from tools.prompts import Prompt, Reader, of_command_line, of_file, typed_lines
 
@@ -194,9 +195,7 @@ def publish(records: Sequence[Mapping[str, Any]], settings: Settings) -> None:
     if not settings.interactive:
         print(text, flush=True)
     if settings.output is not None:
-        partial = settings.output.with_name(f".{settings.output.name}.partial")
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(settings.output)
+        write_whole(settings.output, text.encode() + b"\n")
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
-from megatron.data.files import flush_to_disk, temporary, with_suffix
+from megatron.data.files import with_suffix, write_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,8 @@ class Description:
 
     def write(self, prefix: str) -> None:
         """Put the sidecar in place, whole."""
-        file = with_suffix(prefix, ".json")
-        with temporary(file).open("wb") as stream:
-            stream.write(json.dumps(asdict(self), indent=2).encode() + b"\n")
-            flush_to_disk(stream)
-        temporary(file).replace(file)
+        content = json.dumps(asdict(self), indent=2).encode() + b"\n"
+        write_whole(with_suffix(prefix, ".json"), content)
 
 
 def join_descriptions(parts: Sequence[Description]) -> Description:

@@ -21,6 +21,19 @@ def temporary(file: Path) -> Path:
     return file.with_name(f"{file.name}.tmp{os.getpid()}")
 
 
+def write_whole(file: Path, content: bytes) -> None:
+    """Put the file in place with all of the content, or leave what was there."""
+    staged = temporary(file)
+    try:
+        with staged.open("wb") as stream:
+            stream.write(content)
+            flush_to_disk(stream)
+        staged.replace(file)
+    except OSError:
+        staged.unlink(missing_ok=True)
+        raise
+
+
 def flush_to_disk(stream: BinaryIO) -> None:
     stream.flush()
     os.fsync(stream.fileno())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.config.checkpoints import read_manifest
+from megatron.data.files import temporary
 from tasks.main import ROOT, main
 from tests.data.samples import write_data
 from tests.tasks.figures import figures_of, without_words
@@ -70,7 +71,7 @@ def test_the_record_says_what_was_evaluated_and_how(
     assert [row["model"] for row in record["paper"]["rows"] if row["nearest"]] == ["355M"]
     assert "0.6651" in printed.err
     assert "5,153 passages" in printed.err
-    assert not list(tmp_path.glob(".*")), "nothing is left of the writing"
+    assert not list(tmp_path.glob("*.tmp*")), "nothing is left of the writing"
 
 
 def test_every_layout_of_processes_writes_the_same_record(
@@ -320,7 +321,7 @@ def test_ctrl_c_is_one_word(peer: Peer, tmp_path: Path) -> None:
 def test_a_result_that_cannot_be_written_is_one_line(
     peer: Peer, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / ".x.json.partial").mkdir()
+    temporary(tmp_path / "x.json").mkdir()
     error = refusal(flags("LAMBADA", plain, peer, "--output", str(tmp_path / "x.json")), capsys)
     assert error.splitlines()[-1].startswith("error: [Errno 21] Is a directory")
 
