@@ -1,13 +1,18 @@
 """The transformer's shape, dropout and initialisation."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron.config.checks import SettingError, fraction, optional_positive, positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    """GPT-2's; other kinds of model add to it."""
+
+    kind: ClassVar[str] = "gpt2"
+    """What checkpoints call such a model."""
+
     num_layers: int
     """Transformer layers."""
 

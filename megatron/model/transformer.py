@@ -1,10 +1,11 @@
-"""The transformer of section 3 of the paper, with pre-LN residuals.
+"""The transformer of section 3 of the paper, in either order of norm and residual (section 5.2).
 
     b batch   s sequence   n = b s tokens   h hidden   a heads   d = h/a head size
     t tensor-parallel size, which this file never reads: what is cut is left to the kit
 
-        x = x + dropout(Attention(LayerNorm(x)))
-        x = x + dropout(MLP(LayerNorm(x)))
+    pre-LN, the paper's (figure 7, b)            post-LN, the original BERT's (figure 7, a)
+        x = x + dropout(Attention(LayerNorm(x)))     x = LayerNorm(x + dropout(Attention(x)))
+        x = x + dropout(MLP(LayerNorm(x)))           x = LayerNorm(x + dropout(MLP(x)))
 
 The stream between layers is [n, h]; only attention unfolds it to [b, ...].
 """
@@ -49,25 +50,29 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """[n, h] to [n, 4h/t] to [n, h]; GeLU acts on each rank's columns alone."""
 
-    def __init__(self, section: ModelConfig, kit: Kit) -> None:
+    def __init__(self, section: ModelConfig, kit: Kit, gelu: str) -> None:
+        """gelu: "tanh" for the approximation, "none" for the exact one."""
         super().__init__()
+        self.gelu = gelu
         h, std = section.hidden_size, section.init_method_std
         self.up = kit.column(h, 4 * h, std=std)
         self.down = kit.row(4 * h, h, std=std / sqrt(2 * section.num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.gelu(self.up(x), approximate=self.gelu))
 
 
 class TransformerLayer(nn.Module):
-    def __init__(self, section: ModelConfig, kit: Kit, number: int) -> None:
+    """Pre-LN: nothing but additions on the path of the residuals."""
+
+    def __init__(self, section: ModelConfig, kit: Kit, number: int, gelu: str) -> None:
         super().__init__()
         place = f"layers.{number}"
         self.attention_norm = kit.norm(section.hidden_size, epsilon=section.layernorm_epsilon)
         self.attention = Attention(section, kit, f"{place}.attention")
         self.attention_dropout = kit.dropout(section.hidden_dropout, f"{place}.attention")
         self.mlp_norm = kit.norm(section.hidden_size, epsilon=section.layernorm_epsilon)
-        self.mlp = MLP(section, kit)
+        self.mlp = MLP(section, kit, gelu)
         self.mlp_dropout = kit.dropout(section.hidden_dropout, f"{place}.mlp")
 
     def forward(
@@ -78,13 +83,37 @@ class TransformerLayer(nn.Module):
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
 
 
+class PostNormLayer(TransformerLayer):
+    """Post-LN: the same parts, and every sum passes through a norm."""
+
+    def forward(
+        self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        heads = self.attention(x, batch, mask, cache)
+        x = self.attention_norm(x + self.attention_dropout(heads))
+        return self.mlp_norm(x + self.mlp_dropout(self.mlp(x)))
+
+
+RESIDUAL_ORDERS = {"pre-ln": TransformerLayer, "post-ln": PostNormLayer}
+
+
 class Transformer(nn.Module):
     """A range of layers; they keep their numbers in the whole model, in names and in streams."""
 
-    def __init__(self, section: ModelConfig, kit: Kit, numbers: Iterable[int]) -> None:
+    def __init__(
+        self,
+        section: ModelConfig,
+        kit: Kit,
+        numbers: Iterable[int],
+        *,
+        order: str = "pre-ln",
+        gelu: str = "tanh",
+    ) -> None:
+        """order: a key of RESIDUAL_ORDERS. gelu: as of MLP."""
         super().__init__()
+        make = RESIDUAL_ORDERS[order]
         self.layers = nn.ModuleDict(
-            {str(number): TransformerLayer(section, kit, number) for number in numbers}
+            {str(number): make(section, kit, number, gelu) for number in numbers}
         )
         self.checkpoint = kit.checkpoint if section.checkpoint_activations else None
 

@@ -17,6 +17,7 @@ from megatron.parallel.layers import (
     LAYER_NORMS,
     AttentionCore,
     ColumnParallelLinear,
+    Linear,
     PositionEmbedding,
     RowParallelLinear,
     SharedDropout,
@@ -35,12 +36,13 @@ class Kit:
 
     column: Maker  # (in, out, parts=, std=): [n, in] to the parallel region
     row: Maker  # (in, out, std=): from the parallel region to [n, out]
+    linear: Maker  # (in, out, std=): outside the parallel region
     word_embedding: Maker  # (vocabulary, hidden, divisible_by=, std=)
     position_embedding: Maker  # (positions, hidden, std=)
     norm: Maker  # (hidden, epsilon=)
     dropout: Maker  # (p, place): outside the parallel region
     attention_core: Maker  # (dropout, place): inside the parallel region
-    head: Maker  # (vocabulary): logits or loss from [n, h] and the word embedding's weight
+    head: Maker  # (vocabulary, bias_divisible_by=None): logits or loss of [n, h], tied
     checkpoint: Callable[..., Tensor]  # (function, *arguments): recompute in the backward
 
 
@@ -52,6 +54,7 @@ def kit_1d(mesh: Mesh, streams: RandomStreams, *, norm: str = "torch") -> Kit:
     make: Any = {
         "column": ColumnParallelLinear,
         "row": RowParallelLinear,
+        "linear": Linear,
         "word_embedding": VocabParallelEmbedding,
         "position_embedding": PositionEmbedding,
         "norm": LAYER_NORMS[norm],

@@ -112,6 +112,28 @@ class RowParallelLinear(LaidOut):
         return reduce_from(F.linear(x, self.weight), self.axis).add_(self.bias)
 
 
+class Linear(LaidOut):
+    """x [n, in] to [n, out], the same on every rank: for what is small beside a layer."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, mesh: Mesh, in_features: int, out_features: int, *, std: float) -> None:
+        super().__init__()
+        shape, partial = (out_features, in_features), (mesh.data,)
+        self.add_parameter("weight", Layout(shape=shape, partial=partial, std=std))
+        self.add_parameter("bias", Layout(shape=shape[:1], partial=partial, decay=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def _padded(vocab_size: int, divisible_by: int, mesh: Mesh) -> int:
+    """Rows of the vocabulary with the padding that lets it be cut over the tensor axis."""
+    multiple = divisible_by * mesh.tensor.size
+    return -(-vocab_size // multiple) * multiple
+
+
 class VocabParallelEmbedding(LaidOut):
     """Token ids [n] to [n, h]: each rank looks up its own rows, g adds them up.
 
@@ -127,13 +149,12 @@ class VocabParallelEmbedding(LaidOut):
         super().__init__()
         self.axis = mesh.tensor
         self.vocab_size = vocab_size
-        multiple = divisible_by * mesh.tensor.size
         self.add_parameter(
             "weight",
             Layout(
                 shape=(vocab_size, hidden_size),
                 cuts=((0, mesh.tensor),),
-                padded_rows=-(-vocab_size // multiple) * multiple,
+                padded_rows=_padded(vocab_size, divisible_by, mesh),
                 partial=(mesh.data,),
                 std=std,
             ),
@@ -199,24 +220,42 @@ class ApexLayerNorm(LayerNorm):
 LAYER_NORMS = {"torch": LayerNorm, "apex": ApexLayerNorm}
 
 
-class VocabParallelHead(nn.Module):
+class VocabParallelHead(LaidOut):
     """Output layer tied to the word embedding, and its loss.
 
     It owns no weight and is given the embedding's, so that the tie needs no care: nothing that
     copies, casts or shards the model can undo it.
     """
 
-    def __init__(self, mesh: Mesh, vocab_size: int) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, mesh: Mesh, vocab_size: int, *, bias_divisible_by: int | None = None
+    ) -> None:
+        """bias_divisible_by: as of the embedding, for a bias of each token; None for no biases."""
         super().__init__()
         self.axis = mesh.tensor
         self.vocab_size = vocab_size
+        if bias_divisible_by is None:
+            self.register_parameter("bias", None)
+            return
+        layout = Layout(
+            shape=(vocab_size,),
+            cuts=((0, mesh.tensor),),
+            padded_rows=_padded(vocab_size, bias_divisible_by, mesh),
+            partial=(mesh.data,),
+            decay=False,
+        )
+        self.add_parameter("bias", layout)
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
         """x [n, h], weight [v/t, h]: this rank's logits [n, v/t], or the loss of labels, [n]."""
         x = copy_to(x, self.axis)
+        if labels is None and self.bias is None and x.shape[0] <= FEW:
+            return _few_rows(x, weight)
+        logits = F.linear(x, weight, self.bias)
         if labels is None:
-            return _few_rows(x, weight) if x.shape[0] <= FEW else F.linear(x, weight)
-        logits = F.linear(x, weight)
+            return logits
         return vocab_parallel_cross_entropy(logits, labels, self.axis, self.vocab_size)
 
 

@@ -1,4 +1,4 @@
-"""A kit of plain torch modules: the same GPT-2 with nothing of megatron/parallel in it."""
+"""A kit of plain torch modules: the same models with nothing of megatron/parallel in them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +25,14 @@ class PlainAttention(nn.Module):
 
 
 class PlainHead(nn.Module):
+    def __init__(self, vocabulary: int, *, bias_divisible_by: int | None = None) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(vocabulary)) if bias_divisible_by else None
+
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
         logits = x @ weight.T
+        if self.bias is not None:
+            logits = logits + self.bias
         return logits if labels is None else F.cross_entropy(logits, labels, reduction="none")
 
 
@@ -37,12 +43,13 @@ def recompute(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
 DENSE_KIT = Kit(
     column=lambda inputs, outputs, parts=1, std=0.0: nn.Linear(inputs, parts * outputs),
     row=lambda inputs, outputs, std: nn.Linear(inputs, outputs),
+    linear=lambda inputs, outputs, std: nn.Linear(inputs, outputs),
     word_embedding=lambda vocabulary, hidden, divisible_by, std: nn.Embedding(vocabulary, hidden),
     position_embedding=lambda positions, hidden, std: nn.Embedding(positions, hidden),
     norm=lambda hidden, epsilon: nn.LayerNorm(hidden, eps=epsilon),
     dropout=lambda p, place: nn.Dropout(p),
     attention_core=lambda dropout, place: PlainAttention(),
-    head=lambda vocabulary: PlainHead(),
+    head=PlainHead,
     checkpoint=recompute,
 )
 

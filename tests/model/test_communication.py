@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from megatron.parallel.collectives import copy_to
-from megatron.train.step import summed_loss
 from tests.dist import Pool
 from tests.tiny import (
     SEQUENCE,
     Communication,
     mesh_of_ranks,
     samples,
+    summed_loss,
     tiny_model,
     tiny_section,
 )

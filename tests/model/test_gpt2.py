@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.data.gpt2 import Batch
+from megatron.data.gpt2 import GPT2Batch
 from megatron.model.gpt2 import document_mask
 from megatron.parallel.layers import AttentionCore, SharedDropout
 from megatron.parallel.layout import layouts
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import whole_logits
-from megatron.train.step import summed_loss
 from tests.dist import Pool
 from tests.model.dense import dense_gpt2
 from tests.tiny import (
@@ -28,6 +27,7 @@ from tests.tiny import (
     rows,
     samples,
     scatter_weights,
+    summed_loss,
     tiny_model,
     tiny_section,
     tiny_weights,
@@ -36,7 +36,7 @@ from tests.tiny import (
 CPU = torch.device("cpu")
 
 
-def with_documents(batch: Batch) -> Batch:
+def with_documents(batch: GPT2Batch) -> GPT2Batch:
     """The samples cut into documents, differently for each; attention and positions reset."""
     starts = np.zeros_like(batch.tokens)
     for number, sample in enumerate(starts):
@@ -48,7 +48,9 @@ def with_documents(batch: Batch) -> Batch:
 
 @pytest.mark.parametrize("prepare", [lambda batch: batch, with_documents])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_it_equals_plain_modules(prepare: Callable[[Batch], Batch], recompute: bool) -> None:
+def test_it_equals_plain_modules(
+    prepare: Callable[[GPT2Batch], GPT2Batch], recompute: bool
+) -> None:
     section = tiny_section(checkpoint_activations=recompute)
     model, _ = tiny_model(serial_mesh(), section)
     weights = {name: weight.double() for name, weight in tiny_weights(model).items()}
@@ -56,7 +58,7 @@ def test_it_equals_plain_modules(prepare: Callable[[Batch], Batch], recompute: b
     batch = prepare(samples(3))
 
     (loss, count), (expected, _) = (summed_loss(each, batch, CPU) for each in (model, dense))
-    assert count.item() == batch.loss_mask.sum()
+    assert count == batch.loss_mask.sum()
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
 
     loss.backward()

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from megatron.parallel.layout import layouts
-from megatron.train.step import summed_loss
 from tests.dist import Pool
 from tests.tiny import (
     gather_whole,
     mesh_of_ranks,
     micro_batches,
     samples,
+    summed_loss,
     tiny_model,
     tiny_section,
 )

@@ -1,0 +1,115 @@
+"""BERT: an encoder that sees both ways, and the heads it is pretrained with (paper, section 5.2).
+
+b sequences   s tokens of each   n = b s   h hidden   v padded vocabulary   k picked places
+
+pre-LN:  transformer(sum of embeddings), then a final norm
+post-LN: transformer(norm(sum of embeddings)); its layers end in norms of their own
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.bert import TOKEN_TYPES, BertConfig
+from megatron.model.transformer import Transformer
+from megatron.parallel.kit import Kit
+
+
+class BertEncoder(nn.Module):
+    """Token ids and types [b, s] to [n, h]."""
+
+    def __init__(self, section: BertConfig, kit: Kit, vocab_size: int) -> None:
+        """vocab_size: the true one; the kit pads it."""
+        super().__init__()
+        h, std = section.hidden_size, section.init_method_std
+        is_pre = section.residual_order == "pre-ln"
+        self.word_embedding = kit.word_embedding(
+            vocab_size, h, divisible_by=section.make_vocab_size_divisible_by, std=std
+        )
+        self.position_embedding = kit.position_embedding(
+            section.max_position_embeddings, h, std=std
+        )
+        self.token_type_embedding = kit.position_embedding(TOKEN_TYPES, h, std=std)
+        self.embedding_norm = (
+            nn.Identity() if is_pre else kit.norm(h, epsilon=section.layernorm_epsilon)
+        )
+        self.embedding_dropout = kit.dropout(section.hidden_dropout, "embedding")
+        self.transformer = Transformer(
+            section, kit, range(section.num_layers), order=section.residual_order, gelu="none"
+        )
+        self.final_norm = (
+            kit.norm(h, epsilon=section.layernorm_epsilon) if is_pre else nn.Identity()
+        )
+
+    def forward(self, tokens: Tensor, token_types: Tensor, is_real: Tensor) -> Tensor:
+        """tokens, token_types: int64 [b, s]; is_real: bool [b, s], False for padding.
+
+        No token attends to padding; what comes out at padding means nothing.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x = (
+            self.word_embedding(tokens.flatten())
+            + self.position_embedding(positions.flatten())
+            + self.token_type_embedding(token_types.flatten())
+        )
+        x = self.embedding_dropout(self.embedding_norm(x))
+        return self.final_norm(self.transformer(x, tokens.shape[0], is_real[:, None, None, :]))
+
+
+class Pooler(nn.Module):
+    """What is seen at the first token of each sequence: [n, h] of b sequences to [b, h]."""
+
+    def __init__(self, section: BertConfig, kit: Kit) -> None:
+        super().__init__()
+        h = section.hidden_size
+        self.dense = kit.linear(h, h, std=section.init_method_std)
+
+    def forward(self, x: Tensor, batch: int) -> Tensor:
+        return torch.tanh(self.dense(x.view(batch, -1, x.shape[1])[:, 0]))
+
+
+class MaskedTokenHead(nn.Module):
+    """Logits or losses of tokens that the input hides; tied to the word embedding."""
+
+    def __init__(self, section: BertConfig, kit: Kit, vocab_size: int) -> None:
+        super().__init__()
+        h = section.hidden_size
+        self.dense = kit.linear(h, h, std=section.init_method_std)
+        self.norm = kit.norm(h, epsilon=section.layernorm_epsilon)
+        self.head = kit.head(vocab_size, bias_divisible_by=section.make_vocab_size_divisible_by)
+
+    def forward(self, x: Tensor, embedding: Tensor, labels: Tensor | None = None) -> Tensor:
+        """x [k, h], embedding [v/t, h]: logits [k, v/t], or the loss of labels, [k]."""
+        return self.head(self.norm(F.gelu(self.dense(x))), embedding, labels)
+
+
+class BERT(nn.Module):
+    def __init__(self, section: BertConfig, kit: Kit, vocab_size: int) -> None:
+        """vocab_size: the true one; the kit pads it."""
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.encoder = BertEncoder(section, kit, vocab_size)
+        self.pooler = Pooler(section, kit)
+        self.mlm = MaskedTokenHead(section, kit, vocab_size)
+        self.sop = kit.linear(section.hidden_size, 2, std=section.init_method_std)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        token_types: Tensor,
+        is_real: Tensor,
+        picked: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(of masked-token prediction, of sentence order): logits [k, v/t] of this rank's columns,
+        or with labels the loss of each [k]; and logits [b, 2], of segments in order and swapped.
+
+        tokens, token_types, is_real: as of the encoder. picked: int64 [k], the places (row x s +
+        column) to predict; None for all n. labels: int64 [k].
+        """
+        x = self.encoder(tokens, token_types, is_real)
+        order = self.sop(self.pooler(x, tokens.shape[0]))
+        rows = x if picked is None else x[picked]
+        return self.mlm(rows, self.encoder.word_embedding.weight, labels), order

@@ -1,0 +1,36 @@
+"""A pretrained BERT, with the head of a task in place of its own (paper, section 5.2)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.config.bert import FinetunedConfig
+from megatron.model.bert import BertEncoder, Pooler
+from megatron.parallel.kit import Kit
+
+SPAN_ENDS = 2  # scores of a token as the first and as the last one of a span
+
+
+class FinetunedBert(nn.Module):
+    """A linear layer, after dropout, on what the encoder sees.
+
+    A classifier scores its classes and a choice one option at a time, both at the first token; a
+    span is told from scores at every token, and has no pooler.
+    """
+
+    def __init__(self, section: FinetunedConfig, kit: Kit, vocab_size: int) -> None:
+        """vocab_size: the true one; the kit pads it."""
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.encoder = BertEncoder(section, kit, vocab_size)
+        self.pooler = None if section.head == "span" else Pooler(section, kit)
+        self.dropout = kit.dropout(section.hidden_dropout, "head")
+        outputs = {"classifier": len(section.labels), "choice": 1, "span": SPAN_ENDS}[section.head]
+        self.head = kit.linear(section.hidden_size, outputs, std=section.init_method_std)
+
+    def forward(self, tokens: Tensor, token_types: Tensor, is_real: Tensor) -> Tensor:
+        """Scores [b, classes], [b, 1] of options or [b, s, 2]; arguments as of the encoder."""
+        x = self.encoder(tokens, token_types, is_real)
+        if self.pooler is None:
+            return self.head(self.dropout(x)).view(*tokens.shape, SPAN_ENDS)
+        return self.head(self.dropout(self.pooler(x, tokens.shape[0])))

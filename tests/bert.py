@@ -1,0 +1,60 @@
+"""A BERT small enough for tests, and its batches."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron.config.bert import BertConfig
+from megatron.data.bert import BertBatch
+from megatron.parallel.mesh import Mesh
+from tests.model.dense import DENSE_KIT
+from tests.tiny import SEQUENCE, VOCABULARY, tiny_model, tiny_section
+
+MASK = VOCABULARY - 1  # the id that stands for a hidden token
+
+
+def bert_section(order: Any = "pre-ln", **changes: Any) -> BertConfig:
+    return BertConfig(**(vars(tiny_section()) | {"residual_order": order} | changes))
+
+
+def bert_model(
+    mesh: Mesh, order: str = "pre-ln", *, dtype: torch.dtype = torch.float64, **changes: Any
+) -> Any:
+    """A model whose every parameter, biases and norms too, is random."""
+    return tiny_model(mesh, bert_section(order, **changes), dtype=dtype)[0]
+
+
+def whole_bert(make: Any, section: BertConfig, weights: dict[str, Tensor]) -> nn.Module:
+    """The same of plain torch modules, in fp64 and evaluation mode."""
+    model = make(section, DENSE_KIT, VOCABULARY).double()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    model.load_state_dict({name: weights[name].reshape(shape) for name, shape in shapes.items()})
+    return model.eval()
+
+
+def bert_samples(count: int, *, seed: int = 0, first: int = 0) -> BertBatch:
+    """Samples first to first + count, each of a length and with masked places of its own."""
+    shape = (count, SEQUENCE)
+    tokens, labels = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    types, is_real = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
+    mask = np.zeros(shape, np.float32)
+    is_swapped = np.zeros(count, np.int64)
+    for row in range(count):
+        random = np.random.default_rng([seed, first + row])
+        length = SEQUENCE - row % 3 - int(random.integers(5))
+        labels[row, :length] = tokens[row, :length] = random.integers(1, MASK, size=length)
+        types[row, random.integers(2, length) : length] = 1
+        is_real[row, :length] = True
+        picked = random.permutation(length)[: random.integers(1, 6)]
+        tokens[row, picked], mask[row, picked] = MASK, 1
+        is_swapped[row] = random.integers(2)
+    return BertBatch(
+        tokens=tokens,
+        token_types=types,
+        is_real=is_real,
+        labels=labels,
+        loss_mask=mask,
+        is_swapped=is_swapped,
+    )

@@ -1,0 +1,144 @@
+"""BERT against plain modules; test_bert_huggingface.py compares it with transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.config.bert import FinetunedConfig
+from megatron.model.bert import BERT
+from megatron.model.finetuned import FinetunedBert
+from megatron.parallel.collectives import gather_from
+from megatron.parallel.layout import layouts
+from megatron.parallel.mesh import serial_mesh
+from tests.bert import bert_model, bert_samples, bert_section, whole_bert
+from tests.dist import Pool
+from tests.tiny import (
+    SEQUENCE,
+    VOCABULARY,
+    Communication,
+    mesh_of_ranks,
+    tiny_model,
+    tiny_weights,
+)
+
+ORDERS = ("pre-ln", "post-ln")
+
+
+def inputs(count: int) -> list[Tensor]:
+    batch = bert_samples(count)
+    return [torch.from_numpy(each) for each in (batch.tokens, batch.token_types, batch.is_real)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_it_equals_plain_modules(order: str) -> None:
+    model = bert_model(serial_mesh(), order).eval()
+    dense = whole_bert(BERT, bert_section(order), tiny_weights(model))
+    masked, of_order = model(*inputs(3))
+    expected_masked, expected_order = dense(*inputs(3))
+    torch.testing.assert_close(masked[:, :VOCABULARY], expected_masked, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(of_order, expected_order, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_norms_stand_where_the_order_says(order: str) -> None:
+    names = {name.removeprefix("encoder.") for name in layouts(bert_model(serial_mesh(), order))}
+    assert ("final_norm.weight" in names) == (order == "pre-ln")
+    assert ("embedding_norm.weight" in names) == (order == "post-ln")
+
+
+def test_padding_is_not_seen() -> None:
+    """What stands at padding changes nothing at the tokens that are real."""
+    model = bert_model(serial_mesh()).eval()
+    tokens, types, is_real = inputs(3)
+    assert not is_real.all()
+    other = tokens.where(is_real, (tokens + 7) % VOCABULARY)
+    (first, order), (second, other_order) = (
+        model(each, types, is_real) for each in (tokens, other)
+    )
+    rows = is_real.flatten()
+    torch.testing.assert_close(first[rows], second[rows], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(order, other_order, rtol=1e-12, atol=1e-12)
+    assert (first[~rows] - second[~rows]).abs().max() > 1e-3
+
+
+def test_every_token_sees_both_ways_and_its_segment() -> None:
+    model = bert_model(serial_mesh()).eval()
+    tokens, types, is_real = inputs(1)
+    first = model(tokens, types, is_real)[0][0]
+    changed = tokens.clone()
+    changed[0, int(is_real.sum()) - 1] += 1
+    assert (model(changed, types, is_real)[0][0] - first).abs().max() > 1e-6
+    assert (model(tokens, 1 - types, is_real)[0][0] - first).abs().max() > 1e-6
+
+
+def losses_of_picked(tensor_size: int) -> tuple[Tensor, Tensor]:
+    """(losses of the masked places, what the whole logits give), of one rank."""
+    mesh = mesh_of_ranks(tensor_size)
+    model = bert_model(mesh).eval()
+    batch = bert_samples(3)
+    picked = torch.from_numpy(batch.loss_mask).flatten().nonzero()[:, 0]
+    labels = torch.from_numpy(batch.labels).flatten()[picked]
+    logits = gather_from(model(*inputs(3))[0], -1, mesh.tensor)[:, :VOCABULARY]
+    losses, _ = model(*inputs(3), picked, labels)
+    return losses, F.cross_entropy(logits[picked], labels, reduction="none")
+
+
+def test_losses_are_of_the_picked_places_at_every_layout(gloo: Pool) -> None:
+    expected, whole = losses_of_picked(1)
+    torch.testing.assert_close(expected, whole, rtol=1e-12, atol=1e-12)
+    for losses, _ in gloo.run(2, losses_of_picked, 2):
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+
+
+HEADS: dict[str, tuple[Any, ...]] = {
+    "classifier": (3, 3),
+    "choice": (3, 1),
+    "span": (3, SEQUENCE, 2),
+}
+
+
+def finetuned_section(head: Any) -> FinetunedConfig:
+    section = bert_section("pre-ln")
+    labels = ("no", "maybe", "yes") if head == "classifier" else ()
+    return FinetunedConfig(**vars(section), head=head, labels=labels)
+
+
+def scores(head: str, tensor_size: int) -> Tensor:
+    model, _ = tiny_model(mesh_of_ranks(tensor_size), finetuned_section(head))
+    return model.eval()(*inputs(3)).detach()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_of_tasks_have_their_shapes_and_equal_plain_modules(gloo: Pool, head: str) -> None:
+    model, _ = tiny_model(serial_mesh(), finetuned_section(head))
+    dense = whole_bert(FinetunedBert, finetuned_section(head), tiny_weights(model))
+    assert any("pooler" in name for name in layouts(model)) == (head != "span")
+    expected = dense(*inputs(3))
+    assert expected.shape == HEADS[head]
+    for each in [scores(head, 1), *gloo.run(2, scores, head, 2)]:
+        torch.testing.assert_close(each, expected, rtol=1e-12, atol=1e-12)
+
+
+def collectives(tensor_size: int) -> list[tuple[str, tuple[int, ...]]]:
+    model = bert_model(mesh_of_ranks(tensor_size), checkpoint_activations=False)
+    batch = bert_samples(2)
+    picked = torch.from_numpy(batch.loss_mask).flatten().nonzero()[:, 0]
+    with Communication() as communication:
+        losses, order = model(*inputs(2), picked, torch.from_numpy(batch.labels).flatten()[picked])
+        (losses.sum() + order.sum()).backward()
+    return [
+        (name, shape) for name, shape in communication.calls if len(shape) == 2 and shape[0] > 2
+    ]
+
+
+def test_two_all_reduces_a_layer_each_way_and_none_of_the_vocabulary(gloo: Pool) -> None:
+    picked, h = int(bert_samples(2).loss_mask.sum()), bert_section().hidden_size
+    for calls in gloo.run(2, collectives, 2):
+        shapes = [shape for _, shape in calls]
+        layers = bert_section().num_layers
+        assert shapes.count((2 * SEQUENCE, h)) == 1 + 2 * layers + 2 * layers
+        assert shapes.count((picked, h)) == 1  # the backward of the head's f
+        assert len(shapes) == 2 + 4 * layers
