@@ -7,19 +7,18 @@ The first leaves P_text_document.bin, .idx and .json, or with much text several 
 P_text_document_00000.bin, .idx and so on beside one .json, which training reads as one data set;
 and P_text_document.tokenizer/, the tokenizer's files, which training's checkpoints then hold.
 What is written does not depend on the workers.  Lines that hold no document are set aside in
-P_text_document.rejected.jsonl.  After a crash the same command goes on from where it was.  With
---output FOLDER instead of a prefix it is a step like those of tools.corpus: FOLDER gets
+P_text_document.rejected.jsonl.  With --split-sentences, for BERT, each sentence is a sequence of
+its own, and the name is P_text_sentence.  After a crash the same command goes on from where it was.
+With --output FOLDER instead of a prefix it is a step like those of tools.corpus: FOLDER gets
 text_document.*, rejected.jsonl and a manifest.  The second command checks the files.
 """
 
 import functools
 import importlib
-import json
 import os
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,19 +30,21 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 from megatron.config.checks import SettingError, positive
 from megatron.config.parse import parse, user_errors
 from megatron.data.description import Description, join_descriptions
-from megatron.data.files import with_suffix
 from megatron.data.placing import place
 from megatron.data.tokenizer import Tokenizer
 from megatron.data.verify import verify
+from megatron.data.wordpiece import BertTokenizer
 from tools.corpus.manifest import read_manifest
 from tools.corpus.program import Unfinished, say, stoppable
-from tools.corpus.records import BAD_LINE, DAMAGED_FILE, documents
 from tools.corpus.settings import parse_size
-from tools.corpus.shards import MANIFEST, Unit, find_shards
+from tools.corpus.shards import Unit, find_shards
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import sum_funnels
+from tools.outcome import left_out, take_out
+from tools.sentences import SPLITTER
 from tools.tokenise import (
+    PARTS,
     TokenSettings,
     deal,
     encode_unit,
@@ -53,7 +54,6 @@ from tools.tokenise import (
 )
 
 WAVE = 64  # shards whose tokens may stand on disk twice at a time
-REJECTED = ".rejected.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +75,17 @@ class Settings:
     """Kind of tokenizer."""
 
     vocab_file: Path | None = None
-    """The tokenizer's vocabulary (vocab.json)."""
+    """The tokenizer's vocabulary (vocab.json, or vocab.txt of a WordPiece)."""
 
     merge_file: Path | None = None
     """The byte-pair encoding's merges (merges.txt)."""
 
     append_eod: bool = False
     """End each document with an end-of-document mark."""
+
+    split_sentences: bool = False
+    """Keep the sentences of a document apart, as pretrain_bert.py reads them, for a data set
+    P_text_sentence.  A line end ends a sentence; its rules are those of English."""
 
     encoder: str = "auto"
     """Library that encodes: tokenizers, the reference; gigatoken, a hundred times as fast; auto is
@@ -110,10 +114,15 @@ class Settings:
                 "--output-prefix P, for files P_text_document.*, or --output FOLDER would work: "
                 "one of the two"
             )
+        if self.split_sentences and self.append_eod:
+            raise SettingError(
+                "--append-eod ends documents that stand in one row, and --split-sentences keeps "
+                "them apart without a mark; one of the two would work"
+            )
 
     @property
     def name(self) -> str:
-        return f"{self.json_key}_document"
+        return f"{self.json_key}_{'sentence' if self.split_sentences else 'document'}"
 
     @property
     def data_path(self) -> str:
@@ -123,7 +132,7 @@ class Settings:
     @property
     def folder(self) -> Path:
         """Where the work is done; one beside a prefix goes when all has been taken out of it."""
-        return self.output or Path(f"{self.output_prefix}_{self.name}.work")
+        return self.output or Path(f"{self.data_path}.work")
 
     @property
     def filled(self) -> str:
@@ -139,7 +148,8 @@ def run(settings: Settings) -> None:
         if not step.done:
             tokenise(step, settings)
         if settings.output is None:
-            summary = take_out(settings)
+            files = open_tokenizer(settings).files
+            summary = take_out(settings.folder, settings.filled, settings.data_path, files)
             say(f"{settings.data_path}: {summary}, in {time.monotonic() - start:.1f} s")
 
 
@@ -149,16 +159,24 @@ def open_tokenizer(settings: Settings) -> Tokenizer:
 
 
 def check(settings: Settings) -> None:
-    open_tokenizer(settings)
+    is_bert = isinstance(open_tokenizer(settings), BertTokenizer)
     parse_size("--shard-size", settings.shard_size)
-    if not settings.append_eod:
-        warn_of_no_mark()
+    if settings.split_sentences and not is_bert:
+        raise ValueError(
+            f"--split-sentences is for pretrain_bert.py, and --tokenizer-type "
+            f"{settings.tokenizer_type} has none of the marks that it needs; --tokenizer-type "
+            "BertWordPieceLowerCase would work"
+        )
+    if is_bert and not settings.split_sentences:
+        warn("without --split-sentences pretrain_bert.py does not read what is written")
+    if not settings.append_eod and not settings.split_sentences:
+        warn("without --append-eod documents run into each other in training")
 
 
 @functools.cache
-def warn_of_no_mark() -> None:
+def warn(message: str) -> None:
     """Once in a process: a run tokenises two sides."""
-    say("warning: without --append-eod documents run into each other in training")
+    say(f"warning: {message}")
 
 
 def token_settings(settings: Settings) -> TokenSettings:
@@ -182,11 +200,12 @@ def token_settings(settings: Settings) -> TokenSettings:
         fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod if settings.append_eod else None,
+        sentences=SPLITTER if settings.split_sentences else None,
         encoder=encoder.name,
         shard_bytes=shard_bytes,
         shuffled=are_shuffled(settings.input),
     )
-    say(f"encoder: {encoder.said}")
+    say(f"encoder: {encoder.said}{f'; sentences: {SPLITTER}' if settings.split_sentences else ''}")
     return chosen
 
 
@@ -207,7 +226,7 @@ def tokenise(step: StepRun, settings: Settings) -> None:
         shutil.rmtree(step.output if settings.output is None else step.work)
         raise ValueError(
             f"--input {' '.join(map(str, settings.input))} holds no document; "
-            f"{documents(funnel.input)} lines set aside"
+            + ", ".join(left_out(funnel.to_json()))
         )
     if settings.shard is not None:
         raise Unfinished("tokenise: all is done but the last step: run without --shard")
@@ -219,6 +238,8 @@ def tokenise(step: StepRun, settings: Settings) -> None:
         place=settings.data_path,
         tokens=description.tokens,
         shuffled=description.shuffled,
+        sentences=description.sentences,
+        empty_sentences=sum(result["empty_sentences"] for result in results),
     )
 
 
@@ -239,7 +260,7 @@ def encode_and_join(step: StepRun, settings: TokenSettings) -> tuple[list[Any], 
         results += step.stage(f"encode-{first:05}", encode_unit, encoding)
         parts += step.stage(f"join-{first:05}", join_shard, joining)
         for unit in units:
-            for suffix in (".tokens", ".sizes"):
+            for suffix in PARTS:
                 settings.part(unit.name, suffix).unlink(missing_ok=True)
     return results, parts
 
@@ -258,36 +279,6 @@ def _facts(description: Description, data_path: str) -> Iterator[dict[str, Any]]
             "bytes": Path(name).stat().st_size,
             "sha256": shard.bin_sha256,
         }
-
-
-def take_out(settings: Settings) -> str:
-    """Move the data set and what was set aside to the prefix, for the folder to go; a summary."""
-    manifest = json.loads((settings.folder / MANIFEST).read_bytes())
-    description = Description.read(settings.filled)
-    assert description is not None
-    names = [shard.name for shard in description.shards] or [""]
-    inside, beside = settings.folder / "rejected.jsonl", with_suffix(settings.data_path, REJECTED)
-    kinds = (BAD_LINE, DAMAGED_FILE)
-    bad = sum(manifest["dropped"].get(kind, {}).get("documents", 0) for kind in kinds)
-    if not bad:
-        beside.unlink(missing_ok=True)
-    elif inside.exists():  # or else it was moved before a crash
-        inside.replace(beside)
-    staged = [settings.filled + name for name in names]
-    place(staged, settings.data_path, description, open_tokenizer(settings).files)
-    shutil.rmtree(settings.folder)
-    return (
-        f"{description.documents} documents, {description.tokens} tokens"
-        f"{f' in {len(names)} shards' if len(names) > 1 else ''}; "
-        f"{_set_aside(beside, bad) if bad else 'no line set aside'}"
-    )
-
-
-def _set_aside(rejected: Path, bad: int) -> str:
-    with rejected.open("rb") as lines:
-        reasons = Counter(json.loads(line)["reason"].partition(" (")[0] for line in lines)
-    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-    return f"{bad} lines set aside in {rejected} ({listed})"
 
 
 def _verify(prefix: str) -> str:

@@ -1,15 +1,17 @@
 """What the workers of tools/preprocess_data.py do: units of JSON lines to tokens, tokens to shards.
 
-A unit is encoded into two files, its tokens and the size of each document; a shard is the units of
-some range of the input, one after another.  So all workers are busy whether there is one shard or
+A unit is encoded into three files: its tokens, the size of each sequence (a document, or a sentence
+of one) and how many of these each document has; a shard is the units of some range of the input,
+one after another.  So all workers are busy whether there is one shard or
 many, and what is written does not depend on how many there are.
 """
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +24,13 @@ from tools.corpus.records import Count, Counts, Funnel, parse_line, source_of
 from tools.corpus.settings import StepSettings
 from tools.corpus.shards import WORK, Unit, placed, read_lines
 from tools.corpus.units import keep_rejected
+from tools.sentences import split_sentences
 
 BATCH_DOCUMENTS, BATCH_BYTES = 500, 1 << 22  # that are encoded at a time, whichever comes first
 JOINED_TOKENS = 1 << 23  # that are held at a time while a shard is put together
 SMALLEST_UNIT, LARGEST_UNIT = 1 << 18, 1 << 25  # bytes
+PARTS = (".tokens", ".sizes", ".documents")  # files that a unit is encoded into
+NO_TOKEN = "without a token"
 UNITS = 64  # at least, if they do not become too small: work for all workers
 
 
@@ -42,6 +47,8 @@ class TokenSettings(StepSettings):
     vocab_size: int
     eod: int | None
     """The mark that every document is to end with, if there is to be one."""
+    sentences: str | None
+    """What splits documents into sentences, name and version; None where they stay whole."""
     encoder: str
     shard_bytes: int
     """Of input, for one shard of output."""
@@ -102,25 +109,52 @@ def deal(units: Sequence[Unit], shard_bytes: int) -> list[list[Unit]]:
     return [[unit for _, unit in group] for _, group in groupby(numbered, key=lambda pair: pair[0])]
 
 
+class Encoded(NamedTuple):
+    ids: NDArray[np.uint32]
+    """Of all documents, one after another."""
+    sizes: NDArray[np.int32]
+    """How many of them each sequence has, 1 or more."""
+    sequences: NDArray[np.int32]
+    """How many sequences each document has, 0 where it has no token."""
+    empty: int
+    """Sentences without a token, which are left out."""
+
+
 def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
     """Write the tokens of the unit's documents and their sizes; keep the books."""
-    tokenizer, funnel = settings.tokenizer, Funnel()
+    funnel, empty = Funnel(), 0
     dtype = token_dtype(settings.vocab_size)
-    with (
-        placed(settings.part(unit.name, ".tokens")) as tokens,
-        placed(settings.part(unit.name, ".sizes")) as sizes,
-    ):
+    with ExitStack() as stack:
+        tokens, sizes, sequences = (
+            stack.enter_context(placed(settings.part(unit.name, suffix))) for suffix in PARTS
+        )
         for batch in _batches(_read_passages(unit, settings.json_key, funnel)):
-            ids, counts = tokenizer.encode_arrays([passage.text for passage in batch])
-            assert len(counts) == len(batch)
-            if settings.eod is not None:
-                ids, counts = np.insert(ids, np.cumsum(counts), settings.eod), counts + np.int32(1)
-            tokens.write(ids.astype(dtype))
-            sizes.write(counts)
-            for passage in batch:
-                _count(funnel.output, passage)
+            encoded = encode([passage.text for passage in batch], settings)
+            tokens.write(encoded.ids.astype(dtype))
+            sizes.write(encoded.sizes)
+            sequences.write(encoded.sequences[encoded.sequences > 0])
+            empty += encoded.empty
+            for passage, count in zip(batch, encoded.sequences, strict=True):
+                left_out = funnel.dropped.setdefault(NO_TOKEN, {}) if not count else None
+                _count(funnel.output if left_out is None else left_out, passage)
     keep_rejected(settings, unit, funnel)
-    return {"funnel": funnel.to_json()}
+    return {"funnel": funnel.to_json(), "empty_sentences": empty}
+
+
+def encode(texts: Sequence[str], settings: TokenSettings) -> Encoded:
+    """The tokens of documents, cut into sentences and ended by marks as the settings say."""
+    is_split = settings.sentences is not None
+    parts = [split_sentences(text) if is_split else [text] for text in texts]
+    ids, sizes = settings.tokenizer.encode_arrays(list(chain.from_iterable(parts)))
+    document = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    assert len(sizes) == len(document)
+    real = sizes > 0
+    sequences = np.bincount(document[real], minlength=len(parts)).astype(np.int32)
+    empty = len(sizes) - int(real.sum()) if is_split else 0
+    sizes = sizes[real]
+    if settings.eod is not None:
+        ids, sizes = np.insert(ids, np.cumsum(sizes), settings.eod), sizes + np.int32(1)
+    return Encoded(ids, sizes, sequences, empty)
 
 
 def _read_passages(unit: Unit, key: str, funnel: Funnel) -> Iterator[Passage]:
@@ -161,10 +195,11 @@ def join_shard(
     """Put the parts of the units together; the shard's Description, None if it has no document."""
     staged = settings.staged(number)
     Path(staged).parent.mkdir(parents=True, exist_ok=True)
-    with IndexedDatasetWriter(staged, token_dtype(settings.vocab_size)) as writer:
+    dtype, is_split = token_dtype(settings.vocab_size), settings.sentences is not None
+    with IndexedDatasetWriter(staged, dtype, sentences=is_split) as writer:
         for unit in units:
-            for tokens, sizes in _read_part(settings, unit, writer.dtype):
-                writer.add(tokens, sizes)
+            for tokens, sizes, sequences in _read_part(settings, unit, writer.dtype):
+                writer.add(tokens, sizes, sequences if is_split else None)
         if not writer.documents:
             return None
         description = writer.commit(
@@ -179,15 +214,20 @@ def join_shard(
 
 def _read_part(
     settings: TokenSettings, unit: str, dtype: np.dtype[Any]
-) -> Iterator[tuple[NDArray[Any], NDArray[np.int32]]]:
-    """What a unit was encoded to, some documents at a time."""
-    sizes = np.fromfile(settings.part(unit, ".sizes"), np.int32)
-    if not len(sizes):
+) -> Iterator[tuple[NDArray[Any], NDArray[np.int32], NDArray[np.int32]]]:
+    """What a unit was encoded to, some documents at a time: tokens, sizes, sequences of each."""
+    binary, *counts = (settings.part(unit, suffix) for suffix in PARTS)
+    sizes, sequences = (np.fromfile(file, np.int32) for file in counts)
+    if not len(sequences):
         return
-    tokens = np.memmap(settings.part(unit, ".tokens"), dtype, "r")
-    stops = np.cumsum(sizes, dtype=np.int64)
-    cuts = np.searchsorted(stops, np.arange(0, stops[-1], JOINED_TOKENS), side="right")
-    bounds = np.unique([*cuts, len(sizes)]).tolist()
-    for first, last in pairwise(bounds):
-        start = int(stops[first - 1]) if first else 0
-        yield tokens[start : stops[last - 1]], sizes[first:last]
+    tokens = np.memmap(binary, dtype, "r")
+    # Where each document begins, and the last one ends, in sequences and in tokens.
+    starts = np.concatenate([[0], np.cumsum(sequences, dtype=np.int64)])
+    offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[starts]
+    cuts = np.searchsorted(offsets[1:], np.arange(0, offsets[-1], JOINED_TOKENS), side="right")
+    for first, last in pairwise(np.unique([*cuts, len(sequences)]).tolist()):
+        yield (
+            tokens[offsets[first] : offsets[last]],
+            sizes[starts[first] : starts[last]],
+            sequences[first:last],
+        )

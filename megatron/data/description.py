@@ -19,6 +19,7 @@ class ShardFacts:
     tokens: int
     bin_sha256: str
     idx_sha256: str
+    sentences: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,9 @@ class Description:
     """In order; none where the data set is one pair of its own name."""
     shuffled: bool | None = None
     """Whether the documents stand in random order; None where it was not noted."""
+    sentences: int | None = None
+    """How many there are, a sequence each, as BERT reads them; None where a sequence is a whole
+    document, as GPT-2 reads it."""
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
@@ -77,6 +81,7 @@ def join_descriptions(parts: Sequence[Description]) -> Description:
             tokens=part.tokens,
             bin_sha256=part.bin_sha256,
             idx_sha256=part.idx_sha256,
+            sentences=part.sentences,
         )
         for number, part in enumerate(parts)
     )
@@ -85,8 +90,10 @@ def join_descriptions(parts: Sequence[Description]) -> Description:
 
 def _totals(shards: Sequence[ShardFacts]) -> dict[str, Any]:
     """What is said of a data set of these."""
+    sentences = [shard.sentences for shard in shards if shard.sentences is not None]
     return {
         "documents": sum(shard.documents for shard in shards),
+        "sentences": sum(sentences) if sentences else None,
         "tokens": sum(shard.tokens for shard in shards),
         "bin_sha256": _sum_of_sums([shard.bin_sha256 for shard in shards]),
         "idx_sha256": _sum_of_sums([shard.idx_sha256 for shard in shards]),

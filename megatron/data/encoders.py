@@ -1,8 +1,9 @@
-"""Libraries that turn text into the ids of a byte-level BPE: the reference and a faster one.
+"""Libraries that turn text into ids: the reference and a faster one.
 
-`tokenizers` is the reference.  gigatoken encodes a hundred times faster; it is taken where it can
-be imported and gives the reference's ids on the probes, which are made of what encoders get wrong.
-Neither knows special tokens: text that spells the end mark is ordinary text.
+`tokenizers` is the reference.  gigatoken encodes a byte-level BPE a hundred times faster, and no
+WordPiece; it is taken where it can be imported, takes the vocabulary and gives the reference's ids
+on the probes, which are made of what encoders get wrong.  Neither knows special tokens: text that
+spells a mark is ordinary text.
 """
 
 from collections.abc import Sequence
@@ -60,13 +61,13 @@ class Reference:
 
     name = "tokenizers"
 
-    def __init__(self, bpe: Any, reason: str = "") -> None:
-        """bpe: a tokenizers.Tokenizer.  reason: why not a faster one, if there is a reason."""
+    def __init__(self, library: Any, reason: str = "") -> None:
+        """library: a tokenizers.Tokenizer.  reason: why not a faster one, if there is a reason."""
         self.said = f"tokenizers {version('tokenizers')}{f' ({reason})' if reason else ''}"
-        self._bpe = bpe
+        self._library = library
 
     def lists(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._bpe.encode_batch_fast(list(texts))]
+        return [encoding.ids for encoding in self._library.encode_batch_fast(list(texts))]
 
     def arrays(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
         documents = [np.array(ids, np.uint32) for ids in self.lists(texts)]
@@ -79,12 +80,15 @@ class Gigatoken:
 
     name = "gigatoken"
 
-    def __init__(self, bpe: Any) -> None:
-        """bpe: a tokenizers.Tokenizer of the same vocabulary.  ImportError without gigatoken."""
+    def __init__(self, library: Any) -> None:
+        """library: a tokenizers.Tokenizer of the same vocabulary.
+
+        ImportError without gigatoken, RuntimeError for a kind of vocabulary that it does not know.
+        """
         from gigatoken import Tokenizer
 
         self.said = f"gigatoken {version('gigatoken')}"
-        self._bpe = Tokenizer.from_json(bpe.to_str())
+        self._bpe = Tokenizer.from_json(library.to_str())
 
     def lists(self, texts: Sequence[str]) -> list[list[int]]:
         return self._bpe.encode_batch_list(list(texts), parallel=False)
@@ -96,26 +100,26 @@ class Gigatoken:
         return ids, np.diff(offsets).astype(np.int32)
 
 
-def build_encoder(choice: str, bpe: Any) -> Encoder:
+def build_encoder(choice: str, library: Any) -> Encoder:
     """The encoder of this name, or with "auto" the fastest whose ids are the reference's.
 
-    bpe: a tokenizers.Tokenizer.  ValueError, naming --encoder, for a choice that cannot be met.
+    library: a tokenizers.Tokenizer.  ValueError, naming --encoder, for a choice that cannot be met.
     """
     if choice not in CHOICES:
         raise ValueError(f"--encoder {choice} is unknown; known: {', '.join(CHOICES)}")
-    reference = Reference(bpe)
+    reference = Reference(library)
     if choice == "tokenizers":
         return reference
     try:
-        fast = Gigatoken(bpe)
+        fast = Gigatoken(library)
         fault = find_difference(fast, reference)
     except (ImportError, ValueError, RuntimeError) as error:
-        fault = f"gigatoken cannot be used: {error}"
+        fault = f"gigatoken cannot be used: {str(error).partition(chr(10))[0]}"
     if not fault:
         return fast
     if choice == "gigatoken":
         raise ValueError(f"--encoder gigatoken: {fault}; --encoder tokenizers would work")
-    return Reference(bpe, fault)
+    return Reference(library, fault)
 
 
 def find_difference(encoder: Encoder, reference: Encoder) -> str | None:

@@ -2,8 +2,8 @@
 
 A split's documents stand one after another; sample k of an epoch is its tokens [k s, k s + s], in
 file order, so that neighbours share one token and every token but the first is a label once. An
-epoch takes the samples in an order of its own (see order.py), a blend takes them from several data
-sets (see blend.py); nothing is built beforehand and nothing is stored.
+epoch takes the samples in an order of its own, a blend takes them from several data sets (see
+series.py); nothing is built beforehand and nothing is stored.
 
 b: samples of a batch; s: tokens of a sample (--seq-length).
 """
@@ -14,18 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.blend import Blend
+from megatron.data.batch import Batch
 from megatron.data.indexed import IndexedDataset
-from megatron.data.order import permute
+from megatron.data.series import Series, open_series
 from megatron.data.sources import Corpus
-from megatron.data.splits import SPLITS, split_documents
 from megatron.data.verify import check_highest_id
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
-    tokens: NDArray[np.int64]
-    """[b, s]"""
+class GPT2Batch(Batch):
     labels: NDArray[np.int64]
     """[b, s]: the token after each token."""
     loss_mask: NDArray[np.float32]
@@ -60,12 +57,12 @@ class Boundaries:
                 "tools/preprocess_data.py --append-eod puts them there"
             )
 
-    def batch(self, window: NDArray[np.int64]) -> Batch:
+    def batch(self, window: NDArray[np.int64]) -> GPT2Batch:
         """Of the samples [b, s + 1]: each label is the token after, also across documents."""
         tokens, labels = window[:, :-1].copy(), window[:, 1:].copy()
         starts, offsets = self._document_starts(tokens), np.indices(tokens.shape)[1]
         is_mark = tokens == self.eod
-        return Batch(
+        return GPT2Batch(
             tokens=tokens,
             labels=labels,
             loss_mask=(~(is_mark & self.eod_mask_loss)).astype(np.float32),
@@ -102,57 +99,31 @@ class Part:
 class GPT2Dataset:
     """A split of a data set or of a blend, as a series of samples.
 
-    That of training never ends: each data set goes on with its next epoch, in another order.
     samples_per_epoch: samples until the first data set of the blend begins anew.
     """
 
     def __init__(
-        self,
-        name: str,
-        parts: Sequence[Part],
-        blend: Blend,
-        *,
-        seed: int,
-        vocab_size: int,
-        boundaries: Boundaries,
-        endless: bool,
+        self, series: Series, parts: Sequence[Part], *, vocab_size: int, boundaries: Boundaries
     ) -> None:
-        self.samples_per_epoch = blend.samples_before_repeat([len(part) for part in parts])
-        self._name = name
+        self.samples_per_epoch = series.samples_per_epoch
+        self._series = series
         self._parts = parts
-        self._blend = blend
-        self._seed = seed
         self._vocab_size = vocab_size
         self._boundaries = boundaries
-        self._endless = endless
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
+    def batch(self, numbers: Sequence[int]) -> GPT2Batch:
         """The samples of these numbers, in their order.
 
         Raises ValueError past the end of a split that is not endless, and for ids outside the
         vocabulary.
         """
-        asked = max(numbers) + 1
-        if not self._endless and asked > self.samples_per_epoch:
-            raise ValueError(
-                f"the {self._name} split ends after {self.samples_per_epoch} samples, and {asked} "
-                f"were asked for; fewer --eval-iters, or a larger weight for {self._name} in "
-                "--split, would work"
-            )
-        sources, local = self._blend.locate(np.asarray(numbers, np.int64))
         window = np.empty((len(numbers), self._parts[0].seq_length + 1), np.int64)
-        for source in np.unique(sources):
-            rows = np.flatnonzero(sources == source)
-            window[rows] = self._read(self._parts[source], local[rows])
+        for drawn in self._series.locate(numbers):
+            part = self._parts[drawn.source]
+            read = np.stack([part.read(sample) for sample in drawn.places.tolist()])
+            check_highest_id(part.data.prefix, int(read.max()), self._vocab_size)
+            window[drawn.rows] = read
         return self._boundaries.batch(window)
-
-    def _read(self, part: Part, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n, s + 1]: samples of one data set by their numbers in its own series."""
-        epochs, within = np.divmod(numbers, len(part))
-        order = permute(within, len(part), seed=self._seed, epochs=epochs)
-        window = np.stack([part.read(sample) for sample in order.tolist()])
-        check_highest_id(part.data.prefix, int(window.max()), self._vocab_size)
-        return window
 
 
 def open_splits(
@@ -170,44 +141,28 @@ def open_splits(
     Raises ValueError, naming the flag, for a split without documents or with fewer than
     seq_length + 1 tokens, and where boundaries are asked for that the data does not mark.
     """
-    blend = Blend([source.weight for source in corpus.sources])
     boundaries = Boundaries(
         eod=corpus.eod,
         reset_position_ids=reset_position_ids,
         reset_attention_mask=reset_attention_mask,
         eod_mask_loss=eod_mask_loss,
     )
-    cuts = [_cut(source.data, split, seq_length) for source in corpus.sources]
-    training, validation, test = (
-        GPT2Dataset(
-            name,
-            parts,
-            blend,
-            seed=seed,
-            vocab_size=corpus.vocab_size,
-            boundaries=boundaries,
-            endless=name == "training",
-        )
-        if all(parts)
-        else None
-        for name, parts in zip(SPLITS, zip(*cuts, strict=True), strict=True)
-    )
-    return training, validation, test
 
-
-def _cut(data: IndexedDataset, split: str, seq_length: int) -> list[Part]:
-    """The three parts of a data set, of no samples where --split says 0."""
-    parts = []
-    for name, documents in zip(
-        SPLITS, split_documents(split, len(data.documents) - 1), strict=True
-    ):
+    def cut(data: IndexedDataset, documents: range, name: str) -> Part:
         part = Part(data, data.token_range(documents), seq_length)
-        if documents and not len(part):
+        if not len(part):
             raise ValueError(
                 f"the {name} split of {data.prefix} has {len(part.tokens)} tokens, too few for one "
                 f"sample of --seq-length {seq_length} and the token after it; --seq-length "
                 f"{max(1, len(part.tokens) - 1)} would work, or a larger weight for {name} in "
                 "--split"
             )
-        parts.append(part)
-    return parts
+        return part
+
+    training, validation, test = (
+        GPT2Dataset(*opened, vocab_size=corpus.vocab_size, boundaries=boundaries)
+        if opened is not None
+        else None
+        for opened in open_series(corpus, split, seed, cut)
+    )
+    return training, validation, test

@@ -12,13 +12,15 @@ padding:
     pointers    int64 [n]          byte of P.bin at which each sequence starts
     documents   int64 [d + 1]      sequence at which each document starts, and n
 
-P.json, which other programs neither write nor read, is a Description of the two.
+A sequence is a document, or in a data set for BERT a sentence of one. P.json, which other programs
+neither write nor read, is a Description of the two.
 
 A large data set is several such pairs, P_00000, P_00001 and so on, each of which is whole by
 itself; P.json then lists them, and they are read as one.
 """
 
 import hashlib
+import shutil
 import struct
 from collections.abc import Iterator
 from itertools import accumulate
@@ -123,19 +125,24 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Writes a data set as a stream, in bounded memory, a sequence for each document.
+    """Writes a data set as a stream, in bounded memory.
 
-    Until commit() all goes to temporary files beside the final ones; leaving the `with` block
-    without it leaves nothing behind.
+    A document is a sequence, or with `sentences` one or several. Until commit() all goes to
+    temporary files beside the final ones; leaving the `with` block without it leaves nothing
+    behind.
     """
 
-    def __init__(self, prefix: str, dtype: DTypeLike) -> None:
+    def __init__(self, prefix: str, dtype: DTypeLike, *, sentences: bool = False) -> None:
         self.dtype = np.dtype(dtype)
         self.documents = 0
+        self.sequences = 0
         self.tokens = 0
+        self._sentences = sentences
         self._prefix = prefix
-        self._files = [with_suffix(prefix, suffix) for suffix in (".bin", ".idx")]
-        self._binary, self._index = (temporary(file).open("wb") for file in self._files)
+        # The last one holds the documents until the index is put together.
+        self._files = [with_suffix(prefix, suffix) for suffix in (".bin", ".idx", ".documents")]
+        streams = [temporary(file).open("w+b") for file in self._files]
+        self._binary, self._index, self._documents = streams
         self._sha256 = hashlib.sha256()
         self._index.write(bytes(HEADER.size))
 
@@ -143,13 +150,21 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._binary.close()
-        self._index.close()
+        for stream in (self._binary, self._index, self._documents):
+            stream.close()
         for file in self._files:
             temporary(file).unlink(missing_ok=True)
 
-    def add(self, tokens: NDArray[Any], sizes: NDArray[np.int32]) -> None:
-        """Append documents: all their tokens, and how many of them each document has, int32."""
+    def add(
+        self,
+        tokens: NDArray[Any],
+        sizes: NDArray[np.int32],
+        sentences: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Append documents: all their tokens, and how many of them each sequence has, int32.
+
+        sentences: how many sequences each document has, int32, of a data set of sentences.
+        """
         assert tokens.dtype == self.dtype
         assert sizes.dtype == np.int32
         assert sizes.sum(dtype=np.int64) == len(tokens)
@@ -158,8 +173,19 @@ class IndexedDatasetWriter:
         self._binary.write(content)
         self._sha256.update(content)
         self._index.write(sizes.tobytes())
-        self.documents += len(sizes)
+        assert (sentences is not None) == self._sentences
+        self._add_documents(np.ones_like(sizes) if sentences is None else sentences, len(sizes))
         self.tokens += len(tokens)
+
+    def _add_documents(self, counts: NDArray[np.int32], sequences: int) -> None:
+        """counts: sequences of each document; sequences: of all of them."""
+        assert counts.dtype == np.int32
+        assert counts.sum(dtype=np.int64) == sequences
+        assert np.all(counts > 0)
+        starts = self.sequences + np.cumsum(counts, dtype="<i8") - counts
+        self._documents.write(starts.tobytes())
+        self.documents += len(counts)
+        self.sequences += sequences
 
     def commit(
         self,
@@ -177,7 +203,7 @@ class IndexedDatasetWriter:
         """
         assert self.documents > 0
         self._finish_index()
-        binary, index = self._files
+        binary, index, _ = self._files
         for stream in (self._binary, self._index):
             flush_to_disk(stream)
         description = Description(
@@ -186,6 +212,7 @@ class IndexedDatasetWriter:
             vocab_size=vocab_size,
             eod=eod,
             documents=self.documents,
+            sentences=self.sequences if self._sentences else None,
             tokens=self.tokens,
             bin_sha256=self._sha256.hexdigest(),
             idx_sha256=sha256(temporary(index)),
@@ -203,19 +230,19 @@ class IndexedDatasetWriter:
         """Behind the sizes, which are written: the pointers, the documents; then the header."""
         self._index.flush()
         index = temporary(self._files[1])
-        sizes = np.memmap(index, "<i4", "r", offset=HEADER.size, shape=(self.documents,))
+        sizes = np.memmap(index, "<i4", "r", offset=HEADER.size, shape=(self.sequences,))
         pointer = 0
-        for start in range(0, self.documents, CHUNK):
+        for start in range(0, self.sequences, CHUNK):
             in_bytes = sizes[start : start + CHUNK].astype("<i8") * self.dtype.itemsize
             pointers = pointer + np.cumsum(in_bytes) - in_bytes
             self._index.write(pointers.tobytes())
             pointer = int(pointers[-1] + in_bytes[-1])
-        for start in range(0, self.documents + 1, CHUNK):
-            stop = min(start + CHUNK, self.documents + 1)
-            self._index.write(np.arange(start, stop, dtype="<i8").tobytes())
+        self._documents.seek(0)
+        shutil.copyfileobj(self._documents, self._index, CHUNK)
+        self._index.write(np.array(self.sequences, "<i8").tobytes())
         self._index.seek(0)
         code = CODES[self.dtype]
-        self._index.write(HEADER.pack(MAGIC, VERSION, code, self.documents, self.documents + 1))
+        self._index.write(HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
 
 
 def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:

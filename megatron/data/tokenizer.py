@@ -3,14 +3,15 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.encoders import Encoder, build_encoder
+from megatron.data.encoders import Encoder
+from megatron.data.library import LibraryTokenizer, read_given
+from megatron.data.wordpiece import BertTokenizer, BertWordPieceCase, BertWordPieceLowerCase
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -45,7 +46,7 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(LibraryTokenizer):
     """GPT-2's byte-level byte-pair encoding.
 
     Text that spells the end mark is encoded as the ordinary characters it is made of.
@@ -64,7 +65,7 @@ class GPT2BPETokenizer:
         """
         import tokenizers
 
-        vocab_content = _read("--vocab-file", vocab_file)
+        vocab_content = read_given("--vocab-file", vocab_file)
         vocabulary = _parse_vocabulary(vocab_content, f"--vocab-file {vocab_file}")
         missing = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing or END_OF_DOCUMENT not in vocabulary:
@@ -73,7 +74,7 @@ class GPT2BPETokenizer:
                 f"{END_OF_DOCUMENT} or some of the 256 bytes, so it is no vocabulary of a GPT-2 "
                 "tokenizer; take GPT-2's own vocab.json, or one that tools/train_tokenizer.py wrote"
             )
-        merge_content = _read("--merge-file", merge_file)
+        merge_content = read_given("--merge-file", merge_file)
         merges = _parse_merges(merge_content, f"--merge-file {merge_file}", vocabulary)
         self.files: Mapping[str, bytes] = {
             self.names["vocab_file"]: vocab_content,
@@ -82,42 +83,40 @@ class GPT2BPETokenizer:
         self.vocab_size = len(vocabulary)
         self.eod = vocabulary[END_OF_DOCUMENT]
         self.fingerprint = _fingerprint(vocabulary, merges)
-        self._bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
-        self._bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._bpe.decoder = tokenizers.decoders.ByteLevel()
-        self._choice = encoder
-
-    @cached_property
-    def encoder(self) -> Encoder:
-        """Made when it is first asked for: who decodes, or compares fingerprints, needs none."""
-        return build_encoder(self._choice, self._bpe)
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self.encoder.lists(texts)
-
-    def encode_arrays(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
-        return self.encoder.arrays(texts)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._bpe.decode(list(ids)))
+        bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+        bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = tokenizers.decoders.ByteLevel()
+        super().__init__(bpe, encoder)
 
 
-TOKENIZERS: dict[str, type[GPT2BPETokenizer]] = {GPT2BPETokenizer.kind: GPT2BPETokenizer}
+TOKENIZERS: dict[str, type[GPT2BPETokenizer] | type[BertTokenizer]] = {
+    maker.kind: maker for maker in (GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase)
+}
 
 
 def build_tokenizer(
     kind: str, vocab_file: str | None, merge_file: str | None, encoder: str = "auto"
 ) -> Tokenizer:
     """The tokenizer of this kind; ValueError or OSError, naming the flag, where it cannot be."""
-    return _maker(kind)(vocab_file, merge_file, encoder)
+    maker = _maker(kind)
+    given = {"vocab_file": vocab_file, "merge_file": merge_file}
+    for parameter, file in given.items():
+        if file is not None and parameter not in maker.names:
+            raise ValueError(
+                f"{_flag(parameter)} {file} is no part of --tokenizer-type {kind}, which takes "
+                f"{file_flags(kind)} only"
+            )
+    return maker(**{parameter: given[parameter] for parameter in maker.names}, encoder=encoder)
 
 
 def file_names(kind: str) -> tuple[str, ...]:
     """What the files of a tokenizer of this kind are called in a folder, ValueError for none."""
     return tuple(_maker(kind).names.values())
+
+
+def file_flags(kind: str) -> str:
+    """The flags that name these files, for messages: "--vocab-file and --merge-file"."""
+    return " and ".join(map(_flag, _maker(kind).names))
 
 
 def read_tokenizer(kind: str, folder: Path, encoder: str = "auto") -> Tokenizer:
@@ -126,28 +125,26 @@ def read_tokenizer(kind: str, folder: Path, encoder: str = "auto") -> Tokenizer:
     Raises ValueError, naming the folder and the file, where one is missing or damaged.
     """
     maker = _maker(kind)
-    files = {parameter: str(folder / name) for parameter, name in maker.names.items()}
+    files: dict[str, str | None] = {
+        parameter: str(folder / name) for parameter, name in maker.names.items()
+    }
     try:
         return maker(**files, encoder=encoder)
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"the tokenizer in {folder} cannot be read: {error}; --vocab-file and --merge-file "
+            f"the tokenizer in {folder} cannot be read: {error}; {file_flags(kind)} "
             "would work in its place"
         ) from error
 
 
-def _maker(kind: str) -> type[GPT2BPETokenizer]:
+def _maker(kind: str) -> type[GPT2BPETokenizer] | type[BertTokenizer]:
     if kind not in TOKENIZERS:
         raise ValueError(f"--tokenizer-type {kind} is unknown; known: {', '.join(TOKENIZERS)}")
     return TOKENIZERS[kind]
 
 
-def _read(flag: str, file: str | None) -> bytes:
-    if file is None:
-        raise ValueError(f"{flag} is missing: it names a file of the tokenizer")
-    if not Path(file).is_file():
-        raise FileNotFoundError(f"{flag} {file}: no such file")
-    return Path(file).read_bytes()
+def _flag(parameter: str) -> str:
+    return f"--{parameter.replace('_', '-')}"
 
 
 def _parse_vocabulary(content: bytes, given: str) -> dict[str, int]:

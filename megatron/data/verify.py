@@ -34,6 +34,9 @@ def verify(prefix: str) -> Report:
         _check_sequences(shard)
         _check_documents(shard)
     description = Description.read(prefix)
+    if description is not None and description.sentences is not None:
+        for shard in data.shards:
+            _check_sentences(shard)
     if description is None:
         highest = max(_read_tokens(shard, with_checksum=False)[0] for shard in data.shards)
     else:
@@ -52,9 +55,11 @@ def verify(prefix: str) -> Report:
 
 
 def check_counts(data: IndexedDataset, description: Description) -> None:
-    """ValueError where the data set, or a shard, and its sidecar differ in documents or tokens."""
+    """ValueError where the data set, or a shard, and its sidecar differ in what they hold."""
     for shard, listed in zip(data.shards, _listed(description), strict=True):
         found = {"documents": len(shard.documents) - 1, "tokens": len(shard.tokens)}
+        if listed.sentences is not None:
+            found["sentences"] = len(shard.sizes)
         for name, count in found.items():
             expected = getattr(listed, name)
             if count != expected:
@@ -64,13 +69,33 @@ def check_counts(data: IndexedDataset, description: Description) -> None:
                 )
 
 
+def check_sequences(
+    data: IndexedDataset, description: Description | None, *, sentences: bool
+) -> None:
+    """ValueError where its sequences are not sentences, as BERT reads them, or not documents.
+
+    Without a sidecar, a data set of more sequences than documents is one of sentences.
+    """
+    if description is not None:
+        found = description.sentences is not None
+    else:
+        found = len(data.sizes) > len(data.documents) - 1
+    if found != sentences:
+        kinds = ("whole documents", "without"), ("sentences", "with")
+        (ours, _), (theirs, how) = kinds[found], kinds[sentences]
+        raise ValueError(
+            f"{data.prefix} holds {ours}, where {theirs} are read; one that "
+            f"tools/preprocess_data.py wrote {how} --split-sentences would work"
+        )
+
+
 def check_highest_id(prefix: str, highest: int, vocab_size: int) -> None:
     """ValueError where the highest id found is outside the vocabulary."""
     if highest >= vocab_size:
         raise ValueError(
             f"{prefix} holds the id {highest}, outside a vocabulary of {vocab_size}: it "
-            "was made with another tokenizer, or is damaged; the --vocab-file and --merge-file "
-            "that it was made with would work"
+            "was made with another tokenizer, or is damaged; the --vocab-file, "
+            "and --merge-file if it has one, that it was made with would work"
         )
 
 
@@ -95,6 +120,16 @@ def _check_documents(shard: IndexedShard) -> None:
     for start in range(0, len(shard.documents), CHUNK):
         if np.any(np.diff(shard.documents[start : start + CHUNK + 1]) < 0):
             raise ValueError(f"{shard.prefix}.idx is damaged: its documents are not in order")
+
+
+def _check_sentences(shard: IndexedShard) -> None:
+    """That each document has a sentence, and each sentence a token."""
+    for start in range(0, len(shard.sizes), CHUNK):
+        if not np.all(shard.sizes[start : start + CHUNK]):
+            raise ValueError(f"{shard.prefix}.idx is damaged: it has a sentence without a token")
+    for start in range(0, len(shard.documents), CHUNK):
+        if not np.all(np.diff(shard.documents[start : start + CHUNK + 1])):
+            raise ValueError(f"{shard.prefix}.idx is damaged: it has a document without a sentence")
 
 
 def _listed(description: Description) -> Sequence[Description | ShardFacts]:

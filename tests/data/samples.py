@@ -1,6 +1,7 @@
 """Small data sets and tokenizer files for tests."""
 
 import json
+import string
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from megatron.data.description import Description
 from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron.data.tokenizer import GPT2BPETokenizer
+from megatron.data.wordpiece import MARKS
 
 MERGES = ["t h", "th e", "i n", "Ġ the"]
 
@@ -25,6 +27,42 @@ def write_tokenizer(folder: Path) -> tuple[str, str]:
     files[0].write_text(json.dumps(vocabulary))
     files[1].write_text("\n".join(["#version: 0.2", *MERGES, ""]), encoding="utf-8")
     return str(files[0]), str(files[1])
+
+
+def write_wordpiece(folder: Path, *words: str) -> str:
+    """A vocab.txt of a lower-case WordPiece: marks, [unused0], these words, pieces of others."""
+    letters = [*string.ascii_lowercase, *string.digits]
+    tokens = [MARKS[0], "[unused0]", *MARKS[1:], *".,!?-'\"[]()", *letters]
+    tokens += [f"##{letter}" for letter in letters]
+    tokens += ["the", "in", "##in", "##ing", *words]
+    file = folder / "vocab.txt"
+    file.write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
+    return str(file)
+
+
+def write_sentences(
+    prefix: Path,
+    documents: Sequence[Sequence[Sequence[int]]],
+    *,
+    tokenizer_type: str = "BertWordPieceLowerCase",
+    fingerprint: str = "f",
+    vocab_size: int = 100,
+    shuffled: bool | None = True,
+) -> Description:
+    """A data set of these sentences of documents, as --split-sentences leaves it."""
+    dtype = token_dtype(vocab_size)
+    with IndexedDatasetWriter(str(prefix), dtype, sentences=True) as writer:
+        for document in documents:
+            sizes = np.array([len(sentence) for sentence in document], np.int32)
+            tokens = np.concatenate([np.array(sentence, dtype) for sentence in document])
+            writer.add(tokens, sizes, np.array([len(document)], np.int32))
+        return writer.commit(
+            tokenizer_type=tokenizer_type,
+            tokenizer_fingerprint=fingerprint,
+            vocab_size=vocab_size,
+            eod=None,
+            shuffled=shuffled,
+        )
 
 
 def write_data(

@@ -58,7 +58,7 @@ def fuzz(seed: int, count: int) -> list[str]:
 
 
 def both(files: tuple[str, str]) -> tuple[Gigatoken, Reference]:
-    bpe = GPT2BPETokenizer(*files)._bpe
+    bpe = GPT2BPETokenizer(*files)._library
     return Gigatoken(bpe), Reference(bpe)
 
 
@@ -129,7 +129,7 @@ def test_no_texts_and_empty_texts(tmp_path: Path) -> None:
 
 @pytest.fixture
 def bpe(tmp_path: Path) -> Any:
-    return GPT2BPETokenizer(*write_tokenizer(tmp_path))._bpe
+    return GPT2BPETokenizer(*write_tokenizer(tmp_path))._library
 
 
 def test_auto_is_gigatoken_and_each_can_be_forced(bpe: Any) -> None:
