@@ -33,7 +33,7 @@ from megatron.model.gpt2 import GPT2
 from megatron.parallel.layout import initial_value, layouts
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.train.generate import Sampling, generate
-from megatron.train.state import build_model
+from megatron.train.models import build_model
 
 SEED = 1234
 THREADS = 2  # of all ranks together

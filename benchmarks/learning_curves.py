@@ -26,7 +26,7 @@ from benchmarks import transformers_gpt2
 from benchmarks.curves import gap_table
 from benchmarks.curves_page import BF16, LAYOUTS, PEER, SERIAL, about, gaps_to_serial, renew
 from benchmarks.program import pretrain, setting_flags, step_lines
-from megatron.config.data import DataConfig
+from megatron.config.data import GPT2DataConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -35,7 +35,7 @@ from megatron.config.training import TrainingConfig
 from megatron.data.gpt2 import open_splits
 from megatron.data.sources import Corpus, open_corpus
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.state import build_model
+from megatron.train.models import build_model
 
 MODEL = ModelConfig(
     num_layers=4,
@@ -45,7 +45,7 @@ MODEL = ModelConfig(
     attention_dropout=0.0,
     hidden_dropout=0.0,
 )
-DATA = DataConfig(split="1,0,0", seq_length=128)
+DATA = GPT2DataConfig(split="1,0,0", seq_length=128)
 OPTIMIZER = OptimizerConfig(lr=1e-3, min_lr=1e-4, lr_warmup_iters=50)
 STEPS, BATCH = 500, 8
 TRAINING = TrainingConfig(

@@ -41,7 +41,7 @@ from benchmarks.plain_gpt2 import (
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.data.gpt2 import Batch
+from megatron.data.gpt2 import GPT2Batch
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import initial_value, layouts
 from megatron.parallel.mesh import Axis, Mesh, build_mesh, serial_mesh
@@ -55,7 +55,7 @@ COMPARED_STEPS = 3
 TOLERANCE = 1e-4  # of the losses of the compared steps
 PEERS = {1: "plain torch", 2: "DTensor"}
 
-Step = Callable[[Batch], float]
+Step = Callable[[GPT2Batch], float]
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ class Comparison:
     cpu: dict[str, list[float]]
 
 
-def make_batch(case: Case, number: int) -> Batch:
+def make_batch(case: Case, number: int) -> GPT2Batch:
     shape = (case.batch, case.sequence)
     text = np.random.default_rng(number).integers(0, case.vocab_size, (shape[0], shape[1] + 1))
-    return Batch(
+    return GPT2Batch(
         tokens=text[:, :-1].copy(),
         labels=text[:, 1:].copy(),
         loss_mask=np.ones(shape, np.float32),
@@ -139,10 +139,10 @@ def build_both(case: Case, mesh: Mesh) -> dict[str, Step]:
         parallelize(model, mesh.tensor.grid["tensor"])
     peer = PlainTraining(model, settings, LEARNING_RATE)
 
-    def ours_step(batch: Batch) -> float:
+    def ours_step(batch: GPT2Batch) -> float:
         return train_step(state, [batch], LEARNING_RATE).loss
 
-    def peer_step(batch: Batch) -> float:
+    def peer_step(batch: GPT2Batch) -> float:
         return peer.step(torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels))
 
     return {"ours": ours_step, "peer": peer_step}
@@ -167,7 +167,7 @@ def plain_weights(weights: dict[str, Tensor], *, fused: bool) -> dict[str, Tenso
     return renamed
 
 
-def loss_difference(steps: dict[str, Step], batches: Sequence[Batch]) -> float:
+def loss_difference(steps: dict[str, Step], batches: Sequence[GPT2Batch]) -> float:
     """Largest difference of the losses of the first steps, which also warm both up."""
     losses = [[step(batch) for step in steps.values()] for batch in batches[:COMPARED_STEPS]]
     largest = max(abs(ours - peer) for ours, peer in losses)
@@ -175,7 +175,7 @@ def loss_difference(steps: dict[str, Step], batches: Sequence[Batch]) -> float:
     return largest
 
 
-def seconds_per_step(step: Step, batches: Sequence[Batch], axis: Axis) -> tuple[float, float]:
+def seconds_per_step(step: Step, batches: Sequence[GPT2Batch], axis: Axis) -> tuple[float, float]:
     """(wall of the slowest rank, CPU of all ranks) of one round over the batches."""
     all_reduce(torch.zeros(1), axis)  # start together
     wall, cpu = time.perf_counter(), time.process_time()

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.data.gpt2 import Batch
+from megatron.data.gpt2 import GPT2Batch
 
 NAMES = {
     "word_embedding": "wte",
@@ -99,7 +99,7 @@ def train(
     model: GPT2LMHeadModel,
     section: OptimizerConfig,
     steps: int,
-    batches: Iterable[Batch],
+    batches: Iterable[GPT2Batch],
     clip: Callable[[Iterable[Tensor], float], object],
 ) -> Iterator[tuple[float, float]]:
     """(mean loss before the update, learning rate) of each step, a batch each."""

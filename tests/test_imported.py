@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config import DataConfig, ModelConfig, PrecisionConfig
+from megatron.config import GPT2DataConfig, ModelConfig, PrecisionConfig
 from megatron.config.checkpoints import read_manifest
 from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.checkpoint import save
+from megatron.train.models import build_model
 from megatron.train.start import environment
-from megatron.train.state import build_model, model_pieces
+from megatron.train.state import model_pieces
 from tests.data.samples import write_data_of_tokenizer
 from tests.programs import newest, pretrain, some_data
 
@@ -39,7 +40,7 @@ def imported(folder: Path) -> Path:
     model, _ = build_model(section, mesh, 100, seed=5, dtype=torch.float32)
     scaler = LossScaler.of(PrecisionConfig(), torch.float32)
     facts = {
-        "config": {"model": asdict(section), "data": asdict(DataConfig(seq_length=16))},
+        "config": {"model": asdict(section), "data": asdict(GPT2DataConfig(seq_length=16))},
         "precision": "fp32",
         "vocab_size": 100,
         "tokenizer": "f",

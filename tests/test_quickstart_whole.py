@@ -11,7 +11,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from megatron.config import PretrainConfig, parse
+from megatron.config import PretrainGPT2Config, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -143,4 +143,4 @@ def test_the_command_for_many_nodes_has_a_preset_that_fits() -> None:
     assert command is not None
     words = shlex.split(command[0].replace("\\\n", " "))
     preset = words[words.index("--preset") + 1]
-    parse(PretrainConfig, ["--preset", str(ROOT / preset)], {}).check(64)
+    parse(PretrainGPT2Config, ["--preset", str(ROOT / preset)], {}).check(64)

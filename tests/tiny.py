@@ -1,7 +1,7 @@
 """A GPT-2 small enough for tests, its batches, and its tensors gathered whole."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -11,14 +11,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import ModelConfig, OptimizerConfig, PrecisionConfig
-from megatron.data.gpt2 import Batch
+from megatron.data.batch import Batch
+from megatron.data.gpt2 import GPT2Batch
 from megatron.model.gpt2 import GPT2
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.layout import Layout, initial_value, layouts, load_whole
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.parallel.random import RandomStreams
-from megatron.train.state import TrainState, build_model, build_state
+from megatron.train.models import build_model
+from megatron.train.objectives import NextToken
+from megatron.train.state import TrainState, build_state
 
 SEED = 1234
 VOCABULARY = 101
@@ -114,7 +117,7 @@ def whole_gradients(gradients: GradientBuffers) -> dict[str, Tensor]:
     }
 
 
-def samples(count: int, *, seed: int = 0, first: int = 0) -> Batch:
+def samples(count: int, *, seed: int = 0, first: int = 0) -> GPT2Batch:
     """Samples first to first + count, each with as many counted tokens as its own mask says."""
     tokens, masks = [], []
     for number in range(first, first + count):
@@ -122,7 +125,7 @@ def samples(count: int, *, seed: int = 0, first: int = 0) -> Batch:
         tokens.append(random.integers(VOCABULARY, size=SEQUENCE + 1))
         masks.append(random.random(SEQUENCE) < random.uniform(0.1, 1.0))
     ids = np.stack(tokens)
-    return Batch(
+    return GPT2Batch(
         tokens=ids[:, :-1],
         labels=ids[:, 1:],
         loss_mask=np.stack(masks).astype(np.float32),
@@ -131,12 +134,21 @@ def samples(count: int, *, seed: int = 0, first: int = 0) -> Batch:
     )
 
 
-def rows(batch: Batch, part: slice) -> Batch:
+def summed_loss(model: nn.Module, batch: GPT2Batch, device: torch.device) -> tuple[Tensor, float]:
+    """(sum of the loss over counted tokens, number of counted tokens)."""
+    objective = NextToken()
+    return objective.sums(model, batch, device)[0], objective.counts(batch)[0]
+
+
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
+
+
+def rows(batch: AnyBatch, part: slice) -> AnyBatch:
     arrays = {each.name: getattr(batch, each.name) for each in fields(batch)}
-    return Batch(**{n: None if array is None else array[part] for n, array in arrays.items()})
+    return type(batch)(**{n: None if array is None else array[part] for n, array in arrays.items()})
 
 
-def micro_batches(batch: Batch, mesh: Mesh, size: int) -> list[Batch]:
+def micro_batches(batch: AnyBatch, mesh: Mesh, size: int) -> list[AnyBatch]:
     """What this rank's data-parallel place gets of a global batch."""
     first = mesh.data.rank * size
     starts = range(first, len(batch.tokens), size * mesh.data.size)

@@ -1,12 +1,14 @@
 """What is read: data sets, tokenizer and how documents are cut into sequences."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from megatron.config.checks import positive
+from megatron.config.checks import SettingError, fraction, positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
+    """What all pretraining programs read."""
+
     data_path: tuple[str, ...] = ()
     """Prefix of a .bin/.idx pair, or weights and prefixes in turn: 0.3 first 0.7 second."""
 
@@ -20,11 +22,17 @@ class DataConfig:
     """Kind of tokenizer that made the data set."""
 
     vocab_file: str | None = None
-    """The tokenizer's vocabulary (vocab.json)."""
+    """The tokenizer's vocabulary (vocab.json, or vocab.txt of a WordPiece)."""
 
     merge_file: str | None = None
     """The byte-pair encoding's merges (merges.txt)."""
 
+    def __post_init__(self) -> None:
+        positive(self, "seq_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2DataConfig(DataConfig):
     reset_position_ids: bool = False
     """Count positions from 0 again after each end-of-document mark."""
 
@@ -34,5 +42,42 @@ class DataConfig:
     eod_mask_loss: bool = False
     """Leave out the loss where the input is an end-of-document mark."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class BertDataConfig(DataConfig):
+    seq_length: int = 512
+    """Tokens of a sample, padding and marks included."""
+
+    tokenizer_type: str = "BertWordPieceLowerCase"
+    """Kind of tokenizer that made the data set."""
+
+    mask_prob: float = 0.15
+    """Share of the tokens that are to be predicted."""
+
+    short_seq_prob: float = 0.1
+    """Probability of a sample that is shorter than --seq-length would allow."""
+
+    max_ngram_size: int = 3
+    """Words that are masked together at most; n of them with probability in proportion to 1/n."""
+
     def __post_init__(self) -> None:
-        positive(self, "seq_length")
+        super().__post_init__()
+        positive(self, "mask_prob", "max_ngram_size")
+        fraction(self, "mask_prob", "short_seq_prob")
+        if self.seq_length < SHORTEST_PAIR:
+            raise SettingError(
+                f"--seq-length {self.seq_length} has no room for two segments and their marks; "
+                f"--seq-length {SHORTEST_PAIR} would work"
+            )
+
+
+SHORTEST_PAIR = 5  # [CLS] a [SEP] b [SEP]
+
+
+# Where the data lies and what made it, of which a data set's own identity tells.
+_PLACES = ("data_path", "tokenizer_type", "vocab_file", "merge_file")
+
+
+def sample_settings(section: DataConfig) -> list[str]:
+    """The fields that decide, beside the data sets themselves, which sample comes when."""
+    return [field.name for field in fields(section) if field.name not in _PLACES]

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.config.apex import require_apex
+from megatron.config.bert import BertConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import SettingError
-from megatron.config.data import DataConfig
+from megatron.config.data import BertDataConfig, DataConfig, GPT2DataConfig
 from megatron.config.logging import LoggingConfig, require_sinks
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -17,9 +18,11 @@ from megatron.config.training import TrainingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
+    """What the programs share; each has sections of its own for model and data."""
+
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -83,6 +86,17 @@ class PretrainConfig:
                 f"--lr-warmup-iters {warmup} is above {source} {end}, where decay ends; "
                 f"--lr-warmup-iters {end} would work"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainGPT2Config(PretrainConfig):
+    data: GPT2DataConfig = field(default_factory=GPT2DataConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainBertConfig(PretrainConfig):
+    model: BertConfig
+    data: BertDataConfig = field(default_factory=BertDataConfig)
 
 
 def _next_multiple(number: int, of: int) -> int:

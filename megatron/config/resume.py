@@ -18,23 +18,19 @@ from megatron.config.checkpoints import (
     step_of,
 )
 from megatron.config.checks import flag, switch
+from megatron.config.data import sample_settings
+from megatron.config.model import ModelConfig
 from megatron.config.pretrain import PretrainConfig
 
-# Settings that make another model, and settings with which a resumed run would see some samples
-# twice and others never (or draw other dropout).
-MODEL = {
-    "model": (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "max_position_embeddings",
-        "layernorm_epsilon",
-    )
-}
-DATA = {
-    "data": ("split", "seq_length", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
-    "training": ("seed",),
-}
+# Settings that make another model.
+MODEL = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "layernorm_epsilon",
+    "residual_order",
+)
 # Settings that a resumed run may change, and is told of; others say where, and how fast.
 TOLD = ("model", "data", "optimizer", "training", "precision")
 SWITCHES = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
@@ -192,7 +188,9 @@ def check_start(
             "run to go on with; --finetune, which starts at step 0 from them, would work, with a "
             "--save of its own"
         )
-    _check_settings(config, path, manifest, MODEL)
+    check_kind(path, manifest, config.model.kind)
+    given = asdict(config.model)
+    _check_settings(config, path, manifest, {"model": [each for each in MODEL if each in given]})
     if manifest["vocab_size"] != identity["vocab_size"]:
         raise ValueError(
             f"--data-path has a vocabulary of {identity['vocab_size']}, but {path} was trained "
@@ -208,8 +206,24 @@ def check_start(
         return
     _check_precision(config, path, manifest)
     if not section.override_data:
-        _check_settings(config, path, manifest, DATA, OVERRIDE)
+        samples = {"data": sample_settings(config.data), "training": ["seed"]}
+        _check_settings(config, path, manifest, samples, OVERRIDE)
         _check_data_sets(path, identity["data"], manifest)
+
+
+def kind_of(manifest: Mapping[str, Any]) -> str:
+    """The kind of model that a checkpoint holds; the first ones held GPT-2 and did not say so."""
+    kind: str = manifest.get("kind", ModelConfig.kind)
+    return kind
+
+
+def check_kind(path: Path, manifest: Mapping[str, Any], *wanted: str) -> None:
+    """Raise ValueError where the checkpoint's model is of none of the kinds that are wanted."""
+    if (kind := kind_of(manifest)) not in wanted:
+        raise ValueError(
+            f"{path} holds a model of the kind {kind}; a checkpoint of the kind "
+            f"{' or '.join(wanted)} would work"
+        )
 
 
 def _check_settings(

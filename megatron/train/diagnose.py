@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.data.gpt2 import Batch
+from megatron.data.batch import Batch
 from megatron.data.sampler import micro_batches
 from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.mesh import Mesh

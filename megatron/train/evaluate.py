@@ -6,27 +6,28 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
-from megatron.data.gpt2 import GPT2Dataset
+from megatron.data.batch import Samples
 from megatron.model.gpt2 import GPT2
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh
 from megatron.train.checkpoint import load, read_manifest
+from megatron.train.models import build_model, section_of
+from megatron.train.objectives import Objective
 from megatron.train.start import newest_whole
-from megatron.train.state import build_model, model_pieces
-from megatron.train.step import summed_loss
+from megatron.train.state import model_pieces
 
 SCORED_AT_ONCE = 1024  # rows of logits that are in memory together; at GPT-2's vocabulary 0.2 GB
 
 
 def load_newest(
     folders: Sequence[Path], mesh: Mesh, dtype: torch.dtype = torch.float32
-) -> tuple[Path, GPT2]:
+) -> tuple[Path, Any]:
     """(checkpoint, its model) of the first that is whole; the first rank says what it passed over.
 
     dtype: of weights and activations, whatever the checkpoint's. Raises ValueError where none is.
@@ -39,39 +40,49 @@ def load_newest(
 
 def load_model(
     path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32, *, verified: bool = False
-) -> GPT2:
+) -> Any:
     """The model of the checkpoint directory `path`, cut over this mesh, in evaluation mode.
 
     verified: as checkpoint.load.
     """
     manifest = read_manifest(path)
     # Other kernels compute the same model, and need not be installed where it is used.
-    section = replace(ModelConfig(**manifest["config"]["model"]), layernorm_impl="torch")
+    section = replace(section_of(manifest), layernorm_impl="torch")
     model, _ = build_model(section, mesh, manifest["vocab_size"], seed=None, dtype=dtype)
     load(path, model_pieces(model), mesh, verified=verified)
     return model.eval()
 
 
 @torch.no_grad()
-def mean_loss(
-    model: GPT2, data: GPT2Dataset, samples: int, micro_batch_size: int, mesh: Mesh
-) -> float:
-    """Mean loss over the counted tokens of the first `samples` samples of a split.
+def mean_losses(
+    model: nn.Module,
+    objective: Objective,
+    data: Samples,
+    samples: int,
+    micro_batch_size: int,
+    mesh: Mesh,
+) -> dict[str, float]:
+    """The mean of each term of the loss, over the first `samples` samples of a split.
 
     Does not depend on the micro-batch size or on the layout but for rounding.
     """
     was_training = model.training
     model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    k = len(objective.terms)
+    totals = torch.zeros(2 * k, dtype=torch.float64, device=mesh.device)
     own = range(mesh.data.rank, samples, mesh.data.size)
     for start in range(0, len(own), micro_batch_size):
         batch = data.batch(own[start : start + micro_batch_size])
-        totals += torch.stack(summed_loss(model, batch, mesh.device))
+        totals[:k] += objective.sums(model, batch, mesh.device)
+        totals[k:] += totals.new_tensor(objective.counts(batch))
     model.train(was_training)
-    loss, tokens = all_reduce(totals, mesh.data).tolist()
-    if tokens == 0:
+    sums, counts = all_reduce(totals, mesh.data).view(2, k).tolist()
+    if not all(counts):
         raise ValueError("no token of the validation split counts towards the loss")
-    return float(loss / tokens)
+    return {
+        term: total / number
+        for term, total, number in zip(objective.terms, sums, counts, strict=True)
+    }
 
 
 @torch.no_grad()

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.config.data import DataConfig
-from megatron.config.pretrain import PretrainConfig
-from megatron.data.gpt2 import GPT2Dataset, open_splits
+from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
+from megatron.data.batch import Samples
+from megatron.data.bert import open_bert_splits
+from megatron.data.gpt2 import open_splits
 from megatron.data.sources import Corpus, find_tokenizer, open_corpus
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.wordpiece import BertTokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +23,8 @@ class Inputs:
     corpus: Corpus
     tokenizer: Tokenizer | None
     """That made the data sets; None where neither flags nor a folder beside them hold it."""
-    train: GPT2Dataset
-    validation: GPT2Dataset | None
+    train: Samples
+    validation: Samples | None
 
     @property
     def attached(self) -> Mapping[str, bytes]:
@@ -29,35 +32,70 @@ class Inputs:
         return {} if self.tokenizer is None else self.tokenizer.files
 
 
-def open_inputs(config: PretrainConfig) -> Inputs:
+def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
     """Raises ValueError or OSError, naming the flag, for data that is damaged or does not fit.
 
     Warns where checkpoints will be saved that hold no tokenizer.
     """
-    data = config.data
-    given = _given_tokenizer(data)
-    corpus = open_corpus(data.data_path, given, config.model.vocab_size)
-    tokenizer = given or _found_tokenizer(corpus, data.tokenizer_type)
+    corpus, tokenizer = _open_corpus(config)
     if tokenizer is None and config.checkpoint.save is not None:
         warnings.warn(
             "checkpoints will hold no tokenizer, as no data set of --data-path has one beside it; "
             "with --vocab-file and --merge-file they would",
             stacklevel=2,
         )
-    train_data, validation_data, _ = open_splits(
+    splits = open_splits(
         corpus,
-        split=data.split,
-        seq_length=data.seq_length,
+        split=config.data.split,
+        seq_length=config.data.seq_length,
         seed=config.training.seed,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=config.data.reset_position_ids,
+        reset_attention_mask=config.data.reset_attention_mask,
+        eod_mask_loss=config.data.eod_mask_loss,
     )
-    if train_data is None:
+    return _inputs(config, corpus, tokenizer, splits)
+
+
+def open_bert_inputs(config: PretrainBertConfig) -> Inputs:
+    """As open_gpt2_inputs; the tokenizer has to be known, since its marks go into every sample."""
+    corpus, tokenizer = _open_corpus(config)
+    if not isinstance(tokenizer, BertTokenizer):
         raise ValueError(
-            f"--split {data.split} keeps nothing for training; --split 29,1,0 would work"
+            "BERT needs the marks of a WordPiece tokenizer, and no data set of --data-path has one "
+            "beside it; --vocab-file vocab.txt, of the tokenizer that made the data, would work"
         )
-    return Inputs(corpus=corpus, tokenizer=tokenizer, train=train_data, validation=validation_data)
+    splits = open_bert_splits(
+        corpus,
+        tokenizer,
+        split=config.data.split,
+        seq_length=config.data.seq_length,
+        seed=config.training.seed,
+        mask_prob=config.data.mask_prob,
+        short_seq_prob=config.data.short_seq_prob,
+        max_ngram_size=config.data.max_ngram_size,
+    )
+    return _inputs(config, corpus, tokenizer, splits)
+
+
+def _open_corpus(config: PretrainConfig) -> tuple[Corpus, Tokenizer | None]:
+    given = _given_tokenizer(config.data)
+    corpus = open_corpus(config.data.data_path, given, config.model.vocab_size)
+    return corpus, given or _found_tokenizer(corpus, config.data.tokenizer_type)
+
+
+def _inputs(
+    config: PretrainConfig,
+    corpus: Corpus,
+    tokenizer: Tokenizer | None,
+    splits: tuple[Samples | None, ...],
+) -> Inputs:
+    """splits: for training, validation and test."""
+    train, validation, _ = splits
+    if train is None:
+        raise ValueError(
+            f"--split {config.data.split} keeps nothing for training; --split 29,1,0 would work"
+        )
+    return Inputs(corpus=corpus, tokenizer=tokenizer, train=train, validation=validation)
 
 
 def _given_tokenizer(data: DataConfig) -> Tokenizer | None:

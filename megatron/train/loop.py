@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron.config.resume import data_fingerprint
 from megatron.config.training import TrainingConfig
-from megatron.data.gpt2 import Batch, GPT2Dataset
+from megatron.data.batch import Batch, Samples
 from megatron.data.sampler import micro_batches
-from megatron.train.evaluate import mean_loss
+from megatron.train.evaluate import mean_losses
 from megatron.train.metrics import Metrics
 from megatron.train.replicas import check_replicas
 from megatron.train.saver import Saver
@@ -31,8 +31,8 @@ class Loop:
     log_interval: int
     global_batch_size: int
     learning_rate: Callable[[int], float]  # of the update's number, counted from 1
-    train_data: GPT2Dataset
-    validation_data: GPT2Dataset | None
+    train_data: Samples
+    validation_data: Samples | None
     metrics: Metrics
     signals: StopSignals
     saver: Saver
@@ -181,14 +181,15 @@ def _log(state: TrainState, loop: Loop, result: StepResult, lr: float, clock: Cl
         "step": state.step,
         "samples": state.samples,
         "loss": result.loss,
+        **result.terms,
         "lr": lr,
         "grad_norm": result.grad_norm,
         "tokens_per_second": clock.tokens_per_second(),
         "elapsed_seconds": clock.elapsed,
     }
     text = (
-        f"step {state.step} | loss {result.loss:.4f} | lr {lr:.3e} | grad norm "
-        f"{result.grad_norm:.3f} | {line['tokens_per_second']:.0f} tokens/s"
+        f"step {state.step} | loss {result.loss:.4f}{_spell(result.terms)} | lr {lr:.3e} | "
+        f"grad norm {result.grad_norm:.3f} | {line['tokens_per_second']:.0f} tokens/s"
     )
     if state.scaler.is_scaling:
         line |= {"loss_scale": state.scaler.scale, "skipped_steps": state.skipped}
@@ -215,17 +216,29 @@ def _evaluate(state: TrainState, loop: Loop) -> float | None:
         return None
     # A split smaller than what was asked for is evaluated whole.
     samples = min(training.eval_iters * loop.global_batch_size, data.samples_per_epoch)
-    loss = mean_loss(state.model, data, samples, training.micro_batch_size, state.mesh)
-    perplexity = inf if loss > 700 else exp(loss)  # of a run that diverges
+    terms = mean_losses(
+        state.model, state.objective, data, samples, training.micro_batch_size, state.mesh
+    )
+    loss, of_tokens = sum(terms.values()), next(iter(terms.values()))
+    perplexity = inf if of_tokens > 700 else exp(of_tokens)  # of a run that diverges
     line = {
         "step": state.step,
         "samples": state.samples,
         "validation_loss": loss,
+        **{f"validation_{name}": mean for name, mean in terms.items()},
         "validation_perplexity": perplexity,
         "validation_samples": samples,
     }
     loop.metrics.write(line)
     loop.metrics.say(
-        f"step {state.step} | validation loss {loss:.4f} | perplexity {perplexity:.2f}"
+        f"step {state.step} | validation loss {loss:.4f}{_spell(terms)} | "
+        f"perplexity {perplexity:.2f}"
     )
     return loss
+
+
+def _spell(terms: Mapping[str, float]) -> str:
+    """The terms of a loss that has several, in words."""
+    if len(terms) == 1:
+        return ""
+    return f" ({', '.join(f'{name} {mean:.4f}' for name, mean in terms.items())})"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from megatron.data.gpt2 import Batch
+from megatron.data.batch import Batch
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
 from megatron.train.state import TrainState
@@ -133,7 +133,7 @@ def _tensors(state: TrainState) -> Iterator[Entry]:
 
 def _batch(batches: Sequence[Batch], mesh: Mesh) -> Iterator[Entry]:
     """What was read, which the tensor ranks of one data rank read each for itself."""
-    for field in fields(Batch):
+    for field in fields(batches[0]) if batches else ():
         arrays = [getattr(batch, field.name) for batch in batches]
         content = b"".join(
             b"none" if array is None else repr(array.shape).encode() + array.tobytes()

@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.model.gpt2 import GPT2
 from megatron.optim.loss_scaler import LossScaler
 from megatron.optim.master_weights import MasterWeights
 from megatron.parallel.gradients import GradientBuffers
-from megatron.parallel.kit import kit_1d
-from megatron.parallel.layout import layouts, materialise
+from megatron.parallel.layout import layouts
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
 from megatron.train.checkpoint import Piece, load, read_manifest, save
+from megatron.train.models import build_model
+from megatron.train.objectives import OBJECTIVES, Objective
 
 
 @dataclass(kw_only=True)
@@ -29,7 +30,8 @@ class TrainState:
     """All that changes while training, and what it runs on."""
 
     mesh: Mesh
-    model: GPT2
+    model: nn.Module
+    objective: Objective
     streams: RandomStreams
     gradients: GradientBuffers
     optimizer: MasterWeights
@@ -108,7 +110,7 @@ class TrainState:
         }
 
 
-def model_pieces(model: GPT2) -> Iterator[Piece]:
+def model_pieces(model: nn.Module) -> Iterator[Piece]:
     parameters = dict(model.named_parameters())
     for name, layout in layouts(model).items():
         yield Piece(f"model.{name}", layout, parameters[name].detach())
@@ -116,20 +118,6 @@ def model_pieces(model: GPT2) -> Iterator[Piece]:
 
 # Of weights and activations; masters and gradients are never narrower than fp32.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def build_model(
-    section: ModelConfig, mesh: Mesh, vocab_size: int, *, seed: int | None, dtype: torch.dtype
-) -> tuple[GPT2, RandomStreams]:
-    """A materialised GPT-2 on this rank's device, and the random streams it draws from.
-
-    seed: None for a model that is loaded next and draws nothing.
-    """
-    streams = RandomStreams(seed or 0, mesh)
-    with torch.device("meta"):
-        model = GPT2(section, kit_1d(mesh, streams, norm=section.layernorm_impl), vocab_size)
-    materialise(model, device=mesh.device, dtype=dtype, seed=seed)
-    return model, streams
 
 
 def build_state(
@@ -148,6 +136,7 @@ def build_state(
     return TrainState(
         mesh=mesh,
         model=model,
+        objective=OBJECTIVES[model_section.kind],
         streams=streams,
         gradients=gradients,
         optimizer=MasterWeights(gradients, optimizer_section),

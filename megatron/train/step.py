@@ -1,15 +1,14 @@
 """One optimizer step.
 
-The loss of a micro-batch is summed over its counted tokens and divided by the *nominal* tokens of
-the global batch, which every rank knows beforehand; the optimizer divides by the true count, which
-is known only when all ranks have seen their data. So the gradient is that of the mean over all
-counted tokens of the global batch, however they are spread over micro-batches and ranks, and one
-scalar all-reduce a step is enough.
+The loss is a sum of terms, each a mean over the global batch (objectives.py). What each mean is
+over is added up over all ranks before the first forward pass, from what the batches say of
+themselves; so every micro-batch adds its share of the gradient of the true mean, whatever is masked
+and however the batch is spread over micro-batches and ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite, sqrt
@@ -17,8 +16,7 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
-from megatron.data.gpt2 import Batch
-from megatron.model.gpt2 import GPT2
+from megatron.data.batch import Batch
 from megatron.parallel.collectives import all_reduce
 from megatron.train.diagnose import non_finite
 from megatron.train.state import TrainState
@@ -28,50 +26,44 @@ from megatron.train.state import TrainState
 class StepResult:
     """What a step saw, the same on every rank.
 
-    loss, grad_norm: mean over the counted tokens of the global batch, norm of its gradient before
-    clipping; in a skipped step either may be infinite or no number.
+    loss, grad_norm: the sum of the terms' means, norm of its gradient before clipping; in a skipped
+    step either may be infinite or no number. terms: the mean of each by name. tokens: that were
+    read, padding aside.
     """
 
     loss: float
+    terms: Mapping[str, float]
     grad_norm: float
     tokens: int
     skipped: bool
     stop: bool  # some rank wants this step to be the last
 
 
-def summed_loss(model: GPT2, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(sum of the loss over counted tokens, number of counted tokens), scalars of this rank."""
-    tokens, labels, positions, mask = (
-        torch.from_numpy(array).to(device)
-        for array in (batch.tokens, batch.labels, batch.positions, batch.loss_mask)
-    )
-    starts = batch.document_starts
-    document_starts = None if starts is None else torch.from_numpy(starts).to(device)
-    losses = model(tokens, positions, labels, document_starts)
-    return (losses * mask.flatten()).sum(), mask.sum()
+def count(state: TrainState, micro_batches: Sequence[Batch]) -> Tensor:
+    """[tokens read, then what the mean of each of the k terms is over] of the global batch: fp64
+    [1 + k], on the device and not waited for."""
+    own = [[batch.num_tokens, *state.objective.counts(batch)] for batch in micro_batches]
+    sums = torch.tensor(own, dtype=torch.float64).sum(dim=0)
+    return all_reduce(sums.to(state.mesh.device), state.mesh.data)
 
 
-def forward_backward(state: TrainState, micro_batches: Sequence[Batch]) -> Tensor:
-    """Fill the gradient buffers; return this rank's [sum of losses, counted tokens], fp64.
+def forward_backward(state: TrainState, micro_batches: Sequence[Batch], counts: Tensor) -> Tensor:
+    """Fill the gradient buffers; return this rank's sum of each term, fp64 [k].
 
-    The only caller of the model in training. Gradients are those of the summed loss x loss scale
-    / nominal tokens, reduced over the axes on which they are partial.
+    The only caller of the model in training. counts: of `count`. Gradients are those of the loss x
+    loss scale, reduced over the axes on which they are partial.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=state.mesh.device)
-    factor = state.scaler.scale / nominal_tokens(state, micro_batches)
+    totals = torch.zeros_like(counts[1:])
+    # A term that nothing counts towards is told of when the step is over.
+    factors = state.scaler.scale / counts[1:].clamp(min=1)
     state.gradients.start()
     for number, batch in enumerate(micro_batches):
         is_last = number == len(micro_batches) - 1
         with state.streams.at(state.step, number), state.gradients.accumulate(is_last=is_last):
-            loss, count = summed_loss(state.model, batch, state.mesh.device)
-            (loss * factor).backward()
-        totals += torch.stack([loss.detach(), count])
+            sums = state.objective.sums(state.model, batch, state.mesh.device)
+            (sums * factors.to(sums.dtype)).sum().backward()
+        totals += sums.detach()
     return totals
-
-
-def nominal_tokens(state: TrainState, micro_batches: Sequence[Batch]) -> int:
-    """Tokens of the global batch if none were masked; the same on every rank."""
-    return sum(batch.tokens.size for batch in micro_batches) * state.mesh.data.size
 
 
 def never() -> bool:
@@ -92,27 +84,24 @@ def train_step(
     read again. Raises NonFiniteError on every rank where that may not be, or not once more.
     """
     state.model.train()
-    sums = _agree(state, forward_backward(state, micro_batches), wants_stop)
-    if sums.tokens == 0:
-        raise ValueError(
-            f"no token of step {state.step + 1} counts towards the loss: the batch holds nothing "
-            "but end marks; leave out --eod-mask-loss or check --data-path"
-        )
-    unscale = nominal_tokens(state, micro_batches) / (sums.tokens * state.scaler.scale)
-    norm = sqrt(sums.squares) * unscale
+    counts = count(state, micro_batches)
+    totals = forward_backward(state, micro_batches, counts)
+    sums = _agree(state, totals, counts, wants_stop)
+    norm = sqrt(sums.squares) / state.scaler.scale
     overflowed = sums.bad_losses > 0 or not isfinite(norm)
     if overflowed and not state.scaler.may_skip():
         what = "loss" if sums.bad_losses else "gradient"
-        replay = partial(forward_backward, state, micro_batches)
+        replay = partial(forward_backward, state, micro_batches, counts)
         raise non_finite(state, micro_batches, what, replay)
     if not overflowed:
-        state.optimizer.step(lr, unscale, norm)
+        state.optimizer.step(lr, 1.0 / state.scaler.scale, norm)
     state.step += 1
     state.samples += sum(len(batch.tokens) for batch in micro_batches) * state.mesh.data.size
     state.skipped += overflowed
     state.scaler.update(overflowed)
     return StepResult(
-        loss=sums.loss / sums.tokens,
+        loss=sum(sums.means.values()),
+        terms=sums.means,
         grad_norm=norm,
         tokens=int(sums.tokens),
         skipped=overflowed,
@@ -124,18 +113,33 @@ def train_step(
 class _Sums:
     """Of one step, over all ranks and the same on each."""
 
-    loss: float
+    means: Mapping[str, float]
     tokens: float
     squares: float  # of the scaled gradients
     votes: float  # ranks that want to stop
     bad_losses: float  # ranks of one model whose loss is not finite
 
 
-def _agree(state: TrainState, totals: Tensor, wants_stop: Callable[[], bool]) -> _Sums:
+def _agree(
+    state: TrainState, totals: Tensor, counts: Tensor, wants_stop: Callable[[], bool]
+) -> _Sums:
     """Two small all-reduces, along data and then within the model, and one copy to the host."""
-    votes = totals.new_full((1,), float(wants_stop()))
-    totals = all_reduce(torch.cat([totals, votes]), state.mesh.data)
+    k, votes = len(totals), totals.new_full((1,), float(wants_stop()))
+    reduced = all_reduce(torch.cat([totals, votes]), state.mesh.data)
     squares = state.gradients.squares(state.mesh.model)
-    is_bad = ~totals[0].isfinite()
-    agreed = all_reduce(torch.stack([squares, totals[2], is_bad]), state.mesh.model)
-    return _Sums(*torch.cat([totals[:2], agreed]).tolist())
+    is_bad = ~reduced[:k].isfinite().all()
+    agreed = all_reduce(torch.stack([squares, reduced[k], is_bad]), state.mesh.model)
+    tokens, *numbers = torch.cat([counts, reduced[:k], agreed]).tolist()
+    return _Sums(_means(state, numbers[k : 2 * k], numbers[:k]), tokens, *numbers[2 * k :])
+
+
+def _means(state: TrainState, sums: Sequence[float], over: Sequence[float]) -> dict[str, float]:
+    """The mean of each term; ValueError where nothing counts towards one."""
+    terms = state.objective.terms
+    for term, number in zip(terms, over, strict=True):
+        if not number:
+            raise ValueError(
+                f"nothing in step {state.step + 1} counts towards its {term}: with --eod-mask-loss "
+                "a batch of end marks alone does not; leave that out or check --data-path"
+            )
+    return {term: total / n for term, total, n in zip(terms, sums, over, strict=True)}

@@ -8,26 +8,32 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.resume import find_start, newest_readable
+from megatron.config.resume import check_kind, find_start, newest_readable
 from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import Tokenizer, build_tokenizer, file_names, read_tokenizer
 
 
 def open_trained(
-    section: TrainedConfig, parallel: ParallelConfig, world_size: int
+    section: TrainedConfig,
+    parallel: ParallelConfig,
+    world_size: int,
+    kinds: Sequence[str] = (ModelConfig.kind,),
 ) -> tuple[Sequence[Path], Tokenizer, dict[str, Any]]:
     """The checkpoints of --load from the newest readable one on, its tokenizer and its manifest.
 
-    The tokenizer is that of the flags, or else the checkpoint's own. Warns of checkpoints that are
-    passed over. Raises FileNotFoundError without a checkpoint, ValueError where none is whole,
-    where the model cannot be cut over the processes, and where the tokenizer is another one, or
-    neither in the checkpoint nor given.
+    kinds: of model that the program can use. The tokenizer is that of the flags, or else the
+    checkpoint's own. Warns of checkpoints that are passed over. Raises FileNotFoundError without a
+    checkpoint, ValueError where none is whole, where the model is of another kind or cannot be cut
+    over the processes, and where the tokenizer is another one, or neither in the checkpoint nor
+    given.
     """
     start = find_start(CheckpointConfig(load=section.load))
     path, manifest, passed_over = newest_readable(start.folders)
     for reason in passed_over:
         warnings.warn(f"passed over: {reason}", stacklevel=2)
+    check_kind(path, manifest, *kinds)
     parallel.check(manifest["config"]["model"]["num_attention_heads"], world_size)
     tokenizer = _open_tokenizer(section, path, manifest)
     return start.folders[start.folders.index(path) :], tokenizer, manifest

@@ -6,13 +6,13 @@ import pytest
 
 from megatron.config import (
     CheckpointConfig,
-    DataConfig,
+    GPT2DataConfig,
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
-    PretrainConfig,
+    PretrainGPT2Config,
     SettingError,
     TrainingConfig,
 )
@@ -36,7 +36,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (ModelConfig, {"hidden_dropout": -0.1}, "--hidden-dropout -0.1"),
     (ModelConfig, {"num_attention_heads": 3}, "--hidden-size 8 .*--hidden-size 9 would work"),
     (ParallelConfig, {"tensor_model_parallel_size": 0}, "--tensor-model-parallel-size 1 would"),
-    (DataConfig, {"seq_length": 0}, "--seq-length 1 would work"),
+    (GPT2DataConfig, {"seq_length": 0}, "--seq-length 1 would work"),
     (OptimizerConfig, {"lr": 0.0}, "--lr 0.0"),
     (OptimizerConfig, {"lr": float("inf")}, "--lr inf"),
     (OptimizerConfig, {"min_lr": -1e-5}, "--min-lr"),
@@ -86,18 +86,18 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
 ]
 
 
-def settings(**changes: Any) -> PretrainConfig:
+def settings(**changes: Any) -> PretrainGPT2Config:
     """A small run, with each change put into the section that has such a field."""
     sections = {
         "model": ModelConfig,
         "parallel": ParallelConfig,
-        "data": DataConfig,
+        "data": GPT2DataConfig,
         "optimizer": OptimizerConfig,
         "training": TrainingConfig,
         "precision": PrecisionConfig,
         "checkpoint": CheckpointConfig,
     }
-    return PretrainConfig(
+    return PretrainGPT2Config(
         **{
             name: section(
                 **REQUIRED.get(section, {})

@@ -11,7 +11,7 @@ import pytest
 from megatron.config import (
     DataConfig,
     ModelConfig,
-    PretrainConfig,
+    PretrainGPT2Config,
     SettingError,
     parse,
     user_errors,
@@ -22,17 +22,17 @@ SMALL = [*MODEL, "--train-iters=3"]
 
 PROGRAM = """
 import os, sys
-from megatron.config import PretrainConfig, parse, user_errors
+from megatron.config import PretrainGPT2Config, parse, user_errors
 from megatron.config.launch import world_size
 with user_errors(os.environ):
-    config = parse(PretrainConfig, sys.argv[1:], os.environ)
+    config = parse(PretrainGPT2Config, sys.argv[1:], os.environ)
     config.check(world_size(os.environ))
 print(sorted({"torch", "numpy"} & set(sys.modules)))
 """
 
 
-def pretrain(*arguments: str) -> PretrainConfig:
-    return parse(PretrainConfig, [*SMALL, *arguments], {})
+def pretrain(*arguments: str) -> PretrainGPT2Config:
+    return parse(PretrainGPT2Config, [*SMALL, *arguments], {})
 
 
 def run_program(
@@ -141,7 +141,7 @@ def test_flags_that_tyro_refuses(
 ) -> None:
     for rank, expected in (("0", message), ("1", "")):
         with pytest.raises(SystemExit) as stop:
-            parse(PretrainConfig, arguments, {"RANK": rank})
+            parse(PretrainGPT2Config, arguments, {"RANK": rank})
         output = capsys.readouterr()
         assert stop.value.code == 2
         assert output.out == ""
@@ -151,7 +151,7 @@ def test_flags_that_tyro_refuses(
 
 def test_help_is_grouped_and_names_aliases(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse(PretrainConfig, ["--help"], {})
+        parse(PretrainGPT2Config, ["--help"], {})
     text = capsys.readouterr().out
     assert stop.value.code == 0
     for words in ("--preset FILE", "model options", "--exit-interval INT", "--model-parallel-size"):

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import PretrainConfig, parse
+from megatron.config import PretrainBertConfig, PretrainConfig, PretrainGPT2Config, parse
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "presets"
 PRESETS = sorted(FOLDER.glob("*.toml"))
@@ -23,7 +23,8 @@ TABLES = {
 
 
 def load(name: str) -> PretrainConfig:
-    return parse(PretrainConfig, ["--preset", str(FOLDER / f"{name}.toml")], {})
+    program = PretrainBertConfig if name.startswith("bert") else PretrainGPT2Config
+    return parse(program, ["--preset", str(FOLDER / f"{name}.toml")], {})
 
 
 def test_every_model_of_the_tables_has_a_preset() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config import ModelConfig, OptimizerConfig, PretrainConfig, TrainingConfig
+from megatron.config import ModelConfig, OptimizerConfig, PretrainGPT2Config, TrainingConfig
 from megatron.config.apex import require_apex
 from megatron.config.checks import SettingError
 from megatron.parallel.layers import ApexLayerNorm
@@ -186,7 +186,7 @@ def test_what_is_lacking_and_how_to_get_it(
 
 def test_a_run_asks_before_torch_is_imported() -> None:
     """`check` is what a program calls before anything slow starts."""
-    config = PretrainConfig(
+    config = PretrainGPT2Config(
         model=ModelConfig(
             num_layers=1, hidden_size=8, num_attention_heads=2, layernorm_impl="apex"
         ),

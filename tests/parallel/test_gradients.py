@@ -14,7 +14,6 @@ from megatron.parallel.gradients import BUCKET_BYTES, GradientBuffers
 from megatron.parallel.layers import RowParallelLinear
 from megatron.parallel.layout import LaidOut, Layout, layouts
 from megatron.parallel.mesh import Mesh, serial_mesh
-from megatron.train.step import summed_loss
 from tests.dist import Pool
 from tests.tiny import (
     assert_gradients,
@@ -23,6 +22,7 @@ from tests.tiny import (
     micro_batches,
     samples,
     scatter_weights,
+    summed_loss,
     tiny_model,
     tiny_state,
     whole_gradients,

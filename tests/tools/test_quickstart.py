@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config import PretrainConfig, parse
+from megatron.config import PretrainGPT2Config, parse
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from tools.quickstart.__main__ import quickstart, warn_of_weak_model
 from tools.quickstart.enough import check_samples
@@ -164,7 +164,7 @@ def test_the_training_command_fits_its_processes() -> None:
         processes = choose_processes(SETTINGS, gpus, 16)
         argv = pretrain_stage(SETTINGS, processes).commands[-1].argv
         world = int(argv[argv.index("--nproc-per-node") + 1])
-        config = parse(PretrainConfig, argv[argv.index("pretrain_gpt2.py") + 1 :], {})
+        config = parse(PretrainGPT2Config, argv[argv.index("pretrain_gpt2.py") + 1 :], {})
         config.check(world)
         assert config.data_parallel_size(world) == processes.data_parallel
         assert config.global_batch_size(world) == 4

@@ -11,7 +11,7 @@ from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError, non_finite
 from megatron.train.state import TrainState
-from megatron.train.step import forward_backward, train_step
+from megatron.train.step import count, forward_backward, train_step
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_section, tiny_state
 
@@ -175,10 +175,11 @@ def replayed(tensor_size: int) -> bool:
     section = tiny_section(hidden_dropout=0.3, attention_dropout=0.3)
     state = tiny_state(mesh_of_ranks(tensor_size), section)
     batches = micro_batches(samples(GLOBAL_BATCH), state.mesh, 1)
-    forward_backward(state, batches)
+    counts = count(state, batches)
+    forward_backward(state, batches, counts)
     first = [buffer.flat.clone() for buffer in state.gradients.buffers]
     assert all(each.any() for each in first)
-    non_finite(state, batches, "loss", lambda: forward_backward(state, batches))
+    non_finite(state, batches, "loss", lambda: forward_backward(state, batches, counts))
     return all(map(torch.equal, first, (buffer.flat for buffer in state.gradients.buffers)))
 
 

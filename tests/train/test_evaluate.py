@@ -7,9 +7,10 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.config.checkpoints import step_folders
-from megatron.data.gpt2 import Batch
+from megatron.data.gpt2 import GPT2Batch
 from megatron.train import evaluate
-from megatron.train.evaluate import load_model, load_newest, mean_loss, score
+from megatron.train.evaluate import load_model, load_newest, mean_losses, score
+from megatron.train.objectives import NextToken
 from tests.dist import Pool
 from tests.tiny import (
     VOCABULARY,
@@ -28,14 +29,14 @@ class Split:
 
     samples_per_epoch = 7
 
-    def batch(self, numbers: range) -> Batch:
+    def batch(self, numbers: range) -> GPT2Batch:
         return rows(samples(numbers.stop), slice(numbers.start, numbers.stop, numbers.step))
 
 
 def loss_of_seven(tensor_size: int, micro_batch_size: int) -> float:
     mesh = mesh_of_ranks(tensor_size)
     model, _ = tiny_model(mesh, tiny_section(hidden_dropout=0.5))
-    loss = mean_loss(model.train(), Split(), 7, micro_batch_size, mesh)
+    loss = mean_losses(model.train(), NextToken(), Split(), 7, micro_batch_size, mesh)["loss"]
     assert model.training, "the mode is put back"
     return loss
 

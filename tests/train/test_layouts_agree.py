@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.parallel.collectives import all_reduce
 from megatron.train.evaluate import whole_logits
-from megatron.train.step import forward_backward, nominal_tokens, train_step
+from megatron.train.step import count, forward_backward, train_step
 from tests.dist import Pool
 from tests.tiny import (
     assert_gradients,
@@ -44,9 +44,9 @@ def outcome(tensor_size: int, micro_batch_size: int, dtype: torch.dtype) -> Outc
     logits = whole_logits(state.model, mesh, torch.from_numpy(samples(2).tokens))
 
     batches = micro_batches(samples(GLOBAL_BATCH), mesh, micro_batch_size)
-    loss, count = all_reduce(forward_backward(state, batches), mesh.data).tolist()
-    factor = nominal_tokens(state, batches) / count
-    gradients = {n: gradient * factor for n, gradient in whole_gradients(state.gradients).items()}
+    counts = count(state, batches)
+    loss = all_reduce(forward_backward(state, batches, counts), mesh.data)
+    gradients = whole_gradients(state.gradients)
 
     results = []
     for step in range(STEPS):
@@ -55,7 +55,7 @@ def outcome(tensor_size: int, micro_batch_size: int, dtype: torch.dtype) -> Outc
     assert (state.step, state.samples) == (STEPS, STEPS * GLOBAL_BATCH)
     return Outcome(
         logits=logits,
-        loss=loss / count,
+        loss=(loss / counts[1:]).item(),
         gradients=gradients,
         norms=[result.grad_norm for result in results],
         losses=[result.loss for result in results],

@@ -17,7 +17,8 @@ from megatron.data.gpt2 import open_splits
 from megatron.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron.data.sources import open_corpus
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.evaluate import load_model, mean_loss
+from megatron.train.evaluate import load_model, mean_losses
+from megatron.train.objectives import NextToken
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY, SEQUENCE, STEPS = 50_257, 1024, 3
@@ -68,7 +69,7 @@ def serial_loss(prefix: str, checkpoint: Path) -> float:
     seed = read_manifest(checkpoint)["config"]["training"]["seed"]  # fixes the order of samples
     _, validation, _ = open_splits(corpus, split=SPLIT, seq_length=SEQUENCE, seed=seed)
     assert validation is not None
-    return mean_loss(model, validation, 1, 1, mesh)
+    return mean_losses(model, NextToken(), validation, 1, 1, mesh)["loss"]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.state import TrainState
-from megatron.train.step import StepResult, forward_backward, train_step
+from megatron.train.step import StepResult, count, forward_backward, train_step
 from tests.dist import Pool
 from tests.tiny import (
     Communication,
@@ -193,20 +193,24 @@ def test_all_ranks_stop_when_one_wants_to(gloo: Pool, world: int, tensor_size: i
         assert answer == [False, True, False]
 
 
-def small_all_reduces(tensor_size: int) -> list[tuple[int, ...]]:
+def small_all_reduces(tensor_size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Shapes of what a step sends before its forward pass, and after its backward pass."""
     state = tiny_state(mesh_of_ranks(tensor_size))
     batches = micro_batches(samples(4), state.mesh, 1)
     train_step(state, batches, 1e-3)
-    with Communication() as plain:
-        forward_backward(state, batches)
+    counts = count(state, batches)
+    with Communication() as passes:
+        forward_backward(state, batches, counts)
     with Communication() as communication:
         train_step(state, batches, 1e-3)
-    return [shape for _, shape in communication.calls[len(plain.calls) :]]
+    shapes, own = [shape for _, shape in communication.calls], len(passes.calls)
+    return shapes[: len(shapes) - 2 - own], shapes[-2:]
 
 
-def test_overflow_and_stop_are_agreed_in_two_small_all_reduces(gloo: Pool) -> None:
-    for shapes in gloo.run(4, small_all_reduces, 2):
-        assert shapes == [(3,), (3,)]
+def test_counts_overflow_and_stop_are_agreed_in_three_small_all_reduces(gloo: Pool) -> None:
+    for before, after in gloo.run(4, small_all_reduces, 2):
+        assert before == [(2,)]
+        assert after == [(2,), (3,)]
 
 
 def test_the_loss_scale_changes_nothing() -> None:
@@ -222,7 +226,9 @@ def test_the_loss_scale_changes_nothing() -> None:
 def test_a_batch_without_a_counted_token_is_an_error() -> None:
     batch = samples(2)
     batch = replace(batch, loss_mask=0 * batch.loss_mask)
-    with pytest.raises(ValueError, match="no token of step 1 counts.*--eod-mask-loss"):
+    with pytest.raises(
+        ValueError, match="nothing in step 1 counts towards its loss.*--eod-mask-loss"
+    ):
         train_step(tiny_state(mesh_of_ranks(1)), [batch], 1e-3)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import tyro
 
 from megatron.config.parse import parse, user_errors
-from megatron.config.pretrain import PretrainConfig
+from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.indexed import IndexedDataset
 from megatron.data.splits import split_documents
 from tools.quickstart.plan import SPLIT
@@ -19,7 +19,7 @@ def enough(data_path: Path, preset: Path) -> None:
         data_path: prefix of the data set that is to be trained on.
         preset: settings of model and training (TOML).
     """
-    config = parse(PretrainConfig, ["--preset", str(preset)], {})
+    config = parse(PretrainGPT2Config, ["--preset", str(preset)], {})
     check_samples(IndexedDataset(str(data_path)), config.data.seq_length)
 
 

@@ -8,7 +8,7 @@ from math import gcd
 from pathlib import Path
 
 from megatron.config.parse import parse
-from megatron.config.pretrain import PretrainConfig
+from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.files import tokenizer_folder
 from tools.quickstart.stages import Command, Stage
 
@@ -84,8 +84,8 @@ def training_flags(settings: Settings, preset: str) -> list[str]:
     return ["--preset", preset, "--tensor-model-parallel-size", size, "--split", SPLIT]
 
 
-def training_config(settings: Settings) -> PretrainConfig:
-    return parse(PretrainConfig, training_flags(settings, str(settings.preset)), {})
+def training_config(settings: Settings) -> PretrainGPT2Config:
+    return parse(PretrainGPT2Config, training_flags(settings, str(settings.preset)), {})
 
 
 def shown(path: Path) -> str:

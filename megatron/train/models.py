@@ -1,0 +1,55 @@
+"""The kinds of model: which section describes each, and what builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.config.bert import BertConfig, FinetunedConfig
+from megatron.config.model import ModelConfig
+from megatron.config.resume import kind_of
+from megatron.model.bert import BERT
+from megatron.model.finetuned import FinetunedBert
+from megatron.model.gpt2 import GPT2
+from megatron.parallel.kit import kit_1d
+from megatron.parallel.layout import materialise
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.random import RandomStreams
+
+MODELS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
+    section.kind: (section, model)
+    for section, model in (
+        (ModelConfig, GPT2),
+        (BertConfig, BERT),
+        (FinetunedConfig, FinetunedBert),
+    )
+}
+
+
+def section_of(manifest: Mapping[str, Any]) -> ModelConfig:
+    """What describes the model of a checkpoint."""
+    section, _ = MODELS[kind_of(manifest)]
+    settings: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in manifest["config"]["model"].items()
+    }
+    return section(**settings)
+
+
+def build_model(
+    section: ModelConfig, mesh: Mesh, vocab_size: int, *, seed: int | None, dtype: torch.dtype
+) -> tuple[Any, RandomStreams]:
+    """A materialised model of the section's kind on this rank's device, and the random streams it
+    draws from.
+
+    seed: None for a model that is loaded next and draws nothing.
+    """
+    streams = RandomStreams(seed or 0, mesh)
+    _, make = MODELS[section.kind]
+    with torch.device("meta"):
+        model = make(section, kit_1d(mesh, streams, norm=section.layernorm_impl), vocab_size)
+    materialise(model, device=mesh.device, dtype=dtype, seed=seed)
+    return model, streams
