@@ -1,4 +1,4 @@
-"""Runs of pretrain_gpt2.py as processes of their own, to be killed, stopped and started again.
+"""Runs of a pretraining program as processes of their own, to be killed and started again.
 
 They come from the fork server of tests/dist.py, so that a start takes a tenth of a second.
 """
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -75,14 +76,21 @@ def some_data(folder: Path) -> Path:
 
 @contextmanager
 def pretrain(
-    words: str, *, world: int = 1, folder: Path, before: Callable[[], None] | None = None
+    words: str,
+    *,
+    world: int = 1,
+    folder: Path,
+    before: Callable[[], None] | None = None,
+    program: str = "pretrain_gpt2",
+    data: Path | None = None,
 ) -> Iterator[Run]:
-    """pretrain_gpt2.py with these flags on `world` ranks; what still runs at the end is killed.
+    """The program with these flags on `world` ranks; what still runs at the end is killed.
 
-    folder: of data set and logs. before: called in each process first, to break something.
+    folder: of the logs, and of a data set where none is given. before: called in each process
+    first, to break something.
     """
-    arguments = [*SHAPE.split(), *REST.split(), "--data-path", str(some_data(folder))]
-    arguments += words.split()
+    data = data or some_data(folder)
+    arguments = [*SHAPE.split(), *REST.split(), "--data-path", str(data), *words.split()]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     port = _free_port()
@@ -91,7 +99,7 @@ def pretrain(
     for rank, log in enumerate(logs):
         log.unlink(missing_ok=True)  # of a run before
         environ = _environment(rank, world, port)
-        process = context.Process(target=_main, args=(arguments, environ, log, before))
+        process = context.Process(target=_main, args=(program, arguments, environ, log, before))
         process.start()
         processes.append(process)
     try:
@@ -124,6 +132,7 @@ def _free_port() -> int:
 
 
 def _main(
+    program: str,
     arguments: list[str],
     environ: Mapping[str, str],
     log: Path,
@@ -135,13 +144,11 @@ def _main(
     os.environ.update(environ)
     import torch
 
-    from pretrain_gpt2 import main
-
     torch.set_num_threads(1)
     if before is not None:
         before()
-    sys.argv = ["pretrain_gpt2.py", *arguments]
-    main(arguments, os.environ)
+    sys.argv = [f"{program}.py", *arguments]
+    import_module(program).main(arguments, os.environ)
 
 
 def newest(save: Path) -> Path:

@@ -198,11 +198,14 @@ def _end_mark(source: Source, tokenizer: Tokenizer | None) -> int | None:
 
 
 def _warn_of_order(sources: Sequence[Source]) -> None:
-    """A sample packs neighbouring documents, so that their order matters."""
+    """A sample packs neighbouring documents, so that their order matters; but one of sentences is
+    of a single document."""
     unshuffled = [
         source.data.prefix
         for source in sources
-        if source.description is not None and not source.description.shuffled
+        if (known := source.description) is not None
+        and not known.shuffled
+        and known.sentences is None
     ]
     if unshuffled:
         warnings.warn(

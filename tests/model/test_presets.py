@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.config import PretrainConfig, parse
+from megatron.config import PretrainBertConfig, PretrainGPT2Config, parse
+from megatron.model.bert import BERT
 from megatron.model.gpt2 import GPT2
 from megatron.parallel.kit import kit_1d
 from megatron.parallel.layout import layouts
@@ -19,6 +20,7 @@ from megatron.parallel.random import RandomStreams
 
 PRESETS = Path(__file__).parents[2] / "scripts" / "presets"
 GPT2_VOCABULARY = 50_257
+EMBEDDING = "encoder.word_embedding.weight"
 # name: (parameters of tables 1 and 2, tensor-parallel size)
 PAPER = {
     "gpt2_355m": (355e6, 1),
@@ -44,7 +46,7 @@ def fake_ranks(size: int) -> Iterator[Mesh]:
 @pytest.mark.parametrize("name", PAPER)
 def test_the_papers_models(name: str) -> None:
     parameters, tensor_size = PAPER[name]
-    config = parse(PretrainConfig, ["--preset", str(PRESETS / f"{name}.toml")], {})
+    config = parse(PretrainGPT2Config, ["--preset", str(PRESETS / f"{name}.toml")], {})
     assert config.parallel.tensor_model_parallel_size == tensor_size
     with fake_ranks(tensor_size) as mesh, torch.device("meta"):
         model = GPT2(config.model, kit_1d(mesh, RandomStreams(0, mesh)), GPT2_VOCABULARY)
@@ -66,23 +68,23 @@ def test_the_papers_models(name: str) -> None:
     [("bert_336m", 336e6, 1), ("bert_1.3b", 1.3e9, 2), ("bert_3.9b", 3.9e9, 4)],
 )
 def test_the_papers_bert_sizes(name: str, parameters: float, tensor_size: int) -> None:
-    """The trunk is GPT-2's (pre-LN, tied embedding) and is built; what BERT adds is counted."""
-    config = parse(PretrainConfig, ["--preset", str(PRESETS / f"{name}.toml")], {})
+    config = parse(PretrainBertConfig, ["--preset", str(PRESETS / f"{name}.toml")], {})
     assert config.parallel.tensor_model_parallel_size == tensor_size
-    vocabulary, h = config.model.vocab_size, config.model.hidden_size
-    assert vocabulary == 30_522
+    assert config.model.vocab_size == 30_522
+    assert config.model.residual_order == "pre-ln"
     with fake_ranks(tensor_size) as mesh, torch.device("meta"):
-        model = GPT2(config.model, kit_1d(mesh, RandomStreams(0, mesh)), vocabulary)
-    trunk = sum(prod(layout.shape) for layout in layouts(model).values())
-    token_types, pooler, order = 2 * h, h * h + h, 2 * h + 2
-    masked_words = h * h + h + 2 * h + vocabulary  # dense layer, norm, bias of the tied output
-    whole = trunk + token_types + pooler + order + masked_words
+        model = BERT(config.model, kit_1d(mesh, RandomStreams(0, mesh)), config.model.vocab_size)
+        table = layouts(model)
+        local = {name: tuple(each.shape) for name, each in model.named_parameters()}
+        assert local == {name: layout.local_shape for name, layout in table.items()}
+    assert table["mlm.head.bias"].padded_rows == table[EMBEDDING].padded_rows
+    whole = sum(prod(layout.shape) for layout in table.values())
     assert whole == pytest.approx(parameters, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["gpt2_8.3b"])
 def test_a_rank_holds_its_part(name: str) -> None:
-    config = parse(PretrainConfig, ["--preset", str(PRESETS / f"{name}.toml")], {})
+    config = parse(PretrainGPT2Config, ["--preset", str(PRESETS / f"{name}.toml")], {})
     with fake_ranks(8) as mesh, torch.device("meta"):
         model = GPT2(config.model, kit_1d(mesh, RandomStreams(0, mesh)), GPT2_VOCABULARY)
     local = sum(parameter.numel() for parameter in model.parameters())
