@@ -1,0 +1,223 @@
+"""What would train or measure something else than was meant, and say nothing of it.
+
+Each check returns what it counted, for the record. It warns with the number where that is more
+than good data has, and raises ValueError, with the flag that would help, where it is far more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.checks import SettingError, flag
+from megatron.data.wordpiece import UNKNOWN, BertTokenizer
+
+# RACE cut at the paper's 512 tokens is the case that has to pass: 7 % of its sequences are longer,
+# of the high schools' 10 %. At 384 it would be 42 %.
+TELL_TRUNCATED = 0.05
+# English has next to none with BERT's own vocabulary (RACE: 0 of 15 million; QQP: 34 of 250,157),
+# sentences of Chinese 60 %, of Korean 16 %, of Hindi 7 %. Russian or Arabic, whose letters it has,
+# has none either.
+TELL_UNKNOWN = 0.01
+# Texts with capitals: of RACE's articles all, of QQP's questions 99.96 %, of MNLI's sentences, a
+# fifth of which are telephone calls written down in lower case, 90 %; of lower-cased data none.
+TELL_CAPITALS = 0.5
+LEAST_CAPITALS = 0.01
+ENOUGH_TEXTS = 20  # fewer tell nothing about their casing
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChecksConfig:
+    max_truncated: float = 0.25
+    """Largest share of the sequences that may be cut at --seq-length; more is an error."""
+
+    max_unknown: float = 0.05
+    """Largest share of the tokens that may be [UNK]; more is an error."""
+
+    allow_lower_case: bool = False
+    """Take text without capitals though the model's vocabulary has them."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_truncated", "max_unknown"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SettingError(
+                    f"{flag(name)} {getattr(self, name)} should be in [0, 1]; "
+                    f"{flag(name)} {getattr(ChecksConfig, name)} would work"
+                )
+
+
+@dataclass(frozen=True)
+class InputChecks:
+    """The checks of a task's sequences."""
+
+    config: ChecksConfig
+    tokenizer: BertTokenizer
+    seq_length: int
+    positions: int  # that the model has
+
+    def check(
+        self, place: str, texts: Iterable[str], tokens: NDArray[Any], lengths: NDArray[Any]
+    ) -> dict[str, Any]:
+        """place: flag and file, for messages; texts: that the sequences are made of; tokens: of
+        these texts; lengths: [N], of the sequences before they are cut."""
+        config = self.config
+        return {
+            **check_casing(place, texts, self.tokenizer, config.allow_lower_case),
+            **check_unknown(place, tokens, self.tokenizer, config.max_unknown),
+            **check_truncation(
+                place, lengths, self.seq_length, self.positions, config.max_truncated
+            ),
+        }
+
+
+def check_truncation(
+    place: str, lengths: NDArray[Any], seq_length: int, positions: int, most: float
+) -> dict[str, Any]:
+    """lengths: [N], of the sequences before they are cut; positions: that the model has; most:
+    --max-truncated. place: flag and file, for the message."""
+    longest, count = int(lengths.max()), int((lengths > seq_length).sum())
+    share = count / len(lengths)
+    said = (
+        f"{place}: {count} of {len(lengths)} sequences ({share:.1%}) are longer than --seq-length "
+        f"{seq_length} and are cut"
+    )
+    cures = []
+    if seq_length < positions:
+        better = min(longest, positions)
+        left = int((lengths > better).sum())
+        cures.append(f"--seq-length {better} would cut {left or 'none'}")
+    if share > most:
+        cures.append(f"--max-truncated {np.ceil(100 * share) / 100:.2f} would let them be cut")
+        raise ValueError(f"{said}; {', or '.join(cures)}")
+    if share > TELL_TRUNCATED:
+        cure = cures[0] if cures else f"the model has no more than {positions} positions"
+        warnings.warn(f"{said}; {cure}", stacklevel=2)
+    return {
+        "sequences": len(lengths),
+        "truncated": count,
+        "longest": longest,
+        "mean_length": round(float(lengths.mean()), 1),
+    }
+
+
+def unknown_id(tokenizer: BertTokenizer) -> int:
+    """The id of [UNK]."""
+    tokens = tokenizer.files[tokenizer.names["vocab_file"]].decode().replace("\r\n", "\n")
+    return tokens.split("\n").index(UNKNOWN)
+
+
+def check_unknown(
+    place: str, tokens: NDArray[Any], tokenizer: BertTokenizer, most: float
+) -> dict[str, int]:
+    """tokens: the ids of all texts, without special ones; most: --max-unknown."""
+    count = int((tokens == unknown_id(tokenizer)).sum())
+    share = count / max(1, len(tokens))
+    said = (
+        f"{place}: {count} of {len(tokens)} tokens ({share:.1%}) are {UNKNOWN}, so the model's "
+        "vocabulary is not of this language or script"
+    )
+    if share > most:
+        allowed = f"--max-unknown {np.ceil(100 * share) / 100:.2f}"
+        raise ValueError(f"{said}; a model of it, or {allowed}, would work")
+    if share > TELL_UNKNOWN:
+        warnings.warn(said, stacklevel=2)
+    return {"tokens": len(tokens), "unknown_tokens": count}
+
+
+def check_casing(
+    place: str, texts: Iterable[str], tokenizer: BertTokenizer, allow: bool
+) -> dict[str, int]:
+    """Whether text for a vocabulary with capitals has some; the vocabulary without takes any.
+
+    Texts without any letter that could be a capital do not count. allow: --allow-lower-case.
+    """
+    with_letters = with_capitals = 0
+    for text in texts:
+        lower = text.lower()
+        if lower != text:
+            with_letters, with_capitals = with_letters + 1, with_capitals + 1
+        elif lower != text.upper():
+            with_letters += 1
+    counts = {"texts_with_letters": with_letters, "texts_with_capitals": with_capitals}
+    if tokenizer.is_lower_case or with_letters < ENOUGH_TEXTS:
+        return counts
+    share = with_capitals / with_letters
+    said = (
+        f"{place}: {with_capitals} of {with_letters} texts ({share:.1%}) have a capital letter, "
+        f"and the model's {tokenizer.kind} is made for text as it is written"
+    )
+    if share < LEAST_CAPITALS and not allow:
+        raise ValueError(
+            f"{said}; the data before it was put into lower case, a model of "
+            "BertWordPieceLowerCase, or --allow-lower-case, would work"
+        )
+    if share < TELL_CAPITALS:
+        warnings.warn(said, stacklevel=2)
+    return counts
+
+
+def check_apart(train: Sequence[Path], valid: Sequence[Path]) -> None:
+    """Nothing is given twice; warns of what is both trained and evaluated on."""
+    for name, paths in (("--train-data", train), ("--valid-data", valid)):
+        known: set[Path] = set()
+        for path in paths:
+            if path.resolve() in known:
+                raise ValueError(f"{name} {path} is given twice; once would work")
+            known.add(path.resolve())
+    for path in {each.resolve() for each in train} & {each.resolve() for each in valid}:
+        warnings.warn(
+            f"--valid-data {path} is trained on as well: its figures say what the model has "
+            "learned by heart",
+            stacklevel=2,
+        )
+
+
+@dataclass(frozen=True)
+class LabelMap:
+    """Which class a label of the files means."""
+
+    names: tuple[str, ...]  # of the classes, in the order of their ids
+    others: Mapping[str, int] = field(default_factory=dict)  # further spellings, such as "1"
+    cure: str = ""  # what to say of a number that is no such spelling
+
+    def id_of(self, label: object, place: str) -> int:
+        """Raises ValueError, naming the place, for what is no label."""
+        is_number = isinstance(label, int | float) and not isinstance(label, bool)
+        spelt = str(label) if is_number else label
+        if isinstance(spelt, str):
+            if spelt in self.others:
+                return self.others[spelt]
+            if spelt in self.names:
+                return self.names.index(spelt)
+            is_number = is_number or spelt.lstrip("-").isdigit()
+        why = self.cure if is_number else ""
+        known = ", ".join([*self.names, *self.others])
+        raise ValueError(f"{place}: the label {label!r} is not one of {known}{why}")
+
+    @property
+    def by_id(self) -> dict[str, str]:
+        """For the record: {"0": name, ...}."""
+        return {str(number): name for number, name in enumerate(self.names)}
+
+
+def check_classes(
+    place: str, ids: NDArray[Any], names: Sequence[str], *, trained: bool
+) -> dict[str, int]:
+    """How many examples each class has. trained: to be trained on, which one class cannot be."""
+    counts = np.bincount(ids, minlength=len(names)).tolist()
+    found = [name for name, count in zip(names, counts, strict=True) if count]
+    if trained and len(found) == 1:
+        raise ValueError(
+            f"{place}: all {len(ids)} examples are {found[0]}, so that there is nothing to learn; "
+            f"data with {' and '.join(names)} would work"
+        )
+    if missing := [name for name in names if name not in found]:
+        said = "a model cannot learn it" if trained else "the figures say nothing of it"
+        warnings.warn(f"{place}: no example is {' or '.join(missing)}; {said}", stacklevel=2)
+    return dict(zip(names, counts, strict=True))

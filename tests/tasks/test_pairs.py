@@ -1,0 +1,118 @@
+"""Pairs of texts as BERT reads them: marks, token types, and what is cut where."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.examples import make_batch
+from megatron.data.wordpiece import BertWordPieceLowerCase
+from tasks import pairs
+from tasks.pairs import PairExamples, Ragged, Shape, encode, shape_of
+from tests.data.samples import write_wordpiece
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> BertWordPieceLowerCase:
+    return BertWordPieceLowerCase(write_wordpiece(tmp_path, "cat", "dog", "sits"))
+
+
+def tokens(count: int, first: int) -> np.ndarray:
+    return np.arange(first, first + count, dtype=np.int32)
+
+
+def test_a_pair_is_cls_first_sep_second_sep(tokenizer: BertWordPieceLowerCase) -> None:
+    first, second = (encode([text], tokenizer)[0] for text in ("The cat", "the dog sits."))
+    found = shape_of(tokenizer, 32).join(first, second)
+    assert tokenizer.decode(found.tokens.tolist()) == "[CLS] the cat [SEP] the dog sits. [SEP]"
+    assert found.second == 4, "the second segment begins after the first [SEP]"
+    assert found.tokens.dtype == np.int32
+    assert (found.tokens[0], found.tokens[3], found.tokens[-1]) == (
+        tokenizer.cls, tokenizer.sep, tokenizer.sep,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept"),
+    [
+        (10, 3, (5, 3)),
+        (3, 10, (3, 5)),
+        (10, 10, (4, 4)),
+        (4, 4, (4, 4)),
+        (4, 5, (4, 4)),
+        (5, 4, (4, 4)),
+        (0, 9, (0, 8)),
+        (9, 0, (8, 0)),
+    ],
+)
+def test_the_longer_text_loses_its_end(first: int, second: int, kept: tuple[int, int]) -> None:
+    shape = Shape(1, 2, 11)
+    found = shape.join(tokens(first, 100), tokens(second, 200))
+    a, b = kept
+    expected = [1, *tokens(a, 100), 2, *tokens(b, 200), 2]
+    assert found.tokens.tolist() == expected
+    assert found.second == a + 2
+
+
+def test_the_cut_is_that_of_a_loop_that_takes_one_token_at_a_time() -> None:
+    for length in (3, 4, 9, 10):
+        for a in range(12):
+            for b in range(12):
+                first, second = a, b
+                while first + second + 3 > length:
+                    if first > second:
+                        first -= 1
+                    else:
+                        second -= 1
+                assert Shape(1, 2, length).kept(a, b) == (first, second), (length, a, b)
+
+
+def test_only_the_second_text_is_cut_where_that_is_asked_for() -> None:
+    shape = Shape(1, 2, 10, cut="second", first=4)
+    found = shape.join(tokens(6, 100), tokens(9, 200))
+    assert found.tokens.tolist() == [1, 100, 101, 102, 103, 2, 200, 201, 202, 2]
+    short = shape.join(tokens(1, 100), tokens(9, 200))
+    assert short.tokens.tolist() == [1, 100, 2, *range(200, 206), 2]
+
+
+def test_examples_are_made_one_at_a_time_and_make_a_batch(
+    tokenizer: BertWordPieceLowerCase,
+) -> None:
+    first = encode(["cat", "the dog", "the cat sits"], tokenizer)
+    second = encode(["dog", "cat", "the dog sits"], tokenizer)
+    examples = PairExamples(first, second, np.array([2, 0, 1]), shape_of(tokenizer, 8))
+    assert [each.label for each in examples] == [(2,), (0,), (1,)]
+    assert [each.longest for each in examples] == [5, 6, 8]
+    assert examples.whole.tolist() == [5, 6, 9]
+    with pytest.raises(IndexError):
+        examples[-1]
+    batch = make_batch(list(examples))
+    assert batch.tokens.shape == (3, 8)
+    assert batch.token_types.tolist()[1] == [0, 0, 0, 0, 1, 1, 0, 0]
+    assert batch.num_tokens == 5 + 6 + 8
+
+
+def test_texts_are_encoded_in_portions_with_the_same_tokens(
+    tokenizer: BertWordPieceLowerCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["cat", "", "the dog sits.", "dog dog", "a"]
+    whole = encode(texts, tokenizer)
+    monkeypatch.setattr(pairs, "AT_ONCE", 2)
+    parts = encode(texts, tokenizer)
+    assert parts.tokens.tolist() == whole.tokens.tolist()
+    assert parts.starts.tolist() == whole.starts.tolist() == [0, 1, 1, 5, 7, 8]
+    assert [parts[row].tolist() for row in range(5)] == tokenizer.encode_batch(texts)
+    assert (len(encode([], tokenizer)), parts.tokens.dtype) == (0, np.int32)
+
+
+def test_white_space_of_any_kind_parts_words(tokenizer: BertWordPieceLowerCase) -> None:
+    texts = ["the cat sits", "the\ncat \t sits", " the\x0bcat\x85sits\u3000"]
+    rows = encode(texts, tokenizer)
+    assert rows[0].tolist() == rows[1].tolist() == rows[2].tolist()
+    assert len(rows[0]) == 3
+
+
+def test_rows_of_tokens_are_views() -> None:
+    rows = Ragged(tokens(6, 0), np.array([0, 2, 2, 6]))
+    assert rows.lengths.tolist() == [2, 0, 4]
+    assert np.shares_memory(rows[2], rows.tokens)

@@ -1,0 +1,314 @@
+"""RACE: the released folders, the order of a sequence, levels together and apart, bad files."""
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.config.checks import SettingError
+from megatron.data.examples import make_batch
+from megatron.data.wordpiece import BertWordPieceLowerCase
+from tasks.checks import ChecksConfig
+from tasks.main import main
+from tasks.race import Race, Settings, prepare
+from tests.data.samples import write_wordpiece
+from tests.tasks.made import small_section, write_model
+
+MANIFEST = {"config": {"model": {"max_position_embeddings": 64}}}
+PASSAGE = {
+    "article": "The cat sits.\nIt is in the  house .",
+    "questions": ["Who sits?", "The cat is in  _  ."],
+    "options": [["the cat", "a dog", "no one", "all"], ["a tree", "the car", "bed", "the house"]],
+    "answers": ["A", "D"],
+    "id": "middle1.txt",
+}
+OTHER = PASSAGE | {
+    "article": "A dog.",
+    "questions": ["Who?"],
+    "options": [["me", "you", "dog", "cat"]],
+    "answers": ["C"],
+}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> BertWordPieceLowerCase:
+    return BertWordPieceLowerCase(write_wordpiece(tmp_path))
+
+
+def write(folder: Path, *passages: object) -> Path:
+    """1.txt, 2.txt, ..."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, passage in enumerate(passages, start=1):
+        content = passage if isinstance(passage, bytes) else json.dumps(passage).encode()
+        (folder / f"{number}.txt").write_bytes(content)
+    return folder
+
+
+def race(tokenizer: BertWordPieceLowerCase, *valid: Path, **settings: Any) -> Race:
+    chosen = Settings(**{"seq_length": 64, "max_qa_length": 40, "valid_data": valid} | settings)
+    return prepare(chosen, MANIFEST, tokenizer)
+
+
+def test_a_sequence_is_the_filled_question_and_then_the_passage(
+    tokenizer: BertWordPieceLowerCase, tmp_path: Path
+) -> None:
+    task = race(tokenizer, write(tmp_path / "middle", PASSAGE))
+    asked, filled = task.evaluations["middle"]
+    passage = "[SEP] the cat sits. it is in the house. [SEP]"
+    found = [tokenizer.decode(each.tokens.tolist()) for each in asked.options]
+    assert found == [
+        f"[CLS] who sits? {option} {passage}" for option in ("the cat", "a dog", "no one", "all")
+    ]
+    found = [tokenizer.decode(each.tokens.tolist()) for each in filled.options]
+    assert found == [
+        f"[CLS] the cat is in {option}. {passage}"
+        for option in ("a tree", "the car", "bed", "the house")
+    ]
+    assert (asked.label, filled.label) == ((0,), (3,))
+    first = asked.options[0]
+    assert first.tokens.dtype == np.int32
+    assert tokenizer.decode(first.tokens[first.second :].tolist()) == passage.removeprefix("[SEP] ")
+    assert (task.head, task.labels, list(task.train)) == ("choice", (), [])
+
+
+def test_every_blank_of_a_question_is_filled(
+    tokenizer: BertWordPieceLowerCase, tmp_path: Path
+) -> None:
+    passage = OTHER | {"questions": ["_ is _"]}
+    (question,) = race(tokenizer, write(tmp_path / "high", passage)).evaluations["high"]
+    assert tokenizer.decode(question.options[2].tokens.tolist()).startswith(
+        "[CLS] dog is dog [SEP]"
+    )
+
+
+def test_the_passage_loses_its_end_and_a_long_question_its_own(
+    tokenizer: BertWordPieceLowerCase, tmp_path: Path
+) -> None:
+    long = OTHER | {"article": "b " * 99, "options": [["x " * 30, "y", "z", "z"]]}
+    folder = write(tmp_path / "high", long)
+    with pytest.raises(ValueError, match=r"4 of 4 sequences \(100.0%\).*--max-truncated 1.00"):
+        race(tokenizer, folder, max_qa_length=20)
+    with pytest.warns(UserWarning, match=r"4 of 4 sequences"):
+        task = race(tokenizer, folder, max_qa_length=20, checks=ChecksConfig(max_truncated=1))
+    options = task.evaluations["high"][0].options
+    assert [len(each.tokens) for each in options] == [64] * 4
+    question = len(tokenizer.encode("Who?"))
+    assert [each.second for each in options] == [22, *[question + 3] * 3]
+    b = tokenizer.encode("b")
+    assert options[0].tokens[22:-1].tolist() == b * 41
+    with pytest.warns(UserWarning, match=r"4 of 4 sequences"):
+        wide = race(tokenizer, folder, max_qa_length=45, checks=ChecksConfig(max_truncated=1))
+    kept = wide.evaluations["high"][0].options[0]
+    assert (len(kept.tokens), kept.second) == (64, question + 30 + 2), "only the passage is cut"
+    counted = task.notes["input"]["high"]
+    assert (counted["truncated"], counted["truncated_options"]) == (4, 1)
+    assert counted["longest"] == question + 30 + 99 + 3
+
+
+def test_a_question_may_have_a_quarter_of_the_sequence(
+    tokenizer: BertWordPieceLowerCase, tmp_path: Path
+) -> None:
+    folder = tmp_path / "high"
+    assert Settings(valid_data=(folder,)).kept_qa == 128
+    assert Settings(valid_data=(folder,), seq_length=64).kept_qa == 16
+    with pytest.raises(SettingError, match="leaves no room .* --seq-length 256 would work"):
+        Settings(valid_data=(folder,), seq_length=64, max_qa_length=61)
+    Settings(valid_data=(folder,), seq_length=64, max_qa_length=60)
+    with pytest.raises(SettingError, match="--seq-length 4 leaves no room"):
+        Settings(valid_data=(folder,), seq_length=4)
+    with pytest.raises(SettingError, match="--max-qa-length 0 should be above 0"):
+        Settings(valid_data=(folder,), max_qa_length=0)
+
+
+def test_levels_are_found_in_every_folder_that_a_user_may_name(
+    tokenizer: BertWordPieceLowerCase, tmp_path: Path
+) -> None:
+    for split, passage in (("train", PASSAGE), ("dev", OTHER)):
+        write(tmp_path / "RACE" / split / "middle", passage)
+        write(tmp_path / "RACE" / split / "high", OTHER, passage)
+    top = tmp_path / "RACE"
+    tasks = {
+        "the folder of splits": race(tokenizer, top, train_data=(top,)),
+        "what holds it": race(tokenizer, tmp_path, train_data=(tmp_path,)),
+        "splits": race(tokenizer, top / "dev", train_data=(top / "train",)),
+        "levels": race(
+            tokenizer,
+            *(top / "dev" / level for level in ("high", "middle")),
+            train_data=tuple(top / "train" / level for level in ("middle", "high")),
+        ),
+    }
+    for name, task in tasks.items():
+        sizes = {level: len(each) for level, each in task.evaluations.items()}
+        assert sizes == {"middle": 1, "high": 2}, name
+        assert list(sizes) == ["middle", "high"], name
+        assert [each.label for each in task.train] == [(0,), (3,), (2,), (0,), (3,)], name
+    assert list(race(tokenizer, top / "dev" / "high").evaluations) == ["high"]
+    counted = tasks["splits"].notes["input"]["train"]
+    assert (counted["passages"], counted["questions"]) == (3, 5)
+    assert counted["answers"] == {"A": 2, "B": 0, "C": 1, "D": 2}
+
+
+def test_examples_of_a_passage_share_its_tokens_and_make_a_batch(
+    tokenizer: BertWordPieceLowerCase, tmp_path: Path
+) -> None:
+    questions = race(tokenizer, write(tmp_path / "middle", PASSAGE, OTHER)).evaluations["middle"]
+    assert (len(questions.passages), len(questions.options), len(questions)) == (2, 12, 3)
+    assert questions.whole.tolist() == [len(s.tokens) for each in questions for s in each.options]
+    batch = make_batch(list(questions))
+    assert batch.tokens.shape[:2] == (3, 4)
+    assert batch.labels.tolist() == [[0], [3], [2]]
+    with pytest.raises(IndexError):
+        questions[3]
+
+
+def logits_for(answers: str) -> list[Any]:
+    return [np.eye(4, dtype=np.float32)["ABCD".index(each)] for each in answers]
+
+
+def test_figures_are_of_each_level_and_of_all_questions(
+    tokenizer: BertWordPieceLowerCase, tmp_path: Path
+) -> None:
+    middle = write(tmp_path / "middle", PASSAGE, OTHER)
+    task = race(tokenizer, middle, write(tmp_path / "high", OTHER))
+    figures = {
+        "middle": task.figures("middle", logits_for("ABC")),
+        "high": task.figures("high", logits_for("A")),
+    }
+    assert figures == {
+        "middle": {"questions": 3, "majority_accuracy": 1 / 3, "accuracy": 2 / 3},
+        "high": {"questions": 1, "majority_accuracy": 1, "accuracy": 0},
+    }
+    assert task.combined(figures) == {"questions": 4, "majority_accuracy": 0.5, "accuracy": 0.5}
+    assert task.best == ("", "accuracy")
+    assert {"accuracy", "middle_accuracy", "high_majority_accuracy"} <= set(task.conventions)
+    equal = task.figures("middle", [np.zeros(4, np.float32)] * 3)
+    assert equal["accuracy"] == pytest.approx(1 / 3), "of equal scores the first option counts"
+
+
+@pytest.mark.parametrize(
+    ("passage", "message"),
+    [
+        (b"{", "is not one JSON object"),
+        (b"{} {}", "is not one JSON object .*Extra data"),
+        (b"\xff", "is not one JSON object"),
+        (b"[]", "is no JSON object"),
+        (PASSAGE | {"article": None}, "its article is NoneType; text would work"),
+        ({"article": "a", "questions": []}, "has no 'options' and no 'answers'"),
+        (PASSAGE | {"answers": ["A"]}, "has 2 questions, 2 lists of options and 1 answers"),
+        (PASSAGE | {"questions": "Who?"}, "has str questions, 2 lists"),
+        (OTHER | {"options": [["a", "b", "c"]]}, "question 1: 3 options; 4 would work"),
+        (OTHER | {"options": ["abcd"]}, "question 1: str options; 4 would work"),
+        (PASSAGE | {"answers": ["A", "E"]}, "question 2: the answer 'E' is not one of A, B, C, D"),
+        (OTHER | {"answers": [2]}, "question 1: the answer 2 is not one of A"),
+        (OTHER | {"questions": [1]}, "question 1: its text is int"),
+        (OTHER | {"options": [["a", "b", "c", None]]}, "question 1: an option is NoneType"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_question(
+    tokenizer: BertWordPieceLowerCase, tmp_path: Path, passage: object, message: str
+) -> None:
+    folder = write(tmp_path / "middle", PASSAGE, passage)
+    with pytest.raises(ValueError, match=f"^--valid-data {folder / '2.txt'}[:, ].*{message}"):
+        race(tokenizer, folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no question")
+def test_passages_without_questions_and_blank_texts_are_told(
+    tokenizer: BertWordPieceLowerCase, tmp_path: Path
+) -> None:
+    none = PASSAGE | {"questions": [], "options": [], "answers": []}
+    folder = write(tmp_path / "high", none, OTHER, none, OTHER | {"article": " \n"})
+    with pytest.warns(UserWarning, match="has ") as told:
+        task = race(tokenizer, folder)
+    assert [str(each.message) for each in told] == [
+        f"--valid-data {folder}/1.txt has no question, and is left out, and 1 more",
+        f"--valid-data {folder}/4.txt has a blank text",
+    ]
+    assert task.notes["input"]["high"]["passages"] == 2
+    alone = write(tmp_path / "other" / "high", none)
+    with pytest.raises(ValueError, match="holds no question in 1 files"):
+        race(tokenizer, alone)
+
+
+def test_what_is_no_such_folder_is_refused_with_what_would_work(
+    tokenizer: BertWordPieceLowerCase, tmp_path: Path
+) -> None:
+    archive = tmp_path / "RACE_dev.tar.xz"
+    with tarfile.open(archive, "w:xz") as stream:
+        stream.add(write(tmp_path / "unpacked" / "middle", OTHER), "dev/middle")
+    text = tmp_path / "notes.txt"
+    text.write_text("a")
+    empty = write(tmp_path / "empty" / "middle")
+    bare = write(tmp_path / "bare", OTHER)
+    for path, message in (
+        (archive, f"is a file; what `tar xf {archive}` unpacks would work"),
+        (tmp_path, f"holds an archive; what `tar xf {archive}` unpacks"),
+        (text, "is a file; a folder as released, with middle/ and high/"),
+        (tmp_path / "none", "no such folder"),
+        (empty, "holds no .txt file"),
+        (bare, "has neither middle/ nor high/; a folder as released"),
+    ):
+        with pytest.raises((ValueError, OSError), match=f"^--valid-data {path}:? {message}"):
+            race(tokenizer, path)
+
+
+def test_answers_that_are_all_one_letter_are_told(
+    tokenizer: BertWordPieceLowerCase, tmp_path: Path
+) -> None:
+    with pytest.warns(UserWarning, match="the answer to all 20 questions is C"):
+        race(tokenizer, write(tmp_path / "high", *[OTHER] * 20))
+
+
+def test_data_given_twice_is_refused_and_training_on_it_told(
+    tokenizer: BertWordPieceLowerCase, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "dev" / "middle", OTHER)
+    with pytest.raises(ValueError, match="--valid-data .*is given twice"):
+        race(tokenizer, folder, tmp_path / "dev")
+    with pytest.warns(UserWarning, match="is trained on as well"):
+        race(tokenizer, folder, train_data=(folder,))
+
+
+def test_the_program_fine_tunes_and_reports_every_level(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretrained = write_model(tmp_path / "bert", small_section(max_position_embeddings=64))
+    for split in ("train", "dev"):
+        for level in ("middle", "high"):
+            write(tmp_path / "RACE" / split / level, PASSAGE, OTHER)
+    folder = str(tmp_path / "RACE")
+    words = ["--load", str(pretrained), "--train-data", folder, "--valid-data", folder]
+    main(["--task", "RACE", *words, "--epochs", "2", "--seq-length", "64", "--compare-paper"], {})
+    record = json.loads(capsys.readouterr().out)
+    assert (record["questions"], record["middle_questions"], record["high_questions"]) == (6, 3, 3)
+    levels = [record["middle_accuracy"], record["high_accuracy"]]
+    assert record["accuracy"] == pytest.approx(sum(levels) / 2)
+    assert set(record["last_epoch"]) <= set(record["conventions"])
+    assert record["notes"]["max_qa_length"] == 16
+    assert record["paper"]["here"]["last_epoch"]["high_accuracy"] == levels[1]
+    assert record["hyper_parameters"]["global_batch_size"] == 32
+
+
+def test_real_passages_are_read_as_their_archive_unpacks(test_data: Path, tmp_path: Path) -> None:
+    with tarfile.open(test_data / "race" / "RACE_dev.tar.xz", "r|xz") as stream:
+        for number, member in enumerate(stream):
+            if number % 6 == 0 and member.isfile():
+                stream.extract(member, tmp_path, filter="data")
+    tokenizer = BertWordPieceLowerCase(str(test_data / "bert" / "vocab.txt"))
+    manifest = {"config": {"model": {"max_position_embeddings": 512}}}
+    with pytest.warns(UserWarning, match=r"high: .* \(.*%\) are longer than --seq-length 512"):
+        task = prepare(Settings(valid_data=(tmp_path / "dev",)), manifest, tokenizer)
+    counted = task.notes["input"]
+    assert {name: each["passages"] for name, each in counted.items()} == {"middle": 61, "high": 170}
+    assert [each["unknown_tokens"] for each in counted.values()] == [0, 0]
+    middle = task.evaluations["middle"]
+    (file, *_) = sorted((tmp_path / "dev" / "middle").iterdir())
+    record = json.loads(file.read_text(encoding="utf-8"))
+    first = middle[0]
+    assert "ABCD"[first.label[0]] == record["answers"][0]
+    read = tokenizer.decode(first.options[1].tokens[first.options[1].second : -1].tolist())
+    assert "".join(read.split()).startswith("".join(record["article"].lower().split())[:200])
+    assert max(each.longest for each in task.evaluations["high"]) == 512
