@@ -1,0 +1,175 @@
+"""SQuAD's files as released, of either version, checked.
+
+1.1: every question has an answer in its passage. 2.0: every question has "is_impossible", and no
+answers where that is true. Which of the two a file is, its questions tell. "plausible_answers" and
+other keys are not read.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+CURE = "a file as released, such as train-v1.1.json or dev-v2.0.json, would work"
+MOST_MISPLACED = 0.01  # of the answers; a file with more has been changed
+KINDS = {str: "a text", list: "a list", int: "a number", bool: "true or false"}
+Version: TypeAlias = Literal["1.1", "2.0"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    start: int | None  # its first character in the passage; None where the passage lacks the text
+    misplaced: bool  # whether the file says another one
+
+
+@dataclass(frozen=True)
+class Question:
+    id: str
+    text: str
+    passage: int  # its number
+    answers: Sequence[Answer]  # none where it cannot be answered
+    is_impossible: bool | None  # None: the file does not say, as 1.1
+
+    @property
+    def placed(self) -> Answer | None:
+        """The first answer that stands in the passage."""
+        return next((each for each in self.answers if each.start is not None), None)
+
+
+@dataclass(frozen=True)
+class Squad:
+    place: str  # flag and file, for messages
+    version: Version
+    passages: Sequence[str]
+    questions: Sequence[Question]
+
+    @property
+    def has_answer(self) -> NDArray[np.bool_]:
+        """[questions]"""
+        return np.array([bool(each.answers) for each in self.questions])
+
+    @property
+    def misplaced(self) -> int:
+        """Answers that are not where the file says, but elsewhere in their passage or nowhere."""
+        return sum(each.misplaced for question in self.questions for each in question.answers)
+
+
+def read_squad(flag: str, file: Path, *, most_misplaced: float = MOST_MISPLACED) -> Squad:
+    """Raises ValueError or OSError, naming file and question, for what is not as released.
+
+    An answer that is not where its answer_start says counts at the nearest place that has its text.
+    How many there are is a warning, and above a share of most_misplaced an error.
+    """
+    place = f"{flag} {file}"
+    passages: list[str] = []
+    questions: list[Question] = []
+    for where, passage, entries in _paragraphs(place, read_json(flag, file, CURE)):
+        for number, entry in enumerate(entries, 1):
+            named = f"{place}, question {_take(entry, 'id', str, f'{where}, question {number}')}"
+            questions.append(_question(named, entry, passage, len(passages)))
+        passages.append(passage)
+    _check_ids(place, questions)
+    squad = Squad(place, _version(place, questions), passages, questions)
+    _check_places(squad, most_misplaced)
+    return squad
+
+
+def read_json(flag: str, file: Path, cure: str) -> Any:
+    """Raises ValueError or OSError, naming flag and file, for what is no JSON."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{flag} {file}: no such file; {cure}")
+    try:
+        return json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{flag} {file} is not JSON ({error}); {cure}") from error
+
+
+def _paragraphs(place: str, content: Any) -> Iterator[tuple[str, str, list[Any]]]:
+    """(where it is, its passage, the questions) of each paragraph."""
+    for article, each in enumerate(_take(content, "data", list, place), 1):
+        where = f"{place}, article {article}"
+        for number, paragraph in enumerate(_take(each, "paragraphs", list, where), 1):
+            here = f"{where}, paragraph {number}"
+            passage = _take(paragraph, "context", str, here)
+            if not passage.strip():
+                raise ValueError(f'{here}: its "context" is blank; {CURE}')
+            yield here, passage, _take(paragraph, "qas", list, here)
+
+
+def _question(named: str, entry: Any, passage: str, number: int) -> Question:
+    is_impossible = _take(entry, "is_impossible", bool, named) if "is_impossible" in entry else None
+    # A question of the 1.1 that has no answer would be scored wrong whatever is said.
+    answers = [_answer(named, each, passage) for each in _take(entry, "answers", list, named)]
+    if bool(is_impossible) == bool(answers):
+        says = "says that it is impossible, and has" if answers else "is not impossible, and lacks"
+        raise ValueError(f"{named} {says} answers; {CURE}")
+    text = _take(entry, "question", str, named)
+    return Question(entry["id"], text, number, answers, is_impossible)
+
+
+def _answer(named: str, entry: Any, passage: str) -> Answer:
+    text, given = _take(entry, "text", str, named), _take(entry, "answer_start", int, named)
+    if not text.strip():
+        raise ValueError(f"{named} has a blank answer; {CURE}")
+    start = nearest(passage, text, given)
+    return Answer(text, start, start != given)
+
+
+def nearest(passage: str, text: str, start: int) -> int | None:
+    """Where the text stands in the passage: at `start` or as near to it as can be."""
+    start = min(max(start, 0), len(passage))
+    found = passage.rfind(text, 0, start + len(text)), passage.find(text, start)
+    return min((each for each in found if each >= 0), key=lambda at: abs(at - start), default=None)
+
+
+def _take(entry: Any, key: str, kind: type, place: str) -> Any:
+    """entry[key], which has to be of this kind."""
+    value = entry.get(key) if isinstance(entry, dict) else None
+    if type(value) is not kind:
+        raise ValueError(f'{place} has no "{key}" that is {KINDS[kind]}; {CURE}')
+    if isinstance(value, str) and any("\ud800" <= each <= "\udfff" for each in value):
+        raise ValueError(f'{place}: its "{key}" has half of a surrogate pair; {CURE}')
+    return value
+
+
+def _check_ids(place: str, questions: Sequence[Question]) -> None:
+    if not questions:
+        raise ValueError(f"{place} has no questions; {CURE}")
+    name, count = Counter(each.id for each in questions).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{place} has {count} questions {name}; {CURE}")
+
+
+def _version(place: str, questions: Sequence[Question]) -> Version:
+    with_mark = sum(each.is_impossible is not None for each in questions)
+    if 0 < with_mark < len(questions):
+        without = next(each.id for each in questions if each.is_impossible is None)
+        raise ValueError(
+            f'{place}: {with_mark} of {len(questions)} questions have "is_impossible", as in 2.0, '
+            f"and the others, such as {without}, have not, as in 1.1; {CURE}"
+        )
+    return "2.0" if with_mark else "1.1"
+
+
+def _check_places(squad: Squad, most: float) -> None:
+    wrong, total = squad.misplaced, sum(len(each.answers) for each in squad.questions)
+    if not wrong:
+        return
+    lost = sum(answer.start is None for each in squad.questions for answer in each.answers)
+    first = next(q.id for q in squad.questions if any(each.misplaced for each in q.answers))
+    text = (
+        f"{squad.place}: {wrong} of {total} answers are not at their answer_start, the first of "
+        f"question {first}; {wrong - lost} stand elsewhere in their passage, {lost} nowhere"
+    )
+    if wrong > most * total:
+        raise ValueError(f"{text}; {CURE}")
+    warnings.warn(text, stacklevel=3)

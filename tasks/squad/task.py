@@ -1,0 +1,252 @@
+"""SQuAD 1.1 and 2.0 (section 5.3, table 5): the part of a passage that answers a question.
+
+The files are those that its authors released; which version they are of is told from their
+questions. In the paper's table the two are SQUAD 1.1 and SQUAD 2.0. Answers in a file are scored
+without a model by --predictions.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.checks import SettingError, flag, positive, writable
+from megatron.data.examples import Example
+from megatron.data.files import write_whole
+from megatron.data.wordpiece import BertTokenizer
+from tasks.checks import ChecksConfig, check_apart, check_casing, check_unknown
+from tasks.finetuning import FinetuneSettings, Finetuning
+from tasks.pairs import SPECIAL, shape_of
+from tasks.squad.answers import read_answers
+from tasks.squad.files import Squad, read_squad
+from tasks.squad.score import best_figures, conventions, figures, mark, score_file, unanswered
+from tasks.squad.windows import Windows, make_windows
+
+TELL_TRUNCATED = 0.01  # of the questions; SQuAD's development set has none of over 64 tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(FinetuneSettings):
+    """--train-data and --valid-data name a file each."""
+
+    seq_length: int = 384
+    """Longest sequence, in tokens, with its special ones; a passage that does not fit is read in
+    several."""
+
+    epochs: int = 2
+    """Times that every example is trained on."""
+
+    lr: float = 3e-5
+    """Highest learning rate, from which it falls linearly to 0."""
+
+    global_batch_size: int = 48
+    """Examples of an optimizer step; the last one of an epoch has those that are left."""
+
+    doc_stride: int = 128
+    """Tokens from the start of a window of a passage to that of the next one."""
+
+    max_query_length: int = 64
+    """Tokens of a question; of a longer one the start is read, and --max-truncated is the largest
+    share of the questions that may be longer."""
+
+    max_answer_length: int = 30
+    """Tokens of an answer that the model gives."""
+
+    null_score_diff_threshold: float = 0.0
+    """A question of SQuAD 2.0 is not answered where the score of no answer is more than this above
+    the best answer's."""
+
+    predictions: Path | None = None
+    """JSON file of {question id: answer}, "" for no answer, to be scored in place of a model."""
+
+    na_prob_file: Path | None = None
+    """JSON file of {question id: number}, beside --predictions: high where no answer is likely."""
+
+    na_prob_thresh: float = 1.0
+    """A question whose number in --na-prob-file is above it counts as not answered."""
+
+    save_predictions: Path | None = None
+    """JSON file for the answers of the model that is evaluated, as --predictions reads it."""
+
+    save_null_odds: Path | None = None
+    """JSON file for the score of no answer less that of the best answer, by question id."""
+
+    checks: ChecksConfig = field(default_factory=ChecksConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "doc_stride", "max_query_length", "max_answer_length")
+        for name in ("save_predictions", "save_null_odds"):
+            writable(self, name)
+        for name in ("train_data", "valid_data"):
+            if len(getattr(self, name)) > 1:
+                raise SettingError(f"{flag(name)} names several files; one would work")
+        self._check_room()
+        self._check_files()
+
+    def _check_room(self) -> None:
+        if self.max_query_length + SPECIAL >= self.seq_length:
+            raise SettingError(
+                f"--seq-length {self.seq_length} leaves no room for a passage beside "
+                f"--max-query-length {self.max_query_length}; "
+                f"--max-query-length {max(1, self.seq_length // 4)} would work"
+            )
+
+    def _check_files(self) -> None:
+        """Of the files that go together."""
+        if self.predictions is not None and (self.load or self.ensemble or self.train_data):
+            raise SettingError(
+                "--predictions is scored without a model, and --load, --ensemble or --train-data "
+                "is given; either alone would work, and --save-predictions writes such a file"
+            )
+        if self.na_prob_file is not None and self.predictions is None:
+            raise SettingError("--na-prob-file goes with --predictions, which is missing")
+        saved = [n for n in ("save_predictions", "save_null_odds") if getattr(self, n) is not None]
+        if saved and (self.train_data or self.predictions is not None):
+            raise SettingError(
+                f"{flag(saved[0])} is of a fine-tuned model that is evaluated; --load or "
+                "--ensemble without --train-data and --predictions would work"
+            )
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The input; the files that are written may be there from a run before."""
+        further = [each for each in (self.predictions, self.na_prob_file) if each is not None]
+        return [*self.train_data, *self.valid_data, *further]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquadTask(Finetuning):
+    head = "span"
+    labels = ()
+    best = ("", "f1")
+
+    settings: Settings
+    train: Sequence[Example]
+    evaluations: Mapping[str, Windows]
+    notes: Mapping[str, Any]
+
+    @property
+    def squad(self) -> Squad:
+        """What is evaluated."""
+        return self.evaluations[""].squad
+
+    @property
+    def paper(self) -> str:  # type: ignore[override]
+        return f"SQUAD {self.squad.version}"
+
+    @property
+    def conventions(self) -> Mapping[str, str]:  # type: ignore[override]
+        return conventions(self.squad.version)
+
+    def figures(self, name: str, logits: Sequence[NDArray[np.float32]]) -> Mapping[str, Any]:
+        """Writes the answers too, where the settings say so; of an ensemble its own are last."""
+        squad, longest = self.squad, self.settings.max_answer_length
+        found = read_answers(self.evaluations[name], logits, longest)
+        ids = [each.id for each in squad.questions]
+        answers = dict(zip(ids, found.texts, strict=True))
+        marks = mark(squad, answers)
+        best: Mapping[str, float] = {}
+        if squad.version == "2.0":
+            best = best_figures(squad, marks, np.ones(len(ids), bool), found.odds)
+            is_left_out = found.odds > self.settings.null_score_diff_threshold
+            marks = unanswered(squad, marks, is_left_out)
+            answers |= {each: "" for each, out in zip(ids, is_left_out, strict=True) if out}
+        _save(self.settings.save_predictions, answers)
+        _save(self.settings.save_null_odds, dict(zip(ids, found.odds.tolist(), strict=True)))
+        return {**best, **figures(squad, marks)}
+
+
+def _save(file: Path | None, by_id: Mapping[str, str | float]) -> None:
+    if file is not None:
+        write_whole(file, json.dumps(by_id, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+def prepare(settings: Settings, manifest: Mapping[str, Any], tokenizer: BertTokenizer) -> SquadTask:
+    """Raises ValueError or OSError, naming the flag, for what cannot be trained or evaluated."""
+    check_apart(settings.train_data, settings.valid_data)
+    valid = read_squad("--valid-data", settings.valid_data[0])
+    if settings.save_null_odds is not None and valid.version == "1.1":
+        raise SettingError(f"--save-null-odds: {valid.place} is of SQuAD 1.1, which has none")
+    notes: dict[str, Any] = {"squad_version": valid.version}
+    train: Sequence[Example] = ()
+    if settings.train_data:
+        data = read_squad("--train-data", settings.train_data[0])
+        if data.version != valid.version:
+            raise ValueError(
+                f"{data.place} is of SQuAD {data.version}, and {valid.place} of {valid.version}; "
+                "two files of one version would work"
+            )
+        train, notes["train_data"] = make_examples(data, settings, tokenizer, training=True)
+    windows, notes["valid_data"] = make_examples(valid, settings, tokenizer, training=False)
+    return SquadTask(settings=settings, train=train, evaluations={"": windows}, notes=notes)
+
+
+def make_examples(
+    squad: Squad, settings: Settings, tokenizer: BertTokenizer, *, training: bool
+) -> tuple[Windows, dict[str, int]]:
+    """(the windows, what was counted), after the checks of what was given."""
+    texts = [*squad.passages, *(each.text for each in squad.questions)]
+    casing = check_casing(squad.place, texts, tokenizer, settings.checks.allow_lower_case)
+    shape = shape_of(tokenizer, settings.seq_length, cut="second", first=settings.max_query_length)
+    windows = make_windows(squad, tokenizer, shape, settings.doc_stride, training=training)
+    tokens = np.concatenate([windows.passages.tokens.tokens, windows.asked.tokens])
+    unknown = check_unknown(squad.place, tokens, tokenizer, settings.checks.max_unknown)
+    counts = {
+        "questions": len(squad.questions),
+        "misplaced_answers": squad.misplaced,
+        "left_out_questions": len(squad.questions) - len(windows.questions),
+        "truncated_questions": windows.truncated,
+        "cut_answers": windows.cut_answers,
+        "windows": len(windows),
+        "windows_without_answer": windows.without_answer,
+    }
+    _tell(squad.place, counts, settings)
+    return windows, {**casing, **unknown, **counts}
+
+
+def _tell(place: str, counts: Mapping[str, int], settings: Settings) -> None:
+    """Warn of what is lost of the data; raises ValueError where too many questions are cut."""
+    questions, cut = counts["questions"], counts["truncated_questions"]
+    said = (
+        f"{place}: {cut} of {questions} questions ({cut / questions:.1%}) are longer than "
+        f"--max-query-length {settings.max_query_length}, and their end is cut"
+    )
+    if cut > settings.checks.max_truncated * questions:
+        raise ValueError(f"{said}; a larger one, or --max-truncated 1, would work")
+    losses = {
+        "cut_answers": "have an answer that no window has whole; a smaller --doc-stride or a "
+        "larger --seq-length would help",
+        "left_out_questions": "are not trained on: no token of the passage is of the answer",
+    }
+    lines = [
+        f"{place}: {counts[key]} of {questions} questions {text}"
+        for key, text in losses.items()
+        if counts[key]
+    ]
+    for line in [said] * (cut > TELL_TRUNCATED * questions) + lines:
+        warnings.warn(line, stacklevel=2)
+
+
+def score_only(settings: Settings) -> dict[str, Any] | None:
+    """The figures of --predictions; None without."""
+    if settings.predictions is None:
+        return None
+    # Only the texts of the right answers count here, wherever they stand.
+    squad = read_squad("--valid-data", settings.valid_data[0], most_misplaced=1.0)
+    thresh = settings.na_prob_thresh
+    found = score_file(squad, settings.predictions, settings.na_prob_file, thresh)
+    meanings = {
+        **conventions(squad.version),
+        "missing_predictions": "questions that --predictions lacks, which count as wrong",
+    }
+    protocol = {"squad_version": squad.version, "answers": "of --predictions, without a model"}
+    used = {name: meanings[name] for name in found}
+    return {"conventions": used, "protocol": protocol, **found}

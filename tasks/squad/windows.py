@@ -1,0 +1,141 @@
+"""Sequences of a question and a part of its passage: [CLS] question [SEP] window [SEP].
+
+A passage that does not fit is cut into windows whose starts are --doc-stride tokens apart, so that
+they overlap, and an answer at the edge of one stands within another. A window without the whole
+answer is labelled as one of a question without answer, with the place of [CLS], in 1.1 too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.examples import Example
+from megatron.data.wordpiece import BertTokenizer
+from tasks.pairs import Ragged, Shape, encode
+from tasks.squad.files import Question, Squad
+
+NO_ANSWER = (-1, -1)
+
+
+@dataclass(frozen=True)
+class Passages:
+    tokens: Ragged
+    spans: NDArray[np.int32]  # [all tokens, 2], first and last + 1 character of each in its passage
+
+    def spans_of(self, passage: int) -> NDArray[np.int32]:
+        return self.spans[self.tokens.starts[passage] : self.tokens.starts[passage + 1]]
+
+    def find(self, question: Question) -> tuple[int, int]:
+        """The first and last token that have some character of the question's answer, the first one
+        that stands in its passage; NO_ANSWER without."""
+        answer = question.placed
+        if answer is None or answer.start is None:
+            return NO_ANSWER
+        starts, ends = self.spans_of(question.passage).T
+        first = int(np.searchsorted(ends, answer.start, side="right"))
+        after = int(np.searchsorted(starts, answer.start + len(answer.text), side="left"))
+        return (first, after - 1) if first < after else NO_ANSWER
+
+
+@dataclass(frozen=True)
+class Windows(Sequence[Example]):
+    """The windows of the questions, in order; each is put together when it is asked for."""
+
+    squad: Squad
+    questions: Sequence[Question]  # those that have windows
+    asked: Ragged  # the tokens of each, uncut
+    passages: Passages
+    shape: Shape
+    table: NDArray[np.int32]
+    """[windows, 5]: question; first and last + 1 token of the window in the passage; first and last
+    of the answer there, or NO_ANSWER."""
+    firsts: NDArray[np.int64]  # [questions + 1], each one's first window
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, number: int) -> Example:  # type: ignore[override]
+        question, begin, end, first, last = self.table[number].tolist()
+        passage = self.passages.tokens[self.questions[question].passage]
+        sequence = self.shape.join(self.asked[question], passage[begin:end])
+        shift = sequence.second - begin
+        has_answer = (first, last) != NO_ANSWER
+        return Example((sequence,), (first + shift, last + shift) if has_answer else (0, 0))
+
+    def ahead(self, question: int) -> int:
+        """Tokens before the passage in the question's sequences."""
+        return self[int(self.firsts[question])].options[0].second
+
+    @property
+    def truncated(self) -> int:
+        """Questions of which only the start is read."""
+        assert self.shape.first is not None
+        return int((self.asked.lengths > self.shape.first).sum())
+
+    @property
+    def without_answer(self) -> int:
+        """Windows that are labelled so."""
+        return int((self.table[:, 3] < 0).sum())
+
+    @property
+    def cut_answers(self) -> int:
+        """Questions that no window has the whole answer of, though their passage has it."""
+        held = np.zeros(len(self.questions), bool)
+        held[self.table[self.table[:, 3] >= 0, 0]] = True
+        pairs = zip(self.questions, held, strict=True)
+        return sum(each.placed is not None and not is_held for each, is_held in pairs)
+
+
+def make_windows(
+    squad: Squad, tokenizer: BertTokenizer, shape: Shape, stride: int, *, training: bool
+) -> Windows:
+    """The windows of the file's questions, of at most shape.length tokens.
+
+    training: without the questions whose answers are not in their passages, or have no tokens
+    there. Raises ValueError, naming the question, where a passage has no tokens.
+    """
+    passages = locate(squad.passages, tokenizer)
+    kept = [(each, passages.find(each)) for each in squad.questions]
+    if training:
+        kept = [(each, span) for each, span in kept if span != NO_ANSWER or not each.answers]
+    asked = encode([each.text for each, _ in kept], tokenizer)
+    rows, firsts = [], [0]
+    for number, (question, (first, last)) in enumerate(kept):
+        size = len(passages.tokens[question.passage])
+        if not size:
+            raise ValueError(f"{squad.place}, question {question.id}: no word in its passage")
+        _, room = shape.kept(int(asked.lengths[number]), shape.length)
+        for begin, end in cut_passage(size, int(room), stride):
+            span = (first, last) if begin <= first and last < end else NO_ANSWER
+            rows.append((number, begin, end, *span))
+        firsts.append(len(rows))
+    table = np.array(rows, np.int32).reshape(-1, 5)
+    questions = [each for each, _ in kept]
+    return Windows(squad, questions, asked, passages, shape, table, np.array(firsts))
+
+
+def locate(texts: Sequence[str], tokenizer: BertTokenizer) -> Passages:
+    """The tokens of each text, and where in it they are."""
+    ids, spans, counts = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)], [0]
+    for text in texts:
+        # As in `encode`: white space that WordPiece would drop, and so join two words.
+        own, places = tokenizer.offsets(re.sub(r"\s", " ", text))
+        ids.append(np.array(own, np.int32))
+        spans.append(np.array(places, np.int32).reshape(-1, 2))
+        counts.append(len(own))
+    return Passages(Ragged(np.concatenate(ids), np.cumsum(counts)), np.concatenate(spans))
+
+
+def cut_passage(size: int, room: int, stride: int) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of the tokens of each window of a passage, which has `size` tokens.
+
+    room: tokens of a window; stride: from one's start to the next one's, but at most room.
+    """
+    step = min(room, stride)
+    for begin in range(0, max(size - room, 0) + step, step):
+        yield begin, min(begin + room, size)

@@ -1,0 +1,47 @@
+"""SQuAD files and a vocabulary, small enough for tests."""
+
+import json
+from pathlib import Path
+from string import ascii_lowercase, digits
+from typing import Any
+
+from megatron.data.wordpiece import BertWordPieceLowerCase
+
+MARKS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = ["the", "rain", "in", "spain", "stays", "mainly", "plain", "where", "does", "it", "stay"]
+PASSAGE = "The rain in Spain stays mainly in the plain."
+MANIFEST = {"config": {"model": {"max_position_embeddings": 64}}}
+
+
+def write_tokenizer(folder: Path) -> BertWordPieceLowerCase:
+    """Some words; others are spelt letter by letter."""
+    letters = [*ascii_lowercase, *digits]
+    marks = [*MARKS, *WORDS, *letters, *(f"##{each}" for each in letters), *".,?()"]
+    file = folder / "vocab.txt"
+    file.write_text("\n".join(marks) + "\n", encoding="utf-8")
+    return BertWordPieceLowerCase(str(file))
+
+
+def question(name: str, answers: dict[str, int], **more: Any) -> dict[str, Any]:
+    """answers: {text: first character}."""
+    found = [{"text": text, "answer_start": start} for text, start in answers.items()]
+    return {"id": name, "question": "Where does it stay?", "answers": found, **more}
+
+
+def write_squad(file: Path, *questions: dict[str, Any], passage: str = PASSAGE) -> Path:
+    """One article of one paragraph."""
+    paragraphs = [{"context": passage, "qas": questions}]
+    content = {"version": "any", "data": [{"title": "Rain", "paragraphs": paragraphs}]}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    return file
+
+
+def write_v2(file: Path) -> Path:
+    """Two questions with an answer, two without."""
+    return write_squad(
+        file,
+        question("plain", {"the plain": 34, "in the plain": 31}, is_impossible=False),
+        question("spain", {"Spain": 12}, is_impossible=False),
+        question("snow", {}, is_impossible=True, plausible_answers=[{"text": "rain"}]),
+        question("hail", {}, is_impossible=True),
+    )

@@ -1,0 +1,204 @@
+"""SQuAD as a task: settings, what is counted, figures, and answers that are saved and scored."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.config.checks import SettingError
+from megatron.data.wordpiece import BertTokenizer
+from tasks.checks import ChecksConfig
+from tasks.squad.task import Settings, SquadTask, prepare, score_only
+from tests.tasks.squads import MANIFEST, question, write_squad, write_tokenizer, write_v2
+
+SMALL: dict[str, Any] = {"load": "x", "seq_length": 16, "max_query_length": 8, "doc_stride": 2}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> BertTokenizer:
+    return write_tokenizer(tmp_path)
+
+
+def make_task(tmp_path: Path, tokenizer: BertTokenizer, **more: Any) -> SquadTask:
+    file = write_v2(tmp_path / "dev.json")
+    return prepare(Settings(valid_data=(file,), **SMALL | more), MANIFEST, tokenizer)
+
+
+def logits_of(task: SquadTask, answered: float) -> list[Any]:
+    """Of a model that knows the labels, and gives the mark of no answer this much less."""
+    found = []
+    for example in task.evaluations[""]:
+        logits = np.zeros((len(example.options[0].tokens), 2), np.float32)
+        logits[0] = -answered
+        logits[-3] += 0.1  # else the first span, "the", of which nothing is left to compare
+        logits[example.label, (0, 1)] += 1
+        found.append(logits)
+    return found
+
+
+def test_the_task_has_what_is_trained_and_evaluated(
+    tmp_path: Path, tokenizer: BertTokenizer
+) -> None:
+    train = write_squad(
+        tmp_path / "train.json", question("q", {"the plain": 34}, is_impossible=False)
+    )
+    task = make_task(tmp_path, tokenizer, train_data=(train,))
+    assert (task.head, task.labels, task.best) == ("span", (), ("", "f1"))
+    assert task.paper == "SQUAD 2.0"
+    assert all(len(example.label) == 2 for example in task.train)
+    assert task.notes["squad_version"] == "2.0"
+    assert task.notes["train_data"] == {
+        "texts_with_letters": 2,
+        "texts_with_capitals": 2,
+        "tokens": 15,
+        "unknown_tokens": 0,
+        "questions": 1,
+        "misplaced_answers": 0,
+        "left_out_questions": 0,
+        "truncated_questions": 0,
+        "cut_answers": 0,
+        "windows": 2,
+        "windows_without_answer": 1,
+    }
+    assert task.notes["valid_data"]["questions"] == 4
+    assert task.notes["valid_data"]["windows"] == len(task.evaluations[""]) == 8
+
+
+def test_without_training_data_there_are_no_examples(
+    tmp_path: Path, tokenizer: BertTokenizer
+) -> None:
+    assert len(make_task(tmp_path, tokenizer).train) == 0
+
+
+def test_every_figure_has_a_meaning(tmp_path: Path, tokenizer: BertTokenizer) -> None:
+    task = make_task(tmp_path, tokenizer)
+    assert task.figures("", logits_of(task, 0)).keys() == task.conventions.keys()
+    file = write_squad(tmp_path / "dev.json", question("q", {"Spain": 12}))
+    first = prepare(Settings(valid_data=(file,), **SMALL), MANIFEST, tokenizer)
+    assert first.paper == "SQUAD 1.1"
+    assert first.figures("", logits_of(first, 0)).keys() == first.conventions.keys()
+
+
+def test_the_threshold_decides_what_is_answered(tmp_path: Path, tokenizer: BertTokenizer) -> None:
+    task = make_task(tmp_path, tokenizer)
+    figures = task.figures("", logits_of(task, 0))
+    assert figures["exact_match"] == figures["f1"] == figures["best_f1"] == 100
+    # With the mark of no answer 2 x 3 lower every question is answered ...
+    figures = task.figures("", logits_of(task, 3))
+    assert (figures["has_answer_f1"], figures["no_answer_f1"], figures["f1"]) == (100, 0, 50)
+    assert figures["best_exact"] == figures["best_f1"] == 100
+    # ... and what the best threshold is said to be gives what it is said to give.
+    threshold = figures["best_f1_threshold"]
+    task = make_task(tmp_path, tokenizer, null_score_diff_threshold=threshold)
+    assert task.figures("", logits_of(task, 3))["f1"] == 100
+
+
+def test_the_first_version_answers_every_question(tmp_path: Path, tokenizer: BertTokenizer) -> None:
+    file = write_squad(tmp_path / "dev.json", question("q", {"Spain": 12}))
+    task = prepare(Settings(valid_data=(file,), **SMALL), MANIFEST, tokenizer)
+    figures = task.figures("", logits_of(task, -9))
+    assert figures == {"questions": 1, "exact_match": 100, "f1": 100}
+
+
+def test_saved_answers_score_the_same_without_a_model(
+    tmp_path: Path, tokenizer: BertTokenizer
+) -> None:
+    saved = {
+        "save_predictions": tmp_path / "said.json",
+        "save_null_odds": tmp_path / "odds.json",
+    }
+    task = make_task(tmp_path, tokenizer, **saved, null_score_diff_threshold=-6.0)
+    figures = task.figures("", logits_of(task, 2.5))
+    said = json.loads(saved["save_predictions"].read_text(encoding="utf-8"))
+    assert said == {"plain": "the plain", "spain": "Spain", "snow": "", "hail": ""}
+    assert list(json.loads(saved["save_null_odds"].read_text())) == list(said)
+    settings = Settings(
+        valid_data=(tmp_path / "dev.json",),
+        predictions=saved["save_predictions"],
+        na_prob_file=saved["save_null_odds"],
+        na_prob_thresh=-6.0,
+    )
+    found = score_only(settings)
+    assert {key: found[key] for key in figures if "best" not in key} == {
+        key: value for key, value in figures.items() if "best" not in key
+    }
+    assert found["protocol"]["squad_version"] == "2.0"
+    assert found.keys() == found["conventions"].keys() | {"conventions", "protocol"}
+    assert settings.files == [*settings.valid_data, *saved.values()]
+
+
+def test_official_predictions_are_scored_by_the_task(test_data: Path) -> None:
+    folder = test_data / "squad"
+    predictions = folder / "bert_single_v2.0_predictions.json"
+    found = score_only(Settings(valid_data=(folder / "dev-v2.0.json",), predictions=predictions))
+    assert (round(found["exact_match"], 3), round(found["f1"], 3)) == (78.742, 81.775)
+
+
+def test_a_file_of_predictions_is_scored_wherever_the_right_answers_stand(tmp_path: Path) -> None:
+    file = write_squad(tmp_path / "dev.json", question("q", {"snow": 3}))
+    said = tmp_path / "said.json"
+    said.write_text('{"q": "Snow"}', encoding="utf-8")
+    with pytest.warns(UserWarning, match="1 of 1 answers are not at their answer_start"):
+        found = score_only(Settings(valid_data=(file,), predictions=said))
+    assert found["exact_match"] == 100
+
+
+def test_a_model_is_asked_without_predictions(tmp_path: Path) -> None:
+    assert score_only(Settings(load="x", valid_data=(tmp_path / "dev.json",))) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"predictions": "p"}, "--predictions is scored without a model, and --load"),
+        ({"na_prob_file": "p"}, "--na-prob-file goes with --predictions"),
+        ({"save_predictions": "p", "train_data": "t"}, "--save-predictions is of a fine-tuned"),
+        ({"save_null_odds": "p", "train_data": "t"}, "--save-null-odds is of a fine-tuned"),
+        ({"save_predictions": "none/p"}, "--save-predictions none/p: there is no folder none"),
+        ({"doc_stride": 0}, "--doc-stride 0 should be above 0"),
+        ({"max_answer_length": 0}, "--max-answer-length 0 should be above 0"),
+        ({"max_query_length": 13}, "--seq-length 16 leaves no room .*; --max-query-length 4 would"),
+        ({"valid_data": ("a", "b")}, "--valid-data names several files; one would work"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(more: dict[str, Any], message: str) -> None:
+    values = SMALL | {"valid_data": (Path("dev.json"),)} | more
+    for name in ("predictions", "na_prob_file", "save_predictions", "save_null_odds"):
+        if name in more:
+            values[name] = Path(more[name])
+    if "train_data" in more:
+        values["train_data"] = (Path(more["train_data"]),)
+    with pytest.raises(SettingError, match=message):
+        Settings(**values)
+
+
+def test_files_that_do_not_go_together_are_refused(
+    tmp_path: Path, tokenizer: BertTokenizer
+) -> None:
+    first = write_squad(tmp_path / "train.json", question("q", {"Spain": 12}))
+    with pytest.raises(ValueError, match="train.json is of SQuAD 1.1, and .*dev.json of 2.0"):
+        make_task(tmp_path, tokenizer, train_data=(first,))
+    settings = Settings(valid_data=(first,), save_null_odds=tmp_path / "odds.json", **SMALL)
+    with pytest.raises(SettingError, match="--save-null-odds: .* of SQuAD 1.1, which has none"):
+        prepare(settings, MANIFEST, tokenizer)
+
+
+def test_what_is_lost_is_told(tmp_path: Path, tokenizer: BertTokenizer) -> None:
+    with pytest.raises(
+        ValueError, match=r"4 of 4 questions \(100.0%\) are longer than --max-query"
+    ):
+        make_task(tmp_path, tokenizer, max_query_length=4)
+    with pytest.warns(UserWarning, match=r"longer than --max-query-length 4") as told:
+        task = make_task(
+            tmp_path, tokenizer, max_query_length=4, checks=ChecksConfig(max_truncated=1.0)
+        )
+    assert len(told) == 1
+    assert task.notes["valid_data"]["truncated_questions"] == 4
+    with pytest.warns(UserWarning, match="1 of 4 questions have an answer that no window has"):
+        make_task(tmp_path, tokenizer, seq_length=12, doc_stride=99, max_query_length=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_task(tmp_path, tokenizer)
