@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from megatron.config.checks import SettingError, fraction, positive
+from megatron.config.checks import fraction, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +64,6 @@ class BertDataConfig(DataConfig):
         super().__post_init__()
         positive(self, "mask_prob", "max_ngram_size")
         fraction(self, "mask_prob", "short_seq_prob")
-        if self.seq_length < SHORTEST_PAIR:
-            raise SettingError(
-                f"--seq-length {self.seq_length} has no room for two segments and their marks; "
-                f"--seq-length {SHORTEST_PAIR} would work"
-            )
-
-
-SHORTEST_PAIR = 5  # [CLS] a [SEP] b [SEP]
 
 
 # Where the data lies and what made it, of which a data set's own identity tells.

@@ -11,7 +11,7 @@ An epoch takes the blocks in an order of its own, a blend takes them from severa
 series.py). In place of a spare number another block is drawn, so in an epoch, or in a whole
 validation split, every block comes at least once and some come again, with another cut and other
 masks; all with the same probability, so that a mean over the split is a fair one. What is drawn for
-a sample number is drawn from a random stream of its own, and so each epoch draws anew, while each
+a sample number is drawn from a random stream of its own: each epoch draws anew, while each
 evaluation reads the same samples.
 
 b: samples of a batch; s: tokens of a sample (--seq-length), of which 3 are marks.
@@ -29,8 +29,8 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.masking import Masking
 from megatron.data.pairs import Pair, draw_pair
 from megatron.data.series import Series, open_series
-from megatron.data.sources import Corpus, Source
-from megatron.data.verify import check_highest_id, check_sequences
+from megatron.data.sources import Corpus, Source, require_sequences
+from megatron.data.verify import check_highest_id
 from megatron.data.wordpiece import BertTokenizer
 
 SPECIAL = 3  # [CLS] and two [SEP]
@@ -176,15 +176,17 @@ def open_bert_splits(
     """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
 
     Raises ValueError, naming the flag, for a split without documents or without any of two
-    sentences, for documents that are not cut into sentences, and for ones with end marks.
+    sentences, for documents that are not cut into sentences, for ones with end marks, and where
+    there is no room for two segments.
     """
     if seq_length < SPECIAL + 2:
         raise ValueError(
             f"--seq-length {seq_length} has no room for two segments and their marks; "
             f"--seq-length {SPECIAL + 2} would work"
         )
+    require_sequences(corpus, sentences=True)
     for source in corpus.sources:
-        _check_sentences(source)
+        _refuse_marks(source)
     marks = Marks(pad=tokenizer.pad, cls=tokenizer.cls, sep=tokenizer.sep)
     masking = Masking(
         mask=tokenizer.mask,
@@ -211,11 +213,7 @@ def open_bert_splits(
     return training, validation, test
 
 
-def _check_sentences(source: Source) -> None:
-    try:
-        check_sequences(source.data, source.description, sentences=True)
-    except ValueError as error:
-        raise ValueError(f"--data-path: {error}") from error
+def _refuse_marks(source: Source) -> None:
     if source.description is not None and source.description.eod is not None:
         raise ValueError(
             f"--data-path: the documents of {source.data.prefix} end with the mark "

@@ -8,8 +8,9 @@ more.
 
 A document is cut into ceil(n / L) blocks of about equally many tokens, and fewer where there are
 not two sentences for each. Its first elements number its blocks, so that every sentence is in
-exactly one; elements that are left are spare. A document of one sentence has no block, as BERT
-learns from pairs: it is passed over.
+exactly one. Elements that are left are spare: at most one of a document with sentences enough, so
+few where documents are long. A document of one sentence has no block, as BERT learns from pairs: it
+is passed over.
 """
 
 import warnings

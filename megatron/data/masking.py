@@ -43,11 +43,7 @@ class Masking:
                 f"--mask-prob {self.mask_prob} should be above 0 and at most 0.5, since n-grams do "
                 "not touch; --mask-prob 0.15 would work"
             )
-        if self.max_ngram_size < 1:
-            raise ValueError(
-                f"--max-ngram-size {self.max_ngram_size} should be 1 or more; --max-ngram-size 3 "
-                "would work"
-            )
+        assert self.max_ngram_size >= 1
 
     def choose(
         self, segments: Sequence[NDArray[np.int64]], rng: np.random.Generator

@@ -14,7 +14,7 @@ from megatron.data.description import Description
 from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import IndexedDataset
 from megatron.data.tokenizer import Tokenizer, read_tokenizer
-from megatron.data.verify import check_counts, check_highest_id
+from megatron.data.verify import check_counts, check_highest_id, check_sequences
 
 # Of a data set without sidecar some 64 chunks of 2^16 ids are looked at beforehand: 8 to 16 MB, and
 # few enough seeks for a slow disk.
@@ -82,6 +82,15 @@ def open_corpus(
         eod=marks.pop() if len(marks) == 1 else None,
         fingerprint=maker.fingerprint if maker else "",
     )
+
+
+def require_sequences(corpus: Corpus, *, sentences: bool) -> None:
+    """ValueError where a data set is not of sentences, as BERT reads them, or not of documents."""
+    for source in corpus.sources:
+        try:
+            check_sequences(source.data, source.description, sentences=sentences)
+        except ValueError as error:
+            raise ValueError(f"--data-path: {error}") from error
 
 
 def find_tokenizer(corpus: Corpus) -> Tokenizer | None:

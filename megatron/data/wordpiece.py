@@ -14,7 +14,7 @@ PAD, UNKNOWN, CLS, SEP, MASK = MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MA
 CONTINUATION = "##"
 LONGEST_WORD = 100  # characters; a longer one is [UNK]
 # Of the tokens with letters, the share with upper-case ones: none in BERT's own lower-case
-# vocabulary, "<S>" and "<T>" in its Chinese one, and a fifth and more in cased ones.
+# vocabulary, "<S>" and "<T>" in its Chinese one, 31 % in one of 30,000 trained on cased text.
 CASED = 0.02
 
 

@@ -65,11 +65,9 @@ def test_every_sentence_is_in_exactly_one_block(tmp_path: Path, case: str, lengt
     wholes = [set(document) for document in documents]
     assert all(any(whole.issuperset(block) for whole in wholes) for block in real)
     assert len(blocks) == len(sizes) + -(-sum(map(sum, sizes)) // length)
-    if len(documents) == len(sizes):
-        assert len(real) >= len(blocks) / 2 or case == "huge sentences" or length == 2
 
 
-@pytest.mark.parametrize("cut", [range(0, 3), range(3, 11), range(11, 200), range(199, 200)])
+@pytest.mark.parametrize("cut", [range(3), range(3, 11), range(11, 200), range(199, 200)])
 def test_a_split_has_the_blocks_of_its_documents(tmp_path: Path, cut: range) -> None:
     sizes = CASES["usual"]
     blocks = Blocks(write(tmp_path / "p", sizes), cut, 20)
@@ -84,10 +82,8 @@ def test_shards_have_the_blocks_of_the_whole(tmp_path: Path) -> None:
     parts, staged = [], tmp_path / "staged"
     staged.mkdir()
     for number, part in enumerate((sizes[:1], sizes[1:90], sizes[90:])):
-        write(staged / str(number), part)
-        parts.append(
-            write_sentences(staged / str(number), [[[1] * n for n in each] for each in part])
-        )
+        documents = [[[1] * size for size in document] for document in part]
+        parts.append(write_sentences(staged / str(number), documents))
     prefixes = [str(staged / str(number)) for number in range(3)]
     place(prefixes, str(tmp_path / "p"), join_descriptions(parts), {})
     whole = Blocks(write(tmp_path / "whole", sizes), range(len(sizes)), 20)
@@ -103,10 +99,10 @@ def test_blocks_of_a_document_are_about_as_long(tmp_path: Path) -> None:
     sizes = [np.random.default_rng(1).integers(1, 10, 1000).tolist()]
     blocks = Blocks(write(tmp_path / "p", sizes), range(1), 100)
     found = [blocks.block(number) for number in range(len(blocks))]
-    lengths = [int(block[-1] - block[0]) for block in found if block is not None]
+    starts = [int(block[0]) for block in found if block is not None]
     parts = -(-sum(sizes[0]) // 100)
-    assert len(lengths) == parts
-    assert max(abs(length - sum(sizes[0]) / parts) for length in lengths) <= 9
+    assert len(starts) == parts
+    assert starts == pytest.approx([part * sum(sizes[0]) / parts for part in range(parts)], abs=5)
 
 
 def test_a_sentence_without_tokens_is_none(tmp_path: Path) -> None:
@@ -137,17 +133,17 @@ def test_past_2_to_the_31_tokens(tmp_path: Path) -> None:
 
 
 def test_in_place_of_a_spare_number_every_block_is_as_likely(tmp_path: Path) -> None:
-    """Within 5 standard deviations of 20,000 draws."""
+    """Within 5 standard deviations of 5,000 draws."""
     sizes = CASES["usual"]
     blocks = Blocks(write(tmp_path / "p", sizes), range(len(sizes)), 20)
     spare = next(n for n in range(len(blocks)) if blocks.block(n) is None)
     real = [block for n in range(len(blocks)) if (block := blocks.block(n)) is not None]
     rng = np.random.default_rng(1)
-    drawn = [blocks.draw(spare, rng) for _ in range(20_000)]
+    drawn = [blocks.draw(spare, rng) for _ in range(5_000)]
     assert all(is_spare for _, is_spare in drawn)
     counts = Counter(int(block[0]) for block, _ in drawn)
     assert set(counts) == {int(block[0]) for block in real}
-    mean = 20_000 / len(real)
+    mean = 5_000 / len(real)
     assert max(abs(count - mean) for count in counts.values()) < 5 * np.sqrt(mean)
 
 
@@ -163,7 +159,7 @@ def test_a_number_of_a_block_is_that_block(tmp_path: Path) -> None:
 def test_a_pair_is_found_where_hardly_any_is(tmp_path: Path) -> None:
     sizes = [*[[3]] * 255, [4, 5], *[[3]] * 5000]
     blocks = Blocks(write(tmp_path / "p", sizes), range(len(sizes)), 509)
-    for seed in range(20):
+    for seed in range(3):
         block, is_spare = blocks.draw(0, np.random.default_rng(seed))
         assert is_spare
         assert block.tolist() == [765, 769, 774]

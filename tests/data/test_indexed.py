@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data.description import Description
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
-from megatron.data.verify import verify
-from tests.data.samples import write_data, write_sparse
+from megatron.data.verify import check_counts, check_sequences, verify
+from tests.data.samples import write_data, write_sentences, write_sparse
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9, 10, 11, 12, 13, 0]]
+SENTENCES = [[[5, 6], [7]], [[8, 9, 10]], [[11], [12]]]
 
 
 @pytest.fixture
@@ -70,6 +72,79 @@ def test_documents_of_several_sequences(tmp_path: Path) -> None:
     assert data.token_range(range(1)) == range(3)
     assert data.token_range(range(1, 2)) == range(3, 8)
     assert not verify(str(tmp_path / "p")).described
+
+
+def test_sentences_are_sequences_of_their_documents(tmp_path: Path) -> None:
+    """The bytes that Megatron writes with --split-sentences."""
+    described = write_sentences(tmp_path / "p", SENTENCES)
+    assert (described.documents, described.sentences, described.tokens) == (3, 5, 8)
+    assert Description.read(str(tmp_path / "p")) == described
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 5, 4)
+    index += struct.pack("<5i5q4q", 2, 1, 3, 1, 1, 0, 4, 6, 12, 14, 0, 2, 3, 5)
+    assert (tmp_path / "p.idx").read_bytes() == index
+    assert (tmp_path / "p.bin").read_bytes() == struct.pack("<8H", *range(5, 13))
+    report = verify(str(tmp_path / "p"))
+    assert (report.documents, report.sequences, report.tokens) == (3, 5, 8)
+    assert {file.name for file in tmp_path.iterdir()} == {"p.bin", "p.idx", "p.json"}
+
+
+def test_documents_can_be_added_one_by_one_or_together(tmp_path: Path) -> None:
+    write_sentences(tmp_path / "p", SENTENCES)
+    with IndexedDatasetWriter(str(tmp_path / "q"), token_dtype(100), sentences=True) as writer:
+        sizes = np.array([2, 1, 3, 1, 1], np.int32)
+        counts = np.array([2, 1, 2], np.int32)
+        writer.add(np.arange(5, 13, dtype=np.uint16), sizes, counts)
+        writer.commit(tokenizer_type="t", tokenizer_fingerprint="f", vocab_size=100, eod=None)
+    for suffix in (".bin", ".idx"):
+        assert Path(f"{tmp_path / 'q'}{suffix}").read_bytes() == (
+            Path(f"{tmp_path / 'p'}{suffix}").read_bytes()
+        )
+
+
+@pytest.mark.parametrize(
+    ("position", "content", "message"),
+    [
+        (34 + 4, struct.pack("<2i", 0, 4), "sequence 2 does not start"),
+        (34 + 20 + 40 + 8, struct.pack("<q", 0), "a document without a sentence"),
+        (34 + 20 + 40 + 8, struct.pack("<2q", 3, 2), "documents are not in order"),
+    ],
+)
+def test_verify_finds_damaged_sentences(
+    tmp_path: Path, position: int, content: bytes, message: str
+) -> None:
+    write_sentences(tmp_path / "p", SENTENCES)
+    change(tmp_path / "p", ".idx", position, content)
+    with pytest.raises(ValueError, match=message):
+        verify(str(tmp_path / "p"))
+
+
+def test_verify_finds_a_sentence_without_a_token(tmp_path: Path) -> None:
+    write_sentences(tmp_path / "p", SENTENCES)
+    change(tmp_path / "p", ".idx", 34 + 4, struct.pack("<2i", 0, 4))
+    change(tmp_path / "p", ".idx", 34 + 20 + 16, struct.pack("<q", 4))
+    with pytest.raises(ValueError, match="a sentence without a token"):
+        verify(str(tmp_path / "p"))
+
+
+def test_sentences_are_told_from_documents(tmp_path: Path) -> None:
+    """By the sidecar, or without one by the index."""
+    write_sentences(tmp_path / "s", SENTENCES)
+    write_data(tmp_path / "d", DOCUMENTS)
+    for described in (True, False):
+        for name, is_split in (("s", True), ("d", False)):
+            data = IndexedDataset(str(tmp_path / name))
+            description = Description.read(str(tmp_path / name)) if described else None
+            check_sequences(data, description, sentences=is_split)
+            how = "without" if is_split else "with"
+            with pytest.raises(ValueError, match=f"/{name} holds .* wrote {how} --split-sentences"):
+                check_sequences(data, description, sentences=not is_split)
+
+
+def test_sentences_that_are_counted_otherwise(tmp_path: Path) -> None:
+    write_sentences(tmp_path / "p", SENTENCES)
+    other = write_sentences(tmp_path / "q", [[[5, 6, 7]], [[8, 9, 10]], [[11], [12]]])
+    with pytest.raises(ValueError, match="holds 5 sentences, but .*p.json says 4"):
+        check_counts(IndexedDataset(str(tmp_path / "p")), other)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])

@@ -25,9 +25,10 @@ def masking(mask_prob: float = 0.15, max_ngram_size: int = 3) -> Masking:
 
 def text(words: int, mean: float, rng: np.random.Generator) -> NDArray[np.int64]:
     """Pieces of that many words, of 1 piece or more; mean: pieces of a word."""
-    sizes = rng.geometric(1 / mean, words)
-    pieces = [[rng.integers(4, 500), *rng.integers(500, VOCABULARY, size - 1)] for size in sizes]
-    return np.concatenate(pieces)
+    ends = np.cumsum(rng.geometric(1 / mean, words))
+    ids = rng.integers(500, VOCABULARY, ends[-1])
+    ids[np.concatenate([[0], ends[:-1]])] = rng.integers(4, 500, words)
+    return ids
 
 
 def starts(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -48,25 +49,27 @@ def runs(words: NDArray[np.bool_]) -> list[int]:
 def test_the_share_of_tokens_is_mask_prob_for_short_samples_and_long_words(
     sizes: Sequence[int], mean: float
 ) -> None:
-    """Within 2 % of it, 3 standard deviations of 4,000 samples of 15 words."""
+    """Within 3 standard deviations: a predicted word more or less in 10, with its pieces."""
     rng, counts = np.random.default_rng(1), np.zeros(2)
-    for _ in range(4000):
+    rounds = 60_000 // sum(sizes)
+    for _ in range(rounds):
         segments = [text(size, mean, rng) for size in sizes]
         chosen = masking().choose(segments, rng)
         counts += [sum(int(each.sum()) for each in chosen), sum(map(len, segments))]
-    assert counts[0] / counts[1] == pytest.approx(0.15, rel=0.02 if mean < 5 else 0.04)
+    words = 0.15 * sum(sizes) * rounds
+    pieces = 1 + (mean - 1) / mean  # (E[x^2] / E[x]^2) of a geometric number, at most
+    assert counts[0] / counts[1] == pytest.approx(0.15, rel=3 * np.sqrt(2 * pieces / words))
 
 
-@pytest.mark.parametrize("size", [16, 40, 250])
+@pytest.mark.parametrize("size", [16, 250])
 @pytest.mark.parametrize("longest", [1, 2, 3, 5])
 def test_n_grams_of_n_words_are_as_often_as_1_by_n(longest: int, size: int) -> None:
     rng, lengths = np.random.default_rng(2), []
-    for _ in range(60_000 // size):
+    for _ in range(30_000 // size):
         segments = [text(size, 1.3, rng), text(size, 1.3, rng)]
-        for ids, chosen in zip(
-            segments, masking(max_ngram_size=longest).choose(segments, rng), strict=True
-        ):
-            lengths += runs(chosen[starts(ids)])
+        chosen = masking(max_ngram_size=longest).choose(segments, rng)
+        for ids, where in zip(segments, chosen, strict=True):
+            lengths += runs(where[starts(ids)])
     weights = 1 / np.arange(1, longest + 1)
     expected = np.concatenate([[0], weights / weights.sum()])
     found = np.bincount(lengths) / len(lengths)
@@ -86,12 +89,12 @@ def test_words_are_predicted_whole() -> None:
 def test_every_word_away_from_the_ends_of_a_segment_is_as_likely() -> None:
     """0.15 each within 4 standard deviations; by the ends less, as n-grams stay inside."""
     rng, words = np.random.default_rng(4), np.zeros(60)
-    ids, count = np.full(60, 4), 20_000
+    ids, count = np.full(60, 4), 10_000
     for _ in range(count):
         words += masking().choose([ids], rng)[0]
     inner = words[4:-4] / count
     assert np.all(abs(inner - inner.mean()) < 4 * np.sqrt(0.15 * 0.85 / count))
-    assert inner.mean() == pytest.approx(0.153, abs=0.003)
+    assert inner.mean() == pytest.approx(0.153, abs=0.002)
     assert words.mean() / count == pytest.approx(0.15, abs=0.001)
 
 
@@ -151,14 +154,7 @@ def test_what_is_drawn_depends_on_the_stream_alone() -> None:
     assert not np.array_equal(first, other)
 
 
-@pytest.mark.parametrize(
-    ("mask_prob", "longest", "message"),
-    [
-        (0.0, 3, "--mask-prob 0.0 .* --mask-prob 0.15 would work"),
-        (0.6, 3, "--mask-prob 0.6 .* at most 0.5"),
-        (0.15, 0, "--max-ngram-size 0 .* --max-ngram-size 3 would work"),
-    ],
-)
-def test_settings_that_cannot_be(mask_prob: float, longest: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        masking(mask_prob, longest)
+@pytest.mark.parametrize("mask_prob", [0.0, 0.6])
+def test_a_share_that_cannot_be(mask_prob: float) -> None:
+    with pytest.raises(ValueError, match=f"--mask-prob {mask_prob} .* --mask-prob 0.15 would work"):
+        masking(mask_prob)

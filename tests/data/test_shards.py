@@ -14,7 +14,7 @@ from megatron.data.joined import Joined, join
 from megatron.data.placing import place
 from megatron.data.sources import open_corpus
 from megatron.data.verify import verify
-from tests.data.samples import PlainTokenizer, write_data
+from tests.data.samples import PlainTokenizer, write_data, write_sentences
 
 SHARDS = [[[5, 6, 7, 0], [8, 0]], [[9, 10, 0]], [[11, 0], [12, 13, 14, 15, 16, 0], [17, 0]]]
 DOCUMENTS = [document for shard in SHARDS for document in shard]
@@ -128,6 +128,30 @@ def test_shards_in_another_order_are_found(sharded: str, tmp_path: Path) -> None
         second.write_bytes(content)
     with pytest.raises(ValueError, match="p_00000 holds 1 documents, but .*p.json says 2"):
         open_corpus([sharded], PlainTokenizer())
+
+
+def test_sentences_of_shards(tmp_path: Path) -> None:
+    """Their documents are numbered through, as their sentences are."""
+    documents = [[[1, 2], [3]], [[4]], [[5], [6], [7, 8]]]
+    (tmp_path / "staged").mkdir()
+    staged = [str(tmp_path / "staged" / name) for name in "ab"]
+    parts = [
+        write_sentences(Path(staged[0]), documents[:2]),
+        write_sentences(Path(staged[1]), documents[2:]),
+    ]
+    description = join_descriptions(parts)
+    assert (description.sentences, description.documents) == (6, 3)
+    assert [shard.sentences for shard in description.shards] == [3, 3]
+    place(staged, str(tmp_path / "p"), description, TOKENIZER)
+    data = IndexedDataset(str(tmp_path / "p"))
+    assert data.sizes[:].tolist() == [2, 1, 1, 1, 1, 2]
+    assert data.documents[:].tolist() == [0, 2, 3, 6]
+    assert verify(str(tmp_path / "p")).sequences == 6
+    content = json.loads((tmp_path / "p.json").read_text())
+    content["shards"][0]["sentences"] = 2
+    (tmp_path / "p.json").write_text(json.dumps({**content, "sentences": 5}))
+    with pytest.raises(ValueError, match="p_00000 holds 3 sentences, but .*p.json says 2"):
+        verify(str(tmp_path / "p"))
 
 
 def test_a_sidecar_that_does_not_add_up(sharded: str) -> None:

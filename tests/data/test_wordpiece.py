@@ -11,8 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.encoders import build_encoder
-from megatron.data.tokenizer import build_tokenizer, file_flags, file_names, read_tokenizer
+from megatron.data import encoders
+from megatron.data.encoders import Reference, Words, build_encoder
+from megatron.data.tokenizer import (
+    GPT2BPETokenizer,
+    build_tokenizer,
+    file_flags,
+    file_names,
+    read_tokenizer,
+)
 from megatron.data.wordpiece import MARKS, BertWordPieceCase, BertWordPieceLowerCase
 from tests.data.samples import write_tokenizer, write_wordpiece
 
@@ -114,9 +121,13 @@ def test_the_same_ids_as_transformers(test_data: Path) -> None:
     texts = [*real_texts(test_data), *TRICKY, *fuzz(1, 4000)]
     expected = transformers_ids(vocab_file, texts, lower=True)
     assert ours.encode_batch(texts) == expected
-    for text, ids in zip(texts[-500:], expected[-500:], strict=True):
+    for encoder in (ours.encoder, Reference(ours._library)):
+        ids, sizes = encoder.arrays(texts)
+        assert sizes.tolist() == [len(each) for each in expected]
+        assert ids.tolist() == [number for each in expected for number in each]
+    for text, each in zip(texts[-500:], expected[-500:], strict=True):
         found, spans = ours.offsets(text)
-        assert found == ids
+        assert found == each
         assert all(0 <= start < end <= len(text) for start, end in spans)
 
 
@@ -133,12 +144,32 @@ def test_the_same_ids_as_transformers_with_capitals(test_data: Path, tmp_path: P
     assert ours.encode_batch(checked) == transformers_ids(str(vocab_file), checked, lower=False)
 
 
-def test_the_reference_encodes_and_says_why(tokenizer: BertWordPieceLowerCase) -> None:
-    assert tokenizer.encoder.name == "tokenizers"
-    assert "WordPiece" in tokenizer.encoder.said
-    assert "\n" not in tokenizer.encoder.said
-    with pytest.raises(ValueError, match="--encoder gigatoken: .*--encoder tokenizers would work"):
+def test_each_word_is_encoded_once(tokenizer: BertWordPieceLowerCase) -> None:
+    assert isinstance(tokenizer.encoder, Words)
+    assert tokenizer.encoder.said.endswith(", once for each word")
+    assert build_encoder("tokenizers", tokenizer._library).name == "tokenizers"
+    with pytest.raises(
+        ValueError, match="--encoder gigatoken: .*WordPiece.*; --encoder tokenizers"
+    ):
         build_encoder("gigatoken", tokenizer._library)
+
+
+def test_only_so_many_words_are_remembered(
+    tokenizer: BertWordPieceLowerCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoders, "REMEMBERED", 50)
+    texts = [f"the things {number}s in inn{number}" for number in range(30)]
+    expected = build_encoder("tokenizers", tokenizer._library).lists(texts)
+    assert isinstance(tokenizer.encoder, Words)
+    for start in range(0, 30, 3):
+        assert tokenizer.encode_batch(texts[start : start + 3]) == expected[start : start + 3]
+        assert tokenizer.encoder._size < 120
+
+
+def test_words_are_not_for_a_bpe(tmp_path: Path) -> None:
+    bpe = GPT2BPETokenizer(*write_tokenizer(tmp_path))
+    with pytest.raises(ValueError, match="--encoder words: .* for a WordPiece, and this is a BPE"):
+        build_encoder("words", bpe._library)
 
 
 def test_from_its_files_it_is_made_again(tokenizer: BertWordPieceLowerCase, tmp_path: Path) -> None:

@@ -1,0 +1,328 @@
+"""BERT's samples: what is in them, in what order, and what decides it.
+
+Every token of the data sets here has an id of its own, so that a sample tells where it is from; ids
+from CONTINUATIONS on go on with a word. Which words are predicted is tested in test_masking.py.
+"""
+
+import gzip
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.data.bert import BertBatch, BertDataset, open_bert_splits
+from megatron.data.indexed import IndexedDataset
+from megatron.data.sampler import micro_batches
+from megatron.data.sources import open_corpus
+from megatron.data.wordpiece import BertWordPieceLowerCase
+from tests.data.samples import write_data, write_sentences
+
+PAD, CLS, SEP, MASK, FIRST = 0, 1, 2, 3, 4
+VOCABULARY = 20_000
+CONTINUATIONS = 15_000
+
+
+class Marks:
+    """What the samples need of a tokenizer; says of itself what write_sentences() says."""
+
+    kind = "BertWordPieceLowerCase"
+    vocab_size = VOCABULARY
+    fingerprint = "f"
+    pad, cls, sep, mask, eod = PAD, CLS, SEP, MASK, SEP
+    is_continuation = np.arange(VOCABULARY) >= CONTINUATIONS
+
+
+def documents(count: int, first: int = FIRST, sentences: int = 7) -> list[list[list[int]]]:
+    """Of 2 to 8 sentences of 2 to 9 tokens, all different ids."""
+    ids = iter(range(first, VOCABULARY))
+    return [
+        [[next(ids) for _ in range(2 + (i + 3 * j) % 8)] for j in range(2 + i % sentences)]
+        for i in range(count)
+    ]
+
+
+def write(prefix: Path, content: Sequence[Sequence[Sequence[int]]]) -> str:
+    write_sentences(prefix, content, vocab_size=VOCABULARY)
+    return str(prefix)
+
+
+def opened(
+    *data_path: str, split: str = "8,1,1", seq_length: int = 40, seed: int = 1, **others: Any
+) -> list[BertDataset | None]:
+    settings = {"mask_prob": 0.15, "short_seq_prob": 0.1, "max_ngram_size": 3} | others
+    corpus = open_corpus(data_path, Marks())
+    splits = open_bert_splits(
+        corpus, Marks(), split=split, seq_length=seq_length, seed=seed, **settings
+    )
+    return list(splits)
+
+
+def segments(batch: BertBatch) -> Iterator[tuple[list[int], list[int]]]:
+    """What stands in the two segments of each sample."""
+    for labels, types, is_real in zip(batch.labels, batch.token_types, batch.is_real, strict=True):
+        yield labels[(types == 0) & is_real][1:-1].tolist(), labels[types == 1][:-1].tolist()
+
+
+def equal(first: BertBatch, second: BertBatch) -> bool:
+    return all(np.array_equal(each, vars(second)[name]) for name, each in vars(first).items())
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return write(tmp_path / "p", documents(60))
+
+
+def test_a_sample_is_two_segments_between_marks_and_padding(prefix: str) -> None:
+    batch = opened(prefix)[0].batch(range(200))
+    assert batch.tokens.shape == batch.loss_mask.shape == (200, 40)
+    integers = (batch.tokens, batch.token_types, batch.labels, batch.is_swapped)
+    assert {each.dtype for each in integers} == {np.dtype(np.int64)}
+    assert (batch.is_real.dtype, batch.loss_mask.dtype) == (np.bool_, np.float32)
+    for row, (first, second) in enumerate(segments(batch)):
+        real = len(first) + len(second) + 3
+        padding = [PAD] * (40 - real)
+        whole = [CLS, *first, SEP, *second, SEP, *padding]
+        assert batch.labels[row].tolist() == whole
+        types = [0] * (len(first) + 2) + [1] * (len(second) + 1) + [0] * len(padding)
+        assert batch.token_types[row].tolist() == types
+        assert batch.is_real[row].tolist() == [True] * real + [False] * len(padding)
+        assert min(*first, *second) >= FIRST
+    assert batch.num_tokens == int(batch.is_real.sum()) < batch.tokens.size
+
+
+def test_what_is_predicted_is_hidden_and_nothing_else(prefix: str) -> None:
+    batch = opened(prefix)[0].batch(range(300))
+    is_chosen, is_mark = batch.loss_mask == 1, batch.labels < FIRST
+    assert set(np.unique(batch.loss_mask)) == {0, 1}
+    assert not (is_chosen & is_mark).any()
+    assert np.array_equal(batch.tokens[~is_chosen], batch.labels[~is_chosen])
+    assert is_chosen.any(axis=1).all()
+    found = batch.tokens[is_chosen]
+    assert (found == MASK).mean() == pytest.approx(0.8, abs=0.05)
+    assert ((found == MASK) | (found >= FIRST)).all()
+
+
+def test_segments_are_neighbours_in_one_document_swapped_as_the_label_says(prefix: str) -> None:
+    starts = {sentence[0] for document in documents(60) for sentence in document}
+    wholes = [[token for sentence in each for token in sentence] for each in documents(60)]
+    batch = opened(prefix, seq_length=512)[0].batch(range(400))
+    for pair, is_swapped in zip(segments(batch), batch.is_swapped, strict=True):
+        before, after = pair[::-1] if is_swapped else pair
+        assert {before[0], after[0]} <= starts
+        (whole,) = [each for each in wholes if each[0] <= before[0] <= each[-1]]
+        begin = whole.index(before[0])
+        assert whole[begin : begin + len(before) + len(after)] == before + after
+    assert batch.is_swapped.mean() == pytest.approx(0.5, abs=0.1)
+
+
+def test_an_epoch_reads_every_sentence(prefix: str) -> None:
+    """Of the training split, all of which have two sentences; no document is cut by the length."""
+    data = opened(prefix, short_seq_prob=0.0, seq_length=512)[0]
+    everything = {token for each in documents(60)[:48] for sentence in each for token in sentence}
+    for epoch in range(3):
+        size = data.samples_per_epoch
+        batch = data.batch(range(epoch * size, (epoch + 1) * size))
+        assert {token for pair in segments(batch) for side in pair for token in side} == everything
+
+
+def test_each_epoch_has_an_order_cuts_and_masks_of_its_own(prefix: str) -> None:
+    data = opened(prefix)[0]
+    size = data.samples_per_epoch
+    epochs = [data.batch(range(epoch * size, (epoch + 1) * size)) for epoch in range(3)]
+    for first, second in pairwise(epochs):
+        assert not np.array_equal(first.labels, second.labels)
+        assert np.mean(first.loss_mask != second.loss_mask) > 0.05
+
+
+def test_the_sample_depends_on_seed_and_number_alone(prefix: str) -> None:
+    straight = opened(prefix)[0].batch(range(50))
+    assert equal(opened(prefix)[0].batch(range(50)), straight)
+    order = np.random.default_rng(0).permutation(50).tolist()
+    shuffled = opened(prefix)[0].batch(order)
+    assert np.array_equal(shuffled.tokens, straight.tokens[order])
+    assert np.array_equal(shuffled.loss_mask, straight.loss_mask[order])
+    single = opened(prefix)[0].batch([7])
+    assert np.array_equal(single.tokens, straight.tokens[7:8])
+    assert not equal(opened(prefix, seed=2)[0].batch(range(50)), straight)
+    assert not equal(opened(prefix, seed=2**64 - 1)[0].batch(range(50)), straight)
+
+
+def test_cuts_and_masks_depend_on_seed_and_number(tmp_path: Path) -> None:
+    """Of one block, which no order can change."""
+    single = write(tmp_path / "p", documents(7)[6:])
+    rows = set()
+    for seed in range(4):
+        batch = opened(single, split="1,0,0", seq_length=64, seed=seed)[0].batch(range(10))
+        rows |= {row.tobytes() for row in np.concatenate([batch.tokens, batch.labels], axis=1)}
+    assert len(rows) == 40
+
+
+@pytest.mark.parametrize(("data_size", "micro_batch_size"), [(1, 4), (2, 2), (4, 1), (2, 1)])
+def test_ranks_and_resumes_read_the_same_series(
+    prefix: str, data_size: int, micro_batch_size: int
+) -> None:
+    """Four steps of 4 samples, of which every step is read as if it were the first of a resume."""
+    straight, rows = opened(prefix)[0].batch(range(16)), []
+    for consumed in range(0, 16, 4):
+        ranks = [
+            micro_batches(
+                consumed,
+                global_batch_size=4,
+                micro_batch_size=micro_batch_size,
+                data_rank=rank,
+                data_size=data_size,
+            )
+            for rank in range(data_size)
+        ]
+        for at_once in zip(*ranks, strict=True):
+            rows += [row for some in at_once for row in opened(prefix)[0].batch(some).tokens]
+    assert np.array_equal(rows, straight.tokens)
+
+
+def test_training_is_endless_and_evaluation_ends_with_its_split(prefix: str) -> None:
+    training, validation, _ = opened(prefix)
+    training.batch([10**12])
+    size = validation.samples_per_epoch
+    validation.batch([size - 1])
+    with pytest.raises(ValueError, match=f"validation split ends after {size} .*--eval-iters"):
+        validation.batch([0, size])
+
+
+def test_a_weight_of_0_leaves_a_split_out(prefix: str) -> None:
+    assert opened(prefix, split="1,0,0")[1:] == [None, None]
+
+
+def test_a_blend_takes_from_each_its_share(tmp_path: Path) -> None:
+    first = write(tmp_path / "a", documents(40))
+    second = write(tmp_path / "b", documents(30, first=CONTINUATIONS))
+    training, _, test = opened("0.3", first, "0.7", second, split="8,2,0")
+    assert test is None
+    batch = training.batch(range(100))
+    assert (batch.labels[:, 1] >= CONTINUATIONS).sum() == 70
+    again = training.batch([*range(50, 100), *range(50)])
+    assert np.array_equal(again.tokens, np.roll(batch.tokens, 50, axis=0))
+
+
+def test_two_sentences_longer_than_the_room_fill_it(tmp_path: Path) -> None:
+    content = [[list(range(FIRST, 1000)), list(range(1000, 3000))], [[5, 6], [7, 8, 9]]]
+    data = opened(write(tmp_path / "p", content), split="1,0,0")[0]
+    batch = data.batch(range(40))
+    full = batch.is_real.all(axis=1)
+    assert full.any()
+    for first, second in np.array(list(segments(batch)), object)[full]:
+        assert {len(first), len(second)} == {19, 18}
+        assert len(first) == 19  # the second of equals is shortened last
+
+
+def test_documents_of_one_sentence_are_passed_over(tmp_path: Path) -> None:
+    content = documents(60)
+    single = {i for i in range(60) if i % 3 == 0}
+    content = [each[:1] if i in single else each for i, each in enumerate(content)]
+    data = opened(write(tmp_path / "p", content), split="1,0,0", seq_length=512)[0]
+    seen = set(data.batch(range(data.samples_per_epoch)).labels.flatten().tolist())
+    firsts = {content[i][0][0] for i in single}
+    assert not seen & firsts
+    assert {each[0][0] for i, each in enumerate(content) if i not in single} <= seen
+
+
+def test_data_that_is_no_pairs_of_sentences_is_refused(tmp_path: Path) -> None:
+    write_data(tmp_path / "gpt2", [[5, 6, 7, 8]] * 9, eod=None)
+    with pytest.raises(ValueError, match="--data-path: .*whole documents.*with --split-sentences"):
+        opened_as_test(str(tmp_path / "gpt2"))
+    write(tmp_path / "lines", [[[5, 6, 7]]] * 9)
+    with pytest.raises(ValueError, match="--data-path: of 7 documents of the training split .*one"):
+        opened(str(tmp_path / "lines"))
+    write(tmp_path / "marked", documents(60))
+    sidecar = tmp_path / "marked.json"
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"eod": 2}))
+    with pytest.raises(ValueError, match="--data-path: .*end with the mark 2.*without --append-eo"):
+        opened(str(tmp_path / "marked"))
+
+
+def opened_as_test(prefix: str) -> None:
+    """Open what write_data() wrote, which says it was made by another tokenizer."""
+    corpus = open_corpus([prefix], None)
+    settings = {"mask_prob": 0.15, "short_seq_prob": 0.1, "max_ngram_size": 3}
+    open_bert_splits(corpus, Marks(), split="1,0,0", seq_length=40, seed=1, **settings)
+
+
+def test_settings_that_cannot_be(prefix: str) -> None:
+    with pytest.raises(ValueError, match="--seq-length 4 has no room .*--seq-length 5 would work"):
+        opened(prefix, seq_length=4)
+    with pytest.raises(ValueError, match="--mask-prob 0.7"):
+        opened(prefix, mask_prob=0.7)
+    with pytest.raises(ValueError, match="--split 1,999,0 leaves no document for training"):
+        opened(prefix, split="1,999,0")
+
+
+def test_the_shortest_sequence_has_room_for_a_pair(prefix: str) -> None:
+    batch = opened(prefix, seq_length=5)[0].batch(range(50))
+    assert batch.is_real.all()
+    assert batch.token_types.tolist() == [[0, 0, 0, 1, 1]] * 50
+
+
+def test_an_id_outside_the_vocabulary_is_found_when_it_is_read(prefix: str) -> None:
+    training = opened(prefix, split="1,0,0")[0]
+    with Path(f"{prefix}.bin").open("r+b") as stream:
+        stream.write(np.full(40, VOCABULARY, "<u2").tobytes())
+    with pytest.raises(ValueError, match="id 20000, outside a vocabulary of 20000"):
+        training.batch(range(training.samples_per_epoch))
+
+
+def test_opening_reads_headers_and_little_more(prefix: str, monkeypatch: Any) -> None:
+    """No token, and the sizes of at most 256 documents of each split."""
+    looked_at = []
+    find = IndexedDataset.token_range
+
+    def token_range(data: IndexedDataset, documents: range) -> range:
+        looked_at.append(documents)
+        return find(data, documents)
+
+    monkeypatch.setattr(IndexedDataset, "token_range", token_range)
+    write(Path(prefix), [[[5, 6], [7, 8]]] * 5000)
+    opened(prefix)
+    assert len(looked_at) < 3 * (256 + 5)
+
+
+def test_statistics_of_real_pages(test_data: Path, tmp_path: Path) -> None:
+    """The first 2,000 samples of 512 tokens; shares within 3 standard deviations or less."""
+    tokenizer = BertWordPieceLowerCase(str(test_data / "bert" / "vocab.txt"))
+    with gzip.open(test_data / "neardup" / "c4_sample.jsonl.gz", "rt") as lines:
+        pages = [json.loads(line)["text"] for line in lines]
+    content = [
+        [ids for ids in tokenizer.encode_batch(re.split(r"(?<=[.!?]) |\n", page)) if ids]
+        for page in pages
+    ]
+    facts = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
+    write_sentences(tmp_path / "p", [page for page in content if page], **facts)
+    settings = {"mask_prob": 0.15, "short_seq_prob": 0.1, "max_ngram_size": 3}
+    training = open_bert_splits(
+        open_corpus([str(tmp_path / "p")], tokenizer),
+        tokenizer,
+        split="29,1,0",
+        seq_length=512,
+        seed=1,
+        **settings,
+    )[0]
+    batch = training.batch(range(2000))
+    is_text = batch.labels > tokenizer.mask
+    chosen = batch.loss_mask == 1
+    assert chosen.sum() / is_text.sum() == pytest.approx(0.15, abs=0.0015)
+    hidden = batch.tokens[chosen] == tokenizer.mask
+    assert hidden.mean() == pytest.approx(0.8, abs=0.005)
+    assert (batch.tokens == batch.labels)[chosen].mean() == pytest.approx(0.1, abs=0.004)
+    assert batch.is_swapped.mean() == pytest.approx(0.5, abs=0.034)
+    # A run of words in a segment is an n-gram: 1, 2 or 3 of them as 6 : 3 : 2.
+    begins = ~tokenizer.is_continuation[batch.labels]
+    lengths = Counter()
+    for row, starts in zip(chosen, begins, strict=True):
+        words = np.flatnonzero(np.diff(row[starts].astype(int), prepend=0, append=0))
+        lengths.update((words[1::2] - words[::2]).tolist())
+    shares = [lengths[n] / lengths.total() for n in (1, 2, 3)]
+    assert shares == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.005)

@@ -1,0 +1,156 @@
+"""tools/inspect_data.py: samples as text, statistics beside what is to be expected."""
+
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.data.bert import open_bert_splits
+from megatron.data.files import tokenizer_folder
+from megatron.data.sources import open_corpus
+from megatron.data.wordpiece import BertWordPieceLowerCase
+from tests.data.samples import write_data_of_tokenizer, write_sentences, write_wordpiece
+from tools.inspect_data import main
+
+ROOT = Path(__file__).parents[2]
+WORDS = ("alpha", "beta", "gamma", "delta", "##on")
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BertWordPieceLowerCase]:
+    """300 documents of 1 to 12 sentences, every tenth of one, with their tokenizer beside them."""
+    prefix = str(tmp_path_factory.mktemp("data") / "p_text_sentence")
+    folder = tokenizer_folder(prefix)
+    folder.mkdir()
+    tokenizer = BertWordPieceLowerCase(write_wordpiece(folder, *WORDS))
+    draw = random.Random(1)
+    words = ["alpha", "beta", "gammas", "deltaon", "the", "in", "xyz"]
+    documents = []
+    for number in range(300):
+        count = draw.randint(2, 12) if number % 10 else 1
+        texts = [" ".join(draw.choices(words, k=draw.randint(3, 12))) + "." for _ in range(count)]
+        documents.append(tokenizer.encode_batch(texts))
+    facts = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
+    write_sentences(Path(prefix), documents, **facts)
+    return prefix, tokenizer
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(arguments, {})
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments, {})
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def table(text: str) -> dict[str, list[float]]:
+    """{name: [found, and what was to be expected if it can be told]} of the statistics."""
+    rows = (re.split(r"\s{2,}", line) for line in text.split("samples     ")[1].splitlines()[1:])
+    return {name: [float(cell.rstrip(" %")) for cell in cells] for name, *cells in rows}
+
+
+def test_a_sample_of_bert_reads_as_it_is_trained_on(
+    capsys: pytest.CaptureFixture[str], sentences: tuple[str, BertWordPieceLowerCase]
+) -> None:
+    """Every mark of what is hidden taken back, the text is that of the batch."""
+    prefix, tokenizer = sentences
+    words = ["--data-path", prefix, "--seq-length", "64", "--statistics", "0", "--seed", "5"]
+    text = printed(capsys, *words, "--samples", "3", "--first", "17")
+    assert f"{prefix}: 300 documents of " in text
+    settings = {"mask_prob": 0.15, "short_seq_prob": 0.1, "max_ngram_size": 3}
+    training = open_bert_splits(
+        open_corpus([prefix], None), tokenizer, split="29,1,0", seq_length=64, seed=5, **settings
+    )[0]
+    batch = training.batch(range(17, 20))
+    shown = re.split(r"sample (\d+): segments ", text)[1:]
+    assert shown[::2] == ["17", "18", "19"]
+    for row, (facts, *lines) in enumerate(each.strip().splitlines() for each in shown[1::2]):
+        real, hidden = int(batch.is_real[row].sum()), int(batch.loss_mask[row].sum())
+        order = "swapped" if batch.is_swapped[row] else "in order"
+        assert facts.startswith(
+            f"{order}, {real} tokens and {64 - real} of padding, {hidden} to be predicted"
+        )
+        stripped = " ".join(line.strip() for line in lines)
+        for ids, choose in (
+            (batch.labels, r"\{.*? <- (.*?)\}"),
+            (batch.tokens, r"\{(.*?) <- .*?\}"),
+        ):
+            found = re.sub(choose, r"\1", stripped).replace(" ", "")
+            assert found == tokenizer.decode(ids[row, :real].tolist()).replace(" ", "")
+
+
+def test_statistics_of_bert_are_near_what_is_expected(
+    capsys: pytest.CaptureFixture[str], sentences: tuple[str, BertWordPieceLowerCase]
+) -> None:
+    """In percent, of some 7,000 words to be predicted; 300 of 1,500 pairs are short."""
+    words = ["--data-path", sentences[0], "--seq-length", "64", "--samples", "0"]
+    rows = table(printed(capsys, *words, "--statistics", "1500", "--short-seq-prob", "0.2"))
+    expected = {name: cells for name, cells in rows.items() if len(cells) == 2}
+    assert [cells[1] for cells in expected.values()] == [
+        15, 15, 80, 10, 10, 54.55, 27.27, 18.18, 50, 20
+    ]  # fmt: skip
+    for name, (found, wanted) in expected.items():
+        assert found == pytest.approx(wanted, abs=4 if "pairs" in name or "short" in name else 2)
+    others = {name: cells[0] for name, cells in rows.items() if len(cells) == 1}
+    assert others.keys() == {
+        "padding",
+        "tokens that did not fit",
+        "spare numbers, another block drawn",
+        "documents of one sentence, passed over",
+    }
+    assert others["documents of one sentence, passed over"] == 10
+    assert 0 < others["spare numbers, another block drawn"] < 60
+
+
+def test_longer_n_grams_and_another_share(
+    capsys: pytest.CaptureFixture[str], sentences: tuple[str, BertWordPieceLowerCase]
+) -> None:
+    words = ["--data-path", sentences[0], "--samples", "0", "--statistics", "300"]
+    rows = table(printed(capsys, *words, "--max-ngram-size", "4", "--mask-prob", "0.3"))
+    assert rows["n-grams of 4 words"] == [pytest.approx(12, abs=2), 12]
+    assert rows["tokens to be predicted"] == [pytest.approx(30, abs=1), 30]
+
+
+def test_gpt2_data_are_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = [[*range(number % 7, 30 + number), 260] for number in range(60)]
+    tokenizer = write_data_of_tokenizer(tmp_path / "p", documents)
+    words = ["--data-path", str(tmp_path / "p"), "--seq-length", "100"]
+    text = printed(capsys, *words, "--samples", "2", "--statistics", "20")
+    assert f"tokenizer {tokenizer.kind}, 261 ids" in text
+    assert len(re.findall(r"sample \d: 100 tokens, \d ends of documents", text)) == 2
+    assert "<|endoftext|>" in text
+    rows = table(text)
+    assert 0 < rows["ends of documents in a sample"][0] < 4
+    assert rows["ids of the vocabulary that occur"][0] == pytest.approx(100 * 89 / 261, abs=1)
+
+
+def test_bad_input_is_refused_with_its_flag(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sentences: tuple[str, BertWordPieceLowerCase],
+) -> None:
+    assert "--data-path is missing" in refused(capsys)
+    assert "--samples -1 should be 0 or above" in refused(capsys, "--samples", "-1")
+    path = ["--data-path", sentences[0]]
+    assert "--split 0,1,1 keeps nothing for training" in refused(capsys, *path, "--split", "0,1,1")
+    assert "--mask-prob 0.9" in refused(capsys, *path, "--mask-prob", "0.9")
+    write_data_of_tokenizer(tmp_path / "p", [[1, 2, 260]] * 60, beside=False)
+    message = refused(capsys, "--data-path", str(tmp_path / "p"))
+    assert "has its tokenizer beside it; --tokenizer-type and --vocab-file" in message
+
+
+def test_it_runs_as_a_program_without_torch(sentences: tuple[str, BertWordPieceLowerCase]) -> None:
+    program = str(ROOT / "tools" / "inspect_data.py")
+    words = ["--data-path", sentences[0], "--samples", "1", "--statistics", "10"]
+    command = [sys.executable, "-X", "importtime", program, *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "sample 0: segments " in ended.stdout
+    assert not re.search(r"\| +torch$", ended.stderr, re.MULTILINE)
