@@ -36,10 +36,7 @@ Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
-    micro_batch_size: int = 8
-    """Windows of one forward pass; changes the result by rounding alone."""
-
+class ReportConfig:
     compare_paper: bool = False
     """Show the paper's figures beside the result, and put them into the record."""
 
@@ -47,8 +44,17 @@ class EvaluationConfig:
     """JSON file for the result, which is printed as well."""
 
     def __post_init__(self) -> None:
-        positive(self, "micro_batch_size")
         writable(self, "output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(ReportConfig):
+    micro_batch_size: int = 8
+    """Windows of one forward pass; changes the result by rounding alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "micro_batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint: python tasks/main.py --task WIKITEXT103 --load checkpoints ...
+"""Evaluate a checkpoint, or fine-tune one: tasks/main.py --task WIKITEXT103 --load checkpoints ...
 
 Under torchrun the model is cut over the processes (--tensor-model-parallel-size). What each task
 takes: --task NAME --help. The result is one JSON record: what the figures mean, how they were
@@ -8,42 +8,42 @@ taken, of which model and data, and last, to be seen on a screen, the figures.
 from __future__ import annotations
 
 import ast
-import json
 import os
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tasks`, when run as a script
 
-from megatron.config.checkpoints import read_manifest, step_of
 from megatron.config.checks import SettingError
 from megatron.config.interrupt import interruptible
 from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
-from megatron.data.files import sha256, write_whole
 from megatron.train.trained import open_trained
-from tasks import paper
-from tasks.common import EvaluationConfig, Task, continue_prompts, score_windows
+from tasks import finetune, paper
+from tasks.common import Task, TaskSettings, continue_prompts, score_windows
+from tasks.finetuning import FinetuneSettings
+from tasks.record import ROOT, arrange, describe, identify, publish
 
 if TYPE_CHECKING:
     from megatron.model.gpt2 import GPT2
     from megatron.parallel.mesh import Mesh
 
-# The module of each; tasks/common.py says what it has. A module of one's own is named itself.
+# Where each is: a module, or one and a class. tasks/common.py and tasks/finetuning.py say what it
+# has. One of one's own is named itself.
 TASKS = {
     "WIKITEXT103": "tasks.wikitext103",
     "LAMBADA": "tasks.lambada",
     "HELDOUT": "tasks.heldout",
+    "RACE": "tasks.race",
+    "MNLI": "tasks.glue:MNLI",
+    "QQP": "tasks.glue:QQP",
+    "SQUAD": "tasks.squad.task",
 }
 _KNOWN = f"{', '.join(TASKS)}, or a module of your own such as tasks.mine"
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def wants_list(arguments: Sequence[str]) -> bool:
@@ -53,14 +53,22 @@ def wants_list(arguments: Sequence[str]) -> bool:
 
 
 def list_tasks() -> str:
-    """The tasks, each with the first line of its module; none is imported."""
+    """The tasks, each with the first line of what is said of it; none is imported."""
     lines = ["usage: tasks/main.py --task NAME --load DIRECTORY ...", ""]
-    for name, module in TASKS.items():
-        source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
-        summary = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
-        lines.append(f"  {name:<12} {summary}")
+    lines += [f"  {name:<12} {_summary(place)}" for name, place in TASKS.items()]
     own = "  tasks.mine   A module of your own: tasks/README.md says what it has."
     return "\n".join([*lines, own, "", "The flags of a task: tasks/main.py --task NAME --help"])
+
+
+def _summary(place: str) -> str:
+    """The first line of the docstring of a module or, after a colon, of a class in it."""
+    module, _, part = place.partition(":")
+    source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
+    tree: ast.Module | ast.ClassDef = ast.parse(source)
+    if part:
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        tree = next(node for node in classes if node.name == part)
+    return (ast.get_docstring(tree) or "").partition("\n")[0]
 
 
 def split_task(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -78,9 +86,9 @@ def _split_equals(word: str) -> list[str]:
     return ["--task", word.removeprefix("--task=")] if word.startswith("--task=") else [word]
 
 
-def find_module(name: str) -> ModuleType:
-    """The task's module; raises SettingError where there is none."""
-    module = TASKS.get(name, name)
+def find_module(name: str) -> Any:
+    """The task's module, or the class in a module; raises SettingError where there is none."""
+    module, _, part = TASKS.get(name, name).partition(":")
     if (
         "." not in module
         or find_spec(module.partition(".")[0]) is None
@@ -88,8 +96,11 @@ def find_module(name: str) -> ModuleType:
     ):
         raise SettingError(f"--task {name} is not known; {_KNOWN} would work")
     found = import_module(module)
-    if missing := {"Settings", "prepare"} - vars(found).keys():
-        raise SettingError(f"--task {name}: the module has no {min(missing)}; {_KNOWN} would work")
+    if part:
+        found = vars(found).get(part)
+    if missing := {"Settings", "prepare"} - set(dir(found)):
+        what = "class" if part else "module"
+        raise SettingError(f"--task {name}: the {what} has no {min(missing)}; {_KNOWN} would work")
     return found
 
 
@@ -102,8 +113,24 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         name, rest = split_task(arguments)
         module = find_module(name)
         settings = parse(module.Settings, rest, environ)
+    command = ["tasks/main.py", *arguments]
+    if isinstance(settings, FinetuneSettings):
+        finetune.run(name, module, settings, command, environ)
+    else:
+        run(name, module, settings, command, environ)
+
+
+def run(
+    name: str,
+    module: Any,
+    settings: TaskSettings,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+) -> None:
+    """Ask a GPT-2 as it is; the record is published."""
+    with user_errors(environ):
         if settings.evaluation.compare_paper:
-            paper.column_of(name)
+            paper.columns_of(name)
         folders, tokenizer, manifest = open_trained(
             settings.trained, settings.parallel, world_size(environ)
         )
@@ -122,21 +149,13 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         figures = evaluate(task, model, mesh, size, name)
         if mesh.is_first:
             facts = describe(checkpoint, model, mesh, settings.trained.dtype)
-            how = {"data": data, "micro_batch_size": size, "command": ["tasks/main.py", *arguments]}
-            record = arrange(name, figures, facts | how)
+            how = {"data": data, "micro_batch_size": size, "command": command}
+            record, comparison = arrange(name, figures, facts | how), None
+            if settings.evaluation.compare_paper:
+                parameters = record["model"]["parameters"]
+                comparison = paper.compare(name, {"this_model": figures}, parameters)
             with user_errors(environ, agreed=True):
-                publish(name, record, settings.evaluation)
-
-
-def identify(file: Path) -> dict[str, Any]:
-    """What tells whether two records are of the same input."""
-    return {"file": str(file), "bytes": file.stat().st_size, "sha256": sha256(file)}
-
-
-def arrange(name: str, figures: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The record: words first and numbers last, where a screen shows them."""
-    words = {key: figures[key] for key in ("conventions", "protocol") if key in figures}
-    return {"task": name, **words, **facts, **figures}
+                publish(record, settings.evaluation, comparison)
 
 
 def evaluate(
@@ -148,46 +167,6 @@ def evaluate(
     if task.prompts is not None:
         written = continue_prompts(model, mesh, task.prompts, micro_batch_size, f"{name}, greedy")
     return task.score(scores, written) if mesh.is_first else {}
-
-
-def describe(checkpoint: Path, model: GPT2, mesh: Mesh, dtype: str) -> dict[str, Any]:
-    """What was evaluated, and on what."""
-    from megatron.parallel.layout import layouts
-    from megatron.train.start import environment
-
-    manifest = read_manifest(checkpoint)
-    section = manifest["config"]["model"]
-    shape = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-    return {
-        "model": {
-            **{key: section[key] for key in shape},
-            "vocab_size": model.vocab_size,
-            "parameters": sum(prod(each.shape) for each in layouts(model).values()),
-        },
-        "checkpoint": str(checkpoint),
-        "checkpoint_hash": manifest["checksum"],
-        "step": step_of(checkpoint),
-        "tokenizer": manifest["tokenizer"],
-        "dtype": dtype,
-        "version": tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"],
-        **environment(mesh),
-    }
-
-
-def publish(name: str, record: dict[str, Any], section: EvaluationConfig) -> None:
-    """Print the record, then the paper beside it, and write it whole or not at all."""
-    beside = ""
-    if section.compare_paper:
-        parameters = record["model"]["parameters"]
-        value = record[paper.column_of(name).figure]
-        comparison = paper.compare(name, value, parameters)
-        record, beside = {"paper": comparison, **record}, paper.as_text(comparison, parameters)
-    text = json.dumps(record, indent=1, ensure_ascii=False)
-    print(text, flush=True)
-    if beside:
-        print(beside, file=sys.stderr)
-    if section.output is not None:
-        write_whole(section.output, text.encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The paper's zero-shot results (table 3), to stand beside a result."""
+"""The paper's results, zero-shot (table 3) and fine-tuned (table 5), to stand beside a result."""
 
 from __future__ import annotations
 
@@ -11,60 +11,133 @@ from megatron.config.checks import SettingError
 
 
 @dataclass(frozen=True)
-class Column:
-    """A task's column of table 3."""
+class Columns:
+    """A task's columns of a table."""
 
-    figure: str
-    """What the task's record calls it."""
-    values: Mapping[str, float]
+    table: int
+    figures: tuple[str, ...]
+    """What the task's record calls them."""
+    values: Mapping[str, tuple[float, ...]]
     """By model."""
     note: str
     """On what the paper's figures were measured."""
 
 
-PARAMETERS = {"355M": 355e6, "2.5B": 2.5e9, "8.3B": 8.3e9}
-TABLE_3 = {
-    "WIKITEXT103": Column(
-        "word_perplexity",
-        {"355M": 19.31, "2.5B": 12.76, "8.3B": 10.81},
+PARAMETERS = {
+    "355M": 355e6, "2.5B": 2.5e9, "8.3B": 8.3e9, "336M": 336e6, "1.3B": 1.3e9, "3.9B": 3.9e9,
+}  # fmt: skip
+MEDIANS = "the paper's are medians of 5 seeds on the development set (table 6: batch, rate, epochs)"
+PAPER = {
+    "WIKITEXT103": Columns(
+        3,
+        ("word_perplexity",),
+        {"355M": (19.31,), "2.5B": (12.76,), "8.3B": (10.81,)},
         "the paper's are of the test file (wiki.test.tokens, 245,566 original tokens) with a "
         "window of 1024 and --overlapping-eval 32; another file or window is not comparable",
     ),
-    "LAMBADA": Column(
-        "strict_accuracy",
-        {"355M": 0.4518, "2.5B": 0.6173, "8.3B": 0.6651},
+    "LAMBADA": Columns(
+        3,
+        ("strict_accuracy",),
+        {"355M": (0.4518,), "2.5B": (0.6173,), "8.3B": (0.6651,)},
         "the paper's are of the whole test set, 5,153 passages; another set is not comparable",
+    ),
+    "MNLI": Columns(
+        5,
+        ("matched_accuracy", "mismatched_accuracy"),
+        {"336M": (0.897, 0.900), "1.3B": (0.909, 0.910), "3.9B": (0.914, 0.914)},
+        MEDIANS,
+    ),
+    "QQP": Columns(
+        5, ("accuracy",), {"336M": (0.923,), "1.3B": (0.926,), "3.9B": (0.927,)}, MEDIANS
+    ),
+    "SQUAD 1.1": Columns(
+        5,
+        ("f1", "exact_match"),
+        {
+            "336M": (94.2, 88.0),
+            "1.3B": (94.9, 89.1),
+            "3.9B": (95.5, 90.0),
+            "3.9B ensemble": (95.8, 90.5),
+        },
+        MEDIANS,
+    ),
+    "SQUAD 2.0": Columns(
+        5,
+        ("f1", "exact_match"),
+        {
+            "336M": (88.1, 84.8),
+            "1.3B": (90.2, 87.1),
+            "3.9B": (91.2, 88.5),
+            "3.9B ensemble": (91.7, 89.0),
+        },
+        MEDIANS,
+    ),
+    "RACE": Columns(
+        5,
+        ("accuracy", "middle_accuracy", "high_accuracy"),
+        {
+            "336M": (0.830, 0.869, 0.815),
+            "1.3B": (0.873, 0.904, 0.861),
+            "3.9B": (0.895, 0.918, 0.886),
+            "3.9B ensemble": (0.909, 0.931, 0.900),
+        },
+        "the paper's are medians of 5 seeds on the test set (table 6: batch, rate, epochs); the "
+        "development set is not comparable",
     ),
 }
 
 
-def column_of(task: str) -> Column:
-    """Raises SettingError for a task that table 3 does not have."""
-    if task not in TABLE_3:
+def columns_of(task: str) -> Columns:
+    """Raises SettingError for a task that the paper's tables do not have."""
+    if task not in PAPER:
         raise SettingError(
-            f"--compare-paper: the paper's table 3 has no {task}; {' and '.join(TABLE_3)} would "
-            "work, or --no-compare-paper"
+            f"--compare-paper: the paper's tables have no {task}; {', '.join(PAPER)} would work, "
+            "or --no-compare-paper"
         )
-    return TABLE_3[task]
+    return PAPER[task]
 
 
-def compare(task: str, value: float, parameters: int) -> dict[str, Any]:
-    """The rows of table 3 beside this value, JSON; the model nearest in size is marked."""
-    column = column_of(task)
-    nearest = min(PARAMETERS, key=lambda name: abs(log(PARAMETERS[name] / parameters)))
-    rows = [
-        {"model": name, column.figure: each, "nearest": name == nearest}
-        for name, each in column.values.items()
-    ]
-    return {"table": 3, "figure": column.figure, "here": value, "rows": rows, "note": column.note}
+def compare(task: str, here: Mapping[str, Mapping[str, float]], parameters: int) -> dict[str, Any]:
+    """The rows of the table beside these figures, JSON; the model nearest in size is marked.
+
+    here: by what each row of figures is, such as "this_model"; others than the table's are left
+    out, and one that is missing is null.
+    """
+    columns = columns_of(task)
+    single = [name for name in columns.values if name in PARAMETERS]
+    nearest = min(single, key=lambda name: abs(log(PARAMETERS[name] / parameters)))
+    return {
+        "table": columns.table,
+        "figures": list(columns.figures),
+        "here": {
+            name: {each: figures.get(each) for each in columns.figures}
+            for name, figures in here.items()
+        },
+        "rows": [
+            {"model": name, **_named(columns, values), "nearest": name == nearest}
+            for name, values in columns.values.items()
+        ],
+        "note": columns.note,
+    }
+
+
+def _named(columns: Columns, values: tuple[float, ...]) -> dict[str, float]:
+    return dict(zip(columns.figures, values, strict=True))
 
 
 def as_text(comparison: Mapping[str, Any], parameters: int) -> str:
     """The same as lines for a person."""
-    figure = comparison["figure"]
-    lines = [f"paper, table 3: {figure}"]
+    figures = comparison["figures"]
+    lines = [f"paper, table {comparison['table']}: {', '.join(figures)}"]
     for row in comparison["rows"]:
         mark = "  <- nearest in size" if row["nearest"] else ""
-        lines.append(f"  {row['model']:>12}  {row[figure]:10.4f}{mark}")
-    lines.append(f"  {parameters / 1e6:10.4g} M  {comparison['here']:10.4f}  <- this model")
+        lines.append(f"  {row['model']:>13}{_text(row, figures)}{mark}")
+    for name, values in comparison["here"].items():
+        label = f"{parameters / 1e6:.4g} M"
+        lines.append(f"  {label:>13}{_text(values, figures)}  <- {name.replace('_', ' ')}")
     return "\n".join([*lines, comparison["note"]])
+
+
+def _text(row: Mapping[str, float | None], figures: list[str]) -> str:
+    values = [row[each] for each in figures]
+    return "".join("           -" if each is None else f"  {each:10.4f}" for each in values)

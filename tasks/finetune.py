@@ -1,0 +1,277 @@
+"""Fine-tune a pretrained BERT, or evaluate models that were fine-tuned: checks, figures, record."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.bert import BertConfig, FinetunedConfig
+from megatron.config.checks import SettingError, flag
+from megatron.config.launch import world_size
+from megatron.config.parse import user_errors
+from megatron.config.trained import TrainedConfig
+from megatron.data.tokenizer import Tokenizer
+from megatron.train.trained import open_trained
+from tasks import paper
+from tasks.finetuning import FinetuneSettings, Finetuning
+from tasks.judging import ask, judge, mean_logits
+from tasks.record import arrange, describe, identify, publish, version
+
+if TYPE_CHECKING:
+    from megatron.parallel.mesh import Mesh
+
+KINDS = (BertConfig.kind, FinetunedConfig.kind)
+# Settings that say where things are, or how much is run; and those that matter in training alone.
+PLACES = ("load", "ensemble", "vocab_file", "train_data", "valid_data", "seeds", "seed", "save")
+TRAINING = (
+    "epochs",
+    "lr",
+    "lr_warmup_fraction",
+    "weight_decay",
+    "clip_grad",
+    "hidden_dropout",
+    "attention_dropout",
+    "global_batch_size",
+    "checkpoint_activations",
+)
+ROUNDING = ("micro_batch_size", "dtype")  # change an evaluation by rounding alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that a run needs beside the mesh."""
+
+    name: str
+    settings: FinetuneSettings
+    task: Finetuning
+    tokenizer: Tokenizer
+    models: Sequence[Sequence[Path]]
+    """Of each model that was given, its checkpoint and older ones, should that be damaged."""
+    facts: Mapping[str, Any]
+    """For the record: input, command, hyper-parameters."""
+
+
+def run(
+    name: str,
+    module: Any,
+    settings: FinetuneSettings,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+) -> None:
+    """Train, evaluate or judge what a file holds; the record is published."""
+    with user_errors(environ):
+        score_only = getattr(module, "score_only", None)
+        figures = score_only(settings) if score_only is not None else None
+        if figures is not None:
+            publish_judged(name, figures, settings, command, environ)
+            return
+        plan = prepare(name, module, settings, command, world_size(environ))
+
+    from megatron.train.launch import launch
+    from tasks.seeds import fine_tune
+
+    with launch(settings.parallel, environ) as mesh:
+        act = fine_tune if settings.train_data else evaluate_models
+        record, here = act(plan, mesh, environ)
+        if mesh.is_first:
+            comparison = None
+            if settings.evaluation.compare_paper:
+                parameters = record["model"]["parameters"]
+                comparison = paper.compare(plan.task.paper or name, here, parameters)
+            with user_errors(environ, agreed=True):
+                publish(record, settings.evaluation, comparison)
+
+
+def publish_judged(
+    name: str,
+    figures: Mapping[str, Any],
+    settings: FinetuneSettings,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+) -> None:
+    """The record of figures that no model was asked for."""
+    if settings.evaluation.compare_paper:
+        raise SettingError(
+            "--compare-paper compares models, and none is asked; --no-compare-paper would work"
+        )
+    facts = {**version(), "data": [identify(each) for each in settings.files], "command": command}
+    if environ.get("RANK", "0") == "0":
+        publish(arrange(name, figures, facts), settings.evaluation)
+
+
+def prepare(
+    name: str, module: Any, settings: FinetuneSettings, command: Sequence[str], world: int
+) -> Plan:
+    """Read and check all input, without torch; raises ValueError or OSError that names the flag."""
+    check_settings(settings)
+    loads = settings.ensemble or (settings.load,)
+    sections = [
+        TrainedConfig(load=load, vocab_file=settings.vocab_file, dtype=settings.dtype)
+        for load in loads
+        if load is not None
+    ]
+    opened = [open_trained(section, settings.parallel, world, KINDS) for section in sections]
+    for folders, tokenizer, manifest in opened:
+        check_model(settings, folders[0], manifest)
+        if tokenizer.fingerprint != opened[0][1].fingerprint:
+            raise ValueError(
+                f"--ensemble: {folders[0]} was trained with another tokenizer than "
+                f"{opened[0][0][0]}; models of one vocabulary would work"
+            )
+    _, tokenizer, manifest = opened[0]
+    task = module.prepare(settings, manifest, tokenizer)
+    if settings.evaluation.compare_paper:
+        paper.columns_of(task.paper or name)
+    assert bool(settings.train_data) == bool(len(task.train))
+    assert all(map(len, task.evaluations.values()))
+    for folders, _, manifest in opened if not settings.train_data else ():
+        check_head(task, folders[0], manifest)
+        warn_of_changes(settings, folders[0], manifest)
+    facts = {
+        "data": [identify(each) for each in settings.files],
+        "hyper_parameters": hyper_parameters(settings),
+        "command": command,
+    }
+    return Plan(
+        name=name,
+        settings=settings,
+        task=task,
+        tokenizer=tokenizer,
+        models=[folders for folders, _, _ in opened],
+        facts=facts,
+    )
+
+
+def check_settings(settings: FinetuneSettings) -> None:
+    """Raise SettingError for what is missing, or would be ignored."""
+    trains = bool(settings.train_data)
+    if bool(settings.ensemble) == (settings.load is not None):
+        raise SettingError(
+            "either --load, one checkpoint, or --ensemble, several of fine-tuned models, is needed"
+        )
+    if settings.ensemble and trains:
+        raise SettingError(
+            "--ensemble evaluates fine-tuned models and --train-data fine-tunes one; leaving one "
+            "of them out would work"
+        )
+    if not trains and (settings.save is not None or settings.seeds != 1):
+        raise SettingError(
+            "--save and --seeds are about training, which takes --train-data; that, or leaving "
+            "them out, would work"
+        )
+    if trains and settings.save is None:
+        warnings.warn(
+            "nothing of the models is kept, and no seed if a later one fails; --save DIRECTORY "
+            "would keep them",
+            stacklevel=2,
+        )
+
+
+def check_model(settings: FinetuneSettings, path: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise ValueError where the checkpoint is not of the kind that is trained or evaluated."""
+    is_finetuned = manifest["kind"] == FinetunedConfig.kind
+    if is_finetuned and settings.train_data:
+        raise ValueError(
+            f"--load {path} is fine-tuned already; without --train-data it is evaluated, and a "
+            "checkpoint of pretraining would work for training"
+        )
+    if not is_finetuned and not settings.train_data:
+        raise ValueError(
+            f"{path} is pretrained alone, so its head would be random; --train-data to fine-tune "
+            "it would work"
+        )
+    positions = manifest["config"]["model"]["max_position_embeddings"]
+    if settings.seq_length > positions:
+        raise SettingError(
+            f"--seq-length {settings.seq_length} is more than the {positions} positions of {path}; "
+            f"--seq-length {positions} would work"
+        )
+
+
+def check_head(task: Finetuning, path: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise ValueError where the model was fine-tuned for another task than this one."""
+    section = manifest["config"]["model"]
+    theirs, ours = (section["head"], tuple(section["labels"])), (task.head, tuple(task.labels))
+    if theirs != ours:
+        raise ValueError(
+            f"{path} was fine-tuned on {facts_of(manifest).get('task', 'another task')}: its head "
+            f"is a {_head(*theirs)}, and that of this task a {_head(*ours)}; a model that was "
+            "fine-tuned on this task, with the same labels in the same order, would work"
+        )
+
+
+def facts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """How the model of a checkpoint was fine-tuned; nothing is known of an imported one."""
+    facts: dict[str, Any] = manifest.get("finetuned", {})
+    return facts
+
+
+def _head(head: str, labels: Sequence[str]) -> str:
+    return f"{head} ({', '.join(labels)})" if labels else head
+
+
+def warn_of_changes(settings: FinetuneSettings, path: Path, manifest: Mapping[str, Any]) -> None:
+    """Of settings that change the figures, and are not those that the model was fine-tuned with."""
+    then = facts_of(manifest).get("hyper_parameters", {})
+    for name, now in hyper_parameters(settings).items():
+        if name not in ROUNDING and then.get(name, now) != now:
+            warnings.warn(
+                f"{flag(name)} is {now}, but {path} was fine-tuned with {then[name]}; "
+                f"{flag(name)} {then[name]} would give the figures of that time",
+                stacklevel=2,
+            )
+
+
+def hyper_parameters(settings: FinetuneSettings) -> dict[str, Any]:
+    """What, beside data, model and seed, decides a result, as JSON; training's where it trains."""
+    left_out = PLACES if settings.train_data else (*PLACES, *TRAINING)
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return {
+        name: value if isinstance(value, int | float | None) else str(value)
+        for name, value in values.items()
+        if name not in left_out and not is_dataclass(value)
+    }
+
+
+def evaluate_models(
+    plan: Plan, mesh: Mesh, environ: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(record, figures for the paper's table) of each model, and of the mean of their logits."""
+    from megatron.train.checkpoint import read_manifest
+    from megatron.train.evaluate import load_newest
+    from megatron.train.models import section_of
+    from megatron.train.state import DTYPES
+
+    rows, every = [], []
+    for folders in plan.models:
+        with user_errors(environ, agreed=True):
+            path, model = load_newest(folders, mesh, DTYPES[plan.settings.dtype])
+        manifest, size = read_manifest(path), plan.settings.micro_batch_size
+        every.append(ask(plan.task, model, section_of(manifest), mesh, size, plan.name))
+        facts = describe(path, model, mesh, plan.settings.dtype)
+        rows.append({**facts, "finetuned": facts_of(manifest)})
+    if not mesh.is_first:
+        return {}, {}
+    each, first = [judge(plan.task, logits) for logits in every], rows[0]
+    if not plan.settings.ensemble:
+        return assemble(plan, first, each[0]), {"this_model": each[0]}
+    figures = judge(plan.task, mean_logits(every))
+    models = [
+        {**{key: row[key] for key in MEMBER}, "figures": own}
+        for row, own in zip(rows, each, strict=True)
+    ]
+    facts = {key: value for key, value in first.items() if key not in MEMBER}
+    return assemble(plan, {**facts, "models": models}, figures), {"ensemble": figures}
+
+
+MEMBER = ("checkpoint", "checkpoint_hash", "step", "finetuned")  # what each of an ensemble has
+
+
+def assemble(plan: Plan, facts: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The record; figures may have a "protocol"."""
+    words = {"labels": list(plan.task.labels), "notes": dict(plan.task.notes)}
+    conventions = {"conventions": dict(plan.task.conventions)}
+    return arrange(plan.name, {**conventions, **figures}, {**words, **facts, **plan.facts})

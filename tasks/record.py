@@ -1,0 +1,90 @@
+"""The record of a result: one JSON object, words first and numbers last."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from collections.abc import Mapping
+from hashlib import sha256 as digest_of
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.checkpoints import read_manifest, step_of
+from megatron.data.files import sha256, write_whole
+from tasks import paper
+from tasks.common import ReportConfig
+
+if TYPE_CHECKING:
+    from megatron.parallel.mesh import Mesh
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+FURTHER = ("residual_order", "head", "labels")  # of the kinds of model that have them
+
+
+def identify(path: Path) -> dict[str, Any]:
+    """What tells whether two records are of the same input: of a folder, all files in it by name
+    and content."""
+    if path.is_file():
+        return {"file": str(path), "bytes": path.stat().st_size, "sha256": sha256(path)}
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    lines = "".join(f"{sha256(each)}  {each.relative_to(path).as_posix()}\n" for each in files)
+    return {
+        "folder": str(path),
+        "files": len(files),
+        "bytes": sum(each.stat().st_size for each in files),
+        "sha256": digest_of(lines.encode()).hexdigest(),
+    }
+
+
+def arrange(name: str, figures: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The record: words first and numbers last, where a screen shows them."""
+    words = {key: figures[key] for key in ("conventions", "protocol") if key in figures}
+    return {"task": name, **words, **facts, **figures}
+
+
+def describe(checkpoint: Path, model: Any, mesh: Mesh, dtype: str) -> dict[str, Any]:
+    """What was evaluated, and on what."""
+    from megatron.parallel.layout import layouts
+    from megatron.train.start import environment
+
+    manifest = read_manifest(checkpoint)
+    section = manifest["config"]["model"]
+    return {
+        "model": {
+            **{key: section[key] for key in (*SHAPE, *FURTHER) if key in section},
+            "vocab_size": model.vocab_size,
+            "parameters": sum(prod(each.shape) for each in layouts(model).values()),
+        },
+        "checkpoint": str(checkpoint),
+        "checkpoint_hash": manifest["checksum"],
+        "step": step_of(checkpoint),
+        "tokenizer": manifest["tokenizer"],
+        "dtype": dtype,
+        **version(),
+        **environment(mesh),
+    }
+
+
+def version() -> dict[str, str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return {"version": project["version"]}
+
+
+def publish(
+    record: dict[str, Any], section: ReportConfig, comparison: Mapping[str, Any] | None = None
+) -> None:
+    """Print the record, then the paper beside it, and write it whole or not at all.
+
+    comparison: of paper.compare, or None.
+    """
+    if comparison is not None:
+        record = {"paper": comparison, **record}
+    text = json.dumps(record, indent=1, ensure_ascii=False)
+    print(text, flush=True)
+    if comparison is not None:
+        print(paper.as_text(comparison, record["model"]["parameters"]), file=sys.stderr)
+    if section.output is not None:
+        write_whole(section.output, text.encode() + b"\n")

@@ -1,0 +1,158 @@
+"""Tasks made of numbers, that a small BERT learns in a second, and the BERT."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from megatron.config.bert import BertConfig
+from megatron.config.model import ModelConfig
+from megatron.data.tokenizer import build_tokenizer
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import serial_mesh
+from megatron.train.checkpoint import Piece, save
+from megatron.train.start import environment
+from megatron.train.state import build_model, model_pieces
+from tasks.finetuning import Encoding, Example, FinetuneSettings, Finetuning, Head
+from tests.data.samples import write_wordpiece
+
+KEY, ALIKE = 20, 21  # what an example is about, and what is like it
+FIRST, LAST = 24, 60  # of the other tokens
+CLS, SEP = 3, 4
+POSITIONS = 24
+COUNT = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(FinetuneSettings):
+    """Files hold the number of examples and then a seed; an evaluation is named after its file."""
+
+    seq_length: int = POSITIONS
+    head: Head = "classifier"
+    names: Literal["few", "more"] = "few"
+    """Of the classes."""
+    answers: Path | None = None
+    """Judged without a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made(Finetuning):
+    head: Head
+    labels: tuple[str, ...]
+    train: Sequence[Example]
+    evaluations: Mapping[str, Sequence[Example]]
+    best = ("", "accuracy")
+    conventions = MappingProxyType({"accuracy": "of all"})
+    notes = MappingProxyType({"made": True})
+
+    def figures(self, name: str, logits: Sequence[Any]) -> Mapping[str, Any]:
+        examples = self.evaluations[name]
+        right = [
+            tuple(np.atleast_1d(scores.argmax(axis=0))) == example.label
+            for example, scores in zip(examples, logits, strict=True)
+        ]
+        return {"accuracy": np.mean(right), "examples": len(right), "parts": {"right": sum(right)}}
+
+    def combined(self, figures: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+        right = sum(each["parts"]["right"] for each in figures.values())
+        return {"accuracy": right / sum(each["examples"] for each in figures.values())}
+
+
+def make_examples(head: Head, count: int, seed: int) -> list[Example]:
+    return [make_example(head, np.random.default_rng([seed, number])) for number in range(count)]
+
+
+def make_example(head: Head, random: np.random.Generator) -> Example:
+    """Which of two tokens it has; which option has the one; which part has it at both ends."""
+    if head == "classifier":
+        label = int(random.integers(2))
+        return Example((_sequence(random, [KEY, ALIKE][label]),), (label,))
+    if head == "choice":
+        right = int(random.integers(3))
+        options = [_sequence(random, KEY if place == right else ALIKE) for place in range(3)]
+        return Example(tuple(options), (right,))
+    sequence = _sequence(random)
+    start = int(random.integers(1, sequence.second - 2))
+    tokens = np.array(sequence.tokens)
+    tokens[start : start + 2] = KEY, ALIKE
+    return Example((Encoding(tokens, sequence.second),), (start, start + 1))
+
+
+def _sequence(random: np.random.Generator, *tokens: int) -> Encoding:
+    """[CLS] a [SEP] b [SEP], or without b; `tokens` among those of a."""
+    first, second = int(random.integers(4, 12)), int(random.integers(0, 8))
+    a = random.integers(FIRST, LAST, size=first)
+    a[random.permutation(first)[: len(tokens)]] = tokens
+    b = [*random.integers(FIRST, LAST, size=second), SEP] if second else []
+    return Encoding(np.array([CLS, *a, SEP, *b], np.int32), first + 2)
+
+
+def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Any) -> Made:
+    classes = {"few": ("key", "alike"), "more": ("alike", "key")}[settings.names]
+    return Made(
+        head=settings.head,
+        labels=classes if settings.head == "classifier" else (),
+        train=[each for file in settings.train_data for each in _read(settings.head, file)],
+        evaluations={file.stem: _read(settings.head, file) for file in settings.valid_data},
+    )
+
+
+def _read(head: Head, file: Path) -> list[Example]:
+    count, seed = map(int, file.read_text(encoding="utf-8").split())
+    return make_examples(head, count, seed)
+
+
+def score_only(settings: Settings) -> dict[str, Any] | None:
+    if settings.answers is None:
+        return None
+    return {"conventions": {"answers": "in the file"}, "answers": settings.answers.stat().st_size}
+
+
+def write_files(folder: Path, train: int = 400) -> list[str]:
+    """The flags of a file to train on and of two to evaluate."""
+    for name, text in (("train", f"{train} 1"), ("near", f"{COUNT} 2"), ("far", f"{COUNT // 2} 3")):
+        (folder / name).write_text(text, encoding="utf-8")
+    evaluated = ["--valid-data", str(folder / "near"), str(folder / "far")]
+    return ["--train-data", str(folder / "train"), *evaluated]
+
+
+def small_section(**changes: Any) -> BertConfig:
+    shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    return BertConfig(**(shape | {"max_position_embeddings": POSITIONS} | changes))
+
+
+def write_model(
+    folder: Path,
+    section: ModelConfig | None = None,
+    *,
+    without: str | None = None,
+    beside: str | None = None,
+    words: Sequence[str] = (),
+) -> Path:
+    """A checkpoint of random weights; without: a tensor that is left out, beside: one too many,
+    words: that its vocabulary has further."""
+    folder.mkdir(parents=True, exist_ok=True)
+    section, mesh = section or small_section(), serial_mesh()
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", write_wordpiece(folder, *words), None)
+    size = tokenizer.vocab_size
+    model, _ = build_model(section, mesh, size, seed=7, dtype=torch.float32)
+    pieces = [each for each in model_pieces(model) if each.key != f"model.{without}"]
+    if beside is not None:
+        pieces.append(Piece(f"model.{beside}", Layout(shape=(2,), decay=False), torch.zeros(2)))
+    facts = {
+        "kind": section.kind,
+        "config": {"model": asdict(section), "data": {"tokenizer_type": tokenizer.kind}},
+        "precision": "fp32",
+        "vocab_size": size,
+        "tokenizer": tokenizer.fingerprint,
+        "data": [],
+        "run": "the run",
+        "counters": {},
+        "environment": environment(mesh),
+        "validation_loss": None,
+    }
+    return save(folder / "checkpoints", 0, pieces, facts, mesh, tokenizer.files)

@@ -1,0 +1,127 @@
+"""Fine-tuning as the paper did it: the presets of table 6, and table 5 beside a result."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.checks import SettingError
+from megatron.config.parse import parse
+from tasks.finetuning import FinetuneSettings
+from tasks.main import ROOT, TASKS, find_module, main, split_task
+from tasks.paper import PAPER, as_text, columns_of, compare
+from tests.tasks.made import write_model
+
+PRESETS = ROOT / "scripts" / "presets" / "finetune"
+SIZES = ("336m", "1.3b", "3.9b")
+# Batch, learning rate, epochs of the three models.
+TABLE_6: dict[str, list[tuple[int, float, int]]] = {
+    "mnli": [(128, 1e-5, 10), (128, 1e-5, 10), (128, 1e-5, 10)],
+    "qqp": [(128, 5e-5, 12), (128, 3e-5, 12), (256, 4e-5, 12)],
+    "squad1": [(64, 3e-5, 2), (48, 3e-5, 2), (48, 1e-5, 2)],
+    "squad2": [(48, 3e-5, 2), (64, 3e-5, 2), (48, 1e-5, 2)],
+    "race": [(32, 2e-5, 3), (16, 1e-5, 3), (32, 2e-5, 3)],
+}
+
+
+def settings_of(task: str, *words: str) -> FinetuneSettings:
+    found: FinetuneSettings = parse(find_module(task).Settings, [*words, "--valid-data", "x"], {})
+    return found
+
+
+@pytest.mark.parametrize("name", TABLE_6)
+def test_presets_are_table_6(name: str) -> None:
+    for size, (batch, lr, epochs) in zip(SIZES, TABLE_6[name], strict=True):
+        file = PRESETS / f"{name}_{size}.toml"
+        found = settings_of(name.rstrip("12").upper(), "--preset", str(file))
+        assert (found.global_batch_size, found.lr, found.epochs) == (batch, lr, epochs)
+        assert (found.load, found.save, found.train_data) == (None, None, ())
+        assert "table 6 of the paper" in file.read_text(encoding="utf-8")
+
+
+def test_no_preset_is_without_its_row() -> None:
+    assert {file.stem for file in PRESETS.iterdir()} == {f"{n}_{s}" for n in TABLE_6 for s in SIZES}
+
+
+@pytest.mark.parametrize("task", ["MNLI", "QQP", "RACE", "SQUAD"])
+def test_the_pretrained_checkpoint_has_two_names(task: str) -> None:
+    assert task in TASKS
+    for flag in ("--load", "--pretrained-checkpoint", "--pretrained_checkpoint"):
+        found = settings_of(task, flag, "there")
+        assert (found.load, found.valid_data) == ("there", (Path("x"),))
+
+
+def test_table_5_stands_beside_a_result() -> None:
+    here: dict[str, Any] = {
+        "last_epoch": {"accuracy": 0.5, "middle_accuracy": 0.75, "other": 1},
+        "best_epoch": {"accuracy": 0.625, "middle_accuracy": 0.5, "high_accuracy": 0.25},
+    }
+    found = compare("RACE", here, 1_500_000_000)
+    assert found["table"] == 5
+    assert found["here"]["last_epoch"] == {
+        "accuracy": 0.5, "middle_accuracy": 0.75, "high_accuracy": None,
+    }  # fmt: skip
+    assert [row["model"] for row in found["rows"]] == ["336M", "1.3B", "3.9B", "3.9B ensemble"]
+    assert [row["model"] for row in found["rows"] if row["nearest"]] == ["1.3B"]
+    assert found["rows"][3]["accuracy"] == 0.909
+    lines = as_text(found, 1_500_000_000).splitlines()
+    assert lines[0] == "paper, table 5: accuracy, middle_accuracy, high_accuracy"
+    assert lines[2].split()[:4] == ["1.3B", "0.8730", "0.9040", "0.8610"]
+    assert lines[5].split()[2:6] == ["0.5000", "0.7500", "-", "<-"]
+    assert lines[6].endswith("<- best epoch")
+    assert "test set" in lines[7]
+
+
+def test_figures_of_the_paper_are_of_the_unit_that_the_tasks_report() -> None:
+    for name, columns in PAPER.items():
+        for values in columns.values.values():
+            assert len(values) == len(columns.figures), name
+            if "SQUAD" in name:
+                assert all(50 < each < 100 for each in values), name
+            elif columns.table == 5:
+                assert all(0.5 < each < 1 for each in values), name
+
+
+def test_a_task_that_is_not_in_the_tables_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"have no HELDOUT; WIKITEXT103, LAMBADA, MNLI"):
+        columns_of("HELDOUT")
+
+
+def test_the_commands_of_the_readme_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    readme = (ROOT / "tasks" / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)
+    commands = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    assert len(commands) == 6
+    for command in commands:
+        name, rest = split_task(shlex.split(command.partition("tasks/main.py")[2]))
+        parse(find_module(name).Settings, rest, {})
+
+
+def test_the_fine_tuned_task_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = (ROOT / "tasks" / "README.md").read_text(encoding="utf-8")
+    _, code = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert len(code.splitlines()) <= 42
+    (tmp_path / "moods").mkdir()
+    (tmp_path / "moods" / "lines.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    model = write_model(tmp_path / "model", words=["good", "bad", "it", "is"])
+    lines = ["positive\tit is good", "negative\tin the bad", "negative\tit is the the the bad"]
+    for name, count in (("train", 40), ("valid", 3)):
+        (tmp_path / name).write_text("\n".join(lines * count), encoding="utf-8")
+    words = ["--task", "moods.lines", "--load", str(model), "--seq-length", "7", "--lr", "1e-2"]
+    files = ["--train-data", str(tmp_path / "train"), "--valid-data", str(tmp_path / "valid")]
+    main([*words, *files], {})
+    record = json.loads(capsys.readouterr().out)
+    assert record["accuracy"] == 1.0
+    assert record["notes"] == {"cut_texts": 43}
+    (tmp_path / "valid").write_text("positive\tgood\nneutral\tgood\n", encoding="utf-8")
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, *files], {})
+    error = capsys.readouterr().err
+    assert f"--valid-data {tmp_path / 'valid'}, line 2: negative or positive, a tab" in error
