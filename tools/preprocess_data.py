@@ -88,8 +88,9 @@ class Settings:
     P_text_sentence.  A line end ends a sentence; its rules are those of English."""
 
     encoder: str = "auto"
-    """Library that encodes: tokenizers, the reference; gigatoken, a hundred times as fast; auto is
-    gigatoken where it is there and gives the reference's ids on a set of tricky strings."""
+    """Library that encodes: tokenizers, the reference; gigatoken, a hundred times as fast, for a
+    BPE; words, the reference once for each word, for a WordPiece; auto is one of these two where it
+    is there and gives the reference's ids on a set of tricky strings."""
 
     shard_size: str = "1GB"
     """How much input becomes one .bin and .idx, at most; a compressed file is not cut."""

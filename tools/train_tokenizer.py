@@ -1,8 +1,16 @@
-"""Train a byte-level BPE like GPT-2's: the same pre-tokenizer, <|endoftext|> as the last id."""
+"""Train a tokenizer on JSON lines: a byte-level BPE like GPT-2's, or a WordPiece like BERT's.
+
+    python tools/train_tokenizer.py --input FILE|FOLDER... --vocab-size N --output-dir FOLDER
+        [--tokenizer-type BertWordPieceLowerCase]
+
+A BPE has GPT-2's pre-tokenizer and <|endoftext|> as the last id; a WordPiece begins with [PAD].
+"""
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -10,57 +18,131 @@ import tyro
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
+from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.data.tokenizer import END_OF_DOCUMENT
+from megatron.data.tokenizer import END_OF_DOCUMENT, GPT2BPETokenizer, read_tokenizer
+from megatron.data.wordpiece import (
+    CONTINUATION,
+    MARKS,
+    BertWordPieceCase,
+    BertWordPieceLowerCase,
+    build_wordpiece,
+)
 from tools.corpus.records import Funnel, documents, read_documents
 from tools.corpus.shards import cut, find_shards, placed
 
 BYTES = 256
+MOST_LETTERS = 1000  # that a WordPiece knows, as BERT's; rarer ones are [UNK]
 UNIT_BYTES = 1 << 40  # a file is read from its start to its end
 
+Files = Mapping[str, bytes]
 
-def train_tokenizer(input: tuple[Path, ...], vocab_size: int, output_dir: Path) -> None:
-    """Train a byte-level BPE on the "text" of JSON lines.
+
+def train_tokenizer(
+    input: tuple[Path, ...],
+    vocab_size: int,
+    output_dir: Path,
+    tokenizer_type: str = GPT2BPETokenizer.kind,
+) -> None:
+    """Train a byte-level BPE, or a WordPiece, on the "text" of JSON lines.
 
     Args:
         input: files of JSON lines (plain, .gz or .zst), or folders of them, with a "text" in each
             line.
-        vocab_size: ids in all: 256 bytes, the merges, and the end mark; fewer come out where the
-            text has no more pairs to merge.
-        output_dir: the folder for vocab.json and merges.txt.
+        vocab_size: ids in all: 256 bytes, the merges, and the end mark, or five marks, letters and
+            pieces; fewer come out where the text has no more pairs to merge.
+        output_dir: the folder for vocab.json and merges.txt, or for vocab.txt.
+        tokenizer_type: GPT2BPETokenizer, BertWordPieceLowerCase or BertWordPieceCase.
     """
-    check_vocab_size(vocab_size)
+    if tokenizer_type not in TRAINERS:
+        known = ", ".join(TRAINERS)
+        raise ValueError(f"--tokenizer-type {tokenizer_type} is unknown; known: {known}")
+    check_vocab_size(vocab_size, tokenizer_type)
+    for name, content in TRAINERS[tokenizer_type](input, vocab_size).items():
+        with placed(output_dir / name) as file:
+            file.write(content)
+    size = read_tokenizer(tokenizer_type, output_dir).vocab_size
+    smaller = "" if size == vocab_size else f" (asked for {vocab_size}: no more pairs)"
+    print(f"{size} ids in {output_dir}{smaller}", file=sys.stderr)
+
+
+def check_vocab_size(vocab_size: int, tokenizer_type: str = GPT2BPETokenizer.kind) -> None:
+    """ValueError for one that has no room for what every vocabulary of the kind holds."""
+    if tokenizer_type == GPT2BPETokenizer.kind:
+        least, needed = BYTES + 1, f"the {BYTES} bytes and the end mark"
+    else:
+        least, needed = 100, f"{len(MARKS)} marks, the letters and their continuations"
+    if vocab_size < least:
+        raise ValueError(f"--vocab-size {vocab_size}: has to be at least {least}, for {needed}")
+
+
+def train_byte_pairs(paths: Sequence[Path], vocab_size: int) -> Files:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     trainer = BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=ByteLevel.alphabet(), show_progress=True
     )
-    tokenizer.train_from_iterator(texts(input), trainer)
+    tokenizer.train_from_iterator(texts(paths), trainer)
     model = json.loads(tokenizer.to_str())["model"]
     vocabulary = {**model["vocab"], END_OF_DOCUMENT: len(model["vocab"])}
     merges = ["#version: 0.2", *(" ".join(merge) for merge in model["merges"])]
-    with placed(output_dir / "vocab.json") as file:
-        file.write(json.dumps(vocabulary, ensure_ascii=False).encode())
-    with placed(output_dir / "merges.txt") as file:
-        file.write("\n".join([*merges, ""]).encode())
-    smaller = "" if len(vocabulary) == vocab_size else f" (asked for {vocab_size}: no more pairs)"
-    print(f"{len(vocabulary)} ids in {output_dir}{smaller}", file=sys.stderr)
+    return {
+        "vocab.json": json.dumps(vocabulary, ensure_ascii=False).encode(),
+        "merges.txt": "\n".join([*merges, ""]).encode(),
+    }
 
 
-def check_vocab_size(vocab_size: int) -> None:
-    if vocab_size <= BYTES:
-        raise ValueError(
-            f"--vocab-size {vocab_size}: has to be at least {BYTES + 1}, "
-            "for the 256 bytes and the end mark"
-        )
+def train_wordpiece(paths: Sequence[Path], vocab_size: int, *, is_lower_case: bool) -> Files:
+    tokenizer = build_wordpiece(MARKS, is_lower_case=is_lower_case)
+    # A letter takes two ids, so that all of them get a quarter of the ids at most.
+    letters = find_letters(tokenizer, texts(paths), min(MOST_LETTERS, vocab_size // 8))
+    # Left to itself the library numbers continuations in an order that changes from run to run,
+    # and of pairs that are equally frequent merges the one with the lower numbers.
+    alphabet = [*letters, *continuations(tokenizer, letters)]
+    trainer = WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*MARKS, *alphabet],
+        continuing_subword_prefix=CONTINUATION,
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
+        show_progress=True,
+    )
+    tokenizer.train_from_iterator(texts(paths, again=True), trainer)
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    return {"vocab.txt": "".join(f"{token}\n" for token in tokens).encode()}
 
 
-def texts(paths: Sequence[Path]) -> Iterator[str]:
-    """The documents' texts, one at a time; lines that hold none are counted and said.
+def find_letters(tokenizer: Tokenizer, texts: Iterator[str], most: int) -> list[str]:
+    """The most frequent characters, in their order in Unicode."""
+    counts = Counter[str]()
+    for text in texts:
+        counts.update("".join(tokenizer.normalizer.normalize_str(text).split()))
+    return sorted(sorted(counts, key=lambda letter: (-counts[letter], letter))[:most])
+
+
+def continuations(tokenizer: Tokenizer, letters: Sequence[str]) -> Iterator[str]:
+    """Of the letters that can stand within a word, as punctuation and Chinese ones cannot."""
+    for letter in letters:
+        word = tokenizer.normalizer.normalize_str(f"a{letter}")
+        if len(tokenizer.pre_tokenizer.pre_tokenize_str(word)) == 1:
+            yield CONTINUATION + letter
+
+
+TRAINERS: dict[str, Callable[[Sequence[Path], int], Files]] = {
+    GPT2BPETokenizer.kind: train_byte_pairs,
+    **{
+        maker.kind: partial(train_wordpiece, is_lower_case=maker.is_lower_case)
+        for maker in (BertWordPieceLowerCase, BertWordPieceCase)
+    },
+}
+
+
+def texts(paths: Sequence[Path], *, again: bool = False) -> Iterator[str]:
+    """The documents' texts, one at a time; lines that hold none are counted and said, once.
 
     ValueError, naming the first such line, where there is no document at all.
     """
@@ -74,7 +156,7 @@ def texts(paths: Sequence[Path]) -> Iterator[str]:
             f"--input {' '.join(map(str, paths))} holds no document{f' ({bad[0]})' if bad else ''};"
             ' a line of {"text": "..."} each would work'
         )
-    if bad:
+    if bad and not again:
         print(
             f"warning: {len(funnel.rejected)} lines set aside, the first: {bad[0]}", file=sys.stderr
         )

@@ -10,6 +10,8 @@ from pydoc_data.topics import topics
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 
+from megatron.data.tokenizer import read_tokenizer
+from megatron.data.wordpiece import MARKS, BertWordPieceCase, BertWordPieceLowerCase
 from tests.tools.corpus.lines import write_jsonl
 from tools.train_tokenizer import train_tokenizer
 
@@ -38,6 +40,58 @@ def test_a_small_corpus_gives_a_smaller_vocabulary(
     assert "asked for 5000" in capsys.readouterr().err
     with pytest.raises(ValueError, match="--vocab-size 256"):
         train_tokenizer((source,), 256, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [BertWordPieceLowerCase.kind, BertWordPieceCase.kind])
+def test_a_wordpiece_begins_with_its_marks(tmp_path: Path, kind: str) -> None:
+    records = [{"text": text} for _, text in sorted(topics.items())]
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+    train_tokenizer((source,), 1000, tmp_path / "a", kind)
+    tokens = (tmp_path / "a" / "vocab.txt").read_text("utf-8").splitlines()
+    assert tuple(tokens[:5]) == MARKS
+    assert len(set(tokens)) == len(tokens) == 1000
+    assert {"the", "##ing", "a", "##a", "."} <= set(tokens)
+    assert "##." not in tokens
+    tokenizer = read_tokenizer(kind, tmp_path / "a")
+    text = "The words of the topics, in order."
+    assert tokenizer.decode(tokenizer.encode(text)) == (
+        text.lower() if kind == BertWordPieceLowerCase.kind else text
+    )
+
+
+def test_the_same_text_gives_the_same_wordpiece(tmp_path: Path) -> None:
+    """In processes with other hashes: the library's own order changes from run to run."""
+    records = [{"text": text} for _, text in sorted(topics.items())[:30]]
+    write_jsonl(tmp_path / "in.jsonl", [*records, {"body": 1}])
+    words = ["--input", "in.jsonl", "--vocab-size", "500", "--tokenizer-type"]
+    for name in "abc":
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), *words, "BertWordPieceLowerCase", "--output-dir", name],
+            cwd=tmp_path, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stderr.count("warning: 1 lines set aside") == 1
+    contents = {(tmp_path / name / "vocab.txt").read_bytes() for name in "abc"}
+    assert len(contents) == 1
+
+
+def test_rare_letters_are_unknown_to_a_wordpiece(tmp_path: Path) -> None:
+    letters = "".join(chr(0x4E00 + number) for number in range(500))
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": f"words {letters} words"}] * 2)
+    train_tokenizer((source,), 100, tmp_path, BertWordPieceLowerCase.kind)
+    tokenizer = read_tokenizer(BertWordPieceLowerCase.kind, tmp_path)
+    assert tokenizer.vocab_size < 100
+    assert tokenizer.encode(letters[-1]) == [1]
+    assert 1 not in tokenizer.encode("words")
+
+
+def test_a_wordpiece_that_cannot_be(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "all in lower case"}])
+    with pytest.raises(ValueError, match="--vocab-size 99: has to be at least 100, for 5 marks"):
+        train_tokenizer((source,), 99, tmp_path, "BertWordPieceCase")
+    with pytest.raises(ValueError, match="--tokenizer-type T5 is unknown; known: GPT2BPE.*Case"):
+        train_tokenizer((source,), 100, tmp_path, "T5")
+    with pytest.raises(ValueError, match="--tokenizer-type BertWordPieceLowerCase would work"):
+        train_tokenizer((source,), 100, tmp_path, "BertWordPieceCase")
 
 
 def test_a_folder_of_shards_gives_what_one_file_gives(tmp_path: Path) -> None:

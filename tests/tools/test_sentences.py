@@ -1,0 +1,101 @@
+"""Sentence splitting: cases, no character lost, and the benchmark of it."""
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.sentences import cuts, read_cases, score
+from tests.data.test_encoders import PROBES, fuzz
+from tests.tools.corpus.lines import write_jsonl
+from tools import sentences
+from tools.sentences import LONGEST, split_sentences
+
+MARKS = [
+    *".?!\"'()*-/Ab\x00\u00e9\u6f22\u3002\u200b\u2028\u00bb\u00ab\u201c\u201d\u2018\u2019\u2014",
+    "[1]", "1.", "a)", "...", "\u2026", "Mr.", "e.g.", "U.S.", "\U0001f600", "ii.", "No.", "?!",
+    "http://a.b", "3.5",
+]  # fmt: skip
+
+
+def check(text: str) -> list[str]:
+    """That each character but white space is in one sentence, in order."""
+    found = split_sentences(text)
+    assert "".join("".join(found).split()) == "".join(text.split())
+    assert all(each and each == each.strip() for each in found)
+    assert not any("\n" in each for each in found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("One. Two! Three?", ["One.", "Two!", "Three?"]),
+        ("Dr. Hale met J. R. Keller. They spoke.", ["Dr. Hale met J. R. Keller.", "They spoke."]),
+        ("It is 3.14 e.g. here. So.", ["It is 3.14 e.g. here.", "So."]),
+        ('"Stop!" cried the guard. He ran.', ['"Stop!" cried the guard.', "He ran."]),
+        ("A title\n\n  A line \r\nanother\u2028last", ["A title", "A line", "another", "last"]),
+        ("no end", ["no end"]),
+        (" \n\t\u3000", []),
+        ("", []),
+    ],
+)
+def test_sentences_by_hand(text: str, expected: list[str]) -> None:
+    assert check(text) == expected
+
+
+def test_most_hard_cases_are_right() -> None:
+    marks = score(split_sentences)
+    assert (marks.right, marks.extra, marks.missed) == (50, 11, 3)
+    assert len(list(read_cases())) == 60
+    assert cuts(["a b", " ", "c."]) == [2, 4]
+
+
+def test_odd_text_loses_nothing() -> None:
+    draw = random.Random(1)
+    pieces = [*MARKS, " ", "\t", "\n"]
+    texts = ["".join(draw.choices(pieces, k=draw.randint(1, 40))) for _ in range(5000)]
+    for text in [*PROBES, *fuzz(3, 3000), *texts]:
+        check(text)
+
+
+def test_real_text_loses_nothing(test_data: Path) -> None:
+    web = gzip.decompress((test_data / "neardup" / "c4_sample.jsonl.gz").read_bytes()).splitlines()
+    found = sum(len(check(json.loads(line)["text"])) for line in web)
+    found += len(check((test_data / "wikitext103" / "wiki.valid.tokens").read_text("utf-8")))
+    assert 20_000 < found < 40_000
+
+
+@pytest.mark.parametrize(
+    "unit", ["\u6f22\u5b57\u3002", "\u201ca b. ", "x", ". ", "1. 2) ", "(\u00e9. "]
+)
+def test_a_long_line_is_looked_at_in_parts(unit: str) -> None:
+    """Of which the library would make minutes: 100,000 characters of each kind."""
+    found = check(unit * (100_000 // len(unit)))
+    assert max(map(len, found)) <= LONGEST
+
+
+def test_the_last_sentence_of_a_part_goes_on_in_the_next() -> None:
+    text = "This is the sentence of the day. " * (3 * LONGEST // 33)
+    assert set(check(text)) == {"This is the sentence of the day."}
+
+
+def test_a_library_that_loses_text_does_not_lose_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sentences, "segment", lambda _, text: [text[:3], text[4:]])
+    assert check("One. Two.") == ["One. Two."]
+
+
+def test_the_benchmark_prints_a_table(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "some.jsonl", [{"text": "One. Two."}] * 10)
+    program = Path(__file__).parents[2] / "benchmarks" / "sentences.py"
+    done = subprocess.run(
+        [sys.executable, str(program), "--text", str(source)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    row = next(line for line in done.stdout.splitlines() if "tools/sentences.py" in line)
+    assert row.startswith("| tools/sentences.py | 50 | 11 | 3 | ")
+    assert "some, MB/s" in done.stdout
