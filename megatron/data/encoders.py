@@ -26,6 +26,7 @@ PROBES = (
     "lone \r and \r\n and \r\r\n\n\r",
     "tail of blanks   \n  ",
     "\x0b\x0c\x1c\x1f\x85\xa0\u1680\u2003\u2028\u2029\u202f\u3000x\u3000\u3000y",
+    "in\x0bthe\x0cin\x1cthe\x1fin\x85the\u2028in\u3000the\xa0in",
     "\u180e\u200b\ufeff\u2060 zero width",
     "0 00 1234567 3.14 1e-5 \u0661\u0662 \u00b2\u00bd\u2167\u3007\u9fa5",
     "e\u0301 a\u0308\u0323 \u0301 \u0e01\u0e33 \u0915\u094d\u0937\u093f \u1100\u1161\u11a8",

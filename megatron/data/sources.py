@@ -13,7 +13,7 @@ from typing import Any
 from megatron.data.description import Description
 from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import IndexedDataset
-from megatron.data.tokenizer import Tokenizer, read_tokenizer
+from megatron.data.tokenizer import Tokenizer, file_flags, read_tokenizer
 from megatron.data.verify import check_counts, check_highest_id, check_sequences
 
 # Of a data set without sidecar some 64 chunks of 2^16 ids are looked at beforehand: 8 to 16 MB, and
@@ -65,7 +65,7 @@ def open_corpus(
     at.
     """
     sources = tuple(_open_source(weight, prefix) for weight, prefix in _parse(data_path))
-    makers = {} if tokenizer is None else {"--vocab-file and --merge-file": _of(tokenizer)}
+    makers = {} if tokenizer is None else {"--vocab-file": _of(tokenizer)}
     for source in sources:
         if source.description is not None:
             makers[f"{source.data.prefix}.json"] = _of(source.description)
@@ -112,8 +112,8 @@ def _read_beside(folder: Path, description: Description) -> Tokenizer:
     if found != expected:
         raise ValueError(
             f"{folder} holds another tokenizer than the data set beside it was made with: "
-            f"fingerprint {found[:12]}, not {expected[:12]}; --vocab-file and --merge-file with "
-            "the files it was made with would work, or no such folder"
+            f"fingerprint {found[:12]}, not {expected[:12]}; {file_flags(tokenizer.kind)} with "
+            "what it was made with would work, or no such folder"
         )
     return tokenizer
 
@@ -144,8 +144,8 @@ def _the_only(makers: Mapping[str, _Maker]) -> _Maker | None:
             if ours != theirs:
                 raise ValueError(
                     f"--data-path: tokenizers differ in their {name}: {ours} by {first_place}, "
-                    f"{theirs} by {place}; the --vocab-file and --merge-file that the data set "
-                    "was made with would work"
+                    f"{theirs} by {place}; the files of the tokenizer that the data set was made "
+                    "with would work"
                 )
     return places[0][1] if places else None
 
@@ -155,7 +155,7 @@ def _model_vocabulary(maker: _Maker | None, vocab_size: int | None) -> int:
         if vocab_size is None:
             raise ValueError(
                 "the size of the vocabulary is not known: no data set of --data-path has a .json "
-                "beside it; --vocab-file and --merge-file, or --vocab-size, would tell"
+                "beside it; the files of its tokenizer, or --vocab-size, would tell"
             )
         return vocab_size
     if vocab_size not in (None, maker.vocab_size):

@@ -12,7 +12,13 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.resume import check_kind, find_start, newest_readable
 from megatron.config.trained import TrainedConfig
-from megatron.data.tokenizer import Tokenizer, build_tokenizer, file_names, read_tokenizer
+from megatron.data.tokenizer import (
+    Tokenizer,
+    build_tokenizer,
+    file_flags,
+    file_names,
+    read_tokenizer,
+)
 
 
 def open_trained(
@@ -43,18 +49,17 @@ def _open_tokenizer(section: TrainedConfig, path: Path, manifest: Mapping[str, A
     kind = section.tokenizer_type or manifest["config"]["data"]["tokenizer_type"]
     if section.vocab_file is not None or section.merge_file is not None:
         tokenizer = build_tokenizer(kind, section.vocab_file, section.merge_file)
-        _check_same(
-            f"--vocab-file {section.vocab_file} and --merge-file {section.merge_file} are",
-            tokenizer, path, manifest,
-        )  # fmt: skip
+        given = {"--vocab-file": section.vocab_file, "--merge-file": section.merge_file}
+        files = " and ".join(f"{name} {file}" for name, file in given.items() if file is not None)
+        _check_same(f"the tokenizer of {files}", tokenizer, path, manifest)
     elif missing := set(file_names(kind)) - manifest["files"].keys():
         raise ValueError(
-            f"{path} holds no tokenizer ({' and '.join(sorted(missing))}); --vocab-file and "
-            "--merge-file, the files the training data was made with, would work"
+            f"{path} holds no tokenizer ({' and '.join(sorted(missing))}); {file_flags(kind)}, of "
+            "what the training data was made with, would work"
         )
     else:
         tokenizer = read_tokenizer(kind, path)
-        _check_same(f"the tokenizer files in {path} are", tokenizer, path, manifest)
+        _check_same(f"the tokenizer in {path}", tokenizer, path, manifest)
     return tokenizer
 
 
@@ -62,7 +67,7 @@ def _check_same(what: str, tokenizer: Tokenizer, path: Path, manifest: Mapping[s
     trained_with = manifest["tokenizer"]
     if trained_with != tokenizer.fingerprint:
         raise ValueError(
-            f"{what} not the tokenizer that {path} was trained with: fingerprint "
-            f"{tokenizer.fingerprint[:12]}, not {trained_with[:12]}; --vocab-file and --merge-file "
-            "with the files the training data was made with would work"
+            f"{what} is not the one that {path} was trained with: fingerprint "
+            f"{tokenizer.fingerprint[:12]}, not {trained_with[:12]}; {file_flags(tokenizer.kind)} "
+            "with what the training data was made with would work"
         )

@@ -63,9 +63,9 @@ def test_weights_are_exact(prefix: str) -> None:
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
-        (OtherTokenizer(), "differ in their fingerprint: other by --vocab-file .*, f by .*p.json"),
-        (LargerTokenizer(), "differ in their vocabulary: 200 by --vocab-file .*, 100 by .*p.json"),
-        (OtherKind(), "differ in their kind: words by --vocab-file .*, test by .*p.json"),
+        (OtherTokenizer(), "differ in their fingerprint: other by --vocab-file.*, f by .*p.json"),
+        (LargerTokenizer(), "differ in their vocabulary: 200 by --vocab-file.*, 100 by .*p.json"),
+        (OtherKind(), "differ in their kind: words by --vocab-file.*, test by .*p.json"),
     ],
 )
 def test_another_tokenizer_names_both_values(
@@ -98,7 +98,7 @@ def test_without_sidecar_one_warning_and_the_highest_id(prefix: str) -> None:
         pytest.raises(ValueError, match="id 99, outside a vocabulary of 99"),
     ):
         open_corpus([prefix], None, 99)
-    with pytest.raises(ValueError, match="--vocab-file and --merge-file, or --vocab-size"):
+    with pytest.raises(ValueError, match="the files of its tokenizer, or --vocab-size"):
         open_corpus([prefix], None)
 
 

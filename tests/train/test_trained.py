@@ -136,7 +136,7 @@ def test_a_folder_of_another_program_is_told_what_converts_it(
 def test_refuses_another_tokenizer(trained: TrainedConfig) -> None:
     merges = Path(str(trained.merge_file))
     merges.write_text(merges.read_text("utf-8").replace("i n\n", ""), encoding="utf-8")
-    with pytest.raises(ValueError, match="--vocab-file .* are not the tokenizer"):
+    with pytest.raises(ValueError, match="--vocab-file .* is not the one"):
         open_trained(trained, ParallelConfig(), 1)
 
 
@@ -147,7 +147,7 @@ def test_refuses_another_tokenizer_in_the_checkpoint(
     tokenizer.files = {**tokenizer.files, "merges.txt": merges}
     write_checkpoint(tmp_path / "checkpoints", tokenizer)
     section = TrainedConfig(load=str(tmp_path / "checkpoints"))
-    with pytest.raises(ValueError, match="files in .*step_00000002 are not the tokenizer"):
+    with pytest.raises(ValueError, match="in .*step_00000002 is not the one"):
         open_trained(section, ParallelConfig(), 1)
 
 
