@@ -3,8 +3,9 @@
     python tools/convert_hf.py import --from gpt2 --to checkpoints/gpt2
     python tools/convert_hf.py export --from checkpoints/gpt2 --to exported
 
-Bits are moved and never changed. At the end both programs compute the logits of some prompts, and
-where these differ there is no result.
+GPT-2, BERT in both orders of norm and residual, and BERT with the head of a task. Bits are moved
+and never changed. At the end both programs compute the logits of some prompts, and where these
+differ there is no result.
 """
 
 from __future__ import annotations
@@ -26,29 +27,36 @@ from megatron.config.parse import user_errors
 from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.train.trained import open_trained
+from tools.convert.families import FAMILIES, family_of
 from tools.convert.folder import find_folder, read_description
-from tools.convert.gpt2 import GPT2
 from tools.convert.staging import refuse_existing, staged
-from tools.convert.vocabulary import find_tokenizer, has_tokenizer, write_tokenizer
+from tools.convert.vocabulary import Given, find_tokenizer, has_tokenizer
 
 Source = Annotated[str, tyro.conf.arg(name="from")]
 
 
 def import_model(
-    source: Source, to: Path, vocab_file: str | None = None, merge_file: str | None = None
+    source: Source,
+    to: Path,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    tokenizer_type: str | None = None,
 ) -> None:
     """Make a checkpoint of a model in HuggingFace's form, for --load of this project's programs.
 
     Args:
         source: folder with config.json, safetensors and tokenizer, or the name of one on the hub.
         to: directory of the checkpoint, which must not be there.
-        vocab_file: vocabulary (vocab.json), for a folder without a tokenizer.
-        merge_file: merges (merges.txt), for a folder without a tokenizer.
+        vocab_file: vocabulary (vocab.json or vocab.txt), for a folder without a tokenizer.
+        merge_file: merges (merges.txt) of a GPT-2, for a folder without a tokenizer.
+        tokenizer_type: kind of the vocabulary, where no tokenizer_config.json tells its casing.
     """
     refuse_existing(to)
     folder = find_folder(source)
     model = read_description(folder)
-    tokenizer = find_tokenizer(folder, vocab_file, merge_file, model.vocab_size)
+    tokenizing = model.family.tokenizing
+    given = Given(vocab_file=vocab_file, merge_file=merge_file, tokenizer_type=tokenizer_type)
+    tokenizer = find_tokenizer(folder, tokenizing, given, model.vocab_size)
 
     from tools.convert.compare import compare_ids, compare_logits
     from tools.convert.weights import read_weights
@@ -57,11 +65,12 @@ def import_model(
     try:
         weights = read_weights(folder, model.family, model.section, model.vocab_size)
     except ValueError as error:
+        best = model.family.architectures[0]
         raise ValueError(
-            f"{error}; a folder of transformers' save_pretrained would work"
+            f"{error}; a folder of transformers' {best}.save_pretrained would work"
         ) from error
-    if has_tokenizer(folder):
-        compare_ids(tokenizer, folder)
+    if has_tokenizer(folder, tokenizing):
+        compare_ids(tokenizer, folder, tokenizing)
     path = write_checkpoint(
         to,
         model.section,
@@ -77,13 +86,14 @@ def import_model(
 def export_model(
     source: Source, to: Path, vocab_file: str | None = None, merge_file: str | None = None
 ) -> None:
-    """Make a folder of a checkpoint that transformers' AutoModelForCausalLM and AutoTokenizer load.
+    """Make a folder of a checkpoint that classes of transformers load: AutoTokenizer, and for a
+    GPT-2 AutoModelForCausalLM, for a BERT AutoModelForPreTraining.
 
     Args:
         source: directory of checkpoints, of which the newest is used, or one of them.
         to: folder to make, which must not be there.
-        vocab_file: vocabulary (vocab.json), for a checkpoint without a tokenizer.
-        merge_file: merges (merges.txt), for a checkpoint without a tokenizer.
+        vocab_file: vocabulary (vocab.json or vocab.txt), for a checkpoint without a tokenizer.
+        merge_file: merges (merges.txt) of a GPT-2, for a checkpoint without a tokenizer.
     """
     refuse_existing(to)
     trained = TrainedConfig(load=source, vocab_file=vocab_file, merge_file=merge_file)
@@ -95,17 +105,20 @@ def export_model(
     from tools.convert.compare import compare_ids, compare_logits
     from tools.convert.exporting import write_model
 
+    family = family_of(manifest)
     with staged(to) as staging:
-        write_model(staging, path, manifest, GPT2, tokenizer.eod)
-        write_tokenizer(staging, tokenizer, manifest["config"]["model"]["max_position_embeddings"])
-        compare_ids(tokenizer, staging)
-        print(compare_logits(path, staging, GPT2))
+        write_model(staging, path, manifest, family, tokenizer)
+        positions = manifest["config"]["model"]["max_position_embeddings"]
+        family.tokenizing.write(staging, tokenizer, positions)
+        compare_ids(tokenizer, staging, family.tokenizing)
+        print(compare_logits(path, staging, family))
     print(f"exported {path} as {to}")
 
 
 def _open_whole(trained: TrainedConfig) -> tuple[Path, dict[str, Any], Tokenizer]:
     """(folder, manifest, tokenizer) of the newest checkpoint that is whole, byte for byte."""
-    folders, tokenizer, _ = open_trained(trained, ParallelConfig(), 1)
+    kinds = sorted({family.section.kind for family in FAMILIES})
+    folders, tokenizer, _ = open_trained(trained, ParallelConfig(), 1, kinds)
 
     from megatron.parallel.mesh import serial_mesh
     from megatron.train.start import newest_whole

@@ -13,26 +13,33 @@ import transformers
 from safetensors import SafetensorError
 
 from megatron.config.model import ModelConfig
+from megatron.data.tokenizer import Tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.checkpoint import Piece, load
 from megatron.train.folder import reason
+from megatron.train.models import section_of
 from tools.convert.table import Family
 from tools.convert.weights import Entry, Weights, resolve, to_theirs
 
 
 def write_model(
-    folder: Path, checkpoint: Path, manifest: Mapping[str, Any], family: Family, eod: int
+    folder: Path,
+    checkpoint: Path,
+    manifest: Mapping[str, Any],
+    family: Family,
+    tokenizer: Tokenizer,
 ) -> None:
     """Write configuration and weights, the latter in the dtype in which the checkpoint has them.
 
-    checkpoint: known to be whole. eod: id of the mark that ends a document. Raises ValueError for a
-    checkpoint of another model, OSError where a file cannot be written.
+    checkpoint: known to be whole. Raises ValueError for a checkpoint of another model, OSError
+    where a file cannot be written.
     """
-    section = ModelConfig(**manifest["config"]["model"])
+    section = section_of(manifest)
     entries = resolve(family, section, manifest["vocab_size"])
     weights = _read_parameters(checkpoint, manifest, entries)
     (dtype,) = {weight.dtype for weight in weights.values()}
-    _write_config(folder, family, section, manifest["vocab_size"], eod, dtype)
+    special = {name: getattr(tokenizer, attribute) for name, attribute in family.special.items()}
+    _write_config(folder, family, section, manifest["vocab_size"], special, dtype)
     try:
         huggingface_hub.save_torch_state_dict(to_theirs(family, entries, weights), folder)
     except SafetensorError as error:
@@ -70,17 +77,28 @@ def _write_config(
     family: Family,
     section: ModelConfig,
     vocab_size: int,
-    eod: int,
+    special: Mapping[str, int],
     dtype: torch.dtype,
 ) -> None:
-    """Write config.json and generation_config.json; dtype: of the weights."""
+    """Write config.json, and generation_config.json where there is one.
+
+    special: ids of tokens. dtype: of the weights.
+    """
     fields = asdict(section)
     values: dict[str, Any] = {row.theirs: fields[row.ours] for row in family.settings}
     forms = {option.theirs: option.allowed(values)[0] for option in family.options}
     values |= {name: form for name, form in forms.items() if form is not None}
-    values |= {"bos_token_id": eod, "eos_token_id": eod}
+    if family.has_labels:
+        values["id2label"] = dict(enumerate(fields["labels"]))
+        values["label2id"] = {label: number for number, label in enumerate(fields["labels"])}
     config = transformers.AutoConfig.for_model(
-        family.model_type, vocab_size=vocab_size, dtype=dtype, **values
+        family.model_type,
+        architectures=[family.architectures[0]],
+        vocab_size=vocab_size,
+        dtype=dtype,
+        **values,
+        **special,
     )
     config.save_pretrained(folder)
-    transformers.GenerationConfig(bos_token_id=eod, eos_token_id=eod).save_pretrained(folder)
+    if family.generates:
+        transformers.GenerationConfig(**special).save_pretrained(folder)

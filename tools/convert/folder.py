@@ -13,10 +13,9 @@ from typing import Any
 from megatron.config.checkpoints import one_step, step_folders
 from megatron.config.checks import flag
 from megatron.config.model import ModelConfig
-from tools.convert.gpt2 import GPT2
+from tools.convert.families import FAMILIES
 from tools.convert.table import Family, Setting
-
-FAMILIES = {family.model_type: family for family in (GPT2,)}
+from tools.convert.tokenizing import any_of
 
 # What is fetched of a name on the hub: no pickle, and no weights in other formats.
 FILES = (
@@ -28,6 +27,7 @@ FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
 )
 _HUB_NAME = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
@@ -71,14 +71,34 @@ def read_description(folder: Path) -> Description:
     this project has no such model."""
     file = folder / "config.json"
     config = read_object(file)
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        known = " or ".join(map(_show, FAMILIES))
-        raise ValueError(f"{file}: model_type is {_show(kind)}; {known} would work")
-    family = FAMILIES[kind]
+    family = _family(config, file)
     numbers = {row.theirs: _number(config, row, file) for row in family.settings}
     _check_options(config, family, numbers, file)
-    return Description(family, _section(family, numbers, file), _vocab_size(config, file))
+    fields = _fields(family, numbers, file)
+    if family.has_labels:
+        fields["labels"] = _labels(config, file)
+    return Description(family, _section(family, fields, file), _vocab_size(config, file))
+
+
+def _family(config: Mapping[str, Any], file: Path) -> Family:
+    """That of the configuration; of models with several heads the first where it names no class."""
+    kind = config.get("model_type")
+    families = [family for family in FAMILIES if family.model_type == kind]
+    if not families:
+        known = dict.fromkeys(family.model_type for family in FAMILIES)
+        raise ValueError(f"{file}: model_type is {_show(kind)}; {any_of(known)} would work")
+    named = config.get("architectures")
+    if named is None:
+        return families[0]
+    for family in families:
+        if named in [[each] for each in family.architectures]:
+            return family
+    here = " or ".join(family.here for family in families)
+    classes = [[each] for family in families for each in family.architectures] + [None]
+    raise ValueError(
+        f"{file}: architectures is {_show(named)}; this project has {here}: "
+        f"{any_of(classes)} would work"
+    )
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -126,14 +146,27 @@ def _check_options(
         allowed = option.allowed(numbers)
         value = config.get(option.theirs, allowed[0])
         if not any(type(value) is type(each) and value == each for each in allowed):
-            would = " or ".join(map(_show, allowed))
             raise ValueError(
                 f"{file}: {option.theirs} is {_show(value)}; this project has {option.here}: "
-                f"{would} would work"
+                f"{any_of(allowed)} would work"
             )
 
 
-def _section(family: Family, numbers: Mapping[str, Any], file: Path) -> ModelConfig:
+def _labels(config: Mapping[str, Any], file: Path) -> tuple[str, ...]:
+    """Names of the classes; where there are none, those that transformers gives."""
+    names = config.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})
+    try:
+        labels = tuple(names[str(number)] for number in range(len(names)))
+    except (KeyError, TypeError):
+        labels = ()
+    if not labels or not all(isinstance(label, str) for label in labels):
+        raise ValueError(
+            f'{file}: id2label is {_show(names)}, and should be {{"0": "a name", "1": ...}}'
+        )
+    return labels
+
+
+def _fields(family: Family, numbers: Mapping[str, Any], file: Path) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     names: dict[str, str] = {}
     for row in family.settings:
@@ -145,8 +178,12 @@ def _section(family: Family, numbers: Mapping[str, Any], file: Path) -> ModelCon
                 f"setting here: it becomes {fields[row.ours]}",
                 stacklevel=2,
             )
+    return fields
+
+
+def _section(family: Family, fields: Mapping[str, Any], file: Path) -> ModelConfig:
     try:
-        return ModelConfig(**fields)
+        return family.section_of(fields)
     except ValueError as error:
         said = str(error)
         for row in family.settings:

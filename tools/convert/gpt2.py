@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from tools.convert.table import Family, Option, Row, Setting, Spare, Transform
+from megatron.config.model import ModelConfig
+from tools.convert.byte_pairs import BYTE_PAIRS
+from tools.convert.table import (
+    AS_IS,
+    Family,
+    Option,
+    Row,
+    Setting,
+    Spare,
+    Transform,
+    always,
+    is_same,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-AS_IS = Transform(lambda ours: (ours,), lambda theirs, shape: theirs[0])
 # Theirs is [in, out], ours [out, in]; a fused one [in, 3h] and [3, h, in]: columns [Q K V].
 CONV1D = Transform(
     lambda ours: (ours.flatten(0, -2).t(),), lambda theirs, shape: theirs[0].t().reshape(shape)
@@ -38,13 +49,7 @@ ROWS = (
 
 
 def _is_embedding(head: Tensor, weights: Mapping[str, Tensor]) -> bool:
-    """Whether the head is the word embedding, bit for bit."""
-    import torch
-
-    embedding = weights["wte.weight"]
-    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
-        return False
-    return head.view(torch.uint8).equal(embedding.view(torch.uint8))
+    return is_same(head, weights["wte.weight"])
 
 
 def _is_causal_mask(mask: Tensor, weights: Mapping[str, Tensor]) -> bool:
@@ -83,36 +88,35 @@ SETTINGS = (
 )
 
 
-def _always(*values: Any) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
-    return lambda numbers: values
-
-
 OPTIONS = (
     Option(
-        "architectures",
-        _always(["GPT2LMHeadModel"], ["GPT2Model"], None),
-        "a GPT-2 that predicts the next token",
-    ),
-    Option(
         "activation_function",
-        _always("gelu_new", "gelu_pytorch_tanh"),
+        always("gelu_new", "gelu_pytorch_tanh"),
         "GeLU in its tanh form",
     ),
     Option("n_inner", lambda numbers: (None, 4 * numbers["n_embd"]), "an MLP of 4 n_embd"),
-    Option("scale_attn_weights", _always(True), "scores divided by the root of the head size"),
-    Option("scale_attn_by_inverse_layer_idx", _always(False), "the same scale in every layer"),
-    Option("reorder_and_upcast_attn", _always(False), "attention in the dtype of the model"),
-    Option("add_cross_attention", _always(False), "self-attention alone"),
-    Option("tie_word_embeddings", _always(True), "a head tied to the word embedding"),
-    Option("quantization_config", _always(None), "weights in fp32, bf16 or fp16"),
+    Option("scale_attn_weights", always(True), "scores divided by the root of the head size"),
+    Option("scale_attn_by_inverse_layer_idx", always(False), "the same scale in every layer"),
+    Option("reorder_and_upcast_attn", always(False), "attention in the dtype of the model"),
+    Option("add_cross_attention", always(False), "self-attention alone"),
+    Option("tie_word_embeddings", always(True), "a head tied to the word embedding"),
+    Option("quantization_config", always(None), "weights in fp32, bf16 or fp16"),
 )
 
 GPT2 = Family(
     model_type="gpt2",
-    prefix="transformer.",
+    architectures=("GPT2LMHeadModel", "GPT2Model"),
+    here="a GPT-2 that predicts the next token",
     auto_class="AutoModelForCausalLM",
+    section=ModelConfig,
+    fields={},
     rows=ROWS,
     spares=SPARES,
     settings=SETTINGS,
     options=OPTIONS,
+    prefix="transformer.",
+    old={},
+    tokenizing=BYTE_PAIRS,
+    special={"bos_token_id": "eod", "eos_token_id": "eod"},
+    generates=True,
 )

@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.model import ModelConfig
+from tools.convert.tokenizing import Tokenizing
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,6 +26,9 @@ class Transform:
 
     to_theirs: Callable[[Tensor], Sequence[Tensor]]
     to_ours: Callable[[Sequence[Tensor], tuple[int, ...]], Tensor]
+
+
+AS_IS = Transform(lambda ours: (ours,), lambda theirs, shape: theirs[0])
 
 
 @dataclass(frozen=True)
@@ -70,17 +76,90 @@ class Option:
     here: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """A kind of model; model_type: its name in a config.json. prefix: of names in some files.
+def always(*values: Any) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
+    """What an option allows, whatever the numbers."""
+    return lambda numbers: values
 
-    auto_class: of transformers, which loads what was exported.
+
+def is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Whether the two are equal bit for bit, in dtype and shape too."""
+    import torch
+
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+        return False
+    return tensor.view(torch.uint8).equal(other.view(torch.uint8))
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """Tensors, by the beginnings of their names, that files of some classes are without.
+
+    because: for the message, after "has no tensor ..., ".
     """
 
+    theirs: tuple[str, ...]
+    because: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A kind of model. model_type: its name in a config.json."""
+
     model_type: str
-    prefix: str
+
+    architectures: tuple[str, ...]
+    """Classes of transformers that save such weights; the first is what an export says."""
+
+    here: str
+    """For messages, what this project has."""
+
     auto_class: str
+    """Of transformers, which loads what was exported."""
+
+    section: type[ModelConfig]
+    """Describes such a model here, with these values in `fields`."""
+
+    fields: Mapping[str, Any]
+
     rows: tuple[Row, ...]
     spares: tuple[Spare, ...]
     settings: tuple[Setting, ...]
     options: tuple[Option, ...]
+    lacking: Lacking | None = None
+
+    prefix: str
+    """Of names in some files, and in every export; `bare`: beginnings of names that have none."""
+
+    bare: tuple[str, ...] = ()
+
+    old: Mapping[str, str]
+    """Ends of names in old files, and what they became."""
+
+    tokenizing: Tokenizing
+
+    special: Mapping[str, str]
+    """Ids that a configuration repeats, and the attributes of the tokenizer."""
+
+    generates: bool
+    """Whether it goes on with a text, and has a configuration for that."""
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether its configuration names classes."""
+        return self.fields.get("head") == "classifier"
+
+    def name_of(self, key: str) -> str:
+        """The name in this table of a tensor that a file calls `key`."""
+        name = key.removeprefix(self.prefix)
+        for end, today in self.old.items():
+            if name.endswith(end):
+                return name.removesuffix(end) + today
+        return name
+
+    def key_of(self, name: str) -> str:
+        """What an export calls the tensor of this name in the table."""
+        return name if name.startswith(self.bare) else self.prefix + name
+
+    def section_of(self, fields: Mapping[str, Any]) -> ModelConfig:
+        """What describes the model of these fields; ValueError where there is no such model."""
+        return self.section(**self.fields, **fields)

@@ -75,7 +75,7 @@ def read_weights(folder: Path, family: Family, section: ModelConfig, vocab_size:
         for number in _numbers(spare.theirs, section)
     }
     wanted = [name for entry in entries for name in entry.theirs]
-    tensors = _read_tensors(folder, family.prefix, wanted, spares.keys())
+    tensors = _read_tensors(folder, family, wanted, spares.keys())
     _check_dtypes(folder, {name: tensors[name] for name in wanted})
     for name in spares.keys() & tensors.keys():
         if not spares[name].is_spare(tensors[name], tensors):
@@ -108,29 +108,31 @@ def _check_dtypes(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def to_theirs(family: Family, entries: Iterable[Entry], weights: Mapping[str, Tensor]) -> Weights:
-    """Whole parameters by our names as tensors by theirs, with the prefix."""
+    """Whole parameters by our names as the tensors of an export, by its names."""
     made: Weights = {}
     for entry in entries:
         parts = entry.transform.to_theirs(weights[entry.ours])
         for name, part in zip(entry.theirs, parts, strict=True):
-            assert family.prefix + name not in made, name
-            made[family.prefix + name] = part.contiguous()
+            key = family.key_of(name)
+            assert key not in made, name
+            made[key] = part.contiguous()
     return made
 
 
 def _read_tensors(
-    folder: Path, prefix: str, wanted: Iterable[str], spare: Iterable[str]
+    folder: Path, family: Family, wanted: Iterable[str], spare: Iterable[str]
 ) -> Weights:
-    """The tensors of a folder by name without the prefix: all that are wanted, perhaps some that
+    """The tensors of a folder by their names in the table: all that are wanted, perhaps some that
     are spare, and no other."""
     places: dict[str, tuple[Path, str]] = {}
-    for file, key in _list_keys(folder):
-        name = key.removeprefix(prefix)
+    for file, key in _list_keys(folder, family.auto_class):
+        name = family.name_of(key)
         if name in places:
             raise ValueError(f"{folder} has {name} twice: {places[name][1]} and {key}")
         places[name] = file, key
     if missing := sorted(set(wanted) - places.keys()):
-        raise ValueError(f"{folder} has no tensor {missing[0]}{_more(missing)}")
+        because = _because(family, missing)
+        raise ValueError(f"{folder} has no tensor {missing[0]}{_more(missing)}{because}")
     if surplus := sorted(places.keys() - {*wanted, *spare}):
         key = places[surplus[0]][1]
         raise ValueError(
@@ -143,19 +145,27 @@ def _more(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
+def _because(family: Family, missing: list[str]) -> str:
+    """Why these tensors may be missing, where there is a usual reason."""
+    lacking = family.lacking
+    if lacking is None or not all(name.startswith(lacking.theirs) for name in missing):
+        return ""
+    return f", {lacking.because}"
+
+
 def _read(file: Path, key: str) -> Tensor:
     with safe_open(file, "pt") as opened:
         return opened.get_tensor(key)
 
 
-def _list_keys(folder: Path) -> list[tuple[Path, str]]:
-    """(file, name in it) of every tensor of the folder's model."""
+def _list_keys(folder: Path, auto_class: str) -> list[tuple[Path, str]]:
+    """(file, name in it) of every tensor of the folder's model, which transformers' class loads."""
     if (folder / SINGLE).is_file():
         return [(folder / SINGLE, key) for key in _keys(folder / SINGLE)]
     if not (folder / INDEX).is_file():
         raise FileNotFoundError(
             f"{folder} has neither {SINGLE} nor {INDEX}, and pickled weights (pytorch_model.bin) "
-            "are not read here; in Python, transformers.AutoModelForCausalLM"
+            f"are not read here; in Python, transformers.{auto_class}"
             f".from_pretrained({str(folder)!r}).save_pretrained(NEW) makes them safetensors"
         )
     listed = read_object(folder / INDEX).get("weight_map")

@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.config.bert import BertConfig, FinetunedConfig
+from megatron.config.checkpoints import read_manifest
 from megatron.config.checks import flag
-from megatron.config.data import DataConfig
+from megatron.config.data import BertDataConfig, DataConfig, GPT2DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.data.tokenizer import Tokenizer
-from megatron.model.gpt2 import GPT2
 from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.kit import kit_1d
 from megatron.parallel.layout import layouts
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.train.checkpoint import Piece, save
+from megatron.train.models import MODELS
 from megatron.train.start import environment
 from megatron.train.state import DTYPES
 from tools.convert.staging import staged
 
+DATA: dict[str, type[DataConfig]] = {
+    ModelConfig.kind: GPT2DataConfig,
+    BertConfig.kind: BertDataConfig,
+    FinetunedConfig.kind: BertDataConfig,
+}
 
-def empty_model(section: ModelConfig, vocab_size: int) -> GPT2:
+
+def empty_model(section: ModelConfig, vocab_size: int) -> nn.Module:
     """The model uncut and without memory, for its names, shapes and layouts."""
     mesh = serial_mesh()
+    _, make = MODELS[section.kind]
     with torch.device("meta"):
-        return GPT2(section, kit_1d(mesh, RandomStreams(0, mesh)), vocab_size)
+        return make(section, kit_1d(mesh, RandomStreams(0, mesh)), vocab_size)
 
 
 def write_checkpoint(
@@ -57,7 +66,7 @@ def write_checkpoint(
         assert weights[name].shape == layout.shape, f"{name}: {weights[name].shape}"
     (dtype,) = {weight.dtype for weight in weights.values()}
     facts = {
-        **_facts_of_no_run(section, dtype),
+        **_facts_of_no_run(section, dtype, tokenizer.kind),
         "vocab_size": vocab_size,
         "tokenizer": tokenizer.fingerprint,
         "imported_from": imported_from,
@@ -69,21 +78,44 @@ def write_checkpoint(
     return to / path.name
 
 
+SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+FORM = ("layernorm_epsilon", "residual_order")  # told where they are not the default
+TASKS = {"classifier": "MNLI", "choice": "RACE", "span": "SQUAD"}  # one with such a head
+PROGRAMS = {ModelConfig.kind: "pretrain_gpt2.py", BertConfig.kind: "pretrain_bert.py"}
+
+
 def tell(source: str | Path, path: Path, section: ModelConfig) -> None:
-    """Say what was imported, and how to train on from it."""
-    shape = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-    flags = " ".join(f"{flag(name)} {getattr(section, name)}" for name in shape)
-    if section.layernorm_epsilon != ModelConfig.layernorm_epsilon:
-        flags += f" --layernorm-epsilon {section.layernorm_epsilon}"
+    """Say what was imported, and how to go on from it."""
     print(f"imported {source} as {path}")
-    print(f"to train on from it: pretrain_gpt2.py --finetune --load {path.parent} {flags} ...")
+    if section.kind in PROGRAMS:
+        program, flags = PROGRAMS[section.kind], " ".join(_flags(path, section))
+        print(f"to train on from it: {program} --finetune --load {path.parent} {flags} ...")
+    if isinstance(section, BertConfig):
+        task = TASKS[section.head] if isinstance(section, FinetunedConfig) else "MNLI"
+        aim = "evaluate" if isinstance(section, FinetunedConfig) else "fine-tune"
+        print(f"to {aim} it: tasks/main.py --task {task} --pretrained-checkpoint {path.parent} ...")
 
 
-def _facts_of_no_run(section: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What the manifests of a run say of it, of one that has made no step and read no data."""
-    data = DataConfig(seq_length=section.max_position_embeddings)
+def _flags(path: Path, section: ModelConfig) -> Iterator[str]:
+    """What the pretraining program has to be told, so that its model is this one."""
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if field.name in SHAPE or (field.name in FORM and value != field.default):
+            yield f"{flag(field.name)} {value}"
+    kind = read_manifest(path)["config"]["data"]["tokenizer_type"]
+    if kind != DATA[section.kind].tokenizer_type:
+        yield f"--tokenizer-type {kind}"
+
+
+def _facts_of_no_run(section: ModelConfig, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
+    """What the manifests of a run say of it, of one that has made no step and read no data.
+
+    tokenizer: its kind.
+    """
+    data = DATA[section.kind](seq_length=section.max_position_embeddings, tokenizer_type=tokenizer)
     scaler = LossScaler.of(PrecisionConfig(), dtype)
     return {
+        "kind": section.kind,
         "config": {"model": asdict(section), "data": asdict(data)},
         "precision": next(name for name, wide in DTYPES.items() if wide == dtype),
         "data": [],

@@ -12,7 +12,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
+from megatron.config.checkpoints import read_manifest
+from megatron.data.tokenizer import file_names
+from megatron.train.checkpoint import load, save
+from megatron.train.models import build_model, section_of
+from megatron.train.state import DTYPES, model_pieces
 from tests.data.samples import write_tokenizer
+from tests.tiny import mesh_of_ranks
 
 SHAPE = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16}
 VOCABULARY = 261  # that of write_tokenizer
@@ -67,6 +73,20 @@ def assert_same_weights(one: Path, other: Path) -> None:
     for name, tensor in ours.items():
         assert (tensor.dtype, tensor.shape) == (theirs[name].dtype, theirs[name].shape), name
         assert tensor.view(torch.uint8).equal(theirs[name].view(torch.uint8)), name
+
+
+def load_and_save(checkpoint: Path, to: Path, tensor_size: int) -> None:
+    """What a run at this layout would do with the weights; makes to/step_00000001."""
+    mesh, manifest = mesh_of_ranks(tensor_size), read_manifest(checkpoint)
+    dtype = DTYPES[manifest["precision"]]
+    section, size = section_of(manifest), manifest["vocab_size"]
+    model, _ = build_model(section, mesh, size, seed=None, dtype=dtype)
+    load(checkpoint, model_pieces(model), mesh)
+    names = file_names(manifest["config"]["data"]["tokenizer_type"])
+    files = {name: (checkpoint / name).read_bytes() for name in names}
+    own = ("files", "tensors", "checksum", "format")
+    facts = {key: value for key, value in manifest.items() if key not in own}
+    save(to, 1, model_pieces(model), facts, mesh, files)
 
 
 def change_json(file: Path, **changes: Any) -> None:

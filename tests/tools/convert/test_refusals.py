@@ -36,8 +36,16 @@ def refuse(folder: Path, message: str, **arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("model_type", ["gpt2"], r'model_type is \["gpt2"\]; "gpt2" would work'),
-        ("model_type", "llama", 'model_type is "llama"; "gpt2" would work'),
+        (
+            "model_type",
+            ["gpt2"],
+            r'model_type is \["gpt2"\]; "gpt2" or "bert" or "megatron-bert" would',
+        ),
+        (
+            "model_type",
+            "llama",
+            'model_type is "llama"; "gpt2" or "bert" or "megatron-bert" would work',
+        ),
         ("activation_function", "gelu", 'activation_function is "gelu"; .* "gelu_new" or'),
         ("scale_attn_weights", False, "scale_attn_weights is false; .* true would work"),
         ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx is true; "),
@@ -169,7 +177,7 @@ def change_tokenizer(folder: Path, part: str, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("part", "changes", "message"),
     [
-        ("normalizer", {"type": "NFC"}, "it has a normalizer"),
+        ("normalizer", {"type": "NFC"}, 'normalizer.type is "NFC"; in GPT-2\'s'),
         ("pre_tokenizer", {"add_prefix_space": True}, "pre_tokenizer.add_prefix_space is true"),
         ("pre_tokenizer", {"type": "Whitespace"}, 'pre_tokenizer.type is "Whitespace"'),
         ("pre_tokenizer", {"use_regex": False}, "pre_tokenizer.use_regex is false"),
@@ -319,7 +327,7 @@ def test_the_program_converts_both_ways_and_prints_the_figures(folder: Path) -> 
     ):
         done = run(*map(str, words))
         assert done.returncode == 0, done.stderr
-        assert "the logits differ by" in done.stdout
+        assert "the logits of next tokens differ by" in done.stdout
         assert done.stderr == ""
 
 

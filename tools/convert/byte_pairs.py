@@ -1,0 +1,74 @@
+"""GPT-2's byte-level BPE in a folder: vocab.json and merges.txt, or tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.data.tokenizer import END_OF_DOCUMENT, GPT2BPETokenizer, Tokenizer
+from tools.convert.tokenizing import Tokenizing
+
+KIND = GPT2BPETokenizer.kind
+VOCABULARY, MERGES = GPT2BPETokenizer.names.values()
+
+PARTS = (
+    ("normalizer", "type", (None,)),
+    ("pre_tokenizer", "type", ("ByteLevel",)),
+    ("pre_tokenizer", "add_prefix_space", (False,)),
+    ("pre_tokenizer", "use_regex", (True,)),
+    ("model", "type", ("BPE",)),
+    ("model", "dropout", (None, 0.0)),
+    ("model", "continuing_subword_prefix", (None, "")),
+    ("model", "end_of_word_suffix", (None, "")),
+    ("model", "byte_fallback", (False,)),
+    ("model", "ignore_merges", (False,)),
+    ("decoder", "type", ("ByteLevel",)),
+    ("post_processor", "type", (None, "ByteLevel", "TemplateProcessing")),
+    ("post_processor", "special_tokens", ({},)),
+)
+OPTIONS = tuple(
+    (option, (False, None)) for option in ("add_prefix_space", "add_bos_token", "add_eos_token")
+)
+
+
+def _write_model(folder: Path, model: Mapping[str, Any]) -> None:
+    if "merges" not in model:
+        raise ValueError("its model has no merges")
+    # A merge is "a b", or in newer files ["a", "b"].
+    merges = (each if isinstance(each, str) else " ".join(each) for each in model["merges"])
+    _write_files(folder, model["vocab"], merges)
+
+
+def _write_files(folder: Path, vocabulary: Mapping[str, int], merges: Iterable[str]) -> None:
+    """With the first line of the merges that some readers skip unread."""
+    (folder / VOCABULARY).write_text(json.dumps(vocabulary), encoding="utf-8")
+    lines = ["#version: 0.2", *merges, ""]
+    (folder / MERGES).write_text("\n".join(lines), encoding="utf-8", newline="\n")
+
+
+def _write(folder: Path, tokenizer: Tokenizer, positions: int) -> None:
+    import transformers
+
+    vocabulary = json.loads(tokenizer.files[VOCABULARY])
+    lines = tokenizer.files[MERGES].decode().splitlines()
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    pairs = [tuple(line.split(" ")) for line in merges]
+    theirs = transformers.GPT2Tokenizer(vocab=vocabulary, merges=pairs, model_max_length=positions)
+    theirs.save_pretrained(folder)
+    _write_files(folder, vocabulary, merges)
+
+
+BYTE_PAIRS = Tokenizing(
+    whose="GPT-2's",
+    kinds=(KIND,),
+    marks=(END_OF_DOCUMENT,),
+    parts=PARTS,
+    options=OPTIONS,
+    kind_of=lambda config: KIND,
+    kind_of_json=lambda content: KIND,
+    write_files=_write_model,
+    write=_write,
+    around=lambda tokenizer: ([], []),
+)
