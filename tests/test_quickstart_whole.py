@@ -41,6 +41,9 @@ WIKITEXT = """
  A loop ( of any kind ) runs until it ends .
 """
 
+COLUMNS = "sentence1\tsentence2\tgold_label"
+LABELS = ("contradiction", "entailment", "neutral")
+
 pytestmark = pytest.mark.slow
 
 
@@ -66,6 +69,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             file.write(json.dumps({"text": text, "id": name}) + "\n")
     (folder / "tiny.toml").write_text(PRESET)
     (folder / "wiki.tokens").write_text(WIKITEXT)
+    (folder / "finetune.toml").write_text("epochs = 1\nglobal_batch_size = 4\n")
+    for name in ("train", "dev_matched", "dev_mismatched"):
+        rows = [f"{name} {n}\tThe answer is {n}.\t{LABELS[n % 3]}" for n in range(6)]
+        (folder / f"{name}.tsv").write_text("\n".join([COLUMNS, *rows, ""]))
     (folder / "lambada.jsonl").write_text(json.dumps({"text": "One two three and so to bed"}))
     return folder
 
@@ -117,14 +124,21 @@ def readme_commands() -> list[str]:
 def test_every_command_of_the_readme_runs(folder: Path, quickstart: str) -> None:
     assert shell(quickstart).returncode == 0  # reused where the test above has run
     commands = readme_commands()
-    assert len(commands) == 18
+    assert len(commands) == 24
     small = {
         "runs/quickstart/corpus/raw.jsonl": f"{folder}/corpus.jsonl",
         "runs/quickstart": f"{folder}/runs",
         "runs/mine": f"{folder}/mine",
         "data/wikitext103/wiki.test.tokens": f"{folder}/wiki.tokens",
         "data/lambada_test.jsonl": f"{folder}/lambada.jsonl",
+        "data/mnli": str(folder),
         "scripts/presets/quickstart.toml": f"{folder}/tiny.toml",
+        "scripts/presets/miniature_bert.toml": f"{folder}/tiny.toml",
+        "scripts/presets/finetune/mnli_336m.toml": f"{folder}/finetune.toml",
+        "--seq-length 256": "--seq-length 64",
+        "--vocab-size 8000": "--vocab-size 600",
+        "--seeds 5": "--seeds 2",
+        "--train-iters 400": "--train-iters 4",
         "--train-iters 200": "--train-iters 4",
         "--save-interval 100": "--save-interval 2",
         "--train-iters 300": "--train-iters 6",
