@@ -15,7 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file
+import torch
+from safetensors.torch import load_file
 
 from tests.data.samples import write_data
 from tests.dist import PRELOADED
@@ -156,9 +157,9 @@ def newest(save: Path) -> Path:
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Every slice of a checkpoint: equal layouts have equal ones."""
+    """The bytes of every slice of a checkpoint: equal layouts have equal ones."""
     return {
-        f"{file.name} {key}": tensor
+        f"{file.name} {key}": tensor.view(torch.uint8).numpy()
         for file in sorted(checkpoint.glob("*.safetensors"))
         for key, tensor in load_file(file).items()
     }

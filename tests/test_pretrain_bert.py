@@ -1,13 +1,21 @@
 """pretrain_bert.py as its users run it: layouts, resuming, precision, and what it refuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron.config import BertDataConfig
 from megatron.data.tokenizer import build_tokenizer
-from tests.data.samples import write_data, write_sentences, write_wordpiece
+from megatron.train.inputs import open_bert_data
+from tests.data.samples import (
+    write_data,
+    write_data_of_tokenizer,
+    write_sentences,
+    write_wordpiece,
+)
 from tests.programs import assert_equal_bits, newest, pretrain
 
 KIND = "BertWordPieceLowerCase"
@@ -82,6 +90,58 @@ def test_it_learns_in_every_precision(data: Path, tmp_path: Path, order: str) ->
         ends[precision] = curve[-1]
     assert ends["--bf16"] == pytest.approx(ends["--no-bf16"], abs=0.2)
     assert ends["--fp16"] == pytest.approx(ends["--no-bf16"], abs=0.2)
+
+
+def test_narrow_precision_resumes_exactly_over_two_ranks(data: Path, tmp_path: Path) -> None:
+    words = (
+        f"{ONE_BY_ONE} --bf16 --residual-order post-ln --checkpoint-activations "
+        "--tensor-model-parallel-size 2 --check-replicas-interval 1"
+    )
+    run(data, f"{words} --save {tmp_path}/whole", world=2)
+    run(data, f"{words} --exit-interval 2 --save {tmp_path}/half", world=2)
+    run(data, f"{words} --save {tmp_path}/half --load {tmp_path}/half", world=2)
+    assert_equal_bits(newest(tmp_path / "whole"), newest(tmp_path / "half"))
+
+
+def test_the_samples_are_those_that_the_flags_ask_for(data: Path) -> None:
+    vocabulary = str(data.with_name("vocab.txt"))
+    section = BertDataConfig(data_path=(str(data),), vocab_file=vocabulary, seq_length=16)
+    numbers = range(40)
+    plain = open_bert_data(section, 1)[1].train.batch(numbers)
+    for name, value in (
+        ("mask_prob", 0.4),
+        ("short_seq_prob", 0.9),
+        ("max_ngram_size", 1),
+        ("seq_length", 12),
+    ):
+        _, inputs = open_bert_data(replace(section, **{name: value}), 1)
+        other = inputs.train.batch(numbers)
+        assert other.tokens.shape != plain.tokens.shape or (other.tokens != plain.tokens).any(), (
+            name
+        )
+    assert (open_bert_data(section, 2)[1].train.batch(numbers).tokens != plain.tokens).any()
+    assert (open_bert_data(section, 1)[1].train.batch(numbers).tokens == plain.tokens).all()
+
+
+def test_without_a_preset_the_rate_falls_linearly_to_nothing(data: Path, tmp_path: Path) -> None:
+    words = "--train-iters 4 --log-interval 1 --lr-warmup-iters 1"
+    run(data, f"{words} --save {tmp_path}/run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rates = [line["lr"] for line in map(json.loads, lines) if "lr" in line]
+    assert rates == pytest.approx([1e-4, 2e-4 / 3, 1e-4 / 3, 0.0])
+
+
+def test_each_program_names_the_data_that_it_reads(data: Path, tmp_path: Path) -> None:
+    documents = tmp_path / "gpt2_text_document"
+    write_data_of_tokenizer(documents, [[*range(1, 40), 260]] * 4)
+    said = "holds whole documents, where sentences are read"
+    words = "--train-iters 1"
+    with pretrain(words, folder=tmp_path, program="pretrain_bert", data=documents) as each:
+        assert each.wait() == [2]
+        assert said in each.text()
+    with pretrain(words, folder=tmp_path, data=data) as each:
+        assert each.wait() == [2]
+        assert "holds sentences, where whole documents are read" in each.text()
 
 
 def test_a_run_goes_on_with_its_own_model_and_samples_alone(data: Path, tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
-"""Show samples of a data set as text, and statistics of many beside what is to be expected.
+"""Show BERT's samples as text, and statistics of many beside what is to be expected.
 
     python tools/inspect_data.py --data-path P_text_sentence --samples 2 --statistics 2000
 
-Prints what pretrain_bert.py, or pretrain_gpt2.py for a data set of its tokenizer, would train on
-with the same flags. In a sample of BERT {[MASK] <- word} says what the model reads and what it has
-to predict.
+Prints what pretrain_bert.py would train on with the same flags. In a sample {[MASK] <- word} says
+what the model reads and what it has to predict.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +25,11 @@ from megatron.config.checks import non_negative
 from megatron.config.data import BertDataConfig
 from megatron.config.interrupt import interruptible
 from megatron.config.parse import parse, user_errors
-from megatron.data.bert import SPECIAL, BertDataset, BertSample, open_bert_splits
-from megatron.data.gpt2 import GPT2Dataset, open_splits
+from megatron.data.bert import SPECIAL, BertDataset, BertSample
 from megatron.data.masking import HIDDEN, RANDOM
-from megatron.data.sources import Corpus, find_tokenizer, open_corpus
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.sources import Corpus
 from megatron.data.wordpiece import BertTokenizer
+from megatron.train.inputs import open_bert_data
 
 WIDTH = 100  # characters of a line
 AT_ONCE = 64  # samples read together
@@ -60,16 +57,15 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A line of the table of statistics."""
+    """A line of the table of statistics: shares."""
 
     name: str
     found: float
     expected: float | None = None
-    is_share: bool = True
 
     def __str__(self) -> str:
         cells = [
-            "" if number is None else f"{100 * number:.2f} %" if self.is_share else f"{number:.2f}"
+            "" if number is None else f"{100 * number:.2f} %"
             for number in (self.found, self.expected)
         ]
         return f"{self.name:<44}{cells[0]:>12}{cells[1]:>12}".rstrip()
@@ -78,60 +74,14 @@ class Row:
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with user_errors(environ):
         settings = parse(Settings, arguments, environ)
-        corpus, tokenizer = open_data(settings.data)
-        if isinstance(tokenizer, BertTokenizer):
-            lines = of_bert(open_bert(corpus, tokenizer, settings), tokenizer, settings)
-        else:
-            lines = of_gpt2(open_gpt2(corpus, settings), tokenizer, settings)
-        text = "\n".join([described(corpus, tokenizer), "", *lines])
-    print(text)
+        tokenizer, inputs = open_bert_data(settings.data, settings.seed)
+        assert isinstance(inputs.train, BertDataset)
+        lines = [described(inputs.corpus, tokenizer), ""]
+        lines += shown(inputs.train, tokenizer, settings)
+    print("\n".join(lines))
 
 
-def open_data(data: BertDataConfig) -> tuple[Corpus, Tokenizer]:
-    """The tokenizer is that of the flags, or the one beside the data."""
-    given = None
-    if data.vocab_file or data.merge_file:
-        given = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
-    corpus = open_corpus(data.data_path, given)
-    tokenizer = given or find_tokenizer(corpus)
-    if tokenizer is None:
-        raise ValueError(
-            "no data set of --data-path has its tokenizer beside it; --tokenizer-type and "
-            "--vocab-file, and --merge-file if it has one, would tell what the ids mean"
-        )
-    return corpus, tokenizer
-
-
-def open_bert(corpus: Corpus, tokenizer: BertTokenizer, settings: Settings) -> BertDataset:
-    data = settings.data
-    training, _, _ = open_bert_splits(
-        corpus,
-        tokenizer,
-        split=data.split,
-        seq_length=data.seq_length,
-        seed=settings.seed,
-        mask_prob=data.mask_prob,
-        short_seq_prob=data.short_seq_prob,
-        max_ngram_size=data.max_ngram_size,
-    )
-    return _kept(training, data.split)
-
-
-def open_gpt2(corpus: Corpus, settings: Settings) -> GPT2Dataset:
-    data = settings.data
-    training, _, _ = open_splits(
-        corpus, split=data.split, seq_length=data.seq_length, seed=settings.seed
-    )
-    return _kept(training, data.split)
-
-
-def _kept(training: Any, split: str) -> Any:
-    if training is None:
-        raise ValueError(f"--split {split} keeps nothing for training; --split 29,1,0 would work")
-    return training
-
-
-def described(corpus: Corpus, tokenizer: Tokenizer) -> str:
+def described(corpus: Corpus, tokenizer: BertTokenizer) -> str:
     lines = [f"tokenizer {tokenizer.kind}, {tokenizer.vocab_size:,} ids"]
     for source in corpus.sources:
         data = source.data
@@ -143,9 +93,9 @@ def described(corpus: Corpus, tokenizer: Tokenizer) -> str:
     return "\n".join(lines)
 
 
-def of_bert(data: BertDataset, tokenizer: BertTokenizer, settings: Settings) -> Iterator[str]:
-    shown = range(settings.first, settings.first + settings.samples)
-    for number, sample in zip(shown, data.samples(shown) if shown else [], strict=True):
+def shown(data: BertDataset, tokenizer: BertTokenizer, settings: Settings) -> Iterator[str]:
+    numbers = range(settings.first, settings.first + settings.samples)
+    for number, sample in zip(numbers, data.samples(numbers) if numbers else [], strict=True):
         yield shown_pair(number, sample, tokenizer, settings.data.seq_length)
     if settings.statistics:
         yield f"{f'{settings.statistics} samples':<44}{'found':>12}{'expected':>12}"
@@ -256,28 +206,6 @@ def _runs(where: NDArray[np.bool_]) -> NDArray[np.int64]:
     """The length of each run of True."""
     edges = np.flatnonzero(np.diff(where.astype(np.int8), prepend=0, append=0))
     return edges[1::2] - edges[::2]
-
-
-def of_gpt2(data: GPT2Dataset, tokenizer: Tokenizer, settings: Settings) -> Iterator[str]:
-    shown = range(settings.first, settings.first + settings.samples)
-    for number in shown:
-        tokens = data.batch([number]).tokens[0]
-        marks = int((tokens == tokenizer.eod).sum())
-        yield f"sample {number}: {len(tokens)} tokens, {marks} ends of documents"
-        yield _wrapped(tokenizer.decode(tokens.tolist())) + "\n"
-    if settings.statistics:
-        yield f"{f'{settings.statistics} samples':<44}{'found':>12}"
-        yield from map(str, gpt2_statistics(data, tokenizer, settings.statistics))
-
-
-def gpt2_statistics(data: GPT2Dataset, tokenizer: Tokenizer, count: int) -> Iterator[Row]:
-    batches = [data.batch(some).tokens for some in _chunks(range(count))]
-    tokens = np.concatenate(batches)
-    marks = (tokens == tokenizer.eod).sum(axis=1)
-    yield Row(name="ends of documents in a sample", found=marks.mean(), is_share=False)
-    yield Row(name="samples without an end of a document", found=(marks == 0).mean())
-    seen = len(np.unique(tokens)) / tokenizer.vocab_size
-    yield Row(name="ids of the vocabulary that occur", found=seen)
 
 
 def _chunks(numbers: range) -> Iterator[range]:

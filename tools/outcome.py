@@ -50,6 +50,8 @@ def left_out(books: Mapping[str, Any], reasons: str = "") -> Iterator[str]:
         yield f"{empty} documents {NO_TOKEN} left out"
     if empty := books.get("empty_sentences", 0):
         yield f"{empty} sentences {NO_TOKEN} left out"
+    if single := books.get("one_sentence", 0):
+        yield f"{single} documents of one sentence, which BERT passes over"
 
 
 def _set_aside(books: Mapping[str, Any]) -> int:

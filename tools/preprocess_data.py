@@ -240,7 +240,10 @@ def tokenise(step: StepRun, settings: Settings) -> None:
         tokens=description.tokens,
         shuffled=description.shuffled,
         sentences=description.sentences,
-        empty_sentences=sum(result["empty_sentences"] for result in results),
+        **{
+            name: sum(result[name] for result in results)
+            for name in ("empty_sentences", "one_sentence")
+        },
     )
 
 

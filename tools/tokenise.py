@@ -2,8 +2,8 @@
 
 A unit is encoded into three files: its tokens, the size of each sequence (a document, or a sentence
 of one) and how many of these each document has; a shard is the units of some range of the input,
-one after another.  So all workers are busy whether there is one shard or
-many, and what is written does not depend on how many there are.
+one after another.  So all workers are busy whether there is one shard or many, and what is written
+does not depend on how many there are.
 """
 
 import os
@@ -122,7 +122,7 @@ class Encoded(NamedTuple):
 
 def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
     """Write the tokens of the unit's documents and their sizes; keep the books."""
-    funnel, empty = Funnel(), 0
+    funnel, empty, single = Funnel(), 0, 0
     dtype = token_dtype(settings.vocab_size)
     with ExitStack() as stack:
         tokens, sizes, sequences = (
@@ -134,11 +134,12 @@ def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
             sizes.write(encoded.sizes)
             sequences.write(encoded.sequences[encoded.sequences > 0])
             empty += encoded.empty
+            single += int((encoded.sequences == 1).sum()) if settings.sentences is not None else 0
             for passage, count in zip(batch, encoded.sequences, strict=True):
                 left_out = funnel.dropped.setdefault(NO_TOKEN, {}) if not count else None
                 _count(funnel.output if left_out is None else left_out, passage)
     keep_rejected(settings, unit, funnel)
-    return {"funnel": funnel.to_json(), "empty_sentences": empty}
+    return {"funnel": funnel.to_json(), "empty_sentences": empty, "one_sentence": single}
 
 
 def encode(texts: Sequence[str], settings: TokenSettings) -> Encoded:

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from megatron.config.model import ModelConfig
 
 ResidualOrder = Literal["pre-ln", "post-ln"]
+Head = Literal["classifier", "choice", "span"]
 TOKEN_TYPES = 2  # of the first and of the second segment
 
 
@@ -27,7 +28,7 @@ class FinetunedConfig(BertConfig):
 
     kind: ClassVar[str] = "finetuned"
 
-    head: Literal["classifier", "choice", "span"]
+    head: Head
     """Scores of classes, of each option of a question, or of each token as first and last one."""
 
     labels: tuple[str, ...] = ()

@@ -62,8 +62,7 @@ class BertDataConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, "mask_prob", "max_ngram_size")
-        fraction(self, "mask_prob", "short_seq_prob")
+        fraction(self, "short_seq_prob")
 
 
 # Where the data lies and what made it, of which a data set's own identity tells.

@@ -50,3 +50,17 @@ class OptimizerConfig:
             raise SettingError(
                 f"--min-lr {self.min_lr} is above --lr {self.lr}; --min-lr {self.lr} would work"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertOptimizerConfig(OptimizerConfig):
+    """With the defaults of the paper's BERT (section 4.2)."""
+
+    lr: float = 1e-4
+    """Highest learning rate, reached at the end of warm-up."""
+
+    min_lr: float = 0.0
+    """Learning rate at and after the end of decay."""
+
+    lr_decay_style: Literal["cosine", "linear", "constant"] = "linear"
+    """Curve from the highest to the lowest learning rate."""

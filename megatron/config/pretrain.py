@@ -10,7 +10,7 @@ from megatron.config.checks import SettingError
 from megatron.config.data import BertDataConfig, DataConfig, GPT2DataConfig
 from megatron.config.logging import LoggingConfig, require_sinks
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import BertOptimizerConfig, OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
@@ -97,6 +97,7 @@ class PretrainGPT2Config(PretrainConfig):
 class PretrainBertConfig(PretrainConfig):
     model: BertConfig
     data: BertDataConfig = field(default_factory=BertDataConfig)
+    optimizer: BertOptimizerConfig = field(default_factory=BertOptimizerConfig)
 
 
 def _next_multiple(number: int, of: int) -> int:

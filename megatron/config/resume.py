@@ -51,12 +51,12 @@ class Start:
     """Take the weights alone and begin at step 0."""
 
 
-def find_start(section: CheckpointConfig) -> Start:
+def find_start(section: CheckpointConfig, given: str = "--load") -> Start:
     """Where --load, --save and --finetune say to begin.
 
     --load and --save of the same directory is how a job is queued that restarts itself: its first
-    start finds nothing to load, and that is no error. Raises FileNotFoundError where --load holds
-    no checkpoint, ValueError where --save holds those of another run than --load.
+    start finds nothing to load, and that is no error. given: the flag that --load is of, for
+    messages. Raises FileNotFoundError where --load holds no checkpoint, ValueError where --save holds those of another run than --load.
     """
     saved = step_folders(section.save) if section.save is not None else []
     if section.load is None:
@@ -74,7 +74,7 @@ def find_start(section: CheckpointConfig) -> Start:
         saved = []  # going back on purpose, in the same directory
     if not folders and not saved and (one is not None or not is_same):
         raise FileNotFoundError(
-            f"--load {section.load}: no checkpoint there; {_what_would_work(section.load)}"
+            f"{given} {section.load}: no checkpoint there; {_what_would_work(section.load, given)}"
         )
     if not is_same:
         _check_one_run(section, saved, folders)
@@ -85,13 +85,13 @@ def find_start(section: CheckpointConfig) -> Start:
     return Start(folders=tuple(ordered), finetune=section.finetune)
 
 
-def _what_would_work(load: str) -> str:
+def _what_would_work(load: str, given: str) -> str:
     """Instead of a --load without a checkpoint of this project."""
     for file, program in FOREIGN.items():
         if Path(load, file).is_file():
-            return (
-                f"it has a {file}: `python tools/{program} --from {load} --to NEW`, then --load NEW"
-            )
+            return f"it has a {file}: `python tools/{program} --from {load} --to NEW`, then {given} NEW"
+    if seeds := [str(each) for each in sorted(Path(load).glob("seed_*")) if step_folders(each)]:
+        return f"{given} {seeds[0]} would work, and so would any of its {len(seeds)} seed_* folders"
     return "the directory given to an earlier --save would work"
 
 

@@ -12,7 +12,8 @@ series.py). In place of a spare number another block is drawn, so in an epoch, o
 validation split, every block comes at least once and some come again, with another cut and other
 masks; all with the same probability, so that a mean over the split is a fair one. What is drawn for
 a sample number is drawn from a random stream of its own: each epoch draws anew, while each
-evaluation reads the same samples.
+evaluation reads the same samples. All is made of the stream's uniform numbers: what else numpy
+draws may differ between its versions.
 
 b: samples of a batch; s: tokens of a sample (--seq-length), of which 3 are marks.
 """
@@ -29,7 +30,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.masking import Masking
 from megatron.data.pairs import Pair, draw_pair
 from megatron.data.series import Series, open_series
-from megatron.data.sources import Corpus, Source, require_sequences
+from megatron.data.sources import Corpus, Source
 from megatron.data.verify import check_highest_id
 from megatron.data.wordpiece import BertTokenizer
 
@@ -184,7 +185,6 @@ def open_bert_splits(
             f"--seq-length {seq_length} has no room for two segments and their marks; "
             f"--seq-length {SPECIAL + 2} would work"
         )
-    require_sequences(corpus, sentences=True)
     for source in corpus.sources:
         _refuse_marks(source)
     marks = Marks(pad=tokenizer.pad, cls=tokenizer.cls, sep=tokenizer.sep)

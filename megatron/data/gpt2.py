@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron.data.batch import Batch
 from megatron.data.indexed import IndexedDataset
 from megatron.data.series import Series, open_series
-from megatron.data.sources import Corpus, require_sequences
+from megatron.data.sources import Corpus
 from megatron.data.verify import check_highest_id
 
 
@@ -139,10 +139,8 @@ def open_splits(
     """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
 
     Raises ValueError, naming the flag, for a split without documents or with fewer than
-    seq_length + 1 tokens, for documents that are cut into sentences, and where boundaries are asked
-    for that the data does not mark.
+    seq_length + 1 tokens, and where boundaries are asked for that the data does not mark.
     """
-    require_sequences(corpus, sentences=False)
     boundaries = Boundaries(
         eod=corpus.eod,
         reset_position_ids=reset_position_ids,

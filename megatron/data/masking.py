@@ -97,7 +97,7 @@ class Masking:
         Drawn one by one they would be as often on average, but the share of tokens in a sample
         would vary more.
         """
-        levels = (rng.permutation(count) + rng.random()) / count
+        levels = (np.argsort(rng.random(count), kind="stable") + rng.random()) / count
         return np.searchsorted(self._shares, levels, "right") + 1
 
 
@@ -107,7 +107,7 @@ def _place(lengths: NDArray[np.int64], words: int, rng: np.random.Generator) -> 
     lengths = lengths[np.cumsum(lengths) + np.arange(len(lengths)) <= words]
     free = words - int(lengths.sum())
     # Words that stay before each n-gram: different ones, so that no two n-grams touch.
-    before = np.sort(np.argsort(rng.random(free + 1))[: len(lengths)])
+    before = np.sort(np.argsort(rng.random(free + 1), kind="stable")[: len(lengths)])
     ends = before + np.cumsum(lengths)
     steps = np.zeros(words + 1, np.int64)
     steps[ends - lengths] += 1

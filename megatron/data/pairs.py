@@ -69,5 +69,5 @@ def _kept(first: int, second: int, length: int) -> tuple[int, int]:
 
 def _shorten(tokens: range, keep: int, rng: np.random.Generator) -> range:
     lost = len(tokens) - keep
-    front = int(rng.binomial(lost, 0.5)) if lost else 0
+    front = int((rng.random(lost) < 0.5).sum())
     return tokens[front : front + keep]

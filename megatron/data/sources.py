@@ -195,9 +195,12 @@ def _open_source(weight: Fraction, prefix: str) -> Source:
 
 
 def _content(source: Source) -> str:
-    if source.description is not None:
-        return f"SHA-256 {source.description.bin_sha256}"
-    return f"{len(source.data.tokens) * source.data.dtype.itemsize} bytes"
+    """What is in the data set; where the index says where sentences end, that too."""
+    known = source.description
+    if known is None:
+        return f"{len(source.data.tokens) * source.data.dtype.itemsize} bytes"
+    index = f", index {known.idx_sha256}" if known.sentences is not None else ""
+    return f"SHA-256 {known.bin_sha256}{index}"
 
 
 def _end_mark(source: Source, tokenizer: Tokenizer | None) -> int | None:

@@ -22,7 +22,13 @@ from megatron.train.state import TrainState
 
 
 class NonFiniteError(FloatingPointError):
-    """A loss or gradient that is not finite ends the run; the message says where it began."""
+    """A loss or gradient that is not finite ends the run; the message says where it began, in the
+    words of pretraining."""
+
+    what: str
+    """"loss" or "gradient"."""
+    found: Finding | None
+    """As of `find_first`."""
 
 
 @dataclass(frozen=True, order=True)
@@ -125,10 +131,12 @@ def non_finite(
     state: as it was before the step. what: "loss" or "gradient".
     """
     found = find_first(state, replay)
-    return NonFiniteError(
+    error = NonFiniteError(
         f"step {state.step + 1}: the {what} is not finite{_scaling(state.scaler)}. "
         f"{_where(state, batches, found)}. {_cures(state.scaler)}"
     )
+    error.what, error.found = what, found
+    return error
 
 
 def _scaling(scaler: LossScaler) -> str:

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.config.data import DataConfig
-from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
+from megatron.config.data import BertDataConfig, DataConfig
+from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from megatron.data.batch import Samples
 from megatron.data.bert import open_bert_splits
 from megatron.data.gpt2 import open_splits
-from megatron.data.sources import Corpus, find_tokenizer, open_corpus
+from megatron.data.sources import Corpus, find_tokenizer, open_corpus, require_sequences
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.data.wordpiece import BertTokenizer
 
@@ -37,7 +37,8 @@ def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
 
     Warns where checkpoints will be saved that hold no tokenizer.
     """
-    corpus, tokenizer = _open_corpus(config)
+    data = config.data
+    corpus, tokenizer = _open_corpus(data, config.model.vocab_size, sentences=False)
     if tokenizer is None and config.checkpoint.save is not None:
         warnings.warn(
             "checkpoints will hold no tokenizer, as no data set of --data-path has one beside it; "
@@ -46,45 +47,58 @@ def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
         )
     splits = open_splits(
         corpus,
-        split=config.data.split,
-        seq_length=config.data.seq_length,
+        split=data.split,
+        seq_length=data.seq_length,
         seed=config.training.seed,
-        reset_position_ids=config.data.reset_position_ids,
-        reset_attention_mask=config.data.reset_attention_mask,
-        eod_mask_loss=config.data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
     )
-    return _inputs(config, corpus, tokenizer, splits)
+    return _inputs(data, corpus, tokenizer, splits)
 
 
 def open_bert_inputs(config: PretrainBertConfig) -> Inputs:
     """As open_gpt2_inputs; the tokenizer has to be known, since its marks go into every sample."""
-    corpus, tokenizer = _open_corpus(config)
+    _, inputs = open_bert_data(config.data, config.training.seed, config.model.vocab_size)
+    return inputs
+
+
+def open_bert_data(
+    data: BertDataConfig, seed: int, vocab_size: int | None = None
+) -> tuple[BertTokenizer, Inputs]:
+    corpus, tokenizer = _open_corpus(data, vocab_size, sentences=True)
     if not isinstance(tokenizer, BertTokenizer):
+        found = "one of another kind" if tokenizer is not None else "none"
         raise ValueError(
-            "BERT needs the marks of a WordPiece tokenizer, and no data set of --data-path has one "
-            "beside it; --vocab-file vocab.txt, of the tokenizer that made the data, would work"
+            f"BERT needs the marks of the WordPiece tokenizer that made --data-path, and {found} "
+            "is beside the data; --vocab-file vocab.txt, if that made the data, would work"
         )
     splits = open_bert_splits(
         corpus,
         tokenizer,
-        split=config.data.split,
-        seq_length=config.data.seq_length,
-        seed=config.training.seed,
-        mask_prob=config.data.mask_prob,
-        short_seq_prob=config.data.short_seq_prob,
-        max_ngram_size=config.data.max_ngram_size,
+        split=data.split,
+        seq_length=data.seq_length,
+        seed=seed,
+        mask_prob=data.mask_prob,
+        short_seq_prob=data.short_seq_prob,
+        max_ngram_size=data.max_ngram_size,
     )
-    return _inputs(config, corpus, tokenizer, splits)
+    return tokenizer, _inputs(data, corpus, tokenizer, splits)
 
 
-def _open_corpus(config: PretrainConfig) -> tuple[Corpus, Tokenizer | None]:
-    given = _given_tokenizer(config.data)
-    corpus = open_corpus(config.data.data_path, given, config.model.vocab_size)
-    return corpus, given or _found_tokenizer(corpus, config.data.tokenizer_type)
+def _open_corpus(
+    data: DataConfig, vocab_size: int | None, *, sentences: bool
+) -> tuple[Corpus, Tokenizer | None]:
+    """sentences: whether the data has to be cut into such."""
+    given = _given_tokenizer(data)
+    corpus = open_corpus(data.data_path, given, vocab_size)
+    # Before the kinds of tokenizer: who confuses two data sets is told which program reads which.
+    require_sequences(corpus, sentences=sentences)
+    return corpus, given or _found_tokenizer(corpus, data.tokenizer_type)
 
 
 def _inputs(
-    config: PretrainConfig,
+    data: DataConfig,
     corpus: Corpus,
     tokenizer: Tokenizer | None,
     splits: tuple[Samples | None, ...],
@@ -93,7 +107,7 @@ def _inputs(
     train, validation, _ = splits
     if train is None:
         raise ValueError(
-            f"--split {config.data.split} keeps nothing for training; --split 29,1,0 would work"
+            f"--split {data.split} keeps nothing for training; --split 29,1,0 would work"
         )
     return Inputs(corpus=corpus, tokenizer=tokenizer, train=train, validation=validation)
 

@@ -1,8 +1,8 @@
 """What each kind of model is trained for: sums over a batch, and what their means are over.
 
 A loss is a sum of terms, each the mean of something over the global batch: over its counted tokens,
-masked tokens, samples. An objective gives the sums of one micro-batch and the counts, the latter
-without torch: step.py adds up both over micro-batches and ranks, and divides.
+masked tokens, samples. An objective gives the sums of one micro-batch and, before the model has
+seen it, the counts: step.py adds up both over micro-batches and ranks, and divides.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import pytest
 from megatron.data.bert import BertBatch, BertDataset, open_bert_splits
 from megatron.data.indexed import IndexedDataset
 from megatron.data.sampler import micro_batches
-from megatron.data.sources import open_corpus
+from megatron.data.sources import open_corpus, require_sequences
 from megatron.data.wordpiece import BertWordPieceLowerCase
 from tests.data.samples import write_data, write_sentences
 
@@ -233,8 +233,10 @@ def test_documents_of_one_sentence_are_passed_over(tmp_path: Path) -> None:
 
 def test_data_that_is_no_pairs_of_sentences_is_refused(tmp_path: Path) -> None:
     write_data(tmp_path / "gpt2", [[5, 6, 7, 8]] * 9, eod=None)
+    corpus = open_corpus([str(tmp_path / "gpt2")], None)
     with pytest.raises(ValueError, match="--data-path: .*whole documents.*with --split-sentences"):
-        opened_as_test(str(tmp_path / "gpt2"))
+        require_sequences(corpus, sentences=True)
+    require_sequences(corpus, sentences=False)
     write(tmp_path / "lines", [[[5, 6, 7]]] * 9)
     with pytest.raises(ValueError, match="--data-path: of 7 documents of the training split .*one"):
         opened(str(tmp_path / "lines"))
@@ -243,13 +245,6 @@ def test_data_that_is_no_pairs_of_sentences_is_refused(tmp_path: Path) -> None:
     sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"eod": 2}))
     with pytest.raises(ValueError, match="--data-path: .*end with the mark 2.*without --append-eo"):
         opened(str(tmp_path / "marked"))
-
-
-def opened_as_test(prefix: str) -> None:
-    """Open what write_data() wrote, which says it was made by another tokenizer."""
-    corpus = open_corpus([prefix], None)
-    settings = {"mask_prob": 0.15, "short_seq_prob": 0.1, "max_ngram_size": 3}
-    open_bert_splits(corpus, Marks(), split="1,0,0", seq_length=40, seed=1, **settings)
 
 
 def test_settings_that_cannot_be(prefix: str) -> None:
@@ -326,3 +321,15 @@ def test_statistics_of_real_pages(test_data: Path, tmp_path: Path) -> None:
         lengths.update((words[1::2] - words[::2]).tolist())
     shares = [lengths[n] / lengths.total() for n in (1, 2, 3)]
     assert shares == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.005)
+
+
+def test_where_sentences_end_is_part_of_a_data_set_s_identity(tmp_path: Path) -> None:
+    """The same tokens, cut otherwise, are other samples; of whole documents only tokens count."""
+    ids = list(range(FIRST, FIRST + 12))
+    one, other = [[ids[:6], ids[6:]]] * 9, [[ids[:4], ids[4:]]] * 9
+    identities = [
+        open_corpus([write(tmp_path / name, content)], None).identity["data"]
+        for name, content in (("one", one), ("again", one), ("other", other))
+    ]
+    assert identities[0] == identities[1] != identities[2]
+    assert (tmp_path / "one.bin").read_bytes() == (tmp_path / "other.bin").read_bytes()

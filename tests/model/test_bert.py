@@ -1,5 +1,6 @@
 """BERT against plain modules; test_bert_huggingface.py compares it with transformers."""
 
+from math import sqrt
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from megatron.config.bert import FinetunedConfig
 from megatron.model.bert import BERT
 from megatron.model.finetuned import FinetunedBert
 from megatron.parallel.collectives import gather_from
+from megatron.parallel.layers import SharedDropout
 from megatron.parallel.layout import layouts
 from megatron.parallel.mesh import serial_mesh
+from megatron.train.objectives import MaskedTokensAndOrder
 from tests.bert import bert_model, bert_samples, bert_section, whole_bert
 from tests.dist import Pool
 from tests.tiny import (
@@ -24,6 +27,7 @@ from tests.tiny import (
     tiny_weights,
 )
 
+CPU = torch.device("cpu")
 ORDERS = ("pre-ln", "post-ln")
 
 
@@ -91,6 +95,59 @@ def test_losses_are_of_the_picked_places_at_every_layout(gloo: Pool) -> None:
     torch.testing.assert_close(expected, whole, rtol=1e-12, atol=1e-12)
     for losses, _ in gloo.run(2, losses_of_picked, 2):
         torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+
+
+def trained(order: str, recompute: bool, **dropout: float) -> tuple[Tensor, list[Tensor]]:
+    """(sum of both losses in training mode, gradients of all parameters)."""
+    section = bert_section(order, checkpoint_activations=recompute, **dropout)
+    model, streams = tiny_model(serial_mesh(), section)
+    batch = bert_samples(3)
+    with streams.at(3, 0):
+        loss = MaskedTokensAndOrder().sums(model.train(), batch, CPU).sum()
+    loss.backward()
+    return loss.detach(), [each.grad for each in model.parameters()]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_recomputed_layers_see_the_same_tokens_and_draws(order: str) -> None:
+    dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+    loss, gradients = trained(order, False, **dropout)
+    again, recomputed = trained(order, True, **dropout)
+    assert torch.equal(loss, again)
+    assert all(map(torch.equal, gradients, recomputed))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_dropout_stands_in_all_its_places(order: str) -> None:
+    """Each place draws: with all others switched off, it alone changes the loss."""
+    plain, _ = trained(order, False)
+    places = ["embedding_dropout", "attention_dropout", "mlp_dropout"]
+    for place in places:
+        section = bert_section(order, hidden_dropout=0.5)
+        model, streams = tiny_model(serial_mesh(), section)
+        found = [m for name, m in model.named_modules() if name.endswith(f".{place}")]
+        assert len(found) == (1 if place == "embedding_dropout" else section.num_layers)
+        for module in model.modules():
+            if isinstance(module, SharedDropout) and module not in found:
+                module.p = 0.0
+        with streams.at(3, 0):
+            loss = MaskedTokensAndOrder().sums(model.train(), bert_samples(3), CPU).sum()
+        assert (loss - plain).abs() > 1e-3, place
+    assert (trained(order, False, attention_dropout=0.5)[0] - plain).abs() > 1e-3
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_decay_and_initial_values_are_the_papers(order: str) -> None:
+    section = bert_section(order)
+    before_residuals = 0.02 / sqrt(2 * section.num_layers)
+    for name, layout in layouts(bert_model(serial_mesh(), order)).items():
+        is_vector = name.endswith("bias") or "norm" in name
+        assert layout.decay != is_vector, name
+        if is_vector:
+            assert (layout.std, layout.fill) == (None, float(name.endswith("norm.weight"))), name
+        else:
+            scaled = name.endswith(("attention.output.weight", "mlp.down.weight"))
+            assert layout.std == (before_residuals if scaled else 0.02), name
 
 
 HEADS: dict[str, tuple[Any, ...]] = {
