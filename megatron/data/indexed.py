@@ -265,11 +265,20 @@ def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:
 def _existing(prefix: str, suffix: str) -> Path:
     file = with_suffix(prefix, suffix)
     if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} is not there; a prefix such as P_text_document, of "
-            "P_text_document.bin and P_text_document.idx, would work"
-        )
+        raise FileNotFoundError(f"{file} is not there; {_likely(prefix)} would work")
     return file
+
+
+def _likely(prefix: str) -> str:
+    """The prefix that may have been meant."""
+    whole = [f"{prefix}_text_{kind}" for kind in ("document", "sentence")]
+    found = [each for each in whole if with_suffix(each, ".idx").is_file()]
+    if found:
+        return " or ".join(found)
+    return (
+        "a prefix such as P_text_document, of P_text_document.bin and P_text_document.idx, or for "
+        "BERT P_text_sentence"
+    )
 
 
 def _check_length(file: Path, expected: int) -> None:

@@ -94,7 +94,7 @@ def _family(config: Mapping[str, Any], file: Path) -> Family:
         if named in [[each] for each in family.architectures]:
             return family
     here = " or ".join(family.here for family in families)
-    classes = [[each] for family in families for each in family.architectures] + [None]
+    classes = [[family.architectures[0]] for family in families] + [None]
     raise ValueError(
         f"{file}: architectures is {_show(named)}; this project has {here}: "
         f"{any_of(classes)} would work"

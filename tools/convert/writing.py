@@ -80,7 +80,7 @@ def write_checkpoint(
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 FORM = ("layernorm_epsilon", "residual_order")  # told where they are not the default
-TASKS = {"classifier": "MNLI", "choice": "RACE", "span": "SQUAD"}  # one with such a head
+TASKS = {"choice": "RACE", "span": "SQUAD"}  # that have such a head
 PROGRAMS = {ModelConfig.kind: "pretrain_gpt2.py", BertConfig.kind: "pretrain_bert.py"}
 
 
@@ -91,9 +91,16 @@ def tell(source: str | Path, path: Path, section: ModelConfig) -> None:
         program, flags = PROGRAMS[section.kind], " ".join(_flags(path, section))
         print(f"to train on from it: {program} --finetune --load {path.parent} {flags} ...")
     if isinstance(section, BertConfig):
-        task = TASKS[section.head] if isinstance(section, FinetunedConfig) else "MNLI"
-        aim = "evaluate" if isinstance(section, FinetunedConfig) else "fine-tune"
-        print(f"to {aim} it: tasks/main.py --task {task} --pretrained-checkpoint {path.parent} ...")
+        print(f"{_use(section)} --load {path.parent} ...")
+
+
+def _use(section: BertConfig) -> str:
+    if not isinstance(section, FinetunedConfig):
+        return "to fine-tune it: tasks/main.py --task MNLI, QQP, RACE or SQUAD"
+    if section.head in TASKS:
+        return f"to evaluate it: tasks/main.py --task {TASKS[section.head]}"
+    labels = ", ".join(section.labels)
+    return f"to evaluate it: tasks/main.py --task NAME, one with the labels {labels}, with"
 
 
 def _flags(path: Path, section: ModelConfig) -> Iterator[str]:

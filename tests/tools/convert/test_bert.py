@@ -124,7 +124,7 @@ def test_the_import_says_which_program_goes_on_from_it(
     flags += " --residual-order post-ln" if order == "post-ln" else ""
     assert f"pretrain_bert.py --finetune --load {tmp_path / 'ours'} --num-layers 2" in said
     assert f"{flags} --tokenizer-type BertWordPieceCase ..." in said
-    assert f"tasks/main.py --task MNLI --pretrained-checkpoint {tmp_path / 'ours'}" in said
+    assert f"--task MNLI, QQP, RACE or SQUAD --load {tmp_path / 'ours'}" in said
 
 
 @both_orders
