@@ -1,6 +1,6 @@
 """What the reports have in common: a page that is one file, runs nothing and asks no network."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 STYLE = """
@@ -76,6 +76,15 @@ def row(cells: Iterable[str], kind: str = "") -> str:
     return f'<tr class="{kind}">' + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>"
 
 
+def commands(by_stage: Mapping[str, Sequence[str]]) -> str:
+    note = '<p class="soft">From the root of the repository, in this order.</p>'
+    return note + "".join(
+        f"<h3>{escape(stage)}</h3>" + "".join(f"<pre>{escape(line)}</pre>" for line in lines)
+        for stage, lines in by_stage.items()
+        if lines
+    )
+
+
 def whole(number: float) -> str:
     return f"{number:,.0f}"
 
@@ -91,3 +100,7 @@ def percent(share: float | None) -> str:
 
 def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+
+
+def megabytes(number: int) -> str:
+    return f"{number / 1e6:.2f} MB"

@@ -16,19 +16,13 @@ import pytest
 
 from megatron.config import PretrainGPT2Config, parse
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from tools.command import ROOT, Command, cause
+from tools.processes import Processes
 from tools.quickstart.__main__ import quickstart, warn_of_weak_model
 from tools.quickstart.enough import check_samples
-from tools.quickstart.plan import ROOT, Processes, Settings, choose_processes, plan, pretrain_stage
+from tools.quickstart.plan import Settings, choose_processes, plan, pretrain_stage
 from tools.quickstart.report import report
-from tools.quickstart.stages import (
-    Command,
-    Stage,
-    StageError,
-    cause,
-    own_folder,
-    run_stages,
-    stamp_file,
-)
+from tools.stages import Stage, StageError, own_folder, run_stages, stamp_file
 
 SETTINGS = Settings(
     corpus=None,

@@ -9,10 +9,12 @@ from typing import Annotated, Any
 import tyro
 
 from megatron.config.parse import user_errors
+from tools.command import ROOT
 from tools.corpus.records import parse_record
 from tools.corpus.shards import DAMAGE, open_shard
-from tools.quickstart.plan import ROOT, Settings, choose_processes, count_gpus, plan
-from tools.quickstart.stages import StageError, own_folder, run_stages
+from tools.processes import count_gpus
+from tools.quickstart.plan import Settings, choose_processes, plan
+from tools.stages import StageError, own_folder, run_stages
 from tools.train_tokenizer import check_vocab_size
 
 LINES_TRIED = 1000

@@ -4,11 +4,15 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from tools.funnel import FUNNEL_STYLE, funnel
+from tools.learning import CURVE_STYLE
 from tools.page import (
     NONE,
+    commands,
     decimal,
     document,
     duration,
+    megabytes,
     percent,
     row,
     section,
@@ -19,26 +23,15 @@ from tools.page import (
 
 Facts = dict[str, Any]
 
-STYLE = """
-.funnel th:last-child, .funnel td:last-child { text-align: left; }
-.funnel td:first-child { white-space: normal; min-width: 9rem; }
-.funnel td:last-child { font-size: .88rem; color: var(--soft); white-space: normal;
-  min-width: 14rem; }
+STYLE = (
+    f"{FUNNEL_STYLE}{CURVE_STYLE}"
+    """
 tr.ours td { font-weight: 600; }
-.bar { height: .35rem; margin-top: .3rem; background: var(--train); border-radius: .2rem; }
-svg { width: 100%; min-width: 32rem; height: auto; display: block; }
 blockquote { margin: .8rem 0; padding: .7rem .9rem; background: var(--card);
   border-left: 3px solid var(--accent); border-radius: 0 .4rem .4rem 0; white-space: pre-wrap;
   overflow-wrap: anywhere; font: .92rem/1.5 ui-serif, Georgia, serif; }
 """
-
-# name in the funnel, title of its row
-STEPS = {
-    "harvest": "Collect from this Python",
-    "clean": "Clean",
-    "dedup": "De-duplicate",
-    "split": "Split",
-}
+)
 
 CONVENTIONS = """
 <p class="soft">Per token: exp of the mean negative log-likelihood over the {tokens} held-out
@@ -88,48 +81,6 @@ def headline(facts: Facts) -> str:
     )
 
 
-def funnel(corpus: Facts) -> str:
-    largest = max(step["input"]["bytes"] for step in corpus.values()) or 1
-    rows = []
-    for name, step in corpus.items():
-        before, after = step["input"], step["output"]
-        width = 100 * after["bytes"] / largest
-        rows.append(
-            f'<tr><td>{STEPS[name]}<div class="bar" style="width:{width:.1f}%"></div></td>'
-            f"<td>{whole(before['documents'])}</td><td>{whole(after['documents'])}</td>"
-            f"<td>{megabytes(before['bytes'])}</td><td>{megabytes(after['bytes'])}</td>"
-            f"<td>{'<br>'.join(map(escape, remarks(name, step)))}</td></tr>"
-        )
-    head = ("step", "documents in", "out", "text in", "out", "why")
-    unit = corpus["clean"]["unit_of_length"]
-    note = (
-        f"Lengths are counted in {unit} of GPT-2's pre-tokenizer: there are no tokens before there "
-        "is a tokenizer. Text is counted in UTF-8 bytes, without the jsonl around it; ftfy's "
-        "repairs change it a little."
-    )
-    return table(head, rows, "funnel") + f'<p class="soft">{escape(note)}</p>'
-
-
-def remarks(name: str, step: Facts) -> list[str]:
-    """What a step dropped and why, or how it dealt the documents."""
-    lines = [
-        f"{reason}: {whole(count['documents'])} ({megabytes(count['bytes'])})"
-        for reason, count in step["dropped"].items()
-    ]
-    lines += ["first: {file}, byte {offset}: {reason}".format(**bad) for bad in step["bad_lines"]]
-    if name == "harvest":
-        sources = step["output"]["sources"]
-        lines += [f"{source}: {whole(count['documents'])}" for source, count in sources.items()]
-    if name == "clean":
-        lines.append(f"repaired by ftfy: {whole(step['repaired'])}")
-    if name == "split":
-        lines += [
-            f"{side}: {whole(count['documents'])} ({megabytes(count['bytes'])})"
-            for side, count in step["sides"].items()
-        ]
-    return lines
-
-
 def evaluation(scores: Facts) -> str:
     rows = [
         row(
@@ -167,15 +118,6 @@ def layout(facts: Facts) -> str:
     return f'<div class="pair">{tables}</div>'
 
 
-def commands(by_stage: dict[str, list[str]]) -> str:
-    note = '<p class="soft">From the root of the repository, in this order.</p>'
-    return note + "".join(
-        f"<h3>{escape(stage)}</h3>" + "".join(f"<pre>{escape(line)}</pre>" for line in lines)
-        for stage, lines in by_stage.items()
-        if lines
-    )
-
-
 def device(layout: Facts) -> str:
     model, data = layout["tensor_parallel_size"], layout["data_parallel_size"]
     return f"{layout['device']}, tensor-parallel {model}, data-parallel {data}"
@@ -185,7 +127,3 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.4f}" if value < 100 else whole(value)
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def megabytes(number: int) -> str:
-    return f"{number / 1e6:.2f} MB"

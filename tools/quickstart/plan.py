@@ -1,18 +1,15 @@
 """Which commands make up each stage, where they write, and how many processes train."""
 
-import os
-import subprocess
-import sys
-from dataclasses import dataclass, replace
-from math import gcd
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.files import tokenizer_folder
-from tools.quickstart.stages import Command, Stage
+from tools.command import on_all, python, shown
+from tools.processes import Processes, fit_processes
+from tools.stages import Stage
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = (
     "The purpose of this",
     "If you want to",
@@ -37,46 +34,9 @@ class Settings:
     merge_file: Path | None
 
 
-@dataclass(frozen=True)
-class Processes:
-    """How many processes train, and on what."""
-
-    tensor_parallel: int
-    data_parallel: int
-    micro_batch_size: int
-    device: str
-    threads: int
-    """Of each process on a CPU; set for GPUs too, as one that is listed may not work."""
-
-
-def count_gpus() -> int:
-    """GPUs that a program would see, found without torch."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return 0
-    present = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return present if visible is None else min(present, len(visible.split(",")) if visible else 0)
-
-
 def choose_processes(settings: Settings, gpus: int, cores: int) -> Processes:
-    """Every GPU that the batch can be dealt to; the CPU where there are fewer than one model needs.
-
-    Raises ValueError, naming flags, where preset and sizes do not fit.
-    """
-    config = training_config(settings)
-    size = settings.tensor_parallel
-    config.check(size)
-    batch, micro = config.global_batch_size(size), config.training.micro_batch_size
-    copies = max((d for d in range(1, gpus // size + 1) if batch % d == 0), default=1)
-    return Processes(
-        size,
-        copies,
-        gcd(micro, batch // copies),
-        "cuda" if gpus >= size else "cpu",
-        max(1, cores // (size * copies)),
-    )
+    """ValueError, naming flags, where preset and sizes do not fit."""
+    return fit_processes(training_config(settings), gpus, cores)
 
 
 def training_flags(settings: Settings, preset: str) -> list[str]:
@@ -86,16 +46,6 @@ def training_flags(settings: Settings, preset: str) -> list[str]:
 
 def training_config(settings: Settings) -> PretrainGPT2Config:
     return parse(PretrainGPT2Config, training_flags(settings, str(settings.preset)), {})
-
-
-def shown(path: Path) -> str:
-    """The path as a command at the root of the repository would name it."""
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
-
-
-def python(*arguments: str | Path, **environ: str) -> Command:
-    words = [shown(word) if isinstance(word, Path) else word for word in arguments]
-    return Command(argv=(shown(Path(sys.executable)), *words), environ=environ)
 
 
 def plan(settings: Settings, processes: Processes, cores: int) -> list[Stage]:
@@ -133,10 +83,6 @@ def corpus_stages(settings: Settings, cores: int) -> list[Stage]:
         outputs=tuple(folder / step for step, _, _ in steps),
     )  # fmt: skip
     return [given if settings.corpus else harvest, clean]
-
-
-def on_all(command: Command, cores: int) -> Command:
-    return replace(command, tuning=("--workers", str(cores)))
 
 
 def training_text(settings: Settings) -> Path:

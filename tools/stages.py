@@ -2,25 +2,20 @@
 
 import hashlib
 import json
-import os
-import re
 import shlex
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import dropwhile, takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from tools.command import Command, Failure, cause, run_commands
 from tools.corpus.shards import placed
 
-STAMPS = "stages"  # the folder of the stamps; its presence says that a folder is the quickstart's
-TAIL_BYTES = 64_000
-CAUSE_LINES = 12
-LAUNCHER_NOISE = re.compile(r"^[EW]\d{4} .*torch/distributed/")
+STAMPS = "stages"  # the folder of the stamps; its presence says that a folder is a program's own
+OWNER = "owner"  # the file in it that names the program
 
 
 class StageError(Exception):
@@ -28,22 +23,11 @@ class StageError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
-    argv: tuple[str, ...]
-    tuning: tuple[str, ...] = ()
-    """More arguments, that suit the machine and change no byte of what is written."""
-    environ: Mapping[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        """As typed into a shell at the root of the repository."""
-        settings = [f"{name}={shlex.quote(value)}" for name, value in self.environ.items()]
-        return " ".join([*settings, shlex.join(self.argv + self.tuning)])
-
-
-@dataclass(frozen=True, kw_only=True)
 class Stage:
     name: str
     commands: tuple[Command, ...]
+    side_by_side: bool = False
+    """Whether the commands run at the same time, and not one after the other."""
     inputs: tuple[Path, ...] = ()
     """Files from outside whose content counts; what earlier stages left needs no mention."""
     outputs: tuple[Path, ...] = ()
@@ -78,13 +62,23 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def own_folder(out: Path, stages: Sequence[Stage], *, fresh: bool) -> None:
-    """Make `out` the quickstart's, or empty it of what the quickstart wrote.
+def own_folder(
+    out: Path,
+    stages: Sequence[Stage],
+    *,
+    fresh: bool,
+    flag: str = "--out",
+    owner: str = "the quickstart",
+) -> None:
+    """Make `out` the program's own, or empty it of what the program wrote.
 
-    ValueError for a folder with something else in it.
+    ValueError, naming the flag, for a folder with something else in it.
     """
-    if out.exists() and not (out / STAMPS).is_dir() and (out.is_file() or any(out.iterdir())):
-        raise ValueError(f"--out {out} was not written by the quickstart; name a new folder")
+    mark = out / STAMPS / OWNER
+    if out.is_file() or (out.exists() and any(out.iterdir()) and not (out / STAMPS).is_dir()):
+        raise ValueError(f"{flag} {out} was not written by {owner}; name a new folder")
+    if mark.exists() and (other := mark.read_text(encoding="utf-8")) != owner:
+        raise ValueError(f"{flag} {out} was written by {other}, not by {owner}; name a new folder")
     if fresh:
         stamps = [json.loads(file.read_bytes()) for file in (out / STAMPS).glob("*.json")]
         written = {out / name for stamp in stamps for name in stamp["outputs"]}
@@ -92,6 +86,7 @@ def own_folder(out: Path, stages: Sequence[Stage], *, fresh: bool) -> None:
             remove(path)
         remove(out / STAMPS)
     (out / STAMPS).mkdir(parents=True, exist_ok=True)
+    mark.write_text(owner, encoding="utf-8")
 
 
 def run_stages(stages: Sequence[Stage], out: Path, root: Path) -> None:
@@ -146,16 +141,12 @@ def write_stamp(stage: Stage, seconds: float, out: Path) -> None:
 
 
 def run_stage(stage: Stage, root: Path) -> float:
-    """Run the stage's commands one after the other; the seconds they took."""
+    """Run the stage's commands; the seconds they took."""
     start = time.monotonic()
-    for command in stage.commands:
-        status, tail = run_command(command, root)
-        if status:
-            raise StageError(
-                f"stage {stage.name} failed (exit status {status})\n"
-                f"cause:\n{cause(tail)}\n"
-                f"to repeat it:\n  cd {shlex.quote(str(root))} && {command}"
-            )
+    batches = [stage.commands] if stage.side_by_side else [(each,) for each in stage.commands]
+    for batch in batches:
+        if failure := run_commands(batch, root):
+            raise StageError(explain(stage, failure, root))
     missing = [str(output) for output in stage.outputs if not output.exists()]
     if missing:
         raise StageError(
@@ -165,40 +156,36 @@ def run_stage(stage: Stage, root: Path) -> float:
     return time.monotonic() - start
 
 
-def run_command(command: Command, root: Path) -> tuple[int, str]:
-    """Run it with its output shown as it comes; exit status and the end of its stderr."""
-    environ = {**os.environ, **terminal(), **command.environ}
-    tail = b""
-    with subprocess.Popen(
-        command.argv + command.tuning, cwd=root, env=environ, stderr=subprocess.PIPE, bufsize=0
-    ) as process:
-        assert process.stderr is not None
-        try:
-            while chunk := process.stderr.read(4096):
-                sys.stderr.buffer.write(chunk)
-                sys.stderr.flush()
-                tail = (tail + chunk)[-TAIL_BYTES:]
-        except BaseException:
-            process.terminate()
-            raise
-    return process.returncode, tail.decode(errors="replace")
+def explain(stage: Stage, failure: Failure, root: Path) -> str:
+    return (
+        f"stage {stage.name} failed (exit status {failure.status})\n"
+        f"cause:\n{cause(failure.tail)}\n"
+        f"to repeat it:\n  cd {shlex.quote(str(root))} && {failure.command}"
+    )
 
 
-def terminal() -> dict[str, str]:
-    """What a progress bar behind a pipe cannot see: the width, and whether anybody looks on."""
-    if sys.stderr.isatty():
-        return {"COLUMNS": str(shutil.get_terminal_size().columns)}
-    return {"TQDM_MININTERVAL": "10", "TQDM_NCOLS": "80"}
+def finished_stamps(out: Path, names: Sequence[str], flag: str, cure: str) -> dict[str, Any]:
+    """What these stages left; ValueError, naming the flag, if one has not finished.
 
-
-def cause(tail: str) -> str:
-    """The lines of a failed command's stderr that say why.
-
-    From "error:" on where a program says it; else the last lines before a launcher's summary.
-    Of a progress bar only its last state.
+    cure: what to run then.
     """
-    lines = [line.rstrip().rpartition("\r")[2] for line in tail.split("\n")]
-    lines = list(takewhile(lambda line: not LAUNCHER_NOISE.match(line), filter(None, lines)))
-    said = list(dropwhile(lambda line: not line.startswith("error:"), lines))
-    told = said[:CAUSE_LINES] or lines[-CAUSE_LINES:]
-    return "\n".join(f"  {line}" for line in told)
+    stamps = {name: read_stamp(out, name) for name in names}
+    for name, stamp in stamps.items():
+        if stamp is None:
+            raise ValueError(f"{flag} {out}: stage {name} has not finished; {cure}")
+    return stamps
+
+
+def tell_plan(stages: Sequence[Stage], minutes: Mapping[str, float] = MappingProxyType({})) -> None:
+    """Print the stages and their commands, as typed at the root of the repository.
+
+    minutes: that are planned for a stage, by its name.
+    """
+    for number, stage in enumerate(stages, start=1):
+        together = ", all at the same time" if stage.side_by_side else ""
+        planned = f", {minutes[stage.name]:g} min" if stage.name in minutes else ""
+        print(f"[{number}/{len(stages)}] {stage.name}{planned}{together}")
+        for command in stage.commands:
+            print(f"  {command}")
+    if minutes:
+        print(f"{sum(minutes.values()):g} min are planned on two cores")

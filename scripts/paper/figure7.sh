@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Figure 7 in miniature: bash scripts/paper/figure7.sh [--data DIR] [options]
+# (--help lists them).  DIR is laid out as MEGATRON_TEST_DATA, which is taken where --data is not
+# given; without both, the text is the English of this Python.  Sets up .venv first.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+# shellcheck source=scripts/paper/start.sh
+source "$root/scripts/paper/start.sh"
+
+if [[ -z "$data" && -n "${MEGATRON_TEST_DATA:-}" ]]; then
+    data=$MEGATRON_TEST_DATA
+    set -- --data "$data" "$@"
+fi
+if [[ -n "$data" ]]; then
+    require race/RACE_train.tar.xz
+fi
+start tools.paper.figure7 "$@"

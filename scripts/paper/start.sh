@@ -1,0 +1,28 @@
+# What the scripts here have in common; sourced, with their arguments, after $root is set.
+# Leaves $data, the folder that --data names, or nothing.
+
+data=
+for ((word = 1; word <= $#; word++)); do
+    case "${!word}" in
+        --data=*) data=${!word#--data=} ;;
+        --data) next=$((word + 1)); data=${!next:-} ;;
+    esac
+done
+
+# Files of the folder that are missing are said at once, before anything is installed.
+require() {
+    local file missing=
+    for file in "$@"; do
+        [[ -s "$data/$file" ]] || missing+="${missing:+, }$data/$file"
+    done
+    [[ -z "$missing" ]] && return
+    echo "error: --data $data lacks $missing; a folder with ${*} would work" >&2
+    exit 2
+}
+
+# The program, in the project's own environment.  -P: the folder that the command is given in may
+# have a "tools" of its own.
+start() {
+    bash "$root/scripts/setup.sh"
+    PYTHONPATH="$root" exec "$root/.venv/bin/python" -P -m "$@"
+}

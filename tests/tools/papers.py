@@ -1,0 +1,70 @@
+"""A small folder laid out as MEGATRON_TEST_DATA, of the English that Python itself holds."""
+
+import io
+import json
+import tarfile
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+from tools.paper.data import LAMBADA, RACE_DEV, RACE_TRAIN, WIKITEXT103
+
+WIKITEXT = """
+ = Statements =
+
+ An assignment binds a name ; it is one of 3 @,@ 000 statements .
+
+ = = Loops = =
+
+ A loop ( of any kind ) runs until it ends .
+"""
+LONGEST = 1500  # characters of an article
+SHORTEST = 800
+
+
+def articles() -> Iterator[str]:
+    """Parts of Python's topics, each long enough to be kept as a document."""
+    for _, text in sorted(topics.items()):
+        for start in range(0, len(text) - SHORTEST, LONGEST):
+            yield text[start : start + LONGEST]
+
+
+def passage(article: str, number: int) -> dict[str, Any]:
+    """As RACE has them: an article, two questions, four options each, the right letters."""
+    return {
+        "article": article,
+        "questions": ["What is it about?", "It is about  _  ."],
+        "options": [["names", "loops", "types", "files"], ["values", "calls", "text", "bytes"]],
+        "answers": ["ABCD"[number % 4], "ABCD"[number // 4 % 4]],
+        "id": f"{number}.txt",
+    }
+
+
+def write_race(archive: Path, root: str, texts: Iterator[str]) -> None:
+    """An archive as released: root/middle/1.txt, root/high/2.txt, ..."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive, "w:xz", preset=0) as members:
+        for number, text in enumerate(texts):
+            content = json.dumps(passage(text, number)).encode()
+            level = ("middle", "high")[number % 2]
+            member = tarfile.TarInfo(f"{root}/{level}/{number}.txt")
+            member.size = len(content)
+            members.addfile(member, io.BytesIO(content))
+
+
+def write_folder(folder: Path) -> Path:
+    """The files that scripts/paper/miniature.sh asks for."""
+    texts = articles()
+    write_race(folder / RACE_DEV, "dev", islice(texts, 10))
+    write_race(folder / RACE_TRAIN, "RACE/train", islice(texts, 200))
+    lambada = [{"text": "One two three and so to bed"}, {"text": "It ends with the last word"}]
+    others: Mapping[str, str] = {
+        WIKITEXT103: WIKITEXT,
+        LAMBADA: "".join(json.dumps(line) + "\n" for line in lambada),
+    }
+    for name, content in others.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content, encoding="utf-8")
+    return folder

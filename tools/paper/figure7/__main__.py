@@ -1,0 +1,73 @@
+"""Train both orders at every depth, draw and write down the losses: figure 7 in miniature."""
+
+import os
+import sys
+from pathlib import Path
+
+import tyro
+
+from megatron.config.parse import user_errors
+from tools.command import ROOT
+from tools.paper.data import RACE_TRAIN, check_files
+from tools.paper.figure7.plan import Settings, check_settings, plan
+from tools.stages import StageError, own_folder, run_stages, tell_plan
+
+PRESET = ROOT / "scripts" / "presets" / "figure7.toml"
+OWNER = "scripts/paper/figure7.sh"
+
+
+def figure7(
+    data: Path | None = None,
+    output: Path = ROOT / "runs" / "figure7",
+    depths: tuple[int, ...] = (6, 12, 24, 48),
+    rates: tuple[float, ...] = (1e-3,),
+    preset: Path = PRESET,
+    vocab_size: int = 2048,
+    fresh: bool = False,
+    plan_only: bool = False,
+) -> None:
+    """BERT with pre-LN and with post-LN at growing depth; stages that are finished are reused.
+
+    Args:
+        data: a folder laid out as MEGATRON_TEST_DATA, for the articles of RACE; without it, the
+            English of this Python installation.
+        output: the folder that everything is written to.
+        depths: transformer layers.
+        rates: highest learning rates; each is trained at every depth.
+        preset: settings of model and training that all runs share (TOML).
+        vocab_size: ids of the WordPiece that is trained.
+        fresh: start over instead of reusing finished stages.
+        plan_only: print what would be run, and run nothing.
+    """
+    if data is not None:
+        check_files(data, (RACE_TRAIN,))
+    settings = Settings(
+        data=data and data.absolute(),
+        output=output.absolute(),
+        preset=preset.absolute(),
+        depths=depths,
+        rates=rates,
+        vocab_size=vocab_size,
+    )
+    check_settings(settings)
+    stages = plan(settings, len(os.sched_getaffinity(0)))
+    if plan_only:
+        tell_plan(stages)
+        return
+    own_folder(settings.output, stages, fresh=fresh, flag="--output", owner=OWNER)
+    run_stages(stages, settings.output, ROOT)
+    print((settings.output / "figure7.md").read_text())
+    print(f"done: {settings.output / 'figure7.png'}")
+
+
+if __name__ == "__main__":
+    with user_errors({}):
+        try:
+            tyro.cli(
+                figure7,
+                prog="scripts/paper/figure7.sh",
+                config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
+            )
+        except StageError as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            sys.exit(1)

@@ -1,0 +1,147 @@
+"""The table, the picture and the numbers of what both orders reached: figure7.md, .png, .json."""
+
+import io
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import tyro
+
+from megatron.config.parse import user_errors
+from megatron.train.metrics import read_metrics
+from tools.corpus.shards import placed
+from tools.paper.figure7.plan import ORDERS, Run, metrics_file, parse_name
+
+LAST = 0.05  # of a run's logged steps, whose mean is its final training loss
+SMOOTHED = 10  # logged steps that a point of a curve is the mean of
+# Of the palette of Okabe and Ito, which colour-blind readers tell apart; dashes tell them too.
+STYLES: Mapping[str, Mapping[str, Any]] = {
+    "pre-ln": {"color": "#0072B2", "linestyle": "-", "label": "pre-LN, the paper's order"},
+    "post-ln": {"color": "#D55E00", "linestyle": "--", "label": "post-LN, the original order"},
+}
+Facts = dict[str, Any]
+
+
+def report(output: Path, runs: tuple[str, ...]) -> None:
+    """Write the three files.
+
+    Args:
+        output: the folder of a run of scripts/paper/figure7.sh.
+        runs: names of the trainings in it.
+    """
+    facts = {"machine": machine(), "runs": [describe(output, parse_name(name)) for name in runs]}
+    contents = {
+        "json": json.dumps(facts).encode() + b"\n",
+        "md": (table(facts["runs"]) + "\n").encode(),
+        "png": draw(facts["runs"]),
+    }
+    for ending, content in contents.items():
+        with placed(output / f"figure7.{ending}") as file:
+            file.write(content)
+
+
+def machine() -> Facts:
+    return {"python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
+
+
+def describe(output: Path, run: Run) -> Facts:
+    """JSON: what it is, its curves, and what it reached. Raises ValueError without a step."""
+    file = metrics_file(output, run)
+    lines = read_metrics(file)
+    steps = [line for line in lines if line.get("mlm_loss") is not None]
+    checks = [line for line in lines if line.get("validation_mlm_loss") is not None]
+    if not steps or not checks:
+        raise ValueError(f"{file}: no step, or no evaluation; run the script again with --fresh")
+    last = [line["mlm_loss"] for line in steps[-max(1, round(LAST * len(steps))) :]]
+    return {
+        "order": run.order,
+        "depth": run.depth,
+        "rate": run.rate,
+        **json.loads(file.with_name("run.json").read_bytes()),
+        "steps": steps[-1]["step"],
+        "seconds": steps[-1]["elapsed_seconds"],
+        "train_loss": fmean(last),
+        "validation_loss": checks[-1]["validation_mlm_loss"],
+        "validation_sop_loss": checks[-1]["validation_sop_loss"],
+        "largest_gradient_norm": max(line["grad_norm"] or float("inf") for line in steps),
+        "curve": [(line["step"], line["mlm_loss"]) for line in steps],
+        "validation_curve": [(line["step"], line["validation_mlm_loss"]) for line in checks],
+    }
+
+
+def table(runs: Sequence[Facts]) -> str:
+    """Markdown: a line for each rate and depth, both orders in it."""
+    lines = [
+        "| rate | layers | parameters | train, pre-LN | post-LN | validation, pre-LN | post-LN |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for rate, depth in shapes(runs):
+        found = [select(runs, order, rate, depth) for order in ORDERS]
+        losses = [each[f"{kind}_loss"] for kind in ("train", "validation") for each in found]
+        numbers = " | ".join(f"{loss:.3f}" for loss in losses)
+        lines.append(f"| {rate:g} | {depth} | {found[0]['parameters']:,} | {numbers} |")
+    return "\n".join(lines)
+
+
+def shapes(runs: Sequence[Facts]) -> list[tuple[float, int]]:
+    """(rate, depth) of the runs, each once, in their order."""
+    return list(dict.fromkeys((run["rate"], run["depth"]) for run in runs))
+
+
+def select(runs: Sequence[Facts], order: str, rate: float, depth: int) -> Facts:
+    wanted = (order, rate, depth)
+    return next(run for run in runs if (run["order"], run["rate"], run["depth"]) == wanted)
+
+
+def smooth(curve: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+    """Steps and losses, a mean for every SMOOTHED of them, the first ones aside."""
+    starts = range(len(curve) - SMOOTHED + 1)
+    windows = [curve[start : start + SMOOTHED] for start in starts] or [curve]
+    return [each[-1][0] for each in windows], [fmean(loss for _, loss in each) for each in windows]
+
+
+def draw(runs: Sequence[Facts]) -> bytes:
+    """PNG: a panel for each depth, a row for each rate; masked-token loss over steps."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    rates = list(dict.fromkeys(run["rate"] for run in runs))
+    depths = list(dict.fromkeys(run["depth"] for run in runs))
+    size = (2.9 * len(depths) + 0.6, 2.8 * len(rates) + 0.7)
+    figure, panels = plt.subplots(len(rates), len(depths), figsize=size, sharex=True, sharey=True,
+                                  squeeze=False, layout="constrained")  # fmt: skip
+    for row, rate in enumerate(rates):
+        for column, depth in enumerate(depths):
+            panel = panels[row][column]
+            fill(panel, [select(runs, order, rate, depth) for order in ORDERS])
+            panel.set_title(f"{depth} layers, rate {rate:g}", fontsize=11)
+        panels[row][0].set_ylabel("masked-token loss (nats)")
+    for panel in panels[-1]:
+        panel.set_xlabel("step")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(ORDERS), frameon=False)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=130)
+    plt.close(figure)
+    return picture.getvalue()
+
+
+def fill(panel: Any, runs: Sequence[Facts]) -> None:
+    for run in runs:
+        style = STYLES[run["order"]]
+        panel.plot(*smooth(run["curve"]), linewidth=1.6, **style)
+        panel.plot(*zip(*run["validation_curve"], strict=True), "o", markersize=3.5,
+                   color=style["color"])  # fmt: skip
+    panel.grid(axis="y", linewidth=0.5, alpha=0.6)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    with user_errors({}):
+        tyro.cli(report)

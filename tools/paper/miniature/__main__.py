@@ -1,0 +1,95 @@
+"""Corpus, GPT-2, BERT, WikiText103, LAMBADA, RACE, and one report: the paper in miniature."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import tyro
+
+from megatron.config.checks import SettingError
+from megatron.config.parse import user_errors
+from tools.command import ROOT
+from tools.paper.data import LAMBADA, RACE_DEV, RACE_TRAIN, WIKITEXT103, check_files
+from tools.paper.miniature.plan import BUDGET, Settings, choose_processes, plan
+from tools.processes import count_gpus
+from tools.stages import StageError, own_folder, run_stages, tell_plan
+from tools.train_tokenizer import check_vocab_size
+
+OWNER = "scripts/paper/miniature.sh"
+PRESETS = ROOT / "scripts" / "presets"
+FILES = (RACE_TRAIN, RACE_DEV, WIKITEXT103, LAMBADA)
+
+
+def miniature(
+    data: Path,
+    output: Path = ROOT / "runs" / "miniature",
+    gpt2_preset: Path = PRESETS / "miniature_gpt2.toml",
+    bert_preset: Path = PRESETS / "miniature_bert.toml",
+    tensor_parallel: int = 2,
+    vocab_size: int = 8192,
+    overlapping_eval: int = 32,
+    race_train: int = 600,
+    race_dev: int = 200,
+    fresh: bool = False,
+    plan_only: bool = False,
+) -> None:
+    """The paper in miniature, from raw text to its tables; stages that are finished are reused.
+
+    Args:
+        data: a folder laid out as MEGATRON_TEST_DATA.
+        output: the folder that everything is written to.
+        gpt2_preset: settings of GPT-2 and its training (TOML).
+        bert_preset: settings of BERT and its training (TOML).
+        tensor_parallel: processes over which each model is cut.
+        vocab_size: ids of each of the two tokenizers that are trained.
+        overlapping_eval: stride of WikiText103's window, the paper's by default.
+        race_train: passages of RACE to fine-tune on.
+        race_dev: passages of RACE to evaluate on.
+        fresh: start over instead of reusing finished stages.
+        plan_only: print what would be run, with the minutes that are planned, and run nothing.
+    """
+    check_files(data, FILES)
+    check_counts(race_train=race_train, race_dev=race_dev, overlapping_eval=overlapping_eval)
+    check_vocab_size(vocab_size)
+    settings = Settings(
+        data=data.absolute(),
+        output=output.absolute(),
+        gpt2_preset=gpt2_preset.absolute(),
+        bert_preset=bert_preset.absolute(),
+        tensor_parallel=tensor_parallel,
+        vocab_size=vocab_size,
+        overlapping_eval=overlapping_eval,
+        race_train=race_train,
+        race_dev=race_dev,
+    )
+    cores = len(os.sched_getaffinity(0))
+    stages = plan(settings, choose_processes(settings, count_gpus(), cores), cores)
+    if plan_only:
+        tell_plan(stages, BUDGET)
+        return
+    start = time.monotonic()
+    own_folder(settings.output, stages, fresh=fresh, flag="--output", owner=OWNER)
+    run_stages(stages, settings.output, ROOT)
+    print((settings.output / "report.md").read_text())
+    minutes = (time.monotonic() - start) / 60
+    print(f"done in {minutes:.1f} min: open {settings.output / 'report.html'} in a browser")
+
+
+def check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise SettingError(f"--{name.replace('_', '-')} {count}: 1 or more would work")
+
+
+if __name__ == "__main__":
+    with user_errors({}):
+        try:
+            tyro.cli(
+                miniature,
+                prog="scripts/paper/miniature.sh",
+                config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
+            )
+        except StageError as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            sys.exit(1)

@@ -1,0 +1,62 @@
+"""Some of RACE's passages out of its archive: `python -m tools.paper.miniature.passages`."""
+
+import tarfile
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
+
+import tyro
+
+from megatron.config.checks import SettingError
+from megatron.config.parse import user_errors
+
+LEVELS = ("middle", "high")
+
+
+def passages(archive: Path, count: int, output: Path) -> None:
+    """Unpack the passages whose names have the smallest hashes, into OUTPUT/middle and /high.
+
+    So a smaller count is part of a larger one, and the levels come about as in the release.
+
+    Args:
+        archive: RACE_train.tar.xz or another such archive.
+        count: how many passages; all where there are fewer.
+        output: the folder to fill.
+    """
+    if count < 1:
+        raise SettingError(f"--count {count}: 1 or more would work")
+    chosen = set(sorted(names_in(archive), key=place)[:count])
+    with tarfile.open(archive, "r|*") as members:
+        for member in members:
+            name = PurePosixPath(member.name)
+            content = members.extractfile(member) if name in chosen else None
+            if content is not None:
+                file = output / name.parent.name / name.name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content.read())
+    print(f"{len(chosen)} passages in {output}")
+
+
+def names_in(archive: Path) -> list[PurePosixPath]:
+    """The passages' names in the archive; ValueError where it is none or holds none."""
+    try:
+        with tarfile.open(archive, "r|*") as members:
+            names = [PurePosixPath(member.name) for member in members if member.isfile()]
+    except (tarfile.TarError, EOFError) as error:
+        raise ValueError(f"--archive {archive} is no whole archive: {error}") from error
+    found = [name for name in names if name.parent.name in LEVELS and name.suffix == ".txt"]
+    if not found:
+        raise ValueError(
+            f"--archive {archive} holds no passage; RACE as released, files NUMBER.txt in middle/ "
+            "and high/, would work"
+        )
+    return found
+
+
+def place(name: PurePosixPath) -> bytes:
+    """In an order that has nothing to do with what the passages say."""
+    return sha256(f"{name.parent.name}/{name.name}".encode()).digest()
+
+
+if __name__ == "__main__":
+    with user_errors({}):
+        tyro.cli(passages)
