@@ -8,7 +8,6 @@ README.md adds one in 40 lines.
 
 from __future__ import annotations
 
-import codecs
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import exp, inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from megatron.config.checks import positive, writable
 from megatron.config.parallel import ParallelConfig
 from megatron.config.trained import TrainedConfig
+from megatron.data.examples import Tokens
 from megatron.train.deal import deal
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from megatron.model.gpt2 import GPT2
     from megatron.parallel.mesh import Mesh
-
-Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,32 +197,6 @@ class Joined:
             raise IndexError(number)
         part = bisect_right(self.starts, number) - 1
         return self.parts[part][number - self.starts[part]]
-
-
-def read_text(file: Path, cure: str) -> str:
-    """The text of --valid-data.
-
-    Raises OSError where there is no such file, ValueError where it is empty, not UTF-8, or has what
-    an editor adds and a model would read, a byte-order mark or carriage returns; the message ends
-    in `cure`, which says what would work.
-    """
-    if file.is_dir():
-        raise IsADirectoryError(f"--valid-data {file} is a folder; {cure}")
-    if not file.is_file():
-        raise FileNotFoundError(f"--valid-data {file}: no such file; {cure}")
-    content = file.read_bytes()
-    for mark, what in ((codecs.BOM_UTF8, "a byte-order mark"), (b"\r\n", "a carriage return")):
-        if mark in content:
-            line = content.count(b"\n", 0, content.index(mark)) + 1
-            raise ValueError(f"--valid-data {file}, line {line}, has {what}; {cure}")
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"--valid-data {file}, line {line}, is not UTF-8; {cure}") from error
-    if not text.strip():
-        raise ValueError(f"--valid-data {file} is empty; {cure}")
-    return text
 
 
 def score_windows(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.bert import BertConfig, FinetunedConfig
-from megatron.config.checks import SettingError, flag
+from megatron.config.checks import SettingError
 from megatron.config.launch import world_size
 from megatron.config.parse import user_errors
 from megatron.config.trained import TrainedConfig
@@ -17,27 +17,20 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.train.trained import open_trained
 from tasks import paper
 from tasks.finetuning import FinetuneSettings, Finetuning
-from tasks.judging import ask, judge, mean_logits
+from tasks.hyper_parameters import (
+    check_judged,
+    check_trained,
+    checks_of,
+    hyper_parameters,
+    warn_of_changes,
+)
+from tasks.judging import ask, divergence_told, judge, mean_logits
 from tasks.record import arrange, describe, identify, publish, version
 
 if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh
 
 KINDS = (BertConfig.kind, FinetunedConfig.kind)
-# Settings that say where things are, or how much is run; and those that matter in training alone.
-PLACES = ("load", "ensemble", "vocab_file", "train_data", "valid_data", "seeds", "seed", "save")
-TRAINING = (
-    "epochs",
-    "lr",
-    "lr_warmup_fraction",
-    "weight_decay",
-    "clip_grad",
-    "hidden_dropout",
-    "attention_dropout",
-    "global_batch_size",
-    "checkpoint_activations",
-)
-ROUNDING = ("micro_batch_size", "dtype")  # change an evaluation by rounding alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +43,10 @@ class Plan:
     tokenizer: Tokenizer
     models: Sequence[Sequence[Path]]
     """Of each model that was given, its checkpoint and older ones, should that be damaged."""
+    dtypes: Sequence[str]
+    """What each of these is evaluated in."""
     facts: Mapping[str, Any]
-    """For the record: input, command, hyper-parameters."""
+    """For the record: input, command, hyper-parameters, what the checks of the input allowed."""
 
 
 def run(
@@ -66,6 +61,7 @@ def run(
         score_only = getattr(module, "score_only", None)
         figures = score_only(settings) if score_only is not None else None
         if figures is not None:
+            check_judged(settings)
             publish_judged(name, figures, settings, command, environ)
             return
         plan = prepare(name, module, settings, command, world_size(environ))
@@ -107,13 +103,7 @@ def prepare(
 ) -> Plan:
     """Read and check all input, without torch; raises ValueError or OSError that names the flag."""
     check_settings(settings)
-    loads = settings.ensemble or (settings.load,)
-    sections = [
-        TrainedConfig(load=load, vocab_file=settings.vocab_file, dtype=settings.dtype)
-        for load in loads
-        if load is not None
-    ]
-    opened = [open_trained(section, settings.parallel, world, KINDS) for section in sections]
+    opened = open_models(settings, world)
     for folders, tokenizer, manifest in opened:
         check_model(settings, folders[0], manifest)
         if tokenizer.fingerprint != opened[0][1].fingerprint:
@@ -124,15 +114,22 @@ def prepare(
     _, tokenizer, manifest = opened[0]
     task = module.prepare(settings, manifest, tokenizer)
     if settings.evaluation.compare_paper:
-        paper.columns_of(task.paper or name)
+        paper.check_figures(task.paper or name, task.conventions)
     assert bool(settings.train_data) == bool(len(task.train))
     assert all(map(len, task.evaluations.values()))
     for folders, _, manifest in opened if not settings.train_data else ():
         check_head(task, folders[0], manifest)
-        warn_of_changes(settings, folders[0], manifest)
+        warn_of_changes(settings, folders[0], facts_of(manifest))
+    if settings.train_data and settings.save is None:
+        warnings.warn(
+            "nothing of the models is kept, and no seed if a later one fails; --save DIRECTORY "
+            "would keep them",
+            stacklevel=2,
+        )
     facts = {
         "data": [identify(each) for each in settings.files],
         "hyper_parameters": hyper_parameters(settings),
+        "checks": checks_of(settings),
         "command": command,
     }
     return Plan(
@@ -141,8 +138,36 @@ def prepare(
         task=task,
         tokenizer=tokenizer,
         models=[folders for folders, _, _ in opened],
+        dtypes=[settings.dtype or dtype_of(manifest) for _, _, manifest in opened],
         facts=facts,
     )
+
+
+def open_models(
+    settings: FinetuneSettings, world: int
+) -> list[tuple[Sequence[Path], Tokenizer, dict[str, Any]]]:
+    """Of each model that is given what `open_trained` says; warns where one is given twice."""
+    name, loads = "--ensemble", settings.ensemble
+    if settings.load is not None:
+        name, loads = "--load", (settings.load,)
+    opened, known = [], set()
+    for load in loads:
+        section = TrainedConfig(load=load, vocab_file=settings.vocab_file)
+        opened.append(open_trained(section, settings.parallel, world, KINDS, given=name))
+        checksum = opened[-1][2]["checksum"]
+        if checksum in known:
+            warnings.warn(
+                f"{name} {load} is the same model as one before it, so that it counts twice",
+                stacklevel=2,
+            )
+        known.add(checksum)
+    return opened
+
+
+def dtype_of(manifest: Mapping[str, Any]) -> str:
+    """What a model was fine-tuned in; fp32 for one that was imported, where it is not known."""
+    precision: str = manifest["precision"]
+    return "fp32" if "imported_from" in manifest else precision
 
 
 def check_settings(settings: FinetuneSettings) -> None:
@@ -157,17 +182,7 @@ def check_settings(settings: FinetuneSettings) -> None:
             "--ensemble evaluates fine-tuned models and --train-data fine-tunes one; leaving one "
             "of them out would work"
         )
-    if not trains and (settings.save is not None or settings.seeds != 1):
-        raise SettingError(
-            "--save and --seeds are about training, which takes --train-data; that, or leaving "
-            "them out, would work"
-        )
-    if trains and settings.save is None:
-        warnings.warn(
-            "nothing of the models is kept, and no seed if a later one fails; --save DIRECTORY "
-            "would keep them",
-            stacklevel=2,
-        )
+    check_trained(settings)
 
 
 def check_model(settings: FinetuneSettings, path: Path, manifest: Mapping[str, Any]) -> None:
@@ -213,29 +228,6 @@ def _head(head: str, labels: Sequence[str]) -> str:
     return f"{head} ({', '.join(labels)})" if labels else head
 
 
-def warn_of_changes(settings: FinetuneSettings, path: Path, manifest: Mapping[str, Any]) -> None:
-    """Of settings that change the figures, and are not those that the model was fine-tuned with."""
-    then = facts_of(manifest).get("hyper_parameters", {})
-    for name, now in hyper_parameters(settings).items():
-        if name not in ROUNDING and then.get(name, now) != now:
-            warnings.warn(
-                f"{flag(name)} is {now}, but {path} was fine-tuned with {then[name]}; "
-                f"{flag(name)} {then[name]} would give the figures of that time",
-                stacklevel=2,
-            )
-
-
-def hyper_parameters(settings: FinetuneSettings) -> dict[str, Any]:
-    """What, beside data, model and seed, decides a result, as JSON; training's where it trains."""
-    left_out = PLACES if settings.train_data else (*PLACES, *TRAINING)
-    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    return {
-        name: value if isinstance(value, int | float | None) else str(value)
-        for name, value in values.items()
-        if name not in left_out and not is_dataclass(value)
-    }
-
-
 def evaluate_models(
     plan: Plan, mesh: Mesh, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -246,12 +238,13 @@ def evaluate_models(
     from megatron.train.state import DTYPES
 
     rows, every = [], []
-    for folders in plan.models:
+    for folders, dtype in zip(plan.models, plan.dtypes, strict=True):
         with user_errors(environ, agreed=True):
-            path, model = load_newest(folders, mesh, DTYPES[plan.settings.dtype])
+            path, model = load_newest(folders, mesh, DTYPES[dtype])
         manifest, size = read_manifest(path), plan.settings.micro_batch_size
-        every.append(ask(plan.task, model, section_of(manifest), mesh, size, plan.name))
-        facts = describe(path, model, mesh, plan.settings.dtype)
+        with divergence_told(environ):
+            every.append(ask(plan.task, model, section_of(manifest), mesh, size, plan.name))
+        facts = describe(path, model, mesh, dtype)
         rows.append({**facts, "finetuned": facts_of(manifest)})
     if not mesh.is_first:
         return {}, {}
@@ -267,7 +260,8 @@ def evaluate_models(
     return assemble(plan, {**facts, "models": models}, figures), {"ensemble": figures}
 
 
-MEMBER = ("checkpoint", "checkpoint_hash", "step", "finetuned")  # what each of an ensemble has
+# What each model of an ensemble has.
+MEMBER = ("checkpoint", "checkpoint_hash", "step", "dtype", "finetuned")
 
 
 def assemble(plan: Plan, facts: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,43 +12,39 @@ tasks.glue:QQP.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import (
-    SettingError,
-    fraction,
-    non_negative,
-    positive,
-)
+from megatron.config.bert import Head
+from megatron.config.checks import SettingError, fraction, non_negative, positive
 from megatron.config.parallel import ParallelConfig
 from megatron.data.examples import Encoding, Example
 from tasks.common import ReportConfig
 
 __all__ = ["Encoding", "Example", "FinetuneSettings", "Finetuning", "Head", "figure_name"]
 
-Head: TypeAlias = Literal["classifier", "choice", "span"]
+BESIDE = {"decides": False}  # metadata of a setting without a say in what is learned or said
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSettings:
     """What every fine-tuned task takes; each adds fields, and has its own defaults."""
 
-    load: str | None = field(default=None, metadata={"alias": "pretrained_checkpoint"})
+    load: str | None = field(default=None, metadata={"alias": "pretrained_checkpoint", **BESIDE})
     """Checkpoint of a pretrained BERT, to be fine-tuned; or of a fine-tuned one, which is only
     evaluated. A directory, of which the newest is used, or one of its subdirectories. Also spelt
     --pretrained-checkpoint."""
 
-    ensemble: tuple[str, ...] = ()
+    ensemble: tuple[str, ...] = field(default=(), metadata=BESIDE)
     """Checkpoints of fine-tuned models, in place of --load: each is evaluated, and so is the mean
     of their logits (paper, table 5)."""
 
-    vocab_file: str | None = None
+    vocab_file: str | None = field(default=None, metadata=BESIDE)
     """The tokenizer's vocabulary (vocab.txt); the checkpoint's own if not given."""
 
     train_data: tuple[Path, ...] = ()
@@ -63,10 +59,10 @@ class FinetuneSettings:
     epochs: int = 3
     """Times that every example is trained on."""
 
-    seeds: int = 1
+    seeds: int = field(default=1, metadata=BESIDE)
     """Runs, with --seed, --seed + 1, ...; the median and the spread are reported."""
 
-    seed: int = 1234
+    seed: int = field(default=1234, metadata=BESIDE)
     """Seed of the new head, the order of the examples and dropout."""
 
     lr: float = 2e-5
@@ -94,8 +90,10 @@ class FinetuneSettings:
     global_batch_size: int = 32
     """Examples of an optimizer step; the last one of an epoch has those that are left."""
 
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Weights and activations are computed in it; master weights are fp32."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Weights and activations are computed in it; master weights are fp32. If not given, training
+    takes bf16 where the device has it, else fp32, and an evaluation what the model was fine-tuned
+    in, fp32 for one that was imported."""
 
     checkpoint_activations: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass."""
@@ -168,3 +166,12 @@ def figure_name(evaluation: str, figure: str) -> str:
     """What the record calls a figure: matched_accuracy; accuracy of the evaluation "" and of
     `combined`."""
     return f"{evaluation}_{figure}" if evaluation else figure
+
+
+def name_conventions(evaluations: Iterable[str], meanings: Mapping[str, str]) -> dict[str, str]:
+    """The conventions of evaluations that all have these figures."""
+    return {
+        figure_name(evaluation, figure): meaning
+        for evaluation in evaluations
+        for figure, meaning in meanings.items()
+    }

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.checks import SettingError
 from megatron.data.examples import Example
 from megatron.data.wordpiece import BertTokenizer
 from tasks.checks import (
@@ -22,10 +23,11 @@ from tasks.checks import (
     LabelMap,
     check_apart,
     check_classes,
+    majority,
 )
-from tasks.finetuning import FinetuneSettings, Finetuning, figure_name
+from tasks.finetuning import FinetuneSettings, Finetuning, name_conventions
 from tasks.pair_files import Form, read_pairs
-from tasks.pairs import PairExamples, encode, shape_of
+from tasks.pairs import SPECIAL, PairExamples, encode, shape_of
 
 # The order of the paper's authors, which is that of the alphabet. Others count from entailment.
 MNLI_FORM = Form(
@@ -60,6 +62,14 @@ CONVENTIONS = {
 class GlueSettings(FinetuneSettings):
     checks: ChecksConfig = field(default_factory=ChecksConfig)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seq_length < SPECIAL + 2:
+            raise SettingError(
+                f"--seq-length {self.seq_length} leaves no room for two texts beside the {SPECIAL} "
+                "special tokens; --seq-length 128 would work"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Classified(Finetuning):
@@ -74,19 +84,15 @@ class Classified(Finetuning):
 
     @property
     def conventions(self) -> Mapping[str, str]:
-        figures = [each for each in CONVENTIONS if self.with_f1 or each != "f1"]
-        return {
-            figure_name(name, each): CONVENTIONS[each]
-            for name in self.evaluations
-            for each in figures
-        }
+        meanings = {each: CONVENTIONS[each] for each in CONVENTIONS if self.with_f1 or each != "f1"}
+        return name_conventions(self.evaluations, meanings)
 
     def figures(self, name: str, logits: Sequence[NDArray[np.float32]]) -> Mapping[str, Any]:
         right = self.evaluations[name].classes
         said = np.stack(logits).argmax(axis=1)
         figures = {
             "pairs": len(right),
-            "majority_accuracy": float(np.bincount(right).max() / len(right)),
+            "majority_accuracy": majority(right),
             "accuracy": float((said == right).mean()),
         }
         return {**figures, "f1": f1(said == 1, right == 1)} if self.with_f1 else figures

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.parse import user_errors
 from tasks.finetuning import Finetuning, figure_name
 
 if TYPE_CHECKING:
@@ -45,6 +47,19 @@ def ask(task: Finetuning, model: Any, section: Any, mesh: Mesh, size: int, label
         name: logits_of(model, section, mesh, examples, size, f"{label} {name}".strip())
         for name, examples in task.evaluations.items()
     }
+
+
+@contextmanager
+def divergence_told(environ: Mapping[str, str]) -> Iterator[None]:
+    """End the program with one message where a model's numbers are none; other errors are faults of
+    the program, which their tracebacks find."""
+    from megatron.train.finetune import DivergedError
+
+    try:
+        yield
+    except DivergedError:
+        with user_errors(environ, agreed=True):
+            raise
 
 
 def mean_logits(every: Sequence[Logits]) -> Logits:

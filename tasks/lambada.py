@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.tokenizer import Tokenizer
-from tasks.common import Prompts, Scores, Task, TaskSettings, Window, read_text
+from tasks.common import Prompts, Scores, Task, TaskSettings, Window
+from tasks.reading import read_text
 from tasks.wikitext103 import TITLE
 
 CURE = (
@@ -161,7 +162,7 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
 def read_passages(file: Path) -> tuple[str, list[tuple[str, str]]]:
     """(what form the file has, place and text of each passage); ValueError, naming the line, for
     what is neither form."""
-    text = read_text(file, CURE)
+    text = read_text("--valid-data", file, CURE)
     numbered = enumerate(text.removesuffix("\n").split("\n"), 1)
     lines = [(f"--valid-data {file}, line {number}", line) for number, line in numbered]
     if text.lstrip().startswith(("{", "[{")):

@@ -7,7 +7,6 @@ of one object, the items of a list, or one a line. Which it is, the content tell
 
 from __future__ import annotations
 
-import codecs
 import json
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.checks import LabelMap
+from tasks.reading import read_marked
 
 SIMPLE = ("text_a", "text_b", "label")
 MOST_BAD = 0.01  # of the rows; GLUE's own QQP has about one of 100,000 that a line end has torn
@@ -54,10 +54,10 @@ def read_pairs(flag: str, file: Path, form: Form) -> Pairs:
     Raises ValueError or OSError, naming flag, file and line, where these are more than one in a
     hundred, and for a label that is not in the map.
     """
-    text = read_file(flag, file, form.cure)
+    text = read_marked(flag, file, form.cure)
     place = f"{flag} {file}"
     is_json = text.lstrip()[:1] in ("{", "[")
-    rows = read_json(place, text, form) if is_json else read_tsv(place, text, form)
+    rows = parse_json(place, text, form) if is_json else parse_tsv(place, text, form)
     pairs, count = Pairs(), 0
     for where, row in rows:
         count += 1
@@ -66,25 +66,6 @@ def read_pairs(flag: str, file: Path, form: Form) -> Pairs:
     if not pairs.ids:
         raise ValueError(f"{place} has no pair with a label in {count} rows; {form.cure}")
     return pairs
-
-
-def read_file(flag: str, file: Path, cure: str) -> str:
-    """The text of a UTF-8 file, without a byte-order mark."""
-    if file.is_dir():
-        raise IsADirectoryError(f"{flag} {file} is a folder; {cure}")
-    if not file.is_file():
-        raise FileNotFoundError(f"{flag} {file}: no such file; {cure}")
-    content = file.read_bytes().removeprefix(codecs.BOM_UTF8)
-    if content.startswith((b"PK\x03\x04", b"\x1f\x8b", b"\xfd7zXZ")):
-        raise ValueError(f"{flag} {file} is an archive; unpack it: {cure}")
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{flag} {file}, line {line}, is not UTF-8; {cure}") from error
-    if not text.strip():
-        raise ValueError(f"{flag} {file} is empty; {cure}")
-    return text
 
 
 def _add(pairs: Pairs, where: str, row: list[Any] | str, form: Form) -> None:
@@ -113,7 +94,7 @@ def _tell_bad(place: str, bad: Sequence[str], count: int, cure: str) -> None:
     warnings.warn(said, stacklevel=3)
 
 
-def read_tsv(place: str, text: str, form: Form) -> Iterator[tuple[str, list[Any] | str]]:
+def parse_tsv(place: str, text: str, form: Form) -> Iterator[tuple[str, list[Any] | str]]:
     """(where it stands, its texts and label, or what is wrong with it) of each row."""
     lines = text.removesuffix("\n").split("\n")
     header = [name.strip() for name in lines[0].split("\t")]
@@ -143,7 +124,7 @@ def _find_columns(place: str, header: Sequence[str], form: Form) -> list[int]:
     )
 
 
-def read_json(place: str, text: str, form: Form) -> Iterator[tuple[str, list[Any] | str]]:
+def parse_json(place: str, text: str, form: Form) -> Iterator[tuple[str, list[Any] | str]]:
     """(where it stands, its texts and label) of each object."""
     for where, record in _json_records(place, text, form):
         if not isinstance(record, dict):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import log
 from typing import Any
@@ -21,6 +22,8 @@ class Columns:
     """By model."""
     note: str
     """On what the paper's figures were measured."""
+    source: str = ""
+    """What input gives a record that has them, where not every one does."""
 
 
 PARAMETERS = {
@@ -46,9 +49,14 @@ PAPER = {
         ("matched_accuracy", "mismatched_accuracy"),
         {"336M": (0.897, 0.900), "1.3B": (0.909, 0.910), "3.9B": (0.914, 0.914)},
         MEDIANS,
+        "--valid-data of two files, with matched in the name of one and mismatched in the other's",
     ),
     "QQP": Columns(
-        5, ("accuracy",), {"336M": (0.923,), "1.3B": (0.926,), "3.9B": (0.927,)}, MEDIANS
+        5,
+        ("accuracy",),
+        {"336M": (0.923,), "1.3B": (0.926,), "3.9B": (0.927,)},
+        MEDIANS,
+        "--valid-data of a single file",
     ),
     "SQUAD 1.1": Columns(
         5,
@@ -83,6 +91,7 @@ PAPER = {
         },
         "the paper's are medians of 5 seeds on the test set (table 6: batch, rate, epochs); the "
         "development set is not comparable",
+        "--valid-data with middle/ and high/",
     ),
 }
 
@@ -95,6 +104,17 @@ def columns_of(task: str) -> Columns:
             "or --no-compare-paper"
         )
     return PAPER[task]
+
+
+def check_figures(task: str, figures: Collection[str]) -> None:
+    """Warn of figures of the table that the record will not have; SettingError as `columns_of`."""
+    columns = columns_of(task)
+    if missing := [each for each in columns.figures if each not in figures]:
+        warnings.warn(
+            f"--compare-paper: the record will have no {' and no '.join(missing)} to stand beside "
+            f"table {columns.table}; {columns.source} would give it",
+            stacklevel=2,
+        )
 
 
 def compare(task: str, here: Mapping[str, Mapping[str, float]], parameters: int) -> dict[str, Any]:

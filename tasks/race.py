@@ -19,10 +19,17 @@ from numpy.typing import NDArray
 from megatron.config.checks import SettingError, optional_positive
 from megatron.data.examples import Example
 from megatron.data.wordpiece import BertTokenizer
-from tasks.checks import ChecksConfig, InputChecks, check_apart
-from tasks.finetuning import FinetuneSettings, Finetuning, figure_name
+from tasks.checks import (
+    TELL_CUT_QUESTIONS,
+    ChecksConfig,
+    InputChecks,
+    check_apart,
+    majority,
+    tell_cut,
+)
+from tasks.finetuning import FinetuneSettings, Finetuning, name_conventions
 from tasks.pairs import SPECIAL, Ragged, Shape, encode, shape_of
-from tasks.race_files import LETTERS, LEVELS, Passage, find_levels, read_level
+from tasks.race_files import LETTERS, LEVELS, Passage, find_levels, read_levels
 
 OPTIONS = len(LETTERS)
 ENOUGH = 20  # questions whose answers are all the same one by chance in less than one of 10^11
@@ -101,10 +108,7 @@ class Race(Finetuning):
 
     @property
     def conventions(self) -> Mapping[str, str]:
-        names = ["", *self.evaluations]
-        return {
-            figure_name(name, each): CONVENTIONS[each] for name in names for each in CONVENTIONS
-        }
+        return name_conventions(["", *self.evaluations], CONVENTIONS)
 
     def figures(self, name: str, logits: Sequence[NDArray[np.float32]]) -> Mapping[str, Any]:
         right = self.evaluations[name].right
@@ -125,11 +129,6 @@ class Race(Finetuning):
             ),
             "accuracy": float(np.average(accuracies, weights=counts)),
         }
-
-
-def majority(right: NDArray[np.int64]) -> float:
-    """The share of the most frequent one."""
-    return float(np.bincount(right).max() / len(right))
 
 
 def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: BertTokenizer) -> Race:
@@ -165,7 +164,7 @@ def read(
     flag: str, folders: Sequence[Path], shape: Shape, checks: InputChecks
 ) -> tuple[Questions, dict[str, Any]]:
     """The questions of these folders, and what was counted."""
-    passages = [passage for folder in folders for passage in read_level(flag, folder)]
+    passages, left_out = read_levels(flag, folders)
     examples = make_questions(passages, checks.tokenizer, shape)
     place = f"{flag} {' '.join(map(str, folders))}"
     texts = (text for passage in passages for text in passage.texts)
@@ -173,11 +172,33 @@ def read(
     return examples, {
         "folders": [str(folder) for folder in folders],
         "passages": len(passages),
+        **left_out,
         "questions": len(examples),
         "answers": count_answers(place, examples.right),
         **checks.check(place, texts, tokens, examples.whole),
-        "truncated_options": int((examples.options.lengths > shape.first).sum()),
+        "truncated_options": check_options(place, examples.options.lengths, shape, checks),
     }
+
+
+def check_options(place: str, lengths: NDArray[np.int64], shape: Shape, checks: InputChecks) -> int:
+    """How many questions with an option lose their end, as check_truncation tells of sequences.
+
+    lengths: [4 x questions]. What is lost is mostly the option itself: of a question without a
+    blank to fill the four would be one and the same.
+    """
+    assert shape.first is not None
+    count, longest = int((lengths > shape.first).sum()), int(lengths.max())
+    share = count / len(lengths)
+    said = (
+        f"{place}: {count} of {len(lengths)} questions with an option ({share:.1%}) are longer "
+        f"than --max-qa-length {shape.first} and lose their end"
+    )
+    better = min(longest, shape.length - SPECIAL - 1)
+    left = int((lengths > better).sum())
+    cure = f"--max-qa-length {better} would cut {left or 'none'}"
+    most = checks.config.max_truncated
+    tell_cut(said, share, cure, tell=TELL_CUT_QUESTIONS, most=most)
+    return count
 
 
 def count_answers(place: str, right: NDArray[np.int64]) -> dict[str, int]:

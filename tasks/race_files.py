@@ -64,7 +64,8 @@ def find_levels(flag: str, path: Path, split: str) -> dict[str, Path]:
             return found
     archives = sorted(each for each in path.iterdir() if each.suffix in ARCHIVES)
     if archives:
-        raise ValueError(f"{flag} {path} holds an archive; {_unpack(archives[0])}")
+        own = [each for each in archives if split in each.name] or archives
+        raise ValueError(f"{flag} {path} holds an archive; {_unpack(own[0])}")
     raise ValueError(f"{flag} {path} has neither middle/ nor high/; {CURE}")
 
 
@@ -74,8 +75,15 @@ def _unpack(file: Path) -> str:
     return f"what `{'unzip' if file.suffix == '.zip' else 'tar xf'} {file}` unpacks would work"
 
 
-def read_level(flag: str, folder: Path) -> list[Passage]:
-    """The passages of a folder's .txt files, in the order of their names.
+def read_levels(flag: str, folders: Sequence[Path]) -> tuple[list[Passage], dict[str, int]]:
+    """(the passages of these folders, what was counted of those that are no good)."""
+    read = [read_level(flag, folder) for folder in folders]
+    counts = {key: sum(counted[key] for _, counted in read) for key in read[0][1]}
+    return [passage for passages, _ in read for passage in passages], counts
+
+
+def read_level(flag: str, folder: Path) -> tuple[list[Passage], dict[str, int]]:
+    """(the passages of a folder's .txt files, in the order of their names, what was counted).
 
     Warns of passages without a question, which are two of the release, and of texts that are
     blank. Raises ValueError, naming file and question, for what is not as released.
@@ -97,7 +105,11 @@ def read_level(flag: str, folder: Path) -> list[Passage]:
     kept = [each for each in passages if each.questions]
     if not kept:
         raise ValueError(f"{flag} {folder} holds no question in {len(files)} files; {CURE}")
-    return kept
+    counts = {
+        "passages_without_a_question_left_out": len(without),
+        "passages_with_a_blank_text": len(blank),
+    }
+    return kept, counts
 
 
 def _read_passage(place: str, file: Path) -> Passage:

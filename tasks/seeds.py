@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ import torch
 
 from megatron.config.bert import FinetunedConfig
 from megatron.config.checkpoints import step_folders
-from megatron.config.checks import flag
 from megatron.config.parse import user_errors
-from megatron.data.files import write_whole
 from megatron.parallel.kit import kit_1d
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
@@ -27,20 +24,19 @@ from megatron.train.checkpoint import read_manifest
 from megatron.train.claim import claim
 from megatron.train.finetune import Course, begin, finetuned_section, save_finetuned, train_epoch
 from megatron.train.folder import remove
-from megatron.train.loop import Clock
+from megatron.train.launch import default_precision
 from megatron.train.metrics import Metrics
 from megatron.train.models import MODELS, section_of
 from megatron.train.start import newest_whole
 from megatron.train.state import TrainState
-from megatron.train.step import StepResult
 from tasks.finetune import Plan, assemble
 from tasks.finetuning import figure_name
-from tasks.judging import ask, judge
+from tasks.finished import identity_of, keep_result, read_result
+from tasks.judging import ask, divergence_told, judge
+from tasks.log import Log
 from tasks.record import describe
-from tasks.spread import is_number, medians, summarise
+from tasks.spread import medians, summarise
 
-RESULT = "result.json"
-LINES = 10  # of metrics in an epoch
 PROTOCOL = {
     "figures": "at the top level: medians over the seeds, each at its last epoch",
     "last_epoch": "median, lowest and highest over the seeds, each at its last epoch",
@@ -59,8 +55,7 @@ class Runs:
     mesh: Mesh
     pretrained: Path
     section: FinetunedConfig
-    identity: Mapping[str, Any]
-    """What a finished seed has to have in common with this command, to be taken up."""
+    identity: Mapping[str, Any]  # of finished.identity_of
 
     @property
     def best(self) -> str:
@@ -88,10 +83,30 @@ def fine_tune(
         with user_errors(environ, agreed=True):
             save = None if settings.save is None else str(settings.save)
             stack.enter_context(claim(save, mesh))
-            runs = start(plan, mesh)
+            runs = start(with_dtype(plan, mesh), mesh)
             finished = take_up(runs, seeds)
+        if plan.task.labels and mesh.is_first:
+            labels = ", ".join(f"{number} {name}" for number, name in enumerate(plan.task.labels))
+            print(f"labels: {labels}", file=sys.stderr)
         results = [finished.get(seed) or run_seed(runs, seed, environ) for seed in seeds]
         return report(runs, results) if mesh.is_first else ({}, {})
+
+
+def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
+    """The plan with the precision that pretraining would choose, where --dtype is not given.
+
+    Raises ValueError, on every rank, where the devices of the ranks differ in that.
+    """
+    chosen = mesh.peers.gather(plan.settings.dtype or default_precision(mesh.device))
+    if len(set(chosen)) > 1:
+        raise ValueError(
+            f"the ranks' devices would compute in {' and '.join(sorted(set(chosen)))}; "
+            "--dtype fp32, for all of them, would work"
+        )
+    dtype = chosen[0]
+    settings: Any = replace(plan.settings, dtype=dtype)
+    facts = {**plan.facts, "hyper_parameters": {**plan.facts["hyper_parameters"], "dtype": dtype}}
+    return replace(plan, settings=settings, facts=facts)
 
 
 def start(plan: Plan, mesh: Mesh) -> Runs:
@@ -108,12 +123,7 @@ def start(plan: Plan, mesh: Mesh) -> Runs:
         attention_dropout=settings.attention_dropout,
         checkpoint_activations=settings.checkpoint_activations,
     )
-    identity = {
-        "--task": plan.name,
-        "--load": manifest["checksum"],
-        "--train-data and --valid-data": [each["sha256"] for each in plan.facts["data"]],
-        **{flag(name): value for name, value in plan.facts["hyper_parameters"].items()},
-    }
+    identity = identity_of(plan, manifest["checksum"])
     return Runs(plan=plan, mesh=mesh, pretrained=pretrained, section=section, identity=identity)
 
 
@@ -127,33 +137,15 @@ def take_up(runs: Runs, seeds: Sequence[int]) -> dict[int, Any]:
     def read() -> None:
         for seed in seeds if runs.mesh.is_first else ():
             directory = runs.directory(seed)
-            if directory is not None and (directory / RESULT).is_file():
-                finished[seed] = read_result(directory / RESULT, runs.identity)
+            result = None if directory is None else read_result(directory, runs.identity)
+            if result is not None:
+                finished[seed] = result
 
     refuse_alike(runs.mesh, read)
     for seed in finished:
         print(f"seed {seed} is finished in {runs.directory(seed)}", file=sys.stderr)
     results: dict[int, Any] = runs.mesh.peers.gather(finished)[0]
     return results
-
-
-def read_result(file: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of a seed; ValueError where it is of another command, with what differs."""
-    try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        result: dict[str, Any] = kept["result"]
-        then = kept["identity"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{file} is damaged: {error!r}; without that file the seed is run again"
-        ) from error
-    for name, now in json.loads(json.dumps(identity)).items():
-        if then.get(name) != now:
-            raise ValueError(
-                f"--save {file.parent.parent} holds seeds of another run, with {name} "
-                f"{then.get(name)}, and here it is {now}; another --save would work"
-            )
-    return result
 
 
 def run_seed(runs: Runs, seed: int, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -166,14 +158,14 @@ def run_seed(runs: Runs, seed: int, environ: Mapping[str, str]) -> dict[str, Any
     with Metrics(file, mesh, start=0, steps=course.steps) as metrics:
         metrics.bar.set_description(f"{runs.plan.name}, seed {seed}")
         log = Log(metrics, state, course)
-        epochs = train(runs, course, state, log, directory)
+        with divergence_told(environ):
+            epochs = train(runs, course, state, log, directory)
     best = best_of(epochs, runs.best)
     paths = {"last": epochs[-1]["checkpoint"], "best": epochs[best]["checkpoint"]}
     epochs = [{key: epoch[key] for key in epoch if key != "checkpoint"} for epoch in epochs]
     result = {"seed": seed, "best_epoch": best + 1, "checkpoints": paths, "epochs": epochs}
     if directory is not None and mesh.is_first:
-        kept = {"identity": runs.identity, "result": result}
-        write_whole(directory / RESULT, json.dumps(kept, indent=1).encode() + b"\n")
+        keep_result(directory, runs.identity, result)
     # Hooks of the gradients refer to the model that holds them; the next one needs its memory.
     del state, log
     gc.collect()
@@ -237,44 +229,6 @@ def best_of(epochs: Sequence[Mapping[str, Any]], figure: str) -> int:
     """The place of the first epoch with the highest figure."""
     values = [float(epoch["figures"][figure]) for epoch in epochs]
     return max(range(len(values)), key=lambda place: (isfinite(values[place]), values[place]))
-
-
-class Log:
-    """Lines of metrics in the file of a seed, and for a person on stderr."""
-
-    def __init__(self, metrics: Metrics, state: TrainState, course: Course) -> None:
-        self.metrics = metrics
-        self.state = state
-        self.seed = course.seed
-        self.every = -(-course.steps_per_epoch // LINES)
-        self.clock = Clock()
-        self.epoch = 0
-
-    def step(self, result: StepResult, lr: float) -> None:
-        self.clock.tokens += result.tokens
-        self.metrics.advance()
-        if self.state.step % self.every:
-            return
-        line = {
-            "step": self.state.step,
-            "epoch": self.epoch,
-            "loss": result.loss,
-            "lr": lr,
-            "grad_norm": result.grad_norm,
-            "tokens_per_second": self.clock.tokens_per_second(),
-            "elapsed_seconds": self.clock.elapsed,
-        }
-        if self.state.scaler.is_scaling:
-            scale = {"loss_scale": self.state.scaler.scale, "skipped_steps": self.state.skipped}
-            line |= scale
-        self.told(line)
-
-    def told(self, line: Mapping[str, Any]) -> None:
-        self.metrics.write({"step": self.state.step, "seed": self.seed, **line})
-        self.clock.tokens_per_second()  # what is not training does not count
-        if self.metrics.is_first:
-            words = [f"{key} {value:.4g}" for key, value in line.items() if is_number(value)]
-            self.metrics.bar.write(f"seed {self.seed} | {' | '.join(words)}", file=sys.stderr)
 
 
 def report(

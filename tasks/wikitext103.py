@@ -21,7 +21,8 @@ import numpy as np
 
 from megatron.config.checks import SettingError, optional_positive
 from megatron.data.tokenizer import Tokenizer
-from tasks.common import Joined, Scores, Sliding, Task, TaskSettings, read_text
+from tasks.common import Joined, Scores, Sliding, Task, TaskSettings
+from tasks.reading import read_text
 
 CURE = "the raw wiki.valid.tokens or wiki.test.tokens of WikiText103 would work"
 PAPERS_STRIDE = 32  # appendix E
@@ -133,7 +134,7 @@ def bits(scores: Scores) -> float:
 def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) -> WikiText103:
     """Raises ValueError or OSError, naming the flag, for what cannot be evaluated."""
     length, stride = choose_window(settings, manifest)
-    text = read_text(settings.valid_data, CURE)
+    text = read_text("--valid-data", settings.valid_data, CURE)
     check_kind(settings.valid_data, text)
     detokenised, articles = detokenise(text), cut_articles(text)
     stream = Sliding(np.array(tokenizer.encode(detokenised), np.int32), length, stride)

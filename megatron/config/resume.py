@@ -56,7 +56,8 @@ def find_start(section: CheckpointConfig, given: str = "--load") -> Start:
 
     --load and --save of the same directory is how a job is queued that restarts itself: its first
     start finds nothing to load, and that is no error. given: the flag that --load is of, for
-    messages. Raises FileNotFoundError where --load holds no checkpoint, ValueError where --save holds those of another run than --load.
+    messages. Raises FileNotFoundError where --load holds no checkpoint, ValueError where --save
+    holds those of another run than --load.
     """
     saved = step_folders(section.save) if section.save is not None else []
     if section.load is None:
@@ -89,9 +90,10 @@ def _what_would_work(load: str, given: str) -> str:
     """Instead of a --load without a checkpoint of this project."""
     for file, program in FOREIGN.items():
         if Path(load, file).is_file():
-            return f"it has a {file}: `python tools/{program} --from {load} --to NEW`, then {given} NEW"
-    if seeds := [str(each) for each in sorted(Path(load).glob("seed_*")) if step_folders(each)]:
-        return f"{given} {seeds[0]} would work, and so would any of its {len(seeds)} seed_* folders"
+            new = f"then {given} NEW"
+            return f"it has a {file}: `python tools/{program} --from {load} --to NEW`, {new}"
+    if seeds := sorted(each.name for each in Path(load).glob("seed_*") if step_folders(each)):
+        return f"it holds {', '.join(seeds)}: {given} {Path(load, seeds[0])} would work"
     return "the directory given to an earlier --save would work"
 
 
@@ -208,7 +210,7 @@ def check_start(
     if not section.override_data:
         samples = {"data": sample_settings(config.data), "training": ["seed"]}
         _check_settings(config, path, manifest, samples, OVERRIDE)
-        _check_data_sets(path, identity["data"], manifest)
+        _check_data_sets(path, identity["data"], manifest, config.data.data_path)
 
 
 def kind_of(manifest: Mapping[str, Any]) -> str:
@@ -253,14 +255,19 @@ def _check_precision(config: PretrainConfig, path: Path, manifest: Mapping[str, 
         )
 
 
-def _check_data_sets(path: Path, given: Sequence[str], manifest: Mapping[str, Any]) -> None:
-    pairs = zip_longest(given, manifest["data"], fillvalue="none")
-    place = " ".join(manifest["config"]["data"]["data_path"])
-    for number, (ours, theirs) in enumerate(pairs, start=1):
+def _check_data_sets(
+    path: Path, given: Sequence[str], manifest: Mapping[str, Any], data_path: Sequence[str]
+) -> None:
+    then = manifest["config"]["data"]["data_path"]
+    cure = f"the data sets of that run, then at {' '.join(then)}, would work"
+    if list(then) == list(data_path):
+        cure = f"what is at {' '.join(then)} has been replaced since, and what was there would work"
+    for number, pair in enumerate(zip_longest(given, manifest["data"], fillvalue="none"), start=1):
+        ours, theirs = (each.removeprefix("1 of ") for each in pair)
         if ours != theirs:
             raise ValueError(
                 f"data set {number} of --data-path is {ours}, but {path} was trained with "
-                f"{theirs}; the data sets of that run, then at {place}, would work, or {OVERRIDE}"
+                f"{theirs}; {cure}, or {OVERRIDE}"
             )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from megatron.config.bert import FinetunedConfig
 from megatron.model.bert import BertEncoder, Pooler
@@ -29,8 +31,17 @@ class FinetunedBert(nn.Module):
         self.head = kit.linear(section.hidden_size, outputs, std=section.init_method_std)
 
     def forward(self, tokens: Tensor, token_types: Tensor, is_real: Tensor) -> Tensor:
-        """Scores [b, classes], [b, 1] of options or [b, s, 2]; arguments as of the encoder."""
+        """Scores [b, classes], [b, 1] of options or [b, s, 2], fp32 at least; arguments as of the
+        encoder."""
         x = self.encoder(tokens, token_types, is_real)
         if self.pooler is None:
-            return self.head(self.dropout(x)).view(*tokens.shape, SPAN_ENDS)
-        return self.head(self.dropout(self.pooler(x, tokens.shape[0])))
+            return self._score(x).view(*tokens.shape, SPAN_ENDS)
+        return self._score(self.pooler(x, tokens.shape[0]))
+
+    def _score(self, x: Tensor) -> Tensor:
+        """x [n, h] to scores [n, k], fp32: in bf16 scores that differ by less than one part in 256
+        would be equal, and the first of them the answer."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weights = {name: each.to(wide) for name, each in self.head.named_parameters()}
+        scores: Tensor = functional_call(self.head, weights, (self.dropout(x).to(wide),))
+        return scores

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from megatron.config.bert import FinetunedConfig
+from megatron.config.bert import FinetunedConfig, Head
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
@@ -31,15 +31,19 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
 from megatron.train.checkpoint import Piece, load, read_manifest, save
 from megatron.train.deal import deal
+from megatron.train.diagnose import NonFiniteError
 from megatron.train.finetuning_objectives import answer_scores
 from megatron.train.replicas import check_replicas
 from megatron.train.start import environment
 from megatron.train.state import DTYPES, TrainState, build_state, model_pieces
 from megatron.train.step import StepResult, train_step
 
-Head = Literal["classifier", "choice", "span"]
 HEAD = "head"  # what no pretrained checkpoint has
 PRETRAINING = ("mlm", "sop")  # and what only a pretrained one needs
+
+
+class DivergedError(ValueError):
+    """Loss, gradients or logits are not numbers; every rank raises the same message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,18 +158,35 @@ def train_epoch(
     """Train on every example once; return their mean loss on the way,
     those of steps that fp16 skipped left out.
 
-    epoch: counted from 0. tell: called after every step with its result and learning rate.
+    epoch: counted from 0. tell: called after every step with its result and learning rate. Raises
+    DivergedError where a step is not finite and may not be skipped.
     """
     total = seen = 0.0
     for numbers in steps_of(course, epoch):
         batches = micro_batches(course, numbers, state.mesh)
         lr = course.rate(state.updates + 1)
-        result = train_step(state, batches, lr)
+        try:
+            result = train_step(state, batches, lr)
+        except NonFiniteError as error:
+            raise DivergedError(_told(error, state, course, epoch)) from error
         if not result.skipped:
             total, seen = total + result.loss * len(numbers), seen + len(numbers)
         tell(result, lr)
     check_replicas(state, batches)
     return total / seen if seen else nan
+
+
+def _told(error: NonFiniteError, state: TrainState, course: Course, epoch: int) -> str:
+    """Where it began, and what may help here."""
+    scaler, found = state.scaler, error.found
+    scale = f" at loss scale {scaler.scale:g}" if scaler.is_scaling else ""
+    seen = f"; first seen in {found.what}, on the rank at {found.place}" if found else ""
+    cures = ["a lower --lr", "a larger --lr-warmup-fraction"]
+    cures += ["--dtype bf16"] if scaler.is_scaling else []
+    return (
+        f"seed {course.seed}, epoch {epoch + 1}, step {state.step + 1}: the {error.what} is not "
+        f"finite{scale}{seen}; {' or '.join(cures)} may help"
+    )
 
 
 def steps_of(course: Course, epoch: int) -> Iterator[NDArray[np.int64]]:
@@ -204,8 +225,8 @@ def logits_of(
     """The model's answer to each example: [classes], [options], or [n, 2] for the n tokens of its
     sequence; the same on every rank, with a progress bar called `name`.
 
-    Neither batch size nor padding nor layout changes it but for rounding. Raises ValueError, on
-    every rank, where logits are not numbers.
+    Neither batch size nor padding nor layout changes it but for rounding. Raises DivergedError
+    where logits are not numbers.
     """
     was_training = model.training
     model.eval()
@@ -221,7 +242,7 @@ def logits_of(
     model.train(was_training)
     whole = all_reduce(flat.to(mesh.device), mesh.data).cpu().numpy()
     if not np.isfinite(whole).all():
-        raise ValueError(
+        raise DivergedError(
             f"{name}: logits are not numbers; a model that has not diverged would work, and in "
             "place of --dtype fp16 --dtype bf16 or fp32"
         )

@@ -30,11 +30,11 @@ def open_trained(
 ) -> tuple[Sequence[Path], Tokenizer, dict[str, Any]]:
     """The checkpoints of --load from the newest readable one on, its tokenizer and its manifest.
 
-    kinds: of model that the program can use. given: the flag that names the checkpoint. The tokenizer is that of the flags, or else the
-    checkpoint's own. Warns of checkpoints that are passed over. Raises FileNotFoundError without a
-    checkpoint, ValueError where none is whole, where the model is of another kind or cannot be cut
-    over the processes, and where the tokenizer is another one, or neither in the checkpoint nor
-    given.
+    kinds: of model that the program can use. given: the flag that names the checkpoint. The
+    tokenizer is that of the flags, or else the checkpoint's own. Warns of checkpoints that are
+    passed over. Raises FileNotFoundError without a checkpoint, ValueError where none is whole,
+    where the model is of another kind or cannot be cut over the processes, and where the tokenizer
+    is another one, or neither in the checkpoint nor given.
     """
     start = find_start(CheckpointConfig(load=section.load), given)
     path, manifest, passed_over = newest_readable(start.folders)

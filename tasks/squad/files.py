@@ -7,7 +7,6 @@ other keys are not read.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tasks.reading import read_json
 
 CURE = "a file as released, such as train-v1.1.json or dev-v2.0.json, would work"
 MOST_MISPLACED = 0.01  # of the answers; a file with more has been changed
@@ -81,16 +82,6 @@ def read_squad(flag: str, file: Path, *, most_misplaced: float = MOST_MISPLACED)
     squad = Squad(place, _version(place, questions), passages, questions)
     _check_places(squad, most_misplaced)
     return squad
-
-
-def read_json(flag: str, file: Path, cure: str) -> Any:
-    """Raises ValueError or OSError, naming flag and file, for what is no JSON."""
-    if not file.is_file():
-        raise FileNotFoundError(f"{flag} {file}: no such file; {cure}")
-    try:
-        return json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{flag} {file} is not JSON ({error}); {cure}") from error
 
 
 def _paragraphs(place: str, content: Any) -> Iterator[tuple[str, str, list[Any]]]:

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.squad.files import Squad, Version, read_json
+from tasks.reading import read_json
+from tasks.squad.files import Squad, Version
 
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -21,15 +21,27 @@ from megatron.config.checks import SettingError, flag, positive, writable
 from megatron.data.examples import Example
 from megatron.data.files import write_whole
 from megatron.data.wordpiece import BertTokenizer
-from tasks.checks import ChecksConfig, check_apart, check_casing, check_unknown
-from tasks.finetuning import FinetuneSettings, Finetuning
+from tasks.checks import (
+    TELL_CUT_QUESTIONS,
+    ChecksConfig,
+    check_apart,
+    check_casing,
+    check_unknown,
+    tell_cut,
+)
+from tasks.finetuning import BESIDE, FinetuneSettings, Finetuning
 from tasks.pairs import SPECIAL, shape_of
 from tasks.squad.answers import read_answers
 from tasks.squad.files import Squad, read_squad
 from tasks.squad.score import best_figures, conventions, figures, mark, score_file, unanswered
 from tasks.squad.windows import Windows, make_windows
 
-TELL_TRUNCATED = 0.01  # of the questions; SQuAD's development set has none of over 64 tokens
+OF_MODELS = (
+    "doc_stride",
+    "max_query_length",
+    "max_answer_length",
+    "null_score_diff_threshold",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +81,9 @@ class Settings(FinetuneSettings):
     na_prob_file: Path | None = None
     """JSON file of {question id: number}, beside --predictions: high where no answer is likely."""
 
-    na_prob_thresh: float = 1.0
-    """A question whose number in --na-prob-file is above it counts as not answered."""
+    na_prob_thresh: float | None = field(default=None, metadata=BESIDE)
+    """A question whose number in --na-prob-file is above it counts as not answered; 1 if not
+    given."""
 
     save_predictions: Path | None = None
     """JSON file for the answers of the model that is evaluated, as --predictions reads it."""
@@ -106,8 +119,16 @@ class Settings(FinetuneSettings):
                 "--predictions is scored without a model, and --load, --ensemble or --train-data "
                 "is given; either alone would work, and --save-predictions writes such a file"
             )
+        changed = [each for each in OF_MODELS if getattr(self, each) != getattr(Settings, each)]
+        if self.predictions is not None and changed:
+            raise SettingError(
+                f"{' and '.join(map(flag, changed))} are about a model's answers, and "
+                "--predictions has them already; leaving these flags out would work"
+            )
         if self.na_prob_file is not None and self.predictions is None:
             raise SettingError("--na-prob-file goes with --predictions, which is missing")
+        if self.na_prob_thresh is not None and self.na_prob_file is None:
+            raise SettingError("--na-prob-thresh goes with --na-prob-file, which is missing")
         saved = [n for n in ("save_predictions", "save_null_odds") if getattr(self, n) is not None]
         if saved and (self.train_data or self.predictions is not None):
             raise SettingError(
@@ -219,20 +240,16 @@ def _tell(place: str, counts: Mapping[str, int], settings: Settings) -> None:
         f"{place}: {cut} of {questions} questions ({cut / questions:.1%}) are longer than "
         f"--max-query-length {settings.max_query_length}, and their end is cut"
     )
-    if cut > settings.checks.max_truncated * questions:
-        raise ValueError(f"{said}; a larger one, or --max-truncated 1, would work")
+    most = settings.checks.max_truncated
+    tell_cut(said, cut / questions, "a larger one would help", tell=TELL_CUT_QUESTIONS, most=most)
     losses = {
         "cut_answers": "have an answer that no window has whole; a smaller --doc-stride or a "
         "larger --seq-length would help",
         "left_out_questions": "are not trained on: no token of the passage is of the answer",
     }
-    lines = [
-        f"{place}: {counts[key]} of {questions} questions {text}"
-        for key, text in losses.items()
-        if counts[key]
-    ]
-    for line in [said] * (cut > TELL_TRUNCATED * questions) + lines:
-        warnings.warn(line, stacklevel=2)
+    for key, text in losses.items():
+        if counts[key]:
+            warnings.warn(f"{place}: {counts[key]} of {questions} questions {text}", stacklevel=2)
 
 
 def score_only(settings: Settings) -> dict[str, Any] | None:
@@ -241,7 +258,7 @@ def score_only(settings: Settings) -> dict[str, Any] | None:
         return None
     # Only the texts of the right answers count here, wherever they stand.
     squad = read_squad("--valid-data", settings.valid_data[0], most_misplaced=1.0)
-    thresh = settings.na_prob_thresh
+    thresh = 1.0 if settings.na_prob_thresh is None else settings.na_prob_thresh
     found = score_file(squad, settings.predictions, settings.na_prob_file, thresh)
     meanings = {
         **conventions(squad.version),

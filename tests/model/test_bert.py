@@ -1,5 +1,6 @@
 """BERT against plain modules; test_bert_huggingface.py compares it with transformers."""
 
+from dataclasses import replace
 from math import sqrt
 from typing import Any
 
@@ -177,6 +178,37 @@ def test_heads_of_tasks_have_their_shapes_and_equal_plain_modules(gloo: Pool, he
     assert expected.shape == HEADS[head]
     for each in [scores(head, 1), *gloo.run(2, scores, head, 2)]:
         torch.testing.assert_close(each, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_dropout_stands_before_the_head_in_training_alone(head: str) -> None:
+    section = replace(finetuned_section(head), hidden_dropout=0.25)
+    model: Any = tiny_model(serial_mesh(), section)[0]
+    seen: dict[str, Tensor] = {}
+    body = model.encoder if model.pooler is None else model.pooler
+    body.register_forward_hook(lambda each, given, out: seen.update(body=out.detach()))
+    model.head.register_forward_pre_hook(lambda each, given: seen.update(head=given[0].detach()))
+    model.eval()(*inputs(3))
+    assert torch.equal(seen["head"], seen["body"])
+    model.train()(*inputs(3))
+    kept = seen["head"] != 0
+    assert 0.6 < kept.double().mean() < 0.9
+    torch.testing.assert_close(seen["head"][kept], seen["body"][kept] / 0.75)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_narrow_formats_are_told_apart(head: str, dtype: torch.dtype) -> None:
+    model: Any = tiny_model(serial_mesh(), finetuned_section(head), dtype=dtype)[0]
+    with torch.no_grad():
+        model.head.bias.fill_(64)
+    found = model(*inputs(3))
+    assert found.dtype == torch.float32
+    assert len(found.flatten().unique()) == found.numel(), "to the eighth of a unit many are equal"
+    found.sum().backward()
+    gradients = {each.dtype for each in model.parameters() if each.grad is not None}
+    assert gradients == {dtype}
+    assert model.head.weight.grad.abs().min() > 0
 
 
 def collectives(tensor_size: int) -> list[tuple[str, tuple[int, ...]]]:

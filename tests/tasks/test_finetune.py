@@ -93,11 +93,6 @@ def alone(folder: Path, head: Head) -> Outcome:
     return outcome(folder, head, 1, BATCH)
 
 
-@pytest.fixture(scope="module")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("pretrained"))
-
-
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize(("world", "tensor_size", "micro"), [(1, 1, 3), (2, 2, 4), (2, 1, 2)])
 def test_every_layout_and_split_gives_the_same_run(

@@ -12,7 +12,7 @@ from megatron.config.checks import SettingError
 from megatron.config.parse import parse
 from tasks.finetuning import FinetuneSettings
 from tasks.main import ROOT, TASKS, find_module, main, split_task
-from tasks.paper import PAPER, as_text, columns_of, compare
+from tasks.paper import PAPER, as_text, check_figures, columns_of, compare
 from tests.tasks.made import write_model
 
 PRESETS = ROOT / "scripts" / "presets" / "finetune"
@@ -88,6 +88,32 @@ def test_figures_of_the_paper_are_of_the_unit_that_the_tasks_report() -> None:
 def test_a_task_that_is_not_in_the_tables_is_refused() -> None:
     with pytest.raises(SettingError, match=r"have no HELDOUT; WIKITEXT103, LAMBADA, MNLI"):
         columns_of("HELDOUT")
+
+
+@pytest.mark.parametrize(
+    ("task", "figures", "message"),
+    [
+        (
+            "MNLI",
+            ["accuracy"],
+            "no matched_accuracy and no mismatched_accuracy .*; --valid-data of",
+        ),
+        ("MNLI", ["matched_accuracy"], "no mismatched_accuracy to stand .* mismatched in the othe"),
+        ("QQP", ["a_accuracy", "b_accuracy"], "no accuracy .*; --valid-data of a single file wou"),
+        ("RACE", ["accuracy", "high_accuracy"], "no middle_accuracy .* with middle/ and high/ wo"),
+    ],
+)
+def test_figures_of_the_table_that_will_be_missing_are_told(
+    task: str, figures: list[str], message: str
+) -> None:
+    with pytest.warns(UserWarning, match=f"^--compare-paper: the record will have {message}"):
+        check_figures(task, figures)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_record_with_all_figures_of_the_table_is_not_told() -> None:
+    for name, columns in PAPER.items():
+        check_figures(name, columns.figures)
 
 
 def test_the_commands_of_the_readme_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:

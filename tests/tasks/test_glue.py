@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.config.checks import SettingError
 from megatron.data.wordpiece import BertWordPieceLowerCase
 from tasks.glue import MNLI, QQP, Classified, f1
 from tasks.main import ROOT, main
@@ -346,8 +347,20 @@ def test_the_program_fine_tunes_and_evaluates_what_it_saved(
     figures = ["accuracy", "f1", "majority_accuracy", "pairs"]
     assert {key: again[key] for key in figures} == {key: trained[key] for key in figures}
     assert set(figures) == set(again["conventions"])
+    more = str(write_tsv(tmp_path / "more.tsv", QQP_COLUMNS, QQP_ROWS))
+    loads = ["--load", str(tmp_path / "save" / "seed_1234"), "--compare-paper"]
+    main([*words, *loads, "--valid-data", valid, more], {})
+    assert "warning: --compare-paper: the record will have no accuracy" in capsys.readouterr().err
 
 
 def test_the_input_is_read_without_torch() -> None:
     code = "import sys, tasks.glue, tasks.race; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_sequence_without_room_for_two_texts_is_refused() -> None:
+    for task in (MNLI, QQP):
+        for length in (2, 3, 4):
+            with pytest.raises(SettingError, match=rf"--seq-length {length} leaves no room .* 128"):
+                task.Settings(seq_length=length, valid_data=(Path("dev.tsv"),))
+        task.Settings(seq_length=5, valid_data=(Path("dev.tsv"),))

@@ -84,6 +84,7 @@ def test_every_blank_of_a_question_is_filled(
     )
 
 
+@pytest.mark.filterwarnings("ignore:.* lose their end")
 def test_the_passage_loses_its_end_and_a_long_question_its_own(
     tokenizer: BertWordPieceLowerCase, tmp_path: Path
 ) -> None:
@@ -106,6 +107,24 @@ def test_the_passage_loses_its_end_and_a_long_question_its_own(
     counted = task.notes["input"]["high"]
     assert (counted["truncated"], counted["truncated_options"]) == (4, 1)
     assert counted["longest"] == question + 30 + 99 + 3
+
+
+def test_options_that_are_cut_are_told_or_refused(
+    tokenizer: BertWordPieceLowerCase, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "high", PASSAGE, OTHER)
+    longest = max(race(tokenizer, folder).evaluations["high"].options.lengths)
+    count = "11 of 12 questions with an option"
+    with pytest.raises(ValueError, match=count) as refused:
+        race(tokenizer, folder, max_qa_length=6)
+    assert str(refused.value) == (
+        f"--valid-data {folder}: {count} (91.7%) are longer than --max-qa-length 6 and lose their "
+        f"end; --max-qa-length {longest} would cut none, or --max-truncated 0.92 would let them be "
+        "cut"
+    )
+    with pytest.warns(UserWarning, match=f"{count} .* and lose their end; --max-qa-length"):
+        task = race(tokenizer, folder, max_qa_length=6, checks=ChecksConfig(max_truncated=1))
+    assert task.notes["input"]["high"]["truncated_options"] == 11
 
 
 def test_a_question_may_have_a_quarter_of_the_sequence(
@@ -227,7 +246,10 @@ def test_passages_without_questions_and_blank_texts_are_told(
         f"--valid-data {folder}/1.txt has no question, and is left out, and 1 more",
         f"--valid-data {folder}/4.txt has a blank text",
     ]
-    assert task.notes["input"]["high"]["passages"] == 2
+    counted = task.notes["input"]["high"]
+    assert counted["passages"] == 2
+    assert counted["passages_without_a_question_left_out"] == 2
+    assert counted["passages_with_a_blank_text"] == 1
     alone = write(tmp_path / "other" / "high", none)
     with pytest.raises(ValueError, match="holds no question in 1 files"):
         race(tokenizer, alone)
@@ -243,7 +265,16 @@ def test_what_is_no_such_folder_is_refused_with_what_would_work(
     text.write_text("a")
     empty = write(tmp_path / "empty" / "middle")
     bare = write(tmp_path / "bare", OTHER)
+    both = tmp_path / "both"
+    both.mkdir()
+    for split in ("train", "dev", "test"):
+        (both / f"RACE_{split}.tar.xz").write_bytes(archive.read_bytes())
+    (tmp_path / "one").mkdir()
+    other = tmp_path / "one" / "RACE.tar.gz"
+    other.write_bytes(b"")
     for path, message in (
+        (both, f"holds an archive; what `tar xf {both / 'RACE_dev.tar.xz'}` unpacks"),
+        (other.parent, f"holds an archive; what `tar xf {other}` unpacks"),
         (archive, f"is a file; what `tar xf {archive}` unpacks would work"),
         (tmp_path, f"holds an archive; what `tar xf {archive}` unpacks"),
         (text, "is a file; a folder as released, with middle/ and high/"),
@@ -253,6 +284,8 @@ def test_what_is_no_such_folder_is_refused_with_what_would_work(
     ):
         with pytest.raises((ValueError, OSError), match=f"^--valid-data {path}:? {message}"):
             race(tokenizer, path)
+    with pytest.raises(ValueError, match=rf"^--train-data {both} .* {both / 'RACE_train.tar.xz'}`"):
+        race(tokenizer, empty, train_data=(both,))
 
 
 def test_answers_that_are_all_one_letter_are_told(
@@ -290,6 +323,7 @@ def test_the_program_fine_tunes_and_reports_every_level(
     assert record["notes"]["max_qa_length"] == 16
     assert record["paper"]["here"]["last_epoch"]["high_accuracy"] == levels[1]
     assert record["hyper_parameters"]["global_batch_size"] == 32
+    assert record["checks"]["max_truncated"] == 0.25
 
 
 def test_real_passages_are_read_as_their_archive_unpacks(test_data: Path, tmp_path: Path) -> None:

@@ -155,6 +155,11 @@ def test_a_model_is_asked_without_predictions(tmp_path: Path) -> None:
     [
         ({"predictions": "p"}, "--predictions is scored without a model, and --load"),
         ({"na_prob_file": "p"}, "--na-prob-file goes with --predictions"),
+        ({"na_prob_thresh": 0.5}, "--na-prob-thresh goes with --na-prob-file, which is missing"),
+        (
+            {"load": None, "predictions": "p", "null_score_diff_threshold": 1.0},
+            "--doc-stride and .* and --null-score-diff-threshold are about a model's answers",
+        ),
         ({"save_predictions": "p", "train_data": "t"}, "--save-predictions is of a fine-tuned"),
         ({"save_null_odds": "p", "train_data": "t"}, "--save-null-odds is of a fine-tuned"),
         ({"save_predictions": "none/p"}, "--save-predictions none/p: there is no folder none"),

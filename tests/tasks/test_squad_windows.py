@@ -200,6 +200,9 @@ def test_a_token_counts_where_its_context_is_best() -> None:
     allowed = best_contexts(table)
     # Token 3 has 2 tokens behind it in the first window, and 1 before it in the second.
     assert [np.flatnonzero(each).tolist() for each in allowed] == [[0, 1, 2, 3], [2, 3], [2, 3, 4]]
+    # Token 3 has 1 token at its poorer side in both, and the second window is the longer one.
+    allowed = best_contexts(np.array([[0, 5], [2, 10]]))
+    assert [np.flatnonzero(each).tolist() for each in allowed] == [[0, 1, 2], [1, 2, 3, 4, 5, 6, 7]]
     # A long window has no say in the tokens behind its end.
     assert best_contexts(np.array([[0, 300], [290, 302]]))[1][-2:].all()
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from tasks.common import read_text
 from tasks.lambada import read_passages
+from tasks.reading import read_text
 from tasks.wikitext103 import CURE as WIKITEXT_CURE
 from tasks.wikitext103 import check_kind, cut_articles
 
@@ -34,7 +34,7 @@ def find_harness() -> Path:
 
 def read_pages(file: Path) -> list[str]:
     """WikiText: the raw file, cut before the title of every article."""
-    text = read_text(file, WIKITEXT_CURE)
+    text = read_text("--valid-data", file, WIKITEXT_CURE)
     check_kind(file, text)
     return cut_articles(text)
 
