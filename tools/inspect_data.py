@@ -33,6 +33,12 @@ from megatron.train.inputs import open_bert_data
 
 WIDTH = 100  # characters of a line
 AT_ONCE = 64  # samples read together
+NOTES = """
+Samples are numbered by tokens. A number is spare where its document has no block of sentences left
+for it, as one of a single sentence never has: the sample is then of a block drawn from all. Many
+such documents, or documents shorter than a sample, make many spare numbers; no text is lost by it.
+Documents of one sentence are counted among at most {statistics:,} of a data set's training split.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +90,17 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 def described(corpus: Corpus, tokenizer: BertTokenizer) -> str:
     lines = [f"tokenizer {tokenizer.kind}, {tokenizer.vocab_size:,} ids"]
     for source in corpus.sources:
-        data = source.data
-        documents, sequences = len(data.documents) - 1, len(data.sizes)
+        data, known = source.data, source.description
+        documents, sequences, tokens = len(data.documents) - 1, len(data.sizes), len(data.tokens)
         lines.append(
-            f"{data.prefix}: {documents:,} documents of {sequences:,} sequences and "
-            f"{len(data.tokens):,} tokens"
+            f"{data.prefix}: {documents:,} documents of {sequences:,} sequences and {tokens:,} "
+            "tokens"
         )
+        if known is not None and known.one_sentence is not None:
+            lines.append(f"  {known.one_sentence:,} of the documents have one sentence only")
+        if known is not None and known.unknown_tokens is not None:
+            share = known.unknown_tokens / tokens
+            lines.append(f"  {known.unknown_tokens:,} of the tokens are [UNK] ({share:.2%})")
     return "\n".join(lines)
 
 
@@ -100,6 +111,7 @@ def shown(data: BertDataset, tokenizer: BertTokenizer, settings: Settings) -> It
     if settings.statistics:
         yield f"{f'{settings.statistics} samples':<44}{'found':>12}{'expected':>12}"
         yield from map(str, bert_statistics(data, tokenizer, settings))
+        yield NOTES.format(statistics=settings.statistics)
 
 
 def shown_pair(number: int, sample: BertSample, tokenizer: BertTokenizer, seq_length: int) -> str:
@@ -148,6 +160,8 @@ def bert_statistics(
     short = np.mean([sample.pair.is_short for sample in samples])
     yield Row(name="samples short on purpose", found=short, expected=section.short_seq_prob)
     yield from _costs(data, samples, section.seq_length)
+    ids = np.concatenate([each for sample in samples for each in sample.stands])
+    yield Row(name="tokens that are [UNK]", found=(ids == tokenizer.unknown).mean())
 
 
 def _of_masks(

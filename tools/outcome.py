@@ -1,15 +1,19 @@
-"""What becomes of a data set in a folder: it is moved to a prefix, and summed up in a line."""
+"""What becomes of a data set in a folder: it is judged, moved to a prefix, summed up in a line."""
 
+import contextlib
 import json
+import math
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.data.description import Description
+from megatron.data.description import Description, ShardFacts
 from megatron.data.files import with_suffix
 from megatron.data.placing import place
+from megatron.data.wordpiece import TELL_UNKNOWN, UNKNOWN
+from tools.corpus.program import say
 from tools.corpus.records import BAD_LINE, DAMAGED_FILE
 from tools.corpus.shards import MANIFEST
 from tools.tokenise import NO_TOKEN
@@ -20,7 +24,8 @@ REJECTED = ".rejected.jsonl"
 def take_out(folder: Path, filled: str, prefix: str, tokenizer: Mapping[str, bytes]) -> str:
     """Move the data set and what was set aside to the prefix, for the folder to go; a summary.
 
-    filled: prefix of the data set in the folder.  tokenizer: {name: content} of its files.
+    filled: prefix of the data set in the folder.  tokenizer: {name: content} of its files.  A data
+    set that is there and another is replaced, which is said.
     """
     manifest = json.loads((folder / MANIFEST).read_bytes())
     description = Description.read(filled)
@@ -31,15 +36,72 @@ def take_out(folder: Path, filled: str, prefix: str, tokenizer: Mapping[str, byt
     elif inside.exists():  # or else it was moved before a crash
         inside.replace(beside)
     names = [shard.name for shard in description.shards] or [""]
+    told = summary(manifest, description, beside)
+    if replaced := _replaced(prefix, description):
+        say(replaced)
     place([filled + name for name in names], prefix, description, tokenizer)
     shutil.rmtree(folder)
+    return told
+
+
+def summary(manifest: Mapping[str, Any], description: Description, rejected: Path) -> str:
+    """rejected: the file of the lines that were set aside, if there are any."""
     sentences = "" if description.sentences is None else f"{description.sentences} sentences, "
-    shards = f" in {len(names)} shards" if len(names) > 1 else ""
-    reasons = f" in {beside} ({_reasons(beside)})" if _set_aside(manifest) else ""
+    shards = f" in {len(description.shards)} shards" if description.shards else ""
+    unknown = ""
+    if description.unknown_tokens is not None:
+        unknown = f" ({description.unknown_tokens / description.tokens:.2%} {UNKNOWN})"
+    reasons = f" in {rejected} ({_reasons(rejected)})" if _set_aside(manifest) else ""
     return (
-        f"{description.documents} documents, {sentences}{description.tokens} tokens{shards}; "
-        + ", ".join(left_out(manifest, reasons))
+        f"{description.documents} documents, {sentences}{description.tokens} tokens{unknown}"
+        f"{shards}; " + ", ".join(left_out(manifest, reasons))
     )
+
+
+def _replaced(prefix: str, description: Description) -> str | None:
+    """What to say of another data set that is at the prefix, None where there is none."""
+    if not any(with_suffix(prefix, suffix).exists() for suffix in (".json", ".idx")):
+        return None
+    old = None
+    with contextlib.suppress(ValueError):  # a damaged sidecar says nothing of what was there
+        old = Description.read(prefix)
+    if old == description:
+        return None
+    held = f", which held {old.documents} documents and {old.tokens} tokens" if old else ""
+    return f"replaced {prefix}{held}"
+
+
+def check_unknown(
+    where: str, count: int, tokens: int, most: float, vocabulary: str, *, after: str = ""
+) -> None:
+    """Warn where more than TELL_UNKNOWN of the tokens are [UNK]; ValueError where more than `most`.
+
+    where: what the tokens are of.  vocabulary: flag and file, for the message.  most:
+    --max-unknown.  after: what to add to the error.
+    """
+    share = count / max(1, tokens)
+    said = (
+        f"{where}: {count} of {tokens} tokens ({share:.1%}) are {UNKNOWN}, which teaches nothing: "
+        f"{vocabulary} lacks letters of this text"
+    )
+    cure = "a vocabulary of its language, such as tools/train_tokenizer.py makes of the same input"
+    if share > most:
+        allowed = f"--max-unknown {math.ceil(100 * share) / 100:.2f}"
+        raise ValueError(f"{said}; {cure}, or {allowed}, would work{after}")
+    if share > TELL_UNKNOWN:
+        say(f"warning: {said}; {cure}, would work")
+
+
+def shard_facts(description: Description, data_path: str) -> Iterator[dict[str, Any]]:
+    """The .bin files, for a manifest."""
+    for shard in description.shards or [description]:
+        name = data_path + (shard.name if isinstance(shard, ShardFacts) else "") + ".bin"
+        yield {
+            "name": Path(name).name,
+            "documents": shard.documents,
+            "bytes": Path(name).stat().st_size,
+            "sha256": shard.bin_sha256,
+        }
 
 
 def left_out(books: Mapping[str, Any], reasons: str = "") -> Iterator[str]:

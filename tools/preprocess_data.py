@@ -8,7 +8,8 @@ P_text_document_00000.bin, .idx and so on beside one .json, which training reads
 and P_text_document.tokenizer/, the tokenizer's files, which training's checkpoints then hold.
 What is written does not depend on the workers.  Lines that hold no document are set aside in
 P_text_document.rejected.jsonl.  With --split-sentences, for BERT, each sentence is a sequence of
-its own, and the name is P_text_sentence.  After a crash the same command goes on from where it was.
+its own, and the name is P_text_sentence.  Of a WordPiece's tokens the share that is [UNK] is told,
+and refused above --max-unknown.  After a crash the same command goes on from where it was.
 With --output FOLDER instead of a prefix it is a step like those of tools.corpus: FOLDER gets
 text_document.*, rejected.jsonl and a manifest.  The second command checks the files.
 """
@@ -19,7 +20,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.config.checks import SettingError, positive
 from megatron.config.parse import parse, user_errors
-from megatron.data.description import Description, join_descriptions
+from megatron.data.description import NOTED, Description, join_descriptions
 from megatron.data.placing import place
 from megatron.data.tokenizer import Tokenizer
 from megatron.data.verify import verify
@@ -37,11 +38,11 @@ from megatron.data.wordpiece import BertTokenizer
 from tools.corpus.manifest import read_manifest
 from tools.corpus.program import Unfinished, say, stoppable
 from tools.corpus.settings import parse_size
-from tools.corpus.shards import Unit, find_shards
+from tools.corpus.shards import MANIFEST, Unit, find_shards
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import sum_funnels
-from tools.outcome import left_out, take_out
+from tools.outcome import check_unknown, left_out, shard_facts, summary, take_out
 from tools.sentences import SPLITTER
 from tools.tokenise import (
     PARTS,
@@ -50,10 +51,12 @@ from tools.tokenise import (
     encode_unit,
     join_shard,
     load_tokenizer,
+    sample_unknown,
     unit_bytes,
 )
 
 WAVE = 64  # shards whose tokens may stand on disk twice at a time
+MARGIN = 2  # times --max-unknown that a sample may hold before all is read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,10 @@ class Settings:
     """Keep the sentences of a document apart, as pretrain_bert.py reads them, for a data set
     P_text_sentence.  A line end ends a sentence; its rules are those of English."""
 
+    max_unknown: float = 0.05
+    """Largest share of a WordPiece's tokens that may be [UNK]; more is an error, and above 0.01
+    there is a warning.  A BPE has no [UNK]."""
+
     encoder: str = "auto"
     """Library that encodes: tokenizers, the reference; gigatoken, a hundred times as fast, for a
     BPE; words, the reference once for each word, for a WordPiece; auto is one of these two where it
@@ -110,6 +117,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         positive(self, "workers")
+        if not 0 <= self.max_unknown <= 1:
+            raise SettingError(
+                f"--max-unknown {self.max_unknown} should be in [0, 1]; --max-unknown "
+                f"{Settings.max_unknown} would work"
+            )
         if (self.output is None) == (self.output_prefix is None):
             raise SettingError(
                 "--output-prefix P, for files P_text_document.*, or --output FOLDER would work: "
@@ -145,7 +157,10 @@ def run(settings: Settings) -> None:
     """Write the data set.  ValueError, naming the flag, where that cannot be."""
     start = time.monotonic()
     check(settings)
-    with StepRun("tokenise", token_settings(settings), by_unit=False) as step:
+    chosen = token_settings(settings)
+    if not (chosen.output / MANIFEST).exists():
+        check_sample(settings, chosen)
+    with StepRun("tokenise", chosen, by_unit=False) as step:
         if not step.done:
             tokenise(step, settings)
         if settings.output is None:
@@ -170,7 +185,7 @@ def check(settings: Settings) -> None:
         )
     if is_bert and not settings.split_sentences:
         warn("without --split-sentences pretrain_bert.py does not read what is written")
-    if not settings.append_eod and not settings.split_sentences:
+    elif not settings.append_eod and not settings.split_sentences:
         warn("without --append-eod documents run into each other in training")
 
 
@@ -201,6 +216,7 @@ def token_settings(settings: Settings) -> TokenSettings:
         fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod if settings.append_eod else None,
+        unknown=tokenizer.unknown if isinstance(tokenizer, BertTokenizer) else None,
         sentences=SPLITTER if settings.split_sentences else None,
         encoder=encoder.name,
         shard_bytes=shard_bytes,
@@ -208,6 +224,24 @@ def token_settings(settings: Settings) -> TokenSettings:
     )
     say(f"encoder: {encoder.said}{f'; sentences: {SPLITTER}' if settings.split_sentences else ''}")
     return chosen
+
+
+def check_sample(settings: Settings, chosen: TokenSettings) -> None:
+    """ValueError at once where the input is surely beyond --max-unknown."""
+    count, tokens = sample_unknown(chosen.units(), chosen)
+    if count > MARGIN * settings.max_unknown * tokens:
+        judge_unknown(settings, count, tokens, of=", a sample of it")
+
+
+def judge_unknown(
+    settings: Settings, count: int, tokens: int, *, of: str = "", after: str = ""
+) -> None:
+    where, vocabulary = named_input(settings) + of, f"--vocab-file {settings.vocab_file}"
+    check_unknown(where, count, tokens, settings.max_unknown, vocabulary, after=after)
+
+
+def named_input(settings: Settings) -> str:
+    return f"--input {' '.join(map(str, settings.input))}"
 
 
 def are_shuffled(paths: Sequence[Path]) -> bool | None:
@@ -226,25 +260,27 @@ def tokenise(step: StepRun, settings: Settings) -> None:
     if not staged:
         shutil.rmtree(step.output if settings.output is None else step.work)
         raise ValueError(
-            f"--input {' '.join(map(str, settings.input))} holds no document; "
-            + ", ".join(left_out(funnel.to_json()))
+            f"{named_input(settings)} holds no document; " + ", ".join(left_out(funnel.to_json()))
         )
     if settings.shard is not None:
         raise Unfinished("tokenise: all is done but the last step: run without --shard")
     description = join_descriptions([Description.from_json(part) for part in parts if part])
+    goes_on = f"; nothing was put in place, and with the latter the run goes on from {step.output}"
+    unknown = description.unknown_tokens or 0
+    judge_unknown(settings, unknown, description.tokens, after=goes_on)
     place(staged, settings.filled, description, open_tokenizer(settings).files)
-    step.finish(
+    manifest = step.finish(
         funnel,
-        list(_facts(description, settings.filled)),
+        list(shard_facts(description, settings.filled)),
         place=settings.data_path,
         tokens=description.tokens,
         shuffled=description.shuffled,
-        sentences=description.sentences,
-        **{
-            name: sum(result[name] for result in results)
-            for name in ("empty_sentences", "one_sentence")
-        },
+        **{name: getattr(description, name) for name in NOTED},
+        empty_sentences=sum(result["empty_sentences"] for result in results),
     )
+    if settings.output is not None:
+        told = summary(manifest, description, step.output / "rejected.jsonl")
+        say(f"{settings.data_path}: {told}")
 
 
 def encode_and_join(step: StepRun, settings: TokenSettings) -> tuple[list[Any], list[Any]]:
@@ -271,18 +307,6 @@ def encode_and_join(step: StepRun, settings: TokenSettings) -> tuple[list[Any], 
 
 def _size(units: Sequence[Unit]) -> int:
     return sum(unit.stop - unit.start for unit in units)
-
-
-def _facts(description: Description, data_path: str) -> Iterator[dict[str, Any]]:
-    """The .bin files, for a manifest."""
-    for shard in description.shards or [description]:
-        name = data_path + (shard.name if description.shards else "") + ".bin"
-        yield {
-            "name": Path(name).name,
-            "documents": shard.documents,
-            "bytes": Path(name).stat().st_size,
-            "sha256": shard.bin_sha256,
-        }
 
 
 def _verify(prefix: str) -> str:

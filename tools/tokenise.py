@@ -9,11 +9,11 @@ does not depend on how many there are.
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ SMALLEST_UNIT, LARGEST_UNIT = 1 << 18, 1 << 25  # bytes
 PARTS = (".tokens", ".sizes", ".documents")  # files that a unit is encoded into
 NO_TOKEN = "without a token"
 UNITS = 64  # at least, if they do not become too small: work for all workers
+SAMPLE_UNITS, SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 32, 256, 4000  # of a look at the input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +48,16 @@ class TokenSettings(StepSettings):
     vocab_size: int
     eod: int | None
     """The mark that every document is to end with, if there is to be one."""
+    unknown: int | None
+    """The id of [UNK], if the tokenizer has one."""
     sentences: str | None
     """What splits documents into sentences, name and version; None where they stay whole."""
     encoder: str
     shard_bytes: int
     """Of input, for one shard of output."""
     shuffled: bool | None
+
+    no_parameters: ClassVar = frozenset({"unknown"})  # which the fingerprint says, too
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -122,7 +127,7 @@ class Encoded(NamedTuple):
 
 def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
     """Write the tokens of the unit's documents and their sizes; keep the books."""
-    funnel, empty, single = Funnel(), 0, 0
+    funnel, empty = Funnel(), 0
     dtype = token_dtype(settings.vocab_size)
     with ExitStack() as stack:
         tokens, sizes, sequences = (
@@ -134,12 +139,11 @@ def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
             sizes.write(encoded.sizes)
             sequences.write(encoded.sequences[encoded.sequences > 0])
             empty += encoded.empty
-            single += int((encoded.sequences == 1).sum()) if settings.sentences is not None else 0
             for passage, count in zip(batch, encoded.sequences, strict=True):
                 left_out = funnel.dropped.setdefault(NO_TOKEN, {}) if not count else None
                 _count(funnel.output if left_out is None else left_out, passage)
     keep_rejected(settings, unit, funnel)
-    return {"funnel": funnel.to_json(), "empty_sentences": empty, "one_sentence": single}
+    return {"funnel": funnel.to_json(), "empty_sentences": empty}
 
 
 def encode(texts: Sequence[str], settings: TokenSettings) -> Encoded:
@@ -156,6 +160,25 @@ def encode(texts: Sequence[str], settings: TokenSettings) -> Encoded:
     if settings.eod is not None:
         ids, sizes = np.insert(ids, np.cumsum(sizes), settings.eod), sizes + np.int32(1)
     return Encoded(ids, sizes, sequences, empty)
+
+
+def sample_unknown(units: Sequence[Unit], settings: TokenSettings) -> tuple[int, int]:
+    """(how many are [UNK], all) of the tokens of some documents, from all over the input.
+
+    Of each document its beginning is looked at.  (0, 0) for a tokenizer without [UNK].
+    """
+    if settings.unknown is None:
+        return 0, 0
+    some = units[:: -(-len(units) // SAMPLE_UNITS)]
+    texts = [
+        passage.text[:SAMPLE_CHARACTERS]
+        for unit in some
+        for passage in islice(
+            _read_passages(unit, settings.json_key, Funnel()), SAMPLE_DOCUMENTS // len(some)
+        )
+    ]
+    ids, _ = settings.tokenizer.encode_arrays(texts)
+    return int((ids == settings.unknown).sum()), len(ids)
 
 
 def _read_passages(unit: Unit, key: str, funnel: Funnel) -> Iterator[Passage]:
@@ -197,10 +220,14 @@ def join_shard(
     staged = settings.staged(number)
     Path(staged).parent.mkdir(parents=True, exist_ok=True)
     dtype, is_split = token_dtype(settings.vocab_size), settings.sentences is not None
+    single = unknown = 0
     with IndexedDatasetWriter(staged, dtype, sentences=is_split) as writer:
         for unit in units:
             for tokens, sizes, sequences in _read_part(settings, unit, writer.dtype):
                 writer.add(tokens, sizes, sequences if is_split else None)
+                single += int((sequences == 1).sum())
+                if settings.unknown is not None:
+                    unknown += int((tokens == settings.unknown).sum())
         if not writer.documents:
             return None
         description = writer.commit(
@@ -210,7 +237,12 @@ def join_shard(
             eod=settings.eod,
             shuffled=settings.shuffled,
         )
-    return asdict(description)
+    noted = replace(
+        description,
+        one_sentence=single if is_split else None,
+        unknown_tokens=unknown if settings.unknown is not None else None,
+    )
+    return asdict(noted)
 
 
 def _read_part(

@@ -3,13 +3,14 @@
     python tools/train_tokenizer.py --input FILE|FOLDER... --vocab-size N --output-dir FOLDER
         [--tokenizer-type BertWordPieceLowerCase]
 
-A BPE has GPT-2's pre-tokenizer and <|endoftext|> as the last id; a WordPiece begins with [PAD].
+A BPE has GPT-2's pre-tokenizer and <|endoftext|> as the last id; a WordPiece begins with [PAD],
+and a warning tells where much of its own text is [UNK].  Files that are there are replaced.
 """
 
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,6 +28,8 @@ from megatron.data.tokenizer import END_OF_DOCUMENT, GPT2BPETokenizer, read_toke
 from megatron.data.wordpiece import (
     CONTINUATION,
     MARKS,
+    TELL_UNKNOWN,
+    UNKNOWN,
     BertWordPieceCase,
     BertWordPieceLowerCase,
     build_wordpiece,
@@ -37,6 +40,7 @@ from tools.corpus.shards import cut, find_shards, placed
 BYTES = 256
 MOST_LETTERS = 1000  # that a WordPiece knows, as BERT's; rarer ones are [UNK]
 UNIT_BYTES = 1 << 40  # a file is read from its start to its end
+SAMPLE, SAMPLE_CHARACTERS = 500, 4000  # documents, and the most of one, that [UNK] is counted in
 
 Files = Mapping[str, bytes]
 
@@ -54,19 +58,28 @@ def train_tokenizer(
             line.
         vocab_size: ids in all: 256 bytes, the merges, and the end mark, or five marks, letters and
             pieces; fewer come out where the text has no more pairs to merge.
-        output_dir: the folder for vocab.json and merges.txt, or for vocab.txt.
+        output_dir: the folder for vocab.json and merges.txt, or for vocab.txt; those that are
+            there are replaced.
         tokenizer_type: GPT2BPETokenizer, BertWordPieceLowerCase or BertWordPieceCase.
     """
     if tokenizer_type not in TRAINERS:
         known = ", ".join(TRAINERS)
         raise ValueError(f"--tokenizer-type {tokenizer_type} is unknown; known: {known}")
     check_vocab_size(vocab_size, tokenizer_type)
-    for name, content in TRAINERS[tokenizer_type](input, vocab_size).items():
+    files = TRAINERS[tokenizer_type](input, vocab_size)
+    if replaced := [name for name, content in files.items() if differs(output_dir / name, content)]:
+        print(f"replaced {' and '.join(replaced)} in {output_dir}", file=sys.stderr)
+    for name, content in files.items():
         with placed(output_dir / name) as file:
             file.write(content)
     size = read_tokenizer(tokenizer_type, output_dir).vocab_size
     smaller = "" if size == vocab_size else f" (asked for {vocab_size}: no more pairs)"
     print(f"{size} ids in {output_dir}{smaller}", file=sys.stderr)
+
+
+def differs(file: Path, content: bytes) -> bool:
+    """Whether the file is there and holds something else."""
+    return file.is_file() and file.read_bytes() != content
 
 
 def check_vocab_size(vocab_size: int, tokenizer_type: str = GPT2BPETokenizer.kind) -> None:
@@ -83,7 +96,9 @@ def train_byte_pairs(paths: Sequence[Path], vocab_size: int) -> Files:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     trainer = BpeTrainer(
-        vocab_size=vocab_size - 1, initial_alphabet=ByteLevel.alphabet(), show_progress=True
+        vocab_size=vocab_size - 1,
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(texts(paths), trainer)
     model = json.loads(tokenizer.to_str())["model"]
@@ -98,7 +113,9 @@ def train_byte_pairs(paths: Sequence[Path], vocab_size: int) -> Files:
 def train_wordpiece(paths: Sequence[Path], vocab_size: int, *, is_lower_case: bool) -> Files:
     tokenizer = build_wordpiece(MARKS, is_lower_case=is_lower_case)
     # A letter takes two ids, so that all of them get a quarter of the ids at most.
-    letters = find_letters(tokenizer, texts(paths), min(MOST_LETTERS, vocab_size // 8))
+    sample: list[str] = []
+    most = min(MOST_LETTERS, vocab_size // 8)
+    letters = find_letters(tokenizer, sampled(texts(paths), sample), most)
     # Left to itself the library numbers continuations in an order that changes from run to run,
     # and of pairs that are equally frequent merges the one with the lower numbers.
     alphabet = [*letters, *continuations(tokenizer, letters)]
@@ -108,12 +125,42 @@ def train_wordpiece(paths: Sequence[Path], vocab_size: int, *, is_lower_case: bo
         continuing_subword_prefix=CONTINUATION,
         initial_alphabet=letters,
         limit_alphabet=len(letters),
-        show_progress=True,
+        show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(texts(paths, again=True), trainer)
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    tell_unknown(build_wordpiece(tokens, is_lower_case=is_lower_case), sample, most)
     return {"vocab.txt": "".join(f"{token}\n" for token in tokens).encode()}
+
+
+def sampled(texts: Iterable[str], sample: list[str]) -> Iterator[str]:
+    """The same texts; the beginnings of some, from all over them, are left in `sample`."""
+    stride = 1
+    for number, text in enumerate(texts):
+        if number % stride == 0:
+            sample.append(text[:SAMPLE_CHARACTERS])
+        if len(sample) == 2 * SAMPLE:
+            del sample[1::2]
+            stride *= 2
+        yield text
+
+
+def tell_unknown(tokenizer: Tokenizer, sample: Sequence[str], most: int) -> None:
+    """Warn where much of the text that it was trained on is [UNK].  most: letters that it knows."""
+    encodings = tokenizer.encode_batch(sample, add_special_tokens=False)
+    ids = [number for encoding in encodings for number in encoding.ids]
+    share = ids.count(MARKS.index(UNKNOWN)) / max(1, len(ids))
+    if share <= TELL_UNKNOWN:
+        return
+    cure = f"a larger --vocab-size, which knows more than {most} letters,"
+    if most == MOST_LETTERS:
+        cure = f"a ready vocabulary of this script (of letters no more than {most} are learned)"
+    print(
+        f"warning: {share:.1%} of the tokens of a sample of --input are {UNKNOWN}; {cure} would "
+        "work",
+        file=sys.stderr,
+    )
 
 
 def find_letters(tokenizer: Tokenizer, texts: Iterator[str], most: int) -> list[str]:

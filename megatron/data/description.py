@@ -8,6 +8,8 @@ from typing import Any, Self
 
 from megatron.data.files import with_suffix, write_whole
 
+NOTED = ("sentences", "one_sentence", "unknown_tokens")  # counts that not every data set has
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardFacts:
@@ -20,6 +22,8 @@ class ShardFacts:
     bin_sha256: str
     idx_sha256: str
     sentences: int | None = None
+    one_sentence: int | None = None
+    unknown_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,10 @@ class Description:
     sentences: int | None = None
     """How many there are, a sequence each, as BERT reads them; None where a sequence is a whole
     document, as GPT-2 reads it."""
+    one_sentence: int | None = None
+    """Documents of one sentence, which BERT passes over; None where not split, or not noted."""
+    unknown_tokens: int | None = None
+    """Tokens that are [UNK]; None where the tokenizer has no such mark, or it was not noted."""
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
@@ -81,7 +89,7 @@ def join_descriptions(parts: Sequence[Description]) -> Description:
             tokens=part.tokens,
             bin_sha256=part.bin_sha256,
             idx_sha256=part.idx_sha256,
-            sentences=part.sentences,
+            **{name: getattr(part, name) for name in NOTED},
         )
         for number, part in enumerate(parts)
     )
@@ -90,14 +98,18 @@ def join_descriptions(parts: Sequence[Description]) -> Description:
 
 def _totals(shards: Sequence[ShardFacts]) -> dict[str, Any]:
     """What is said of a data set of these."""
-    sentences = [shard.sentences for shard in shards if shard.sentences is not None]
     return {
         "documents": sum(shard.documents for shard in shards),
-        "sentences": sum(sentences) if sentences else None,
+        **{name: _sum_noted([getattr(shard, name) for shard in shards]) for name in NOTED},
         "tokens": sum(shard.tokens for shard in shards),
         "bin_sha256": _sum_of_sums([shard.bin_sha256 for shard in shards]),
         "idx_sha256": _sum_of_sums([shard.idx_sha256 for shard in shards]),
     }
+
+
+def _sum_noted(counts: Sequence[int | None]) -> int | None:
+    noted = [count for count in counts if count is not None]
+    return sum(noted) if noted else None
 
 
 def _sum_of_sums(checksums: Sequence[str]) -> str:

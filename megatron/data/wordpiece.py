@@ -13,6 +13,7 @@ from megatron.data.library import LibraryTokenizer, read_given
 PAD, UNKNOWN, CLS, SEP, MASK = MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUATION = "##"
 LONGEST_WORD = 100  # characters; a longer one is [UNK]
+TELL_UNKNOWN = 0.01  # of the tokens of a text; English with BERT's own vocabulary has next to none
 # Of the tokens with letters, the share with upper-case ones: none in BERT's own lower-case
 # vocabulary, "<S>" and "<T>" in its Chinese one, 31 % in one of 30,000 trained on cased text.
 CASED = 0.02
@@ -42,7 +43,8 @@ class BertTokenizer(LibraryTokenizer):
         super().__init__(build_wordpiece(tokens, is_lower_case=self.is_lower_case), encoder)
         self.files: Mapping[str, bytes] = {self.names["vocab_file"]: content}
         self.vocab_size = len(tokens)
-        self.pad, self.cls, self.sep, self.mask = map(tokens.index, (PAD, CLS, SEP, MASK))
+        numbers = map(tokens.index, (PAD, UNKNOWN, CLS, SEP, MASK))
+        self.pad, self.unknown, self.cls, self.sep, self.mask = numbers
         self.eod = self.sep
         self.fingerprint = hashlib.sha256(json.dumps([self.kind, tokens]).encode()).hexdigest()
         self.is_continuation: NDArray[np.bool_] = np.array(
@@ -115,7 +117,9 @@ def _check_casing(tokens: Sequence[str], is_lower_case: bool, given: str) -> Non
         return
     other = BertWordPieceCase if is_lower_case else BertWordPieceLowerCase
     lost = "which lower-case text never needs" if is_lower_case else "so that capitals are [UNK]"
+    kind = "without capitals" if is_lower_case else "with capitals"
     raise ValueError(
         f"{given}: {len(upper)} of {len(cased)} tokens with letters hold upper-case ones, {lost}; "
-        f"--tokenizer-type {other.kind} would work"
+        f"--tokenizer-type {other.kind} would work where data is made, and a vocabulary {kind} "
+        "elsewhere"
     )

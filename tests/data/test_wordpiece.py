@@ -87,6 +87,7 @@ def test_pieces_by_hand(tokenizer: BertWordPieceLowerCase, tmp_path: Path) -> No
     assert tokenizer.vocab_size == len(tokens)
     assert (tokenizer.pad, tokenizer.cls, tokenizer.eod) == (0, ids["[CLS]"], tokenizer.sep)
     assert (tokenizer.sep, tokenizer.mask) == (ids["[SEP]"], ids["[MASK]"])
+    assert tokenizer.unknown == ids["[UNK]"]
     assert tokenizer.is_continuation.tolist() == [token.startswith("##") for token in tokens]
     assert tokenizer.decode([ids["thing"], ids["##s"], ids["in"]]) == "things in"
 

@@ -4,6 +4,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def table(text: str) -> dict[str, list[float]]:
     """{name: [found, and what was to be expected if it can be told]} of the statistics."""
-    rows = (re.split(r"\s{2,}", line) for line in text.split("samples     ")[1].splitlines()[1:])
+    whole = text.split("samples     ")[1].split("\n\n")[0]
+    rows = (re.split(r"\s{2,}", line) for line in whole.splitlines()[1:])
     return {name: [float(cell.rstrip(" %")) for cell in cells] for name, *cells in rows}
 
 
@@ -106,7 +108,9 @@ def test_statistics_of_bert_are_near_what_is_expected(
         "tokens that did not fit",
         "spare numbers, another block drawn",
         "documents of one sentence, passed over",
+        "tokens that are [UNK]",
     }
+    assert others["tokens that are [UNK]"] == 0
     assert others["documents of one sentence, passed over"] == 10
     assert 0 < others["spare numbers, another block drawn"] < 60
 
@@ -128,6 +132,33 @@ def test_padding_is_what_the_blocks_leave(
     used = [3 + min(61, int(block[-1] - block[0])) for block in blocks]
     padding = 100 * (1 - sum(used) / (64 * len(used)))
     assert rows["padding"] == [pytest.approx(padding, abs=1.5)]
+
+
+def test_what_preprocessing_counted_is_told_exactly(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    sentences: tuple[str, BertWordPieceLowerCase],
+) -> None:
+    """However few samples are looked at; an older data set says nothing of it."""
+    prefix, tokenizer = sentences
+    words = ["--samples", "0", "--statistics", "5", "--data-path"]
+    older = printed(capsys, *words, prefix)
+    assert "one sentence only" not in older
+    assert "are [UNK] (" not in older
+    assert "A number is spare where its document has no block of sentences left" in older
+    assert "at most 5 of a data set's training split" in older
+    folder = tokenizer_folder(str(tmp_path / "q"))
+    folder.mkdir()
+    for name, content in tokenizer.files.items():
+        (folder / name).write_bytes(content)
+    odd = [[tokenizer.unknown] * 3 + [10] * 7, [10] * 10]
+    facts = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
+    described = write_sentences(tmp_path / "q", [*[odd] * 4, odd[1:]] * 20, **facts)
+    replace(described, one_sentence=20, unknown_tokens=240).write(str(tmp_path / "q"))
+    text = printed(capsys, *words, str(tmp_path / "q"), "--statistics", "300")
+    assert "\n  20 of the documents have one sentence only\n" in text
+    assert "\n  240 of the tokens are [UNK] (13.33%)\n" in text
+    assert table(text)["tokens that are [UNK]"] == [pytest.approx(15, abs=0.5)]
 
 
 def test_longer_n_grams_and_another_share(

@@ -224,6 +224,19 @@ def test_an_earlier_output_is_replaced_or_left_whole(tmp_path: Path) -> None:
     assert read(tmp_path / "p_text_document") == encoded(tmp_path, ["three"])
 
 
+def test_an_earlier_output_that_is_replaced_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(["one", "two"]))
+    (tmp_path / "b.jsonl").write_bytes(lines(["three"]))
+    words = ["--output-prefix", "p", "--append-eod", "--input"]
+    assert "replaced" not in tokenise(tmp_path, *words, "a.jsonl")
+    assert "replaced" not in tokenise(tmp_path, *words, "a.jsonl"), "the same again"
+    tokens = sum(map(len, read(tmp_path / "p_text_document")))
+    said = tokenise(tmp_path, *words, "b.jsonl").splitlines()
+    assert said[-2] == f"replaced p_text_document, which held 2 documents and {tokens} tokens"
+    (tmp_path / "p_text_document.json").write_text("{}")
+    assert tokenise(tmp_path, *words, "a.jsonl").splitlines()[-2] == "replaced p_text_document"
+
+
 def test_a_folder_is_filled_as_by_a_step_and_once(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS) + b"bad\n")
     words = ["--input", "a.jsonl", "--output", "out", "--append-eod"]
@@ -390,6 +403,7 @@ def test_units_and_shards_are_cut_by_the_input_alone(tmp_path: Path) -> None:
         (["--input", "good.jsonl", "--workers", "0"], "--workers 0 should be above 0"),
         (["--input", "good.jsonl", "--vocab-file", "no.json"], "--vocab-file no.json: no such"),
         (["--input", "good.jsonl", "--tokenizer-type", "T5"], "--tokenizer-type T5 is unknown"),
+        (["--input", "good.jsonl", "--max-unknown", "5"], "--max-unknown 5.0 should be in [0, 1]"),
         (["--input", "good.jsonl", "--encoder", "fast"], "--encoder fast is unknown; known: auto"),
         (["--input", "good.jsonl", "--shard-size", "x"], "--shard-size x: a size such as 500KB"),
         (["--input", "good.jsonl", "--output", "o"], "--output-prefix P, for files P_text"),

@@ -1,6 +1,7 @@
 """From JSON lines to sentences of WordPiece tokens, through the command."""
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -110,6 +111,7 @@ def test_whole_documents_without_a_token_are_left_out_too(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "a.jsonl").write_bytes(lines(["the inn", "\u200b", "in"]))
+    preprocess_data.warn.cache_clear()  # for it is said once in a process
     words = ["--no-split-sentences", "--append-eod", "--input", "a.jsonl", "--output-prefix", "p"]
     said = preprocess(capsys, *words)
     assert "1 documents without a token left out" in said
@@ -118,6 +120,87 @@ def test_whole_documents_without_a_token_are_left_out_too(
     assert read(folder / "p_text_document") == [
         [[*tokenizer.encode(text), tokenizer.sep]] for text in ("the inn", "in")
     ]
+
+
+def test_without_sentences_only_one_thing_is_advised(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For --append-eod would not make it data of pretrain_bert.py."""
+    preprocess_data.warn.cache_clear()
+    said = preprocess(capsys, "--no-split-sentences", "--input", "a.jsonl", "--output-prefix", "p")
+    assert said.count("warning: ") == 1
+    assert "warning: without --split-sentences pretrain_bert.py does not read" in said
+
+
+UNKNOWN = "\u6f22"  # a letter that the vocabulary lacks
+
+
+@pytest.mark.parametrize("where", ["--output-prefix", "--output"])
+def test_text_of_another_language_is_refused_before_anything_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    """Though it is a part of the input only, and not its beginning."""
+    content = lines(TEXTS * 40)
+    (folder / "a.jsonl").write_bytes(content + lines([UNKNOWN * 20] * 4000))
+    before = set(folder.iterdir())
+    words = [*SPLIT, "--input", "a.jsonl", where, "p"]
+    said = refusal(capsys, *words)
+    assert re.search(
+        r"error: --input a.jsonl, a sample of it: \d+ of \d+ tokens \(\d\d.\d%\) are \[UNK\], .*: "
+        r"--vocab-file vocab.txt lacks .*tools/train_tokenizer.py .*, or --max-unknown 0.\d\d, ",
+        said,
+    )
+    assert set(folder.iterdir()) == before
+    assert "[UNK]" in preprocess(capsys, *words, "--max-unknown", "1")
+
+
+def test_a_share_of_unknown_tokens_is_told_warned_of_and_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 100 tokens 1, 2, and 8: the last is told at the end, when the share is certain."""
+    words = ["--input", "a.jsonl", "--output-prefix", "p"]
+    for unknown in (1, 2, 8):
+        text = " ".join(["the"] * (100 - unknown) + [UNKNOWN] * unknown)
+        (folder / "a.jsonl").write_bytes(lines([text] * 7 + [f"{text}\n{text}"]))
+        if unknown == 8:
+            break
+        said = preprocess(capsys, *words)
+        assert f"900 tokens ({unknown}.00% [UNK]); no line set aside" in said.splitlines()[-1]
+        warning = f"warning: --input a.jsonl: {9 * unknown} of 900 tokens (2.0%) are [UNK]"
+        assert said.count("warning: ") == said.count(warning) == (unknown > 1)
+    earlier = outputs(folder, "p")
+    said = refusal(capsys, *SPLIT, *words)
+    assert "error: --input a.jsonl: 72 of 900 tokens (8.0%) are [UNK], " in said
+    assert "or --max-unknown 0.08, would work; nothing was put in place" in said
+    assert said.endswith("the run goes on from p_text_sentence.work\n")
+    assert {name: found for name, found in outputs(folder, "p").items() if "work" not in name} == (
+        earlier
+    )
+    assert "72 of 900 tokens" in preprocess(capsys, *words, "--max-unknown", "0.08")
+    described = Description.read("p_text_sentence")
+    assert described is not None
+    assert (described.unknown_tokens, described.one_sentence) == (72, 7)
+    assert not list(folder.glob("*.work"))
+
+
+def test_what_is_unknown_and_of_one_sentence_is_noted_of_every_shard(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the sidecar and, for a folder, in the manifest."""
+    texts = [*TEXTS, "the inn " * 20 + UNKNOWN] * 3
+    (folder / "a.jsonl").write_bytes(lines(texts))
+    words = ["--input", "a.jsonl", "--output", "out", "--shard-size", "10KB"]
+    said = preprocess(capsys, *words)
+    described = Description.read("out/text_sentence")
+    assert described is not None
+    assert len(described.shards) > 1
+    assert (described.unknown_tokens, described.one_sentence) == (3, 3)
+    assert sum(shard.one_sentence or 0 for shard in described.shards) == 3
+    facts = manifest(folder / "out")
+    assert (facts["unknown_tokens"], facts["one_sentence"]) == (3, 3)
+    last = said.splitlines()[-1]
+    assert last.startswith("out/text_sentence: 363 documents, ")
+    assert re.search(r" tokens \(0\.\d\d% \[UNK\]\) in \d+ shards; no line set aside, 3 docu", last)
 
 
 @pytest.mark.parametrize("size", [[], ["--shard-size", "150KB"]])

@@ -13,7 +13,7 @@ from tokenizers import ByteLevelBPETokenizer
 from megatron.data.tokenizer import read_tokenizer
 from megatron.data.wordpiece import MARKS, BertWordPieceCase, BertWordPieceLowerCase
 from tests.tools.corpus.lines import write_jsonl
-from tools.train_tokenizer import train_tokenizer
+from tools.train_tokenizer import SAMPLE, SAMPLE_CHARACTERS, sampled, train_tokenizer
 
 PROGRAM = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
 
@@ -74,10 +74,52 @@ def test_the_same_text_gives_the_same_wordpiece(tmp_path: Path) -> None:
     assert len(contents) == 1
 
 
-def test_rare_letters_are_unknown_to_a_wordpiece(tmp_path: Path) -> None:
+def test_the_sample_that_unknown_tokens_are_counted_in_is_spread_evenly() -> None:
+    texts = [f"{number} " * 1000 for number in range(2345)]
+    sample: list[str] = []
+    assert list(sampled(texts, sample)) == texts
+    assert sample == [text[:SAMPLE_CHARACTERS] for text in texts[:: 2345 // SAMPLE]]
+
+
+def test_letters_that_no_vocabulary_would_hold_are_told_with_another_cure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    letters = "".join(chr(0x4E00 + number) for number in range(1500))
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": letters}])
+    train_tokenizer((source,), 9000, tmp_path, BertWordPieceLowerCase.kind)
+    said = capsys.readouterr().err
+    assert "33.3% of the tokens" in said
+    assert "a ready vocabulary of this script (of letters no more than 1000 are learned)" in said
+
+
+def test_it_says_what_it_replaces_and_no_empty_line(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", [{"text": "some words here"}])
+    words = ["--input", "in.jsonl", "--output-dir", "out", "--tokenizer-type"]
+    for kind, size, replaced in (
+        ("BertWordPieceLowerCase", "120", []),
+        ("BertWordPieceLowerCase", "120", []),
+        ("GPT2BPETokenizer", "257", []),
+        ("GPT2BPETokenizer", "258", ["replaced vocab.json and merges.txt in out"]),
+        ("BertWordPieceLowerCase", "100", []),
+    ):
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), *words, kind, "--vocab-size", size],
+            cwd=tmp_path, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        *before, last = done.stderr.splitlines()
+        assert before == replaced
+        assert " ids in out" in last
+        assert done.stdout == ""
+
+
+def test_rare_letters_are_unknown_to_a_wordpiece(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     letters = "".join(chr(0x4E00 + number) for number in range(500))
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": f"words {letters} words"}] * 2)
     train_tokenizer((source,), 100, tmp_path, BertWordPieceLowerCase.kind)
+    said = capsys.readouterr().err
+    assert "warning: 98.2% of the tokens of a sample of --input are [UNK]; a larger --voc" in said
     tokenizer = read_tokenizer(BertWordPieceLowerCase.kind, tmp_path)
     assert tokenizer.vocab_size < 100
     assert tokenizer.encode(letters[-1]) == [1]
