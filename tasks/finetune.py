@@ -17,6 +17,7 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.train.trained import open_trained
 from tasks import paper
 from tasks.finetuning import FinetuneSettings, Finetuning
+from tasks.finished import warn_unfinished
 from tasks.hyper_parameters import (
     check_judged,
     check_trained,
@@ -154,7 +155,9 @@ def open_models(
     for load in loads:
         section = TrainedConfig(load=load, vocab_file=settings.vocab_file)
         opened.append(open_trained(section, settings.parallel, world, KINDS, given=name))
-        checksum = opened[-1][2]["checksum"]
+        folders, _, manifest = opened[-1]
+        warn_unfinished(name, load, folders[0], facts_of(manifest))
+        checksum = manifest["checksum"]
         if checksum in known:
             warnings.warn(
                 f"{name} {load} is the same model as one before it, so that it counts twice",
@@ -173,9 +176,20 @@ def dtype_of(manifest: Mapping[str, Any]) -> str:
 def check_settings(settings: FinetuneSettings) -> None:
     """Raise SettingError for what is missing, or would be ignored."""
     trains = bool(settings.train_data)
-    if bool(settings.ensemble) == (settings.load is not None):
+    if settings.ensemble and settings.load is not None:
+        raise SettingError(
+            "--load, one checkpoint, and --ensemble, several of fine-tuned models, are both given; "
+            "one of them, not both, would work"
+        )
+    if not settings.ensemble and settings.load is None:
         raise SettingError(
             "either --load, one checkpoint, or --ensemble, several of fine-tuned models, is needed"
+        )
+    if len(settings.ensemble) == 1:
+        warnings.warn(
+            f"--ensemble {settings.ensemble[0]} is a single model, whose figures --load would "
+            "give; several, such as the seeds of one --save, would work as an ensemble",
+            stacklevel=2,
         )
     if settings.ensemble and trains:
         raise SettingError(

@@ -111,6 +111,18 @@ class MNLISettings(GlueSettings):
     lr: float = 1e-5
     global_batch_size: int = 128
 
+    train_data: tuple[Path, ...] = ()
+    """What to train on: GLUE's train.tsv of MNLI (columns sentence1, sentence2, gold_label), or
+    JSON of {"text_a", "text_b", "label"}: a list, or one a line. Labels are contradiction,
+    entailment and neutral; pairs with "-" are left out. Without it a fine-tuned model is
+    evaluated."""
+
+    valid_data: tuple[Path, ...]
+    """What to evaluate on, after every epoch: files of the same formats, dev_matched.tsv and
+    dev_mismatched.tsv. One with matched or mismatched in its name gives the figures that begin with
+    it (dev_matched.tsv: matched_accuracy), other ones of several those of their name (a.tsv:
+    a_accuracy); a single other one has no such word (accuracy)."""
+
 
 class MNLI:
     """MNLI (section 5.3, table 5): whether a sentence follows from another one, or contradicts it.
@@ -134,6 +146,16 @@ class QQPSettings(GlueSettings):
     epochs: int = 12
     lr: float = 5e-5
     global_batch_size: int = 128
+
+    train_data: tuple[Path, ...] = ()
+    """What to train on: GLUE's train.tsv of QQP (columns question1, question2, is_duplicate), or
+    JSON of {"text_a", "text_b", "label"}: a list, or one a line. Labels are 0 or not_duplicate, 1
+    or duplicate. Without it a fine-tuned model is evaluated."""
+
+    valid_data: tuple[Path, ...]
+    """What to evaluate on, after every epoch: files of the same formats, dev.tsv. A single one
+    gives accuracy and f1, of several each gives figures that begin with its name (a.tsv:
+    a_accuracy)."""
 
 
 class QQP:

@@ -50,5 +50,10 @@ class Log:
         self.metrics.write({"step": self.state.step, "seed": self.seed, **line})
         self.clock.tokens_per_second()  # what is not training does not count
         if self.metrics.is_first:
-            words = [f"{key} {value:.4g}" for key, value in line.items() if is_number(value)]
+            words = [_as_text(key, value) for key, value in line.items() if is_number(value)]
             self.metrics.bar.write(f"seed {self.seed} | {' | '.join(words)}", file=sys.stderr)
+
+
+def _as_text(key: str, value: float) -> str:
+    """A figure for a person; tokens per second as pretraining tells them."""
+    return f"{value:.0f} tokens/s" if key == "tokens_per_second" else f"{key} {value:.4g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log
 from typing import Any
 
@@ -24,6 +24,16 @@ class Columns:
     """On what the paper's figures were measured."""
     source: str = ""
     """What input gives a record that has them, where not every one does."""
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Figures that are the paper's only where the record has these, too, of which they are."""
+
+    def missing(self, figures: Collection[str]) -> list[str]:
+        """Which of the table's a record with these figures does not have."""
+        return [
+            each
+            for each in self.figures
+            if each not in figures or not {*self.parts.get(each, ())} <= {*figures}
+        ]
 
 
 PARAMETERS = {
@@ -92,6 +102,7 @@ PAPER = {
         "the paper's are medians of 5 seeds on the test set (table 6: batch, rate, epochs); the "
         "development set is not comparable",
         "--valid-data with middle/ and high/",
+        {"accuracy": ("middle_accuracy", "high_accuracy")},
     ),
 }
 
@@ -109,10 +120,12 @@ def columns_of(task: str) -> Columns:
 def check_figures(task: str, figures: Collection[str]) -> None:
     """Warn of figures of the table that the record will not have; SettingError as `columns_of`."""
     columns = columns_of(task)
-    if missing := [each for each in columns.figures if each not in figures]:
+    if missing := columns.missing(figures):
+        partly = [each for each in missing if each in figures]
+        why = f" ({' and '.join(partly)} of a part of the data is another figure)" if partly else ""
         warnings.warn(
             f"--compare-paper: the record will have no {' and no '.join(missing)} to stand beside "
-            f"table {columns.table}; {columns.source} would give it",
+            f"table {columns.table}{why}; {columns.source} would give it",
             stacklevel=2,
         )
 
@@ -121,24 +134,33 @@ def compare(task: str, here: Mapping[str, Mapping[str, float]], parameters: int)
     """The rows of the table beside these figures, JSON; the model nearest in size is marked.
 
     here: by what each row of figures is, such as "this_model"; others than the table's are left
-    out, and one that is missing is null.
+    out, and one that is missing is null, which the note says of one that is of a part of the data.
     """
     columns = columns_of(task)
+    rows = {name: _beside(columns, figures) for name, figures in here.items()}
+    partly = [each for each in columns.parts if any(row[each] is None for row in rows.values())]
     single = [name for name in columns.values if name in PARAMETERS]
     nearest = min(single, key=lambda name: abs(log(PARAMETERS[name] / parameters)))
     return {
         "table": columns.table,
         "figures": list(columns.figures),
-        "here": {
-            name: {each: figures.get(each) for each in columns.figures}
-            for name, figures in here.items()
-        },
+        "here": rows,
         "rows": [
             {"model": name, **_named(columns, values), "nearest": name == nearest}
             for name, values in columns.values.items()
         ],
-        "note": columns.note,
+        "note": "; ".join([columns.note, *(_why(columns, each) for each in partly)]),
     }
+
+
+def _beside(columns: Columns, figures: Mapping[str, float]) -> dict[str, float | None]:
+    """Those that stand in the table's columns."""
+    missing = columns.missing(figures)
+    return {each: None if each in missing else figures[each] for each in columns.figures}
+
+
+def _why(columns: Columns, figure: str) -> str:
+    return f"{figure} is left out here: the paper's is of {' and '.join(columns.parts[figure])}"
 
 
 def _named(columns: Columns, values: tuple[float, ...]) -> dict[str, float]:

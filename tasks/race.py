@@ -44,8 +44,18 @@ CONVENTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(FinetuneSettings):
-    """--train-data and --valid-data name folders that hold middle/, high/ or both, or folders of
-    these names; of one that holds train/ and dev/ each takes its own."""
+    """Of a folder that holds train/ and dev/ --train-data and --valid-data take their own each."""
+
+    train_data: tuple[Path, ...] = ()
+    """What to train on: folders as released, that hold middle/, high/ or both (RACE/train), or
+    folders of these names; in them a .txt file a passage, JSON of {"article", "questions",
+    "options", "answers"}. Of a folder that holds train/ that is taken. Without it a fine-tuned
+    model is evaluated."""
+
+    valid_data: tuple[Path, ...]
+    """What to evaluate on, after every epoch: folders of the same kind (RACE/dev; of one that holds
+    dev/ that is taken). Each level gives the figures that begin with its name (middle_accuracy);
+    accuracy is of all that was read."""
 
     max_qa_length: int | None = None
     """Tokens kept of a question with an option; a quarter of --seq-length if not given, which of

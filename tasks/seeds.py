@@ -36,6 +36,7 @@ from tasks.judging import ask, divergence_told, judge
 from tasks.log import Log
 from tasks.record import describe
 from tasks.spread import medians, summarise
+from tasks.stopping import Progress, stoppable
 
 PROTOCOL = {
     "figures": "at the top level: medians over the seeds, each at its last epoch",
@@ -56,6 +57,7 @@ class Runs:
     pretrained: Path
     section: FinetunedConfig
     identity: Mapping[str, Any]  # of finished.identity_of
+    progress: Progress
 
     @property
     def best(self) -> str:
@@ -70,6 +72,7 @@ class Runs:
         return Course(examples=self.plan.task.train, seed=seed, **own)
 
 
+METRICS = "metrics.jsonl"
 SETTINGS = [name for name in Course.__dataclass_fields__ if name not in ("examples", "seed")]
 
 
@@ -79,11 +82,13 @@ def fine_tune(
     """(record, figures for the paper's table) of training with every seed."""
     settings = plan.settings
     seeds = range(settings.seed, settings.seed + settings.seeds)
+    progress = Progress(save=settings.save)
     with ExitStack() as stack:
+        stack.enter_context(stoppable(progress, mesh))
         with user_errors(environ, agreed=True):
             save = None if settings.save is None else str(settings.save)
             stack.enter_context(claim(save, mesh))
-            runs = start(with_dtype(plan, mesh), mesh)
+            runs = start(with_dtype(plan, mesh), mesh, progress)
             finished = take_up(runs, seeds)
         if plan.task.labels and mesh.is_first:
             labels = ", ".join(f"{number} {name}" for number, name in enumerate(plan.task.labels))
@@ -109,7 +114,7 @@ def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
     return replace(plan, settings=settings, facts=facts)
 
 
-def start(plan: Plan, mesh: Mesh) -> Runs:
+def start(plan: Plan, mesh: Mesh, progress: Progress) -> Runs:
     """Find the newest whole checkpoint to start from."""
     settings, task = plan.settings, plan.task
     pretrained, manifest, passed_over = newest_whole(plan.models[0], mesh)
@@ -124,7 +129,14 @@ def start(plan: Plan, mesh: Mesh) -> Runs:
         checkpoint_activations=settings.checkpoint_activations,
     )
     identity = identity_of(plan, manifest["checksum"])
-    return Runs(plan=plan, mesh=mesh, pretrained=pretrained, section=section, identity=identity)
+    return Runs(
+        plan=plan,
+        mesh=mesh,
+        pretrained=pretrained,
+        section=section,
+        identity=identity,
+        progress=progress,
+    )
 
 
 def take_up(runs: Runs, seeds: Sequence[int]) -> dict[int, Any]:
@@ -133,11 +145,12 @@ def take_up(runs: Runs, seeds: Sequence[int]) -> dict[int, Any]:
     Raises ValueError, on every rank, where one is of another command.
     """
     finished: dict[int, Any] = {}
+    settings = runs.plan.settings
 
     def read() -> None:
         for seed in seeds if runs.mesh.is_first else ():
             directory = runs.directory(seed)
-            result = None if directory is None else read_result(directory, runs.identity)
+            result = None if directory is None else read_result(directory, runs.identity, settings)
             if result is not None:
                 finished[seed] = result
 
@@ -145,16 +158,18 @@ def take_up(runs: Runs, seeds: Sequence[int]) -> dict[int, Any]:
     for seed in finished:
         print(f"seed {seed} is finished in {runs.directory(seed)}", file=sys.stderr)
     results: dict[int, Any] = runs.mesh.peers.gather(finished)[0]
+    runs.progress.finished.extend(results)
     return results
 
 
 def run_seed(runs: Runs, seed: int, environ: Mapping[str, str]) -> dict[str, Any]:
     """Train with this seed; the figures of every epoch, and which one was best."""
     mesh, directory, course = runs.mesh, runs.directory(seed), runs.course(seed)
+    runs.progress.begin(seed)
     with user_errors(environ, agreed=True):
         clear(directory, mesh)
         state = begin(runs.pretrained, runs.section, course, mesh)
-    file = None if directory is None else directory / "metrics.jsonl"
+    file = None if directory is None else directory / METRICS
     with Metrics(file, mesh, start=0, steps=course.steps) as metrics:
         metrics.bar.set_description(f"{runs.plan.name}, seed {seed}")
         log = Log(metrics, state, course)
@@ -165,7 +180,8 @@ def run_seed(runs: Runs, seed: int, environ: Mapping[str, str]) -> dict[str, Any
     epochs = [{key: epoch[key] for key in epoch if key != "checkpoint"} for epoch in epochs]
     result = {"seed": seed, "best_epoch": best + 1, "checkpoints": paths, "epochs": epochs}
     if directory is not None and mesh.is_first:
-        keep_result(directory, runs.identity, result)
+        keep_result(directory, runs.identity, runs.plan.settings, result)
+    runs.progress.end(seed)
     # Hooks of the gradients refer to the model that holds them; the next one needs its memory.
     del state, log
     gc.collect()
@@ -173,9 +189,11 @@ def run_seed(runs: Runs, seed: int, environ: Mapping[str, str]) -> dict[str, Any
 
 
 def clear(directory: Path | None, mesh: Mesh) -> None:
-    """Remove the checkpoints of a run with this seed that did not come to its end."""
+    """Remove the checkpoints of a run with this seed that did not come to its end; it is told."""
     if directory is not None:
         folders = step_folders(directory) if mesh.is_first else []
+        if mesh.is_first and (folders or (directory / METRICS).exists()):
+            print(f"{directory}: this seed was interrupted and begins anew", file=sys.stderr)
         agree(mesh, lambda: [remove(folder) for folder in folders], "removing")
 
 
@@ -185,7 +203,7 @@ def train(
     """What is known of each epoch; the checkpoints of the last and of the best one are kept."""
     task, size, epochs = runs.plan.task, course.micro_batch_size, list[dict[str, Any]]()
     for epoch in range(course.epochs):
-        log.epoch = epoch + 1
+        log.epoch = runs.progress.epoch = epoch + 1
         loss = train_epoch(state, course, epoch, log.step)
         logits = ask(task, state.model, runs.section, runs.mesh, size, f"epoch {epoch + 1}")
         figures = judge(task, logits) if runs.mesh.is_first else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,8 @@ def deal(lengths: Sequence[int], size: int, mesh: Mesh, name: str) -> Iterator[l
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     own = batches[mesh.data.rank :: mesh.data.size]
-    with tqdm(total=sum(map(len, own)), desc=name, disable=not mesh.is_first) as bar:
+    is_shown = mesh.is_first and sys.stderr.isatty()  # a log would be full of it
+    with tqdm(total=sum(map(len, own)), desc=name, disable=not is_shown) as bar:
         for numbers in own:
             yield numbers
             bar.update(len(numbers))

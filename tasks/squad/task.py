@@ -48,6 +48,15 @@ OF_MODELS = (
 class Settings(FinetuneSettings):
     """--train-data and --valid-data name a file each."""
 
+    train_data: tuple[Path, ...] = ()
+    """What to train on: one JSON file as released, train-v1.1.json or train-v2.0.json ({"data":
+    [{"paragraphs": [{"context", "qas": [{"id", "question", "answers"}]}]}]}; which version it is of
+    is told from its questions). Without it a fine-tuned model is evaluated."""
+
+    valid_data: tuple[Path, ...]
+    """What to evaluate on, after every epoch: one such file, of the same version. Its name has no
+    say: the figures are exact_match, f1 and others that the record explains."""
+
     seq_length: int = 384
     """Longest sequence, in tokens, with its special ones; a passage that does not fit is read in
     several."""

@@ -56,13 +56,18 @@ def test_the_pretrained_checkpoint_has_two_names(task: str) -> None:
 
 def test_table_5_stands_beside_a_result() -> None:
     here: dict[str, Any] = {
-        "last_epoch": {"accuracy": 0.5, "middle_accuracy": 0.75, "other": 1},
+        "last_epoch": {
+            "accuracy": 0.5,
+            "middle_accuracy": 0.75,
+            "high_accuracy": 0.375,
+            "other": 1,
+        },
         "best_epoch": {"accuracy": 0.625, "middle_accuracy": 0.5, "high_accuracy": 0.25},
     }
     found = compare("RACE", here, 1_500_000_000)
     assert found["table"] == 5
     assert found["here"]["last_epoch"] == {
-        "accuracy": 0.5, "middle_accuracy": 0.75, "high_accuracy": None,
+        "accuracy": 0.5, "middle_accuracy": 0.75, "high_accuracy": 0.375,
     }  # fmt: skip
     assert [row["model"] for row in found["rows"]] == ["336M", "1.3B", "3.9B", "3.9B ensemble"]
     assert [row["model"] for row in found["rows"] if row["nearest"]] == ["1.3B"]
@@ -70,9 +75,22 @@ def test_table_5_stands_beside_a_result() -> None:
     lines = as_text(found, 1_500_000_000).splitlines()
     assert lines[0] == "paper, table 5: accuracy, middle_accuracy, high_accuracy"
     assert lines[2].split()[:4] == ["1.3B", "0.8730", "0.9040", "0.8610"]
-    assert lines[5].split()[2:6] == ["0.5000", "0.7500", "-", "<-"]
+    assert lines[5].split()[2:6] == ["0.5000", "0.7500", "0.3750", "<-"]
     assert lines[6].endswith("<- best epoch")
     assert "test set" in lines[7]
+    assert "left out" not in lines[7]
+
+
+def test_the_accuracy_of_one_level_is_not_the_papers_of_both() -> None:
+    found = compare("RACE", {"this_model": {"accuracy": 0.5, "high_accuracy": 0.5}}, 10**6)
+    assert found["here"]["this_model"] == {
+        "accuracy": None, "middle_accuracy": None, "high_accuracy": 0.5,
+    }  # fmt: skip
+    lines = as_text(found, 10**6).splitlines()
+    assert lines[5].split()[2:6] == ["-", "-", "0.5000", "<-"]
+    assert lines[6].endswith(
+        "; accuracy is left out here: the paper's is of middle_accuracy and high_accuracy"
+    )
 
 
 def test_figures_of_the_paper_are_of_the_unit_that_the_tasks_report() -> None:
@@ -100,7 +118,12 @@ def test_a_task_that_is_not_in_the_tables_is_refused() -> None:
         ),
         ("MNLI", ["matched_accuracy"], "no mismatched_accuracy to stand .* mismatched in the othe"),
         ("QQP", ["a_accuracy", "b_accuracy"], "no accuracy .*; --valid-data of a single file wou"),
-        ("RACE", ["accuracy", "high_accuracy"], "no middle_accuracy .* with middle/ and high/ wo"),
+        (
+            "RACE",
+            ["accuracy", "high_accuracy"],
+            "no accuracy and no middle_accuracy .* table 5 "
+            r"\(accuracy of a part of the data is another figure\); .* with middle/ and high/ wo",
+        ),
     ],
 )
 def test_figures_of_the_table_that_will_be_missing_are_told(

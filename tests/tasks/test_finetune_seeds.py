@@ -1,5 +1,6 @@
 """Seeds of a fine-tuned task: what each has of its own, finished ones, ones that go wrong."""
 
+import re
 from pathlib import Path
 from shutil import copy, copytree
 from statistics import median
@@ -172,13 +173,23 @@ def test_a_seed_that_fails_loses_no_other(
     for more, what in [
         (["--lr", "1e-3"], "with --lr 0.003, and here it is 0.001"),
         (["--head", "span"], "with --head classifier, and here it is span"),
-        (["--valid-data", str(tmp_path / "near")], "with --valid-data ["),
-        (["--train-data", str(tmp_path / "near")], "with --train-data ["),
+        (
+            ["--valid-data", str(tmp_path / "near")],
+            "with other --valid-data: 2 files then, 1 now: far is missing",
+        ),
+        (
+            ["--train-data", str(tmp_path / "near")],
+            "with other --train-data: 1 file then, 1 now: train is missing, near is new",
+        ),
         (["--valid-data", *renamed], "with the evaluations ['near', 'far'], and here it is ['n"),
     ]:
         error = refusal([*words, *more], capsys)
         assert f"--save {save} holds seeds of another run, {what}" in error
         assert "another --save would work" in error
+    (tmp_path / "far").write_text("7 9", encoding="utf-8")
+    error = refusal(words, capsys)
+    said = r"2 files then, 2 now: far has changed \(sha256 [0-9a-f]{12} then, [0-9a-f]{12} now\);"
+    assert re.search(f"with other --valid-data: {said}", error)
     (save / "seed_1234" / "result.json").write_text("{", encoding="utf-8")
     error = refusal(words, capsys)
     assert "result.json is damaged: " in error

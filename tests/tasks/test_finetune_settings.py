@@ -36,7 +36,7 @@ def test_a_model_of_another_kind_or_task_is_refused(
         (["--load", fine, *valid, "--head", "span"], "its head is a classifier (key, alike), and"),
         (["--load", fine, *valid, "--names", "more"], "of this task a classifier (alike, key); a"),
         (["--load", pre, *files, "--seq-length", "25"], "--seq-length 24 would work"),
-        (["--load", pre, "--ensemble", fine, *valid], "either --load, one checkpoint, or --ens"),
+        (["--load", pre, "--ensemble", fine, *valid], "are both given; one of them, not both, wo"),
         (valid, "either --load, one checkpoint, or --ensemble, several of fine-tuned models"),
         (["--ensemble", fine, *files], "--ensemble evaluates fine-tuned models and --train-data"),
         (["--ensemble", fine, pre, *valid], "is pretrained alone"),
