@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.checks import SettingError, flag
-from megatron.data.wordpiece import UNKNOWN, BertTokenizer
+from megatron.data.wordpiece import TELL_UNKNOWN, UNKNOWN, BertTokenizer
 from tasks.finetuning import BESIDE
 
 # RACE cut at the paper's 512 tokens is the case that has to pass: 7 % of its sequences are longer,
@@ -25,10 +25,6 @@ TELL_TRUNCATED = 0.05
 # Of questions, whose end says more than that of a passage. Of RACE's development set, with an
 # option, none has over 48 tokens, and the paper's share is 128; of SQuAD's none has over 64.
 TELL_CUT_QUESTIONS = 0.01
-# English has next to none with BERT's own vocabulary (RACE: 0 of 15 million; QQP: 34 of 250,157),
-# sentences of Chinese 60 %, of Korean 16 %, of Hindi 7 %. Russian or Arabic, whose letters it has,
-# has none either.
-TELL_UNKNOWN = 0.01
 # Texts with capitals: of RACE's articles all, of QQP's questions 99.96 %, of MNLI's sentences, a
 # fifth of which are telephone calls written down in lower case, 90 %; of lower-cased data none.
 TELL_CAPITALS = 0.5
@@ -115,17 +111,11 @@ def tell_cut(said: str, share: float, cure: str, *, tell: float, most: float) ->
         warnings.warn(f"{said}; {cure}", stacklevel=3)
 
 
-def unknown_id(tokenizer: BertTokenizer) -> int:
-    """The id of [UNK]."""
-    tokens = tokenizer.files[tokenizer.names["vocab_file"]].decode().replace("\r\n", "\n")
-    return tokens.split("\n").index(UNKNOWN)
-
-
 def check_unknown(
     place: str, tokens: NDArray[Any], tokenizer: BertTokenizer, most: float
 ) -> dict[str, int]:
     """tokens: the ids of all texts, without special ones; most: --max-unknown."""
-    count = int((tokens == unknown_id(tokenizer)).sum())
+    count = int((tokens == tokenizer.unknown).sum())
     share = count / max(1, len(tokens))
     said = (
         f"{place}: {count} of {len(tokens)} tokens ({share:.1%}) are {UNKNOWN}, so the model's "

@@ -19,7 +19,6 @@ from tasks.checks import (
     check_classes,
     check_truncation,
     check_unknown,
-    unknown_id,
 )
 from tests.data.samples import write_wordpiece
 
@@ -67,7 +66,7 @@ def test_casing_that_fits_or_cannot_be_judged_passes(
 
 
 def test_many_unknown_tokens_are_refused_and_some_told(lower_case: BertTokenizer) -> None:
-    unknown = unknown_id(lower_case)
+    unknown = lower_case.unknown
     assert lower_case.encode("日") == [unknown]
     with pytest.raises(
         ValueError, match=r"6 of 100 tokens \(6.0%\) are \[UNK\].*--max-unknown 0.0"
