@@ -13,9 +13,9 @@ from megatron.data.library import LibraryTokenizer, read_given
 PAD, UNKNOWN, CLS, SEP, MASK = MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUATION = "##"
 LONGEST_WORD = 100  # characters; a longer one is [UNK]
-# Of the tokens of a text. English has next to none with BERT's own vocabulary (RACE: 0 of 15 million;
-# QQP: 34 of 250,157), sentences of Chinese 60 %, of Korean 16 %, of Hindi 7 %. Russian or Arabic,
-# whose letters it has, has none either.
+# Of the tokens of a text. English has next to none with BERT's own vocabulary (RACE: 0 of 15
+# million; QQP: 34 of 250,157), sentences of Chinese 60 %, of Korean 16 %, of Hindi 7 %. Russian or
+# Arabic, whose letters it has, has none either.
 TELL_UNKNOWN = 0.01
 # Of the tokens with letters, the share with upper-case ones: none in BERT's own lower-case
 # vocabulary, "<S>" and "<T>" in its Chinese one, 31 % in one of 30,000 trained on cased text.
