@@ -29,7 +29,7 @@ from megatron.config.parse import parse, user_errors
 from megatron.config.trained import TrainedConfig
 from megatron.train.trained import open_trained
 from tasks.common import EvaluationConfig
-from tasks.main import describe, identify, publish
+from tasks.record import describe, identify, publish
 from tools.harness.definitions import READERS, find_harness, write_definition
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
                     "command": ["tools/lm_harness.py", *arguments],
                 }
                 with user_errors(environ):
-                    publish("lm-evaluation-harness", record, settings.evaluation)
+                    publish(record, settings.evaluation)
 
 
 if __name__ == "__main__":
