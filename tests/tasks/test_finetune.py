@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -76,10 +77,10 @@ Outcome = tuple[list[float], list[NDArray[np.float32]], dict[str, Tensor]]
 
 def outcome(folder: Path, head: Head, tensor_size: int, micro: int) -> Outcome:
     """(the loss of each epoch, logits after the last, weights whole) of a run in fp64."""
-    DTYPES["fp64"] = torch.float64  # of no program, and exact enough to compare layouts
     mesh, section = mesh_of_ranks(tensor_size), still(head)
     one = course(head, micro, dtype="fp64")
-    state = begin(folder, section, one, mesh)
+    with patch.dict(DTYPES, {"fp64": torch.float64}):  # of no program: exact enough to compare
+        state = begin(folder, section, one, mesh)
     scatter_weights(state.model, tiny_weights(state.model))
     for slot, master in state.optimizer.slots():
         slot.view(master.detach()).copy_(slot.parameter.detach())
