@@ -4,13 +4,17 @@ import hashlib
 import json
 import shlex
 import shutil
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import tyro
+
+from megatron.config.parse import user_errors
 from tools.command import Command, Failure, cause, run_commands
 from tools.corpus.shards import placed
 
@@ -189,3 +193,20 @@ def tell_plan(stages: Sequence[Stage], minutes: Mapping[str, float] = MappingPro
             print(f"  {command}")
     if minutes:
         print(f"{sum(minutes.values()):g} min are planned on two cores")
+
+
+def run_program(function: Callable[..., None], name: str) -> None:
+    """Call it with the command line's flags; what is wrong ends the program with one message.
+
+    name: of the program, as its user types it.
+    """
+    with user_errors({}):
+        try:
+            tyro.cli(
+                function,
+                prog=name,
+                config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
+            )
+        except StageError as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            sys.exit(1)

@@ -3,7 +3,7 @@
 import json
 import string
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from megatron.data.description import Description
 from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron.data.sampler import micro_batches
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.data.wordpiece import MARKS
 
@@ -135,3 +136,21 @@ class PlainTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         raise AssertionError("no ids are decoded where only facts are checked")
+
+
+def read_by_ranks(data_size: int, micro_batch_size: int) -> Iterator[range]:
+    """The sample numbers of four steps of 4 samples, as all ranks read them, micro-batch by
+    micro-batch; every step is read as if it were the first of a resume."""
+    for consumed in range(0, 16, 4):
+        ranks = [
+            micro_batches(
+                consumed,
+                global_batch_size=4,
+                micro_batch_size=micro_batch_size,
+                data_rank=rank,
+                data_size=data_size,
+            )
+            for rank in range(data_size)
+        ]
+        for at_once in zip(*ranks, strict=True):
+            yield from at_once

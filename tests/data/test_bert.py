@@ -18,10 +18,9 @@ import pytest
 
 from megatron.data.bert import BertBatch, BertDataset, open_bert_splits
 from megatron.data.indexed import IndexedDataset
-from megatron.data.sampler import micro_batches
 from megatron.data.sources import open_corpus, require_sequences
 from megatron.data.wordpiece import BertWordPieceLowerCase
-from tests.data.samples import write_data, write_sentences
+from tests.data.samples import read_by_ranks, write_data, write_sentences
 
 PAD, CLS, SEP, MASK, FIRST = 0, 1, 2, 3, 4
 VOCABULARY = 20_000
@@ -167,22 +166,10 @@ def test_cuts_and_masks_depend_on_seed_and_number(tmp_path: Path) -> None:
 def test_ranks_and_resumes_read_the_same_series(
     prefix: str, data_size: int, micro_batch_size: int
 ) -> None:
-    """Four steps of 4 samples, of which every step is read as if it were the first of a resume."""
-    straight, rows = opened(prefix)[0].batch(range(16)), []
-    for consumed in range(0, 16, 4):
-        ranks = [
-            micro_batches(
-                consumed,
-                global_batch_size=4,
-                micro_batch_size=micro_batch_size,
-                data_rank=rank,
-                data_size=data_size,
-            )
-            for rank in range(data_size)
-        ]
-        for at_once in zip(*ranks, strict=True):
-            rows += [row for some in at_once for row in opened(prefix)[0].batch(some).tokens]
-    assert np.array_equal(rows, straight.tokens)
+    rows: list[Any] = []
+    for numbers in read_by_ranks(data_size, micro_batch_size):
+        rows += [*opened(prefix)[0].batch(numbers).tokens]
+    assert np.array_equal(rows, opened(prefix)[0].batch(range(16)).tokens)
 
 
 def test_training_is_endless_and_evaluation_ends_with_its_split(prefix: str) -> None:

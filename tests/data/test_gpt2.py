@@ -11,9 +11,8 @@ import pytest
 from megatron.data.blend import Blend
 from megatron.data.gpt2 import Boundaries, GPT2Dataset, Part, open_splits
 from megatron.data.indexed import IndexedDataset
-from megatron.data.sampler import micro_batches
 from megatron.data.sources import open_corpus
-from tests.data.samples import PlainTokenizer, write_data, write_sparse
+from tests.data.samples import PlainTokenizer, read_by_ranks, write_data, write_sparse
 
 
 def documents(count: int, first: int = 1) -> list[list[int]]:
@@ -86,24 +85,10 @@ def test_the_order_depends_on_the_seed_only(prefix: Path) -> None:
 def test_ranks_and_resumes_read_the_same_series(
     prefix: Path, data_size: int, micro_batch_size: int
 ) -> None:
-    """Four steps of 4 samples, of which every step is read as if it were the first of a resume."""
-    straight = windows(opened(prefix)[0], range(16))
     found = []
-    for consumed in range(0, 16, 4):
-        ranks = [
-            micro_batches(
-                consumed,
-                global_batch_size=4,
-                micro_batch_size=micro_batch_size,
-                data_rank=rank,
-                data_size=data_size,
-            )
-            for rank in range(data_size)
-        ]
-        for at_once in zip(*ranks, strict=True):
-            for numbers in at_once:
-                found += windows(opened(prefix)[0], numbers)
-    assert found == straight
+    for numbers in read_by_ranks(data_size, micro_batch_size):
+        found += windows(opened(prefix)[0], numbers)
+    assert found == windows(opened(prefix)[0], range(16))
 
 
 def test_a_document_longer_than_the_sequence(tmp_path: Path) -> None:

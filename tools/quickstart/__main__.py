@@ -8,13 +8,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from megatron.config.parse import user_errors
 from tools.command import ROOT
 from tools.corpus.records import parse_record
 from tools.corpus.shards import DAMAGE, open_shard
 from tools.processes import count_gpus
 from tools.quickstart.plan import Settings, choose_processes, plan
-from tools.stages import StageError, own_folder, run_stages
+from tools.stages import own_folder, run_program, run_stages
 from tools.train_tokenizer import check_vocab_size
 
 LINES_TRIED = 1000
@@ -115,13 +114,4 @@ def warn_of_weak_model(scores: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    with user_errors({}):
-        try:
-            tyro.cli(
-                quickstart,
-                prog="scripts/quickstart.sh",
-                config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
-            )
-        except StageError as failure:
-            print(f"error: {failure}", file=sys.stderr)
-            sys.exit(1)
+    run_program(quickstart, "scripts/quickstart.sh")

@@ -1,16 +1,12 @@
 """Train both orders at every depth, draw and write down the losses: figure 7 in miniature."""
 
 import os
-import sys
 from pathlib import Path
 
-import tyro
-
-from megatron.config.parse import user_errors
 from tools.command import ROOT
 from tools.paper.data import RACE_TRAIN, check_files
 from tools.paper.figure7.plan import Settings, check_settings, plan
-from tools.stages import StageError, own_folder, run_stages, tell_plan
+from tools.stages import own_folder, run_program, run_stages, tell_plan
 
 PRESET = ROOT / "scripts" / "presets" / "figure7.toml"
 OWNER = "scripts/paper/figure7.sh"
@@ -61,13 +57,4 @@ def figure7(
 
 
 if __name__ == "__main__":
-    with user_errors({}):
-        try:
-            tyro.cli(
-                figure7,
-                prog="scripts/paper/figure7.sh",
-                config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
-            )
-        except StageError as failure:
-            print(f"error: {failure}", file=sys.stderr)
-            sys.exit(1)
+    run_program(figure7, "scripts/paper/figure7.sh")

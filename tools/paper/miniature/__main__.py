@@ -1,19 +1,15 @@
 """Corpus, GPT-2, BERT, WikiText103, LAMBADA, RACE, and one report: the paper in miniature."""
 
 import os
-import sys
 import time
 from pathlib import Path
 
-import tyro
-
 from megatron.config.checks import SettingError
-from megatron.config.parse import user_errors
 from tools.command import ROOT
 from tools.paper.data import LAMBADA, RACE_DEV, RACE_TRAIN, WIKITEXT103, check_files
 from tools.paper.miniature.plan import BUDGET, Settings, choose_processes, plan
 from tools.processes import count_gpus
-from tools.stages import StageError, own_folder, run_stages, tell_plan
+from tools.stages import own_folder, run_program, run_stages, tell_plan
 from tools.train_tokenizer import check_vocab_size
 
 OWNER = "scripts/paper/miniature.sh"
@@ -83,13 +79,4 @@ def check_counts(**counts: int) -> None:
 
 
 if __name__ == "__main__":
-    with user_errors({}):
-        try:
-            tyro.cli(
-                miniature,
-                prog="scripts/paper/miniature.sh",
-                config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
-            )
-        except StageError as failure:
-            print(f"error: {failure}", file=sys.stderr)
-            sys.exit(1)
+    run_program(miniature, "scripts/paper/miniature.sh")
