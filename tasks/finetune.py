@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.bert import BertConfig, FinetunedConfig
-from megatron.config.checks import SettingError
+from megatron.config.checks import SettingError, flag
 from megatron.config.launch import world_size
 from megatron.config.parse import user_errors
 from megatron.config.trained import TrainedConfig
@@ -116,8 +116,7 @@ def prepare(
     task = module.prepare(settings, manifest, tokenizer)
     if settings.evaluation.compare_paper:
         paper.check_figures(task.paper or name, task.conventions)
-    assert bool(settings.train_data) == bool(len(task.train))
-    assert all(map(len, task.evaluations.values()))
+    check_examples(settings, task)
     for folders, _, manifest in opened if not settings.train_data else ():
         check_head(task, folders[0], manifest)
         warn_of_changes(settings, folders[0], facts_of(manifest))
@@ -182,8 +181,11 @@ def check_settings(settings: FinetuneSettings) -> None:
             "one of them, not both, would work"
         )
     if not settings.ensemble and settings.load is None:
+        judges = settings.judged and not trains
+        instead = f", or {flag(settings.judged)}, answers in a file" if judges else ""
         raise SettingError(
             "either --load, one checkpoint, or --ensemble, several of fine-tuned models, is needed"
+            f"{instead}"
         )
     if len(settings.ensemble) == 1:
         warnings.warn(
@@ -218,6 +220,18 @@ def check_model(settings: FinetuneSettings, path: Path, manifest: Mapping[str, A
             f"--seq-length {settings.seq_length} is more than the {positions} positions of {path}; "
             f"--seq-length {positions} would work"
         )
+
+
+def check_examples(settings: FinetuneSettings, task: Finetuning) -> None:
+    """Raise ValueError where nothing is left of the data of a flag."""
+    for name, files, sets in (
+        ("--train-data", settings.train_data, [task.train]),
+        ("--valid-data", settings.valid_data, task.evaluations.values()),
+    ):
+        if files and not all(map(len, sets)):
+            given = " ".join(map(str, files))
+            raise ValueError(f"{name} {given} leaves no example; data that has some would work")
+    assert settings.train_data or not len(task.train)
 
 
 def check_head(task: Finetuning, path: Path, manifest: Mapping[str, Any]) -> None:

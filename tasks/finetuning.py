@@ -4,7 +4,7 @@ The module of such a task has
     Settings, a dataclass made from FinetuneSettings;
     prepare(settings, manifest, tokenizer) -> Finetuning, which reads and checks its input;
     and, if it can judge answers that a file holds, score_only(settings) -> the figures and their
-    "conventions", or None where the settings name no such file.
+    "conventions", or None where the settings name no such file; Settings.judged is its field.
 Where one module has several tasks, each is a class with these as attributes, and --task calls it
 tasks.glue:QQP.
 """
@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,9 @@ BESIDE = {"decides": False}  # metadata of a setting without a say in what is le
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSettings:
     """What every fine-tuned task takes; each adds fields, and has its own defaults."""
+
+    judged: ClassVar[str] = ""
+    """Which field names the file of answers for `score_only`, of a task that has it."""
 
     load: str | None = field(default=None, metadata={"alias": "pretrained_checkpoint", **BESIDE})
     """Checkpoint of a pretrained BERT, to be fine-tuned; or of a fine-tuned one, which is only
@@ -144,7 +147,8 @@ class Finetuning(ABC):
     """What each figure means, by its name in the record (see `figure_name`)."""
 
     notes: Mapping[str, Any]
-    """For the record, JSON: counts, truncation, where the labels come from."""
+    """For the record, JSON. What was counted of the input, and cut of it, is under "input": of
+    "train", and under "valid" of each evaluation by its name."""
 
     paper: str | None = None
     """The task's name in the paper's table 5 (tasks/paper.py), where it is not that of --task."""

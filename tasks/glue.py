@@ -177,18 +177,19 @@ def prepare(
     check_apart(settings.train_data, settings.valid_data)
     positions = manifest["config"]["model"]["max_position_embeddings"]
     checks = InputChecks(settings.checks, tokenizer, settings.seq_length, positions)
-    evaluations, notes = {}, {}
+    evaluations, counted = {}, {}
     for name, file in name_files(settings.valid_data).items():
-        evaluations[name], notes[name or "valid"] = read("--valid-data", [file], form, checks)
+        evaluations[name], counted[name] = read("--valid-data", [file], form, checks)
+    notes: dict[str, Any] = {"labels": form.labels.by_id, "input": {"valid": counted}}
     examples: Sequence[Example] = []
     if settings.train_data:
-        examples, notes["train"] = read("--train-data", settings.train_data, form, checks)
+        examples, notes["input"]["train"] = read("--train-data", settings.train_data, form, checks)
     return Classified(
         labels=form.labels.names,
         train=examples,
         evaluations=evaluations,
         best=(next(iter(evaluations)), "accuracy"),
-        notes={"labels": form.labels.by_id, "input": notes},
+        notes=notes,
         with_f1=form is QQP_FORM,
     )
 

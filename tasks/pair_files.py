@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.checks import LabelMap
-from tasks.reading import read_marked
+from tasks.reading import check_characters, read_marked
 
 SIMPLE = ("text_a", "text_b", "label")
 MOST_BAD = 0.01  # of the rows; GLUE's own QQP has about one of 100,000 that a line end has torn
@@ -137,6 +137,7 @@ def parse_json(place: str, text: str, form: Form) -> Iterator[tuple[str, list[An
             if not isinstance(record[key], str):
                 kind = type(record[key]).__name__
                 raise ValueError(f"{where}: {key} is {kind}; text would work")
+            check_characters(f"{where}: {key}", record[key], form.cure)
         yield where, [record[key] for key in keys]
 
 

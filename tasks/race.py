@@ -149,18 +149,15 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: BertTokeniz
     positions = manifest["config"]["model"]["max_position_embeddings"]
     checks = InputChecks(settings.checks, tokenizer, settings.seq_length, positions)
     shape = shape_of(tokenizer, settings.seq_length, cut="second", first=settings.kept_qa)
-    evaluations, notes = {}, {}
+    evaluations, counted = {}, {}
     for level, folders in valid.items():
-        evaluations[level], notes[level] = read("--valid-data", folders, shape, checks)
+        evaluations[level], counted[level] = read("--valid-data", folders, shape, checks)
+    notes: dict[str, Any] = {"max_qa_length": settings.kept_qa, "input": {"valid": counted}}
     folders = [folder for each in train.values() for folder in each]
     examples: Sequence[Example] = []
     if folders:
-        examples, notes["train"] = read("--train-data", folders, shape, checks)
-    return Race(
-        train=examples,
-        evaluations=evaluations,
-        notes={"max_qa_length": settings.kept_qa, "input": notes},
-    )
+        examples, notes["input"]["train"] = read("--train-data", folders, shape, checks)
+    return Race(train=examples, evaluations=evaluations, notes=notes)
 
 
 def find_all(flag: str, paths: Sequence[Path], split: str) -> dict[str, list[Path]]:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.reading import read_json
+from tasks.reading import check_characters, read_json
 
 CURE = "a file as released, such as train-v1.1.json or dev-v2.0.json, would work"
 MOST_MISPLACED = 0.01  # of the answers; a file with more has been changed
@@ -29,7 +29,7 @@ Version: TypeAlias = Literal["1.1", "2.0"]
 class Answer:
     text: str
     start: int | None  # its first character in the passage; None where the passage lacks the text
-    misplaced: bool  # whether the file says another one
+    moved: bool  # whether the file says another one than where the passage has the text
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,14 @@ class Squad:
         return np.array([bool(each.answers) for each in self.questions])
 
     @property
-    def misplaced(self) -> int:
-        """Answers that are not where the file says, but elsewhere in their passage or nowhere."""
-        return sum(each.misplaced for question in self.questions for each in question.answers)
+    def moved(self) -> list[str]:
+        """The question of each answer that is elsewhere in its passage than the file says."""
+        return [q.id for q in self.questions for each in q.answers if each.moved]
+
+    @property
+    def lost(self) -> list[str]:
+        """The question of each answer that is nowhere in its passage."""
+        return [q.id for q in self.questions for each in q.answers if each.start is None]
 
 
 def read_squad(flag: str, file: Path, *, most_misplaced: float = MOST_MISPLACED) -> Squad:
@@ -112,7 +117,7 @@ def _answer(named: str, entry: Any, passage: str) -> Answer:
     if not text.strip():
         raise ValueError(f"{named} has a blank answer; {CURE}")
     start = nearest(passage, text, given)
-    return Answer(text, start, start != given)
+    return Answer(text, start, start not in (None, given))
 
 
 def nearest(passage: str, text: str, start: int) -> int | None:
@@ -127,8 +132,8 @@ def _take(entry: Any, key: str, kind: type, place: str) -> Any:
     value = entry.get(key) if isinstance(entry, dict) else None
     if type(value) is not kind:
         raise ValueError(f'{place} has no "{key}" that is {KINDS[kind]}; {CURE}')
-    if isinstance(value, str) and any("\ud800" <= each <= "\udfff" for each in value):
-        raise ValueError(f'{place}: its "{key}" has half of a surrogate pair; {CURE}')
+    if isinstance(value, str):
+        check_characters(f'{place}: its "{key}"', value, CURE)
     return value
 
 
@@ -152,15 +157,18 @@ def _version(place: str, questions: Sequence[Question]) -> Version:
 
 
 def _check_places(squad: Squad, most: float) -> None:
-    wrong, total = squad.misplaced, sum(len(each.answers) for each in squad.questions)
+    places = {"elsewhere": squad.moved, "nowhere": squad.lost}
+    wrong = sum(map(len, places.values()))
     if not wrong:
         return
-    lost = sum(answer.start is None for each in squad.questions for answer in each.answers)
-    first = next(q.id for q in squad.questions if any(each.misplaced for each in q.answers))
-    text = (
-        f"{squad.place}: {wrong} of {total} answers are not at their answer_start, the first of "
-        f"question {first}; {wrong - lost} stand elsewhere in their passage, {lost} nowhere"
-    )
+    total = sum(len(each.answers) for each in squad.questions)
+    parts = [
+        f"{len(ids)} {place} in the passage (the first of question {ids[0]})"
+        for place, ids in places.items()
+        if ids
+    ]
+    said = f"{squad.place}: {wrong} of {total} answers are not at their answer_start"
+    text = f"{said}: {', '.join(parts)}"
     if wrong > most * total:
         raise ValueError(f"{text}; {CURE}")
     warnings.warn(text, stacklevel=3)

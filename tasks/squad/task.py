@@ -42,11 +42,14 @@ OF_MODELS = (
     "max_answer_length",
     "null_score_diff_threshold",
 )
+OF_NO_ANSWER = ("null_score_diff_threshold", "save_null_odds")  # which 1.1 does not have
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(FinetuneSettings):
     """--train-data and --valid-data name a file each."""
+
+    judged = "predictions"
 
     train_data: tuple[Path, ...] = ()
     """What to train on: one JSON file as released, train-v1.1.json or train-v2.0.json ({"data":
@@ -128,11 +131,11 @@ class Settings(FinetuneSettings):
                 "--predictions is scored without a model, and --load, --ensemble or --train-data "
                 "is given; either alone would work, and --save-predictions writes such a file"
             )
-        changed = [each for each in OF_MODELS if getattr(self, each) != getattr(Settings, each)]
+        changed = self.changed(OF_MODELS)
         if self.predictions is not None and changed:
             raise SettingError(
-                f"{' and '.join(map(flag, changed))} are about a model's answers, and "
-                "--predictions has them already; leaving these flags out would work"
+                f"{changed} are about a model's answers, and --predictions has them already; "
+                "leaving these flags out would work"
             )
         if self.na_prob_file is not None and self.predictions is None:
             raise SettingError("--na-prob-file goes with --predictions, which is missing")
@@ -144,6 +147,11 @@ class Settings(FinetuneSettings):
                 f"{flag(saved[0])} is of a fine-tuned model that is evaluated; --load or "
                 "--ensemble without --train-data and --predictions would work"
             )
+
+    def changed(self, names: Sequence[str]) -> str:
+        """The flags of those that are not at their defaults, for a message."""
+        found = [each for each in names if getattr(self, each) != getattr(Settings, each)]
+        return " and ".join(map(flag, found))
 
     @property
     def files(self) -> Sequence[Path]:
@@ -203,9 +211,12 @@ def prepare(settings: Settings, manifest: Mapping[str, Any], tokenizer: BertToke
     """Raises ValueError or OSError, naming the flag, for what cannot be trained or evaluated."""
     check_apart(settings.train_data, settings.valid_data)
     valid = read_squad("--valid-data", settings.valid_data[0])
-    if settings.save_null_odds is not None and valid.version == "1.1":
-        raise SettingError(f"--save-null-odds: {valid.place} is of SQuAD 1.1, which has none")
-    notes: dict[str, Any] = {"squad_version": valid.version}
+    if valid.version == "1.1" and (changed := settings.changed(OF_NO_ANSWER)):
+        raise SettingError(
+            f"{changed}: {valid.place} is of SQuAD 1.1, all of whose questions have an answer; "
+            f"without {changed} it would work"
+        )
+    counted: dict[str, Any] = {}
     train: Sequence[Example] = ()
     if settings.train_data:
         data = read_squad("--train-data", settings.train_data[0])
@@ -214,8 +225,9 @@ def prepare(settings: Settings, manifest: Mapping[str, Any], tokenizer: BertToke
                 f"{data.place} is of SQuAD {data.version}, and {valid.place} of {valid.version}; "
                 "two files of one version would work"
             )
-        train, notes["train_data"] = make_examples(data, settings, tokenizer, training=True)
-    windows, notes["valid_data"] = make_examples(valid, settings, tokenizer, training=False)
+        train, counted["train"] = make_examples(data, settings, tokenizer, training=True)
+    windows, own = make_examples(valid, settings, tokenizer, training=False)
+    notes = {"squad_version": valid.version, "input": {**counted, "valid": {"": own}}}
     return SquadTask(settings=settings, train=train, evaluations={"": windows}, notes=notes)
 
 
@@ -231,20 +243,22 @@ def make_examples(
     unknown = check_unknown(squad.place, tokens, tokenizer, settings.checks.max_unknown)
     counts = {
         "questions": len(squad.questions),
-        "misplaced_answers": squad.misplaced,
+        "blank_questions": len(windows.blank),
+        "moved_answers": len(squad.moved),
+        "answers_not_in_passage": len(squad.lost),
         "left_out_questions": len(squad.questions) - len(windows.questions),
         "truncated_questions": windows.truncated,
         "cut_answers": windows.cut_answers,
         "windows": len(windows),
         "windows_without_answer": windows.without_answer,
     }
-    _tell(squad.place, counts, settings)
+    _tell(windows, counts, settings)
     return windows, {**casing, **unknown, **counts}
 
 
-def _tell(place: str, counts: Mapping[str, int], settings: Settings) -> None:
+def _tell(windows: Windows, counts: Mapping[str, int], settings: Settings) -> None:
     """Warn of what is lost of the data; raises ValueError where too many questions are cut."""
-    questions, cut = counts["questions"], counts["truncated_questions"]
+    place, questions, cut = windows.squad.place, counts["questions"], counts["truncated_questions"]
     said = (
         f"{place}: {cut} of {questions} questions ({cut / questions:.1%}) are longer than "
         f"--max-query-length {settings.max_query_length}, and their end is cut"
@@ -252,6 +266,7 @@ def _tell(place: str, counts: Mapping[str, int], settings: Settings) -> None:
     most = settings.checks.max_truncated
     tell_cut(said, cut / questions, "a larger one would help", tell=TELL_CUT_QUESTIONS, most=most)
     losses = {
+        "blank_questions": f"have no words, such as {', '.join(windows.blank[:3])}",
         "cut_answers": "have an answer that no window has whole; a smaller --doc-stride or a "
         "larger --seq-length would help",
         "left_out_questions": "are not trained on: no token of the passage is of the answer",

@@ -78,6 +78,12 @@ class Windows(Sequence[Example]):
         return int((self.asked.lengths > self.shape.first).sum())
 
     @property
+    def blank(self) -> list[str]:
+        """The questions that have no token."""
+        pairs = zip(self.questions, self.asked.lengths, strict=True)
+        return [each.id for each, length in pairs if not length]
+
+    @property
     def without_answer(self) -> int:
         """Windows that are labelled so."""
         return int((self.table[:, 3] < 0).sum())
@@ -110,7 +116,7 @@ def make_windows(
         if not size:
             raise ValueError(f"{squad.place}, question {question.id}: no word in its passage")
         _, room = shape.kept(int(asked.lengths[number]), shape.length)
-        for begin, end in cut_passage(size, int(room), stride):
+        for begin, end in cut_passage(size, room, stride):
             span = (first, last) if begin <= first and last < end else NO_ANSWER
             rows.append((number, begin, end, *span))
         firsts.append(len(rows))

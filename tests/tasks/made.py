@@ -31,6 +31,8 @@ COUNT = 40
 class Settings(FinetuneSettings):
     """Files hold the number of examples and then a seed; an evaluation is named after its file."""
 
+    judged = "answers"
+
     seq_length: int = POSITIONS
     head: Head = "classifier"
     names: Literal["few", "more"] = "few"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.config.bert import FinetunedConfig
+from megatron.config.bert import FinetunedConfig, ResidualOrder
 from megatron.data.examples import Example, make_batch
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import serial_mesh
@@ -43,6 +43,7 @@ from tests.tiny import (
 )
 
 HEADS: tuple[Head, ...] = get_args(Head)
+ORDERS: tuple[ResidualOrder, ...] = get_args(ResidualOrder)
 LABELS = {"classifier": ("key", "alike"), "choice": (), "span": ()}
 EXAMPLES, BATCH, EPOCHS = 21, 8, 2  # the last step of an epoch has 5
 
@@ -51,9 +52,9 @@ def section_of(head: Head, **changes: Any) -> FinetunedConfig:
     return finetuned_section(small_section(**changes), head, LABELS[head])
 
 
-def still(head: Head) -> FinetunedConfig:
+def still(head: Head, **changes: Any) -> FinetunedConfig:
     """A section without dropout."""
-    return section_of(head, hidden_dropout=0.0, attention_dropout=0.0)
+    return section_of(head, hidden_dropout=0.0, attention_dropout=0.0, **changes)
 
 
 def course(head: Head, micro_batch_size: int = BATCH, **changes: Any) -> Course:
@@ -124,11 +125,12 @@ def one_by_one(model: Any, example: Example) -> Tensor:
     return F.cross_entropy(scores, torch.tensor(example.label[0]))
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("head", HEADS)
 def test_the_loss_is_the_mean_of_examples_read_alone_and_padding_does_not_count(
-    head: Head,
+    head: Head, order: ResidualOrder
 ) -> None:
-    mesh, section = serial_mesh(), still(head)
+    mesh, section = serial_mesh(), still(head, residual_order=order)
     model, _ = tiny_model(mesh, section)
     objective, examples = OBJECTIVES[section.kind], make_examples(head, 6, 3)
     batch = make_batch([*examples, examples[0]], counted=6)
@@ -212,19 +214,24 @@ def test_the_learning_rate_rises_and_falls_to_zero_after_the_last_step() -> None
     assert rates == pytest.approx([5e-4, 1e-3, 8e-4, 6e-4, 4e-4, 2e-4, 0.0])
 
 
-def start(path: Path, head: Head, seed: int = 5) -> TrainState:
-    return begin(path, section_of(head), course(head, seed=seed), serial_mesh())
+def start(path: Path, head: Head, seed: int = 5, **changes: Any) -> TrainState:
+    return begin(path, section_of(head, **changes), course(head, seed=seed), serial_mesh())
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("head", HEADS)
 def test_all_but_the_head_is_of_the_checkpoint_and_the_head_of_the_seed(
-    pretrained: Path, head: Head
+    tmp_path: Path, head: Head, order: ResidualOrder
 ) -> None:
-    one, other = (whole_weights(start(pretrained, head, seed).model) for seed in (5, 6))
+    path = write_model(tmp_path, small_section(residual_order=order))
+    one, other = (
+        whole_weights(start(path, head, seed, residual_order=order).model) for seed in (5, 6)
+    )
     kept = {name for name in one if torch.equal(one[name], other[name])}
     assert one.keys() - kept == {"head.weight"}
     assert ("pooler.dense.weight" in one) == (head != "span")
-    theirs = begin(pretrained, section_of("choice"), course("choice"), serial_mesh())
+    assert ("encoder.embedding_norm.weight" in one) == (order == "post-ln")
+    theirs = start(path, "choice", residual_order=order)
     word = "encoder.word_embedding.weight"
     assert torch.equal(whole_weights(theirs.model)[word], one[word])
 

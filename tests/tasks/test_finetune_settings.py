@@ -27,6 +27,8 @@ def test_a_model_of_another_kind_or_task_is_refused(
     save, _ = tuned
     files, fine = write_files(tmp_path), str(save / "seed_1234")
     valid, pre = files[2:], str(pretrained)
+    (tmp_path / "empty").write_text("0 1", encoding="utf-8")
+    empty = str(tmp_path / "empty")
     gpt2 = str(write_model(tmp_path / "gpt2", tiny_section()))
     other = str(write_model(tmp_path / "other", made.small_section(), words=["word"]))
     cases = [
@@ -37,7 +39,10 @@ def test_a_model_of_another_kind_or_task_is_refused(
         (["--load", fine, *valid, "--names", "more"], "of this task a classifier (alike, key); a"),
         (["--load", pre, *files, "--seq-length", "25"], "--seq-length 24 would work"),
         (["--load", pre, "--ensemble", fine, *valid], "are both given; one of them, not both, wo"),
-        (valid, "either --load, one checkpoint, or --ensemble, several of fine-tuned models"),
+        (files, "--ensemble, several of fine-tuned models, is needed\n"),
+        (valid, "several of fine-tuned models, is needed, or --answers, answers in a file\n"),
+        (["--load", pre, "--train-data", empty, *valid], f"--train-data {empty} leaves no example"),
+        (["--load", fine, *valid, empty], f"--valid-data {' '.join(valid[1:])} {empty} leaves no"),
         (["--ensemble", fine, *files], "--ensemble evaluates fine-tuned models and --train-data"),
         (["--ensemble", fine, pre, *valid], "is pretrained alone"),
         (["--load", fine, *valid, "--save", "x"], "--save is about training, which takes --tr"),

@@ -99,7 +99,7 @@ def test_rows_on_which_nobody_agreed_are_left_out_and_counted(
     rows = [MNLI_ROWS[0], ("The dog.", "A dog.", "-"), *MNLI_ROWS[1:]]
     task = mnli(tokenizer, write_tsv(tmp_path / "dev.tsv", DEV_COLUMNS, rows))
     assert len(task.evaluations[""]) == 3
-    assert task.notes["input"]["valid"]["unlabelled_rows_left_out"] == 1
+    assert task.notes["input"]["valid"][""]["unlabelled_rows_left_out"] == 1
     only = write_tsv(tmp_path / "none.tsv", DEV_COLUMNS, rows[1:2])
     with pytest.raises(ValueError, match=r"none.tsv has no pair with a label in 1 rows"):
         mnli(tokenizer, only)
@@ -197,7 +197,7 @@ def test_a_few_torn_rows_are_left_out_counted_and_named(
         f"--valid-data {file}, line 404: a text is blank; ..."
     )
     assert len(task.evaluations[""]) == 400
-    assert task.notes["input"]["valid"]["bad_rows_left_out"] == 4
+    assert task.notes["input"]["valid"][""]["bad_rows_left_out"] == 4
 
 
 def test_many_torn_rows_are_refused(tokenizer: BertWordPieceLowerCase, tmp_path: Path) -> None:
@@ -220,6 +220,10 @@ def test_many_torn_rows_are_refused(tokenizer: BertWordPieceLowerCase, tmp_path:
         (b'{"0": {"text_a": "a", "label": "neutral"}}', "item 0 has no text_b;"),
         (b'[{"text_a": "a"}]', "item 0 has no text_b and no label;"),
         (b'[{"text_a": 1, "text_b": "b", "label": "neutral"}]', "item 0: text_a is int; text"),
+        (
+            b'{"text_a": "a", "text_b": "b \\ud800", "label": "neutral"}',
+            "line 1: text_b has half of a surrogate pair; GLUE's",
+        ),
         (b'[["a", "b", "neutral"]]', "item 0 is no JSON object but list"),
         (b'{"text_a": "a", "text_b": "b", "label": "neutral"}\n{"text_a', "line 2 is not JSON"),
         (b'{"0": {', "is not JSON"),
@@ -268,6 +272,13 @@ def test_several_files_have_names_of_their_own(
     with pytest.raises(ValueError, match="would both be the figures of dev"):
         qqp(tokenizer, files[0], again)
     assert len(qqp(tokenizer, *files[:1], train_data=(files[1], again)).train) == 4
+    train = write_tsv(other / "train.tsv", QQP_COLUMNS, QQP_ROWS * 2)
+    named = write_tsv(tmp_path / "train.tsv", QQP_COLUMNS, QQP_ROWS)
+    counted = qqp(tokenizer, files[0], named, train_data=(train,)).notes["input"]
+    assert counted["train"]["pairs"] == 4
+    assert {name: each["pairs"] for name, each in counted["valid"].items()} == {
+        "dev": 2, "train": 2,
+    }  # fmt: skip
 
 
 def test_the_figures_are_accuracy_and_for_qqp_f1(
@@ -300,7 +311,7 @@ def test_the_simple_json_of_real_pairs_is_read_whole(test_data: Path) -> None:
     settings = {"seq_length": 64, "valid_data": (test_data / "glue" / "MNLI" / "dev.json",)}
     with pytest.warns(UserWarning, match=r"83 of 1000 sequences \(8.3%\) are longer than"):
         task = MNLI.prepare(MNLI.Settings(**settings), MANIFEST, tokenizer)
-    counted = task.notes["input"]["valid"]
+    counted = task.notes["input"]["valid"][""]
     assert counted["classes"] == {"contradiction": 320, "entailment": 347, "neutral": 333}
     assert (counted["tokens"], counted["unknown_tokens"]) == (36186, 0)
     assert max(each.longest for each in task.evaluations[""]) == 64
@@ -319,7 +330,7 @@ def test_real_rows_in_the_released_columns_are_read(test_data: Path) -> None:
         task = qqp(
             tokenizer, folder / "QQP" / "dev.tsv", train_data=(folder / "QQP" / "train.tsv",)
         )
-    assert task.notes["input"]["valid"]["classes"] == {"not_duplicate": 16, "duplicate": 16}
+    assert task.notes["input"]["valid"][""]["classes"] == {"not_duplicate": 16, "duplicate": 16}
     train = folder / "MNLI" / "train.tsv"
     task = mnli(tokenizer, folder / "MNLI" / "dev_matched.tsv", train_data=(train,))
     assert list(task.evaluations) == ["matched"]

@@ -104,7 +104,7 @@ def test_the_passage_loses_its_end_and_a_long_question_its_own(
         wide = race(tokenizer, folder, max_qa_length=45, checks=ChecksConfig(max_truncated=1))
     kept = wide.evaluations["high"][0].options[0]
     assert (len(kept.tokens), kept.second) == (64, question + 30 + 2), "only the passage is cut"
-    counted = task.notes["input"]["high"]
+    counted = task.notes["input"]["valid"]["high"]
     assert (counted["truncated"], counted["truncated_options"]) == (4, 1)
     assert counted["longest"] == question + 30 + 99 + 3
 
@@ -124,7 +124,7 @@ def test_options_that_are_cut_are_told_or_refused(
     )
     with pytest.warns(UserWarning, match=f"{count} .* and lose their end; --max-qa-length"):
         task = race(tokenizer, folder, max_qa_length=6, checks=ChecksConfig(max_truncated=1))
-    assert task.notes["input"]["high"]["truncated_options"] == 11
+    assert task.notes["input"]["valid"]["high"]["truncated_options"] == 11
 
 
 def test_a_question_may_have_a_quarter_of_the_sequence(
@@ -224,6 +224,8 @@ def test_figures_are_of_each_level_and_of_all_questions(
         (OTHER | {"answers": [2]}, "question 1: the answer 2 is not one of A"),
         (OTHER | {"questions": [1]}, "question 1: its text is int"),
         (OTHER | {"options": [["a", "b", "c", None]]}, "question 1: an option is NoneType"),
+        (PASSAGE | {"article": "\ud800"}, "its article has half of a surrogate pair; a folder as"),
+        (OTHER | {"options": [["a", "b", "c", "\udfff"]]}, "question 1: an option has half of a"),
     ],
 )
 def test_a_bad_file_is_named_with_its_question(
@@ -246,7 +248,7 @@ def test_passages_without_questions_and_blank_texts_are_told(
         f"--valid-data {folder}/1.txt has no question, and is left out, and 1 more",
         f"--valid-data {folder}/4.txt has a blank text",
     ]
-    counted = task.notes["input"]["high"]
+    counted = task.notes["input"]["valid"]["high"]
     assert counted["passages"] == 2
     assert counted["passages_without_a_question_left_out"] == 2
     assert counted["passages_with_a_blank_text"] == 1
@@ -335,7 +337,7 @@ def test_real_passages_are_read_as_their_archive_unpacks(test_data: Path, tmp_pa
     manifest = {"config": {"model": {"max_position_embeddings": 512}}}
     with pytest.warns(UserWarning, match=r"high: .* \(.*%\) are longer than --seq-length 512"):
         task = prepare(Settings(valid_data=(tmp_path / "dev",)), manifest, tokenizer)
-    counted = task.notes["input"]
+    counted = task.notes["input"]["valid"]
     assert {name: each["passages"] for name, each in counted.items()} == {"middle": 61, "high": 170}
     assert [each["unknown_tokens"] for each in counted.values()] == [0, 0]
     middle = task.evaluations["middle"]

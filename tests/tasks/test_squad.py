@@ -50,21 +50,24 @@ def test_the_task_has_what_is_trained_and_evaluated(
     assert task.paper == "SQUAD 2.0"
     assert all(len(example.label) == 2 for example in task.train)
     assert task.notes["squad_version"] == "2.0"
-    assert task.notes["train_data"] == {
+    assert task.notes["input"]["train"] == {
         "texts_with_letters": 2,
         "texts_with_capitals": 2,
         "tokens": 15,
         "unknown_tokens": 0,
         "questions": 1,
-        "misplaced_answers": 0,
+        "blank_questions": 0,
+        "moved_answers": 0,
+        "answers_not_in_passage": 0,
         "left_out_questions": 0,
         "truncated_questions": 0,
         "cut_answers": 0,
         "windows": 2,
         "windows_without_answer": 1,
     }
-    assert task.notes["valid_data"]["questions"] == 4
-    assert task.notes["valid_data"]["windows"] == len(task.evaluations[""]) == 8
+    counted = task.notes["input"]["valid"][""]
+    assert counted["questions"] == 4
+    assert counted["windows"] == len(task.evaluations[""]) == 8
 
 
 def test_without_training_data_there_are_no_examples(
@@ -186,9 +189,15 @@ def test_files_that_do_not_go_together_are_refused(
     first = write_squad(tmp_path / "train.json", question("q", {"Spain": 12}))
     with pytest.raises(ValueError, match="train.json is of SQuAD 1.1, and .*dev.json of 2.0"):
         make_task(tmp_path, tokenizer, train_data=(first,))
-    settings = Settings(valid_data=(first,), save_null_odds=tmp_path / "odds.json", **SMALL)
-    with pytest.raises(SettingError, match="--save-null-odds: .* of SQuAD 1.1, which has none"):
-        prepare(settings, MANIFEST, tokenizer)
+    odds: dict[str, Any] = {"save_null_odds": tmp_path / "odds.json"}
+    threshold: dict[str, Any] = {"null_score_diff_threshold": 1.0}
+    for more, flags in [
+        (odds, "--save-null-odds"),
+        (threshold | odds, "--null-score-diff-threshold and --save-null-odds"),
+    ]:
+        settings = Settings(valid_data=(first,), **SMALL, **more)
+        with pytest.raises(SettingError, match=f"^{flags}: .* of SQuAD 1.1, .*without {flags} it"):
+            prepare(settings, MANIFEST, tokenizer)
 
 
 def test_what_is_lost_is_told(tmp_path: Path, tokenizer: BertTokenizer) -> None:
@@ -201,9 +210,25 @@ def test_what_is_lost_is_told(tmp_path: Path, tokenizer: BertTokenizer) -> None:
             tmp_path, tokenizer, max_query_length=4, checks=ChecksConfig(max_truncated=1.0)
         )
     assert len(told) == 1
-    assert task.notes["valid_data"]["truncated_questions"] == 4
+    assert task.notes["input"]["valid"][""]["truncated_questions"] == 4
     with pytest.warns(UserWarning, match="1 of 4 questions have an answer that no window has"):
         make_task(tmp_path, tokenizer, seq_length=12, doc_stride=99, max_query_length=8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_task(tmp_path, tokenizer)
+
+
+def test_questions_without_words_and_answers_not_in_their_passage_are_in_the_record(
+    tmp_path: Path, tokenizer: BertTokenizer
+) -> None:
+    right = [question(f"q{number}", {"Spain": 12}) for number in range(197)]
+    odd = [question("moved", {"Spain": 10}), question("lost", {"snow": 4})]
+    blank = {**question("blank", {"Spain": 12}), "question": "\u200b \n"}
+    file = write_squad(tmp_path / "dev.json", *right, *odd, blank)
+    with pytest.warns(UserWarning, match="dev.json: ") as told:
+        task = prepare(Settings(valid_data=(file,), **SMALL), MANIFEST, tokenizer)
+    assert len(told) == 2
+    assert "1 of 200 questions have no words, such as blank" in str(told[1].message)
+    counted = task.notes["input"]["valid"][""]
+    assert counted["blank_questions"] == counted["moved_answers"] == 1
+    assert counted["answers_not_in_passage"] == 1

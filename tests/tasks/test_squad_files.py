@@ -34,13 +34,14 @@ def test_misplaced_answers_are_moved_counted_and_named(tmp_path: Path) -> None:
     file = write_squad(tmp_path / "train.json", *right, *wrong)
     with pytest.warns(
         UserWarning,
-        match=r"--train-data .*train.json: 2 of 200 answers are not at their answer_start, the "
-        "first of question moved; 1 stand elsewhere in their passage, 1 nowhere",
+        match=r"--train-data .*train.json: 2 of 200 answers are not at their answer_start: "
+        r"1 elsewhere in the passage \(the first of question moved\), "
+        r"1 nowhere in the passage \(the first of question lost\)$",
     ):
         squad = read_squad("--train-data", file)
     assert squad.questions[198].placed.start == 12
     assert squad.questions[199].placed is None
-    assert squad.misplaced == 2
+    assert (squad.moved, squad.lost) == (["moved"], ["lost"])
     file = write_squad(tmp_path / "train.json", *right[1:], *wrong)
     with pytest.raises(ValueError, match="2 of 199 answers are not .* as released"):
         read_squad("--train-data", file)
@@ -49,7 +50,8 @@ def test_misplaced_answers_are_moved_counted_and_named(tmp_path: Path) -> None:
 def test_a_released_file_raises_no_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert read_squad("--valid-data", write_v2(tmp_path / "dev.json")).misplaced == 0
+        squad = read_squad("--valid-data", write_v2(tmp_path / "dev.json"))
+    assert squad.moved == squad.lost == []
 
 
 def without(key: str) -> dict[str, Any]:

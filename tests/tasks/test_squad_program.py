@@ -9,6 +9,7 @@ import pytest
 
 from tasks.main import main
 from tests.tasks.made import write_model
+from tests.tasks.program import refusal
 from tests.tasks.squads import question
 
 WORDS = ["rain", *(f"w{each}" for each in "abcdefghijklmnopqrst")]
@@ -42,6 +43,13 @@ def result(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, An
     return record
 
 
+def test_without_a_model_predictions_are_offered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dev = str(write_questions(tmp_path / "dev.json", 1, 0))
+    assert "or --predictions, answers in a file" in refusal(["--valid-data", dev], capsys, "SQUAD")
+
+
 def test_a_model_is_trained_then_evaluated_and_its_answers_are_scored_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,7 +62,7 @@ def test_a_model_is_trained_then_evaluated_and_its_answers_are_scored_alone(
     flags = ["--load", str(model), "--train-data", train, "--valid-data", dev, *CUT, "--lr", "3e-3"]
     sizes = ["--global-batch-size", "16", "--micro-batch-size", "16"]
     tuned = result([*flags, *sizes, "--epochs", "3", "--save", str(save)], capsys)
-    assert tuned["notes"]["train_data"]["windows"] > 200
+    assert tuned["notes"]["input"]["train"]["windows"] > 200
     assert tuned["f1"] > 60 > 100 * tuned["no_answer_questions"] / tuned["questions"]
 
     flags = ["--load", tuned["seeds"][0]["checkpoints"]["last"], "--valid-data", dev, *CUT]
