@@ -15,8 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import SettingError, flag
-from megatron.data.wordpiece import TELL_UNKNOWN, UNKNOWN, BertTokenizer
+from megatron.config.checks import share
+from megatron.data.wordpiece import (
+    MAX_UNKNOWN,
+    BertTokenizer,
+    BertWordPieceLowerCase,
+    count_casing,
+    judge_casing,
+    judge_unknown,
+)
 from tasks.finetuning import BESIDE
 
 # RACE cut at the paper's 512 tokens is the case that has to pass: 7 % of its sequences are longer,
@@ -25,11 +32,6 @@ TELL_TRUNCATED = 0.05
 # Of questions, whose end says more than that of a passage. Of RACE's development set, with an
 # option, none has over 48 tokens, and the paper's share is 128; of SQuAD's none has over 64.
 TELL_CUT_QUESTIONS = 0.01
-# Texts with capitals: of RACE's articles all, of QQP's questions 99.96 %, of MNLI's sentences, a
-# fifth of which are telephone calls written down in lower case, 90 %; of lower-cased data none.
-TELL_CAPITALS = 0.5
-LEAST_CAPITALS = 0.01
-ENOUGH_TEXTS = 20  # fewer tell nothing about their casing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +39,14 @@ class ChecksConfig:
     max_truncated: float = field(default=0.25, metadata=BESIDE)
     """Largest share of the sequences that may be cut at --seq-length; more is an error."""
 
-    max_unknown: float = field(default=0.05, metadata=BESIDE)
+    max_unknown: float = field(default=MAX_UNKNOWN, metadata=BESIDE)
     """Largest share of the tokens that may be [UNK]; more is an error."""
 
     allow_lower_case: bool = field(default=False, metadata=BESIDE)
     """Take text without capitals though the model's vocabulary has them."""
 
     def __post_init__(self) -> None:
-        for name in ("max_truncated", "max_unknown"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise SettingError(
-                    f"{flag(name)} {getattr(self, name)} should be in [0, 1]; "
-                    f"{flag(name)} {getattr(ChecksConfig, name)} would work"
-                )
+        share(self, "max_truncated", "max_unknown")
 
 
 @dataclass(frozen=True)
@@ -116,49 +113,28 @@ def check_unknown(
 ) -> dict[str, int]:
     """tokens: the ids of all texts, without special ones; most: --max-unknown."""
     count = int((tokens == tokenizer.unknown).sum())
-    share = count / max(1, len(tokens))
-    said = (
-        f"{place}: {count} of {len(tokens)} tokens ({share:.1%}) are {UNKNOWN}, so the model's "
-        "vocabulary is not of this language or script"
+    told = judge_unknown(
+        place,
+        count,
+        len(tokens),
+        most,
+        why="so the model's vocabulary is not of this language or script",
+        cure="a model of it",
     )
-    if share > most:
-        allowed = f"--max-unknown {np.ceil(100 * share) / 100:.2f}"
-        raise ValueError(f"{said}; a model of it, or {allowed}, would work")
-    if share > TELL_UNKNOWN:
-        warnings.warn(said, stacklevel=2)
+    if told:
+        warnings.warn(told, stacklevel=2)
     return {"tokens": len(tokens), "unknown_tokens": count}
 
 
 def check_casing(
     place: str, texts: Iterable[str], tokenizer: BertTokenizer, allow: bool
 ) -> dict[str, int]:
-    """Whether text for a vocabulary with capitals has some; the vocabulary without takes any.
-
-    Texts without any letter that could be a capital do not count. allow: --allow-lower-case.
-    """
-    with_letters = with_capitals = 0
-    for text in texts:
-        lower = text.lower()
-        if lower != text:
-            with_letters, with_capitals = with_letters + 1, with_capitals + 1
-        elif lower != text.upper():
-            with_letters += 1
-    counts = {"texts_with_letters": with_letters, "texts_with_capitals": with_capitals}
-    if tokenizer.is_lower_case or with_letters < ENOUGH_TEXTS:
-        return counts
-    share = with_capitals / with_letters
-    said = (
-        f"{place}: {with_capitals} of {with_letters} texts ({share:.1%}) have a capital letter, "
-        f"and the model's {tokenizer.kind} is made for text as it is written"
-    )
-    if share < LEAST_CAPITALS and not allow:
-        raise ValueError(
-            f"{said}; the data before it was put into lower case, a model of "
-            "BertWordPieceLowerCase, or --allow-lower-case, would work"
-        )
-    if share < TELL_CAPITALS:
-        warnings.warn(said, stacklevel=2)
-    return counts
+    """Whether text for a vocabulary with capitals has some. allow: --allow-lower-case."""
+    casing = count_casing(texts)
+    cure = f"a model of {BertWordPieceLowerCase.kind}"
+    if told := judge_casing(place, casing, tokenizer, allow=allow, cure=cure):
+        warnings.warn(told, stacklevel=2)
+    return {"texts_with_letters": casing.texts, "texts_with_capitals": casing.with_capitals}
 
 
 def check_apart(train: Sequence[Path], valid: Sequence[Path]) -> None:

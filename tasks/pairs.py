@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.examples import Encoding, Example
+from megatron.data.pairs import SPECIAL, lengths_kept
 from megatron.data.wordpiece import BertTokenizer
 
-SPECIAL = 3  # [CLS] and two [SEP]
 AT_ONCE = 4096  # texts; the library holds some hundred bytes for each of their tokens
 
 
@@ -76,13 +76,13 @@ class Shape:
         assert self.length >= SPECIAL
         assert self.cut == "longest" or most + SPECIAL < self.length, "no room for the second text"
 
-    def kept(self, first: Any, second: Any) -> tuple[Any, Any]:
-        """How many tokens are kept of texts of so many tokens; ints, or arrays of them."""
-        first = first if self.first is None else np.minimum(first, self.first)
+    def kept(self, first: int, second: int) -> tuple[int, int]:
+        """How many tokens are kept of texts of so many tokens."""
+        first = first if self.first is None else min(first, self.first)
         room = self.length - SPECIAL
         if self.cut == "longest":
-            first = np.minimum(first, np.maximum(room - second, room - room // 2))
-        return first, np.minimum(second, room - first)
+            return lengths_kept(first, second, room)
+        return first, min(second, room - first)
 
     def join(self, first: NDArray[np.int32], second: NDArray[np.int32]) -> Encoding:
         """The sequence, whose tokens are int32."""
@@ -90,7 +90,7 @@ class Shape:
         tokens = np.empty(a + b + SPECIAL, np.int32)
         tokens[0], tokens[a + 1], tokens[-1] = self.cls, self.sep, self.sep
         tokens[1 : a + 1], tokens[a + 2 : -1] = first[:a], second[:b]
-        return Encoding(tokens, int(a + 2))
+        return Encoding(tokens, a + 2)
 
 
 def shape_of(tokenizer: BertTokenizer, length: int, **more: Any) -> Shape:

@@ -25,8 +25,9 @@ from megatron.config.checks import non_negative
 from megatron.config.data import BertDataConfig
 from megatron.config.interrupt import interruptible
 from megatron.config.parse import parse, user_errors
-from megatron.data.bert import SPECIAL, BertDataset, BertSample
+from megatron.data.bert import BertDataset, BertSample
 from megatron.data.masking import HIDDEN, RANDOM
+from megatron.data.pairs import SPECIAL
 from megatron.data.sources import Corpus
 from megatron.data.wordpiece import BertTokenizer
 from megatron.train.inputs import open_bert_data
@@ -209,11 +210,11 @@ def _costs(data: BertDataset, samples: Sequence[BertSample], seq_length: int) ->
 
 
 def _words(sample: BertSample, tokenizer: BertTokenizer) -> Iterator[NDArray[np.bool_]]:
-    """Of each segment, which of its words are to be predicted."""
+    """Of each segment, which of its words are to be predicted, with all of their pieces."""
     for ids, chosen in zip(sample.stands, sample.chosen, strict=True):
         is_start = ~tokenizer.is_continuation[ids]
         is_start[0] = True
-        yield chosen[is_start]
+        yield np.logical_and.reduceat(chosen, np.flatnonzero(is_start))
 
 
 def _runs(where: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -1,8 +1,7 @@
-"""What becomes of a data set in a folder: it is judged, moved to a prefix, summed up in a line."""
+"""What becomes of a data set in a folder: it is moved to a prefix, and summed up in a line."""
 
 import contextlib
 import json
-import math
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 from megatron.data.description import Description, ShardFacts
 from megatron.data.files import with_suffix
 from megatron.data.placing import place
-from megatron.data.wordpiece import TELL_UNKNOWN, UNKNOWN
+from megatron.data.wordpiece import UNKNOWN
 from tools.corpus.program import say
 from tools.corpus.records import BAD_LINE, DAMAGED_FILE
 from tools.corpus.shards import MANIFEST
@@ -69,27 +68,6 @@ def _replaced(prefix: str, description: Description) -> str | None:
         return None
     held = f", which held {old.documents} documents and {old.tokens} tokens" if old else ""
     return f"replaced {prefix}{held}"
-
-
-def check_unknown(
-    where: str, count: int, tokens: int, most: float, vocabulary: str, *, after: str = ""
-) -> None:
-    """Warn where more than TELL_UNKNOWN of the tokens are [UNK]; ValueError where more than `most`.
-
-    where: what the tokens are of.  vocabulary: flag and file, for the message.  most:
-    --max-unknown.  after: what to add to the error.
-    """
-    share = count / max(1, tokens)
-    said = (
-        f"{where}: {count} of {tokens} tokens ({share:.1%}) are {UNKNOWN}, which teaches nothing: "
-        f"{vocabulary} lacks letters of this text"
-    )
-    cure = "a vocabulary of its language, such as tools/train_tokenizer.py makes of the same input"
-    if share > most:
-        allowed = f"--max-unknown {math.ceil(100 * share) / 100:.2f}"
-        raise ValueError(f"{said}; {cure}, or {allowed}, would work{after}")
-    if share > TELL_UNKNOWN:
-        say(f"warning: {said}; {cure}, would work")
 
 
 def shard_facts(description: Description, data_path: str) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,8 @@ and P_text_document.tokenizer/, the tokenizer's files, which training's checkpoi
 What is written does not depend on the workers.  Lines that hold no document are set aside in
 P_text_document.rejected.jsonl.  With --split-sentences, for BERT, each sentence is a sequence of
 its own, and the name is P_text_sentence.  Of a WordPiece's tokens the share that is [UNK] is told,
-and refused above --max-unknown.  After a crash the same command goes on from where it was.
+and refused above --max-unknown; so is text in lower case for a vocabulary with capitals.  After a
+crash the same command goes on from where it was.
 With --output FOLDER instead of a prefix it is a step like those of tools.corpus: FOLDER gets
 text_document.*, rejected.jsonl and a manifest.  The second command checks the files.
 """
@@ -21,20 +22,23 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import SettingError, positive
 from megatron.config.parse import parse, user_errors
 from megatron.data.description import NOTED, Description, join_descriptions
 from megatron.data.placing import place
-from megatron.data.tokenizer import Tokenizer
 from megatron.data.verify import verify
-from megatron.data.wordpiece import BertTokenizer
+from megatron.data.wordpiece import (
+    BertTokenizer,
+    BertWordPieceLowerCase,
+    count_casing,
+    judge_casing,
+    judge_unknown,
+)
 from tools.corpus.manifest import read_manifest
 from tools.corpus.program import Unfinished, say, stoppable
 from tools.corpus.settings import parse_size
@@ -42,7 +46,8 @@ from tools.corpus.shards import MANIFEST, Unit, find_shards
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import sum_funnels
-from tools.outcome import check_unknown, left_out, shard_facts, summary, take_out
+from tools.outcome import left_out, shard_facts, summary, take_out
+from tools.preprocess_settings import Settings
 from tools.sentences import SPLITTER
 from tools.tokenise import (
     PARTS,
@@ -50,8 +55,7 @@ from tools.tokenise import (
     deal,
     encode_unit,
     join_shard,
-    load_tokenizer,
-    sample_unknown,
+    sample_texts,
     unit_bytes,
 )
 
@@ -59,123 +63,24 @@ WAVE = 64  # shards whose tokens may stand on disk twice at a time
 MARGIN = 2  # times --max-unknown that a sample may hold before all is read
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    input: tuple[Path, ...]
-    """Files of JSON lines, a document a line (plain, .gz or .zst), or folders of them."""
-
-    json_key: str = "text"
-    """Key of a line's text; it is part of the name of what is written."""
-
-    output_prefix: str | None = None
-    """P, for P_text_document.bin and its companions; what is there is replaced.  `verify
-    P_text_document` in place of all flags checks them."""
-
-    output: Path | None = None
-    """Instead of a prefix: a folder to fill, as the steps of tools.corpus do."""
-
-    tokenizer_type: str = "GPT2BPETokenizer"
-    """Kind of tokenizer."""
-
-    vocab_file: Path | None = None
-    """The tokenizer's vocabulary (vocab.json, or vocab.txt of a WordPiece)."""
-
-    merge_file: Path | None = None
-    """The byte-pair encoding's merges (merges.txt)."""
-
-    append_eod: bool = False
-    """End each document with an end-of-document mark."""
-
-    split_sentences: bool = False
-    """Keep the sentences of a document apart, as pretrain_bert.py reads them, for a data set
-    P_text_sentence.  A line end ends a sentence; its rules are those of English."""
-
-    max_unknown: float = 0.05
-    """Largest share of a WordPiece's tokens that may be [UNK]; more is an error, and above 0.01
-    there is a warning.  A BPE has no [UNK]."""
-
-    encoder: str = "auto"
-    """Library that encodes: tokenizers, the reference; gigatoken, a hundred times as fast, for a
-    BPE; words, the reference once for each word, for a WordPiece; auto is one of these two where it
-    is there and gives the reference's ids on a set of tricky strings."""
-
-    shard_size: str = "1GB"
-    """How much input becomes one .bin and .idx, at most; a compressed file is not cut."""
-
-    workers: int = len(os.sched_getaffinity(0))
-    """Processes, or jobs with --scheduler slurm.  They do not change what is written."""
-
-    scheduler: str = "local"
-    """local, slurm, or the address of a Dask scheduler such as tcp://host:8786."""
-
-    shard: str | None = None
-    """K/N: do only every N-th task from the K-th on (K from 0), as an array of jobs does; repeat
-    until nothing is left, then run the command without it."""
-
-    overwrite: bool = False
-    """Replace what other settings or other input have left in the folder --output."""
-
-    def __post_init__(self) -> None:
-        positive(self, "workers")
-        if not 0 <= self.max_unknown <= 1:
-            raise SettingError(
-                f"--max-unknown {self.max_unknown} should be in [0, 1]; --max-unknown "
-                f"{Settings.max_unknown} would work"
-            )
-        if (self.output is None) == (self.output_prefix is None):
-            raise SettingError(
-                "--output-prefix P, for files P_text_document.*, or --output FOLDER would work: "
-                "one of the two"
-            )
-        if self.split_sentences and self.append_eod:
-            raise SettingError(
-                "--append-eod ends documents that stand in one row, and --split-sentences keeps "
-                "them apart without a mark; one of the two would work"
-            )
-
-    @property
-    def name(self) -> str:
-        return f"{self.json_key}_{'sentence' if self.split_sentences else 'document'}"
-
-    @property
-    def data_path(self) -> str:
-        """Prefix of the data set."""
-        return f"{self.output_prefix}_{self.name}" if self.output is None else self.filled
-
-    @property
-    def folder(self) -> Path:
-        """Where the work is done; one beside a prefix goes when all has been taken out of it."""
-        return self.output or Path(f"{self.data_path}.work")
-
-    @property
-    def filled(self) -> str:
-        """Prefix of the data set in the folder."""
-        return str(self.folder / self.name)
-
-
 def run(settings: Settings) -> None:
     """Write the data set.  ValueError, naming the flag, where that cannot be."""
     start = time.monotonic()
     check(settings)
     chosen = token_settings(settings)
-    if not (chosen.output / MANIFEST).exists():
+    if settings.overwrite or not (chosen.output / MANIFEST).exists():
         check_sample(settings, chosen)
     with StepRun("tokenise", chosen, by_unit=False) as step:
         if not step.done:
             tokenise(step, settings)
         if settings.output is None:
-            files = open_tokenizer(settings).files
+            files = settings.tokenizer.files
             summary = take_out(settings.folder, settings.filled, settings.data_path, files)
             say(f"{settings.data_path}: {summary}, in {time.monotonic() - start:.1f} s")
 
 
-def open_tokenizer(settings: Settings) -> Tokenizer:
-    files = settings.vocab_file, settings.merge_file
-    return load_tokenizer(settings.tokenizer_type, *files, settings.encoder)
-
-
 def check(settings: Settings) -> None:
-    is_bert = isinstance(open_tokenizer(settings), BertTokenizer)
+    is_bert = isinstance(settings.tokenizer, BertTokenizer)
     parse_size("--shard-size", settings.shard_size)
     if settings.split_sentences and not is_bert:
         raise ValueError(
@@ -189,17 +94,22 @@ def check(settings: Settings) -> None:
         warn("without --append-eod documents run into each other in training")
 
 
+def tell(warning: str | None) -> None:
+    if warning:
+        say(f"warning: {warning}")
+
+
 @functools.cache
 def warn(message: str) -> None:
     """Once in a process: a run tokenises two sides."""
-    say(f"warning: {message}")
+    tell(message)
 
 
 def token_settings(settings: Settings) -> TokenSettings:
     """Checks input and tokenizer, and says which encoder it is."""
     shard_bytes = parse_size("--shard-size", settings.shard_size)
     total = sum(file.stat().st_size for file in find_shards(settings.input))
-    tokenizer = open_tokenizer(settings)
+    tokenizer = settings.tokenizer
     encoder = tokenizer.encoder
     chosen = TokenSettings(
         input=settings.input,
@@ -227,21 +137,27 @@ def token_settings(settings: Settings) -> TokenSettings:
 
 
 def check_sample(settings: Settings, chosen: TokenSettings) -> None:
-    """ValueError at once where the input is surely beyond --max-unknown."""
-    count, tokens = sample_unknown(chosen.units(), chosen)
-    if count > MARGIN * settings.max_unknown * tokens:
-        judge_unknown(settings, count, tokens, of=", a sample of it")
+    """ValueError at once where the input surely does not fit the vocabulary."""
+    tokenizer, where = settings.tokenizer, f"{settings.given}, a sample of it"
+    if not isinstance(tokenizer, BertTokenizer):
+        return
+    texts = sample_texts(chosen.units(), settings.json_key)
+    cure = f"--tokenizer-type {BertWordPieceLowerCase.kind} with a vocabulary without capitals"
+    allow, casing = settings.allow_lower_case, count_casing(texts)
+    tell(judge_casing(where, casing, tokenizer, allow=allow, cure=cure))
+    ids, _ = tokenizer.encode_arrays(texts)
+    count = int((ids == tokenizer.unknown).sum())
+    if count > MARGIN * settings.max_unknown * len(ids):
+        check_unknown(settings, where, count, len(ids))
 
 
-def judge_unknown(
-    settings: Settings, count: int, tokens: int, *, of: str = "", after: str = ""
+def check_unknown(
+    settings: Settings, where: str, count: int, tokens: int, *, after: str = ""
 ) -> None:
-    where, vocabulary = named_input(settings) + of, f"--vocab-file {settings.vocab_file}"
-    check_unknown(where, count, tokens, settings.max_unknown, vocabulary, after=after)
-
-
-def named_input(settings: Settings) -> str:
-    return f"--input {' '.join(map(str, settings.input))}"
+    why = f"which teaches nothing: --vocab-file {settings.vocab_file} lacks letters of this text"
+    cure = "a vocabulary of its language (tools/train_tokenizer.py makes one of the same input)"
+    most = settings.max_unknown
+    tell(judge_unknown(where, count, tokens, most, why=why, cure=cure, after=after))
 
 
 def are_shuffled(paths: Sequence[Path]) -> bool | None:
@@ -260,15 +176,15 @@ def tokenise(step: StepRun, settings: Settings) -> None:
     if not staged:
         shutil.rmtree(step.output if settings.output is None else step.work)
         raise ValueError(
-            f"{named_input(settings)} holds no document; " + ", ".join(left_out(funnel.to_json()))
+            f"{settings.given} holds no document; " + ", ".join(left_out(funnel.to_json()))
         )
     if settings.shard is not None:
         raise Unfinished("tokenise: all is done but the last step: run without --shard")
     description = join_descriptions([Description.from_json(part) for part in parts if part])
     goes_on = f"; nothing was put in place, and with the latter the run goes on from {step.output}"
     unknown = description.unknown_tokens or 0
-    judge_unknown(settings, unknown, description.tokens, after=goes_on)
-    place(staged, settings.filled, description, open_tokenizer(settings).files)
+    check_unknown(settings, settings.given, unknown, description.tokens, after=goes_on)
+    place(staged, settings.filled, description, settings.tokenizer.files)
     manifest = step.finish(
         funnel,
         list(shard_facts(description, settings.filled)),

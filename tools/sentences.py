@@ -16,7 +16,7 @@ def split_sentences(text: str) -> list[str]:
     """The sentences in order: each character that is no white space is in exactly one of them.
 
     A line end ends a sentence, so that lines should not be wrapped.  A text of white space alone
-    has none.  A sentence of more than LONGEST characters is cut.
+    has none.  A sentence of more than LONGEST characters is cut, at a blank if it has any.
     """
     return [sentence for line in text.splitlines() for sentence in _split_line(line)]
 
@@ -29,8 +29,16 @@ def _split_line(line: str) -> Iterator[str]:
         pieces = segment(LANGUAGE, window)
         if "".join(pieces) != window:  # not known to happen, and no text may be lost by it
             pieces = [window]
-        if start + len(window) < len(line) and len(pieces) > 1:
-            pieces.pop()  # which may go on
+        if start + len(window) < len(line):  # the last piece may go on
+            pieces = pieces[:-1] or [_whole_words(window)]
         length = sum(map(len, pieces))
         yield from filter(None, map(str.strip, pieces))
         start += length
+
+
+def _whole_words(window: str) -> str:
+    """Up to its last white space, so that no word is cut; all of it where there is none."""
+    for end in range(len(window), 0, -1):
+        if window[end - 1].isspace():
+            return window[:end]
+    return window

@@ -162,23 +162,14 @@ def encode(texts: Sequence[str], settings: TokenSettings) -> Encoded:
     return Encoded(ids, sizes, sequences, empty)
 
 
-def sample_unknown(units: Sequence[Unit], settings: TokenSettings) -> tuple[int, int]:
-    """(how many are [UNK], all) of the tokens of some documents, from all over the input.
-
-    Of each document its beginning is looked at.  (0, 0) for a tokenizer without [UNK].
-    """
-    if settings.unknown is None:
-        return 0, 0
+def sample_texts(units: Sequence[Unit], key: str) -> list[str]:
+    """The beginnings of some documents, from all over the input.  key: of a line's text."""
     some = units[:: -(-len(units) // SAMPLE_UNITS)]
-    texts = [
+    return [
         passage.text[:SAMPLE_CHARACTERS]
         for unit in some
-        for passage in islice(
-            _read_passages(unit, settings.json_key, Funnel()), SAMPLE_DOCUMENTS // len(some)
-        )
+        for passage in islice(_read_passages(unit, key, Funnel()), SAMPLE_DOCUMENTS // len(some))
     ]
-    ids, _ = settings.tokenizer.encode_arrays(texts)
-    return int((ids == settings.unknown).sum()), len(ids)
 
 
 def _read_passages(unit: Unit, key: str, funnel: Funnel) -> Iterator[Passage]:

@@ -62,6 +62,17 @@ def fraction(section: Any, *fields: str) -> None:
             )
 
 
+def share(section: Any, *fields: str) -> None:
+    """Refuse what is not in [0, 1]; each field has a default."""
+    for field in fields:
+        value = getattr(section, field)
+        if not 0 <= value <= 1:
+            usual = getattr(type(section), field)
+            raise SettingError(
+                f"{flag(field)} {value} should be in [0, 1]; {flag(field)} {usual} would work"
+            )
+
+
 def writable(section: object, name: str) -> None:
     """The field, a Path or None, names a file that can be written: its folder is there."""
     path: Path | None = getattr(section, name)

@@ -28,13 +28,11 @@ from megatron.data.batch import Batch
 from megatron.data.blocks import Blocks
 from megatron.data.indexed import IndexedDataset
 from megatron.data.masking import Masking
-from megatron.data.pairs import Pair, draw_pair
+from megatron.data.pairs import SPECIAL, Pair, draw_pair
 from megatron.data.series import Series, open_series
 from megatron.data.sources import Corpus, Source
 from megatron.data.verify import check_highest_id
 from megatron.data.wordpiece import BertTokenizer
-
-SPECIAL = 3  # [CLS] and two [SEP]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+SPECIAL = 3  # [CLS] and two [SEP]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
@@ -38,7 +40,7 @@ def draw_pair(
     ordered = range(int(block[0]), int(block[cut])), range(int(block[cut]), int(block[-1]))
     is_swapped = bool(rng.random() < 0.5)
     pair = ordered[::-1] if is_swapped else ordered
-    kept = _kept(len(pair[0]), len(pair[1]), length)
+    kept = lengths_kept(len(pair[0]), len(pair[1]), length)
     first, second = (_shorten(each, keep, rng) for each, keep in zip(pair, kept, strict=True))
     return Pair(
         first=first,
@@ -58,13 +60,10 @@ def _draw_run(block: NDArray[np.int64], target: int, rng: np.random.Generator) -
     return block[start : stop + 1]
 
 
-def _kept(first: int, second: int, length: int) -> tuple[int, int]:
-    """Lengths left after the longer of the two, the second of equals, lost a token at a time."""
-    if first + second <= length:
-        return first, second
-    if min(first, second) > length // 2:
-        return length - length // 2, length // 2
-    return (first, length - first) if first < second else (length - second, second)
+def lengths_kept(first: int, second: int, room: int) -> tuple[int, int]:
+    """What is left of two lengths: until they fit, the longer loses one, of equals the second."""
+    first = min(first, max(room - second, room - room // 2))
+    return first, min(second, room - first)
 
 
 def _shorten(tokens: range, keep: int, rng: np.random.Generator) -> range:

@@ -20,7 +20,12 @@ from megatron.data.tokenizer import (
     file_names,
     read_tokenizer,
 )
-from megatron.data.wordpiece import MARKS, BertWordPieceCase, BertWordPieceLowerCase
+from megatron.data.wordpiece import (
+    MARKS,
+    BertWordPieceCase,
+    BertWordPieceLowerCase,
+    count_casing,
+)
 from tests.data.samples import write_tokenizer, write_wordpiece
 
 TRICKY = [
@@ -239,6 +244,26 @@ def test_a_few_odd_tokens_make_no_cased_vocabulary(tmp_path: Path) -> None:
     words = [f"w{number}" for number in range(200)]
     vocab_file = write_wordpiece(tmp_path, "<S>", "<T>", *words)
     assert BertWordPieceLowerCase(vocab_file).vocab_size > 200
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("The cat", (1, 1)),
+        ("the Cat", (1, 1)),
+        ("the cat", (1, 0)),
+        ("\u043a\u043e\u0442 3", (1, 0)),  # Russian
+        ("ThE 漢字かなカナ", (1, 1)),
+        ("the 漢", (1, 0)),
+        ("the 漢字かなカナ", (0, 0)),  # mostly letters that are never capitals
+        ("საქართველო", (0, 0)),  # Georgian, whose capitals begin no word
+        ("1 + 1 = 2", (0, 0)),
+        ("", (0, 0)),
+    ],
+)
+def test_texts_count_whose_letters_could_be_capitals(text: str, counts: tuple[int, int]) -> None:
+    assert count_casing([text]) == counts
+    assert count_casing([text, "", text]) == tuple(2 * count for count in counts)
 
 
 def test_flags_are_named_that_the_kind_has(tmp_path: Path) -> None:

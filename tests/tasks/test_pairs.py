@@ -54,19 +54,6 @@ def test_the_longer_text_loses_its_end(first: int, second: int, kept: tuple[int,
     assert found.second == a + 2
 
 
-def test_the_cut_is_that_of_a_loop_that_takes_one_token_at_a_time() -> None:
-    for length in (3, 4, 9, 10):
-        for a in range(12):
-            for b in range(12):
-                first, second = a, b
-                while first + second + 3 > length:
-                    if first > second:
-                        first -= 1
-                    else:
-                        second -= 1
-                assert Shape(1, 2, length).kept(a, b) == (first, second), (length, a, b)
-
-
 def test_only_the_second_text_is_cut_where_that_is_asked_for() -> None:
     shape = Shape(1, 2, 10, cut="second", first=4)
     found = shape.join(tokens(6, 100), tokens(9, 200))

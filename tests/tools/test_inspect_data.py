@@ -6,11 +6,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.data.bert import open_bert_splits
 from megatron.data.files import tokenizer_folder
+from megatron.data.masking import Masking
 from megatron.data.sources import open_corpus
 from megatron.data.wordpiece import BertWordPieceLowerCase
 from tests.data.samples import write_data_of_tokenizer, write_sentences, write_wordpiece
@@ -113,6 +115,26 @@ def test_statistics_of_bert_are_near_what_is_expected(
     assert others["tokens that are [UNK]"] == 0
     assert others["documents of one sentence, passed over"] == 10
     assert 0 < others["spare numbers, another block drawn"] < 60
+
+
+def test_a_word_is_whole_where_all_of_its_pieces_are_to_be_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    sentences: tuple[str, BertWordPieceLowerCase],
+) -> None:
+    """Of first pieces alone only the words of one piece are left: some 5 of 8, full stops too."""
+    choose = Masking.choose
+
+    def first_pieces(masking: Masking, segments: Any, rng: Any) -> Any:
+        chosen = choose(masking, segments, rng)
+        pairs = zip(segments, chosen, strict=True)
+        return [where & ~masking.is_continuation[ids] for ids, where in pairs]
+
+    monkeypatch.setattr(Masking, "choose", first_pieces)
+    words = ["--data-path", sentences[0], "--seq-length", "64", "--samples", "0"]
+    rows = table(printed(capsys, *words, "--statistics", "1500"))
+    assert rows["words to be predicted, whole"] == [pytest.approx(15 * 5 / 8, abs=1), 15]
+    assert rows["n-grams of 3 words"][0] < 9
 
 
 def test_padding_is_what_the_blocks_leave(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import string
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,6 +24,7 @@ TEXTS = [
     f"The thing number {i} is in the inn. " * (1 + i % 5) + f"Is it?\nMr. {i} thinks so."
     for i in range(120)
 ]
+LOWER = [text.lower() for text in TEXTS]
 KIND = "BertWordPieceLowerCase"
 SPLIT = ["--split-sentences", "--tokenizer-type", KIND, "--vocab-file", "vocab.txt"]
 
@@ -181,6 +183,33 @@ def test_a_share_of_unknown_tokens_is_told_warned_of_and_refused(
     assert described is not None
     assert (described.unknown_tokens, described.one_sentence) == (72, 7)
     assert not list(folder.glob("*.work"))
+
+
+@pytest.mark.parametrize(
+    "place", [["--output-prefix", "p"], ["--output", "p", "--overwrite"]]
+)
+def test_text_in_lower_case_is_refused_by_a_vocabulary_with_capitals(
+    folder: Path, capsys: pytest.CaptureFixture[str], place: list[str]
+) -> None:
+    """Of which nothing is [UNK]; below one half of texts with capitals the share is told."""
+    capitals = string.ascii_uppercase
+    file = Path(write_wordpiece(folder, *capitals, *(f"##{letter}" for letter in capitals)))
+    file.rename("cased.txt")  # a tokenizer is made once of a file
+    before = set(folder.iterdir())
+    words = ["--input", "a.jsonl", *place, "--tokenizer-type", "BertWordPieceCase"]
+    words += ["--vocab-file", "cased.txt"]
+    for cased, texts in ((0, LOWER), (40, [*TEXTS[:40], *LOWER[40:]]), (120, TEXTS)):
+        (folder / "a.jsonl").write_bytes(lines(texts))
+        counted = f"--input a.jsonl, a sample of it: {cased} of 120 texts ({cased / 120:.1%}) have"
+        if not cased:
+            said = refusal(capsys, *SPLIT, *words)
+            assert f"error: {counted} a capital letter, and BertWordPieceCase is made" in said
+            assert "--tokenizer-type BertWordPieceLowerCase with" in said
+            assert set(folder.iterdir()) == before
+        allowed = ["--allow-lower-case"] if not cased else []
+        said = preprocess(capsys, *words, *allowed)
+        assert said.count("warning: --input") == said.count(f"warning: {counted}") == (cased < 60)
+        assert "(0.00% [UNK])" in said
 
 
 def test_what_is_unknown_and_of_one_sentence_is_noted_of_every_shard(

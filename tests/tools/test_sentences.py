@@ -84,6 +84,15 @@ def test_the_last_sentence_of_a_part_goes_on_in_the_next() -> None:
     assert set(check(text)) == {"This is the sentence of the day."}
 
 
+@pytest.mark.parametrize("blank", [" ", "\t", "\u3000"])
+def test_a_sentence_longer_than_a_part_is_cut_between_words(blank: str) -> None:
+    words = [f"word{number}" for number in range(LONGEST)]
+    found = check(blank.join(words))
+    assert [word for piece in found for word in piece.split()] == words
+    assert all(LONGEST - 20 < len(piece) <= LONGEST for piece in found[:-1])
+    assert list(map(len, check("a " + "x" * 2 * LONGEST))) == [1, LONGEST, LONGEST]
+
+
 def test_a_library_that_loses_text_does_not_lose_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sentences, "segment", lambda _, text: [text[:3], text[4:]])
     assert check("One. Two.") == ["One. Two."]

@@ -18,10 +18,10 @@ from tools.corpus.shards import MANIFEST, WORK, Unit
 RUN = "run.json"
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.part$")  # as `placed` names what it has not finished
 SHARD = r"part-\d+(-\d+)?\.(jsonl|txt)(\.gz|\.zst)?"
-DATA_SET = r".*_document.*\.(bin|idx|json)(\.tmp\d+)?"
+DATA_SET = r".*_(document|sentence).*\.(bin|idx|json)(\.tmp\d+)?"
 WRITTEN = re.compile(rf"(manifest|run)\.json|(rejected|duplicates)\.jsonl|{SHARD}|{DATA_SET}")
 SIDES = ("train", "valid")
-TOKENIZER = re.compile(r".*_document\.tokenizer(\.partial)?")  # a folder of these files:
+TOKENIZER = re.compile(r".*_(document|sentence)\.tokenizer(\.partial)?")  # a folder of these files:
 TOKENIZER_FILES = re.compile(r"(vocab|merges)\.(json|txt)")
 
 

@@ -8,8 +8,7 @@ import tyro
 
 from megatron.config.checks import SettingError
 from megatron.config.parse import user_errors
-
-LEVELS = ("middle", "high")
+from tasks.race_files import LEVELS
 
 
 def passages(archive: Path, count: int, output: Path) -> None:
