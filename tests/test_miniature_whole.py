@@ -77,10 +77,14 @@ def test_figure_7_draws_both_orders(tmp_path: Path) -> None:
     data, output = write_folder(tmp_path / "data"), tmp_path / "out"
     command = [
         "scripts/paper/figure7.sh", "--data", data, "--output", output,
-        "--preset", small_preset(tmp_path, "figure7"), "--depths", 1, 2, "--vocab-size", 400,
+        "--preset", small_preset(tmp_path, "figure7"), "--depths", 1, 2,
+        "--rates", "1e-3", "1e30", "--vocab-size", 400,
     ]  # fmt: skip
     assert "pre-ln 2 | step 20 | " in shell(*command)
     lines = (output / "figure7.md").read_text().splitlines()
-    assert [line.split(" | ")[1] for line in lines[2:]] == ["1", "2"]
+    rows = [line.split(" | ") for line in lines[2:]]
+    assert [row[1] for row in rows] == ["1", "2"] * 2
+    diverged = [["diverged at step" in cell for cell in row[3:]] for row in rows]
+    assert diverged == [[False] * 4] * 2 + [[True] * 4] * 2
     assert (output / "figure7.png").stat().st_size > 10_000
-    assert shell(*command).count("reused") == 7
+    assert shell(*command).count("reused") == 9

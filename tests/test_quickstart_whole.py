@@ -11,7 +11,8 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from megatron.config import PretrainGPT2Config, parse
+from megatron.config import PretrainBertConfig, PretrainGPT2Config, parse
+from tools.inspect_data import Settings as InspectSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -158,3 +159,16 @@ def test_the_command_for_many_nodes_has_a_preset_that_fits() -> None:
     words = shlex.split(command[0].replace("\\\n", " "))
     preset = words[words.index("--preset") + 1]
     parse(PretrainGPT2Config, ["--preset", str(ROOT / preset)], {}).check(64)
+
+
+def test_what_the_readme_inspects_is_what_its_model_reads() -> None:
+    inspected = parse(InspectSettings, words_of("tools/inspect_data.py"), {})
+    trained = parse(PretrainBertConfig, words_of("pretrain_bert.py"), {})
+    assert (inspected.data, inspected.seed) == (trained.data, trained.training.seed)
+
+
+def words_of(program: str) -> list[str]:
+    """The flags that the README gives a program, for any working directory."""
+    (words,) = [shlex.split(line) for line in readme_commands() if program in line]
+    flags = words[words.index(program) + 1 :]
+    return [word.replace("scripts/", f"{ROOT}/scripts/") for word in flags]

@@ -7,10 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import dropwhile, takewhile
+from operator import not_
 from pathlib import Path
 from typing import IO
 
@@ -28,6 +29,8 @@ class Command:
     environ: Mapping[str, str] = field(default_factory=dict)
     label: str = ""
     """Put before each line of its output, where several run at a time."""
+    accepts: Callable[[int], bool] = not_
+    """Whether an exit status is a good end; asked when it has ended."""
 
     def __str__(self) -> str:
         """As typed into a shell at the root of the repository."""
@@ -116,9 +119,11 @@ class Running:
         return b"".join(label + line + b"\n" for line in lines if line)
 
     def failure(self) -> Failure | None:
-        """How it ended, which is waited for."""
+        """How it ended, which is waited for; None where the command accepts that."""
         status = self.process.wait()
-        return Failure(self.command, status, self.tail.decode(errors="replace")) if status else None
+        if self.command.accepts(status):
+            return None
+        return Failure(self.command, status, self.tail.decode(errors="replace"))
 
     def __enter__(self) -> "Running":
         return self

@@ -95,6 +95,8 @@ class Metrics:
             sys.stdout.flush()
 
     def advance(self) -> None:
+        """A step is done."""
+        self._step += 1
         self.bar.update()
 
     def _write_out(self, path: Path) -> None:

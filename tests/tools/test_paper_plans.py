@@ -5,7 +5,6 @@ import functools
 import importlib
 import io
 import subprocess
-import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from tools.paper.miniature.__main__ import FILES, miniature
 from tools.paper.miniature.passages import passages
 from tools.paper.miniature.report import report as miniature_report
 from tools.preprocess_data import Settings as PreprocessSettings
-from tools.stages import Stage, StageError, own_folder, run_stages
+from tools.stages import Stage
 from tools.train_tokenizer import train_tokenizer
 
 PRESETS = ROOT / "scripts" / "presets"
@@ -242,47 +241,6 @@ def test_an_archive_without_passages_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.tar.xz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match="no whole archive"):
         passages(tmp_path / "cut.tar.xz", 1, tmp_path / "out")
-
-
-def script(text: str, *words: str, label: str = "") -> Command:
-    return Command(argv=(sys.executable, "-c", text, *words), label=label)
-
-
-def test_commands_side_by_side_wait_for_each_other_and_are_labelled(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    # Each waits for the other's file, which one after the other would never come.
-    text = (
-        "import pathlib, sys, time; mine, other = map(pathlib.Path, sys.argv[1:]); mine.touch()\n"
-        "while not other.exists(): time.sleep(0.01)\n"
-        "print('first', flush=True); print('last', end='')"
-    )
-    files = [str(tmp_path / name) for name in ("a", "b")]
-    pair = (script(text, *files, label="one"), script(text, *files[::-1], label="two"))
-    stage = Stage(name="pair", commands=pair, side_by_side=True)
-    own_folder(tmp_path / "out", [stage], fresh=False)
-    run_stages([stage], tmp_path / "out", tmp_path)
-    shown = capfd.readouterr().out.splitlines()
-    for label in ("one", "two"):
-        assert [line for line in shown if line.startswith(label)] == [
-            f"{label} | first",
-            f"{label} | last",
-        ]
-
-
-def test_of_commands_side_by_side_the_first_that_fails_ends_all(tmp_path: Path) -> None:
-    forever = script("import time; time.sleep(600)")
-    fails = script("import sys; sys.exit('error: too hot')")
-    stage = Stage(name="pair", commands=(forever, fails), side_by_side=True)
-    own_folder(tmp_path / "out", [stage], fresh=False)
-    with pytest.raises(StageError, match="too hot"):
-        run_stages([stage], tmp_path / "out", tmp_path)
-
-
-def test_a_folder_of_another_program_is_refused(tmp_path: Path) -> None:
-    own_folder(tmp_path, [], fresh=False)
-    with pytest.raises(ValueError, match="--output .* was written by the quickstart, not by mine"):
-        own_folder(tmp_path, [], fresh=True, flag="--output", owner="mine")
 
 
 def test_help_of_both_scripts_names_their_flags() -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
+from megatron.train.diagnose import NonFiniteError
 from tasks.paper import compare
 from tests.tools.test_quickstart import Links
 from tools.paper.figure7 import report as figure7
@@ -192,11 +194,59 @@ def test_figure_7_has_a_line_for_each_rate_and_depth_and_a_picture(tmp_path: Pat
     assert len(runs[0]["curve"]) == 100
 
 
+def diverged(output: Path, run: Run, done: int) -> None:
+    """A run whose loss grew, and was no number in the step after `done`."""
+    trained(output, run, 3.0)
+    file = metrics_file(output, run)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [line for line in lines if line["step"] <= done]
+    if done:
+        lines[-1]["mlm_loss"] = 1e6
+    lines.append({"step": done, "ended": NonFiniteError.__name__, "exit_code": 1})
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("done", [0, 57, 437])
+def test_figure_7_shows_where_a_run_diverged(tmp_path: Path, done: int) -> None:
+    whole, cut = Run("pre-ln", 6, 2e-3), Run("post-ln", 6, 2e-3)
+    trained(tmp_path, whole, 3.0)
+    diverged(tmp_path, cut, done)
+    figure7.report(tmp_path, (whole.name, cut.name))
+    end = f"diverged at step {done + 1}"
+    row = f"| 0.002 | 6 | 6,000 | 5.000 | {end} | 3.500 | {end} |"
+    assert (tmp_path / "figure7.md").read_text().splitlines()[2:] == [row]
+    assert (tmp_path / "figure7.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    runs = json.loads((tmp_path / "figure7.json").read_text())["runs"]
+    assert [run["diverged_at"] for run in runs] == [None, done + 1]
+    reached = [runs[1][name] for name in ("steps", "train_loss", "validation_loss")]
+    assert reached == [done, None, None]
+    assert [step for step, _ in runs[1]["curve"]] == list(range(10, done + 1, 10))
+
+    panel = Figure().subplots()
+    figure7.fill(panel, runs)
+    figure7.bound(panel, runs)
+    assert [text.get_text().strip() for text in panel.texts] == [end]
+    bottom, top = panel.get_ylim()
+    assert 0 < bottom < top < 120, "the other curve fills the picture"
+
+
+def test_a_last_evaluation_that_is_not_finite_is_told(tmp_path: Path) -> None:
+    run = Run("pre-ln", 6, 2e-3)
+    trained(tmp_path, run, 3.0)
+    check = {"step": 1000, "validation_mlm_loss": None, "validation_sop_loss": None}
+    with metrics_file(tmp_path, run).open("a") as file:
+        file.write(json.dumps(check) + "\n")
+    facts = figure7.describe(tmp_path, run)
+    losses = [figure7.told_loss(facts, kind) for kind in ("train_loss", "validation_loss")]
+    assert losses == ["5.000", "not finite"]
+    assert facts["validation_curve"] == [(1000, 3.5)]
+
+
 def test_a_curve_is_smoothed_without_moving_its_end() -> None:
     steps, losses = figure7.smooth([(k, float(k)) for k in range(1, 21)])
     assert (steps[0], steps[-1], len(steps)) == (10, 20, 11)
     assert (losses[0], losses[-1]) == (5.5, 15.5)
-    assert figure7.smooth([(1, 2.0), (2, 4.0)]) == ([2], [3.0])
+    assert figure7.smooth([(1, 2.0), (2, 4.0)]) == ([1, 2], [2.0, 4.0])
 
 
 def test_a_run_without_an_evaluation_is_refused(tmp_path: Path) -> None:

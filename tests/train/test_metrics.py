@@ -177,11 +177,12 @@ def test_an_error_is_the_last_line(tmp_path: Path) -> None:
     def fail() -> None:
         with metrics(tmp_path / "m.jsonl") as file:
             file.write({"step": 4})
+            file.advance()  # and the step after it fails
             raise ArithmeticError("no")
 
     with pytest.raises(ArithmeticError):
         fail()
-    last = {"step": 4, "ended": "ArithmeticError", "exit_code": 1}
+    last = {"step": 5, "ended": "ArithmeticError", "exit_code": 1}
     assert every_line(tmp_path / "m.jsonl")[-1] == last
 
 

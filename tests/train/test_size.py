@@ -24,7 +24,6 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, mean_losses
 from megatron.train.objectives import MaskedTokensAndOrder, NextToken, Objective
-from tests.data.samples import write_sentences, write_wordpiece
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
@@ -33,6 +32,7 @@ GPT2_VOCABULARY = 50_257
 GPT2_PARAMETERS = 354_823_168  # 12 L h^2 + 13 L h + (v + s) h + 2 h, as OpenAI's of this size
 BERT_VOCABULARY = 30_522
 BERT_PARAMETERS = 336_226_108  # as transformers' BertForPreTraining of BERT-Large
+BERT_TOKENIZER = "BertWordPieceLowerCase"
 
 
 def draw(count: int, vocabulary: int) -> NDArray[Any]:
@@ -55,18 +55,14 @@ def write_documents(prefix: str) -> None:
         )
 
 
-def write_bert_documents(prefix: Path) -> str:
-    """Documents of sentences; the file of a vocabulary as large as the real one."""
-    known = Path(write_wordpiece(prefix.parent)).read_text().split("\n")[:-1]
-    more = (f"word{number}" for number in range(BERT_VOCABULARY - len(known)))
-    vocabulary = write_wordpiece(prefix.parent, *more)
-    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocabulary, None)
-    assert tokenizer.vocab_size == BERT_VOCABULARY
-    sentences = draw(40 * 30 * 20, BERT_VOCABULARY).reshape(40, 30, 20)
-    write_sentences(
-        prefix, sentences, fingerprint=tokenizer.fingerprint, vocab_size=BERT_VOCABULARY
-    )
-    return vocabulary
+def write_pages(prefix: Path, data: Path) -> tuple[str, str]:
+    """(the data set, the vocabulary): sentences of real web pages in the ids of BERT's own."""
+    vocabulary = str(data / "bert" / "vocab.txt")
+    command = [sys.executable, "tools/preprocess_data.py", "--split-sentences"]
+    command += ["--input", str(data / "neardup" / "c4_sample.jsonl.gz")]
+    command += ["--tokenizer-type", BERT_TOKENIZER, "--vocab-file", vocabulary]
+    subprocess.run([*command, "--output-prefix", str(prefix)], cwd=ROOT, check=True)
+    return f"{prefix}_text_sentence", vocabulary
 
 
 def pretrain(program: str, preset: str, *words: str) -> tuple[float, int]:
@@ -151,17 +147,16 @@ def test_gpt2_355m_trains_at_2_and_is_the_same_model_at_1(tmp_path: Path, save: 
 
 @pytest.mark.slow
 def test_bert_336m_trains_at_2_is_the_same_at_1_and_in_transformers(
-    tmp_path: Path, save: Path
+    tmp_path: Path, save: Path, test_data: Path
 ) -> None:
-    prefix = tmp_path / "ids_text_sentence"
-    vocabulary = write_bert_documents(prefix)
-    places = (f"--data-path={prefix}", f"--save={save}", f"--vocab-file={vocabulary}")
+    prefix, vocabulary = write_pages(tmp_path / "pages", test_data)
+    places = (f"--data-path={prefix}", f"--save={save}")
     seconds, peak = pretrain("pretrain_bert.py", "bert_336m", *places)
     # The order of two segments is one bit more that it does not know.
     checkpoint = check(save, BERT_PARAMETERS, np.log(BERT_VOCABULARY) + np.log(2))
     samples = partial(
         open_bert_splits,
-        tokenizer=build_tokenizer("BertWordPieceLowerCase", vocabulary, None),
+        tokenizer=build_tokenizer(BERT_TOKENIZER, vocabulary, None),
         seq_length=512,
         mask_prob=0.15,
         short_seq_prob=0.1,
@@ -170,7 +165,7 @@ def test_bert_336m_trains_at_2_is_the_same_at_1_and_in_transformers(
     # The order of so few samples is learnt by heart, and each is in the way of the next.
     losses = [line["mlm_loss"] for line in read_lines(save)[0]]
     assert losses == sorted(losses, reverse=True), "it learns"
-    loss = serial_loss(samples, MaskedTokensAndOrder(), str(prefix), checkpoint)
+    loss = serial_loss(samples, MaskedTokensAndOrder(), prefix, checkpoint)
     assert loss == pytest.approx(read_lines(save)[1], rel=1e-5)
     tell(seconds, peak, save, loss)
     # The export ends with the logits of both heads in both programs, or fails.

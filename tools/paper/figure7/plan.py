@@ -1,6 +1,7 @@
 """Which commands make up each stage: a data set, then both orders side by side at every depth."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,7 @@ from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig
 from tools.command import Command, on_all, python, shown
 from tools.paper.data import RACE_TRAIN
+from tools.paper.figure7.ending import is_result
 from tools.stages import Stage
 
 Order = Literal["pre-ln", "post-ln"]
@@ -127,13 +129,15 @@ def training_stage(settings: Settings, pair: tuple[Run, ...], cores: int) -> Sta
 
 
 def pretrain(settings: Settings, run: Run, threads: int) -> Command:
+    """One that diverges is drawn to there, and does not end the other."""
+    file = metrics_file(settings.output, run)
     command = python(
         "pretrain_bert.py", *training_flags(run, shown(settings.preset)),
         "--data-path", settings.output / "data" / "train_text_sentence",
-        "--metrics-file", metrics_file(settings.output, run),
+        "--metrics-file", file,
         OMP_NUM_THREADS=str(threads),
     )  # fmt: skip
-    return replace(command, label=f"{run.order} {run.depth}")
+    return replace(command, label=f"{run.order} {run.depth}", accepts=partial(is_result, file))
 
 
 def training_flags(run: Run, preset: str) -> list[str]:

@@ -14,6 +14,7 @@ import tyro
 from megatron.config.parse import user_errors
 from megatron.train.metrics import read_metrics
 from tools.corpus.shards import placed
+from tools.paper.figure7.ending import diverged_at
 from tools.paper.figure7.plan import ORDERS, Run, metrics_file, parse_name
 
 LAST = 0.05  # of a run's logged steps, whose mean is its final training loss
@@ -49,28 +50,40 @@ def machine() -> Facts:
 
 
 def describe(output: Path, run: Run) -> Facts:
-    """JSON: what it is, its curves, and what it reached. Raises ValueError without a step."""
+    """JSON: what it is, its curves, and what it reached, which is null where it diverged.
+
+    Raises ValueError where a run that did not diverge has no step or no evaluation.
+    """
     file = metrics_file(output, run)
     lines = read_metrics(file)
     steps = [line for line in lines if line.get("mlm_loss") is not None]
-    checks = [line for line in lines if line.get("validation_mlm_loss") is not None]
-    if not steps or not checks:
+    checks = [line for line in lines if "validation_mlm_loss" in line]
+    diverged = diverged_at(lines)
+    if diverged is None and not (steps and checks):
         raise ValueError(f"{file}: no step, or no evaluation; run the script again with --fresh")
     last = [line["mlm_loss"] for line in steps[-max(1, round(LAST * len(steps))) :]]
+    final = checks[-1] if diverged is None else {}
     return {
         "order": run.order,
         "depth": run.depth,
         "rate": run.rate,
         **json.loads(file.with_name("run.json").read_bytes()),
-        "steps": steps[-1]["step"],
-        "seconds": steps[-1]["elapsed_seconds"],
-        "train_loss": fmean(last),
-        "validation_loss": checks[-1]["validation_mlm_loss"],
-        "validation_sop_loss": checks[-1]["validation_sop_loss"],
-        "largest_gradient_norm": max(line["grad_norm"] or float("inf") for line in steps),
-        "curve": [(line["step"], line["mlm_loss"]) for line in steps],
-        "validation_curve": [(line["step"], line["validation_mlm_loss"]) for line in checks],
+        "diverged_at": diverged,
+        "steps": lines[-1]["step"],
+        "seconds": steps[-1]["elapsed_seconds"] if steps else None,
+        "train_loss": fmean(last) if diverged is None else None,
+        "validation_loss": final.get("validation_mlm_loss"),
+        "validation_sop_loss": final.get("validation_sop_loss"),
+        "largest_gradient_norm": max(
+            (line["grad_norm"] or float("inf") for line in steps), default=None
+        ),
+        "curve": points(steps, "mlm_loss"),
+        "validation_curve": points(checks, "validation_mlm_loss"),
     }
+
+
+def points(lines: Sequence[Facts], name: str) -> list[tuple[int, float]]:
+    return [(line["step"], line[name]) for line in lines if line[name] is not None]
 
 
 def table(runs: Sequence[Facts]) -> str:
@@ -81,10 +94,21 @@ def table(runs: Sequence[Facts]) -> str:
     ]
     for rate, depth in shapes(runs):
         found = [select(runs, order, rate, depth) for order in ORDERS]
-        losses = [each[f"{kind}_loss"] for kind in ("train", "validation") for each in found]
-        numbers = " | ".join(f"{loss:.3f}" for loss in losses)
+        kinds = ("train_loss", "validation_loss")
+        numbers = " | ".join(told_loss(each, kind) for kind in kinds for each in found)
         lines.append(f"| {rate:g} | {depth} | {found[0]['parameters']:,} | {numbers} |")
     return "\n".join(lines)
+
+
+def told_loss(run: Facts, kind: str) -> str:
+    """The loss of this kind, or why there is none."""
+    if run["diverged_at"] is not None:
+        return told_end(run)
+    return "not finite" if run[kind] is None else f"{run[kind]:.3f}"
+
+
+def told_end(run: Facts) -> str:
+    return f"diverged at step {run['diverged_at']:,}"
 
 
 def shapes(runs: Sequence[Facts]) -> list[tuple[float, int]]:
@@ -98,9 +122,12 @@ def select(runs: Sequence[Facts], order: str, rate: float, depth: int) -> Facts:
 
 
 def smooth(curve: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Steps and losses, a mean for every SMOOTHED of them, the first ones aside."""
-    starts = range(len(curve) - SMOOTHED + 1)
-    windows = [curve[start : start + SMOOTHED] for start in starts] or [curve]
+    """Steps and losses, a mean for every SMOOTHED of them, the first ones aside.
+
+    A curve that is shorter stays as it is.
+    """
+    size = SMOOTHED if len(curve) >= SMOOTHED else 1
+    windows = [curve[start : start + size] for start in range(len(curve) - size + 1)]
     return [each[-1][0] for each in windows], [fmean(loss for _, loss in each) for each in windows]
 
 
@@ -122,6 +149,7 @@ def draw(runs: Sequence[Facts]) -> bytes:
             fill(panel, [select(runs, order, rate, depth) for order in ORDERS])
             panel.set_title(f"{depth} layers, rate {rate:g}", fontsize=11)
         panels[row][0].set_ylabel("masked-token loss (nats)")
+    bound(panels[0][0], runs)
     for panel in panels[-1]:
         panel.set_xlabel("step")
     handles, labels = panels[0][0].get_legend_handles_labels()
@@ -135,11 +163,33 @@ def draw(runs: Sequence[Facts]) -> bytes:
 def fill(panel: Any, runs: Sequence[Facts]) -> None:
     for run in runs:
         style = STYLES[run["order"]]
+        checks = run["validation_curve"]
         panel.plot(*smooth(run["curve"]), linewidth=1.6, **style)
-        panel.plot(*zip(*run["validation_curve"], strict=True), "o", markersize=3.5,
+        panel.plot([step for step, _ in checks], [loss for _, loss in checks], "o", markersize=3.5,
                    color=style["color"])  # fmt: skip
+        if run["diverged_at"] is not None:
+            mark_end(panel, run, style["color"])
     panel.grid(axis="y", linewidth=0.5, alpha=0.6)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def mark_end(panel: Any, run: Facts, color: str) -> None:
+    """A line where it diverged, with the words beside it."""
+    panel.axvline(run["diverged_at"], color=color, linestyle=":", linewidth=1.2)
+    panel.text(run["diverged_at"], 0.98, f" {told_end(run)}", color=color, fontsize=8, rotation=90,
+               va="top", transform=panel.get_xaxis_transform())  # fmt: skip
+
+
+def bound(panel: Any, runs: Sequence[Facts]) -> None:
+    """Let the curves that came to their end fill the picture, whatever a diverging one reached."""
+    ends = [run for run in runs if run["diverged_at"] is None]
+    if 0 < len(ends) < len(runs):
+        low = min(loss for run in runs for loss in drawn(run))
+        panel.set_ylim(0.95 * low, 1.1 * max(loss for run in ends for loss in drawn(run)))
+
+
+def drawn(run: Facts) -> list[float]:
+    return smooth(run["curve"])[1] + [loss for _, loss in run["validation_curve"]]
 
 
 if __name__ == "__main__":
