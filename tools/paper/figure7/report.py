@@ -137,6 +137,7 @@ def draw(runs: Sequence[Facts]) -> bytes:
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
 
     rates = list(dict.fromkeys(run["rate"] for run in runs))
     depths = list(dict.fromkeys(run["depth"] for run in runs))
@@ -152,8 +153,9 @@ def draw(runs: Sequence[Facts]) -> bytes:
     bound(panels[0][0], runs)
     for panel in panels[-1]:
         panel.set_xlabel("step")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(ORDERS), frameon=False)
+    lines, _ = panels[0][0].get_legend_handles_labels()
+    dots = Line2D([], [], color="0.4", marker="o", markersize=3.5, linestyle="", label="validation")
+    figure.legend(handles=[*lines, dots], loc="outside upper center", ncols=3, frameon=False)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=130)
     plt.close(figure)
