@@ -25,8 +25,8 @@ def miniature(
     tensor_parallel: int = 2,
     vocab_size: int = 8192,
     overlapping_eval: int = 32,
-    race_train: int = 600,
-    race_dev: int = 200,
+    race_train: int = 1200,
+    race_dev: int = 400,
     fresh: bool = False,
     plan_only: bool = False,
 ) -> None:
