@@ -1,4 +1,4 @@
-"""The peers of `parallel_layers.py`: GPT-2 as a user of torch writes it, and its DTensor plan.
+"""Peers of `train_step.py`: GPT-2 as a user of torch writes it, and its DTensor plan.
 
 It shares no code with megatron/model and takes no detour for generality: fused QKV, one position
 embedding for all samples, the mean of `F.cross_entropy`. Under `parallelize_module` query, key and
@@ -6,6 +6,7 @@ value are three layers, since a fused one would have to be interleaved by head t
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -132,11 +133,38 @@ def is_cut(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor)
 
 
-class PlainTraining:
-    """Whole training steps of a PlainGPT2, parallelized or not."""
+def plain_weights(weights: dict[str, Tensor], *, fused: bool) -> dict[str, Tensor]:
+    """This project's whole parameters under the names of PlainGPT2."""
+    renamed: dict[str, Tensor] = {"head.weight": weights["word_embedding.weight"]}
+    for name, whole in weights.items():
+        name = name.removeprefix("transformer.")
+        name = name.replace("mlp.up", "mlp.0").replace("mlp.down", "mlp.2")
+        name = name.replace("attention.qkv", "projections.qkv").replace(
+            "attention.output", "output"
+        )
+        if "qkv" not in name:
+            renamed[name] = whole
+        elif fused:
+            renamed[name] = whole.flatten(0, 1)
+        else:
+            for part, own in zip(("query", "key", "value"), whole, strict=True):
+                renamed[name.replace("qkv", part)] = own
+    return renamed
 
-    def __init__(self, model: PlainGPT2, section: OptimizerConfig, lr: float) -> None:
-        self.model = model
+
+class PlainTraining:
+    """Whole training steps as a user of torch writes them, of a model parallelized or not."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        section: OptimizerConfig,
+        lr: float,
+        autocast: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """loss: the mean over int64 [b, s] inputs and labels."""
+        self.loss, self.autocast = loss, autocast
         self.clip_grad = section.clip_grad
         # DTensors and plain tensors in one list break fused AdamW and the norm.
         self.kinds = groups(model.parameters(), is_cut)
@@ -152,10 +180,11 @@ class PlainTraining:
         )
 
     def step(self, tokens: Tensor, labels: Tensor) -> float:
-        """One update on int64 [b, s]; the mean loss before it."""
+        """One update; the loss before it."""
         self.optimizer.zero_grad(set_to_none=True)
         with loss_parallel():  # of no effect on plain tensors
-            loss = self.model(tokens, labels)
+            with self.autocast():
+                loss = self.loss(tokens, labels)
             loss.backward()
         self._clip()
         self.optimizer.step()

@@ -25,19 +25,21 @@ from torch.distributed import ReduceOp
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.cases import LEARNING_RATE, Case
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
-from benchmarks.parallel_layers import CASES, LEARNING_RATE, SEED, Case, make_batch
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.precision import PrecisionConfig
+from benchmarks.own import build, make_batch
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.train.replicas import check_replicas
-from megatron.train.state import build_state
 from megatron.train.step import train_step
 
 RANKS = 2
 CHECKS = 3  # of a round
 BATCH = 4  # samples of a step on all ranks together, as in the quickstart
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = "fp32", "bf16"
+CASES = [
+    Case(name="quickstart", num_layers=4, hidden_size=256, heads=4, vocab_size=4096, batch=BATCH),
+    Case(name="medium", num_layers=6, hidden_size=384, heads=6, vocab_size=8192, batch=BATCH),
+]
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,7 @@ def milliseconds(action: Callable[[], object], times: int) -> float:
 
 
 def measure(case: Case, precision: str, mesh: Mesh, rounds: int, steps: int) -> Timing:
-    state = build_state(
-        case.section,
-        OptimizerConfig(),
-        PrecisionConfig(),
-        mesh,
-        case.vocab_size,
-        seed=SEED,
-        dtype=DTYPES[precision],
-    )
+    state = build(case, mesh, precision)
     batches = [make_batch(replace(case, batch=BATCH // mesh.data.size), mesh.data.rank)]
 
     def step() -> None:
@@ -107,7 +101,7 @@ def run_rank(rank: int, folder: str, rounds: int, steps: int) -> None:
     results = [
         asdict(measure(case, precision, build_mesh(size, torch.device("cpu")), rounds, steps))
         for case in CASES
-        for precision in DTYPES
+        for precision in PRECISIONS
         for size in (1, RANKS)
     ]
     if rank == 0:

@@ -26,18 +26,16 @@ import tyro
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.cases import LEARNING_RATE, Case
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
-from benchmarks.parallel_layers import LEARNING_RATE, SEED, Case, make_batch
-from megatron.config.optimizer import OptimizerConfig
+from benchmarks.own import build, make_batch
 from megatron.config.parallel import ParallelConfig
-from megatron.config.precision import PrecisionConfig
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.train.launch import launch
-from megatron.train.state import build_state
 from megatron.train.step import train_step
 
 RANKS = 2
-CASE = Case("tiny", num_layers=2, hidden_size=64, heads=4, vocab_size=512, batch=1)
+CASE = Case(name="tiny", num_layers=2, hidden_size=64, heads=4, vocab_size=512, batch=1)
 WARM_UP = 20
 
 
@@ -51,15 +49,7 @@ class Timing:
 
 def measure(mesh: Mesh, steps: int) -> tuple[float, float]:
     """(wall, CPU) milliseconds of a step."""
-    state = build_state(
-        CASE.section,
-        OptimizerConfig(),
-        PrecisionConfig(),
-        mesh,
-        CASE.vocab_size,
-        seed=SEED,
-        dtype=torch.float32,
-    )
+    state = build(CASE, mesh, "fp32")
     batches = [make_batch(CASE, 0)]
     for _ in range(WARM_UP):
         train_step(state, batches, LEARNING_RATE)

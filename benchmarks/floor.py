@@ -1,0 +1,92 @@
+"""The floor under a training step: the time of its matrix products alone, each in the layout of
+its factors and of its result that is fastest here, whatever layout the step has them in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product as combinations
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import Product
+
+TRIES = 4  # of each layout; the fastest counts
+TURNS = "as is", "transposed"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A product in the layout that was fastest."""
+
+    product: Product
+    layout: str
+    run: Callable[[], Tensor]
+    seconds: float  # of one, when it was chosen
+
+    @property
+    def tflops(self) -> float:
+        return self.product.flops / self.product.times / self.seconds / 1e12
+
+
+class Floor:
+    """The products of a step."""
+
+    def __init__(
+        self,
+        products: Sequence[Product],
+        dtype: torch.dtype,
+        device: torch.device,
+        wait: Callable[[], object],
+    ) -> None:
+        self.choices = [choose(product, dtype, device, wait) for product in products]
+
+    def step(self, number: int) -> float:
+        """Every product as often as a step needs it; no loss comes of it."""
+        for choice in self.choices:
+            for _ in range(round(choice.product.times)):
+                choice.run()
+        return 0.0
+
+
+def choose(
+    product: Product, dtype: torch.dtype, device: torch.device, wait: Callable[[], object]
+) -> Choice:
+    tried = [
+        Choice(product, layout, run, fastest(run, wait))
+        for layout, run in layouts(product, dtype, device)
+    ]
+    return min(tried, key=lambda choice: choice.seconds)
+
+
+def layouts(
+    product: Product, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Either factor and the result in memory by rows or by columns."""
+    b, m, k, n = product.batch, product.m, product.k, product.n
+    left = torch.randn(b, m, k, dtype=dtype, device=device).squeeze(0)
+    right = torch.randn(b, k, n, dtype=dtype, device=device).squeeze(0)
+    for turned in combinations((False, True), repeat=3):
+        x, y = (
+            each.mT.contiguous().mT if turn else each
+            for each, turn in zip((left, right), turned, strict=False)
+        )
+        if turned[2]:  # (x y)' = y' x', so that memory holds the result by columns
+            x, y = y.mT, x.mT
+        out = torch.matmul(x, y)
+        name = ", ".join(TURNS[turn] for turn in turned)
+        yield name, lambda x=x, y=y, out=out: torch.matmul(x, y, out=out)
+
+
+def fastest(run: Callable[[], Tensor], wait: Callable[[], object]) -> float:
+    run()
+    found = []
+    for _ in range(TRIES):
+        wait()
+        start = time.perf_counter()
+        run()
+        wait()
+        found.append(time.perf_counter() - start)
+    return min(found)

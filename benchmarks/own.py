@@ -1,0 +1,74 @@
+"""This project's side of the benchmarks of training steps: a case as its settings and batches."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.cases import SEED, Case
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.data.gpt2 import GPT2Batch
+from megatron.model.gpt2 import GPT2
+from megatron.parallel.kit import kit_1d
+from megatron.parallel.layout import initial_value, layouts
+from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.parallel.random import RandomStreams
+from megatron.train.state import DTYPES, TrainState, build_state
+
+
+def model_section(case: Case) -> ModelConfig:
+    return ModelConfig(
+        num_layers=case.num_layers,
+        hidden_size=case.hidden_size,
+        num_attention_heads=case.heads,
+        max_position_embeddings=case.sequence,
+        make_vocab_size_divisible_by=case.divisible_by,
+        layernorm_epsilon=case.epsilon,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        checkpoint_activations=case.checkpoint_activations,
+    )
+
+
+def optimizer_section(case: Case) -> OptimizerConfig:
+    return OptimizerConfig(
+        weight_decay=case.weight_decay,
+        adam_beta1=case.betas[0],
+        adam_beta2=case.betas[1],
+        adam_eps=case.adam_eps,
+        clip_grad=case.clip_grad,
+    )
+
+
+def build(case: Case, mesh: Mesh, dtype: str) -> TrainState:
+    """dtype: a key of DTYPES."""
+    return build_state(
+        model_section(case),
+        optimizer_section(case),
+        PrecisionConfig(),
+        mesh,
+        case.vocab_size,
+        seed=SEED,
+        dtype=DTYPES[dtype],
+    )
+
+
+def initial_weights(case: Case) -> dict[str, Tensor]:
+    """The whole parameters that `build` begins with, by name."""
+    mesh = serial_mesh()
+    with torch.device("meta"):
+        model = GPT2(model_section(case), kit_1d(mesh, RandomStreams(SEED, mesh)), case.vocab_size)
+    table = layouts(model)
+    return {name: initial_value(name, layout, SEED) for name, layout in table.items()}
+
+
+def make_batch(case: Case, number: int) -> GPT2Batch:
+    text, shape = case.text(number), (case.batch, case.sequence)
+    return GPT2Batch(
+        tokens=text[:, :-1].copy(),
+        labels=text[:, 1:].copy(),
+        loss_mask=np.ones(shape, np.float32),
+        positions=np.broadcast_to(np.arange(shape[1]), shape).copy(),
+        document_starts=None,
+    )
