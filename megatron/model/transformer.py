@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import sqrt
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.model.cache import KeyValueCache
+from megatron.model.gelu import gelu
 from megatron.parallel.kit import Kit
 
 
@@ -59,7 +59,7 @@ class MLP(nn.Module):
         self.down = kit.row(4 * h, h, std=std / sqrt(2 * section.num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate=self.gelu))
+        return self.down(gelu(self.up(x), self.gelu))
 
 
 class TransformerLayer(nn.Module):

@@ -18,15 +18,16 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from megatron.parallel.layout import Layout, layouts
 from megatron.parallel.mesh import Axis
 
 BUCKET_BYTES = 64 * 2**20
 
-# Elements whose squares are summed at a time, in fp64. On the CPU torch's fp32 norm adds up squares
-# one after another: that of 10^5 elements is wrong by 1e-6, that of 10^8 by 1e-2.
-NORM_PIECE = 2**20
+# Elements whose norm torch computes at a time; these are added up in fp64. On the CPU it adds up
+# squares one after another in fp32: of 10^5 elements the norm is wrong by 1e-6, of 10^8 by 1e-2.
+NORM_PIECE = 2**12
 
 
 @dataclass
@@ -179,8 +180,12 @@ class GradientBuffers:
         total = self.buffers[0].flat.new_zeros((), dtype=torch.float64)
         for buffer in self.buffers:
             weight = float(model_axis.name in buffer.cut_axes or model_axis.rank == 0)
-            for piece in buffer.flat.split(NORM_PIECE):
-                total += weight * piece.square().sum(dtype=torch.float64)
+            whole = buffer.flat.numel() // NORM_PIECE * NORM_PIECE
+            rows, rest = buffer.flat.tensor_split([whole])
+            norms = torch.cat(
+                [vector_norm(rows.view(-1, NORM_PIECE), dim=1), vector_norm(rest)[None]]
+            )
+            total += weight * norms.double().square().sum()
         return total
 
     def scale_(self, factor: float) -> None:

@@ -10,12 +10,15 @@ A weight is stored as torch stores it, [out, in], so columns of A are rows of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.parallel.attention import block_attention
 from megatron.parallel.collectives import copy_to, reduce_from
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.layout import LaidOut, Layout
@@ -273,6 +276,9 @@ class SharedDropout(nn.Module):
             return F.dropout(x, self.p)
 
 
+SHORT = 512  # tokens
+
+
 class AttentionCore(nn.Module):
     """q [b, a/t, s, d], k and v [b, a/t, m, d] to [b, a/t, s, d].
 
@@ -290,9 +296,15 @@ class AttentionCore(nn.Module):
         """
         is_causal = mask is None and q.shape[2] > 1
         assert not is_causal or q.shape[2] == k.shape[2]
-        if not self.training or self.dropout == 0.0:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
-        with self.streams.per_rank(self.place):
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=self.dropout, is_causal=is_causal
-            )
+        dropout = self.dropout if self.training else 0.0
+        attend: Callable[..., Tensor] = (
+            block_attention if _in_blocks(q, dropout) else F.scaled_dot_product_attention
+        )
+        with self.streams.per_rank(self.place) if dropout else nullcontext():
+            return attend(q, k, v, mask, dropout, is_causal)
+
+
+def _in_blocks(q: Tensor, dropout: float) -> bool:
+    """Whether attention in blocks takes less time than torch's, and keeps not much more."""
+    is_trained = torch.is_grad_enabled() and q.requires_grad
+    return is_trained and not q.is_cuda and (dropout > 0 or q.shape[2] <= SHORT)

@@ -206,4 +206,5 @@ def test_the_norm_of_a_long_buffer_keeps_its_digits() -> None:
     buffer.flat.normal_(generator=torch.Generator().manual_seed(0))
     expected = buffer.flat.double().square().sum().sqrt().item()
     norm = gradients.squares(serial_mesh().tensor).sqrt().item()
-    assert norm == pytest.approx(expected, rel=1e-9)  # torch's own norm is 4e-4 too small
+    # The norms of the pieces are rounded to fp32; torch's own of the whole is 4e-4 too small.
+    assert norm == pytest.approx(expected, rel=1e-8)

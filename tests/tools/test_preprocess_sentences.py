@@ -185,9 +185,7 @@ def test_a_share_of_unknown_tokens_is_told_warned_of_and_refused(
     assert not list(folder.glob("*.work"))
 
 
-@pytest.mark.parametrize(
-    "place", [["--output-prefix", "p"], ["--output", "p", "--overwrite"]]
-)
+@pytest.mark.parametrize("place", [["--output-prefix", "p"], ["--output", "p", "--overwrite"]])
 def test_text_in_lower_case_is_refused_by_a_vocabulary_with_capitals(
     folder: Path, capsys: pytest.CaptureFixture[str], place: list[str]
 ) -> None:

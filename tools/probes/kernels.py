@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.model.gelu import gelu
 from megatron.model.gpt2 import document_mask
 from megatron.optim.adam import ADAMS
 from megatron.parallel.kit import Kit, kit_1d
@@ -34,12 +34,14 @@ from tools.probes.findings import Fact, Finding
 
 B, S, A, D, V = 2, 128, 4, 64, 512  # batch, sequence, heads, head size, vocabulary
 H = A * D
+LONG = 1024  # the paper's sequence, which the CPU does not attend to in blocks
 DROPOUT = 0.1
 PRODUCTS = r"aten::(addmm|mm|bmm|mkldnn_linear)$"
-ATTENTION = r"_scaled_dot_product_(?:attention_)?(flash|efficient|cudnn|math)"
+ATTENTION = r"_scaled_dot_product_(?:attention_)?(flash|efficient|cudnn|math)|_(Block)Attention"
+STORING = "math", "block"  # all s x s probabilities
 # Operators that a name of a layer below is about; all that ran stand in the record.
 TELLING = (
-    rf"{PRODUCTS}|{ATTENTION}|native_layer_norm|gelu|embedding|dropout|bernoulli|_fused_adam"
+    rf"{PRODUCTS}|{ATTENTION}|native_layer_norm|[gG]elu|embedding|dropout|bernoulli|_fused_adam"
     r"|CrossEntropy|multi_tensor|FusedLayerNorm"
 )
 Action = Callable[[], None]
@@ -55,10 +57,11 @@ class Kernels:
 
     def __str__(self) -> str:
         operators = [name for name in self.operators if re.search(TELLING, name)]
-        attention = [match[1] for name in operators if (match := re.search(ATTENTION, name))]
+        found = [re.search(ATTENTION, name) for name in operators]
+        attention = [(match[1] or match[2]).lower() for match in found if match]
         told = ", ".join(name.removeprefix("aten::") for name in operators)
         if attention:
-            stores = " (stores all s x s probabilities)" if attention[0] == "math" else ""
+            stores = " (stores all s x s probabilities)" if attention[0] in STORING else ""
             told = f"{attention[0]} attention{stores}"
         for group in (self.libraries, self.kernels):
             told += f": {', '.join(group[:4])}" if group else ""
@@ -78,11 +81,12 @@ def probes(
         "word embedding": bench.word_embedding,
         "position embedding": bench.position_embedding,
         "attention": lambda: bench.attention(0.0, is_masked=False),
+        f"attention, {LONG} tokens": lambda: bench.attention(0.0, is_masked=False, length=LONG),
         "attention, dropout": lambda: bench.attention(DROPOUT, is_masked=False),
         "attention, documents": lambda: bench.attention(0.0, is_masked=True),
         "attention, dropout, documents": lambda: bench.attention(DROPOUT, is_masked=True),
         "LayerNorm": lambda: bench.layer(lambda kit: kit.norm(H, epsilon=1e-5)),
-        "GeLU": lambda: bench.run(partial(F.gelu, approximate="tanh"), bench.stream()),
+        "GeLU": lambda: bench.run(gelu, bench.stream(), "tanh"),
         "dropout": lambda: bench.layer(lambda kit: kit.dropout(DROPOUT, "dropout")),
         "output layer and loss": bench.loss,
         "AdamW": lambda: bench.adamw("torch"),
@@ -128,12 +132,12 @@ class Bench:
         module = self.build(lambda kit: kit.position_embedding(S, H, std=0.02))
         return self.run(module, self.numbers(S))
 
-    def attention(self, dropout: float, *, is_masked: bool) -> Action:
-        starts = torch.zeros(B, S, dtype=torch.int64, device=self.device)
-        starts[:, S // 2 :] = S // 2
+    def attention(self, dropout: float, *, is_masked: bool, length: int = S) -> Action:
+        starts = torch.zeros(B, length, dtype=torch.int64, device=self.device)
+        starts[:, length // 2 :] = length // 2
         mask = document_mask(starts) if is_masked else None
         core = self.build(lambda kit: kit.attention_core(dropout, "core"))
-        return self.run(core, *(self.stream(B, A, S, D) for _ in range(3)), mask)
+        return self.run(core, *(self.stream(B, A, length, D) for _ in range(3)), mask)
 
     def loss(self) -> Action:
         head = self.build(lambda kit: kit.head(V))
