@@ -21,7 +21,7 @@ BLOCK = 64  # queries
 
 
 class _BlockAttention(torch.autograd.Function):
-    """On q, k, v [n, s, d] of n sequences and heads, q divided by sqrt(d)."""
+    """On q, k, v [n, s, d] of n sequences and heads; bias [b or 1, 1, s, s] or None."""
 
     @staticmethod
     def forward(
@@ -33,27 +33,34 @@ class _BlockAttention(torch.autograd.Function):
         is_causal: bool,
         dropout: float,
     ) -> Tensor:
+        scale = q.shape[2] ** -0.5
         out, probabilities, kept = torch.empty_like(v), [], []
+        # Scores stay wide until they are probabilities: in bf16 one of 100 would be wrong by 0.25.
+        wide = torch.promote_types(q.dtype, torch.float32)
+        wide_q, wide_k = q.to(wide) * scale, k.to(wide)
         for rows, columns in _blocks(q.shape[1], is_causal):
-            scores = q[:, rows] @ k[:, columns].mT
+            scores = wide_q[:, rows] @ wide_k[:, columns].mT
             if bias is not None:
                 scores.view(len(bias), -1, *scores.shape[1:]).add_(bias[:, :, rows, columns])
             if is_causal:
                 scores[:, :, rows].add_(_later(scores.shape[1], scores))
-            p = F.softmax(scores, dim=-1)
+            p = F.softmax(scores, dim=-1).to(q.dtype)
             probabilities.append(p)
             if dropout:
                 kept.append(torch.empty_like(p, dtype=torch.bool).bernoulli_(1 - dropout))
                 p = _dropped(p, kept[-1], dropout)
             torch.bmm(p, v[:, columns], out=out[:, rows])
         ctx.save_for_backward(q, k, v, *probabilities, *kept)
-        ctx.is_causal, ctx.dropout = is_causal, dropout
+        ctx.is_causal, ctx.dropout, ctx.scale = is_causal, dropout, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *saved = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        # Sums over blocks are kept wide too.
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dk, dv = (torch.zeros_like(each, dtype=wide) for each in (k, v))
+        dq = torch.empty_like(q)
         blocks = list(_blocks(q.shape[1], ctx.is_causal))
         for number, (rows, columns) in enumerate(blocks):
             p = used = saved[number]
@@ -62,11 +69,11 @@ class _BlockAttention(torch.autograd.Function):
             if ctx.dropout:
                 kept = saved[len(blocks) + number]
                 used, dp = (_dropped(each, kept, ctx.dropout) for each in (p, dp))
-            dv[:, columns].baddbmm_(used.mT, own)
-            ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
+            dv[:, columns] += used.mT @ own
+            ds = torch._softmax_backward_data(dp, p, -1, p.dtype).mul_(ctx.scale)
             torch.bmm(ds, k[:, columns], out=dq[:, rows])
-            dk[:, columns].baddbmm_(ds.mT, q[:, rows])
-        return dq, dk, dv, None, None, None
+            dk[:, columns] += ds.mT @ q[:, rows]
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 def _blocks(length: int, is_causal: bool) -> Iterator[tuple[slice, slice]]:
@@ -97,8 +104,7 @@ def block_attention(
     bias = None
     if mask is not None:
         # Finite, so that the rows of a sequence of padding alone are no NaN.
-        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, torch.finfo(q.dtype).min)
+        bias = torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)
         bias = bias.expand(-1, -1, q.shape[2], -1)
-    scaled = q * q.shape[3] ** -0.5
-    flat = (each.flatten(0, 1) for each in (scaled, k, v))
+    flat = (each.flatten(0, 1) for each in (q, k, v))
     return _BlockAttention.apply(*flat, bias, is_causal, dropout).view(v.shape)

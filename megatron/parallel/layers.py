@@ -297,14 +297,19 @@ class AttentionCore(nn.Module):
         is_causal = mask is None and q.shape[2] > 1
         assert not is_causal or q.shape[2] == k.shape[2]
         dropout = self.dropout if self.training else 0.0
-        attend: Callable[..., Tensor] = (
-            block_attention if _in_blocks(q, dropout) else F.scaled_dot_product_attention
-        )
+        attend: Callable[..., Tensor] = F.scaled_dot_product_attention
+        if _pays_in_blocks(q, is_causal, dropout):
+            attend = block_attention
         with self.streams.per_rank(self.place) if dropout else nullcontext():
             return attend(q, k, v, mask, dropout, is_causal)
 
 
-def _in_blocks(q: Tensor, dropout: float) -> bool:
-    """Whether attention in blocks takes less time than torch's, and keeps not much more."""
-    is_trained = torch.is_grad_enabled() and q.requires_grad
-    return is_trained and not q.is_cuda and (dropout > 0 or q.shape[2] <= SHORT)
+def _pays_in_blocks(q: Tensor, is_causal: bool, dropout: float) -> bool:
+    """Whether training takes less time than in torch's kernel, and keeps not much more.
+
+    With dropout torch has no such kernel for the CPU, and takes several times as long.
+    """
+    if q.is_cuda or not (torch.is_grad_enabled() and q.requires_grad):
+        return False
+    is_narrow = q.dtype in (torch.bfloat16, torch.float16)
+    return dropout > 0 or (q.shape[2] <= SHORT and (is_causal or is_narrow))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.parallel import attention
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.layers import (
     AttentionCore,
@@ -147,16 +148,26 @@ def documents(is_cut: bool) -> Tensor | None:
     return torch.tril(starts[:, :, None] == starts[:, None, :])[:, None]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(("dropout", "in_blocks"), [(0.0, False), (0.0, True), (0.5, False)])
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_softmax(dtype: torch.dtype, large: bool, is_cut: bool, dropout: float) -> None:
+def test_softmax(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    large: bool,
+    is_cut: bool,
+    dropout: float,
+    in_blocks: bool,
+) -> None:
     """One rounding of the probabilities too: they are the softmax's result, and meet v rounded."""
+    monkeypatch.setattr(attention, "BLOCK", 16)
     q, k, v = attention_case(dtype, large)
+    q.requires_grad_(in_blocks)  # where that pays, which tests of their own say
     streams = RandomStreams(1, serial_mesh())
     core = AttentionCore(streams, dropout, "core").train()
     result = core(q, k, v, documents(is_cut))
+    result, q = result.detach(), q.detach()
     with streams.per_rank("core"):  # what dropout in the core has drawn
         kept = F.dropout(torch.ones(2, 3, 40, 40), dropout).double()
     mask = documents(is_cut)

@@ -99,7 +99,7 @@ def test_each_layer_is_run_forward_and_backward() -> None:
     assert str(found["AdamW"]) == "_fused_adamw_"
     assert str(found["attention"]).startswith("block attention (stores")
     assert str(found["attention, 1024 tokens"]).startswith("flash attention")
-    assert str(found["attention, documents"]).startswith("block attention (stores")
+    assert str(found["attention, documents"]).startswith("flash attention")
     assert str(found["attention, dropout"]).startswith("block attention (stores")
     assert str(found["attention, dropout, documents"]).startswith("block attention (stores")
 
