@@ -307,7 +307,7 @@ class AttentionCore(nn.Module):
 def _pays_in_blocks(q: Tensor, is_causal: bool, dropout: float) -> bool:
     """Whether training takes less time than in torch's kernel, and keeps not much more.
 
-    With dropout torch has no such kernel for the CPU, and takes several times as long.
+    With dropout torch has no kernel of its own for the CPU, and stores the same.
     """
     if q.is_cuda or not (torch.is_grad_enabled() and q.requires_grad):
         return False
