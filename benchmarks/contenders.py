@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.cases import LEARNING_RATE, Case
+from benchmarks.cases import FLOOR, LEARNING_RATE, OURS, Case
 from benchmarks.floor import Floor
 from benchmarks.own import build, initial_weights, make_batch, model_section, optimizer_section
 from benchmarks.profiles import profiled
@@ -100,13 +100,12 @@ def training(setting: Setting, model: nn.Module, loss: Callable[[Tensor, Tensor]
 
 
 CONTENDERS: dict[str, Callable[[Setting], Step]] = {
-    "this project": ours,
+    OURS: ours,
     "plain torch": plain,
     "DTensor": plain,
     "transformers": transformers,
     "transformers, compiled": partial(transformers, compiled=True),
 }
-FLOOR = "floor"  # no contender: what they are measured by
 
 
 def main(name: str, file: str, rank: int) -> None:

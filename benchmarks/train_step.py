@@ -26,14 +26,13 @@ import tyro
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.cases import Case
+from benchmarks.cases import FLOOR, OURS, Case
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
 from benchmarks.turns import Contender
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS, FLOOR = "this project", "floor"
 COMPARED_STEPS = 3
 # Of the losses of the compared steps, about 10 each.
 TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
