@@ -115,7 +115,7 @@ def clear_partial(output: Path) -> None:
     """Remove what workers that died had begun; nobody else may be at work here."""
     for path in output.rglob("*.part"):
         if PARTIAL.search(path.name):
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def lost_shard(output: Path, shards: Sequence[dict[str, Any]]) -> Path | None:

@@ -151,10 +151,23 @@ class DaskCluster:
         try:
             for future in completed(futures):
                 yield futures[future], future.result()
-        except KilledWorker:
-            raise RuntimeError(DIED) from None
         except CancelledError:
             raise RuntimeError("the Dask scheduler is gone; the same command goes on") from None
+        except KilledWorker:
+            self._end(list(futures))
+            raise RuntimeError(DIED) from None
+        except Exception:
+            self._end(list(futures))
+            raise
+
+    def _end(self, futures: list[Any]) -> None:
+        """Drop what no worker has begun and wait for the rest, which nothing can stop: it would go
+        on writing beside the run that comes after."""
+        from dask.distributed import wait
+
+        begun = {key for keys in self._client.processing().values() for key in keys}
+        self._client.cancel([future for future in futures if future.key not in begun])
+        wait([future for future in futures if future.key in begun])
 
 
 def check_scheduler(name: str) -> None:

@@ -218,6 +218,31 @@ def test_an_error_on_a_dask_worker_is_that_of_the_task(
     assert content(tmp_path / "out") == expected
 
 
+def fail_or_write(folder: str, number: int) -> None:
+    """The first call fails once another is under way, which takes a while to write."""
+    begun = Path(folder) / "begun"
+    if number == 0:
+        wait_until(begun.exists)
+        raise ValueError("the first")
+    begun.touch()
+    time.sleep(1)
+    (Path(folder) / str(number)).touch()
+
+
+def test_nothing_is_at_work_after_an_error_on_a_dask_worker(tmp_path: Path, cluster: Any) -> None:
+    calls = [Call(fail_or_write, (str(tmp_path), number)) for number in range(20)]
+    with (
+        open_scheduler(cluster.scheduler_address, 1, 1) as dask,
+        pytest.raises(ValueError, match="the first"),
+    ):
+        list(dask.run(calls))
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert "begun" in written
+    assert 1 < len(written) < len(calls)
+    time.sleep(1.5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == written
+
+
 def test_work_that_always_kills_its_dask_worker_ends_with_the_cure(
     tmp_path: Path, expected: dict[str, bytes], cluster: Any
 ) -> None:
