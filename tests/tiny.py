@@ -1,7 +1,7 @@
 """A GPT-2 small enough for tests, its batches, and its tensors gathered whole."""
 
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 from zlib import crc32
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from megatron.config.model import RecomputeGranularity
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.model.gpt2 import GPT2
@@ -26,6 +27,7 @@ from megatron.train.state import TrainState, build_state
 SEED = 1234
 VOCABULARY = 101
 SEQUENCE = 16
+GRANULARITIES = get_args(RecomputeGranularity)
 
 
 def tiny_section(**changes: Any) -> ModelConfig:
@@ -137,7 +139,8 @@ def samples(count: int, *, seed: int = 0, first: int = 0) -> GPT2Batch:
 def summed_loss(model: nn.Module, batch: GPT2Batch, device: torch.device) -> tuple[Tensor, float]:
     """(sum of the loss over counted tokens, number of counted tokens)."""
     objective = NextToken()
-    return objective.sums(model, batch, device)[0], objective.counts(batch)[0]
+    factors = torch.ones(1, dtype=torch.float64)
+    return objective.sums(model, batch, device, factors)[0], objective.counts(batch)[0]
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)

@@ -80,9 +80,15 @@ class MaskedTokenHead(nn.Module):
         self.norm = kit.norm(h, epsilon=section.layernorm_epsilon)
         self.head = kit.head(vocab_size, bias_divisible_by=section.make_vocab_size_divisible_by)
 
-    def forward(self, x: Tensor, embedding: Tensor, labels: Tensor | None = None) -> Tensor:
-        """x [k, h], embedding [v/t, h]: logits [k, v/t], or the loss of labels, [k]."""
-        return self.head(self.norm(F.gelu(self.dense(x))), embedding, labels)
+    def forward(
+        self,
+        x: Tensor,
+        embedding: nn.Module,
+        labels: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> Tensor:
+        """x [k, h]: logits [k, v/t], the loss of labels [k], or the sum of factors [k] x loss."""
+        return self.head(self.norm(F.gelu(self.dense(x))), embedding, labels, factors)
 
 
 class BERT(nn.Module):
@@ -102,14 +108,16 @@ class BERT(nn.Module):
         is_real: Tensor,
         picked: Tensor | None = None,
         labels: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(of masked-token prediction, of sentence order): logits [k, v/t] of this rank's columns,
-        or with labels the loss of each [k]; and logits [b, 2], of segments in order and swapped.
+        with labels the loss of each [k], with factors too the sum of factor x loss; and logits
+        [b, 2], of segments in order and swapped.
 
         tokens, token_types, is_real: as of the encoder. picked: int64 [k], the places (row x s +
-        column) to predict; None for all n. labels: int64 [k].
+        column) to predict; None for all n. labels: int64 [k]. factors: [k].
         """
         x = self.encoder(tokens, token_types, is_real)
         order = self.sop(self.pooler(x, tokens.shape[0]))
         rows = x if picked is None else x[picked]
-        return self.mlm(rows, self.encoder.word_embedding.weight, labels), order
+        return self.mlm(rows, self.encoder.word_embedding, labels, factors), order

@@ -33,15 +33,18 @@ class GPT2(nn.Module):
         positions: Tensor,
         labels: Tensor | None = None,
         document_starts: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> Tensor:
-        """Logits [n, v/t] of this rank's columns, or with labels the loss of each token [n].
+        """Logits [n, v/t] of this rank's columns, with labels the loss of each token [n], with
+        factors too the sum of factor x loss, which is what training differentiates.
 
-        All arguments are int64 [b, s]. document_starts: where in the sample the document of each
-        token begins; then no token attends to another document. None attends across documents.
+        All arguments are [b, s], factors in floating point, the others int64. document_starts:
+        where in the sample the document of each token begins; then no token attends to another
+        document. None attends across documents.
         """
         x = self.read(tokens, positions, document_starts)
-        labels = None if labels is None else labels.flatten()
-        return self.head(x, self.word_embedding.weight, labels)
+        of_tokens = (None if each is None else each.flatten() for each in (labels, factors))
+        return self.head(x, self.word_embedding, *of_tokens)
 
     def read(
         self,
@@ -67,7 +70,7 @@ class GPT2(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [m, v/t] of this rank's columns, of the rows [m, h] of what `read` returns."""
-        return self.head(x, self.word_embedding.weight)
+        return self.head(x, self.word_embedding)
 
 
 def document_mask(document_starts: Tensor) -> Tensor:

@@ -2,56 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from megatron.config.optimizer import OptimizerConfig
 
-Groups = list[dict[str, Any]]
+
+class Adam(Protocol):
+    """AdamW of flat weights, whose `grad` is set; moments: of each (exp_avg, exp_avg_sq)."""
+
+    moments: list[tuple[Tensor, Tensor]]
+
+    def set_updates(self, updates: int) -> None:
+        """Say how many updates the moments have behind them."""
+        ...
+
+    def step(self, lr: float, factor: float) -> None:
+        """Update by the gradients x factor, which are left as anything."""
+        ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Adam:
-    """AdamW with the moments of parameter p in state[p]["exp_avg"] and state[p]["exp_avg_sq"]."""
+class TorchAdam:
+    """torch's fused kernel, by its function.
 
-    make: Callable[[Groups, OptimizerConfig], Optimizer]
-    set_updates: Callable[[Optimizer, int], None]  # how many updates the moments have behind them
+    Its optimizer object imports a compiler's front end in the first step, for 1.8 s, and takes a
+    factor only from its own GradScaler.
+    """
+
+    def __init__(
+        self, weights: Sequence[nn.Parameter], decays: Sequence[float], section: OptimizerConfig
+    ) -> None:
+        self.weights, self.decays, self.section = weights, decays, section
+        self.moments = [(torch.zeros_like(each), torch.zeros_like(each)) for each in weights]
+        self.set_updates(0)
+
+    def set_updates(self, updates: int) -> None:
+        self.updates = [torch.tensor(float(updates), device=each.device) for each in self.weights]
+
+    @torch.no_grad()
+    def step(self, lr: float, factor: float) -> None:
+        section = self.section
+        rows = zip(self.weights, self.decays, self.moments, self.updates, strict=True)
+        for weight, decay, (exp_avg, exp_avg_sq), updates in rows:
+            assert weight.grad is not None
+            divisor = None
+            if weight.dtype == torch.float64:  # the kernel's divisor is fp32
+                weight.grad.mul_(factor)
+            elif factor != 1.0:
+                divisor = torch.tensor(1.0 / factor, device=weight.device)
+            adamw(
+                [weight],
+                [weight.grad],
+                [exp_avg],
+                [exp_avg_sq],
+                [],
+                [updates],
+                fused=True,
+                grad_scale=divisor,
+                amsgrad=False,
+                beta1=section.adam_beta1,
+                beta2=section.adam_beta2,
+                lr=lr,
+                weight_decay=decay,
+                eps=section.adam_eps,
+                maximize=False,
+            )
 
 
-def _make_torch(groups: Groups, section: OptimizerConfig) -> Optimizer:
-    return torch.optim.AdamW(groups, **_settings(section), fused=True)
+class ApexAdam:
+    """NVIDIA apex's FusedAdam, imported only where it is asked for."""
+
+    def __init__(
+        self, weights: Sequence[nn.Parameter], decays: Sequence[float], section: OptimizerConfig
+    ) -> None:
+        self.weights = weights
+        self.optimizer: Any = import_module("apex.optimizers").FusedAdam(
+            [
+                {"params": [weight], "weight_decay": decay}
+                for weight, decay in zip(weights, decays, strict=True)
+            ],
+            lr=section.lr,
+            betas=(section.adam_beta1, section.adam_beta2),
+            eps=section.adam_eps,
+            adam_w_mode=True,
+        )
+        self.moments = [(torch.zeros_like(each), torch.zeros_like(each)) for each in weights]
+        for weight, (exp_avg, exp_avg_sq) in zip(weights, self.moments, strict=True):
+            self.optimizer.state[weight] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        self.set_updates(0)
+
+    def set_updates(self, updates: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["step"] = updates
+
+    def step(self, lr: float, factor: float) -> None:
+        for weight in self.weights:
+            assert weight.grad is not None
+            weight.grad.mul_(factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
 
 
-def _make_apex(groups: Groups, section: OptimizerConfig) -> Optimizer:
-    fused_adam = import_module("apex.optimizers").FusedAdam  # only where it is asked for
-    optimizer: Optimizer = fused_adam(groups, **_settings(section), adam_w_mode=True)
-    return optimizer
-
-
-def _settings(section: OptimizerConfig) -> dict[str, Any]:
-    return {
-        "lr": section.lr,
-        "betas": (section.adam_beta1, section.adam_beta2),
-        "eps": section.adam_eps,
-    }
-
-
-def _set_torch(optimizer: Optimizer, updates: int) -> None:
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        optimizer.state[parameter]["step"] = torch.tensor(float(updates), device=parameter.device)
-
-
-def _set_apex(optimizer: Optimizer, updates: int) -> None:
-    for group in optimizer.param_groups:
-        group["step"] = updates
-
-
-ADAMS = {
-    "torch": Adam(make=_make_torch, set_updates=_set_torch),
-    "apex": Adam(make=_make_apex, set_updates=_set_apex),
-}
+ADAMS: dict[str, type[TorchAdam] | type[ApexAdam]] = {"torch": TorchAdam, "apex": ApexAdam}

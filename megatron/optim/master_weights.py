@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.optim.adam import ADAMS
+from megatron.optim.adam import ADAMS, Adam
 from megatron.parallel.gradients import GradientBuffers, Slot
 
 
@@ -23,19 +23,9 @@ class MasterWeights:
     def __init__(self, gradients: GradientBuffers, section: OptimizerConfig) -> None:
         self.gradients = gradients
         self.section = section
-        self.kernel = ADAMS[section.optimizer_impl]
         self.masters = [_flat_master(buffer.flat, buffer.slots) for buffer in gradients.buffers]
-        groups = [
-            {"params": [master], "weight_decay": section.weight_decay * buffer.decay}
-            for master, buffer in zip(self.masters, gradients.buffers, strict=True)
-        ]
-        self.adamw = self.kernel.make(groups, section)
-        for master in self.masters:  # made here and not in the first step, to be loaded into
-            self.adamw.state[master] = {
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
-        self.kernel.set_updates(self.adamw, 0)
+        decays = [section.weight_decay * buffer.decay for buffer in gradients.buffers]
+        self.adam: Adam = ADAMS[section.optimizer_impl](self.masters, decays, section)
 
     def step(self, lr: float, unscale: float, norm: float) -> None:
         """Clip by the global norm and update.
@@ -45,10 +35,7 @@ class MasterWeights:
         """
         limit = self.section.clip_grad
         clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-        self.gradients.scale_(unscale * clip)
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step()
+        self.adam.step(lr, unscale * clip)
         self.publish()
 
     @torch.no_grad()
@@ -61,17 +48,18 @@ class MasterWeights:
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Slot, Tensor]]:
         """(kind, slot, this rank's part) of all that a checkpoint keeps of the optimizer."""
-        for slot, master in self.slots():
-            state = self.adamw.state[master]
-            yield "exp_avg", slot, slot.view(state["exp_avg"])
-            yield "exp_avg_sq", slot, slot.view(state["exp_avg_sq"])
-            if slot.parameter.dtype != master.dtype:
-                yield "master", slot, slot.view(master)
+        rows = zip(self.gradients.buffers, self.masters, self.adam.moments, strict=True)
+        for buffer, master, (exp_avg, exp_avg_sq) in rows:
+            for slot in buffer.slots:
+                yield "exp_avg", slot, slot.view(exp_avg)
+                yield "exp_avg_sq", slot, slot.view(exp_avg_sq)
+                if slot.parameter.dtype != master.dtype:
+                    yield "master", slot, slot.view(master)
 
     @torch.no_grad()
     def loaded(self, updates: int) -> None:
         """Parameters, `tensors()` were filled from a checkpoint of a run with so many updates."""
-        self.kernel.set_updates(self.adamw, updates)
+        self.adam.set_updates(updates)
         self.publish()
 
     def slots(self) -> Iterator[tuple[Slot, nn.Parameter]]:

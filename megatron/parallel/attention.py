@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.parallel.dropout import draw_kept, drop
+
 BLOCK = 64  # queries
 
 
@@ -47,8 +49,8 @@ class _BlockAttention(torch.autograd.Function):
             p = F.softmax(scores, dim=-1).to(q.dtype)
             probabilities.append(p)
             if dropout:
-                kept.append(torch.empty_like(p, dtype=torch.bool).bernoulli_(1 - dropout))
-                p = _dropped(p, kept[-1], dropout)
+                kept.append(draw_kept(p.shape, dropout))
+                p = drop(p, kept[-1], dropout)
             torch.bmm(p, v[:, columns], out=out[:, rows])
         ctx.save_for_backward(q, k, v, *probabilities, *kept)
         ctx.is_causal, ctx.dropout, ctx.scale = is_causal, dropout, scale
@@ -68,7 +70,7 @@ class _BlockAttention(torch.autograd.Function):
             dp = own @ v[:, columns].mT
             if ctx.dropout:
                 kept = saved[len(blocks) + number]
-                used, dp = (_dropped(each, kept, ctx.dropout) for each in (p, dp))
+                used, dp = (drop(each, kept, ctx.dropout) for each in (p, dp))
             dv[:, columns] += used.mT @ own
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype).mul_(ctx.scale)
             torch.bmm(ds, k[:, columns], out=dq[:, rows])
@@ -86,10 +88,6 @@ def _blocks(length: int, is_causal: bool) -> Iterator[tuple[slice, slice]]:
 def _later(size: int, like: Tensor) -> Tensor:
     """Minus infinity above the diagonal, [size, size]."""
     return like.new_full((size, size), -torch.inf).triu_(1)
-
-
-def _dropped(x: Tensor, kept: Tensor, dropout: float) -> Tensor:
-    return (x * kept).mul_(1 / (1 - dropout))
 
 
 def block_attention(

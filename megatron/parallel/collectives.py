@@ -12,6 +12,7 @@ same for scatter_to and gather_from. On an axis of size 1 all four return their 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,18 @@ def all_reduce(x: Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> Tensor:
     if axis.size > 1:
         dist.all_reduce(x, op=op, group=axis.group)
     return x
+
+
+def begin_all_reduce(x: Tensor, axis: Axis) -> Callable[[], object]:
+    """Sum `x` in place over `axis` while other work goes on; what is returned waits for it."""
+    if axis.size == 1:
+        return _done
+    work = dist.all_reduce(x, group=axis.group, async_op=True)
+    return work.wait
+
+
+def _done() -> None:
+    pass
 
 
 def _part(x: Tensor, dim: int, axis: Axis) -> Tensor:

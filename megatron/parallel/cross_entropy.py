@@ -11,6 +11,7 @@ exponentials and the label's logit together: of size b x s, never b x s x v.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,37 +35,61 @@ def _own_columns(logits: Tensor, axis: Axis, vocab_size: int) -> tuple[int, int]
     return start, min(max(vocab_size - start, 0), logits.shape[1])
 
 
+@dataclass(frozen=True)
+class Softmax:
+    """Of the logits of n tokens: this rank's exponentials, and what holds over all ranks."""
+
+    exponentials: Tensor  # [n, v/t]
+    total: Tensor  # [n], their sum
+    picked: Tensor  # [n], the label's logit less the largest
+    index: Tensor  # [n], the label's column, or 0
+    is_here: Tensor  # [n], whether this rank holds it
+
+    @property
+    def losses(self) -> Tensor:
+        return self.total.log() - self.picked
+
+    def gradient(self, d_loss: Tensor) -> Tensor:
+        """That of the logits, [n, v/t], in the memory of the exponentials. d_loss: [n]."""
+        gradient = self.exponentials.mul_((d_loss / self.total)[:, None])
+        rows = torch.arange(len(self.index), device=self.index.device)
+        gradient[rows, self.index] -= d_loss * self.is_here
+        return gradient
+
+
+def softmax(logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> Softmax:
+    """Arguments as of `vocab_parallel_cross_entropy`; logits in fp32 or wider are overwritten."""
+    start, columns = _own_columns(logits, axis, vocab_size)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+
+    maximum = logits.new_full((logits.shape[0],), -torch.inf, dtype=wide)
+    if columns:
+        maximum = logits[:, :columns].amax(dim=1).to(wide)
+    all_reduce(maximum, axis, ReduceOp.MAX)
+
+    exponentials = logits.to(wide)  # no copy where they are wide enough
+    exponentials[:, columns:] = 0
+    real = exponentials[:, :columns]
+    real.sub_(maximum[:, None])
+    index, is_here = _find(labels, start, columns)
+    rows = torch.arange(len(labels), device=labels.device)
+    picked = exponentials[rows, index] * is_here
+    real.exp_()
+    total, picked = all_reduce(torch.stack([real.sum(dim=1), picked]), axis)
+    return Softmax(exponentials, total, picked, index, is_here)
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> Tensor:
-        start, columns = _own_columns(logits, axis, vocab_size)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-
-        maximum = logits.new_full((logits.shape[0],), -torch.inf, dtype=wide)
-        if columns:
-            maximum = logits[:, :columns].amax(dim=1).to(wide)
-        all_reduce(maximum, axis, ReduceOp.MAX)
-
-        exponentials = logits.to(wide)  # no copy where they are wide enough
-        exponentials[:, columns:] = 0
-        real = exponentials[:, :columns]
-        real.sub_(maximum[:, None])
-        index, is_here = _find(labels, start, columns)
-        rows = torch.arange(len(labels), device=labels.device)
-        picked = exponentials[rows, index] * is_here
-        real.exp_()
-        total, picked = all_reduce(torch.stack([real.sum(dim=1), picked]), axis)
-
-        ctx.save_for_backward(exponentials, total, rows, index, is_here)
+        parts = softmax(logits, labels, axis, vocab_size)
+        ctx.save_for_backward(*vars(parts).values())
         ctx.dtype = logits.dtype
-        return total.log() - picked
+        return parts.losses
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None, None, None]:
-        exponentials, total, rows, index, is_here = ctx.saved_tensors
-        gradient = exponentials.mul_((d_loss / total)[:, None])
-        gradient[rows, index] -= d_loss * is_here
-        return gradient.to(ctx.dtype), None, None, None
+        return Softmax(*ctx.saved_tensors).gradient(d_loss).to(ctx.dtype), None, None, None
 
 
 def vocab_parallel_cross_entropy(

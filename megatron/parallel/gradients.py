@@ -1,26 +1,28 @@
 """Gradients of one step, in flat buffers of fp32 (or the parameters' wider dtype).
 
-A hook adds each parameter's gradient to its place in a buffer and drops it, so gradients accumulate
-in fp32 whatever the parameters' dtype. In the last micro-batch a bucket whose gradients are all
-there starts its reduction while the backward goes on. The same buffers serve accumulation,
-reduction, the norm and the optimizer. (The gradients of a tied weight's two uses are first added by
-autograd, in the parameter's dtype.)
+Large weights' gradients are computed right into their slots of a buffer (linear.py), which autograd
+then hears nothing of; those of other parameters a hook adds and drops. So all accumulate in fp32,
+whatever the parameters' dtype, a tied weight's two uses too. In the last micro-batch a bucket whose
+gradients are all there starts its reduction while the backward goes on. The same buffers serve
+accumulation, reduction, the norm and the optimizer.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.linalg import vector_norm
 
-from megatron.parallel.layout import Layout, layouts
+from megatron.parallel.collectives import begin_all_reduce
+from megatron.parallel.layout import LaidOut, Layout, layouts
+from megatron.parallel.linear import add_rows_
 from megatron.parallel.mesh import Axis
 
 BUCKET_BYTES = 64 * 2**20
@@ -30,15 +32,20 @@ BUCKET_BYTES = 64 * 2**20
 NORM_PIECE = 2**12
 
 
+def _nothing(*_: object) -> None:
+    pass
+
+
 @dataclass
 class Slot:
-    """One parameter's place in a flat buffer: elements [start, stop)."""
+    """One parameter's elements [start, stop) of a flat buffer, and what is added there."""
 
     name: str
     parameter: nn.Parameter
     layout: Layout
     start: int
-    is_filled: bool = False
+    is_filled: bool = False  # or what lies there is of an earlier step
+    place: Tensor = field(init=False)  # of the parameter's shape
 
     @property
     def stop(self) -> int:
@@ -47,6 +54,34 @@ class Slot:
     def view(self, flat: Tensor) -> Tensor:
         """This parameter's part of any flat tensor that is laid out like the buffer."""
         return flat[self.start : self.stop].view(self.layout.local_shape)
+
+    def add(self, gradient: Tensor) -> None:
+        """gradient: of the parameter's shape, or with its leading dims flattened to one."""
+        place = self.place.view(gradient.shape)
+        if self.is_filled:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+        self.is_filled = True
+
+    def add_product(self, dy: Tensor, x: Tensor) -> None:
+        """Add dy' x, with dy [n, out] and x [n, in]."""
+        if dy.dtype != self.place.dtype:
+            self.add(dy.T @ x)
+            return
+        place = self.place.view(-1, x.shape[1])
+        if self.is_filled:
+            place.addmm_(dy.T, x)
+        else:
+            torch.mm(dy.T, x, out=place)
+        self.is_filled = True
+
+    def add_rows(self, index: Tensor, dy: Tensor) -> None:
+        """Add dy [n, h] to the rows at `index` [n]."""
+        if not self.is_filled:
+            self.place.zero_()
+        add_rows_(self.place, index, dy)
+        self.is_filled = True
 
 
 class GradientBuffer:
@@ -66,6 +101,8 @@ class GradientBuffer:
             dtype=torch.promote_types(parameter.dtype, torch.float32),
             device=parameter.device,
         )
+        for slot in self.slots:
+            slot.place = slot.view(self.flat)
 
     def runs(self, most: int) -> Iterator[list[Slot]]:
         """Neighbouring slots of at most `most` elements, or one slot where it is larger."""
@@ -85,19 +122,13 @@ class Bucket:
         self.flat = buffer.flat[slots[0].start : slots[-1].stop]
         self.axes = [axis for axis in buffer.partial if axis.size > 1]
         self.slots = slots
-        self.gradients = {slot.name: slot.view(buffer.flat) for slot in slots}
         self.missing = len(slots)
-        self.work: dist.Work | None = None
+        self.wait: Callable[[], object] = _nothing
 
     def reduce(self) -> None:
         for axis in self.axes:
             self.wait()
-            self.work = dist.all_reduce(self.flat, group=axis.group, async_op=True)
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+            self.wait = begin_all_reduce(self.flat, axis)
 
 
 class GradientBuffers:
@@ -125,10 +156,18 @@ class GradientBuffers:
             for run in buffer.runs(bucket_bytes // buffer.flat.element_size())
         ]
         self.is_last = False
+        self.watch: Callable[[Slot], object] = _nothing  # told of each when it is added to
+        slots = {slot.name: slot for buffer in self.buffers for slot in buffer.slots}
+        for prefix, module in model.named_modules():
+            if isinstance(module, LaidOut):
+                for name in module.layouts:
+                    module.slots[name] = slots[f"{prefix}.{name}" if prefix else name]
+        self.ends: list[Node] = []  # kept alive, since hooks go with the nodes that they hang on
         for bucket in self.buckets:
             for slot in bucket.slots:
-                hook = partial(self._collect, bucket, slot)
-                slot.parameter.register_post_accumulate_grad_hook(hook)
+                end = get_gradient_edge(slot.parameter).node
+                end.register_hook(partial(self._collect, bucket, slot))
+                self.ends.append(end)
 
     def start(self) -> None:
         """Forget the gradients of the step before."""
@@ -137,15 +176,12 @@ class GradientBuffers:
             for slot in bucket.slots:
                 slot.is_filled = False
 
-    def _collect(self, bucket: Bucket, slot: Slot, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        place = bucket.gradients[slot.name]
-        if slot.is_filled:
-            place.add_(parameter.grad)
-        else:
-            place.copy_(parameter.grad)
-        slot.is_filled = True
-        parameter.grad = None
+    def _collect(self, bucket: Bucket, slot: Slot, *_: object) -> None:
+        """The backward has been at all uses of a parameter."""
+        if slot.parameter.grad is not None:
+            slot.add(slot.parameter.grad)
+            slot.parameter.grad = None
+        self.watch(slot)
         if self.is_last:
             bucket.missing -= 1
             if bucket.missing == 0:
@@ -168,10 +204,11 @@ class GradientBuffers:
             if bucket.missing:  # parameters that the last micro-batch did not reach
                 for slot in bucket.slots:
                     if not slot.is_filled:
-                        bucket.gradients[slot.name].zero_()
+                        slot.place.zero_()
                 bucket.reduce()
         for bucket in self.buckets:
             bucket.wait()
+            bucket.wait = _nothing
 
     def squares(self, model_axis: Axis) -> Tensor:
         """This rank's term of the squared global L2 norm, fp64 scalar: the terms of the ranks of
@@ -187,8 +224,3 @@ class GradientBuffers:
             )
             total += weight * norms.double().square().sum()
         return total
-
-    def scale_(self, factor: float) -> None:
-        """Multiply every gradient by a scalar, in place."""
-        for buffer in self.buffers:
-            buffer.flat.mul_(factor)

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.parallel.layers import (
-    LAYER_NORMS,
     AttentionCore,
     ColumnParallelLinear,
     Linear,
@@ -25,6 +24,7 @@ from megatron.parallel.layers import (
     VocabParallelHead,
 )
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.norm import LAYER_NORMS
 from megatron.parallel.random import RandomStreams
 
 Maker = Callable[..., nn.Module]
@@ -42,7 +42,7 @@ class Kit:
     norm: Maker  # (hidden, epsilon=)
     dropout: Maker  # (p, place): outside the parallel region
     attention_core: Maker  # (dropout, place): inside the parallel region
-    head: Maker  # (vocabulary, bias_divisible_by=None): logits or loss of [n, h], tied
+    head: Maker  # (vocabulary, bias_divisible_by=None): logits or losses of [n, h], tied
     checkpoint: Callable[..., Tensor]  # (function, *arguments): recompute in the backward
 
 

@@ -12,35 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib import import_module
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.parallel.attention import block_attention
-from megatron.parallel.collectives import copy_to, reduce_from
+from megatron.parallel.collectives import reduce_from
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.dropout import dropout
 from megatron.parallel.layout import LaidOut, Layout
+from megatron.parallel.linear import linear, look_up
+from megatron.parallel.linear_cross_entropy import linear_cross_entropy
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
-
-
-def _widen(x: Tensor) -> Tensor:
-    """x in fp32, or in its own dtype where that is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _look_up(index: Tensor, weight: Tensor) -> Tensor:
-    """The rows of `weight` [v, h] at `index` [n], [n, h].
-
-    In wide memory, because torch adds up the gradients of a row in the dtype of the table: of 4096
-    equal tokens in bf16 the CPU keeps a quarter. Without gradients the rows are the same at once.
-    """
-    if not torch.is_grad_enabled():
-        return F.embedding(index, weight)
-    return F.embedding(index, _widen(weight)).to(weight.dtype)
-
 
 FEW = 8  # rows
 
@@ -87,8 +72,8 @@ class ColumnParallelLinear(LaidOut):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.flatten(0, -2)  # [parts x out/t, in]
-        return F.linear(copy_to(x, self.axis), weight, self.bias.flatten())
+        slot = self.slots.get("weight")
+        return linear(x, self.weight, self.bias, axis=self.axis, slot=slot)
 
 
 class RowParallelLinear(LaidOut):
@@ -112,7 +97,8 @@ class RowParallelLinear(LaidOut):
         self.add_parameter("bias", Layout(shape=(out_features,), partial=(mesh.data,), decay=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        return reduce_from(F.linear(x, self.weight), self.axis).add_(self.bias)
+        y = linear(x, self.weight, None, slot=self.slots.get("weight"))
+        return reduce_from(y, self.axis).add_(self.bias)
 
 
 class Linear(LaidOut):
@@ -167,7 +153,7 @@ class VocabParallelEmbedding(LaidOut):
         rows = self.weight.shape[0]
         index = tokens - self.axis.rank * rows
         is_elsewhere = (index < 0) | (index >= rows)
-        own = _look_up(index.masked_fill(is_elsewhere, 0), self.weight)
+        own = look_up(index.masked_fill(is_elsewhere, 0), self.weight, self.slots.get("weight"))
         return reduce_from(own.masked_fill(is_elsewhere[:, None], 0), self.axis)
 
 
@@ -183,50 +169,13 @@ class PositionEmbedding(LaidOut):
         )
 
     def forward(self, positions: Tensor) -> Tensor:
-        return _look_up(positions, self.weight)
-
-
-class LayerNorm(LaidOut):
-    """Layer norm of [n, h], duplicated on every rank, computed in fp32 or wider."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter
-
-    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        shape = (hidden_size,)
-        self.add_parameter("weight", Layout(shape=shape, partial=(mesh.data,), fill=1, decay=False))
-        self.add_parameter("bias", Layout(shape=shape, partial=(mesh.data,), decay=False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
-        # On the CPU torch computes the output in fp32, but adds up the gradients of weight and bias
-        # in the dtype of x: over 2048 tokens in bf16 half of a bias's gradient is lost.
-        weight, bias = _widen(self.weight), _widen(self.bias)
-        return F.layer_norm(_widen(x), weight.shape, weight, bias, self.epsilon).to(x.dtype)
-
-
-class ApexLayerNorm(LayerNorm):
-    """The same by the kernel of NVIDIA apex's FusedLayerNorm, which computes in fp32 too."""
-
-    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float) -> None:
-        super().__init__(mesh, hidden_size, epsilon=epsilon)
-        self.kernel = import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
-
-    def forward(self, x: Tensor) -> Tensor:
-        normalised: Tensor = self.kernel(x, self.weight, self.bias, self.weight.shape, self.epsilon)
-        return normalised
-
-
-LAYER_NORMS = {"torch": LayerNorm, "apex": ApexLayerNorm}
+        return look_up(positions, self.weight, self.slots.get("weight"))
 
 
 class VocabParallelHead(LaidOut):
     """Output layer tied to the word embedding, and its loss.
 
-    It owns no weight and is given the embedding's, so that the tie needs no care: nothing that
+    It owns no weight and is given the embedding, so that the tie needs no care: nothing that
     copies, casts or shards the model can undo it.
     """
 
@@ -251,12 +200,22 @@ class VocabParallelHead(LaidOut):
         )
         self.add_parameter("bias", layout)
 
-    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
-        """x [n, h], weight [v/t, h]: this rank's logits [n, v/t], or the loss of labels, [n]."""
-        x = copy_to(x, self.axis)
+    def forward(
+        self,
+        x: Tensor,
+        embedding: VocabParallelEmbedding,
+        labels: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> Tensor:
+        """x [n, h] to this rank's logits [n, v/t], the loss of labels [n], or the sum of factors
+        [n] x loss: as linear_cross_entropy, which never holds all logits."""
+        weight = embedding.weight
+        if labels is not None and factors is not None:
+            slot, parts = embedding.slots.get("weight"), (self.axis, self.vocab_size)
+            return linear_cross_entropy(x, weight, self.bias, labels, factors, *parts, slot)
         if labels is None and self.bias is None and x.shape[0] <= FEW:
             return _few_rows(x, weight)
-        logits = F.linear(x, weight, self.bias)
+        logits = linear(x, weight, self.bias, axis=self.axis)
         if labels is None:
             return logits
         return vocab_parallel_cross_entropy(logits, labels, self.axis, self.vocab_size)
@@ -273,7 +232,7 @@ class SharedDropout(nn.Module):
         if not self.training or self.p == 0.0:
             return x
         with self.streams.shared(self.place):
-            return F.dropout(x, self.p)
+            return dropout(x, self.p)
 
 
 SHORT = 512  # tokens

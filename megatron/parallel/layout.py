@@ -1,19 +1,23 @@
 """How each parameter is laid out over the mesh: said once by its layer, read by everything else.
 
 Initialisation, gradient reduction, the global norm, checkpoints and conversion all read the table
-`layouts(model)`. A layout belongs to the module and not to the tensor, because `to_empty()`,
-`deepcopy` and `fully_shard` replace the tensor and lose what hangs on it.
+`layouts(model)`. A layout belongs to the module and not to the tensor, because `deepcopy`,
+`fully_shard` and all that brings a model off meta replace the tensor and lose what hangs on it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from megatron.parallel.mesh import Axis
 from megatron.parallel.random import derive_seed
+
+if TYPE_CHECKING:
+    from megatron.parallel.gradients import Slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +66,18 @@ class Layout:
 
 
 class LaidOut(nn.Module):
-    """A module that says how its own parameters are laid out."""
+    """A module that says how its own parameters are laid out.
+
+    slots: where training adds up their gradients, by name; none without gradient buffers.
+    """
 
     layouts: dict[str, Layout]
+    slots: dict[str, Slot]
 
     def __init__(self) -> None:
         super().__init__()
         self.layouts = {}
+        self.slots = {}
 
     def add_parameter(self, name: str, layout: Layout) -> None:
         self.layouts[name] = layout
@@ -107,10 +116,15 @@ def materialise(
 
     seed: None leaves the values undefined, for a model that is loaded next.
     """
-    model.to(dtype).to_empty(device=device)
+    # Not by to_empty(): for an empty_like() of what is on meta torch imports the symbolic algebra
+    # of its compiler, which takes half a second.
+    parameters = {
+        name: nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device))
+        for name, parameter in model.named_parameters()
+    }
+    model.load_state_dict(parameters, assign=True)
     if seed is None:
         return model
-    parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, layout in layouts(model).items():
             load_whole(parameters[name], initial_value(name, layout, seed), layout)

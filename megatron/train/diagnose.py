@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import log2
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron.data.batch import Batch
 from megatron.data.sampler import micro_batches
 from megatron.optim.loss_scaler import LossScaler
+from megatron.parallel.gradients import Slot
 from megatron.parallel.mesh import Mesh
 from megatron.train.state import TrainState
 
@@ -81,25 +84,23 @@ class Watch:
         if output.requires_grad:
             output.register_hook(lambda each: self.look_now(f"the gradient at {name}", each))
 
+    def watch_gradient(self, slot: Slot) -> None:
+        self.look_now(f"the gradient of the weight {slot.name}", slot.place)
+
     @contextmanager
-    def over(self, model: nn.Module) -> Iterator[None]:
+    def over(self, state: TrainState) -> Iterator[None]:
         """Watch all modules, innermost first, and all weights' gradients; no hook stays behind."""
         hooks: list[Any] = []
-        for name, module in model.named_modules():
+        for name, module in state.model.named_modules():
             if name:  # the model's own output is that of its last module
-                hooks.append(module.register_forward_hook(_named(self.watch_output, name)))
-        for name, parameter in model.named_parameters():
-            look = _named(self.look_now, f"the gradient of the weight {name}")
-            hooks.append(parameter.register_hook(look))
+                hooks.append(module.register_forward_hook(partial(self.watch_output, name)))
+        before, state.gradients.watch = state.gradients.watch, self.watch_gradient
         try:
             yield
         finally:
+            state.gradients.watch = before
             for hook in hooks:
                 hook.remove()
-
-
-def _named(function: Callable[..., None], name: str) -> Callable[..., None]:
-    return lambda *arguments: function(name, *arguments)
 
 
 def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | None:
@@ -112,7 +113,8 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
     for name, parameter in state.model.named_parameters():
         watch.look(f"the weight {name} itself", parameter, -1)
     if (found := _first(watch, state.mesh)) is None:
-        with watch.over(state.model):
+        # What is compiled calls no hooks.
+        with watch.over(state), torch.compiler.set_stance("force_eager"):
             replay()
         found = _first(watch, state.mesh)
     return found

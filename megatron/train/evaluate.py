@@ -70,10 +70,11 @@ def mean_losses(
     model.eval()
     k = len(objective.terms)
     totals = torch.zeros(2 * k, dtype=torch.float64, device=mesh.device)
+    factors = torch.ones_like(totals[:k])
     own = range(mesh.data.rank, samples, mesh.data.size)
     for start in range(0, len(own), micro_batch_size):
         batch = data.batch(own[start : start + micro_batch_size])
-        totals[:k] += objective.sums(model, batch, mesh.device)
+        totals[:k] += objective.sums(model, batch, mesh.device, factors)
         totals[k:] += totals.new_tensor(objective.counts(batch))
     model.train(was_training)
     sums, counts = all_reduce(totals, mesh.data).view(2, k).tolist()

@@ -20,12 +20,14 @@ class RightAnswers:
     def counts(self, batch: ExampleBatch) -> list[float]:
         return [float(batch.counted.sum())]
 
-    def sums(self, model: Any, batch: ExampleBatch, device: torch.device) -> Tensor:
+    def sums(
+        self, model: Any, batch: ExampleBatch, device: torch.device, factors: Tensor
+    ) -> Tensor:
         logits = answer_scores(model, batch, device)
         labels, counted = (torch.from_numpy(x).to(device) for x in (batch.labels, batch.counted))
         wide = torch.promote_types(logits.dtype, torch.float32)
         losses = F.cross_entropy(logits.to(wide), labels, reduction="none").mean(1)
-        return (losses * counted).sum()[None]
+        return (losses * counted).sum() * factors.to(wide)
 
 
 def answer_scores(model: Any, batch: ExampleBatch, device: torch.device) -> Tensor:

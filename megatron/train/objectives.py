@@ -34,8 +34,12 @@ class Objective(Protocol):
         """What the mean of each term is over, in this batch: k numbers."""
         ...
 
-    def sums(self, model: Any, batch: Any, device: torch.device) -> Tensor:
-        """The sum of each term over this batch, [k], fp32 or wider."""
+    def sums(self, model: Any, batch: Any, device: torch.device, factors: Tensor) -> Tensor:
+        """The sum of each term over this batch x its factor, [k], fp32 or wider.
+
+        factors: fp64 [k]. With gradient buffers, what is differentiated has to be the sum of the
+        result and nothing else (linear_cross_entropy.py).
+        """
         ...
 
 
@@ -51,13 +55,13 @@ class NextToken:
     def counts(self, batch: GPT2Batch) -> list[float]:
         return [float(batch.loss_mask.sum(dtype=np.float64))]
 
-    def sums(self, model: Any, batch: GPT2Batch, device: torch.device) -> Tensor:
+    def sums(self, model: Any, batch: GPT2Batch, device: torch.device, factors: Tensor) -> Tensor:
         arrays = (batch.tokens, batch.positions, batch.labels, batch.loss_mask)
         tokens, positions, labels, mask = on_device(device, *arrays)
         starts = batch.document_starts
         document_starts = None if starts is None else torch.from_numpy(starts).to(device)
-        losses = model(tokens, positions, labels, document_starts)
-        return (losses * mask.flatten()).sum()[None]
+        total: Tensor = model(tokens, positions, labels, document_starts, mask.double() * factors)
+        return total[None]
 
 
 class MaskedTokensAndOrder:
@@ -68,15 +72,15 @@ class MaskedTokensAndOrder:
     def counts(self, batch: BertBatch) -> list[float]:
         return [float(np.count_nonzero(batch.loss_mask)), float(len(batch.is_swapped))]
 
-    def sums(self, model: Any, batch: BertBatch, device: torch.device) -> Tensor:
+    def sums(self, model: Any, batch: BertBatch, device: torch.device, factors: Tensor) -> Tensor:
         picked = np.flatnonzero(batch.loss_mask)
         labels = batch.labels.reshape(-1)[picked]
         inputs = on_device(device, batch.tokens, batch.token_types, batch.is_real, picked, labels)
-        masked, order = model(*inputs)
+        masked, order = model(*inputs, factors[:1].expand(len(picked)))
         (is_swapped,) = on_device(device, batch.is_swapped)
         wide = torch.promote_types(order.dtype, torch.float32)
         of_order = F.cross_entropy(order.to(wide), is_swapped, reduction="sum")
-        return torch.stack([masked.sum(), of_order])
+        return torch.stack([masked, of_order * factors[1].to(wide)])
 
 
 OBJECTIVES: dict[str, Objective] = {

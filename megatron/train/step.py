@@ -60,9 +60,9 @@ def forward_backward(state: TrainState, micro_batches: Sequence[Batch], counts: 
     for number, batch in enumerate(micro_batches):
         is_last = number == len(micro_batches) - 1
         with state.streams.at(state.step, number), state.gradients.accumulate(is_last=is_last):
-            sums = state.objective.sums(state.model, batch, state.mesh.device)
-            (sums * factors.to(sums.dtype)).sum().backward()
-        totals += sums.detach()
+            sums = state.objective.sums(state.model, batch, state.mesh.device, factors)
+            sums.sum().backward()
+        totals += sums.detach() / factors.to(sums.dtype)
     return totals
 
 

@@ -29,11 +29,20 @@ class PlainHead(nn.Module):
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(vocabulary)) if bias_divisible_by else None
 
-    def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> Tensor:
-        logits = x @ weight.T
+    def forward(
+        self,
+        x: Tensor,
+        embedding: nn.Embedding,
+        labels: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> Tensor:
+        logits = x @ embedding.weight.T
         if self.bias is not None:
             logits = logits + self.bias
-        return logits if labels is None else F.cross_entropy(logits, labels, reduction="none")
+        if labels is None:
+            return logits
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return losses if factors is None else (losses * factors).sum()
 
 
 def recompute(function: Callable[..., Tensor], *arguments: Any) -> Tensor:

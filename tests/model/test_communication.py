@@ -24,12 +24,12 @@ LOSS = [("allreduce_", (BATCH * SEQUENCE,)), ("allreduce_", (2, BATCH * SEQUENCE
 Calls = list[tuple[str, tuple[int, ...]]]
 
 
-def traffic(layers: int, checkpoint: bool, dropout: float) -> tuple[Calls, Calls]:
+def traffic(layers: int, granularity: str, dropout: float) -> tuple[Calls, Calls]:
     """All collectives of (forward and loss, backward)."""
     mesh = mesh_of_ranks(2)
     copy_to(torch.zeros(1), mesh.tensor)
     section = tiny_section(
-        num_layers=layers, checkpoint_activations=checkpoint, hidden_dropout=dropout
+        num_layers=layers, recompute_granularity=granularity, hidden_dropout=dropout
     )
     model, _ = tiny_model(mesh, section)
     batch = samples(BATCH)
@@ -40,12 +40,15 @@ def traffic(layers: int, checkpoint: bool, dropout: float) -> tuple[Calls, Calls
     return forward.calls, backward.calls
 
 
-def test_two_forward_and_two_backward_per_layer(gloo: Pool) -> None:
-    for forward, backward in gloo.run(2, traffic, LAYERS, False, 0.0):
-        # g of the embedding, g of attention and MLP in each layer, and the loss.
-        assert forward == [STREAM] * (1 + 2 * LAYERS) + LOSS
-        # f of the head, f of MLP and attention in each layer.
-        assert backward == [STREAM] * (1 + 2 * LAYERS)
+@pytest.mark.parametrize("granularity", ["none", "selective"])
+def test_two_forward_and_two_backward_per_layer(gloo: Pool, granularity: str) -> None:
+    """Attention's core, which selective recomputation repeats, says nothing."""
+    for forward, backward in gloo.run(2, traffic, LAYERS, granularity, 0.1):
+        # g of the embedding, g of attention and MLP in each layer, the loss, and f of the head:
+        # its gradient comes with the loss.
+        assert forward == [STREAM] * (1 + 2 * LAYERS) + [*LOSS, STREAM]
+        # f of MLP and attention in each layer.
+        assert backward == [STREAM] * 2 * LAYERS
 
 
 @pytest.mark.parametrize(("dropout", "recomputed"), [(0.0, 1), (0.1, 2)])
@@ -55,14 +58,14 @@ def test_recomputation_adds_up_to_two_per_layer(
     """torch stops a recomputation as soon as it has all that the backward reads. Without dropout
     nothing after the last product of a layer is read, so that its g is not repeated; dropout
     behind g keeps its mask, and both are."""
-    for forward, backward in gloo.run(2, traffic, LAYERS, True, dropout):
-        assert forward == [STREAM] * (1 + 2 * LAYERS) + LOSS
-        assert backward == [STREAM] * (1 + (2 + recomputed) * LAYERS)
+    for forward, backward in gloo.run(2, traffic, LAYERS, "full", dropout):
+        assert forward == [STREAM] * (1 + 2 * LAYERS) + [*LOSS, STREAM]
+        assert backward == [STREAM] * (2 + recomputed) * LAYERS
 
 
 def test_outside_the_layers_there_are_two_and_the_loss(gloo: Pool) -> None:
     """The whole difference between 3 layers and 1 is 2 forward and 2 backward for each."""
-    small, large = (gloo.run(2, traffic, layers, False, 0.1)[0] for layers in (1, 3))
+    small, large = (gloo.run(2, traffic, layers, "none", 0.1)[0] for layers in (1, 3))
     for one, three in zip(small, large, strict=True):
         assert Counter(three) - Counter(one) == Counter({STREAM: 4})
 

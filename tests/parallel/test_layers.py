@@ -115,11 +115,18 @@ def check_head() -> None:
     expected.backward(importance)
 
     x.requires_grad_()
-    logits = gather_from(head(x, owner.weight), 1, mesh.tensor)
-    losses = head(x, owner.weight, labels)
+    logits = gather_from(head(x, owner), 1, mesh.tensor)
+    losses = head(x, owner, labels)
     losses.backward(importance)
     assert_close(logits[:, :VOCABULARY], expected_logits)
     assert_close(losses, expected)
+    assert_close(x.grad, dense_x.grad)
+    assert_gradients_equal(owner, weights)
+
+    x.grad = owner.weight.grad = None
+    total = head(x, owner, labels, importance)
+    total.backward()
+    assert_close(total, expected @ importance)
     assert_close(x.grad, dense_x.grad)
     assert_gradients_equal(owner, weights)
 

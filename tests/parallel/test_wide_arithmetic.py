@@ -16,11 +16,11 @@ from megatron.parallel import attention
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.layers import (
     AttentionCore,
-    LayerNorm,
     PositionEmbedding,
     VocabParallelEmbedding,
 )
 from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.norm import LayerNorm
 from megatron.parallel.random import RandomStreams
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks

@@ -135,7 +135,7 @@ def test_the_loss_is_the_mean_of_examples_read_alone_and_padding_does_not_count(
     objective, examples = OBJECTIVES[section.kind], make_examples(head, 6, 3)
     batch = make_batch([*examples, examples[0]], counted=6)
     assert batch.tokens.shape[-1] == max(each.longest for each in examples)
-    loss = objective.sums(model, batch, mesh.device) / objective.counts(batch)[0]
+    loss = objective.sums(model, batch, mesh.device, torch.ones(1)) / objective.counts(batch)[0]
     expected = torch.stack([one_by_one(model, each) for each in examples]).mean()
     assert_relative(loss, expected[None], 1e-12)
     assert batch.num_tokens == sum(len(o.tokens) for each in examples for o in each.options)

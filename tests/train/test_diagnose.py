@@ -13,7 +13,14 @@ from megatron.train.diagnose import NonFiniteError, non_finite
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
 from tests.dist import Pool
-from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_section, tiny_state
+from tests.tiny import (
+    GRANULARITIES,
+    mesh_of_ranks,
+    micro_batches,
+    samples,
+    tiny_section,
+    tiny_state,
+)
 
 UP = "transformer.layers.1.mlp.up"
 GLOBAL_BATCH = 8
@@ -45,10 +52,15 @@ def infinite_gradient(state: TrainState, module: nn.Module) -> None:
 
 
 def infinite_weight_gradient(state: TrainState, module: nn.Module) -> None:
-    weight = module.get_parameter("weight")
-    weight.register_hook(
-        lambda gradient: gradient - torch.inf if is_third_micro_batch(state) else gradient
-    )
+    slot = module.slots["weight"]
+    right = slot.add_product
+
+    def spoil(dy: Tensor, x: Tensor) -> None:
+        right(dy, x)
+        if is_third_micro_batch(state):
+            slot.place[0, 0] -= torch.inf
+
+    slot.add_product = spoil
 
 
 @torch.no_grad()
@@ -78,7 +90,7 @@ def messages(tensor_size: int, bad: tuple[int, int]) -> dict[str, set[str]]:
     """What is said of each fault, with and without recomputed activations."""
     mesh = mesh_of_ranks(tensor_size)
     return {
-        fault: {message(mesh, fault, bad, recompute, torch.float32) for recompute in (False, True)}
+        fault: {message(mesh, fault, bad, each, torch.float32) for each in GRANULARITIES}
         for fault in WHAT
     }
 
@@ -86,16 +98,16 @@ def messages(tensor_size: int, bad: tuple[int, int]) -> dict[str, set[str]]:
 def narrow_messages(bad: tuple[int, int]) -> list[str]:
     mesh = mesh_of_ranks(2)
     return [
-        message(mesh, "weight", bad, False, torch.bfloat16),
-        message(mesh, "product", bad, False, torch.float16),
+        message(mesh, "weight", bad, "none", torch.bfloat16),
+        message(mesh, "product", bad, "none", torch.float16),
     ]
 
 
 def message(
-    mesh: Mesh, fault: str, bad: tuple[int, int], recompute: bool, dtype: torch.dtype
+    mesh: Mesh, fault: str, bad: tuple[int, int], granularity: str, dtype: torch.dtype
 ) -> str:
     """What the second step raises, where the rank at (data, tensor) coordinates goes wrong."""
-    section = tiny_section(checkpoint_activations=recompute, hidden_dropout=0.1)
+    section = tiny_section(recompute_granularity=granularity, hidden_dropout=0.1)
     state = tiny_state(mesh, section, dtype=dtype)
     step(state)
     if (mesh.data.rank, mesh.tensor.rank) == bad:

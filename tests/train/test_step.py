@@ -40,9 +40,9 @@ def scaling(scale: float = 1024.0, **settings: Any) -> LossScaler:
 
 
 def infinite_gradient(state: TrainState) -> RemovableHandle:
-    """One weight's gradient is infinite, until the handle is removed."""
-    weight = state.model.transformer.layers["1"].mlp.up.weight
-    return weight.register_hook(lambda gradient: gradient + torch.inf)
+    """That of a bias which is cut, until the handle is removed."""
+    bias = state.model.transformer.layers["1"].mlp.up.bias
+    return bias.register_hook(lambda gradient: gradient + torch.inf)
 
 
 def infinite_replica(state: TrainState) -> RemovableHandle:
@@ -86,7 +86,7 @@ def overflow(mesh: Mesh, fault: str, bad: tuple[int, int]) -> tuple[bool, dict[s
         "step": state.step,
         "skipped": state.skipped,
         "samples": state.samples,
-        "adam": max(each["step"].item() for each in state.optimizer.adamw.state.values()),
+        "adam": max(each.item() for each in state.optimizer.adam.updates),
     }
 
 

@@ -41,7 +41,7 @@ ATTENTION = r"_scaled_dot_product_(?:attention_)?(flash|efficient|cudnn|math)|_(
 STORING = "math", "block"  # all s x s probabilities
 # Operators that a name of a layer below is about; all that ran stand in the record.
 TELLING = (
-    rf"{PRODUCTS}|{ATTENTION}|native_layer_norm|[gG]elu|embedding|dropout|bernoulli|_fused_adam"
+    rf"{PRODUCTS}|{ATTENTION}|native_layer_norm|[gG]elu|embedding|LookUp|[dD]ropout|_fused_adam"
     r"|CrossEntropy|multi_tensor|FusedLayerNorm"
 )
 Action = Callable[[], None]
@@ -141,17 +141,15 @@ class Bench:
 
     def loss(self) -> Action:
         head = self.build(lambda kit: kit.head(V))
-        return self.run(head, self.stream(), self.stream(V, H), self.numbers(V))
+        embedding = self.build(lambda kit: kit.word_embedding(V, H, divisible_by=1, std=0.02))
+        factors = torch.ones(B * S, device=self.device)
+        return self.run(head, self.stream(), embedding, self.numbers(V), factors)
 
     def adamw(self, impl: str) -> Action:
         master = nn.Parameter(torch.randn(H, H, device=self.device))
         master.grad = torch.randn_like(master)
-        optimizer = ADAMS[impl].make([{"params": [master], "weight_decay": 0.1}], OptimizerConfig())
-
-        def step() -> None:
-            optimizer.step()
-
-        return step
+        adam = ADAMS[impl]([master], [0.1], OptimizerConfig())
+        return lambda: adam.step(1e-3, 0.5)
 
 
 def _found(name: str, make: Callable[[], Action], device: torch.device) -> Iterator[Finding]:

@@ -1,0 +1,180 @@
+"""The fused output layer and loss against the loss of materialised logits."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.parallel import linear_cross_entropy as fused
+from megatron.parallel.collectives import gather_from
+from megatron.parallel.gradients import GradientBuffers
+from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
+from megatron.parallel.mesh import Axis, Mesh, serial_mesh
+from tests.dist import Pool
+from tests.tiny import Communication, mesh_of_ranks
+
+TOKENS, HIDDEN, VOCABULARY = 7, 6, 13
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what runs in this process."""
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 3 * 4 * 16)
+
+
+def example(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(x [n, h], weight [v, h], bias [v], labels [n], factors [n]), the first three to be
+    differentiated."""
+    numbers = torch.Generator().manual_seed(0)
+    shapes = (TOKENS, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,)
+    x, weight, bias = (torch.randn(*s, generator=numbers, dtype=torch.float64) for s in shapes)
+    labels = torch.tensor([0, 12, 6, 3, 12, 7, 1])
+    factors = torch.tensor([1.0, 0.0, -2.0, 0.5, 3.0, 0.25, 1.0], dtype=torch.float64)
+    return *(each.to(dtype).requires_grad_() for each in (x, weight, bias)), labels, factors
+
+
+def own_rows(whole: Tensor, axis: Axis) -> Tensor:
+    """This rank's rows of a weight or bias, with padding, to be differentiated."""
+    rows = -(-VOCABULARY // axis.size)
+    padded = torch.full((rows * axis.size, *whole.shape[1:]), 50.0, dtype=whole.dtype)
+    padded[:VOCABULARY] = whole.detach()
+    return padded.chunk(axis.size)[axis.rank].clone().requires_grad_()
+
+
+def check(dtype: torch.dtype, tolerance: float, chunk_bytes: int) -> None:
+    """Loss and gradients, times a factor of autograd's, equal those of plain torch in fp64."""
+    fused.CHUNK_BYTES = chunk_bytes
+    axis = mesh_of_ranks(dist.get_world_size()).tensor
+    x, weight, bias, labels, factors = example(dtype)
+    for with_bias in (False, True):
+        wide = [each.detach().double().requires_grad_() for each in (x, weight, bias)]
+        logits = F.linear(wide[0], wide[1], wide[2] if with_bias else None)
+        expected = F.cross_entropy(logits, labels, reduction="none") @ factors
+        (3 * expected).backward()
+
+        x.grad = None
+        own = own_rows(weight, axis), own_rows(bias, axis) if with_bias else None
+        total = fused.linear_cross_entropy(x, *own, labels, factors, axis, VOCABULARY)
+        (3 * total).backward()
+        assert total.dtype == torch.promote_types(dtype, torch.float32)
+        close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+        close(total.double(), expected)
+        close(x.grad.double(), wide[0].grad)
+        for part, whole in zip(own, wide[1:], strict=True):
+            if part is not None:
+                gradient = gather_from(part.grad.double(), 0, axis)
+                assert not gradient[VOCABULARY:].any(), "padding gets a gradient"
+                close(gradient[:VOCABULARY], whole.grad)
+        with torch.no_grad():
+            again = fused.linear_cross_entropy(x, *own, labels, factors, axis, VOCABULARY)
+        close(again, total)
+
+
+def check_all() -> None:
+    for chunk_bytes in (1, 2 * 8 * 13, 2**28):
+        check(torch.float64, 1e-12, chunk_bytes)
+        check(torch.float32, 1e-5, chunk_bytes)
+        check(torch.bfloat16, 0.06, chunk_bytes)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_it_equals_torch(gloo: Pool, size: int) -> None:
+    gloo.run(size, check_all)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_gradient_of_the_weight_goes_to_its_slot(dtype: torch.dtype) -> None:
+    """Added to what is there, in fp32 at least, and whole in one differentiation."""
+    mesh = serial_mesh()
+    model = nn.ModuleList(
+        [
+            VocabParallelEmbedding(mesh, VOCABULARY, HIDDEN, divisible_by=1, std=1.0),
+            VocabParallelHead(mesh, VOCABULARY),
+        ]
+    ).to(dtype)
+    embedding, head = model
+    x, weight, _, labels, factors = example(dtype)
+    with torch.no_grad():
+        embedding.weight.copy_(weight)
+    buffers = GradientBuffers(model)
+    buffers.start()
+    for is_last in (False, True):
+        with buffers.accumulate(is_last=is_last):
+            head(x, embedding, labels, factors).backward()
+    fused.linear_cross_entropy(
+        x, weight, None, labels, 2 * factors, mesh.tensor, VOCABULARY
+    ).backward()
+    (buffer,) = buffers.buffers
+    slot = buffer.slots[0]
+    assert slot.place.dtype == torch.promote_types(dtype, torch.float32)
+    rounding = 1e-12 if dtype == torch.float64 else 0.05
+    torch.testing.assert_close(
+        slot.place, weight.grad.to(slot.place.dtype), rtol=rounding, atol=rounding
+    )
+    with pytest.raises(RuntimeError), buffers.accumulate(is_last=True):
+        (2 * head(x, embedding, labels, factors)).backward()
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(each, Tensor):
+                self.elements = max(self.elements, each.numel())
+        return result
+
+
+def test_logits_never_exist_whole() -> None:
+    mesh, numbers = serial_mesh(), torch.Generator().manual_seed(0)
+    x = torch.randn(64, 4, generator=numbers).requires_grad_()
+    weight = torch.randn(16, 4, generator=numbers).requires_grad_()
+    labels, factors = torch.arange(64) % 16, torch.ones(64)
+    with Largest() as largest:
+        fused.linear_cross_entropy(x, weight, None, labels, factors, mesh.tensor, 16).backward()
+    assert largest.elements == x.numel()
+    with Largest() as largest, torch.no_grad():
+        fused.linear_cross_entropy(x, weight, None, labels, factors, mesh.tensor, 16)
+    assert largest.elements <= x.numel()
+
+
+def traffic(chunk_bytes: int) -> list[tuple[str, tuple[int, ...]]]:
+    fused.CHUNK_BYTES = chunk_bytes
+    mesh: Mesh = mesh_of_ranks(dist.get_world_size())
+    x, weight, _, labels, factors = example(torch.float32)
+    own = own_rows(weight, mesh.tensor)
+    _ = mesh.tensor.group
+    with Communication() as communication:
+        fused.linear_cross_entropy(
+            x, own, None, labels, factors, mesh.tensor, VOCABULARY
+        ).backward()
+    return communication.calls
+
+
+def test_what_is_communicated_has_the_size_of_the_tokens(gloo: Pool) -> None:
+    """Of the softmax, and of x what the backward of any layer cut by columns sums."""
+    for calls in gloo.run(2, traffic, 4 * 7 * 4):
+        assert calls == [
+            ("allreduce_", shape)
+            for rows in (3, 4)
+            for shape in ((rows,), (2, rows), (rows, HIDDEN))
+        ]
+
+
+def test_no_tokens_are_no_loss() -> None:
+    x, weight, bias, labels, factors = example(torch.float32)
+    axis = serial_mesh().tensor
+    total = fused.linear_cross_entropy(
+        x[:0], weight, bias, labels[:0], factors[:0], axis, VOCABULARY
+    )
+    total.backward()
+    assert total == 0
+    assert not weight.grad.any()
+    assert not bias.grad.any()
