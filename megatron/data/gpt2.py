@@ -10,6 +10,7 @@ b: samples of a batch; s: tokens of a sample (--seq-length).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,11 +58,12 @@ class Boundaries:
                 "tools/preprocess_data.py --append-eod puts them there"
             )
 
-    def batch(self, window: NDArray[np.int64]) -> GPT2Batch:
+    def batch(self, window: NDArray[np.int32]) -> GPT2Batch:
         """Of the samples [b, s + 1]: each label is the token after, also across documents."""
-        tokens, labels = window[:, :-1].copy(), window[:, 1:].copy()
-        starts, offsets = self._document_starts(tokens), np.indices(tokens.shape)[1]
+        tokens, labels = (each.astype(np.int64) for each in (window[:, :-1], window[:, 1:]))
         is_mark = tokens == self.eod
+        starts = self._document_starts(is_mark)
+        offsets = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
         return GPT2Batch(
             tokens=tokens,
             labels=labels,
@@ -70,10 +72,12 @@ class Boundaries:
             document_starts=starts if self.reset_attention_mask else None,
         )
 
-    def _document_starts(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """A document starts at the sample's first token and after each mark."""
-        starts = np.zeros_like(tokens)
-        rows, columns = np.nonzero(tokens[:, :-1] == self.eod)
+    def _document_starts(self, is_mark: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """A document starts at the sample's first token and after each mark, if it matters."""
+        starts = np.zeros(is_mark.shape, np.int64)
+        if not (self.reset_position_ids or self.reset_attention_mask):
+            return starts
+        rows, columns = np.nonzero(is_mark[:, :-1])
         starts[rows, columns + 1] = columns + 1
         return np.maximum.accumulate(starts, axis=1)
 
@@ -90,10 +94,12 @@ class Part:
         """Samples of an epoch."""
         return max(0, len(self.tokens) - 1) // self.seq_length
 
-    def read(self, sample: int) -> NDArray[np.int64]:
-        """[s + 1]"""
-        start = self.tokens.start + sample * self.seq_length
-        return self.data.tokens[start : start + self.seq_length + 1].astype(np.int64)
+    def read(self, samples: Sequence[int]) -> NDArray[Any]:
+        """[samples, s + 1], of the type in the file."""
+        starts = [self.tokens.start + sample * self.seq_length for sample in samples]
+        for start in starts:
+            self.data.tokens.expect(start, start + self.seq_length + 1)
+        return np.stack([self.data.tokens[start : start + self.seq_length + 1] for start in starts])
 
 
 class GPT2Dataset:
@@ -117,10 +123,10 @@ class GPT2Dataset:
         Raises ValueError past the end of a split that is not endless, and for ids outside the
         vocabulary.
         """
-        window = np.empty((len(numbers), self._parts[0].seq_length + 1), np.int64)
+        window = np.empty((len(numbers), self._parts[0].seq_length + 1), np.int32)
         for drawn in self._series.locate(numbers):
             part = self._parts[drawn.source]
-            read = np.stack([part.read(sample) for sample in drawn.places.tolist()])
+            read = part.read(drawn.places.tolist())
             check_highest_id(part.data.prefix, int(read.max()), self._vocab_size)
             window[drawn.rows] = read
         return self._boundaries.batch(window)

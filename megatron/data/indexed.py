@@ -32,7 +32,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megatron.data.description import Description
 from megatron.data.files import flush_directory, flush_to_disk, sha256, temporary, with_suffix
-from megatron.data.joined import Array, join
+from megatron.data.joined import Array, Joined, Stored, join
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -49,10 +49,11 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class IndexedShard:
-    """A .bin and its .idx, memory-mapped: opening it reads its header only.
+    """A .bin and its .idx: opening it reads its header only.
 
     sizes: int32 [sequences], in tokens. pointers: int64 [sequences], in bytes. documents: int64
-    [documents + 1], in sequences. tokens: uint16 or int32 [all tokens]. All are read-only.
+    [documents + 1], in sequences. These are memory-mapped, and read-only. tokens: uint16 or int32
+    [all tokens], of which a slice is read when it is asked for.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -62,7 +63,8 @@ class IndexedShard:
         self.dtype, sequences, documents = _read_header(index)
         ends = list(accumulate([HEADER.size, 4 * sequences, 8 * sequences, 8 * documents]))
         _check_length(index, ends[-1])
-        whole = np.memmap(index, np.uint8, "r")
+        # An array and not a memmap, whose every slice takes ten times as long.
+        whole = np.asarray(np.memmap(index, np.uint8, "r"))
         self.sizes = whole[ends[0] : ends[1]].view("<i4")
         self.pointers = whole[ends[1] : ends[2]].view("<i8")
         self.documents = whole[ends[2] : ends[3]].view("<i8")
@@ -70,7 +72,7 @@ class IndexedShard:
             raise ValueError(f"{index} is damaged: its documents do not cover its sequences")
         end = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
         _check_length(binary, end)
-        self.tokens = np.memmap(binary, self.dtype, "r")
+        self.tokens = Stored(binary, self.dtype)
 
     def chunks(self, *, step: int = CHUNK, size: int = CHUNK) -> Iterator[NDArray[Any]]:
         """Up to `size` tokens from each multiple of `step` on: all of them, if not told otherwise.
@@ -88,7 +90,7 @@ class IndexedDataset:
     """A data set on disk, of one shard or of several: opening it reads their headers only.
 
     sizes, pointers, documents and tokens are those of a shard, numbered through, so that it does
-    not show where a shard ends: a slice of several shards is a copy, one of one shard is none.
+    not show where a shard ends.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -108,7 +110,8 @@ class IndexedDataset:
         self.sizes: Array = join([shard.sizes for shard in self.shards])
         self.pointers: Array = join([shard.pointers for shard in self.shards], sizes[:-1])
         self.documents: Array = join(starts, sequences[:-1])
-        self.tokens: Array = join([shard.tokens for shard in self.shards])
+        tokens = [shard.tokens for shard in self.shards]
+        self.tokens: Stored | Joined = tokens[0] if len(tokens) == 1 else Joined(tokens)
 
     def token_range(self, documents: range) -> range:
         """The tokens of some consecutive documents, as offsets in `tokens`."""

@@ -3,12 +3,20 @@
 A Feistel network is a bijection of 2^(2h) numbers whatever its round function. A number that it
 throws beyond `size` goes through it again until it lands inside (cycle walking), which leaves a
 bijection of range(size); 2^(2h) is at most 4 size, so that takes at most 4 turns on average.
+
+All arithmetic is modulo 2^64, on integers of Python or on arrays of numpy.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 ROUNDS = 8
+WORD = 2**64 - 1
+# Of fewer numbers each takes Python less time than an operation on an array takes to begin.
+FEW = 64
 
 
 def permute(
@@ -21,28 +29,48 @@ def permute(
     """
     assert numbers.shape == epochs.shape
     assert np.all((numbers >= 0) & (numbers < size))
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    key = _mix(_mix(np.full(numbers.shape, seed % 2**64, np.uint64)) ^ epochs.astype(np.uint64))
-    value = _feistel(numbers.astype(np.uint64), half, key)
+    if len(numbers) < FEW:
+        keys = {epoch: _keys(seed, epoch) for epoch in set(epochs.tolist())}
+        pairs = zip(numbers.tolist(), epochs.tolist(), strict=True)
+        return np.array([_walk(number, size, keys[epoch]) for number, epoch in pairs], np.int64)
+    all_keys = np.stack(_keys(seed, epochs.astype(np.uint64)))
+    value = _feistel(numbers.astype(np.uint64), _half(size), all_keys)
     while np.any(outside := value >= size):
-        value[outside] = _feistel(value[outside], half, key[outside])
+        value[outside] = _feistel(value[outside], _half(size), all_keys[:, outside])
     return value.astype(np.int64)
 
 
-def _feistel(
-    value: NDArray[np.uint64], half: np.uint64, key: NDArray[np.uint64]
-) -> NDArray[np.uint64]:
-    """A bijection of the numbers of 2 half bits, for each key."""
-    mask = (np.uint64(1) << half) - np.uint64(1)
+def _walk(number: int, size: int, keys: Sequence[int]) -> int:
+    half = _half(size)
+    value: int = _feistel(number, half, keys)
+    while value >= size:
+        value = _feistel(value, half, keys)
+    return value
+
+
+def _half(size: int) -> int:
+    """h for the smallest 2^(2h) that is at least `size`."""
+    return max(1, ((size - 1).bit_length() + 1) // 2)
+
+
+def _keys(seed: int, epoch: Any) -> list[Any]:
+    """Those of the rounds, for an epoch or for many."""
+    key = _mix(_mix(seed & WORD) ^ epoch)
+    return [_mix(key + number) for number in range(ROUNDS)]
+
+
+def _feistel(value: Any, half: int, keys: Sequence[Any] | NDArray[np.uint64]) -> Any:
+    """A bijection of the numbers of 2 half bits, for the keys of the rounds."""
+    mask = (1 << half) - 1
     left, right = value >> half, value & mask
-    for number in range(ROUNDS):
-        left, right = right, left ^ (_mix(_mix(key + np.uint64(number)) ^ right) & mask)
+    for key in keys:
+        left, right = right, left ^ (_mix(key ^ right) & mask)
     return (left << half) | right
 
 
-def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix(value: Any) -> Any:
     """SplitMix64's output function: every bit of the result depends on every bit of value."""
-    value = value + np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+    value = value + 0x9E3779B97F4A7C15 & WORD
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & WORD
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & WORD
+    return value ^ (value >> 31)

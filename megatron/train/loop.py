@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import exp, inf
@@ -13,8 +13,8 @@ from typing import Any
 from megatron.config.resume import data_fingerprint
 from megatron.config.training import TrainingConfig
 from megatron.data.batch import Batch, Samples
-from megatron.data.sampler import micro_batches
 from megatron.train.evaluate import mean_losses
+from megatron.train.feed import feed
 from megatron.train.metrics import Metrics
 from megatron.train.replicas import check_replicas
 from megatron.train.saver import Saver
@@ -73,23 +73,24 @@ def train(state: TrainState, loop: Loop) -> str:
     if loop.owes_evaluation and state.step % loop.training.eval_interval == 0:
         _evaluate(state, loop)  # a signal came when it was due
     end = "train_iters" if state.step >= loop.training.train_iters else None
-    while end is None:
-        batches, lr = _batches(state, loop), loop.learning_rate(state.updates + 1)
-        result = train_step(state, batches, lr, wants_stop=lambda: _wants_stop(loop, clock))
-        clock.tokens += result.tokens
-        loop.metrics.advance()
-        end = _end(state, loop, stop=result.stop)
-        saves = _is_due(state, loop.save_interval, end)
-        agreed = _check(state, loop, batches, saves, agreed)
-        if _is_due(state, loop.log_interval, end):
-            _log(state, loop, result, lr, clock)
-        with clock.paused():
-            validation_loss = None
-            if end not in SIGNALS and _is_due(state, loop.training.eval_interval, end):
-                validation_loss = _evaluate(state, loop)
-            if saves:
-                loop.saver.save(state, validation_loss)
-            _report_saves(state, loop, is_last=end is not None)
+    with closing(_steps_to_come(state, loop)) as steps:
+        while end is None:
+            batches, lr = next(steps), loop.learning_rate(state.updates + 1)
+            result = train_step(state, batches, lr, wants_stop=lambda: _wants_stop(loop, clock))
+            clock.tokens += result.tokens
+            loop.metrics.advance()
+            end = _end(state, loop, stop=result.stop)
+            saves = _is_due(state, loop.save_interval, end)
+            agreed = _check(state, loop, batches, saves, agreed)
+            if _is_due(state, loop.log_interval, end):
+                _log(state, loop, result, lr, clock)
+            with clock.paused():
+                validation_loss = None
+                if end not in SIGNALS and _is_due(state, loop.training.eval_interval, end):
+                    validation_loss = _evaluate(state, loop)
+                if saves:
+                    loop.saver.save(state, validation_loss)
+                _report_saves(state, loop, is_last=end is not None)
     loop.metrics.write({"step": state.step, "ended": end, "exit_code": exit_code(end)})
     loop.metrics.say(_last_word(state, loop, end))
     return end
@@ -146,15 +147,16 @@ class Clock:
         self.since += time.monotonic() - before
 
 
-def _batches(state: TrainState, loop: Loop) -> list[Batch]:
-    numbers = micro_batches(
-        state.samples,
-        global_batch_size=loop.global_batch_size,
+def _steps_to_come(state: TrainState, loop: Loop) -> Generator[list[Batch]]:
+    """This rank's micro-batches of each step up to `train_iters`."""
+    size, left = loop.global_batch_size, loop.training.train_iters - state.step
+    return feed(
+        loop.train_data,
+        range(state.samples, state.samples + left * size, size),
         micro_batch_size=loop.training.micro_batch_size,
         data_rank=state.mesh.data.rank,
         data_size=state.mesh.data.size,
     )
-    return [loop.train_data.batch(each) for each in numbers]
 
 
 def _wants_stop(loop: Loop, clock: Clock) -> bool:

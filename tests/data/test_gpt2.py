@@ -164,6 +164,7 @@ def test_each_flag_does_its_own_part() -> None:
     batch = Boundaries(eod=0, reset_attention_mask=True).batch(WINDOW)
     assert batch.positions.tolist()[0] == [0, 1, 2, 3, 4, 5]
     assert batch.document_starts is not None
+    assert batch.document_starts.tolist()[0] == [0, 0, 2, 2, 2, 5]
 
 
 def test_boundaries_agree_with_a_loop_over_tokens() -> None:
@@ -201,4 +202,4 @@ def test_past_2_to_the_31_tokens(tmp_path: Path) -> None:
     tokens = range(write_sparse(tmp_path / "p", last) + len(last))
     part = Part(IndexedDataset(str(tmp_path / "p")), tokens, 4)
     assert len(part) == (2**31 + 10) // 4
-    assert part.read(len(part) - 1).tolist() == last[4:9]
+    assert part.read([len(part) - 1]).tolist() == [last[4:9]]

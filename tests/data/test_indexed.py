@@ -2,6 +2,7 @@
 
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
@@ -219,6 +220,50 @@ def test_an_interrupted_writer_leaves_what_was_there(prefix: Path) -> None:
     write_data(prefix, [[1, 2]])
     assert verify(str(prefix)).tokens == 2
     assert {file.name for file in prefix.parent.iterdir()} == before.keys()
+
+
+def test_tokens_are_read_and_not_mapped(prefix: Path) -> None:
+    data = IndexedDataset(str(prefix))
+    tokens = data.tokens
+    part = tokens[3:6]
+    assert (part.tolist(), tokens[4], tokens[-1], tokens[5:5].tolist()) == ([0, 8, 0], 8, 0, [])
+    part[:] = 1  # the caller's own
+    assert tokens[3:100].tolist() == [*chain(*DOCUMENTS)][3:]
+    with pytest.raises(IndexError):
+        tokens[12]
+    maps = Path("/proc/self/maps").read_text()
+    assert f"{prefix}.idx" in maps
+    assert f"{prefix}.bin" not in maps
+
+
+def test_what_the_system_reads_in_pieces_is_read_to_the_end(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does beyond 2 GiB."""
+    preadv = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda file, parts, offset: preadv(file, [parts[0][:3]], offset)
+    )
+    assert IndexedDataset(str(prefix)).tokens[:].tolist() == [*chain(*DOCUMENTS)]
+
+
+def test_a_file_that_shrinks_under_a_run_is_an_error(prefix: Path) -> None:
+    tokens = IndexedDataset(str(prefix)).tokens
+    os.truncate(f"{prefix}.bin", 10)
+    assert tokens[:5].tolist() == [5, 6, 7, 0, 8]
+    with pytest.raises(OSError, match="p.bin has become shorter"):
+        tokens[4:6]
+
+
+def test_threads_read_the_same_tokens(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).integers(0, 60_000, 100_000)
+    write_data(tmp_path / "p", [numbers], vocab_size=60_000)
+    tokens = IndexedDataset(str(tmp_path / "p")).tokens
+    starts = list(range(0, 99_000, 97))
+    with ThreadPoolExecutor(8) as pool:
+        parts = list(pool.map(lambda start: tokens[start : start + 1000], starts))
+    for start, part in zip(starts, parts, strict=True):
+        assert np.array_equal(part, numbers[start : start + 1000])
 
 
 def test_more_than_2_to_the_31_tokens(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.data.order import permute
+from megatron.data.order import FEW, permute
 from megatron.data.sampler import micro_batches
 
 
@@ -41,13 +41,17 @@ def test_orders_of_few_are_equally_likely() -> None:
 
 
 def test_any_number_alone_gives_what_all_together_give() -> None:
-    size, epochs = 2**40 + 3, np.array([0, 5, 5, 10**6])
-    numbers = np.array([0, 2**39, size - 1, 12345])
-    together = permute(numbers, size, seed=1, epochs=epochs)
-    alone = [
-        permute(numbers[i : i + 1], size, seed=1, epochs=epochs[i : i + 1])[0] for i in range(4)
-    ]
-    assert together.tolist() == alone
+    """Few are permuted by Python's integers, many as arrays."""
+    rng = np.random.default_rng(0)
+    for size, seed in ((2**40 + 3, 1), (65_537, -1), (5, 2**63)):
+        epochs = np.array([0, 5, 5, 10**6] * FEW)
+        numbers = np.concatenate([[0, size - 1], rng.integers(0, size, 4 * FEW - 2)])
+        together = permute(numbers, size, seed=seed, epochs=epochs)
+        alone = [
+            permute(numbers[i : i + 1], size, seed=seed, epochs=epochs[i : i + 1])[0]
+            for i in range(len(numbers))
+        ]
+        assert together.tolist() == alone
 
 
 @pytest.mark.parametrize(("data_size", "micro_batch_size"), [(1, 1), (1, 12), (2, 3), (4, 1)])

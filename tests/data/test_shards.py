@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,7 @@ def test_shards_read_as_one_data_set(sharded: str, single: str) -> None:
     for name in ("sizes", "pointers", "documents", "tokens"):
         found, expected = getattr(ours, name), getattr(whole, name)
         assert len(found) == len(expected)
-        assert found[:].tolist() == expected.tolist()
+        assert found[:].tolist() == expected[:].tolist()
         assert found.__class__ is Joined
         assert [found[i] for i in range(-2, 2)] == [expected[i] for i in range(-2, 2)]
     for start, stop in itertools.combinations_with_replacement(range(len(DOCUMENTS) + 1), 2):
@@ -91,6 +92,31 @@ def test_samples_cross_the_borders_of_shards(sharded: str, single: str) -> None:
         batches.append(training.batch(range(training.samples_per_epoch)))
     assert batches[0].tokens.tolist() == batches[1].tokens.tolist()
     assert batches[0].labels.tolist() == batches[1].labels.tolist()
+
+
+def test_a_batch_is_asked_of_the_disk_before_any_of_it_is_read(
+    sharded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int, int, int]] = []
+    preadv = os.preadv
+
+    def read(file: int, parts: list[memoryview], start: int) -> int:
+        calls.append(("read", file, start, len(parts[0])))
+        return preadv(file, parts, start)
+
+    def ask(file: int, start: int, size: int, advice: int) -> None:
+        calls.append(("ask", file, start, size))
+
+    training, _, _ = open_splits(
+        open_corpus([sharded], PlainTokenizer()), split="1,0,0", seq_length=3, seed=1
+    )
+    monkeypatch.setattr(os, "preadv", read)
+    monkeypatch.setattr(os, "posix_fadvise", ask)
+    training.batch(range(training.samples_per_epoch))
+    asked, done = ([each[1:] for each in calls if each[0] == kind] for kind in ("ask", "read"))
+    assert len({file for file, *_ in done}) == 3
+    assert sorted(asked) == sorted(done)
+    assert [each[0] for each in calls] == ["ask"] * len(asked) + ["read"] * len(done)
 
 
 def test_each_shard_is_whole_by_itself(sharded: str) -> None:

@@ -1,6 +1,7 @@
 """The loop: batches in order, metrics, evaluation, checks, saving and exits."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,7 @@ def test_it_leaves_when_told_to_and_saves(tmp_path: Path) -> None:
     assert run(1, tmp_path, exit_interval=3)[1:] == ([(3, True)], 3, "exit_interval")
     late = run(1, tmp_path, exit_duration_in_mins=1e-9)
     assert late[1:] == ([(1, True)], 1, "exit_duration_in_mins")
+    assert not [each for each in threading.enumerate() if each.name.startswith("feed")]
 
 
 @pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), (2, 1), (4, 2)])
@@ -147,6 +149,24 @@ def test_a_signal_to_any_rank_ends_all_after_the_step_with_a_save_and_no_evaluat
     for answer in gloo.run(world, run, tensor_size, tmp_path, (3, rank)):
         assert answer[1:] == ([(3, False)], 3, "SIGUSR1")
     assert lines(tmp_path)[-1] == {"step": 3, "ended": "SIGUSR1", "exit_code": 75}
+
+
+def test_what_the_data_set_raises_ends_the_step_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches are made a step ahead; those after the last step are not."""
+    batch = Split.batch
+
+    def broken(self: Split, numbers: range) -> Any:
+        if 8 in numbers:
+            raise OSError("no such disk")
+        return batch(self, numbers)
+
+    monkeypatch.setattr(Split, "batch", broken)
+    with pytest.raises(OSError, match="no such disk"):
+        run(1, tmp_path, eval_iters=0)
+    assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [2]
+    assert run(1, tmp_path, train_iters=2, eval_iters=0)[2:] == (2, "train_iters")
 
 
 def test_replicas_are_compared_at_their_interval_and_before_each_save(
