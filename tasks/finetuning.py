@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from megatron.config.bert import Head
 from megatron.config.checks import SettingError, fraction, non_negative, positive
+from megatron.config.model import RecomputeGranularity
 from megatron.config.parallel import ParallelConfig
 from megatron.data.examples import Encoding, Example
 from tasks.common import ReportConfig
@@ -98,8 +99,12 @@ class FinetuneSettings:
     takes bf16 where the device has it, else fp32, and an evaluation what the model was fine-tuned
     in, fp32 for one that was imported."""
 
-    checkpoint_activations: bool = False
-    """Keep only each layer's input and recompute the rest in the backward pass."""
+    recompute_granularity: RecomputeGranularity = field(
+        default="none", metadata={"alias": "checkpoint_activations", **BESIDE}
+    )
+    """What the backward pass computes again, to save memory: full, each layer from its input;
+    selective, attention's core alone, which saves its probabilities where its kernel keeps them.
+    Also spelt --checkpoint-activations."""
 
     save: Path | None = None
     """Directory for the checkpoints of every seed's last and best epoch. Seeds that are finished

@@ -22,7 +22,7 @@ TRAINING = (
     "clip_grad",
     "hidden_dropout",
     "attention_dropout",
-    "checkpoint_activations",
+    "recompute_granularity",
 )
 TRAINING_ALONE = (*TRAINING, "seed", "seeds", "save")
 ROUNDING = ("micro_batch_size", "dtype")  # change an evaluation by rounding alone

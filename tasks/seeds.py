@@ -126,7 +126,7 @@ def start(plan: Plan, mesh: Mesh, progress: Progress) -> Runs:
         task.labels,
         hidden_dropout=settings.hidden_dropout,
         attention_dropout=settings.attention_dropout,
-        checkpoint_activations=settings.checkpoint_activations,
+        recompute_granularity=settings.recompute_granularity,
     )
     identity = identity_of(plan, manifest["checksum"])
     return Runs(

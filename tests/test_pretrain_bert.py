@@ -94,7 +94,7 @@ def test_it_learns_in_every_precision(data: Path, tmp_path: Path, order: str) ->
 
 def test_narrow_precision_resumes_exactly_over_two_ranks(data: Path, tmp_path: Path) -> None:
     words = (
-        f"{ONE_BY_ONE} --bf16 --residual-order post-ln --checkpoint-activations "
+        f"{ONE_BY_ONE} --bf16 --residual-order post-ln --recompute-granularity full "
         "--tensor-model-parallel-size 2 --check-replicas-interval 1"
     )
     run(data, f"{words} --save {tmp_path}/whole", world=2)

@@ -1,9 +1,11 @@
 """The transformer's shape, dropout and initialisation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from megatron.config.checks import SettingError, fraction, optional_positive, positive
+
+RecomputeGranularity = Literal["none", "full", "selective"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,12 @@ class ModelConfig:
     hidden_dropout: float = 0.1
     """Dropout probability of the embeddings and before each residual add."""
 
-    checkpoint_activations: bool = False
-    """Keep only each layer's input and recompute the rest in the backward pass."""
+    recompute_granularity: RecomputeGranularity = field(
+        default="none", metadata={"alias": "checkpoint_activations"}
+    )
+    """What the backward pass computes again, to save memory: full, each layer from its input, as in
+    the paper; selective, attention's core alone, which saves its probabilities where its kernel
+    keeps them. Also spelt --checkpoint-activations."""
 
     def __post_init__(self) -> None:
         positive(

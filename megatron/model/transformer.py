@@ -8,19 +8,40 @@
         x = x + dropout(MLP(LayerNorm(x)))           x = LayerNorm(x + dropout(MLP(x)))
 
 The stream between layers is [n, h]; only attention unfolds it to [b, ...].
+
+What the backward pass computes again (`recompute_granularity`) runs through the kit's `checkpoint`:
+a layer, of which its input alone is kept, [n, h]; or attention's core, of which q, k and v are kept
+and not the probabilities, [b, a/t, s, s]: much memory for little arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import sqrt
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RecomputeGranularity
 from megatron.model.cache import KeyValueCache
 from megatron.model.gelu import gelu
 from megatron.parallel.kit import Kit
+
+
+def _run(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    return function(*arguments)
+
+
+def _runner(
+    section: ModelConfig, kit: Kit, granularity: RecomputeGranularity
+) -> Callable[..., Tensor]:
+    """(function, *arguments) to its result; the backward runs it again where this is the section's
+    granularity."""
+    if section.recompute_granularity != granularity:
+        return _run
+    # It is not traced: what is run again is told where the random streams stood. Layers are.
+    return torch.compiler.disable(kit.checkpoint)
 
 
 class Attention(nn.Module):
@@ -33,6 +54,7 @@ class Attention(nn.Module):
         self.head_size = h // section.num_attention_heads
         self.qkv = kit.column(h, h, parts=3, std=std)
         self.core = kit.attention_core(section.attention_dropout, f"{place}.core")
+        self.run_core = _runner(section, kit, "selective")
         self.output = kit.row(h, h, std=std / sqrt(2 * section.num_layers))
 
     def forward(
@@ -43,7 +65,7 @@ class Attention(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # each [b, a/t, s, d]
         if cache is not None:
             k, v = cache.append(self.place, k, v)
-        heads = self.core(q, k, v, mask)
+        heads = self.run_core(self.core, q, k, v, mask)
         return self.output(heads.transpose(1, 2).reshape(x.shape[0], -1))
 
 
@@ -115,14 +137,11 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict(
             {str(number): make(section, kit, number, gelu) for number in numbers}
         )
-        self.checkpoint = kit.checkpoint if section.checkpoint_activations else None
+        self.run_layer = _runner(section, kit, "full")
 
     def forward(
         self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None
     ) -> Tensor:
         for layer in self.layers.values():
-            if self.checkpoint is not None and self.training:
-                x = self.checkpoint(layer, x, batch, mask)
-            else:
-                x = layer(x, batch, mask, cache)
+            x = self.run_layer(layer, x, batch, mask, cache)
         return x

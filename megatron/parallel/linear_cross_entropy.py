@@ -25,7 +25,7 @@ from megatron.parallel.mesh import Axis
 if TYPE_CHECKING:
     from megatron.parallel.gradients import Slot
 
-CHUNK_BYTES = 2**28  # of a chunk's logits in fp32
+CHUNK_BYTES = 2**27  # of a chunk's logits in fp32
 
 
 def chunks(tokens: int, columns: int, wide: torch.dtype) -> Iterator[slice]:

@@ -36,6 +36,9 @@ def section_of(manifest: Mapping[str, Any]) -> ModelConfig:
         name: tuple(value) if isinstance(value, list) else value
         for name, value in manifest["config"]["model"].items()
     }
+    # What the first checkpoints called the full granularity.
+    if settings.pop("checkpoint_activations", False):
+        settings["recompute_granularity"] = "full"
     return section(**settings)
 
 

@@ -97,6 +97,7 @@ def test_the_last_word_wins_and_presets_come_first(tmp_path: Path) -> None:
         ("data_path = [0.3]\n", "line 1: data_path is \\[0.3\\]; a list"),
         ('lr_decay_style = "cos"\n', "line 1: lr_decay_style is 'cos'; \"cosine\" or"),
         ("save = 1\n", "line 1: save is 1; text in quotes"),
+        ("checkpoint_activations = true\n", 'line 1: .* is True; "none" or "full" or "selective"'),
         ("num_layers: 4\n", "is not TOML: .*line 1"),
         ("preset = 'b.toml'\n", "line 1: unknown setting preset"),
     ],

@@ -51,6 +51,7 @@ def test_presets_are_the_paper_s(name: str) -> None:
         heads,
     )
     assert config.global_batch_size(gpus) == batch
+    assert model.recompute_granularity == "full"  # section 4.2: after every transformer layer
 
 
 @pytest.mark.parametrize(("name", "size"), [("1.2b", 1), ("2.5b", 2), ("4.2b", 4), ("8.3b", 8)])

@@ -19,6 +19,7 @@ from megatron.train.evaluate import whole_logits
 from tests.dist import Pool
 from tests.model.dense import dense_gpt2
 from tests.tiny import (
+    GRANULARITIES,
     SEQUENCE,
     VOCABULARY,
     assert_gradients,
@@ -47,11 +48,11 @@ def with_documents(batch: GPT2Batch) -> GPT2Batch:
 
 
 @pytest.mark.parametrize("prepare", [lambda batch: batch, with_documents])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_it_equals_plain_modules(
-    prepare: Callable[[GPT2Batch], GPT2Batch], recompute: bool
+    prepare: Callable[[GPT2Batch], GPT2Batch], granularity: str
 ) -> None:
-    section = tiny_section(checkpoint_activations=recompute)
+    section = tiny_section(recompute_granularity=granularity)
     model, _ = tiny_model(serial_mesh(), section)
     weights = {name: weight.double() for name, weight in tiny_weights(model).items()}
     dense = dense_gpt2(section, VOCABULARY, weights)

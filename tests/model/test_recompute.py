@@ -1,39 +1,62 @@
-"""Activation checkpointing changes no number, with dropout on."""
+"""What the backward pass computes again changes no number, with dropout on, and frees memory."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.recomputing import kept_bytes
+from megatron.config.model import ModelConfig
 from megatron.parallel.layout import layouts
+from megatron.train.objectives import MaskedTokensAndOrder, NextToken, Objective
+from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.tiny import (
+    GRANULARITIES,
+    SEQUENCE,
     gather_whole,
     mesh_of_ranks,
     micro_batches,
     samples,
-    summed_loss,
     tiny_model,
     tiny_section,
 )
 
 CPU = torch.device("cpu")
+BATCH = 4
 
 
-def losses_and_gradients(
-    tensor_size: int, checkpoint: bool, dropout: float
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+class Kind(NamedTuple):
+    section: Callable[..., ModelConfig]
+    samples: Callable[[int], Any]
+    objective: Objective
+
+
+KINDS = {
+    "gpt2": Kind(tiny_section, samples, NextToken()),
+    "bert pre-ln": Kind(partial(bert_section, "pre-ln"), bert_samples, MaskedTokensAndOrder()),
+    "bert post-ln": Kind(partial(bert_section, "post-ln"), bert_samples, MaskedTokensAndOrder()),
+}
+Outcome = tuple[list[Tensor], dict[str, Tensor]]
+
+
+def losses_and_gradients(kind: str, tensor_size: int, dropout: float, granularity: str) -> Outcome:
     """Two micro-batches run forward before the first runs backward, outside their position."""
-    mesh = mesh_of_ranks(tensor_size)
-    section = tiny_section(
-        checkpoint_activations=checkpoint, hidden_dropout=dropout, attention_dropout=dropout
+    mesh, (section, make, objective) = mesh_of_ranks(tensor_size), KINDS[kind]
+    settings = section(
+        recompute_granularity=granularity, hidden_dropout=dropout, attention_dropout=dropout
     )
-    model, streams = tiny_model(mesh, section)
-    torch.manual_seed(checkpoint)  # must not matter
+    model, streams = tiny_model(mesh, settings)
+    torch.manual_seed(len(granularity))  # must not matter
     before = torch.get_rng_state()
     losses = []
-    for number, batch in enumerate(micro_batches(samples(4), mesh, 2)):
+    for number, batch in enumerate(micro_batches(make(BATCH), mesh, 2)):
         with streams.at(7, number):
-            losses.append(summed_loss(model.train(), batch, CPU)[0])
+            ones = torch.ones(len(objective.terms))
+            losses.append(objective.sums(model.train(), batch, CPU, ones).sum())
     for loss in losses:
         loss.backward()
     assert torch.equal(torch.get_rng_state(), before)
@@ -42,31 +65,56 @@ def losses_and_gradients(
     return [loss.detach() for loss in losses], gradients
 
 
+def outcomes(kind: str, tensor_size: int, dropout: float) -> dict[str, Outcome]:
+    """By granularity."""
+    return {each: losses_and_gradients(kind, tensor_size, dropout, each) for each in GRANULARITIES}
+
+
 @pytest.mark.parametrize("size", [1, 2])
-def test_loss_and_gradients_are_the_same_bit_for_bit(gloo: Pool, size: int) -> None:
-    kept = gloo.run(size, losses_and_gradients, size, False, 0.2)
-    recomputed = gloo.run(size, losses_and_gradients, size, True, 0.2)
-    without = gloo.run(size, losses_and_gradients, size, False, 0.0)
-    for (losses, gradients), (again, gradients_again) in zip(kept, recomputed, strict=True):
-        assert losses == again
-        for name, gradient in gradients.items():
-            assert torch.equal(gradient, gradients_again[name]), name
-    assert kept[0][0] != without[0][0]
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_the_same_bit_for_bit(gloo: Pool, kind: str, size: int) -> None:
+    first = {}
+    for dropout in (0.0, 0.2):
+        for found in gloo.run(size, outcomes, kind, size, dropout):
+            losses, gradients = found.pop("none")
+            assert list(found) == ["full", "selective"]
+            for again, gradients_again in found.values():
+                assert losses == again
+                for name, gradient in gradients.items():
+                    assert torch.equal(gradient, gradients_again[name]), name
+        first[dropout] = losses[0]
+    assert first[0.0] != first[0.2]
 
 
-def saved_bytes(checkpoint: bool) -> int:
-    model, _ = tiny_model(mesh_of_ranks(1), tiny_section(checkpoint_activations=checkpoint))
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss, _ = summed_loss(model.train(), samples(4), CPU)
-    del loss
-    return sum(kept.values())
+def kept_of_layers(tensor_size: int, layers: int, dropout: float, granularity: str) -> int:
+    """Of what a GPT-2 keeps for its backward pass beside weights, in fp64."""
+    section = tiny_section(
+        num_layers=layers, recompute_granularity=granularity, attention_dropout=dropout
+    )
+    model, _ = tiny_model(mesh_of_ranks(tensor_size), section)
+    batch, factors = samples(BATCH), torch.ones(1)
+    return kept_bytes(model, lambda: NextToken().sums(model.train(), batch, CPU, factors))
 
 
-def test_it_keeps_less() -> None:
-    assert saved_bytes(True) < 0.5 * saved_bytes(False)
+def kept_of_a_layer(tensor_size: int, dropout: float) -> dict[str, int]:
+    """By granularity."""
+    one = {each: kept_of_layers(tensor_size, 1, dropout, each) for each in GRANULARITIES}
+    three = {each: kept_of_layers(tensor_size, 3, dropout, each) for each in GRANULARITIES}
+    return {each: (three[each] - one[each]) // 2 for each in GRANULARITIES}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_full_keeps_a_layer_s_input_and_selective_all_but_probabilities(
+    gloo: Pool, size: int, dropout: float
+) -> None:
+    section = tiny_section()
+    stream = BATCH * SEQUENCE * section.hidden_size * 8  # [n, h]
+    norms = 4 * BATCH * SEQUENCE * 8  # mean and deviation of two
+    probabilities = BATCH * section.num_attention_heads // size * SEQUENCE**2
+    for kept in gloo.run(size, kept_of_a_layer, size, dropout):
+        assert kept["full"] == stream
+        # Before and behind two norms; q, k, v, the heads, and the wide ones before and behind GeLU.
+        assert kept["selective"] == stream * (4 + (3 + 1 + 4 + 4) / size) + norms
+        # Probabilities, and which of them dropout has left.
+        assert kept["none"] - kept["selective"] == probabilities * (8 + (dropout > 0))

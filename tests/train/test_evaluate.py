@@ -10,6 +10,7 @@ from megatron.config.checkpoints import step_folders
 from megatron.data.gpt2 import GPT2Batch
 from megatron.train import evaluate
 from megatron.train.evaluate import load_model, load_newest, mean_losses, score
+from megatron.train.models import section_of
 from megatron.train.objectives import NextToken
 from tests.dist import Pool
 from tests.tiny import (
@@ -118,6 +119,14 @@ def test_a_model_is_rebuilt_from_its_checkpoint_alone(gloo: Pool, tmp_path: Path
         assert (training, vocab_size) == (False, VOCABULARY)
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("was", "granularity"), [(False, "none"), (True, "full")])
+def test_recomputation_in_the_words_of_the_first_checkpoints(was: bool, granularity: str) -> None:
+    settings = asdict(tiny_section()) | {"checkpoint_activations": was}
+    del settings["recompute_granularity"]
+    manifest = {"config": {"model": settings}}
+    assert section_of(manifest) == tiny_section(recompute_granularity=granularity)
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_name(

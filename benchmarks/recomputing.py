@@ -1,0 +1,71 @@
+"""This project's steps at one granularity of recomputation, which `recomputation.py` starts as a
+process of its own.
+
+    python -m benchmarks.recomputing SETTINGS.json
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.cases import LEARNING_RATE, SEED, Case
+from benchmarks.own import make_batch, model_section, optimizer_section
+from benchmarks.turns import ResidentMemory, Stopwatch, serve
+from megatron.config.precision import PrecisionConfig
+from megatron.parallel.mesh import serial_mesh
+from megatron.train.state import DTYPES, build_state
+from megatron.train.step import train_step
+
+
+def kept_bytes(model: nn.Module, loss: Callable[[], Tensor]) -> int:
+    """Of what the loss keeps for its backward pass beside the model's weights, each memory once."""
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        kept[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = loss()
+    del result  # until here nothing that was kept could make room
+    return sum(size for place, size in kept.items() if place not in weights)
+
+
+def main(file: str) -> None:
+    told = json.loads(Path(file).read_text())
+    torch.set_num_threads(told["threads"])
+    case, mesh = Case.read(told["case"]), serial_mesh()
+    section = replace(model_section(case), **told["model"])
+    optimizer, precision, dtype = optimizer_section(case), PrecisionConfig(), DTYPES[told["dtype"]]
+    memory = ResidentMemory()
+    state = build_state(
+        section, optimizer, precision, mesh, case.vocab_size, seed=SEED, dtype=dtype
+    )
+
+    def step(number: int) -> float:
+        return train_step(state, [make_batch(case, number)], LEARNING_RATE).loss
+
+    def kept() -> int:
+        model, batch, factors = state.model.train(), make_batch(case, 0), torch.ones(1)
+        return kept_bytes(model, lambda: state.objective.sums(model, batch, mesh.device, factors))
+
+    watch = Stopwatch(step, lambda: None)
+    serve(
+        {
+            "losses": watch.losses,
+            "time": watch.time,
+            "memory": lambda: {"bytes": memory.peak()},
+            "kept": lambda: {"bytes": kept()},
+        }
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
