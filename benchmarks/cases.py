@@ -9,7 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 SEED = 1234
-OURS, FLOOR = "this project", "floor"  # as contenders are called; the floor is none
+# As contenders are called; the floor is none.
+OURS, FLOOR = "this project", "floor"
+NOT_COMPILED = "this project, not compiled"
+FULL, SELECTIVE = "this project, full recomputation", "this project, selective recomputation"
+PLAIN, DTENSOR, MEGATRON = "plain torch", "DTensor", "Megatron-Core"
+TRANSFORMERS, COMPILED = "transformers", "transformers, compiled"
+NAMES = (OURS, NOT_COMPILED, FULL, SELECTIVE, PLAIN, DTENSOR, MEGATRON, TRANSFORMERS, COMPILED)
+IN_CHUNKS, AT_ONCE = "logits in chunks", "all logits at once"  # of the output layer alone
+# What our own compute again in the backward pass, in the words of --recompute-granularity.
+RECOMPUTED = {FULL: "full", SELECTIVE: "selective"}
+VARIANTS = {OURS, NOT_COMPILED, *RECOMPUTED}
 LEARNING_RATE = 1e-3
 
 

@@ -11,21 +11,37 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.cases import FLOOR, LEARNING_RATE, OURS, Case
+from benchmarks.cases import (
+    AT_ONCE,
+    COMPILED,
+    DTENSOR,
+    FLOOR,
+    IN_CHUNKS,
+    LEARNING_RATE,
+    NOT_COMPILED,
+    OURS,
+    PLAIN,
+    RECOMPUTED,
+    TRANSFORMERS,
+    Case,
+)
 from benchmarks.floor import Floor
+from benchmarks.output_layer_steps import output_layer
 from benchmarks.own import build, initial_weights, make_batch, model_section, optimizer_section
 from benchmarks.profiles import profiled
-from benchmarks.turns import Answer, ResidentMemory, Stopwatch, serve
-from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
+from benchmarks.turns import Answer, GpuMemory, ResidentMemory, Stopwatch, serve
+from megatron.parallel.mesh import Mesh, Peers, build_mesh, serial_mesh
+from megatron.train.compiled import choose_compile
 from megatron.train.state import DTYPES
 from megatron.train.step import train_step
 
@@ -40,10 +56,19 @@ class Setting:
     dtype: str
     device: torch.device
     mesh: Mesh
+    has_peers: bool  # beside this project, and so the same initial weights
 
 
-def ours(setting: Setting) -> Step:
-    state = build(setting.case, setting.mesh, setting.dtype)
+def ours(setting: Setting, *, recompute: Any | None = None, compiled: bool | None = None) -> Step:
+    """recompute: in place of the case's. compiled: as --compile."""
+    state = build(
+        setting.case,
+        setting.mesh,
+        setting.dtype,
+        recompute=recompute,
+        compiled=choose_compile(compiled, setting.mesh)[0],
+        is_drawn_there=not setting.has_peers,
+    )
 
     def step(number: int) -> float:
         return train_step(state, [make_batch(setting.case, number)], LEARNING_RATE).loss
@@ -101,66 +126,88 @@ def training(setting: Setting, model: nn.Module, loss: Callable[[Tensor, Tensor]
 
 CONTENDERS: dict[str, Callable[[Setting], Step]] = {
     OURS: ours,
-    "plain torch": plain,
-    "DTensor": plain,
-    "transformers": transformers,
-    "transformers, compiled": partial(transformers, compiled=True),
+    NOT_COMPILED: partial(ours, compiled=False),
+    **{name: partial(ours, recompute=recompute) for name, recompute in RECOMPUTED.items()},
+    PLAIN: plain,
+    DTENSOR: plain,
+    TRANSFORMERS: transformers,
+    COMPILED: partial(transformers, compiled=True),
+    IN_CHUNKS: lambda setting: output_layer(setting.case, setting.mesh, setting.dtype, True),
+    AT_ONCE: lambda setting: output_layer(setting.case, setting.mesh, setting.dtype, False),
 }
 
 
 def main(name: str, file: str, rank: int) -> None:
     """Build one contender and answer what `train_step.py` asks of it."""
     told = json.loads(Path(file).read_text())
-    device, size = torch.device(told["device"]), told["tensor_parallel"]
     torch.set_num_threads(told["threads"])
-    case = Case.read(told["case"])
-    wait = torch.cuda.synchronize if device.type == "cuda" else nothing
-    if size > 1:
-        store = dist.FileStore(f"{file}.{name}", size)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-        wait = dist.barrier
-    mesh = build_mesh(size, device) if size > 1 else serial_mesh(device)
-    setting = Setting(case=case, dtype=told["dtype"], device=device, mesh=mesh)
+    mesh, wait = connect(told, f"{file}.{name}", rank)
+    case, device = Case.read(told["case"]), mesh.device
+    setting = Setting(
+        case=case, dtype=told["dtype"], device=device, mesh=mesh, has_peers=told["has_peers"]
+    )
     if name == FLOOR:
-        floor = Floor(case.products(size), DTYPES[setting.dtype], device, wait)
-        watch = Stopwatch(floor.step, wait)
-        serve({"time": watch.time, "products": partial(products, floor)})
+        products = case.products(told["tensor_parallel"])
+        floor = Floor(products, DTYPES[setting.dtype], device, wait)
+        serve({"choose": partial(choose, floor), "time": Stopwatch(floor.step, wait).time})
         return
     memory = GpuMemory() if device.type == "cuda" else ResidentMemory()
     watch = Stopwatch(CONTENDERS[name](setting), wait)
-
-    def profile(steps: int, trace: str) -> Answer:
-        return profiled(partial(watch.time, 1), steps, Path(f"{trace}.{rank}.json"))
-
     serve(
         {
             "losses": watch.losses,
             "time": watch.time,
             "memory": lambda: {"bytes": memory.peak()},
-            "profile": profile,
+            "profile": partial(profile, watch, device.type, rank),
         }
     )
+
+
+def connect(told: dict[str, Any], store: str, rank: int) -> tuple[Mesh, Callable[[], object]]:
+    """(this rank's mesh, what waits until all that was started on all ranks is done)."""
+    size, kind = told["tensor_parallel"], told["device"]
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    wait = torch.cuda.synchronize if kind == "cuda" else nothing
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    if size == 1:
+        return serial_mesh(device), wait
+    if told["stub_communication"]:
+        return alone(size, device), wait
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size)
+
+    def wait_for_all() -> None:
+        wait()
+        dist.barrier()
+
+    return build_mesh(size, device), wait_for_all
+
+
+def alone(size: int, device: torch.device) -> Mesh:
+    """The first of `size` tensor-parallel ranks, of which the others are not there: collectives
+    leave their tensors as they are, and take no time."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    return replace(build_mesh(size, device), peers=Peers())
 
 
 def nothing() -> None:
     pass
 
 
-def products(floor: Floor) -> Answer:
+def choose(floor: Floor) -> Answer:
     return {
         "products": [
             {"name": each.product.name, "layout": each.layout, "tflops": each.tflops}
-            for each in floor.choices
+            for each in floor.choose()
         ]
     }
 
 
-class GpuMemory:
-    """Most memory that tensors of this process took on its GPU, in bytes."""
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated()
+def profile(watch: Stopwatch, device: str, rank: int, steps: int, trace: str) -> Answer:
+    return profiled(partial(watch.time, 1), steps, Path(f"{trace}.{rank}.json"), device)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product as combinations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,24 @@ class Floor:
         device: torch.device,
         wait: Callable[[], object],
     ) -> None:
-        self.choices = [choose(product, dtype, device, wait) for product in products]
+        """wait: until all that was started is done."""
+        self.products, self.wait = products, wait
+        self.kind: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.choices: list[Choice] = []
+
+    def choose(self) -> list[Choice]:
+        """Try all layouts, while nothing else runs."""
+        self.choices = [self._choose(product) for product in self.products]
+        return self.choices
+
+    def _choose(self, product: Product) -> Choice:
+        best = None
+        for layout, run in layouts(product, **self.kind):
+            seconds = fastest(run, self.wait)
+            if best is None or seconds < best.seconds:
+                best = Choice(product, layout, run, seconds)
+        assert best is not None
+        return best
 
     def step(self, number: int) -> float:
         """Every product as often as a step needs it; no loss comes of it."""
@@ -49,16 +67,6 @@ class Floor:
             for _ in range(round(choice.product.times)):
                 choice.run()
         return 0.0
-
-
-def choose(
-    product: Product, dtype: torch.dtype, device: torch.device, wait: Callable[[], object]
-) -> Choice:
-    tried = [
-        Choice(product, layout, run, fastest(run, wait))
-        for layout, run in layouts(product, dtype, device)
-    ]
-    return min(tried, key=lambda choice: choice.seconds)
 
 
 def layouts(

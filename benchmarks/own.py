@@ -1,11 +1,14 @@
 """This project's side of the benchmarks of training steps: a case as its settings and batches."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.cases import SEED, Case
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RecomputeGranularity
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.data.gpt2 import GPT2Batch
@@ -27,7 +30,7 @@ def model_section(case: Case) -> ModelConfig:
         layernorm_epsilon=case.epsilon,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        checkpoint_activations=case.checkpoint_activations,
+        recompute_granularity="full" if case.checkpoint_activations else "none",
     )
 
 
@@ -41,17 +44,44 @@ def optimizer_section(case: Case) -> OptimizerConfig:
     )
 
 
-def build(case: Case, mesh: Mesh, dtype: str) -> TrainState:
-    """dtype: a key of DTYPES."""
-    return build_state(
-        model_section(case),
+def build(
+    case: Case,
+    mesh: Mesh,
+    dtype: str,
+    *,
+    recompute: RecomputeGranularity | None = None,
+    compiled: bool = False,
+    is_drawn_there: bool = False,
+) -> TrainState:
+    """dtype: a key of DTYPES. recompute: in place of the case's. is_drawn_there: initial weights
+    of the device's generator, which are there at once, but no peer has them."""
+    section = model_section(case)
+    state = build_state(
+        section if recompute is None else replace(section, recompute_granularity=recompute),
         optimizer_section(case),
         PrecisionConfig(),
         mesh,
         case.vocab_size,
-        seed=SEED,
+        seed=None if is_drawn_there else SEED,
         dtype=DTYPES[dtype],
+        compiled=compiled,
     )
+    if is_drawn_there:
+        draw_there(state)
+    return state
+
+
+@torch.no_grad()
+def draw_there(state: TrainState) -> None:
+    torch.manual_seed(SEED)
+    for slot, master in state.optimizer.slots():
+        own, layout = slot.view(master), slot.layout
+        if layout.std is None:
+            own.fill_(layout.fill)
+        else:
+            own.normal_(0.0, layout.std)
+        own[len(layout.real(own)) :] = 0  # padding
+    state.optimizer.publish()
 
 
 def initial_weights(case: Case) -> dict[str, Tensor]:
@@ -61,6 +91,11 @@ def initial_weights(case: Case) -> dict[str, Tensor]:
         model = GPT2(model_section(case), kit_1d(mesh, RandomStreams(SEED, mesh)), case.vocab_size)
     table = layouts(model)
     return {name: initial_value(name, layout, SEED) for name, layout in table.items()}
+
+
+def write_initial_weights(case: Case, file: Path) -> None:
+    """As .npz, for a peer that cannot import this project."""
+    np.savez(file, **{name: whole.numpy() for name, whole in initial_weights(case).items()})
 
 
 def make_batch(case: Case, number: int) -> GPT2Batch:

@@ -10,16 +10,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 Answer = dict[str, Any]
 Command = Callable[..., Answer]
+
+
+OUT_OF_MEMORY = "OutOfMemoryError|out of memory|ALLOC_FAILED"
+
+
+class OutOfMemoryError(RuntimeError):
+    """A contender does not fit on its GPU, beside the others."""
 
 
 class Contender:
@@ -45,17 +54,30 @@ class Contender:
         ]
 
     def ask(self, command: str, **arguments: Any) -> list[Answer]:
-        """The answer of every rank; RuntimeError, with what the rank said, where one has ended."""
+        """The answer of every rank; raises as `answers` does."""
+        self.send(command, **arguments)
+        return self.answers()
+
+    def send(self, command: str, **arguments: Any) -> None:
+        """Ask every rank, and do not wait for the answers."""
         for process in self.processes:
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-            process.stdin.flush()
+            with suppress(BrokenPipeError):  # of one that has ended, which `answers` tells
+                process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+                process.stdin.flush()
+
+    def answers(self) -> list[Answer]:
+        """What every rank says to what was sent.
+
+        Raises RuntimeError with the last words of a rank that has ended, or OutOfMemoryError.
+        """
         lines = [process.stdout.readline() for process in self.processes if process.stdout]
         for rank, line in enumerate(lines):
             if not line:
                 self.errors[rank].seek(0)
                 last = self.errors[rank].read()[-4000:]
-                raise RuntimeError(f"rank {rank} of {self.name} has failed:\n{last}")
+                kind = OutOfMemoryError if re.search(OUT_OF_MEMORY, last) else RuntimeError
+                raise kind(f"rank {rank} of {self.name} has failed:\n{last}")
         return [json.loads(line) for line in lines]
 
     def stop(self) -> None:
@@ -118,3 +140,12 @@ def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
+
+
+class GpuMemory:
+    """Most memory that tensors of this process took on its GPU, in bytes."""
+
+    def peak(self) -> int:
+        import torch
+
+        return torch.cuda.max_memory_allocated()

@@ -12,8 +12,14 @@ from megatron.config.trained import TrainedConfig
 from megatron.train.trained import open_trained
 from tests.data.samples import write_data, write_data_of_tokenizer, write_tokenizer
 
-# Runs the program and tells, on the last line, how it ended and whether torch had been imported.
-PROBE = """
+# Takes seconds to import, and a training step needs none of it.
+HEAVY = (
+    "dask datasets matplotlib numba pandas pyarrow scipy sympy tensorboard torch._dynamo "
+    "torch._inductor torch.distributed.tensor transformers wandb"
+)
+# Runs the program and tells, on the last line, how it ended and whether torch had been imported, or
+# else what of the above.
+PROBE = f"""
 import sys
 from pretrain_gpt2 import main
 environ = dict(word.split("=") for word in sys.argv[1].split())
@@ -21,6 +27,8 @@ try:
     main(sys.argv[2:], environ)
 except SystemExit as stop:
     print(stop.code, "torch" in sys.modules)
+else:
+    print("imported", sorted(set("{HEAVY}".split()) & set(sys.modules)))
 """
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16"
 REST = "--seq-length 16 --train-iters 2 --micro-batch-size 2 --split 1,1,0"
@@ -111,6 +119,16 @@ def test_refuses_the_data_of_another_tokenizer(data: Path, tmp_path: Path) -> No
     message = refusal(data, f"--vocab-file {vocabulary} --merge-file {merges}")
     assert "GPT2BPETokenizer" in message
     assert "test" in message
+
+
+@pytest.mark.parametrize("words", ["--no-bf16", "--bf16", "--fp16", "--save {folder}"])
+def test_a_step_imports_nothing_heavy_that_it_does_not_need(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # on a GPU steps are compiled
+    ended = run(data, f"{words.format(folder=tmp_path / 'save')} --train-iters 1 --eval-iters 1")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "imported []"
 
 
 def test_checkpoints_hold_the_tokenizer_found_beside_the_data(tmp_path: Path) -> None:

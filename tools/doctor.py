@@ -104,6 +104,8 @@ def examine(
     }
     for section, probe in probes.items():
         report.run(section, section, probe, cure=REINSTALL)
+    compiler = partial(libraries.layer_compiler, device)
+    report.run("libraries", "torch.compile", compiler, cure=REINSTALL, is_needed=False)
     for package, probe in libraries.PROBES.items():
         cure = f"pip uninstall {package}, which is optional, or install it again"
         report.run("libraries", package, probe, cure=cure, is_needed=False)

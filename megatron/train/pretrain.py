@@ -99,11 +99,13 @@ def make_plan(
 
 def build(plan: Plan, mesh: Mesh) -> tuple[TrainState, Began, dict[str, Any]]:
     """(the state, fresh or taken up, how it began, facts for the manifests of its checkpoints)."""
+    from megatron.train.compiled import choose_compile
     from megatron.train.start import begin, choose_precision
     from megatron.train.state import DTYPES, build_state
 
     config, identity = plan.config, plan.inputs.corpus.identity
     precision = choose_precision(config.precision.name, plan.saved_precision, mesh)
+    compiled, news = choose_compile(config.training.compile, mesh)
     state = build_state(
         config.model,
         config.optimizer,
@@ -112,10 +114,12 @@ def build(plan: Plan, mesh: Mesh) -> tuple[TrainState, Began, dict[str, Any]]:
         plan.inputs.corpus.vocab_size,
         seed=config.training.seed,
         dtype=DTYPES[precision],
+        compiled=compiled,
     )
     described = {"kind": config.model.kind, "config": asdict(config), "precision": precision}
     facts = {**described, **identity}
     began = begin(state, plan.start, plan.check, facts)
+    began.news.extend(news)
     ids = {"run": run_id(began.manifest), "weights_of": began.weights_of}
     return state, began, {**facts, **ids}
 

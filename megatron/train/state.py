@@ -21,6 +21,7 @@ from megatron.parallel.layout import layouts
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
 from megatron.train.checkpoint import Piece, load, read_manifest, save
+from megatron.train.compiled import compile_layers
 from megatron.train.models import build_model
 from megatron.train.objectives import OBJECTIVES, Objective
 
@@ -36,6 +37,7 @@ class TrainState:
     gradients: GradientBuffers
     optimizer: MasterWeights
     scaler: LossScaler
+    compiled: bool = False  # whether layers are, by torch.compile
     # Optimizer steps and samples behind this state, steps that fp16 skipped included.
     step: int = 0
     samples: int = 0
@@ -106,6 +108,7 @@ class TrainState:
             "parameters": sum(prod(layout.shape) for layout in layouts(self.model).values()),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "compiled": self.compiled,
             "torch": torch.__version__,
         }
 
@@ -127,11 +130,17 @@ def build_state(
     mesh: Mesh,
     vocab_size: int,
     *,
-    seed: int,
+    seed: int | None,
     dtype: torch.dtype,
+    compiled: bool = False,
 ) -> TrainState:
-    """A run at step 0; dtype is that of weights and activations, and float16 scales the loss."""
+    """A run at step 0; dtype is that of weights and activations, and float16 scales the loss.
+
+    seed: as of build_model.
+    """
     model, streams = build_model(model_section, mesh, vocab_size, seed=seed, dtype=dtype)
+    if compiled:
+        compile_layers(model)
     gradients = GradientBuffers(model)
     return TrainState(
         mesh=mesh,
@@ -141,4 +150,5 @@ def build_state(
         gradients=gradients,
         optimizer=MasterWeights(gradients, optimizer_section),
         scaler=LossScaler.of(precision_section, dtype),
+        compiled=compiled,
     )

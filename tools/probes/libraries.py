@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from megatron.config.apex import require_apex
 from megatron.config.checks import SettingError
 from tools.probes.findings import Fact, Finding, Problem
+
+if TYPE_CHECKING:
+    import torch
 
 VOCABULARY = 300
 
@@ -34,9 +38,21 @@ def apex() -> Iterator[Finding]:
         yield Problem(what, cure)
 
 
-def compilers() -> Iterator[Finding]:
-    """numba, by one function whose plain twin gives the same; training compiles nothing."""
-    yield Fact("torch.compile", False, "not used")
+def layer_compiler(device: torch.device) -> Iterator[Finding]:
+    """torch.compile, which training uses on a GPU unless it is told otherwise, and there alone."""
+    if device.type == "cpu":
+        yield Fact("torch.compile", False, "not used on a CPU, unless --compile asks for it")
+        return
+    from megatron.train.compiled import CURE, lack_of_compiler
+
+    lack = lack_of_compiler(device)
+    yield Fact("torch.compile", lack is None, lack or "works; layers are compiled")
+    if lack is not None:
+        yield Problem(f"torch.compile does not work: {lack}; layers run as they are", CURE)
+
+
+def numba() -> Iterator[Finding]:
+    """numba, by one function whose plain twin gives the same."""
     import numpy as np
 
     from tools.corpus.compiled import HAVE_NUMBA, mix
@@ -74,6 +90,6 @@ def encoder() -> Iterator[Finding]:
 
 PROBES: dict[str, Callable[[], Iterator[Finding]]] = {
     "apex": apex,
-    "numba": compilers,
+    "numba": numba,
     "gigatoken": encoder,
 }

@@ -1,0 +1,98 @@
+"""The one command for a GPU: its page, its limits, and all of it in miniature on a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.cases import FLOOR, FULL, OURS
+from benchmarks.comparison import ROOT
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_takes_too_long_is_ended_whole() -> None:
+    status, printed = gpu.done([sys.executable, "-c", PARENT], 2.0)
+    assert status is None
+    state = Path(f"/proc/{printed.strip()}/stat")
+    for _ in range(50):
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError("a process of the run is still there")
+
+
+def figures(seconds: float, **utilisation: float) -> dict[str, Any]:
+    quantiles = {"median": seconds, "p10": seconds, "p90": seconds}
+    return {
+        "tokens_per_second": quantiles,
+        "step_seconds": quantiles,
+        "cpu_seconds": quantiles,
+        "peak_memory_bytes": 2**30,
+        "share_of_floor": 0.5,
+        "ours_over_it": quantiles,
+        "mfu": None,
+        "hfu": None,
+    } | utilisation
+
+
+def test_page_tells_what_is_met_and_what_has_failed() -> None:
+    record = {
+        "dtype": "bf16",
+        "case": {"batch": 8, "sequence": 1024},
+        "loss_difference": None,
+        "contenders": {OURS: figures(1.0, mfu=0.5), FULL: figures(1.3, mfu=0.4, hfu=0.61)},
+        "seconds": {OURS: [1.0], FULL: [1.3], FLOOR: [0.5]},
+        "out_of_memory": ["plain torch"],
+    }
+    runs = {"1.2B": record, "1.2B, recomputation": record, "4.2B": {"failed": "failed: KeyError"}}
+    page = gpu.page({"gpu": "H200"}, runs)
+    assert "| 1.2B: this project, MFU | at least 55.0 % | 50.0 % | no |" in page
+    assert "full recomputation, HFU | at least 60.0 % | 61.0 % | yes |" in page
+    assert "full recomputation, its time over this project's | at most 1.33 | 1.30 | yes |" in page
+    assert "| 124M: this project, MFU | at least 45.0 % | not measured |  |" in page
+    assert "## 4.2B\n\nfailed: KeyError" in page
+    assert "Out of memory: plain torch." in page
+    assert "| floor |" in page
+
+
+def test_what_has_no_time_left_is_told() -> None:
+    found = dict(gpu.results("cpu", is_small=True, until=time.monotonic()))
+    assert set(found) == {run.name for run in gpu.RUNS}
+    assert all(each == {"failed": "left out: there was no time left"} for each in found.values())
+
+
+def test_all_of_it_may_take_no_longer_than_its_limit() -> None:
+    assert {wanted.run for wanted in gpu.WANTED} <= {run.name for run in gpu.RUNS}
+    first = [run.seconds for run in gpu.RUNS[:3]]  # what most of the wanted figures come of
+    assert sum(first) < 560
+
+
+@pytest.mark.slow
+def test_all_of_it_runs_in_miniature(tmp_path: Path) -> None:
+    command = ["bash", "benchmarks/gpu.sh", "--device", "cpu", "--small"]
+    environ = {**os.environ, "OUT": str(tmp_path)}
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr
+    runs = json.loads((tmp_path / "gpu.json").read_text())["runs"]
+    assert list(runs) == [run.name for run in gpu.RUNS]
+    for run in gpu.RUNS:
+        names = [name for name in run.contenders if name != "transformers, compiled"]
+        assert list(runs[run.name]["contenders"]) == names
+        assert runs[run.name]["tensor_parallel"] == run.one_rank_of
+    page = (tmp_path / "gpu.md").read_text()
+    assert "### Where the time goes: this project" in page
+    assert "| 1.2B: this project, MFU | at least 55.0 % | not measured |  |" in page

@@ -1,0 +1,138 @@
+"""Layers that torch.compile has compiled compute what they compute uncompiled."""
+
+import shutil
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from megatron.config.checks import SettingError
+from megatron.parallel.mesh import serial_mesh
+from megatron.train import compiled
+from megatron.train.diagnose import find_first
+from megatron.train.step import count, forward_backward, train_step
+from tests.bert import bert_samples, bert_section
+from tests.dist import Pool
+from tests.tiny import (
+    assert_gradients,
+    mesh_of_ranks,
+    samples,
+    tiny_section,
+    tiny_state,
+    whole_gradients,
+)
+
+GCC = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+SECTIONS = {"gpt2": tiny_section, "bert": bert_section}
+SAMPLES = {"gpt2": samples, "bert": bert_samples}
+# fp32; the order of sums differs.
+TOLERANCE = 2e-5
+
+
+def first_steps(kind: str, size: int, is_compiled: bool, changes: dict[str, Any]) -> Any:
+    """(loss and gradients of a first step, loss of a second, graphs, and places that broke one)."""
+    # Plain instructions: to find out what the processor can do takes longer than these tests.
+    torch._inductor.config.cpp.simdlen = 1
+    torch._dynamo.reset()
+    counters.clear()
+    state = tiny_state(mesh_of_ranks(size), SECTIONS[kind](**changes), dtype=torch.float32)
+    if is_compiled:
+        compiled.compile_layers(state.model)
+    batches = [SAMPLES[kind](4)]
+    state.model.train()
+    loss = forward_backward(state, batches, count(state, batches))
+    gradients = whole_gradients(state.gradients)
+    again = train_step(state, batches, 1e-3).loss
+    return loss, gradients, again, counters["stats"]["unique_graphs"], [*counters["graph_break"]]
+
+
+@GCC
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "size", "changes"),
+    [
+        ("gpt2", 1, {"num_layers": 3}),
+        ("gpt2", 2, {}),
+        ("gpt2", 2, {"recompute_granularity": "selective"}),
+        ("bert", 1, {"residual_order": "post-ln", "recompute_granularity": "full"}),
+        ("bert", 2, {"hidden_dropout": 0.2, "attention_dropout": 0.2}),
+    ],
+)
+def test_losses_and_gradients_are_those_of_plain_layers(
+    gloo: Pool, kind: str, size: int, changes: dict[str, Any]
+) -> None:
+    """One graph for all layers, collectives in it; two at each place that draws or recomputes."""
+    plain = gloo.run(size, first_steps, kind, size, False, changes)
+    found = gloo.run(size, first_steps, kind, size, True, changes, timeout=300)
+    for theirs, ours in zip(plain, found, strict=True):
+        torch.testing.assert_close(ours[0], theirs[0], rtol=TOLERANCE, atol=0)
+        assert_gradients(ours[1], theirs[1], TOLERANCE)
+        assert ours[2] == pytest.approx(theirs[2], rel=TOLERANCE)
+        graphs, breaks = ours[3:]
+        is_whole = (
+            changes.get("recompute_granularity") != "selective" and "hidden_dropout" not in changes
+        )
+        assert (graphs == 1 and not breaks) == is_whole, breaks
+
+
+def test_a_diagnosis_still_sees_every_module() -> None:
+    state = tiny_state(serial_mesh(), dtype=torch.float32)
+    for layer in state.model.transformer.layers.values():
+        layer.compile(backend="eager")  # traced, which is what hooks are lost by
+    batches = [samples(2)]
+    state.model.train()
+    counts = count(state, batches)
+    replay = partial(forward_backward, state, batches, counts)
+    replay()
+    with torch.no_grad():
+        state.model.transformer.layers["1"].mlp.up.weight.fill_(1e38)
+    found = find_first(state, replay)
+    assert found is not None
+    assert found.what == "the output of transformer.layers.1.mlp.up"
+
+
+def refuse(*_: object) -> None:
+    raise RuntimeError("Cannot find a working triton installation.\nMore lines")
+
+
+@pytest.mark.parametrize("asked", [None, False])
+def test_a_cpu_compiles_nothing_unless_asked(
+    asked: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "lack_of_compiler", refuse)
+    assert compiled.choose_compile(asked, serial_mesh()) == (False, [])
+
+
+def test_a_compiler_that_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", refuse)
+    mesh = serial_mesh()
+    with pytest.raises(SettingError, match="--compile.*triton installation.*--no-compile"):
+        compiled.choose_compile(True, mesh)
+    monkeypatch.setattr(compiled, "lack_of_compiler", lambda _: "no Triton")
+    is_on, (line,) = compiled.choose_compile(None, replace(mesh, device=torch.device("cuda")))
+    assert not is_on
+    assert line.startswith("warning: layers are not compiled")
+    assert "no Triton" in line
+
+
+def lacks_on_one_rank() -> tuple[bool, list[str]]:
+    mesh = replace(mesh_of_ranks(1), device=torch.device("cuda"))
+    lack = "no Triton" if mesh.peers.rank else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "lack_of_compiler", lambda _: lack)
+        return compiled.choose_compile(None, mesh)
+
+
+def test_all_ranks_compile_or_none(gloo: Pool) -> None:
+    for is_on, news in gloo.run(2, lacks_on_one_rank):
+        assert not is_on
+        assert news
+
+
+@GCC
+@pytest.mark.slow
+def test_a_compiler_that_works_is_found() -> None:
+    assert compiled.choose_compile(True, serial_mesh()) == (True, [])
