@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.train import compiled
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
 from tools import doctor
@@ -78,6 +79,20 @@ def check_facts(found: dict[str, Any]) -> None:
     assert found["libraries"]["numba"] is True
     assert found["libraries"]["tokenizer"]["name"] in ("gigatoken", "tokenizers")
     assert found["libraries"]["torch.compile"] is False
+
+
+def test_a_compiler_that_does_not_work_is_told_with_what_is_done_instead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(compiled, "lack_of_compiler", lambda _: "TritonMissing: no Triton")
+    fact, problem = libraries.layer_compiler(gpu)
+    assert (fact.name, fact.value) == ("torch.compile", False)
+    assert "no Triton; layers run as they are" in problem.what
+    assert "--no-compile" in problem.cure
+    assert not problem.is_needed
+    monkeypatch.setattr(compiled, "lack_of_compiler", lambda _: None)
+    assert [found.value for found in libraries.layer_compiler(gpu)] == [True]
 
 
 def by_layer(dtype: torch.dtype) -> dict[str, Fact]:

@@ -2,11 +2,12 @@
 
 Along the tensor axis, of each micro-batch (paper, section 3; each of [n, h] unless it says so):
 
-    forward         g of the embedding, g of attention and of the MLP in every layer,
-                    and of the loss a maximum and two sums for each token, in fp32
+    forward         g of the embedding, g of attention and of the MLP in every layer; of the loss,
+                    a chunk of tokens at a time, a maximum and two sums for each token, in fp32,
+                    and f of the output layer, whose gradient is computed with the loss
     recomputation   g of attention in every layer; that of the MLP too where dropout follows it,
                     because the backward needs nothing else behind it
-    backward        f of the output layer, f of attention and of the MLP in every layer
+    backward        f of attention and of the MLP in every layer
 
 Along the data axis the gradients, in fp32, once a step; and along both what ranks agree on.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from tools.planning.parameters import buckets, table
 from tools.planning.shape import WIDE, Shape
-from tools.planning.software import THIS_PROJECT
+from tools.planning.software import THIS_PROJECT, Software
 
 AGREED = 8  # bytes of a number that the ranks agree on
 
@@ -32,29 +33,35 @@ class Call:
     times: int
 
 
-def tensor_calls(shape: Shape) -> Iterator[Call]:
+def tensor_calls(shape: Shape, software: Software = THIS_PROJECT) -> Iterator[Call]:
     if shape.tensor == 1:
         return
-    m, layers, stream = shape.micro_batches, shape.layers, _stream(shape, shape.tokens)
+    m, layers = shape.micro_batches, shape.layers
+    stream = shape.tokens * shape.hidden * shape.width
     yield Call("forward", stream, m * (1 + 2 * layers))
-    yield from _loss_calls(shape)
+    yield from _loss_calls(shape, software)
     if shape.recompute == "full":
         again = 2 if shape.hidden_dropout or shape.post_norm else 1
         yield Call("recomputation", stream, m * again * layers)
-    yield Call("backward", _stream(shape, shape.predicted), m)
     yield Call("backward", stream, m * 2 * layers)
     # Gradient norm, wishes to stop, losses that are not finite.
     yield Call("agreement", 3 * AGREED, 1)
 
 
-def _loss_calls(shape: Shape) -> Iterator[Call]:
-    """A maximum, then the sum of exponentials and the label's logit together."""
-    for numbers in (1, 2):
-        yield Call("forward", numbers * shape.predicted * WIDE, shape.micro_batches)
+def _loss_calls(shape: Shape, software: Software) -> Iterator[Call]:
+    """Of each chunk a maximum, then the sum of exponentials and the label's logit together, and f;
+    the chunks differ by a token."""
+    pieces = loss_chunks(shape, software)
+    for number in range(pieces):
+        start, stop = (shape.predicted * each // pieces for each in (number, number + 1))
+        for size in (WIDE, 2 * WIDE, shape.hidden * shape.width):
+            yield Call("forward", (stop - start) * size, shape.micro_batches)
 
 
-def _stream(shape: Shape, tokens: int) -> int:
-    return tokens * shape.hidden * shape.width
+def loss_chunks(shape: Shape, software: Software = THIS_PROJECT) -> int:
+    """Pieces in which the logits of a micro-batch are computed."""
+    at_once = max(1, software.chunk_bytes // (shape.padded // shape.tensor * WIDE))
+    return max(1, -(-shape.predicted // at_once))
 
 
 def data_calls(shape: Shape) -> Iterator[Call]:

@@ -181,6 +181,26 @@ def study(hardware: Hardware) -> dict[str, Any]:
         "table_2": list(found.table_2()),
         "reduced_behind_the_backward": found.behind(),
         "mean_error_by_constant": sensitivity(hardware),
+        "found_afterwards": afterwards(hardware),
+    }
+
+
+def afterwards(hardware: Hardware) -> dict[str, Any]:
+    """What explains the errors, found when they were known: no prediction.
+
+    All-reduces in NVLink and over the network at half of the links' speed.
+    """
+    slower = Study(replace(hardware, link_share=hardware.link_share / 2,
+                           network_share=hardware.network_share / 2))  # fmt: skip
+    return {
+        "all_reduces_twice_as_slow": {
+            "mean_error": slower.mean_error(),
+            "figure_5": [each["predicted"] for each in slower.figure()],
+            "strong_scaling": [each["predicted"] for each in slower.strong_scaling()],
+            "heads": [each["predicted"] for each in slower.heads()],
+            "mean_error_of_version_1.0": mean_error(list(slower.version_1())[1:]),
+            "reduced_behind_the_backward": slower.behind()["predicted"],
+        }
     }
 
 
@@ -196,6 +216,9 @@ def sensitivity(hardware: Hardware) -> dict[str, list[float]]:
         found[name] = [Study(each).mean_error() for each in varied]
     of_datasheet = anchored(replace(hardware, link_share=1.0, network_share=1.0))
     found["links as in the datasheet"] = [Study(of_datasheet).mean_error()]
+    share = hardware.attained_share
+    as_kernels = replace(hardware, link_share=share, network_share=share)
+    found["links with the share of kernels"] = [Study(as_kernels).mean_error()]
     return found
 
 
@@ -219,3 +242,41 @@ def scaled(hardware: Hardware, name: str, factor: float) -> Hardware:
         return replace(hardware, anchor=anchor)
     value = factor * getattr(hardware, name)
     return replace(hardware, **{name: round(value) if name == "multiprocessors" else value})
+
+
+def text(found: dict[str, Any]) -> str:
+    """For people."""
+    return "\n".join(
+        [
+            f"{found['hardware']}, {100 * found['attained_share']:.1f} % of peak and memory "
+            "bandwidth by its anchor",
+            "\nfigure 5, efficiency in %             predicted  paper",
+            *(
+                f"  {each['model']:<20} {each['gpus']:>4} GPUs   {each['predicted']:9.1f}  "
+                f"{each['paper']:5}"
+                for each in found["figure_5"]
+            ),
+            f"  mean error {found['mean_error']:.1f} points; of always {ALWAYS:.0f} %: "
+            f"{found['mean_error_of_always_82']:.1f}",
+            "\nstrong scaling of 1.2B, speed-up      predicted  paper",
+            *_lines(found["strong_scaling"], "gpus", "GPUs", 2),
+            "\nheads of 8.3B on 8 GPUs, %            predicted  paper",
+            *_lines(found["heads"], "heads", "heads", 1),
+            "\nversion 1.0, %                        predicted  paper",
+            *_lines(found["version_1.0"], "gpus", "GPUs", 1),
+            f"  mean error {found['mean_error_of_version_1.0']:.1f} points",
+            "\ntable 2, days for an epoch            predicted  paper",
+            *_lines(found["table_2"], "model", "", 2),
+            "\nmean error with each constant 25 % smaller, and larger",
+            *(
+                f"  {name:<32} {'   '.join(f'{each:4.1f}' for each in errors)}"
+                for name, errors in found["mean_error_by_constant"].items()
+            ),
+        ]
+    )
+
+
+def _lines(rows: list[Row], key: str, unit: str, digits: int) -> Iterator[str]:
+    for each in rows:
+        label = f"{each[key]} {unit}"
+        yield f"  {label:<35} {each['predicted']:9.{digits}f}  {each['paper']:5}"

@@ -33,6 +33,7 @@ class Hardware:
     """Of a server and its devices, in bytes, seconds and FLOP/s."""
 
     name: str
+    is_cpu: bool
     devices_per_server: int
     memory: float
     reserved_memory: float  # that no tensor can have
@@ -60,14 +61,14 @@ class Hardware:
 
     @property
     def default_precision(self) -> str:
-        """bf16 where the device has it."""
-        return "bf16" if "bf16" in self.peaks else "fp32"
+        """bf16 where the device multiplies in it."""
+        return "bf16" if self.peaks.get("bf16", 0) > self.peaks["fp32"] else "fp32"
 
 
 # Figures that a file need not have, because not every machine has what they are about.
 ABSENT = {"multiprocessors": 0, "tile": [1, 1], "attained_share": 1.0}
 # Fields that are no tables of value and source.
-APART = ("name", "peaks", "anchor", "sources")
+APART = ("name", "is_cpu", "peaks", "anchor", "sources")
 
 
 def load_hardware(name: str) -> Hardware:
@@ -93,7 +94,7 @@ def read_hardware(text: Mapping[str, Any]) -> Hardware:
     """text: {figure: {"value", "source"}}, with peaks by precision below "peak"."""
     peaks = text["peak"]
     sources = {f"peak.{each}": peaks[each]["source"] for each in peaks}
-    values: dict[str, Any] = {"name": text["name"]}
+    values: dict[str, Any] = {"name": text["name"], "is_cpu": text.get("is_cpu", False)}
     for field in fields(Hardware):
         if field.name in APART:
             continue

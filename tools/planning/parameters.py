@@ -7,8 +7,9 @@ h^2 + h behind attention, 4 h^2 + 4 h and 4 h^2 + h in the MLP.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron.config.bert import TOKEN_TYPES
 from tools.planning.shape import Shape
@@ -23,9 +24,10 @@ class Parameter:
     decays: bool
 
 
-def table(shape: Shape) -> list[Parameter]:
+@lru_cache
+def table(shape: Shape) -> tuple[Parameter, ...]:
     """In the order of the model's named_parameters()."""
-    return list(_gpt2(shape) if shape.kind == "gpt2" else _bert(shape))
+    return tuple(_gpt2(shape) if shape.kind == "gpt2" else _bert(shape))
 
 
 def _gpt2(shape: Shape) -> Iterator[Parameter]:
@@ -105,7 +107,9 @@ def local(shape: Shape) -> int:
     return sum(each.local for each in table(shape))
 
 
-def buckets(parameters: list[Parameter], most: int, *, apart: bool = True) -> list[list[Parameter]]:
+def buckets(
+    parameters: Sequence[Parameter], most: int, *, apart: bool = True
+) -> list[list[Parameter]]:
     """Those whose gradients are reduced in one call, in the order in which the backward fills them.
 
     most: numbers of a bucket, which a single parameter may exceed. apart: weights that decay and
@@ -119,9 +123,11 @@ def buckets(parameters: list[Parameter], most: int, *, apart: bool = True) -> li
 
 def _runs(group: list[Parameter], most: int) -> Iterator[list[Parameter]]:
     run: list[Parameter] = []
+    numbers = 0
     for each in group:
-        if run and sum(other.local for other in run) + each.local > most:
+        if run and numbers + each.local > most:
             yield run
-            run = []
+            run, numbers = [], 0
         run.append(each)
+        numbers += each.local
     yield run

@@ -51,15 +51,15 @@ class Software:
     bucket_bytes: int
     overlaps: bool  # gradients are reduced while the backward goes on, else behind it
     apart: bool  # buckets, as parameters.buckets
-    clones: float = 0  # passes over [n, h] of a layer's backward that tensor parallelism adds
+    chunk_bytes: int  # of the logits that are there at a time, in fp32
+    overlaps_f: bool  # its all-reduce goes on while the same layer's weight gradient is computed
 
     def forward_bytes(self, shape: Shape) -> float:
         """Of all layers in one micro-batch."""
         return shape.layers * self.forward.bytes(shape)
 
     def backward_bytes(self, shape: Shape) -> float:
-        clones = self.clones * shape.width * shape.tokens * shape.hidden * (shape.tensor > 1)
-        return shape.layers * (self.backward.bytes(shape) + clones)
+        return shape.layers * self.backward.bytes(shape)
 
     def outside_bytes(self, shape: Shape) -> float:
         """Of embedding, final norm and loss in one micro-batch."""
@@ -72,25 +72,27 @@ class Software:
         return local(shape) * (self.wide_passes * WIDE + self.narrow_passes * shape.width)
 
 
-# Stream forward: two norms 4, two biases behind the all-reduces 4, two residual adds 6; backward:
-# gradients of the two branches added 6, biases 2, norms 10 (one kernel for x, one for weight and
-# bias). Cut forward: GeLU 8, attention in one kernel 4; backward: GeLU 12, biases 7, attention 8,
-# q, k, v put side by side 6. Parameters: gradient to its place 1 + 1, norm 1, scaling 2, AdamW 7,
-# rounding 1 + 1. A logit: maximum 2 bytes, widening 6, shift 8, exponential 8, sum 4, backward 14.
+# Without torch.compile, which fuses some of it. Stream forward: two norms 4, two biases behind the
+# all-reduces 4, two residual adds 6; backward: gradients of the two branches added 6, biases 2,
+# norms 10 (one kernel for x, one for weight and bias). Cut forward: GeLU 8, attention in one kernel
+# 4; backward: GeLU 12, biases 7, attention 8, q, k, v put side by side 6. Parameters: gradient to
+# its place 1 + 1, norm 1, AdamW 8 with the scaled gradient, rounding 1 + 1. A logit: maximum 2
+# bytes, widening 6, shift 8, exponential 8, sum 4, gradient 8, narrowing 6.
 THIS_PROJECT = Software(
     name="this project",
     forward=Traffic(stream=14, cut=12, stream_dropouts=2),
     backward=Traffic(stream=18, cut=33, stream_dropouts=2),
     outside=28,
     logit_bytes=42,
-    wide_passes=12,
+    wide_passes=11,
     narrow_passes=2,
     keeps_scores=False,
     gradient_bytes=4,
     bucket_bytes=64 * 2**20,
     overlaps=True,
     apart=True,
-    clones=4,
+    chunk_bytes=2**27,
+    overlaps_f=True,
 )
 
 # The authors' code as of the paper (mpu/transformer.py, fp16/fp16.py, model/distributed.py and
@@ -115,6 +117,8 @@ MEGATRON_2019 = Software(
     bucket_bytes=2**62,
     overlaps=False,
     apart=False,
+    chunk_bytes=2**62,
+    overlaps_f=False,
 )
 
 # The same in 2020 ("version 1.0"): bias with GeLU, bias with dropout and residual add (3 passes and
@@ -132,6 +136,8 @@ MEGATRON_2020 = Software(
     bucket_bytes=2**62,
     overlaps=False,
     apart=False,
+    chunk_bytes=2**62,
+    overlaps_f=False,
 )
 
 SOFTWARE = {

@@ -3,8 +3,8 @@
     matrix products     max(FLOPs / peak, bytes / memory bandwidth) of each, where the last wave of
                         tiles does not fill the device
     other kernels       bytes / memory bandwidth
-    tensor parallelism  all-reduces of [n, h], for which everything waits
-    data parallelism    all-reduces of gradients, hidden behind the backward as far as it lasts
+    tensor parallelism  all-reduces of [n, h]; f's may hide behind the weight gradient beside it
+    data parallelism    all-reduces of gradients, which may hide behind the backward
 
 Peak and memory bandwidth are those of the datasheet times `attained_share`.
 """
@@ -31,41 +31,38 @@ class Seconds:
 
     matrix_products: float
     other_kernels: float
-    tensor_parallel: float
+    tensor_parallel_exposed: float
+    tensor_parallel_hidden: float
     data_parallel_exposed: float
     data_parallel_hidden: float
 
     @property
     def total(self) -> float:
-        return (
-            self.matrix_products
-            + self.other_kernels
-            + self.tensor_parallel
-            + self.data_parallel_exposed
-        )
+        parallel = self.tensor_parallel_exposed + self.data_parallel_exposed
+        return self.matrix_products + self.other_kernels + parallel
 
 
 def predict(shape: Shape, software: Software, hardware: Hardware, precision: str) -> Seconds:
     peak = hardware.peak(precision)
     phases = _phases(shape, software)
-    tensor = {phase: _tensor_seconds(shape, hardware, phase) for phase in phases}
+    bandwidth = hardware.memory_bandwidth * hardware.attained_share
     matrix = {
         phase: sum(_product_seconds(each, shape, hardware, peak) for each in found)
         for phase, (found, _) in phases.items()
     }
-    other = {
-        phase: moved / (hardware.memory_bandwidth * hardware.attained_share)
-        for phase, (_, moved) in phases.items()
-    }
+    other = {phase: moved / bandwidth for phase, (_, moved) in phases.items()}
+    tensor = {phase: _tensor_seconds(shape, software, hardware, phase) for phase in phases}
+    hidden_f = _hidden_f(shape, hardware, peak) if software.overlaps_f else 0.0
+    slowed = _slowed(hidden_f * tensor_ring(shape).bandwidth(hardware), shape.tensor, bandwidth)
+    tensor["backward"] += slowed - hidden_f
     behind = ("recomputation", "backward")
     window = sum(matrix[p] + other[p] + tensor[p] for p in behind) / shape.micro_batches
     exposed, hidden = _data_seconds(shape, software, hardware, window)
-    optimizer = software.parameter_bytes(shape)
     return Seconds(
         matrix_products=sum(matrix.values()),
-        other_kernels=sum(other.values())
-        + optimizer / (hardware.memory_bandwidth * hardware.attained_share),
-        tensor_parallel=sum(tensor.values()),
+        other_kernels=sum(other.values()) + software.parameter_bytes(shape) / bandwidth,
+        tensor_parallel_exposed=sum(tensor.values()),
+        tensor_parallel_hidden=hidden_f,
         data_parallel_exposed=exposed,
         data_parallel_hidden=hidden,
     )
@@ -136,13 +133,33 @@ def _filled(product: Product, multiprocessors: int, rows: int, columns: int) -> 
     return product.batch * product.m * product.n / (waves * multiprocessors * rows * columns)
 
 
-def _tensor_seconds(shape: Shape, hardware: Hardware, phase: str) -> float:
+def _tensor_seconds(shape: Shape, software: Software, hardware: Hardware, phase: str) -> float:
     ring = tensor_ring(shape)
     return sum(
         call.times * ring.seconds(call.bytes, hardware)
-        for call in communication.tensor_calls(shape)
+        for call in communication.tensor_calls(shape, software)
         if call.phase == phase
     )
+
+
+def _hidden_f(shape: Shape, hardware: Hardware, peak: float) -> float:
+    """Seconds of f's all-reduces in the layers' backward that hide behind weight gradients."""
+    call = tensor_ring(shape).seconds(shape.tokens * shape.hidden * shape.width, hardware)
+    weights = (
+        gradient
+        for product in products.linear(shape)
+        if product.name in ("qkv", "up")
+        for gradient in products.backward(product)
+        if gradient.name.endswith("weight")
+    )
+    return sum(
+        min(call * each.times, _product_seconds(each, shape, hardware, peak)) for each in weights
+    )
+
+
+def _slowed(sent: float, ranks: int, bandwidth: float) -> float:
+    """Seconds that hidden all-reduces, which sent so many bytes, keep memory from the kernels."""
+    return RING_PASSES * sent * ranks / (2 * (ranks - 1)) / bandwidth if ranks > 1 else 0.0
 
 
 def _data_seconds(
@@ -152,19 +169,21 @@ def _data_seconds(
 
     What is hidden still takes memory bandwidth from the backward, which is exposed.
     """
-    if shape.data == 1:
-        return 0.0, 0.0
     ring, width = data_ring(shape), software.gradient_bytes
     found = buckets(table(shape), software.bucket_bytes // width, apart=software.apart)
-    end = busy = moved = 0.0
+    end = window
+    if software.overlaps:
+        end = 0.0
+    busy = moved = 0.0
     for ready, size in sorted(_ready(found, shape, window, width)):
         taken = ring.seconds(size, hardware)
-        start = max(ready if software.overlaps else window, end)
-        end, busy, moved = start + taken, busy + taken, moved + size
+        end, busy, moved = max(ready, end) + taken, busy + taken, moved + size
     exposed = max(0.0, end - window)
-    hidden = busy - min(busy, exposed)
-    slowed = RING_PASSES * moved * hidden / busy
-    return exposed + slowed / (hardware.memory_bandwidth * hardware.attained_share), hidden
+    if exposed >= busy:
+        return exposed, 0.0
+    hidden, sent = busy - exposed, 2 * (ring.ranks - 1) / ring.ranks * moved
+    bandwidth = hardware.memory_bandwidth * hardware.attained_share
+    return exposed + _slowed(sent * hidden / busy, ring.ranks, bandwidth), hidden
 
 
 def _ready(

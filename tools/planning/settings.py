@@ -1,0 +1,98 @@
+"""The settings of tools/plan.py: those of pretraining, and what is asked about them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron.config.checks import SettingError, positive, writable
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
+
+Kind = Literal["gpt2", "bert"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionConfig:
+    gpus: int
+    """Devices of the job."""
+
+    hardware: str = "dgx2h"
+    """Name of a file in scripts/hardware/, or a file like them."""
+
+    kind: Kind | None = None
+    """Kind of model; if not given, bert where the preset's name says so, else gpt2."""
+
+    search: bool = False
+    """List the layouts that fit, best first; the global batch stays as it is."""
+
+    json: Path | None = None
+    """File for all that was found."""
+
+    picture: Path | None = None
+    """PNG of where time and memory go."""
+
+    def __post_init__(self) -> None:
+        positive(self, "gpus")
+        writable(self, "json")
+        writable(self, "picture")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanGPT2Config(PretrainGPT2Config):
+    question: QuestionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanBertConfig(PretrainBertConfig):
+    question: QuestionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig:
+    hardware: str = "dgx2h"
+    """Name of a file in scripts/hardware/ that has an anchor, or a file like it."""
+
+    json: Path | None = None
+    """File for all that was found."""
+
+    picture: Path | None = None
+    """PNG like the paper's figure 5."""
+
+    def __post_init__(self) -> None:
+        writable(self, "json")
+        writable(self, "picture")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig:
+    measure: Path
+    """File for a description of the machine at hand, which --hardware takes."""
+
+    def __post_init__(self) -> None:
+        writable(self, "measure")
+
+
+def parse_plan(
+    arguments: Sequence[str], environ: Mapping[str, str]
+) -> tuple[PretrainConfig, QuestionConfig]:
+    """Raises SettingError, as parse."""
+    if "--preset" not in (word.partition("=")[0] for word in arguments):
+        raise SettingError(
+            "there is no --preset, which says what to plan; "
+            "--preset scripts/presets/gpt2_scaling_8.3b.toml would work"
+        )
+    if _kind(arguments) == "bert":
+        bert = parse(PlanBertConfig, arguments, environ)
+        return bert, bert.question
+    gpt2 = parse(PlanGPT2Config, arguments, environ)
+    return gpt2, gpt2.question
+
+
+def _kind(arguments: Sequence[str]) -> str:
+    """Told by --kind, or by the name of a preset."""
+    for name, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if name.startswith("--kind"):
+            return name.partition("=")[2] or value
+    names = [Path(word.rpartition("=")[2]).name for word in arguments if word.endswith(".toml")]
+    return "bert" if any("bert" in name for name in names) else "gpt2"
