@@ -62,7 +62,7 @@ def test_the_record_says_what_was_trained_and_how(
     files = [Path(each["file"]).name for each in record["data"]]
     assert files == ["train", "near", "far"]
     assert (
-        record["hyper_parameters"] | {"lr": 3e-3, "epochs": 3, "head": "classifier"}
+        record["hyper_parameters"] | {"lr": 1e-2, "epochs": 3, "head": "classifier"}
         == (record["hyper_parameters"])
     )
     assert not {"load", "seed", "save", "train_data"} & record["hyper_parameters"].keys()
@@ -87,7 +87,7 @@ def test_checkpoints_of_the_last_and_the_best_epoch_give_the_figures_of_that_tim
             assert found["finetuned"]["epoch"] == epoch
             assert found["finetuned"]["task"] == TASK
             assert "lr" not in found["hyper_parameters"], "nothing is trained"
-            assert found["finetuned"]["hyper_parameters"]["lr"] == 3e-3
+            assert found["finetuned"]["hyper_parameters"]["lr"] == 1e-2
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -171,10 +171,7 @@ def _data_seconds(
     """
     ring, width = data_ring(shape), software.gradient_bytes
     found = buckets(table(shape), software.bucket_bytes // width, apart=software.apart)
-    end = window
-    if software.overlaps:
-        end = 0.0
-    busy = moved = 0.0
+    end, busy, moved = 0.0 if software.overlaps else window, 0.0, 0.0
     for ready, size in sorted(_ready(found, shape, window, width)):
         taken = ring.seconds(size, hardware)
         end, busy, moved = max(ready, end) + taken, busy + taken, moved + size
