@@ -9,9 +9,8 @@ bf16 its weights are bf16 with fp32 masters, by fused AdamW of torch, as this pr
 """
 
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -65,6 +64,7 @@ OUTER = {
     "decoder.final_layernorm.weight": "final_norm.weight",
     "decoder.final_layernorm.bias": "final_norm.bias",
 }
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COLUMNS = ("word_embeddings", "linear_qkv", "linear_fc1")  # cut along dim 0
 ROWS = ("linear_proj.weight", "linear_fc2.weight")  # along dim 1
 
@@ -74,6 +74,10 @@ def replace_what_needs_cuda() -> None:
     random state of dropout, of which there is none here."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
+
+
+def uses_transformer_engine(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("transformer_engine") is not None
 
 
 def build(case: Case, dtype: torch.dtype, device: torch.device, size: int) -> GPTModel:
@@ -97,7 +101,7 @@ def build(case: Case, dtype: torch.dtype, device: torch.device, size: int) -> GP
     if case.checkpoint_activations:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform"}
         settings["recompute_num_layers"] = 1
-    if on_gpu and find_spec("transformer_engine"):
+    if uses_transformer_engine(device):
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="LayerNorm")
@@ -142,52 +146,78 @@ class Training:
     """Steps as its own optimizer does them: fp32 masters of narrow weights, clipping, AdamW."""
 
     def __init__(self, model: nn.Module, case: Case) -> None:
-        self.case = case
+        self.clip_grad = case.clip_grad
         self.weights = list(model.parameters())
-        self.masters = [each.detach().float() for each in self.weights]
-        self.is_narrow = self.masters[0].data_ptr() != self.weights[0].data_ptr()
+        self.masters = [each.detach().float() for each in self.weights]  # itself, if it is fp32
+        matrices = [each for each in self.masters if each.dim() > 1]
+        vectors = [each for each in self.masters if each.dim() == 1]
         groups = [
-            {"params": list(same), "weight_decay": case.weight_decay * decays}
-            for decays in (True, False)
-            for same in [self.of_dims(decays)]
+            {"params": matrices, "weight_decay": case.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW(
             groups, lr=LEARNING_RATE, betas=case.betas, eps=case.adam_eps, fused=True
         )
-        replicated = [not getattr(each, "tensor_model_parallel", False) for each in self.weights]
         # What every rank holds whole counts once in the norm.
-        self.counts = [rank_of_group() == 0 or not whole for whole in replicated]
+        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        is_cut = [getattr(each, "tensor_model_parallel", False) for each in self.weights]
+        self.counts = [is_first or each for each in is_cut]
 
-    def of_dims(self, decays: bool) -> Iterator[Tensor]:
-        return (each for each in self.masters if (each.dim() > 1) == decays)
-
-    def step(self, loss: Callable[[], Tensor]) -> float:
+    def step(self, loss: Tensor) -> float:
         """One update; the loss before it."""
-        mean = loss()
-        mean.backward()
+        loss.backward()
         for weight, master in zip(self.weights, self.masters, strict=True):
             assert weight.grad is not None
             master.grad = weight.grad.float()
             weight.grad = None
-        gradients = [master.grad for master in self.masters if master.grad is not None]
-        self.clip(gradients)
+        self.clip([master.grad for master in self.masters if master.grad is not None])
         self.adamw.step()
-        if self.is_narrow:
+        if self.weights[0].dtype != self.masters[0].dtype:
             with torch.no_grad():
                 torch._foreach_copy_(self.weights, self.masters)
-        return mean.item()
+        return loss.item()
 
     def clip(self, gradients: list[Tensor]) -> None:
         own = [each for each, is_own in zip(gradients, self.counts, strict=True) if is_own]
         square = torch.stack(torch._foreach_norm(own)).square().sum()
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             dist.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
-        factor = (self.case.clip_grad / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        factor = (self.clip_grad / (square.sqrt() + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor)
 
 
-def rank_of_group() -> int:
-    return parallel_state.get_tensor_model_parallel_rank()
+def connect(device: torch.device, store: str, rank: int, size: int) -> None:
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+    )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    if on_gpu:
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+    else:
+        replace_what_needs_cuda()
+
+
+def steps(case: Case, model: GPTModel, device: torch.device) -> Callable[[int], float]:
+    """Of a batch's number, to its loss."""
+    training = Training(model, case)
+    positions = torch.arange(case.sequence, device=device).expand(case.batch, -1)
+    mask = None  # Transformer Engine makes the one that its kernels know
+    if not uses_transformer_engine(device):
+        square = torch.ones(case.sequence, case.sequence, dtype=torch.bool, device=device)
+        mask = square.triu(1)[None, None]
+
+    def step(number: int) -> float:
+        text = torch.from_numpy(case.text(number)).to(device)
+        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        return training.step(model(tokens, positions, mask, labels=labels).mean())
+
+    return step
 
 
 def main(file: str, weights: str, rank: int) -> None:
@@ -196,34 +226,11 @@ def main(file: str, weights: str, rank: int) -> None:
     torch.set_num_threads(told["threads"])
     case, size, kind = Case.read(told["case"]), told["tensor_parallel"], told["device"]
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    backend = "gloo"
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-        backend = "nccl"
-    store = dist.FileStore(f"{file}.megatron_core", size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
-    if kind == "cpu":
-        replace_what_needs_cuda()
-    else:
-        tensor_parallel.model_parallel_cuda_manual_seed(0)
+    connect(device, f"{file}.megatron_core", rank, size)
     memory = GpuMemory() if kind == "cuda" else ResidentMemory()
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[told["dtype"]]
-    model = build(case, dtype, device, size)
+    model = build(case, DTYPES[told["dtype"]], device, size)
     with np.load(weights) as whole:
         load(model, whole, case, rank, size)
-    training = Training(model, case)
-    positions = torch.arange(case.sequence, device=device).expand(case.batch, -1)
-    later = torch.ones(case.sequence, case.sequence, dtype=torch.bool, device=device).triu(1)
-
-    def step(number: int) -> float:
-        text = torch.from_numpy(case.text(number)).to(device)
-        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        return training.step(lambda: model(tokens, positions, mask, labels=labels).mean())
-
-    # Transformer Engine makes its own mask, which is the one that its kernels know.
-    mask = None if kind == "cuda" and find_spec("transformer_engine") else later[None, None]
 
     def wait() -> None:
         if kind == "cuda":
@@ -231,7 +238,7 @@ def main(file: str, weights: str, rank: int) -> None:
         if size > 1:
             dist.barrier()
 
-    watch = Stopwatch(step, wait)
+    watch = Stopwatch(steps(case, model, device), wait)
     serve(
         {
             "losses": watch.losses,

@@ -1,21 +1,26 @@
 """Layers that torch.compile has compiled compute what they compute uncompiled."""
 
+import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import pretrain_gpt2
 from megatron.config.checks import SettingError
 from megatron.parallel.mesh import serial_mesh
 from megatron.train import compiled
 from megatron.train.diagnose import find_first
 from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_samples, bert_section
+from tests.data.samples import write_data
 from tests.dist import Pool
+from tests.programs import REST, SHAPE
 from tests.tiny import (
     assert_gradients,
     mesh_of_ranks,
@@ -30,6 +35,7 @@ SECTIONS = {"gpt2": tiny_section, "bert": bert_section}
 SAMPLES = {"gpt2": samples, "bert": bert_samples}
 # fp32; the order of sums differs.
 TOLERANCE = 2e-5
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 
 
 def first_steps(kind: str, size: int, is_compiled: bool, changes: dict[str, Any]) -> Any:
@@ -52,19 +58,24 @@ def first_steps(kind: str, size: int, is_compiled: bool, changes: dict[str, Any]
 @GCC
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "size", "changes"),
+    ("kind", "size", "changes", "is_whole"),
     [
-        ("gpt2", 1, {"num_layers": 3}),
-        ("gpt2", 2, {}),
-        ("gpt2", 2, {"recompute_granularity": "selective"}),
-        ("bert", 1, {"residual_order": "post-ln", "recompute_granularity": "full"}),
-        ("bert", 2, {"hidden_dropout": 0.2, "attention_dropout": 0.2}),
+        ("gpt2", 1, {"num_layers": 3}, True),
+        ("gpt2", 2, {}, True),
+        ("bert", 1, {"recompute_granularity": "selective"}, False),
+        (
+            "bert",
+            2,
+            {"residual_order": "post-ln", "recompute_granularity": "full"} | DROPOUT,
+            False,
+        ),
     ],
 )
 def test_losses_and_gradients_are_those_of_plain_layers(
-    gloo: Pool, kind: str, size: int, changes: dict[str, Any]
+    gloo: Pool, kind: str, size: int, changes: dict[str, Any], is_whole: bool
 ) -> None:
-    """One graph for all layers, collectives in it; two at each place that draws or recomputes."""
+    """is_whole: whether all layers share one graph, collectives in it. Where numbers are drawn, or
+    a part of a layer is recomputed, a graph ends."""
     plain = gloo.run(size, first_steps, kind, size, False, changes)
     found = gloo.run(size, first_steps, kind, size, True, changes, timeout=300)
     for theirs, ours in zip(plain, found, strict=True):
@@ -72,9 +83,6 @@ def test_losses_and_gradients_are_those_of_plain_layers(
         assert_gradients(ours[1], theirs[1], TOLERANCE)
         assert ours[2] == pytest.approx(theirs[2], rel=TOLERANCE)
         graphs, breaks = ours[3:]
-        is_whole = (
-            changes.get("recompute_granularity") != "selective" and "hidden_dropout" not in changes
-        )
         assert (graphs == 1 and not breaks) == is_whole, breaks
 
 
@@ -134,5 +142,19 @@ def test_all_ranks_compile_or_none(gloo: Pool) -> None:
 
 @GCC
 @pytest.mark.slow
-def test_a_compiler_that_works_is_found() -> None:
-    assert compiled.choose_compile(True, serial_mesh()) == (True, [])
+def test_a_run_says_that_it_is_compiled_and_learns_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 1)
+    prefix = tmp_path / "some_text_document"
+    write_data(prefix, [[*range(1, 40), 0]] * 4)
+    losses = []
+    for switch in ("--no-compile", "--compile"):
+        file = tmp_path / f"{switch}.jsonl"
+        words = f"{SHAPE} {REST} --train-iters 3 --eval-iters 0 --log-interval 1 {switch}".split()
+        pretrain_gpt2.main([*words, "--data-path", str(prefix), "--metrics-file", str(file)], {})
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert lines[0]["compiled"] == (switch == "--compile")
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
