@@ -21,11 +21,11 @@ from math import sqrt
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, RecomputeGranularity
 from megatron.model.cache import KeyValueCache
-from megatron.model.gelu import gelu
 from megatron.parallel.kit import Kit
 
 
@@ -81,7 +81,7 @@ class MLP(nn.Module):
         self.down = kit.row(4 * h, h, std=std / sqrt(2 * section.num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(gelu(self.up(x), self.gelu))
+        return self.down(F.gelu(self.up(x), approximate=self.gelu))
 
 
 class TransformerLayer(nn.Module):

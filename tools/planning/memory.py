@@ -21,7 +21,7 @@ from tools.planning.parameters import local
 from tools.planning.shape import WIDE, Shape
 
 GRANULARITIES: tuple[RecomputeGranularity, ...] = ("none", "selective", "full")
-BLOCK = 64  # queries of attention on the CPU
+BLOCK = 128  # queries of attention on the CPU
 SHORT = 512  # tokens up to which attention on the CPU goes in blocks without dropout, too
 
 
@@ -110,15 +110,6 @@ def one_layer(shape: Shape, hardware: Hardware) -> int:
         again = kept(shape, hardware) - width * n * h
     elif shape.recompute == "selective":
         again = _core(shape, hardware)
-    passing = _gelu(shape, hardware) * 4 * n * h // t
+    passing = width * 4 * n * h // t
     weight = width * 4 * h * h // t * (width < WIDE)  # else computed where it belongs
     return again + passing + 2 * width * n * h + weight
-
-
-def _gelu(shape: Shape, hardware: Hardware) -> int:
-    """Bytes a number that its backward takes at a time, less those of its result, which is no
-    longer needed: the gradients of both; on the CPU (gelu.py) the sigmoid, the slope and their
-    product in fp32, and of narrow numbers themselves in fp32."""
-    if not hardware.is_cpu:
-        return shape.width
-    return 3 * WIDE if shape.width == WIDE else 4 * WIDE + shape.width

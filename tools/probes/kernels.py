@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.model.gelu import gelu
 from megatron.model.gpt2 import document_mask
 from megatron.optim.adam import ADAMS
 from megatron.parallel.kit import Kit, kit_1d
@@ -86,7 +86,7 @@ def probes(
         "attention, documents": lambda: bench.attention(0.0, is_masked=True),
         "attention, dropout, documents": lambda: bench.attention(DROPOUT, is_masked=True),
         "LayerNorm": lambda: bench.layer(lambda kit: kit.norm(H, epsilon=1e-5)),
-        "GeLU": lambda: bench.run(gelu, bench.stream(), "tanh"),
+        "GeLU": lambda: bench.run(partial(F.gelu, approximate="tanh"), bench.stream()),
         "dropout": lambda: bench.layer(lambda kit: kit.dropout(DROPOUT, "dropout")),
         "output layer and loss": bench.loss,
         "AdamW": lambda: bench.adamw("torch"),
