@@ -15,6 +15,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.train.agree import refuse_alike
 from megatron.train.checkpoint import verify
 from megatron.train.launch import default_precision
+from megatron.train.source import commit
 from megatron.train.state import TrainState
 
 
@@ -111,9 +112,10 @@ def choose_precision(given: str | None, saved: str | None, mesh: Mesh) -> str:
 
 
 def environment(mesh: Mesh) -> dict[str, Any]:
-    """What decides the last bits of a sum, beside the program: kept in every checkpoint."""
+    """The program, and what else decides the last bits of a sum: kept in every checkpoint."""
     device = mesh.device
     return {
+        "commit": commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),

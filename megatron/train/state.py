@@ -24,6 +24,7 @@ from megatron.train.checkpoint import Piece, load, read_manifest, save
 from megatron.train.compiled import compile_layers
 from megatron.train.models import build_model
 from megatron.train.objectives import OBJECTIVES, Objective
+from megatron.train.source import commit
 
 
 @dataclass(kw_only=True)
@@ -98,7 +99,7 @@ class TrainState:
         self.optimizer.publish()
 
     def describe(self) -> dict[str, Any]:
-        """Layout, size and device of the run, as JSON; parameters are those of the whole model."""
+        """Layout, size, device and code of the run, as JSON; the parameters of the whole model."""
         device = self.mesh.device
         return {
             "layout": {
@@ -109,6 +110,7 @@ class TrainState:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "compiled": self.compiled,
+            "commit": commit(),
             "torch": torch.__version__,
         }
 
