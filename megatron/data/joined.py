@@ -3,6 +3,7 @@
 import operator
 import os
 import sys
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -13,14 +14,14 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 
-class _Sliced:
+class _Sliced(ABC):
     """What is read by entry or by slice without a step."""
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
-    def _read(self, start: int, stop: int) -> NDArray[Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _read(self, start: int, stop: int) -> NDArray[Any]: ...
 
     def __getitem__(self, key: int | slice) -> Any:
         if not isinstance(key, slice):
