@@ -73,8 +73,9 @@ def share(section: Any, *fields: str) -> None:
             )
 
 
-def writable(section: object, name: str) -> None:
-    """The field, a Path or None, names a file that can be written: its folder is there."""
+def writable(section: object, name: str, ending: str = "") -> None:
+    """The field, a Path or None, names a file that can be written: its folder is there, and its
+    name ends so."""
     path: Path | None = getattr(section, name)
     if path is None:
         return
@@ -85,4 +86,9 @@ def writable(section: object, name: str) -> None:
         raise SettingError(
             f"{flag(name)} {path}: there is no folder {path.parent}; "
             f"mkdir -p {path.parent}, or {flag(name)} {path.name}, would work"
+        )
+    if not path.name.endswith(ending):
+        raise SettingError(
+            f"{flag(name)} {path}: its ending says nothing of what is written; "
+            f"{flag(name)} {path.with_suffix(ending)} would work"
         )

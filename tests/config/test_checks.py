@@ -186,3 +186,6 @@ def test_a_file_to_write_needs_its_folder(tmp_path: Path) -> None:
         SettingError, match=f"no folder {tmp_path / 'no'}; mkdir -p {tmp_path}/no, or"
     ):
         writable(Section(tmp_path / "no" / "x.json"), "output")
+    writable(Section(tmp_path / "new.png"), "output", ".png")
+    with pytest.raises(SettingError, match=f"--output {tmp_path}/new.png would work"):
+        writable(Section(tmp_path / "new.txt"), "output", ".png")

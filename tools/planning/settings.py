@@ -35,7 +35,7 @@ class QuestionConfig:
     def __post_init__(self) -> None:
         positive(self, "gpus")
         writable(self, "json")
-        writable(self, "picture")
+        writable(self, "picture", ".png")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class StudyConfig:
 
     def __post_init__(self) -> None:
         writable(self, "json")
-        writable(self, "picture")
+        writable(self, "picture", ".png")
 
 
 @dataclass(frozen=True, kw_only=True)
