@@ -165,6 +165,19 @@ def measure(settings: Settings, found: dict[str, Contender]) -> dict[str, Result
     return {name: result for name, result in results.items() if name in found}
 
 
+def pool(starts: Sequence[dict[str, Result]]) -> dict[str, Result]:
+    """The rounds of all starts, of who was in each of them."""
+    return {
+        name: Result(
+            wall=[wall for results in starts for wall in results[name].wall],
+            cpu=[cpu for results in starts for cpu in results[name].cpu],
+            peak_memory=max(results[name].peak_memory for results in starts),
+        )
+        for name in starts[0]
+        if all(name in results for results in starts)
+    }
+
+
 def quantiles(values: Sequence[float]) -> dict[str, float]:
     low, middle, high = np.quantile(values, [0.1, 0.5, 0.9])
     return {"median": float(middle), "p10": float(low), "p90": float(high)}

@@ -64,7 +64,7 @@ def utilisation(
         return {"mfu": None, "hfu": None}
     case, size = settings.case, settings.tensor_parallel
     granularity = RECOMPUTED.get(name, "full" if case.checkpoint_activations else "none")
-    hardware = on_paper.flops(case, size, granularity, causal=False)
+    hardware = on_paper.flops(on_paper.shape(case, size, granularity), causal=False)
     return {
         "mfu": case.flops / (size * seconds * peak),
         "hfu": hardware / (seconds * peak),

@@ -30,6 +30,7 @@ from benchmarks.growth_report import every_point, growth, summary
 from benchmarks.machine import JsonFile, facts, told, write_json
 from benchmarks.train_step import read_case
 from benchmarks.turns import Contender
+from megatron.config.model import RecomputeGranularity
 
 WARM_STEPS = 2
 RANKS = "ranks"
@@ -53,6 +54,7 @@ LARGEST = Case(
     sequence=1024,
 )
 CLUSTER = {"tensor_parallel": 8, "flops_per_second": 39e12, "bytes_per_second": 300e9}
+KINDS: tuple[RecomputeGranularity, ...] = ("none", "full")  # on the cluster
 CLUSTER_AXES = {
     "layers": (18, 36, 72, 144, 288),
     "width": (768, 1536, 3072, 6144, 12288),
@@ -112,7 +114,8 @@ def point(settings: Settings, value: int, result: Result, nothing: int) -> Point
 
     nothing: of `bytes_of_nothing`.
     """
-    case, ranks = settings.case, settings.tensor_parallel
+    ranks = settings.tensor_parallel
+    step = on_paper.shape(settings.case, ranks)
     return {
         "value": value,
         "seconds": median(result.wall),
@@ -120,9 +123,9 @@ def point(settings: Settings, value: int, result: Result, nothing: int) -> Point
         "rounds": result.wall,
         "bytes": result.peak_memory / ranks - nothing,
         "paper": {
-            "flops": on_paper.flops(case, ranks),
-            "bytes": on_paper.memory(case, ranks),
-            "communicated": on_paper.communicated(case, ranks, "none", 4),
+            "flops": on_paper.flops(step),
+            "bytes": on_paper.held(step),
+            "communicated": on_paper.sent(step),
         },
     }
 
@@ -144,16 +147,15 @@ def cluster(axis: str, value: int) -> Point:
     """Seconds of arithmetic and of communication on paper, by what is computed again."""
     ranks = value if axis == RANKS else int(CLUSTER["tensor_parallel"])
     case = at(LARGEST, axis, value)
+    steps = {each: on_paper.shape(case, ranks, each, 2) for each in KINDS}
     return {
         "value": value,
         **{
             granularity: {
-                "arithmetic": on_paper.flops(case, ranks, granularity, causal=False)
-                / CLUSTER["flops_per_second"],
-                "communication": on_paper.communicated(case, ranks, granularity, 2)
-                / CLUSTER["bytes_per_second"],
+                "arithmetic": on_paper.flops(step, causal=False) / CLUSTER["flops_per_second"],
+                "communication": on_paper.sent(step) / CLUSTER["bytes_per_second"],
             }
-            for granularity in ("none", "full")
+            for granularity, step in steps.items()
         },
     }
 

@@ -13,12 +13,16 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
+from megatron.train.source import commit
+
 JsonFile = Annotated[Path | None, tyro.conf.arg(name="json")]
 
 
 def facts(*packages: str) -> dict[str, Any]:
-    """Processor, cores, memory, Python, and the versions of these packages as far as installed."""
+    """Commit, processor, cores, memory, Python, and the versions of these packages as far as
+    installed."""
     found = {
+        "commit": commit(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 1e9:.0f} GB",

@@ -10,7 +10,6 @@ of their own. Memory is the most that a step takes beside the weight, its gradie
 
 import sys
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +23,7 @@ from benchmarks.comparison import Settings, measure, quantiles, started
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
 
 COMPARED_STEPS = 2
+ASKED = ("dtype", "threads", "tensor_parallel", "device", "rounds")  # of Settings, for the record
 # Of the losses, about log v each.
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
 
@@ -35,6 +35,46 @@ def held(settings: Settings) -> int:
     rows = -(-case.vocab_size // multiple) * multiple
     stream = 2 * case.tokens * case.hidden_size * width * settings.tensor_parallel
     return rows * case.hidden_size * (width + 4) + stream
+
+
+def compare(settings: Settings) -> dict[str, Any]:
+    """What the JSON file holds; SystemExit where the two have other losses."""
+    case = settings.case
+    record: dict[str, Any] = {
+        **facts("torch"),
+        **{name: getattr(case, name) for name in ("vocab_size", "hidden_size", "tokens")},
+        **{name: getattr(settings, name) for name in ASKED},
+    }
+    with started(settings, [IN_CHUNKS, AT_ONCE]) as found:
+        losses = [each.ask("losses", steps=COMPARED_STEPS)[0]["losses"] for each in found.values()]
+        if not np.allclose(*losses, rtol=TOLERANCES[settings.dtype], atol=0):
+            raise SystemExit(f"error: these are not the same loss: {losses}")
+        results = measure(settings, found)
+    print(told(record))
+    pairs = zip(results[IN_CHUNKS].wall, results[AT_ONCE].wall, strict=True)
+    record["over_at_once"] = [own / whole for own, whole in pairs]
+    record["results"] = {
+        name: {
+            "step_seconds": quantiles(each.wall),
+            "extra_bytes": each.peak_memory - held(settings),
+        }
+        for name, each in results.items()
+    }
+    return record
+
+
+def table(record: dict[str, Any]) -> str:
+    """record: of `compare`."""
+    rows = [
+        [
+            name,
+            f"{each['step_seconds']['median']:.3f}",
+            spread(record["over_at_once"], 3) if name == IN_CHUNKS else "",
+            f"{each['extra_bytes'] / 2**20:,.0f}",
+        ]
+        for name, each in record["results"].items()
+    ]
+    return markdown(["", "seconds", "over at once", "extra MiB"], rows)
 
 
 def main(
@@ -72,44 +112,8 @@ def main(
         rounds=rounds,
         steps=1,
     )
-    record: dict[str, Any] = {
-        **facts("torch"),
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "tokens": tokens,
-        "dtype": dtype,
-        "threads": threads,
-        "tensor_parallel": tensor_parallel,
-        "device": device,
-        "rounds": rounds,
-    }
-    with started(settings, [IN_CHUNKS, AT_ONCE]) as found:
-        losses = [each.ask("losses", steps=COMPARED_STEPS)[0]["losses"] for each in found.values()]
-        if not np.allclose(*losses, rtol=TOLERANCES[dtype], atol=0):
-            raise SystemExit(f"error: these are not the same loss: {losses}")
-        results = measure(settings, found)
-    print(told(record))
-    chunked, whole = results[IN_CHUNKS], results[AT_ONCE]
-    record["over_at_once"] = [
-        own / all_ for own, all_ in zip(chunked.wall, whole.wall, strict=True)
-    ]
-    record["results"] = {
-        name: {
-            "step_seconds": quantiles(each.wall),
-            "extra_bytes": each.peak_memory - held(settings),
-        }
-        for name, each in results.items()
-    }
-    rows = [
-        [
-            name,
-            f"{median(each.wall):.3f}",
-            spread(record["over_at_once"], 3) if name == IN_CHUNKS else "",
-            f"{(each.peak_memory - held(settings)) / 2**20:,.0f}",
-        ]
-        for name, each in results.items()
-    ]
-    print(markdown(["", "seconds", "over at once", "extra MiB"], rows))
+    record = compare(settings)
+    print(table(record))
     write_json(json_file, record)
 
 

@@ -28,14 +28,15 @@ from benchmarks.comparison import ROOT, Result, Settings, measure, quantiles
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
 from benchmarks.train_step import read_case
 from benchmarks.turns import Contender
+from megatron.config.model import RecomputeGranularity
+from tools.planning.memory import GRANULARITIES
 
-GRANULARITIES = ("none", "selective", "full")
 COMPARED_STEPS = 2
 
 
 class Setting(NamedTuple):
     dropout: float
-    granularity: str
+    granularity: RecomputeGranularity
 
     @property
     def name(self) -> str:
@@ -95,14 +96,14 @@ def figures(
     written = []
     for setting in chosen:
         result, base = results[setting.name], results[setting.base].wall
-        flops = on_paper.flops(settings.case, 1, setting.granularity)
+        flops = on_paper.flops(on_paper.shape(settings.case, recompute=setting.granularity))
         written.append(
             {
                 **setting._asdict(),
                 "step_seconds": quantiles(result.wall),
                 "cpu_seconds": quantiles(result.cpu),
                 "over_none": [own / other for own, other in zip(result.wall, base, strict=True)],
-                "flops_over_none": flops / on_paper.flops(settings.case),
+                "flops_over_none": flops / on_paper.flops(on_paper.shape(settings.case)),
                 "kept_bytes": kept[setting.name],
                 "peak_memory_bytes": result.peak_memory,
             }

@@ -2,14 +2,15 @@
 
     python benchmarks/train_step.py --preset FILE --dtype fp32|bf16 --threads N
         [--tensor-parallel N] [--contenders NAME ...] [--megatron-core PYTHON]
-        [--json FILE] [--picture FILE] [--profile FOLDER]
+        [--starts N] [--json FILE] [--picture FILE] [--profile FOLDER]
 
 A step is forward, backward, reduction, clipping by the global norm and fused AdamW, without
 dropout, from the same weights on the same batches; losses of the first steps are compared before
 anything is timed. Contenders run on processes of their own and take turns, and so does the floor:
-the step's matrix products alone, each in the layout that is fastest on this machine. On a GPU this
-project compiles its layers, as its users' runs do; one that does not fit in memory beside the
-others drops out.
+the step's matrix products alone, each in the layout that is fastest on this machine. Processes
+that run the same code differ in speed: --starts makes new ones of all and pools their rounds. On a
+GPU this project compiles its layers, as its users' runs do; one that does not fit in memory beside
+the others drops out.
 """
 
 import json
@@ -29,6 +30,7 @@ from benchmarks.comparison import (
     Settings,
     compare_losses,
     measure,
+    pool,
     quantiles,
     started,
     usual_contenders,
@@ -66,7 +68,7 @@ def read_case(
 
 
 def compare(
-    settings: Settings, names: list[str], profile: Path | None, picture: Path | None
+    settings: Settings, names: list[str], starts: int, profile: Path | None, picture: Path | None
 ) -> dict[str, Any]:
     """Run all of them, print, and return what the JSON file holds."""
     case = settings.case
@@ -76,19 +78,26 @@ def compare(
         **({"gpu": gpu, "peak": peak, "mfu": MFU, "hfu": HFU} if gpu else {}),
         **{name: getattr(settings, name) for name in ("dtype", "threads", "tensor_parallel")},
         **{name: getattr(settings, name) for name in ("stub_communication", "rounds", "steps")},
+        "starts": starts,
         "case": json.loads(case.written()),
     }
-    with started(settings, [*names, FLOOR]) as found:
-        record["loss_difference"] = compare_losses(settings, found)
-        print(told(record), flush=True)
-        record["products"] = found[FLOOR].ask("choose")[0]["products"]
-        results = measure(settings, found)
-        record["contenders"] = figures(settings, results, peak)
-        record["seconds"] = {name: result.wall for name, result in results.items()}
-        record["out_of_memory"] = [name for name in names if name not in results]
-        print(table(record), flush=True)
-        if profile is not None:
-            record["communication"] = write_profiles(profile, found, settings.steps)
+    results: list[dict[str, Result]] = []
+    for start in range(starts):
+        with started(settings, [*names, FLOOR]) as found:
+            record["loss_difference"] = compare_losses(settings, found)
+            products = found[FLOOR].ask("choose")[0]["products"]
+            results.append(measure(settings, found))
+            if profile is not None and start == starts - 1:
+                communication = write_profiles(profile, found, settings.steps)
+    print(told(record), flush=True)
+    pooled = pool(results)
+    record["products"] = products
+    record["contenders"] = figures(settings, pooled, peak)
+    record["seconds"] = {name: result.wall for name, result in pooled.items()}
+    record["out_of_memory"] = [name for name in names if name not in pooled]
+    if profile is not None:
+        record["communication"] = communication
+    print(table(record), flush=True)
     if picture is not None and record["contenders"]:
         about = f"{case.name}, {settings.dtype}, t = {settings.tensor_parallel}"
         draw(picture, case, about, record["contenders"])
@@ -106,6 +115,7 @@ def train_step(
     contenders: tuple[str, ...] = (),
     megatron_core: Path | None = None,
     stub_communication: bool = False,
+    starts: int = 1,
     rounds: int = 8,
     steps: int = 3,
     device: Literal["cpu", "cuda"] = "cpu",
@@ -126,7 +136,8 @@ def train_step(
         contenders: their names; all that there are but variants of this project's if not given.
         megatron_core: a Python in whose environment megatron-core is installed.
         stub_communication: run one rank of --tensor-parallel, whose collectives move nothing.
-        rounds: times that every contender has its turn.
+        starts: times that new processes are made of every contender.
+        rounds: times that every contender has its turn, of each start.
         steps: of a turn.
         device: cpu or cuda.
         json_file: where every figure is written.
@@ -147,7 +158,7 @@ def train_step(
     if unknown := set(contenders) - set(NAMES):
         raise SystemExit(f"error: no such contender: {sorted(unknown)[0]}; there are {NAMES}")
     chosen = list(contenders) or usual_contenders(settings)
-    write_json(json_file, compare(settings, chosen, profile, picture))
+    write_json(json_file, compare(settings, chosen, starts, profile, picture))
 
 
 if __name__ == "__main__":
