@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Usage: scripts/test.sh [GROUP] [PYTEST ARGUMENTS]
-# GROUP is one of the functions below: lint, fast, slow or all (the default).
+# GROUP is one of the functions below: lint, fast, slow, slurm or all (the default).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-groups="lint fast slow all"
+groups="lint fast slow slurm all"
 
 lint() {
     .venv/bin/ruff check .
@@ -11,8 +11,9 @@ lint() {
     .venv/bin/mypy
     .venv/bin/lint-imports
 }
-fast() { .venv/bin/python -m pytest -m "not slow" "$@"; }
+fast() { .venv/bin/python -m pytest -m "not slow and not slurm" "$@"; }
 slow() { .venv/bin/python -m pytest -m slow "$@"; }
+slurm() { .venv/bin/python -m pytest -m slurm "$@"; }
 all() {
     lint # not `lint &&`: bash would then ignore every failure in it but the last
     .venv/bin/python -m pytest "$@"

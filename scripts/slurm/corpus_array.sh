@@ -8,9 +8,9 @@
 # A step is a series of stages, and every job does its share of the stage that is next.  So the
 # array is submitted once for each stage, each after the one before, and last a single job without
 # --shard, which writes the manifest.  How many stages there are is known below; STAGES=N submits
-# another number of arrays, such as 2 for every 64 shards of tools.preprocess_data.  One too many
-# costs a start; one too few leaves its stage to the last job alone.  If a job fails, what follows is
-# cancelled; the same command again goes on from what is done.
+# another number of arrays.  One too many costs a start; one too few leaves its stage to the last
+# job alone.  If a job fails, what follows is cancelled; the same command again goes on from what is
+# done.  Tokens are made by preprocess.sh, in one job of many nodes.
 #
 # Adapt these lines, and add --partition or --account, as your cluster wants them:
 #SBATCH --job-name=corpus
@@ -28,7 +28,7 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then # in a shell: submit
     fi
     case $1 in
         tools.corpus.clean | tools.corpus.decontaminate) stages=1 ;;
-        tools.corpus.extract | tools.corpus.split | tools.preprocess_data) stages=2 ;;
+        tools.corpus.extract | tools.corpus.split) stages=2 ;;
         tools.corpus.urls) stages=3 ;;
         *) stages=10 ;; # tools.corpus.dedup
     esac

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Measure how training scales; one job of the largest world measures the smaller ones too:
+#
+#     sbatch --nodes 64 --gpus-per-node 8 --ntasks-per-node 8 --time 2:00:00 \
+#         scripts/slurm/scaling.sh --json scaling.json --page scaling.md --picture scaling.png
+#SBATCH --job-name=scaling
+#SBATCH --output=%x-%j.log
+source scripts/slurm/body.sh || exit 2
+run_ranks benchmarks/scaling.py "$@"

@@ -1,0 +1,228 @@
+"""The scripts of scripts/slurm under an srun and a scontrol that stand in for Slurm's."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.slurm import cluster
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts" / "slurm"
+SLURM = {
+    "SLURM_JOB_ID": "40007",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NTASKS": "8",
+    "SLURM_NTASKS_PER_NODE": "4",
+}
+CHECKPOINTS = ["--save", "C", "--load=C"]
+
+# Both tell what they were called with. srun's status is that of the ranks, of which there is none.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+echo "$*" >> calls
+exit "${STATUS:-0}"
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "$*" >> calls
+[[ "$*" == *hostnames* ]] && printf 'node1\\nnode2\\n'
+[[ "$*" == *"show node"* ]] && echo "NodeName=node1 $ADDRESS NodeHostName=node1"
+exit 0
+"""
+
+
+def submit(
+    folder: Path, script: str, *words: str, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as Slurm would in a copy of the repository that has no more than scripts."""
+    for file, text in ((folder / "bin" / "srun", SRUN), (folder / "bin" / "scontrol", SCONTROL)):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)
+    (folder / "scripts").symlink_to(ROOT / "scripts")
+    (folder / "calls").touch()
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    environ = {"PATH": path, "PYTHON": "/bin/true", "ADDRESS": "NodeAddr=10.0.0.1", **environ}
+    return subprocess.run(
+        ["bash", str(SCRIPTS / script), *words],
+        cwd=folder, env=SLURM | environ, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "program"),
+    [
+        ("pretrain_gpt2.sh", CHECKPOINTS, "pretrain_gpt2.py"),
+        ("pretrain_bert.sh", CHECKPOINTS, "pretrain_bert.py"),
+        ("finetune.sh", ["--save", "C"], "tasks/main.py"),
+        ("evaluate.sh", ["--task", "a b"], "tasks/main.py"),
+        ("scaling.sh", ["--json", "x.json"], "benchmarks/scaling.py"),
+    ],
+)
+@pytest.mark.parametrize("status", [0, 1, 75])
+def test_one_launcher_a_node_meets_at_the_first_node_and_a_stopped_job_is_queued_again(
+    tmp_path: Path, script: str, words: list[str], program: str, status: int
+) -> None:
+    ended = submit(tmp_path, script, *words, STATUS=str(status))
+    assert ended.returncode == status, ended.stderr
+    assert (ROOT / program).exists()
+    launch = f"/bin/true scripts/slurm/node.py 2 4 10.0.0.1 10007 {program} {' '.join(words)}"
+    assert calls(tmp_path)[2] == launch
+    goes_on = status == 75 and script not in ("evaluate.sh", "scaling.sh")
+    assert calls(tmp_path)[3:] == ["requeue 40007"] * goes_on
+
+
+def test_a_first_word_names_a_preset(tmp_path: Path) -> None:
+    submit(tmp_path, "finetune.sh", "finetune/mnli_336m", "--save", "C")
+    preset = "scripts/presets/finetune/mnli_336m.toml"
+    assert f"tasks/main.py --preset {preset} --save C" in calls(tmp_path)[2]
+    assert (ROOT / preset).exists()
+
+
+REFUSALS = [
+    ({"SLURM_JOB_ID": ""}, CHECKPOINTS, "is no job of Slurm"),
+    ({"PYTHON": "nowhere"}, CHECKPOINTS, "has no nowhere; bash scripts/setup.sh"),
+    ({"SLURM_NTASKS_PER_NODE": ""}, CHECKPOINTS, "--ntasks-per-node is missing"),
+    ({"SLURM_NTASKS": "7"}, CHECKPOINTS, "2 nodes x 4 tasks are 8 ranks, but Slurm gave 7 tasks"),
+    ({"SLURM_GPUS_ON_NODE": "8"}, CHECKPOINTS, "are 8 ranks, but Slurm gave 2 x 8 = 16 GPUs"),
+    ({"ADDRESS": ""}, CHECKPOINTS, "names no NodeAddr"),
+    ({}, [], "--save is missing"),
+    ({}, ["--save", "C"], "--save is C but --load is missing"),
+    ({}, ["--save", "C", "--load", "B"], "--save is C but --load is B"),
+    ({}, [*CHECKPOINTS, "--save", "D"], "--save is D but --load is C"),
+]
+
+
+@pytest.mark.parametrize(("environ", "words", "said"), REFUSALS)
+def test_what_does_not_fit_is_refused_before_anything_starts(
+    tmp_path: Path, environ: dict[str, str], words: list[str], said: str
+) -> None:
+    ended = submit(tmp_path, "pretrain_gpt2.sh", *words, **environ)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: ")
+    assert said in ended.stderr
+    assert not any("node.py" in call for call in calls(tmp_path))
+
+
+def test_fine_tuning_of_a_pretrained_model_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+    words = ["--load", "PRETRAINED", "--finetune", "--save", "TUNED"]
+    assert submit(tmp_path, "pretrain_gpt2.sh", *words).returncode == 0
+    ended = submit_again(tmp_path, "finetune.sh", "--load", "PRETRAINED")
+    assert ended.returncode == 2
+    assert "--save is missing" in ended.stderr
+
+
+def submit_again(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "scripts").unlink()
+    return submit(folder, script, *words)
+
+
+def test_a_step_of_other_nodes_or_gpus_than_the_job_is_refused() -> None:
+    words = ["2", "4", "10.0.0.1", "10007", "absent.py"]
+    for environ, said in (
+        ({"SLURM_STEP_NUM_NODES": "1"}, "but Slurm gave 1 nodes, not 2"),
+        ({"SLURM_GPUS_ON_NODE": "1"}, "but Slurm gave 1 GPUs for the ranks of this node, not 4"),
+    ):
+        ended = subprocess.run(
+            [sys.executable, str(SCRIPTS / "node.py"), *words],
+            env={"SLURM_NODEID": "1", **environ}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert ended.returncode == 2
+        assert "node 1: the job has 2 nodes x 4 ranks" in ended.stderr
+        assert said in ended.stderr
+
+
+# A rank that ends with 75 when it is told to, and says when it can be told.
+RANK = """
+import os, signal, sys, time
+told, parent = [], os.getppid()
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: told.append(number))
+open(f"ready_{os.environ['RANK']}_of_{os.environ['WORLD_SIZE']}", "w").close()
+while not told and os.getppid() == parent:
+    time.sleep(0.05)
+sys.exit(75)
+"""
+
+
+@contextmanager
+def node(folder: Path, program: str) -> Iterator[subprocess.Popen[str]]:
+    """Of a job of this node alone, with two ranks, which do not outlive it."""
+    (folder / "rank.py").write_text(program)
+    words = ["1", "2", "127.0.0.1", str(20000 + os.getpid() % 10000), "rank.py"]
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPTS / "node.py"), *words],
+        cwd=folder, env=os.environ | {"SLURM_NODEID": "0"}, text=True, start_new_session=True,
+        stdout=(folder / "log").open("w"), stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+def catches(process: subprocess.Popen[str], number: signal.Signals) -> bool:
+    """Whether it has a handler for the signal by now."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_launcher_alone_reaches_its_ranks_whose_status_it_takes(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with node(tmp_path, RANK) as process:
+        wait_for(lambda: len(list(tmp_path.glob("ready_*_of_2"))) == 2, process)
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 75, (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("program", "status"), [("", 0), ("raise SystemExit(3)", 3), ("import os; os.abort()", 134)]
+)
+def test_the_status_of_a_node_is_that_of_its_ranks(
+    tmp_path: Path, program: str, status: int
+) -> None:
+    with node(tmp_path, program) as process:
+        assert process.wait(timeout=60) == status, (tmp_path / "log").read_text()
+
+
+def test_a_signal_before_there_are_ranks_ends_with_the_status_of_a_stopped_run(
+    tmp_path: Path,
+) -> None:
+    with node(tmp_path, RANK) as process:
+        wait_for(lambda: catches(process, signal.SIGUSR1), process)  # torch takes seconds more
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=60) == 75, (tmp_path / "log").read_text()
+
+
+def test_a_machine_without_root_or_slurm_says_which_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert cluster.missing() == "Slurm's daemons need root"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(cluster, "PATH", "/nowhere")
+    assert "no munged, slurmctld" in str(cluster.missing())
+    assert "apt-get install slurm-wlm munge" in str(cluster.missing())
