@@ -6,8 +6,5 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 # shellcheck source=scripts/paper/start.sh
 source "$root/scripts/paper/start.sh"
 
-if [[ -n "$data" ]]; then
-    require race/RACE_train.tar.xz race/RACE_dev.tar.xz wikitext103/wiki.valid.tokens \
-        lambada/lambada_test_first500.jsonl
-fi
+require_all
 start tools.paper.miniature "$@"

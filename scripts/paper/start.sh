@@ -20,6 +20,13 @@ require() {
     exit 2
 }
 
+# What a run from articles to table 3 reads, where --data is given at all.
+require_all() {
+    [[ -z "$data" ]] && return
+    require race/RACE_train.tar.xz race/RACE_dev.tar.xz wikitext103/wiki.valid.tokens \
+        lambada/lambada_test_first500.jsonl
+}
+
 # The program, in the project's own environment.  -P: the folder that the command is given in may
 # have a "tools" of its own.
 start() {

@@ -19,12 +19,13 @@ from tasks.main import find_module, split_task
 from tests.tools.papers import write_folder, write_race
 from tools.command import ROOT, Command
 from tools.corpus.program import parse_settings
-from tools.paper.data import LAMBADA, RACE_DEV, RACE_TRAIN, WIKITEXT103
+from tools.paper.data import FILES, LAMBADA, RACE_DEV, RACE_TRAIN, WIKITEXT103
+from tools.paper.figure6.report import report as figure6_report
 from tools.paper.figure7 import plan as figure7_plan
 from tools.paper.figure7.__main__ import figure7
 from tools.paper.figure7.report import report as figure7_report
 from tools.paper.miniature import plan as miniature_plan
-from tools.paper.miniature.__main__ import FILES, miniature
+from tools.paper.miniature.__main__ import miniature
 from tools.paper.miniature.passages import passages
 from tools.paper.miniature.report import report as miniature_report
 from tools.preprocess_data import Settings as PreprocessSettings
@@ -55,6 +56,7 @@ FUNCTIONS = {
     "tools/train_tokenizer.py": train_tokenizer,
     "tools.paper.miniature.passages": passages,
     "tools.paper.miniature.report": miniature_report,
+    "tools.paper.figure6.report": figure6_report,
     "tools.paper.figure7.report": figure7_report,
 }
 
@@ -165,7 +167,10 @@ def test_missing_files_are_all_named_before_anything_is_written(tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("script", "files"), [("miniature", FILES), ("figure7", (RACE_TRAIN,))])
+@pytest.mark.parametrize(
+    ("script", "files"),
+    [("miniature", FILES), ("figure6", FILES), ("figure7", (RACE_TRAIN,))],
+)
 def test_the_scripts_name_missing_files_before_anything_is_installed(
     tmp_path: Path, script: str, files: tuple[str, ...]
 ) -> None:

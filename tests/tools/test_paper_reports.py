@@ -11,11 +11,13 @@ from matplotlib.figure import Figure
 from megatron.train.diagnose import NonFiniteError
 from tasks.paper import compare
 from tests.tools.test_quickstart import Links
+from tools.paper.corpus import CORPUS_STEPS, DEV_SHARD
 from tools.paper.figure7 import report as figure7
 from tools.paper.figure7.plan import Run, metrics_file, parse_name
-from tools.paper.miniature.plan import BUDGET, CORPUS_STEPS, DEV_SHARD
+from tools.paper.miniature.plan import BUDGET
 from tools.paper.miniature.report import report
-from tools.paper.miniature.tables import Table, verdict
+from tools.paper.miniature.tables import verdict
+from tools.paper.tables import Table
 from tools.stages import own_folder, stamp_file
 
 GOLDEN = """\

@@ -8,6 +8,7 @@ RACE_DEV = "race/RACE_dev.tar.xz"
 WIKITEXT103 = "wikitext103/wiki.valid.tokens"
 LAMBADA = "lambada/lambada_test_first500.jsonl"
 BERT_VOCABULARY = "bert/vocab.txt"
+FILES = (RACE_TRAIN, RACE_DEV, WIKITEXT103, LAMBADA)  # of a run from articles to table 3
 
 
 def check_files(folder: Path, names: Iterable[str]) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from tools.command import ROOT
 from tools.paper.data import RACE_TRAIN, check_files
 from tools.paper.figure7.plan import Settings, check_settings, plan
-from tools.stages import own_folder, run_program, run_stages, tell_plan
+from tools.paper.program import carry_out
+from tools.stages import run_program
 
 PRESET = ROOT / "scripts" / "presets" / "figure7.toml"
 OWNER = "scripts/paper/figure7.sh"
@@ -47,14 +48,16 @@ def figure7(
     )
     check_settings(settings)
     stages = plan(settings, len(os.sched_getaffinity(0)))
-    if plan_only:
-        tell_plan(stages)
-        return
-    own_folder(settings.output, stages, fresh=fresh, flag="--output", owner=OWNER)
-    run_stages(stages, settings.output, ROOT)
-    print((settings.output / "figure7.md").read_text())
-    print(f"done: {settings.output / 'figure7.png'}")
+    carry_out(
+        stages,
+        settings.output,
+        OWNER,
+        page="figure7.md",
+        to_open="figure7.png",
+        fresh=fresh,
+        plan_only=plan_only,
+    )
 
 
 if __name__ == "__main__":
-    run_program(figure7, "scripts/paper/figure7.sh")
+    run_program(figure7, OWNER)

@@ -11,6 +11,7 @@ from megatron.config.pretrain import PretrainBertConfig
 from tools.command import Command, on_all, python, shown
 from tools.paper.data import RACE_TRAIN
 from tools.paper.figure7.ending import is_result
+from tools.paper.results import result_files
 from tools.stages import Stage
 
 Order = Literal["pre-ln", "post-ln"]
@@ -66,7 +67,7 @@ def plan(settings: Settings, cores: int) -> list[Stage]:
     names = [run.name for run in runs]
     report = python("-m", "tools.paper.figure7.report", "--output", settings.output,
                     "--runs", *names)  # fmt: skip
-    figures = tuple(settings.output / f"figure7.{ending}" for ending in ("json", "md", "png"))
+    figures = result_files(settings.output, "figure7")
     return [
         *data_stages(settings, cores),
         *(training_stage(settings, pair, cores) for pair in pairs),

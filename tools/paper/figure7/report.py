@@ -1,9 +1,6 @@
 """The table, the picture and the numbers of what both orders reached: figure7.md, .png, .json."""
 
-import io
 import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -13,18 +10,16 @@ import tyro
 
 from megatron.config.parse import user_errors
 from megatron.train.metrics import read_metrics
-from tools.corpus.shards import placed
 from tools.paper.figure7.ending import diverged_at
 from tools.paper.figure7.plan import ORDERS, Run, metrics_file, parse_name
+from tools.paper.results import BLUE, ORANGE, Facts, as_png, points, write_results
 
 LAST = 0.05  # of a run's logged steps, whose mean is its final training loss
 SMOOTHED = 10  # logged steps that a point of a curve is the mean of
-# Of the palette of Okabe and Ito, which colour-blind readers tell apart; dashes tell them too.
 STYLES: Mapping[str, Mapping[str, Any]] = {
-    "pre-ln": {"color": "#0072B2", "linestyle": "-", "label": "pre-LN, the paper's order"},
-    "post-ln": {"color": "#D55E00", "linestyle": "--", "label": "post-LN, the original order"},
+    "pre-ln": {"color": BLUE, "linestyle": "-", "label": "pre-LN, the paper's order"},
+    "post-ln": {"color": ORANGE, "linestyle": "--", "label": "post-LN, the original order"},
 }
-Facts = dict[str, Any]
 
 
 def report(output: Path, runs: tuple[str, ...]) -> None:
@@ -34,19 +29,8 @@ def report(output: Path, runs: tuple[str, ...]) -> None:
         output: the folder of a run of scripts/paper/figure7.sh.
         runs: names of the trainings in it.
     """
-    facts = {"machine": machine(), "runs": [describe(output, parse_name(name)) for name in runs]}
-    contents = {
-        "json": json.dumps(facts).encode() + b"\n",
-        "md": (table(facts["runs"]) + "\n").encode(),
-        "png": draw(facts["runs"]),
-    }
-    for ending, content in contents.items():
-        with placed(output / f"figure7.{ending}") as file:
-            file.write(content)
-
-
-def machine() -> Facts:
-    return {"python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
+    facts = [describe(output, parse_name(name)) for name in runs]
+    write_results(output, "figure7", facts, table(facts), draw(facts))
 
 
 def describe(output: Path, run: Run) -> Facts:
@@ -80,10 +64,6 @@ def describe(output: Path, run: Run) -> Facts:
         "curve": points(steps, "mlm_loss"),
         "validation_curve": points(checks, "validation_mlm_loss"),
     }
-
-
-def points(lines: Sequence[Facts], name: str) -> list[tuple[int, float]]:
-    return [(line["step"], line[name]) for line in lines if line[name] is not None]
 
 
 def table(runs: Sequence[Facts]) -> str:
@@ -156,10 +136,9 @@ def draw(runs: Sequence[Facts]) -> bytes:
     lines, _ = panels[0][0].get_legend_handles_labels()
     dots = Line2D([], [], color="0.4", marker="o", markersize=3.5, linestyle="", label="validation")
     figure.legend(handles=[*lines, dots], loc="outside upper center", ncols=3, frameon=False)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=130)
+    picture = as_png(figure)
     plt.close(figure)
-    return picture.getvalue()
+    return picture
 
 
 def fill(panel: Any, runs: Sequence[Facts]) -> None:

@@ -1,20 +1,19 @@
 """Corpus, GPT-2, BERT, WikiText103, LAMBADA, RACE, and one report: the paper in miniature."""
 
 import os
-import time
 from pathlib import Path
 
-from megatron.config.checks import SettingError
 from tools.command import ROOT
-from tools.paper.data import LAMBADA, RACE_DEV, RACE_TRAIN, WIKITEXT103, check_files
+from tools.paper.checks import check_counts
+from tools.paper.data import FILES, check_files
 from tools.paper.miniature.plan import BUDGET, Settings, choose_processes, plan
+from tools.paper.program import carry_out
 from tools.processes import count_gpus
-from tools.stages import own_folder, run_program, run_stages, tell_plan
+from tools.stages import run_program
 from tools.train_tokenizer import check_vocab_size
 
 OWNER = "scripts/paper/miniature.sh"
 PRESETS = ROOT / "scripts" / "presets"
-FILES = (RACE_TRAIN, RACE_DEV, WIKITEXT103, LAMBADA)
 
 
 def miniature(
@@ -61,22 +60,17 @@ def miniature(
     )
     cores = len(os.sched_getaffinity(0))
     stages = plan(settings, choose_processes(settings, count_gpus(), cores), cores)
-    if plan_only:
-        tell_plan(stages, BUDGET)
-        return
-    start = time.monotonic()
-    own_folder(settings.output, stages, fresh=fresh, flag="--output", owner=OWNER)
-    run_stages(stages, settings.output, ROOT)
-    print((settings.output / "report.md").read_text())
-    minutes = (time.monotonic() - start) / 60
-    print(f"done in {minutes:.1f} min: open {settings.output / 'report.html'} in a browser")
-
-
-def check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise SettingError(f"--{name.replace('_', '-')} {count}: 1 or more would work")
+    carry_out(
+        stages,
+        settings.output,
+        OWNER,
+        page="report.md",
+        to_open="report.html",
+        fresh=fresh,
+        plan_only=plan_only,
+        minutes=BUDGET,
+    )
 
 
 if __name__ == "__main__":
-    run_program(miniature, "scripts/paper/miniature.sh")
+    run_program(miniature, OWNER)

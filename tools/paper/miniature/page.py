@@ -8,6 +8,7 @@ from tools.funnel import FUNNEL_STYLE, funnel
 from tools.learning import CURVE_STYLE
 from tools.page import commands, decimal, document, duration, percent, section, tiles
 from tools.paper.miniature import tables
+from tools.paper.tables import millions
 
 Facts = dict[str, Any]
 STYLE = (
@@ -47,8 +48,8 @@ def headline(facts: Facts) -> str:
         (percent(results["lambada"]["strict_accuracy"]), "LAMBADA, strict",
          "8.3B of the paper: 66.5 %"),
         (percent(race["accuracy"]), "RACE", f"chance: {percent(tables.CHANCE)}"),
-        (tables.millions(results["lambada"]["model"]["parameters"]), "parameters of GPT-2",
-         f"of BERT {tables.millions(race['model']['parameters'])}"),
+        (millions(results["lambada"]["model"]["parameters"]), "parameters of GPT-2",
+         f"of BERT {millions(race['model']['parameters'])}"),
         (decimal(results["heldout"]["token_perplexity"]), "perplexity on held-out articles",
          f"bigram {decimal(results['heldout']['bigram_perplexity'])}"),
         (duration(sum(facts["seconds"].values())), "in all", f"{race['device']}"),

@@ -1,13 +1,15 @@
 """Which commands make up each stage, and how many minutes of two cores each may take."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from megatron.config.parse import parse
-from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
-from tools.command import Command, on_all, python, shown
-from tools.paper.data import LAMBADA, RACE_DEV, RACE_TRAIN, WIKITEXT103
+from megatron.config.pretrain import PretrainConfig
+from tools.command import python, shown
+from tools.paper.corpus import corpus_stages, evaluation_files, heldout_text, training_text
+from tools.paper.data import RACE_DEV, RACE_TRAIN
+from tools.paper.training import TASKS, data_prefix, data_stage, pretrain_stage, under_torchrun
+from tools.paper.zero_shot import Flags, evaluate, zero_shot_flags
 from tools.processes import Processes, fit_processes
 from tools.stages import Stage
 
@@ -26,11 +28,7 @@ BUDGET = {
     "race": 8.0,
     "report": 0.5,
 }
-CORPUS_STEPS = ("extract", "clean", "decontaminate", "dedup", "split")
 RESULTS = ("heldout", "wikitext103", "lambada", "race")
-TASKS = {"gpt2": ("pretrain_gpt2.py", PretrainGPT2Config, "train_text_document"),
-         "bert": ("pretrain_bert.py", PretrainBertConfig, "train_text_sentence")}  # fmt: skip
-TOKENIZERS = {"gpt2": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
 # Of RACE's fine-tuning, beside the sizes that the settings have.
 RACE = ("--epochs", "1", "--lr", "1e-4", "--micro-batch-size", "4", "--global-batch-size", "16",
         "--hidden-dropout", "0", "--attention-dropout", "0",
@@ -73,130 +71,52 @@ def choose_processes(settings: Settings, gpus: int, cores: int) -> dict[str, Pro
 def plan(settings: Settings, processes: dict[str, Processes], cores: int) -> list[Stage]:
     """The stages from the archive of RACE to the report, in order."""
     return [
-        *corpus_stages(settings, cores),
-        data_stage(settings, "gpt2", cores),
-        pretrain_stage(settings, "gpt2", processes["gpt2"]),
-        data_stage(settings, "bert", cores),
-        pretrain_stage(settings, "bert", processes["bert"]),
+        *corpus_stages(settings.data, settings.output, cores),
+        own_data_stage(settings, "gpt2", cores),
+        own_pretrain_stage(settings, "gpt2", processes["gpt2"]),
+        own_data_stage(settings, "bert", cores),
+        own_pretrain_stage(settings, "bert", processes["bert"]),
         *zero_shot_stages(settings, cores),
         *race_stages(settings, processes["bert"]),
         report_stage(settings),
     ]
 
 
-def corpus_stages(settings: Settings, cores: int) -> list[Stage]:
-    """corpus: the articles of RACE's two archives; clean: all steps after it."""
-    folder = settings.output / "corpus"
-    archives = {"extract": settings.data / RACE_TRAIN, "race-dev": settings.data / RACE_DEV}
-    extract = [
-        python("-m", "tools.corpus.extract", "--input", archive, "--format", "json",
-               "--key", "article", "--source", "race", "--output", folder / name)
-        for name, archive in archives.items()
-    ]  # fmt: skip
-    evaluation = [*evaluation_files(settings).values(), folder / "race-dev" / DEV_SHARD]
-    more: dict[str, list[str | Path]] = {"decontaminate": ["--evaluation", *evaluation]}
-    steps = [
-        on_all(python("-m", f"tools.corpus.{step}", "--input", folder / before,
-                      "--output", folder / step, *more.get(step, [])), cores)
-        for before, step in pairwise(CORPUS_STEPS)
-    ]  # fmt: skip
-    corpus = Stage(
-        name="corpus",
-        commands=tuple(extract),
-        inputs=tuple(archives.values()),
-        outputs=tuple(folder / name for name in archives),
-    )
-    clean = Stage(
-        name="clean",
-        commands=tuple(steps),
-        inputs=tuple(evaluation_files(settings).values()),
-        outputs=tuple(folder / step for step in CORPUS_STEPS[1:]),
-    )
-    return [corpus, clean]
+def own_data_stage(settings: Settings, model: str, cores: int) -> Stage:
+    text = training_text(settings.output)
+    return data_stage(settings.output, text, model, settings.vocab_size, cores)
 
 
-DEV_SHARD = "part-00000-000.jsonl"  # of an archive as small as this the only one
-
-
-def evaluation_files(settings: Settings) -> dict[str, Path]:
-    """By the tasks that ask for them."""
-    return {"wikitext103": settings.data / WIKITEXT103, "lambada": settings.data / LAMBADA}
-
-
-def data_prefix(settings: Settings, model: str) -> Path:
-    return settings.output / model / "data" / TASKS[model][2]
-
-
-def data_stage(settings: Settings, model: str, cores: int) -> Stage:
-    """A vocabulary of the corpus itself, and the corpus in its tokens."""
-    text, folder = settings.output / "corpus" / "split" / "train", settings.output / model
-    vocabulary = folder / "vocabulary"
-    kind = ["--tokenizer-type", TOKENIZERS[model]]
-    train = python("tools/train_tokenizer.py", "--input", text, *kind,
-                   "--vocab-size", str(settings.vocab_size),
-                   "--output-dir", vocabulary)  # fmt: skip
-    own: dict[str, list[str | Path]] = {
-        "gpt2": ["--vocab-file", vocabulary / "vocab.json",
-                 "--merge-file", vocabulary / "merges.txt", "--append-eod"],
-        "bert": ["--vocab-file", vocabulary / "vocab.txt", "--split-sentences"],
-    }  # fmt: skip
-    encode = python("tools/preprocess_data.py", "--input", text,
-                    "--output-prefix", folder / "data" / "train", *kind, *own[model])  # fmt: skip
-    return Stage(
-        name=f"{model}-data",
-        commands=(train, on_all(encode, cores)),
-        outputs=(vocabulary, folder / "data"),
-    )
-
-
-def under_torchrun(processes: Processes, *arguments: str | Path) -> Command:
-    return python(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes.world),
-        *arguments, OMP_NUM_THREADS=str(processes.threads),
-    )  # fmt: skip
-
-
-def pretrain_stage(settings: Settings, model: str, processes: Processes) -> Stage:
-    folder = settings.output / model
-    pretrain = under_torchrun(
+def own_pretrain_stage(settings: Settings, model: str, processes: Processes) -> Stage:
+    preset = settings.preset(model)
+    return pretrain_stage(
+        model,
+        model,
+        training_flags(settings, model, shown(preset)),
+        preset,
+        data_prefix(settings.output, model),
+        settings.output / model,
         processes,
-        TASKS[model][0], *training_flags(settings, model, shown(settings.preset(model))),
-        "--micro-batch-size", str(processes.micro_batch_size),
-        "--data-path", data_prefix(settings, model),
-        "--save", folder / "checkpoints", "--metrics-file", folder / "metrics.jsonl",
-    )  # fmt: skip
-    return Stage(
-        name=model,
-        commands=(pretrain,),
-        inputs=(settings.preset(model),),
-        outputs=(folder / "checkpoints", folder / "metrics.jsonl", folder / "run.json"),
     )
 
 
 def zero_shot_stages(settings: Settings, cores: int) -> list[Stage]:
     """heldout, wikitext103, lambada: what GPT-2 says of text that it has not seen."""
-    files = evaluation_files(settings)
-    flags: dict[str, list[str | Path]] = {
-        "heldout": ["--input", settings.output / "corpus" / "split" / "valid",
-                    "--train-data", data_prefix(settings, "gpt2")],
-        "wikitext103": ["--valid-data", files["wikitext103"],
-                        "--overlapping-eval", str(settings.overlapping_eval), "--compare-paper"],
-        "lambada": ["--valid-data", files["lambada"], "--compare-paper"],
-    }  # fmt: skip
+    files = evaluation_files(settings.data)
+    held_out: Flags = ["--input", heldout_text(settings.output),
+                       "--train-data", data_prefix(settings.output, "gpt2")]  # fmt: skip
+    flags = {"heldout": held_out, **zero_shot_flags(settings.data, settings.overlapping_eval)}
+    checkpoints = settings.output / "gpt2" / "checkpoints"
+    results = {task: result_file(settings.output, task) for task in flags}
     return [
         Stage(
             name=task,
-            commands=(
-                python("tasks/main.py", "--task", task.upper(),
-                       "--load", settings.output / "gpt2" / "checkpoints", *own,
-                       "--output", result_file(settings.output, task),
-                       OMP_NUM_THREADS=str(cores)),
-            ),
+            commands=(evaluate(task, checkpoints, own, results[task], cores),),
             inputs=(files[task],) if task in files else (),
-            outputs=(result_file(settings.output, task),),
+            outputs=(results[task],),
         )
         for task, own in flags.items()
-    ]  # fmt: skip
+    ]
 
 
 def result_file(output: Path, task: str) -> Path:

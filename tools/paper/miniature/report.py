@@ -11,9 +11,11 @@ from megatron.train.metrics import read_metrics
 from tools.corpus.shards import MANIFEST, placed
 from tools.funnel import step_facts
 from tools.learning import loss_curve, training
+from tools.paper.corpus import CORPUS_STEPS, DEV_SHARD
 from tools.paper.miniature import tables
 from tools.paper.miniature.page import page
-from tools.paper.miniature.plan import BUDGET, CORPUS_STEPS, DEV_SHARD, RESULTS, result_file
+from tools.paper.miniature.plan import BUDGET, RESULTS, result_file
+from tools.paper.tables import listed
 from tools.stages import finished_stamps
 
 CURVES = {"gpt2": "loss", "bert": "mlm_loss"}  # the term of each model's loss that is drawn
@@ -83,7 +85,7 @@ def markdown(facts: Facts) -> str:
         tables.verdict(results["race"]),
         tables.held_out(results["heldout"]).markdown(),
         "## What each number is of",
-        tables.listed(tables.meanings(results)),
+        listed(tables.meanings(results)),
         "## Training",
         tables.training(facts["training"]).markdown(),
         "## Evaluation text in the corpus",

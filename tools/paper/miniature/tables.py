@@ -1,62 +1,20 @@
 """The results beside the paper's: tables and words, for a page and for a terminal."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import sqrt
-from typing import Any
+from collections.abc import Mapping
 
-from tools.page import NONE, decimal, duration, percent, row, table, whole
+from tools.page import NONE, decimal, duration, percent, whole
+from tools.paper.tables import Facts, Table, error, millions, of_lambada, of_wikitext, table_3
 
 CHANCE = 0.25  # of RACE, which has four options
 OURS = "this run"
 MODELS = {"gpt2": "GPT-2", "bert": "BERT"}
-Facts = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells are plain text. marked: numbers of the rows of this run."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    marked: frozenset[int] = frozenset()
-
-    def html(self) -> str:
-        rows = [row(cells, "ours" if k in self.marked else "") for k, cells in enumerate(self.rows)]
-        return table(self.head, rows)
-
-    def markdown(self) -> str:
-        rows = [
-            [f"**{cell}**" for cell in cells] if k in self.marked else cells
-            for k, cells in enumerate(self.rows)
-        ]
-        lines = [self.head, ["---"] * len(self.head), *rows]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def millions(parameters: float) -> str:
-    return f"{parameters / 1e6:.1f} M"
 
 
 def zero_shot(results: Facts) -> Table:
     """Table 3 of the paper."""
     wikitext, lambada = results["wikitext103"], results["lambada"]
-    paper = zip(wikitext["paper"]["rows"], lambada["paper"]["rows"], strict=True)
-    rows = [
-        [
-            f"paper, {one['model']}",
-            decimal(one["word_perplexity"]),
-            percent(other["strict_accuracy"]),
-        ]
-        for one, other in paper
-    ]
-    ours = [
-        f"{OURS}, {millions(wikitext['model']['parameters'])}",
-        decimal(wikitext["word_perplexity"]),
-        percent(lambada["strict_accuracy"]),
-    ]
-    head = ("GPT-2", "WikiText103 perplexity per word", "LAMBADA accuracy")
-    return Table(head, [*rows, ours], frozenset([len(rows)]))
+    name = f"{OURS}, {millions(wikitext['model']['parameters'])}"
+    return table_3([(name, wikitext, lambada)])
 
 
 def race(result: Facts) -> Table:
@@ -152,24 +110,6 @@ def meanings(results: Facts) -> list[tuple[str, str]]:
     return list(said.items())
 
 
-def of_wikitext(result: Facts) -> str:
-    tokens = whole(result["num_original_tokens"])
-    return (
-        f"word_perplexity: {result['conventions']['word_perplexity']}. Of the {tokens} tokens of "
-        f"wiki.valid.tokens, in windows of {result['window']} with a stride of {result['stride']}; "
-        f"{result['paper']['note']}."
-    )
-
-
-def of_lambada(result: Facts) -> str:
-    count, accuracy = result["num_examples"], result["strict_accuracy"]
-    return (
-        f"strict_accuracy: {result['conventions']['strict_accuracy']}. Of the first {whole(count)} "
-        f"passages of the test set, with a standard error of {percent(error(accuracy, count))}; "
-        f"{result['paper']['note']}."
-    )
-
-
 def of_race(result: Facts) -> str:
     settings, trained = result["hyper_parameters"], result["notes"]["input"]["train"]["questions"]
     return (
@@ -179,13 +119,3 @@ def of_race(result: Facts) -> str:
         f"{whole(result['questions'])} of the 4,887 of the development set; "
         f"{result['paper']['note']}."
     )
-
-
-def error(share: float, count: int) -> float:
-    """Standard error of a share that was counted."""
-    return sqrt(share * (1 - share) / count)
-
-
-def listed(items: Iterable[tuple[str, str]]) -> str:
-    """Markdown."""
-    return "\n".join(f"- **{name}**: {text}" for name, text in items)
