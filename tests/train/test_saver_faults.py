@@ -207,13 +207,13 @@ def half(tensors, file):
     save_file(tensors, file)
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
-    os.write(1, b"half\n")  # not print, which would write the line and its end apart
+    os.write(1, b"half\\n")  # not print, which would write the line and its end apart
     threading.Event().wait()
 
 checkpoint.save_file = half
 state.step = 2
 saver.save(state, None)
-os.write(1, b"training goes on\n")
+os.write(1, b"training goes on\\n")
 threading.Event().wait()
 """
 
