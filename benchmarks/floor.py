@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Product
+from megatron.parallel.product import product as our_product
 
 TRIES = 4  # of each layout; the fastest counts
 TURNS = "as is", "transposed"
@@ -72,7 +73,7 @@ class Floor:
 def layouts(
     product: Product, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Either factor and the result in memory by rows or by columns."""
+    """Either factor and the result in memory by rows or by columns; by torch, and as we do it."""
     b, m, k, n = product.batch, product.m, product.k, product.n
     left = torch.randn(b, m, k, dtype=dtype, device=device).squeeze(0)
     right = torch.randn(b, k, n, dtype=dtype, device=device).squeeze(0)
@@ -86,6 +87,8 @@ def layouts(
         out = torch.matmul(x, y)
         name = ", ".join(TURNS[turn] for turn in turned)
         yield name, lambda x=x, y=y, out=out: torch.matmul(x, y, out=out)
+        if x.dim() == 2:
+            yield f"{name}, ours", lambda x=x, y=y: our_product(x, y.mT)
 
 
 def fastest(run: Callable[[], Tensor], wait: Callable[[], object]) -> float:

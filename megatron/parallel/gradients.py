@@ -24,6 +24,7 @@ from megatron.parallel.collectives import begin_all_reduce
 from megatron.parallel.layout import LaidOut, Layout, layouts
 from megatron.parallel.linear import add_rows_
 from megatron.parallel.mesh import Axis
+from megatron.parallel.product import add_gradient_
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -70,10 +71,7 @@ class Slot:
             self.add(dy.T @ x)
             return
         place = self.place.view(-1, x.shape[1])
-        if self.is_filled:
-            place.addmm_(dy.T, x)
-        else:
-            torch.mm(dy.T, x, out=place)
+        add_gradient_(place, dy, x, is_filled=self.is_filled)
         self.is_filled = True
 
     def add_rows(self, index: Tensor, dy: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.parallel.collectives import begin_all_reduce, copy_to
 from megatron.parallel.mesh import Axis
+from megatron.parallel.product import product
 
 if TYPE_CHECKING:
     from megatron.parallel.gradients import Slot
@@ -36,7 +37,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.slot = axis, slot
         ctx.bias_shape = None if bias is None else bias.shape
-        return _product(x, weight, bias)
+        return product(x, *_flat(weight, bias))
 
     @staticmethod
     @once_differentiable
@@ -44,13 +45,13 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = dy @ weight.flatten(0, -2)
+            dx = product(dy, weight.flatten(0, -2).T)
             wait = None if ctx.axis is None else begin_all_reduce(dx, ctx.axis)
         if ctx.needs_input_grad[1]:
             if ctx.slot is not None:
                 ctx.slot.add_product(dy, x)
             else:
-                dw = (dy.T @ x).view(weight.shape)
+                dw = product(dy.T, x.T).view(weight.shape)
         if ctx.needs_input_grad[2]:
             db = dy.sum(0).view(ctx.bias_shape)
         if dx is not None and wait is not None:
@@ -58,8 +59,8 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
+def _flat(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return weight.flatten(0, -2), None if bias is None else bias.flatten()
 
 
 def linear(
@@ -76,9 +77,9 @@ def linear(
     axis: over which x is replicated and its gradient summed. slot: of the weight.
     """
     if torch.compiler.is_compiling():  # a compiler overlaps by itself, and writes into no buffer
-        return _product(x if axis is None else copy_to(x, axis), weight, bias)
+        return F.linear(x if axis is None else copy_to(x, axis), *_flat(weight, bias))
     if not torch.is_grad_enabled():
-        return _product(x, weight, bias)
+        return product(x, *_flat(weight, bias))
     return _Linear.apply(x, weight, bias, axis, slot)
 
 

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.collectives import begin_all_reduce
 from megatron.parallel.cross_entropy import softmax
 from megatron.parallel.mesh import Axis
+from megatron.parallel.product import product
 
 if TYPE_CHECKING:
     from megatron.parallel.gradients import Slot
@@ -54,15 +54,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dw = None if slot is not None else torch.zeros_like(weight, dtype=wide)
         db = None if bias is None else torch.zeros_like(bias, dtype=wide)
         for rows in chunks(len(x), len(weight), wide):
-            parts = softmax(F.linear(x[rows], weight, bias), labels[rows], axis, vocab_size)
+            parts = softmax(product(x[rows], weight, bias), labels[rows], axis, vocab_size)
             total += (parts.losses * factors[rows]).sum()
             dz = parts.gradient(factors[rows]).to(x.dtype)
-            torch.mm(dz, weight, out=dx[rows])
+            dx[rows] = product(dz, weight.T)
             waits.append(begin_all_reduce(dx[rows], axis))
             if slot is not None:
                 slot.add_product(dz, x[rows])
             if dw is not None:
-                dw += dz.T @ x[rows]
+                dw += product(dz.T, x[rows].T)
             if db is not None:
                 db += dz.sum(0, dtype=wide)
             del parts, dz  # or the logits of two chunks would be there at once
@@ -104,6 +104,6 @@ def linear_cross_entropy(
         return _LinearCrossEntropy.apply(*arguments)
     total = factors.new_zeros(())
     for rows in chunks(len(x), len(weight), factors.dtype):
-        losses = softmax(F.linear(x[rows], weight, bias), labels[rows], axis, vocab_size).losses
+        losses = softmax(product(x[rows], weight, bias), labels[rows], axis, vocab_size).losses
         total += (losses * factors[rows]).sum()
     return total

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.parallel import product
 from megatron.train import compiled
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
@@ -102,7 +103,8 @@ def by_layer(dtype: torch.dtype) -> dict[str, Fact]:
     return found
 
 
-def test_each_layer_is_run_forward_and_backward() -> None:
+def test_each_layer_is_run_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "is_faster_by_onednn", lambda: False)
     found = by_layer(torch.float32)
     operators = {name: fact.value["operators"] for name, fact in found.items()}
     assert {"aten::addmm", "aten::mm"} <= set(operators["column-parallel linear"])
@@ -119,11 +121,19 @@ def test_each_layer_is_run_forward_and_backward() -> None:
     assert str(found["attention, dropout, documents"]).startswith("block attention (stores")
 
 
+def test_products_that_onednn_takes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "is_faster_by_onednn", lambda: True)
+    found = by_layer(torch.float32)
+    for name in "column-parallel linear", "row-parallel linear", "output layer and loss":
+        assert "_linear_pointwise" in str(found[name])
+
+
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
 def test_the_routine_behind_a_product_is_named() -> None:
     """Which torch's profiler does not see."""
     routines = by_layer(torch.float32)["column-parallel linear"].value["libraries"]
-    assert any(each.startswith(("MKL SGEMM", "oneDNN matmul")) for each in routines), routines
+    names = "MKL SGEMM", "oneDNN matmul", "oneDNN inner_product"
+    assert any(each.startswith(names) for each in routines), routines
 
 
 def test_names_are_cut_to_what_tells() -> None:

@@ -36,7 +36,7 @@ B, S, A, D, V = 2, 128, 4, 64, 512  # batch, sequence, heads, head size, vocabul
 H = A * D
 LONG = 1024  # the paper's sequence, which the CPU does not attend to in blocks
 DROPOUT = 0.1
-PRODUCTS = r"aten::(addmm|mm|bmm|mkldnn_linear)$"
+PRODUCTS = r"aten::(addmm|mm|bmm|mkldnn_linear)$|mkldnn::_linear_pointwise$"
 ATTENTION = r"_scaled_dot_product_(?:attention_)?(flash|efficient|cudnn|math)|_(Block)Attention"
 STORING = "math", "block"  # all s x s probabilities
 # Operators that a name of a layer below is about; all that ran stand in the record.
@@ -59,7 +59,7 @@ class Kernels:
         operators = [name for name in self.operators if re.search(TELLING, name)]
         found = [re.search(ATTENTION, name) for name in operators]
         attention = [(match[1] or match[2]).lower() for match in found if match]
-        told = ", ".join(name.removeprefix("aten::") for name in operators)
+        told = ", ".join(name.split("::")[-1] for name in operators)
         if attention:
             stores = " (stores all s x s probabilities)" if attention[0] in STORING else ""
             told = f"{attention[0]} attention{stores}"

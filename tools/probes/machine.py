@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.parallel.product import product
 from megatron.train.launch import default_precision
 from megatron.train.state import DTYPES
 from tools.probes.findings import Fact, Finding, Problem
@@ -179,11 +180,11 @@ def speed(device: torch.device) -> Iterator[Finding]:
 
 def _product_rate(matrix: torch.Tensor) -> float:
     """Operations a second, over at least SECONDS."""
-    result = matrix @ matrix  # the first makes what later ones use again
+    product(matrix, matrix)  # the first makes what later ones use again
     count, spent = 0, 0.0
     start = time.perf_counter()
     while spent < SECONDS:
-        torch.mm(matrix, matrix, out=result)
+        product(matrix, matrix)
         count += 1
         if matrix.is_cuda:
             torch.cuda.synchronize()

@@ -1,0 +1,94 @@
+"""Products of matrices, by the faster of the two libraries that torch has on a CPU.
+
+torch gives all products in fp32 to MKL, which takes AVX-512 on Intel's processors alone; oneDNN,
+which torch has for narrow dtypes and for its compiler, takes it wherever it is there. AMD's Zen 5
+computes 512 bits at once, so that oneDNN is twice as fast there, in fp32 as well (see
+docs/results/speed.md); Zen 4 computes them in halves and was not measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ZEN_5 = 26  # a family, as processors count it
+SMALL = 2**20  # multiplications; of fewer, the call of oneDNN costs more than it saves
+PIECE_BYTES = 2**21  # of a gradient, or of what it is the product of, copied at a time
+
+
+@cache
+def is_faster_by_onednn() -> bool:
+    """Whether oneDNN takes more of this processor than MKL does."""
+    return (
+        torch.backends.mkl.is_available()
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and _told("vendor_id") == "AuthenticAMD"
+        and int(_told("cpu family") or 0) >= ZEN_5
+    )
+
+
+def _told(name: str) -> str:
+    """What the system says of its first processor, or nothing."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    line = re.search(rf"^{name}\s*: (\S+)", text, re.MULTILINE)
+    return line[1] if line else ""
+
+
+def _goes_to_onednn(x: Tensor, weight: Tensor) -> bool:
+    return (
+        weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and len(x) * weight.numel() >= SMALL
+        and is_faster_by_onednn()
+        # Of any other strides oneDNN takes its reference, which is a thousand times as slow.
+        and (weight.is_contiguous() or weight.T.is_contiguous())
+    )
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear of two matrices, [n, in] and [out, in], in any strides; not to be differentiated."""
+    if _goes_to_onednn(x, weight):
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return result
+    return F.linear(x, weight, bias)
+
+
+def add_gradient_(place: Tensor, dy: Tensor, x: Tensor, *, is_filled: bool) -> None:
+    """Add dy' x to `place`, or write it there; dy [n, out] and x [n, in], all of one dtype."""
+    if not _goes_to_onednn(x.T, dy.T):
+        if is_filled:
+            place.addmm_(dy.T, x)
+        else:
+            torch.mm(dy.T, x, out=place)
+        return
+    for part, gradient in _gradients(dy, x):
+        if is_filled:
+            place[part].add_(gradient)
+        else:
+            place[part].copy_(gradient)
+
+
+def _gradients(dy: Tensor, x: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """dy' x, some of its rows or columns at a time: oneDNN writes into no tensor that is there, and
+    copies its first factor where that is turned, for which the narrower one is taken."""
+    is_wide = dy.shape[1] > x.shape[1]
+    first, second = (x, dy) if is_wide else (dy, x)
+    turned = first.T.contiguous()
+    at_once = max(1, PIECE_BYTES // (second.shape[1] * second.itemsize))
+    for start in range(0, len(turned), at_once):
+        part = slice(start, start + at_once)
+        result = product(turned[part], second.T)
+        if is_wide:
+            yield (slice(None), part), result.T.contiguous()
+        else:
+            yield (part,), result
