@@ -57,6 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             parts = softmax(product(x[rows], weight, bias), labels[rows], axis, vocab_size)
             total += (parts.losses * factors[rows]).sum()
             dz = parts.gradient(factors[rows]).to(x.dtype)
+            del parts  # or beside a narrow dz the wide one would be there during its products
             dx[rows] = product(dz, weight.T)
             waits.append(begin_all_reduce(dx[rows], axis))
             if slot is not None:
@@ -65,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dw += product(dz.T, x[rows].T)
             if db is not None:
                 db += dz.sum(0, dtype=wide)
-            del parts, dz  # or the logits of two chunks would be there at once
+            del dz  # or the logits of two chunks would be there at once
         for wait in waits:
             wait()
         ctx.save_for_backward(dx, dw, db)

@@ -9,7 +9,6 @@ docs/results/speed.md); Zen 4 computes them in halves and was not measured.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +18,8 @@ from torch import Tensor
 
 ZEN_5 = 26  # a family, as processors count it
 SMALL = 2**20  # multiplications; of fewer, the call of oneDNN costs more than it saves
-PIECE_BYTES = 2**21  # of a gradient, or of what it is the product of, copied at a time
+TURNED_BYTES = 2**22  # of the gradients of a result, at once; else piece by piece, which is slower
+PIECE_BYTES = 2**20  # of a weight's gradient, on its way to where it is added
 
 
 @cache
@@ -65,30 +65,20 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def add_gradient_(place: Tensor, dy: Tensor, x: Tensor, *, is_filled: bool) -> None:
     """Add dy' x to `place`, or write it there; dy [n, out] and x [n, in], all of one dtype."""
-    if not _goes_to_onednn(x.T, dy.T):
+    if not _goes_to_onednn(dy.T, x.T):
         if is_filled:
             place.addmm_(dy.T, x)
         else:
             torch.mm(dy.T, x, out=place)
         return
-    for part, gradient in _gradients(dy, x):
-        if is_filled:
-            place[part].add_(gradient)
-        else:
-            place[part].copy_(gradient)
-
-
-def _gradients(dy: Tensor, x: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """dy' x, some of its rows or columns at a time: oneDNN writes into no tensor that is there, and
-    copies its first factor where that is turned, for which the narrower one is taken."""
-    is_wide = dy.shape[1] > x.shape[1]
-    first, second = (x, dy) if is_wide else (dy, x)
-    turned = first.T.contiguous()
-    at_once = max(1, PIECE_BYTES // (second.shape[1] * second.itemsize))
+    # oneDNN writes into no tensor that is there, and copies what is turned: both are kept small.
+    turned, at_once = dy.T, max(1, PIECE_BYTES // (max(x.shape) * x.itemsize))
+    if dy.nbytes <= TURNED_BYTES:
+        turned = turned.contiguous()
     for start in range(0, len(turned), at_once):
-        part = slice(start, start + at_once)
-        result = product(turned[part], second.T)
-        if is_wide:
-            yield (slice(None), part), result.T.contiguous()
+        rows = slice(start, start + at_once)
+        gradient = product(turned[rows], x.T)
+        if is_filled:
+            place[rows].add_(gradient)
         else:
-            yield (part,), result
+            place[rows].copy_(gradient)

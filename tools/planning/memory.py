@@ -93,12 +93,13 @@ def _core(shape: Shape, hardware: Hardware) -> int:
 
 def logits(shape: Shape) -> int:
     """Of a chunk of the tokens with a loss, [k, v/t] in fp32 and where weights are narrow in their
-    width too; beside them the output layer's input, and in narrow width its weight's gradient."""
+    width too, or then in that alone and its product, the weight's gradient; beside them the output
+    layer's input."""
     is_narrow = shape.width < WIDE
     chunk, columns = -(-shape.predicted // loss_chunks(shape)), shape.padded // shape.tensor
-    table = shape.width * columns * shape.hidden * is_narrow
-    stream = shape.width * shape.predicted * shape.hidden
-    return (WIDE + shape.width * is_narrow) * chunk * columns + stream + table
+    loss = (WIDE + shape.width * is_narrow) * chunk * columns
+    products = shape.width * (chunk + shape.hidden * is_narrow) * columns
+    return max(loss, products) + shape.width * shape.predicted * shape.hidden
 
 
 def one_layer(shape: Shape, hardware: Hardware) -> int:
