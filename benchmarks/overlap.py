@@ -12,6 +12,7 @@ from typing import Any
 Interval = tuple[float, float]
 
 COMMUNICATION = ("nccl", "gloo:")
+OPERATORS = ("aten::", "mkldnn::")
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 ON_CPU = {"cpu_op", "user_annotation"}
 
@@ -36,7 +37,7 @@ def communication(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
 def is_computing(event: Mapping[str, Any], places: set[str]) -> bool:
     if places is ON_GPU:
         return not event["name"].startswith(COMMUNICATION)
-    return event["name"].startswith("aten::")
+    return event["name"].startswith(OPERATORS)
 
 
 def intervals(events: Iterable[Mapping[str, Any]]) -> list[Interval]:

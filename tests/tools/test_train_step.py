@@ -91,7 +91,11 @@ def event(name: str, start: float, stop: float, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "all_reduce", "product"),
-    [("kernel", "ncclDevKernel_AllReduce", "nvjet_hsh"), ("cpu_op", "gloo:all_reduce", "aten::mm")],
+    [
+        ("kernel", "ncclDevKernel_AllReduce", "nvjet_hsh"),
+        ("cpu_op", "gloo:all_reduce", "aten::mm"),
+        ("cpu_op", "gloo:all_reduce", "mkldnn::_linear_pointwise"),
+    ],
 )
 def test_communication_is_exposed_where_nothing_is_computed(
     kind: str, all_reduce: str, product: str
