@@ -101,8 +101,7 @@ class Cluster:
         for daemon in self.daemons.values():
             daemon.kill()
             daemon.wait()
-        while members := self.members():
-            kill(members)
+        self.kill_members()
 
     def _start_munge(self) -> None:
         key, kept = self.folder / "munge.key", self.folder / "munge"
@@ -128,16 +127,24 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """As where its power fails: its slurmd, step daemons and tasks, before one can tell."""
         slurmd = self.daemons.pop(node)
-        kill([slurmd.pid, *self.members(SLURMD_NODENAME=node)])
+        slurmd.kill()
+        self.kill_members(SLURMD_NODENAME=node)
         slurmd.wait()
 
+    def kill_members(self, **variables: str) -> None:
+        while members := self.members(**variables):
+            kill(members)
+
     def members(self, **variables: str) -> list[int]:
-        """Processes that have the variables in their environment, and the step daemons of these."""
+        """Processes that have the variables in their environment, after the step daemons of these.
+
+        Daemons come first, since one that outlives its task tells that the task has ended.
+        """
         variables["SLURM_CONF"] = str(self.file)
         wanted = {f"{name}={value}".encode() for name, value in variables.items()}
         pids = {pid for pid, environ in environments() if wanted <= environ}
         parents = {parent_of(pid) for pid in pids}
-        return [*pids, *(pid for pid in parents if command_of(pid).startswith("slurmstepd"))]
+        return [*(pid for pid in parents if command_of(pid).startswith("slurmstepd")), *pids]
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """A command of Slurm, from the root of the repository."""
