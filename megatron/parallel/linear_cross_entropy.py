@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from megatron.parallel.collectives import begin_all_reduce
 from megatron.parallel.cross_entropy import softmax
 from megatron.parallel.mesh import Axis
-from megatron.parallel.product import product
+from megatron.parallel.product import STEP, product
 
 if TYPE_CHECKING:
     from megatron.parallel.gradients import Slot
@@ -29,11 +29,13 @@ CHUNK_BYTES = 2**27  # of a chunk's logits in fp32
 
 
 def chunks(tokens: int, columns: int, wide: torch.dtype) -> Iterator[slice]:
-    """Of equal length but for one token, each with at most CHUNK_BYTES of logits."""
+    """Of nearly equal length: large ones are whole STEPs, but for the last. Each has at most
+    CHUNK_BYTES of logits and those of a STEP."""
     at_once = max(1, CHUNK_BYTES // (columns * wide.itemsize))
     pieces = max(1, -(-tokens // at_once))
-    bounds = [tokens * number // pieces for number in range(pieces + 1)]
-    yield from map(slice, bounds, bounds[1:])
+    step = STEP if tokens >= STEP * STEP * pieces else 1
+    bounds = [tokens * number // pieces // step * step for number in range(pieces)]
+    yield from map(slice, bounds, [*bounds[1:], tokens])
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

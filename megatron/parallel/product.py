@@ -19,6 +19,7 @@ from torch import Tensor
 ZEN_5 = 26  # a family, as processors count it
 SMALL = 2**20  # multiplications; of fewer, the call of oneDNN costs more than it saves
 TURNED_BYTES = 2**22  # of the gradients of a result, at once; else piece by piece, which is slower
+STEP = 16  # of tokens and other rows: oneDNN keeps a megabyte of code for each size it has met
 PIECE_BYTES = 2**20  # of a weight's gradient, on its way to where it is added
 
 
@@ -49,6 +50,7 @@ def _goes_to_onednn(x: Tensor, weight: Tensor) -> bool:
         weight.dtype == torch.float32
         and weight.device.type == "cpu"
         and len(x) * weight.numel() >= SMALL
+        and len(x) % STEP == x.shape[1] % STEP == 0
         and is_faster_by_onednn()
         # Of any other strides oneDNN takes its reference, which is a thousand times as slow.
         and (weight.is_contiguous() or weight.T.is_contiguous())
@@ -72,7 +74,8 @@ def add_gradient_(place: Tensor, dy: Tensor, x: Tensor, *, is_filled: bool) -> N
             torch.mm(dy.T, x, out=place)
         return
     # oneDNN writes into no tensor that is there, and copies what is turned: both are kept small.
-    turned, at_once = dy.T, max(1, PIECE_BYTES // (max(x.shape) * x.itemsize))
+    turned, steps = dy.T, PIECE_BYTES // (max(x.shape) * x.itemsize * STEP)
+    at_once = STEP * max(1, steps)
     if dy.nbytes <= TURNED_BYTES:
         turned = turned.contiguous()
     for start in range(0, len(turned), at_once):

@@ -14,6 +14,7 @@ from megatron.parallel.collectives import gather_from
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 from megatron.parallel.mesh import Axis, Mesh, serial_mesh
+from megatron.parallel.product import STEP
 from tests.dist import Pool
 from tests.tiny import Communication, mesh_of_ranks
 
@@ -178,3 +179,15 @@ def test_no_tokens_are_no_loss() -> None:
     assert total == 0
     assert not weight.grad.any()
     assert not bias.grad.any()
+
+
+@pytest.mark.parametrize(("tokens", "pieces"), [(1, 1), (4096, 7), (4099, 7), (5000, 8)])
+def test_large_chunks_are_whole_steps(
+    tokens: int, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 2**27)
+    found = list(fused.chunks(tokens, 50304, torch.float32))
+    assert len(found) == pieces
+    assert [number for rows in found for number in range(tokens)[rows]] == list(range(tokens))
+    assert all(rows.start % STEP == 0 for rows in found)
+    assert max(rows.stop - rows.start for rows in found) <= 2**27 // (4 * 50304) + STEP

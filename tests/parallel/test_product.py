@@ -63,6 +63,8 @@ def test_what_onednn_would_be_slow_at_stays_with_torch() -> None:
     x, weight = draw(N, IN), draw(OUT, IN)
     assert ONEDNN not in operators(x, draw(OUT, 2 * IN)[:, :IN])  # neither by rows nor by columns
     assert ONEDNN not in operators(x[:1], weight)
+    assert ONEDNN not in operators(x[: N - 1], weight)  # it would keep code for every such size
+    assert ONEDNN not in operators(x[:, : IN - 1], weight[:, : IN - 1].contiguous())
     for dtype in torch.float64, torch.bfloat16:
         assert ONEDNN not in operators(x.to(dtype), weight.to(dtype))
 
@@ -70,7 +72,7 @@ def test_what_onednn_would_be_slow_at_stays_with_torch() -> None:
 @pytest.mark.parametrize("is_filled", [False, True])
 @pytest.mark.parametrize("piece_bytes", [2**22, 7 * 4 * OUT])
 @pytest.mark.parametrize("columns", [IN, 2 * OUT])
-@pytest.mark.parametrize("tokens", [1, N])
+@pytest.mark.parametrize("tokens", [1, 16, N])
 def test_a_gradient_is_added_or_written(
     is_filled: bool, piece_bytes: int, columns: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +129,7 @@ def check_a_model(ranks: int) -> None:
     expected = of_two_micro_batches(mesh, torch.float64)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "SMALL", 0)
+        patched.setattr(module, "STEP", 1)
         patched.setattr(module, "PIECE_BYTES", 1000)
         patched.setattr(module, "is_faster_by_onednn", lambda: True)
         with profile() as profiler:
