@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.model import ModelConfig
+from megatron.parallel.product import STEP
 
 if TYPE_CHECKING:
     from megatron.data.bert import BertBatch
@@ -74,9 +75,13 @@ class MaskedTokensAndOrder:
 
     def sums(self, model: Any, batch: BertBatch, device: torch.device, factors: Tensor) -> Tensor:
         picked = np.flatnonzero(batch.loss_mask)
+        is_picked = np.arange(-(-len(picked) // STEP) * STEP) < len(picked)
+        # Others count nothing, so that products of few sizes come again and again.
+        picked = np.pad(picked, (0, len(is_picked) - len(picked)))
         labels = batch.labels.reshape(-1)[picked]
-        inputs = on_device(device, batch.tokens, batch.token_types, batch.is_real, picked, labels)
-        masked, order = model(*inputs, factors[:1].expand(len(picked)))
+        arrays = (batch.tokens, batch.token_types, batch.is_real, picked, labels, is_picked)
+        *inputs, counted = on_device(device, *arrays)
+        masked, order = model(*inputs, counted * factors[0])
         (is_swapped,) = on_device(device, batch.is_swapped)
         wide = torch.promote_types(order.dtype, torch.float32)
         of_order = F.cross_entropy(order.to(wide), is_swapped, reduction="sum")

@@ -12,6 +12,7 @@ from megatron.config import OptimizerConfig
 from megatron.data.bert import BertBatch
 from megatron.model.bert import BERT
 from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.product import STEP
 from megatron.train.evaluate import mean_losses
 from megatron.train.objectives import MaskedTokensAndOrder
 from megatron.train.step import StepResult, count, forward_backward, train_step
@@ -100,6 +101,22 @@ def test_the_loss_is_the_mean_over_masked_tokens_and_that_over_samples() -> None
     for name, gradient in whole_gradients(state.gradients).items():
         if not name.endswith("qkv.bias"):
             assert_relative(gradient, expected[name].reshape(gradient.shape), 1e-11, name)
+
+
+def test_masked_tokens_come_in_few_sizes() -> None:
+    """Or a step would be slower, and memory would grow with every new one (product.py)."""
+    sizes = []
+
+    def model(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        sizes.append(len(inputs[3]))
+        return torch.zeros(()), torch.zeros(GLOBAL_BATCH, 2)
+
+    batches = [bert_samples(GLOBAL_BATCH, seed=seed) for seed in range(20)]
+    for batch in batches:
+        MaskedTokensAndOrder().sums(model, batch, torch.device("cpu"), torch.ones(2))
+    masked = [int(batch.loss_mask.sum()) for batch in batches]
+    assert len(set(masked)) > 5
+    assert sizes == [-(-each // STEP) * STEP for each in masked]
 
 
 class Split:
