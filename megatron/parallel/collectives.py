@@ -30,16 +30,22 @@ def all_reduce(x: Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> Tensor:
     return x
 
 
-def begin_all_reduce(x: Tensor, axis: Axis) -> Callable[[], object]:
-    """Sum `x` in place over `axis` while other work goes on; what is returned waits for it."""
+def begin_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Sum `x` over `axis` while other work goes on; what is returned waits, and returns the sum. It
+    is in `x`, but for a compiler, which knows nothing of work in progress."""
     if axis.size == 1:
-        return _done
+        return lambda: x
+    if torch.compiler.is_compiling():
+        functional = torch.ops._c10d_functional
+        summed = functional.all_reduce(x, "sum", axis.group.group_name)
+        return lambda: functional.wait_tensor(summed)
     work = dist.all_reduce(x, group=axis.group, async_op=True)
-    return work.wait
 
+    def wait() -> Tensor:
+        work.wait()
+        return x
 
-def _done() -> None:
-    pass
+    return wait
 
 
 def _part(x: Tensor, dim: int, axis: Axis) -> Tensor:

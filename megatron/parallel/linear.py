@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.collectives import begin_all_reduce, copy_to
+from megatron.parallel.collectives import begin_all_reduce
 from megatron.parallel.mesh import Axis
 from megatron.parallel.product import product
 
@@ -43,10 +43,11 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx = dw = db = None
+        dx = dw = db = wait = None
         if ctx.needs_input_grad[0]:
             dx = product(dy, weight.flatten(0, -2).T)
-            wait = None if ctx.axis is None else begin_all_reduce(dx, ctx.axis)
+            if ctx.axis is not None:
+                wait = begin_all_reduce(dx, ctx.axis)
         if ctx.needs_input_grad[1]:
             if ctx.slot is not None:
                 ctx.slot.add_product(dy, x)
@@ -54,8 +55,8 @@ class _Linear(torch.autograd.Function):
                 dw = product(dy.T, x.T).view(weight.shape)
         if ctx.needs_input_grad[2]:
             db = dy.sum(0).view(ctx.bias_shape)
-        if dx is not None and wait is not None:
-            wait()
+        if wait is not None:
+            dx = wait()
         return dx, dw, db, None, None
 
 
@@ -76,8 +77,8 @@ def linear(
 
     axis: over which x is replicated and its gradient summed. slot: of the weight.
     """
-    if torch.compiler.is_compiling():  # a compiler overlaps by itself, and writes into no buffer
-        return F.linear(x if axis is None else copy_to(x, axis), *_flat(weight, bias))
+    if torch.compiler.is_compiling():  # which writes into no buffer
+        slot = None
     if not torch.is_grad_enabled():
         return product(x, *_flat(weight, bias))
     return _Linear.apply(x, weight, bias, axis, slot)

@@ -47,7 +47,8 @@ def _told(name: str) -> str:
 
 def _goes_to_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
-        weight.dtype == torch.float32
+        not torch.compiler.is_compiling()
+        and weight.dtype == torch.float32
         and weight.device.type == "cpu"
         and len(x) * weight.numel() >= SMALL
         and len(x) % STEP == x.shape[1] % STEP == 0

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron.parallel import gradients, linear
@@ -193,10 +195,15 @@ def order_of_a_layer() -> list[str]:
     buffers, seen = GradientBuffers(layer), []
     slot = layer.slots["weight"]
 
-    def begin(dx: Tensor, axis: Axis) -> Callable[[], object]:
+    def begin(dx: Tensor, axis: Axis) -> Callable[[], Tensor]:
         wait = begin_all_reduce(dx, axis)
         seen.append("f begins")
-        return lambda: (wait(), seen.append("f ends"))
+
+        def end() -> Tensor:
+            seen.append("f ends")
+            return wait()
+
+        return end
 
     def add_product(dy: Tensor, x: Tensor) -> None:
         seen.append("dW")
@@ -211,6 +218,27 @@ def order_of_a_layer() -> list[str]:
 
 def test_the_sum_of_f_goes_on_while_the_gradient_of_the_weight_is_computed(gloo: Pool) -> None:
     assert gloo.run(2, order_of_a_layer) == [["f begins", "dW", "f ends"]] * 2
+
+
+def order_of_a_compiled_layer() -> list[str]:
+    """What a compiler is given as the backward of a layer cut by columns."""
+    mesh, seen = mesh_of_ranks(dist.get_world_size()), list[str]()
+    layer = ColumnParallelLinear(mesh, 4, 8, std=1.0)
+    assert mesh.tensor.group  # looked up, as by the embedding of a model
+
+    def keep(backward: GraphModule, _: object) -> GraphModule:
+        seen.extend(str(node.target) for node in backward.graph.nodes)
+        return backward
+
+    layer.compile(backend=aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=keep))
+    layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    return [each for each in seen if each.startswith(("aten.mm", "_c10d"))]
+
+
+def test_a_compiled_layer_does_it_in_the_same_order(gloo: Pool) -> None:
+    product = "aten.mm.default"
+    begun, ended = ("_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default")
+    assert gloo.run(2, order_of_a_compiled_layer) == [[product, begun, product, ended]] * 2
 
 
 def test_nothing_is_reduced_alone() -> None:
