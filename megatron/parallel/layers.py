@@ -209,13 +209,14 @@ class VocabParallelHead(LaidOut):
     ) -> Tensor:
         """x [n, h] to this rank's logits [n, v/t], the loss of labels [n], or the sum of factors
         [n] x loss: as linear_cross_entropy, which never holds all logits."""
-        weight = embedding.weight
+        weight, slot = embedding.weight, embedding.slots.get("weight")
         if labels is not None and factors is not None:
-            slot, parts = embedding.slots.get("weight"), (self.axis, self.vocab_size)
-            return linear_cross_entropy(x, weight, self.bias, labels, factors, *parts, slot)
-        if labels is None and self.bias is None and x.shape[0] <= FEW:
+            parts = (self.axis, self.vocab_size, slot)
+            return linear_cross_entropy(x, weight, self.bias, labels, factors, *parts)
+        is_generation = labels is None and not torch.is_grad_enabled()
+        if is_generation and self.bias is None and x.shape[0] <= FEW:
             return _few_rows(x, weight)
-        logits = linear(x, weight, self.bias, axis=self.axis)
+        logits = linear(x, weight, self.bias, axis=self.axis, slot=slot)
         if labels is None:
             return logits
         return vocab_parallel_cross_entropy(logits, labels, self.axis, self.vocab_size)

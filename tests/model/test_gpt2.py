@@ -240,3 +240,18 @@ def test_logits_of_few_rows_are_those_of_many() -> None:
         few = model.logits(x[:count])
         assert few.shape == (count, many.shape[1])
         torch.testing.assert_close(few, many[:count], rtol=1e-5, atol=1e-6)
+
+
+def gradient_of_three_rows(count: int) -> Tensor:
+    """Where logits of so many are asked for."""
+    model, _ = tiny_model(mesh_of_ranks(2))
+    x = torch.randn(20, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x.requires_grad_()
+    model.logits(x[:count])[:3].sum().backward()
+    assert x.grad is not None
+    return x.grad[:3]
+
+
+def test_gradients_of_few_rows_are_those_of_many(gloo: Pool) -> None:
+    for few, many in zip(*(gloo.run(2, gradient_of_three_rows, n) for n in (3, 20)), strict=True):
+        torch.testing.assert_close(few, many, rtol=1e-12, atol=1e-12)
