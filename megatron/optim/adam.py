@@ -54,7 +54,7 @@ class TorchAdam:
             if weight.dtype == torch.float64:  # the kernel's divisor is fp32
                 weight.grad.mul_(factor)
             elif factor != 1.0:
-                divisor = torch.tensor(1.0 / factor, device=weight.device)
+                divisor = torch.full((), 1.0 / factor, device=weight.device)  # nothing is copied
             adamw(
                 [weight],
                 [weight.grad],

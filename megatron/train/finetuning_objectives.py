@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.data.examples import ExampleBatch
+from megatron.train.on_device import on_device
 
 
 class RightAnswers:
@@ -24,7 +25,7 @@ class RightAnswers:
         self, model: Any, batch: ExampleBatch, device: torch.device, factors: Tensor
     ) -> Tensor:
         logits = answer_scores(model, batch, device)
-        labels, counted = (torch.from_numpy(x).to(device) for x in (batch.labels, batch.counted))
+        labels, counted = on_device(device, batch.labels, batch.counted)
         wide = torch.promote_types(logits.dtype, torch.float32)
         losses = F.cross_entropy(logits.to(wide), labels, reduction="none").mean(1)
         return (losses * counted).sum() * factors.to(wide)
@@ -34,9 +35,9 @@ def answer_scores(model: Any, batch: ExampleBatch, device: torch.device) -> Tens
     """Logits [b, candidates, k] of each example's k labels: those of its classes or options, k = 1,
     or of its tokens as first and last of a span, k = 2; minus infinity at padding."""
     shape = batch.tokens.shape
-    arrays = (each.reshape(-1, shape[-1]) for each in (batch.tokens, batch.token_types))
-    tokens, token_types = (torch.from_numpy(each).to(device) for each in arrays)
-    is_real = torch.from_numpy(batch.is_real.reshape(-1, shape[-1])).to(device)
+    arrays = (batch.tokens, batch.token_types, batch.is_real)
+    rows = (each.reshape(-1, shape[-1]) for each in arrays)
+    tokens, token_types, is_real = on_device(device, *rows)
     logits: Tensor = model(tokens, token_types, is_real)
     if logits.dim() == 3:
         return logits.masked_fill(~is_real[..., None], -torch.inf)

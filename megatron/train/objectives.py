@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.model import ModelConfig
 from megatron.parallel.product import STEP
+from megatron.train.finetuning_objectives import RightAnswers
+from megatron.train.on_device import on_device
 
 if TYPE_CHECKING:
     from megatron.data.bert import BertBatch
     from megatron.data.gpt2 import GPT2Batch
-from megatron.train.finetuning_objectives import RightAnswers
 
 
 class Objective(Protocol):
@@ -44,10 +44,6 @@ class Objective(Protocol):
         ...
 
 
-def on_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
-    return [torch.from_numpy(array).to(device) for array in arrays]
-
-
 class NextToken:
     """GPT-2's: cross-entropy of each counted token."""
 
@@ -60,7 +56,7 @@ class NextToken:
         arrays = (batch.tokens, batch.positions, batch.labels, batch.loss_mask)
         tokens, positions, labels, mask = on_device(device, *arrays)
         starts = batch.document_starts
-        document_starts = None if starts is None else torch.from_numpy(starts).to(device)
+        document_starts = None if starts is None else on_device(device, starts)[0]
         total: Tensor = model(tokens, positions, labels, document_starts, mask.double() * factors)
         return total[None]
 
