@@ -50,10 +50,10 @@ def tensor_calls(shape: Shape, software: Software = THIS_PROJECT) -> Iterator[Ca
 
 def _loss_calls(shape: Shape, software: Software) -> Iterator[Call]:
     """Of each chunk a maximum, then the sum of exponentials and the label's logit together, and f;
-    the chunks differ by a token."""
+    the chunks are as good as equal."""
     pieces = loss_chunks(shape, software)
     for number in range(pieces):
-        start, stop = (shape.predicted * each // pieces for each in (number, number + 1))
+        start, stop = (shape.scored * each // pieces for each in (number, number + 1))
         for size in (WIDE, 2 * WIDE, shape.hidden * shape.width):
             yield Call("forward", (stop - start) * size, shape.micro_batches)
 
@@ -61,7 +61,7 @@ def _loss_calls(shape: Shape, software: Software) -> Iterator[Call]:
 def loss_chunks(shape: Shape, software: Software = THIS_PROJECT) -> int:
     """Pieces in which the logits of a micro-batch are computed."""
     at_once = max(1, software.chunk_bytes // (shape.padded // shape.tensor * WIDE))
-    return max(1, -(-shape.predicted // at_once))
+    return max(1, -(-shape.scored // at_once))
 
 
 def data_calls(shape: Shape) -> Iterator[Call]:

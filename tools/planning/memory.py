@@ -96,10 +96,10 @@ def logits(shape: Shape) -> int:
     width too, or then in that alone and its product, the weight's gradient; beside them the output
     layer's input."""
     is_narrow = shape.width < WIDE
-    chunk, columns = -(-shape.predicted // loss_chunks(shape)), shape.padded // shape.tensor
+    chunk, columns = -(-shape.scored // loss_chunks(shape)), shape.padded // shape.tensor
     loss = (WIDE + shape.width * is_narrow) * chunk * columns
     products = shape.width * (chunk + shape.hidden * is_narrow) * columns
-    return max(loss, products) + shape.width * shape.predicted * shape.hidden
+    return max(loss, products) + shape.width * shape.scored * shape.hidden
 
 
 def one_layer(shape: Shape, hardware: Hardware) -> int:

@@ -63,7 +63,7 @@ def attention(shape: Shape) -> Iterator[Product]:
 
 def heads(shape: Shape) -> Iterator[Product]:
     """Of the forward of what follows the layers; BERT's small ones are whole on every rank."""
-    h, k, m = shape.hidden, shape.predicted, shape.micro_batches
+    h, k, m = shape.hidden, shape.scored, shape.micro_batches
     yield Product("logits", 1, k, h, shape.padded // shape.tensor, m)
     if shape.kind == "bert":
         yield Product("masked tokens", 1, k, h, h, m)

@@ -13,6 +13,7 @@ from megatron.config.pretrain import PretrainConfig
 GPT2_VOCABULARY = 50_257  # where a preset leaves it to the tokenizer
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight and of an activation
 WIDE = 4  # of gradients, masters and moments, of which none is narrower than fp32
+FILLED = 16  # BERT's masked tokens come in a multiple of so many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,11 @@ class Shape:
     def predicted(self) -> int:
         """Tokens of a micro-batch with a loss."""
         return self.tokens if self.kind == "gpt2" else round(self.masked * self.tokens)
+
+    @property
+    def scored(self) -> int:
+        """k: rows of the output layer, which BERT's masked tokens are filled up to."""
+        return self.tokens if self.kind == "gpt2" else -(-self.predicted // FILLED) * FILLED
 
     @property
     def padded(self) -> int:

@@ -63,7 +63,7 @@ class Software:
 
     def outside_bytes(self, shape: Shape) -> float:
         """Of embedding, final norm and loss in one micro-batch."""
-        logits = shape.predicted * shape.padded / shape.tensor
+        logits = shape.scored * shape.padded / shape.tensor
         stream = shape.tokens * shape.hidden * shape.width
         return self.outside * stream + self.logit_bytes * logits
 

@@ -8,13 +8,14 @@ import torch
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.kit import kit_1d
 from megatron.parallel.layout import layouts
+from megatron.parallel.product import STEP
 from megatron.parallel.random import RandomStreams
 from megatron.train.models import MODELS
 from tests.tools.planning.counted import fake_ranks
 from tests.tools.planning.presets import NAMES, planned, preset
 from tools.planning.parameters import buckets, local, table, whole
 from tools.planning.products import attention, executed_flops, heads, linear, model_flops
-from tools.planning.shape import Shape
+from tools.planning.shape import FILLED, Shape
 from tools.planning.software import THIS_PROJECT
 
 PAPER = {"gpt2_355m": 355e6, "gpt2_8.3b": 8.3e9, "bert_336m": 336e6, "bert_3.9b": 3.9e9}
@@ -67,9 +68,14 @@ def test_flops_are_those_of_the_products(tensor: int) -> None:
 def test_flops_of_a_bert_are_those_of_its_products() -> None:
     shape = planned(preset("bert_336m", "--recompute-granularity", "none"), 128)
     assert shape.predicted == round(0.15 * shape.tokens)
-    padding = shape.padded - shape.vocabulary
-    logits = 6 * shape.predicted * shape.hidden * padding * shape.micro_batches * shape.data
-    assert executed_flops(shape) == pytest.approx(model_flops(shape) + logits, rel=1e-12)
+    assert FILLED == STEP
+    assert shape.scored % STEP == 0
+    filled = shape.scored - shape.predicted
+    assert 0 < filled < STEP
+    h, padding = shape.hidden, shape.padded - shape.vocabulary
+    of_no_use = shape.scored * h * padding + filled * (h * shape.vocabulary + h**2)
+    more = 6 * of_no_use * shape.micro_batches * shape.data
+    assert executed_flops(shape) == pytest.approx(model_flops(shape) + more, rel=1e-12)
 
 
 def test_39_tflops_are_23_percent_mfu() -> None:
