@@ -77,7 +77,7 @@ def test_figure_7_draws_both_orders(tmp_path: Path) -> None:
     data, output = write_folder(tmp_path / "data"), tmp_path / "out"
     command = [
         "scripts/paper/figure7.sh", "--data", data, "--output", output,
-        "--preset", small_preset(tmp_path, "figure7"), "--depths", 1, 2,
+        "--preset", small_preset(tmp_path, "figure7_bert"), "--depths", 1, 2,
         "--rates", "1e-3", "1e30", "--vocab-size", 400,
     ]  # fmt: skip
     assert "pre-ln 2 | step 20 | " in shell(*command)

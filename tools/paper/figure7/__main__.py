@@ -9,7 +9,7 @@ from tools.paper.figure7.plan import Settings, check_settings, plan
 from tools.paper.program import carry_out
 from tools.stages import run_program
 
-PRESET = ROOT / "scripts" / "presets" / "figure7.toml"
+PRESET = ROOT / "scripts" / "presets" / "figure7_bert.toml"
 OWNER = "scripts/paper/figure7.sh"
 
 
