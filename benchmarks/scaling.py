@@ -85,11 +85,9 @@ def measure(whole: Mesh, settings: Settings, files: Files) -> Record:
     precision = settings.precision or config.precision.name or default_precision(whole.device)
     compiled, warnings = choose_compile(None, whole)
     worlds = Worlds(whole=whole, precision=precision, compiled=compiled, warm_up=settings.warm_up)
-    account = Account(
-        precision=precision,
-        hardware=settings.hardware,
-        peak=find_peak(whole.device.type, settings.hardware, precision),
-    )
+    with user_errors(os.environ, agreed=True):
+        peak = find_peak(whole.device.type, settings.hardware, precision)
+    account = Account(precision=precision, hardware=settings.hardware, peak=peak)
     about = describe(worlds, settings, is_small) | {"warnings": warnings}
     results: dict[str, Result] = {}
     for number in rounds(worlds, settings, points, results):

@@ -54,6 +54,9 @@ class Peak:
 def find_peak(kind: str, hardware: Hardware | None, precision: str) -> Peak | None:
     """That of the hardware, or of a GPU that is known by its name. kind: of the device."""
     if hardware is not None:
+        if precision not in hardware.peaks:
+            works = " or ".join(f"--dtype {each}" for each in hardware.peaks)
+            raise ValueError(f"{hardware.name} has no peak in {precision}; {works} would work")
         return Peak(value=hardware.peak(precision), source=hardware.sources[f"peak.{precision}"])
     gpu, peak = gpu_peak(kind)
     if peak is None or precision == "fp32":

@@ -120,6 +120,8 @@ def test_the_prediction_is_the_planners() -> None:
 
 def test_a_peak_is_only_that_of_a_known_device() -> None:
     assert find_peak("cpu", None, "fp32") is None
+    with pytest.raises(ValueError, match="no peak in bf16; --dtype fp16 or --dtype fp32 would"):
+        find_peak("cpu", load_hardware("dgx2h"), "bf16")
     known = find_peak("cpu", load_hardware("h200"), "bf16")
     assert known is not None
     assert known.value == pytest.approx(989e12, rel=0.01)

@@ -40,6 +40,10 @@ def anchored(hardware: Hardware) -> Hardware:
     anchor = hardware.anchor
     if anchor is None:
         return hardware
+    if anchor.software not in SOFTWARE:
+        raise ValueError(
+            f"anchor.software is {anchor.software!r}, not one of {', '.join(SOFTWARE)}"
+        )
     shape, software = anchor_shape(anchor), SOFTWARE[anchor.software]
     of_datasheet = replace(hardware, attained_share=1.0)
     ideal = predict(shape, software, of_datasheet, anchor.precision).total

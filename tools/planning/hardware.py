@@ -83,7 +83,7 @@ def load_hardware(name: str) -> Hardware:
         )
     try:
         return read_hardware(tomllib.loads(file.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"--hardware {file} is no description of hardware ({type(error).__name__}: {error}); "
             f"one like scripts/hardware/cpu.toml would work"
@@ -106,4 +106,12 @@ def read_hardware(text: Mapping[str, Any]) -> Hardware:
             sources[field.name] = figure["source"]
     values["tile"] = tuple(values["tile"])
     values["anchor"] = Anchor(**text["anchor"]) if "anchor" in text else None
-    return Hardware(**values, peaks={each: peaks[each]["value"] for each in peaks}, sources=sources)
+    known = Hardware(
+        **values, peaks={each: peaks[each]["value"] for each in peaks}, sources=sources
+    )
+    for name in ("memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth"):
+        if not getattr(known, name) > 0:
+            raise ValueError(f"{name} is {getattr(known, name)}, and has to be above 0")
+    if not known.peaks["fp32"] > 0 or not all(each > 0 for each in known.peaks.values()):
+        raise ValueError(f"peaks are {known.peaks}, and have to be above 0")
+    return known

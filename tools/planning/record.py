@@ -23,6 +23,7 @@ from tools.planning.timing import predict
 
 EPOCH = 68_507 * 512 * 1024  # tokens, table 2 of the paper
 DAY = 86_400  # seconds
+NAMES = {"gpt2": "GPT-2", "bert": "BERT"}
 Record = dict[str, Any]
 
 
@@ -95,7 +96,8 @@ def _summary(planned: Record) -> Iterable[str]:
     model = planned["model"]
     ranks = model["tensor"] * model["data"]
     yield (
-        f"{planned['parameters']:,} parameters on {ranks} devices ({planned['hardware']['name']}): "
+        f"{NAMES[model['kind']]}, {planned['parameters']:,} parameters on {ranks} devices "
+        f"({planned['hardware']['name']}): "
         f"tensor-parallel {model['tensor']}, data-parallel {model['data']}, {model['precision']}, "
         f"{model['micro_batches']} micro-batches of {model['batch']} x {model['sequence']} tokens"
     )
@@ -142,6 +144,8 @@ def _aligned(rows: Iterable[Sequence[str]]) -> str:
 
 def found_text(layouts: Sequence[Mapping[str, Any]], most: int = 12) -> str:
     """Of a search: the best layouts, one a line."""
+    if not layouts:
+        return "  no layout on so many devices fits; --hardware with more memory or more --gpus may"
     lines = [
         f"  t {each['tensor']:>3}  d {each['data']:>4}  micro-batch {each['batch']:>3}  "
         f"recompute {each['recompute']:<9}  {each['tokens_per_second']:>12,.0f} tokens/s  "

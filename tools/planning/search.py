@@ -27,7 +27,10 @@ def check(config: PretrainConfig, gpus: int) -> None:
     except SettingError as error:
         found = nearest(config, gpus)
         if found is None:
-            raise
+            works = next(each for each in range(gpus - 1, 0, -1) if nearest(config, each))
+            raise SettingError(
+                f"{error}; no layout on {gpus} GPUs can; --gpus {works} would work"
+            ) from error
         raise SettingError(
             f"{error}. Of the layouts on {gpus} GPUs the nearest is --tensor-model-parallel-size "
             f"{found.parallel.tensor_model_parallel_size} --micro-batch-size "

@@ -91,8 +91,8 @@ def parse_plan(
 
 def _kind(arguments: Sequence[str]) -> str:
     """Told by --kind, or by the name of a preset."""
+    told: dict[str, str] = {}
     for name, value in zip(arguments, [*arguments[1:], ""], strict=True):
-        if name.startswith("--kind"):
-            return name.partition("=")[2] or value
-    names = [Path(word.rpartition("=")[2]).name for word in arguments if word.endswith(".toml")]
-    return "bert" if any("bert" in name for name in names) else "gpt2"
+        flag, has_value, own = name.partition("=")
+        told[flag] = told.get(flag, "") + (own if has_value else value)
+    return told.get("--kind") or ("bert" if "bert" in Path(told["--preset"]).name else "gpt2")

@@ -14,6 +14,7 @@ from tools.planning.anchor import find_hardware
 
 ROOT = Path(__file__).parents[3]
 PRESET = str(PRESETS / "gpt2_scaling_8.3b.toml")
+SMALL = str(PRESETS / "gpt2_8.3b.toml")  # its batch is given
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -68,9 +69,15 @@ def test_every_preset_is_planned(name: str, tmp_path: Path) -> None:
 
 
 def test_a_kind_can_be_given(tmp_path: Path) -> None:
-    found = planned(tmp_path, "--kind", "bert", "--preset", str(PRESETS / "figure7.toml"),
-                    "--gpus", "1", "--vocab-size", "2048")  # fmt: skip
-    assert found["model"]["kind"] == "bert"
+    preset = tmp_path / "own.toml"
+    preset.write_text((PRESETS / "figure7_bert.toml").read_text())
+    hardware = tmp_path / "bert_laboratory.toml"
+    hardware.write_text((ROOT / "scripts" / "hardware" / "cpu.toml").read_text())
+    words = ("--preset", str(preset), "--gpus", "1", "--vocab-size", "2048")
+    words += ("--hardware", str(hardware))
+    assert planned(tmp_path, *words)["model"]["kind"] == "gpt2"
+    assert planned(tmp_path, "--kind", "bert", *words)["model"]["kind"] == "bert"
+    assert planned(tmp_path, "--kind=bert", *words)["model"]["kind"] == "bert"
 
 
 def test_an_answer_takes_less_than_five_seconds() -> None:
@@ -92,6 +99,7 @@ def test_an_answer_takes_less_than_five_seconds() -> None:
         (("--preset", PRESET, "--gpus", "8", "--hardware", "dgx2"), "--hardware dgx2h would work"),
         (("--preset", PRESET, "--gpus", "8", "--bf16", "--no-fp16"), "no peak in bf16"),
         (("figure5", "--hardware", "h200"), "has no anchor; dgx2h would work"),
+        (("--preset", SMALL, "--gpus", "5"), "no layout on 5 GPUs can; --gpus 4 would work"),
     ],
 )
 def test_what_cannot_be_answered_is_told(
@@ -100,6 +108,28 @@ def test_what_cannot_be_answered_is_told(
     with pytest.raises(SystemExit, match="2"):
         plan.main(arguments, {})
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[peak.fp32]", "[peak.fp64]", "KeyError: 'fp32'"),
+        ("[memory_bandwidth]\nvalue = ", "[memory_bandwidth]\nvalue = 0 #", "above 0"),
+        ("[memory]\nvalue = ", "[memory]\nvalue = '900 GB' #", "TypeError"),
+        ("name = ", "name == ", "TOMLDecodeError"),
+    ],
+)
+def test_hardware_that_cannot_be_is_refused(
+    old: str, new: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "scripts" / "hardware" / "cpu.toml").read_text()
+    assert old in text
+    (tmp_path / "own.toml").write_text(text.replace(old, new))
+    with pytest.raises(SystemExit, match="2"):
+        plan.main(("--preset", PRESET, "--gpus", "8", "--hardware", f"{tmp_path}/own.toml"), {})
+    told = capsys.readouterr().err
+    assert "own.toml is no description of hardware" in told
+    assert message in told
 
 
 def test_what_does_not_fit_is_told_with_what_does(
