@@ -117,15 +117,15 @@ def test_both_axes_train_one_model(gloo: Pool) -> None:
 
 
 def idles() -> float:
-    """Processor seconds of this rank while the first one works for two."""
+    """Processor seconds of this rank while the first one works for a while."""
     make_tiny()
     configuration = studies(2, is_small=True)[0].configuration
     mine = worlds()
     mine.turn(configuration, lambda mesh, watch: None)
 
     def work(_: Mesh, watch: Stopwatch) -> None:
-        until = time.monotonic() + 2
-        while time.monotonic() < until:
+        until = time.process_time() + 1
+        while time.process_time() < until:
             watch.time(1)
 
     start = time.process_time()
@@ -135,7 +135,7 @@ def idles() -> float:
 
 def test_ranks_that_take_no_part_sleep(gloo: Pool) -> None:
     working, idle = gloo.run(2, idles)
-    assert working > 0.5
+    assert working > 1
     assert idle < 0.1
 
 

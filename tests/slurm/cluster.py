@@ -168,13 +168,13 @@ class Cluster:
         return self.ask("sbatch", "--parsable", *size, f"--output={log}", *words)
 
     def job(self, number: str) -> Mapping[str, str]:
-        """The fields of scontrol show job, such as JobState."""
-        shown = self.ask("scontrol", "--oneliner", "show", "job", number)
+        """The fields of scontrol show job, such as JobState; none while nobody answers."""
+        shown = self.run("scontrol", "--oneliner", "show", "job", number).stdout
         return dict(re.findall(r"(\S+?)=(\S*)", shown))
 
     def wait_for_state(self, number: str, *states: str) -> Mapping[str, str]:
         """The job's fields, once it is in one of the states."""
-        self.wait_for(lambda: self.job(number)["JobState"] in states, f"{number}: {states}")
+        self.wait_for(lambda: self.job(number).get("JobState") in states, f"{number}: {states}")
         return self.job(number)
 
     def start_again(self, number: str) -> None:

@@ -14,7 +14,7 @@ from tests.slurm.cluster import NODES, ROOT, Cluster
 
 pytestmark = pytest.mark.slurm
 
-STEPS = 40
+STEPS = 80  # which go on for some seconds after what a test waits for
 GPT2 = "scripts/slurm/pretrain_gpt2.sh"
 MORE = "--attention-dropout 0.1 --hidden-dropout 0.1 --tensor-model-parallel-size 2 --eval-iters 0"
 

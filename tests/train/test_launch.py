@@ -96,6 +96,8 @@ def test_a_missing_first_rank_is_named(tmp_path: Path) -> None:
 MEET = """
 meet = start.meet
 def leave(*_): sys.exit(75)
+Path({folder!r}, str(rank)).touch()
+while not all(Path({folder!r}, each).exists() for each in "01"): time.sleep(0.01)
 def meet_and_leave(store, *arguments):
     signal.signal(signal.SIGALRM, leave)
     if rank == {rank}: signal.setitimer(signal.ITIMER_REAL, 0.5)
@@ -109,7 +111,9 @@ def test_who_leaves_while_the_ranks_meet_takes_the_others_along(
     tmp_path: Path, leaver: int
 ) -> None:
     """Long before the others would give up waiting for the third rank."""
-    program = write_program(tmp_path, "pass", tensor=1, first=MEET.format(rank=leaver))
+    program = write_program(
+        tmp_path, "pass", tensor=1, first=MEET.format(rank=leaver, folder=str(tmp_path))
+    )
     ended = run_ranks(program, 3, absent=(2,))
     assert [each.status for each in ended] == [75, 75], ended
     assert ended[leaver].errors == f"rank {leaver} left while the ranks met\n"
