@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -68,11 +67,8 @@ def usual_contenders(settings: Settings) -> list[str]:
         return [OURS, DTENSOR, *other]
     # The plain model has nothing that is computed again.
     names = [OURS] if settings.case.checkpoint_activations else [OURS, PLAIN]
-    if find_spec("transformers"):
-        names.append(TRANSFORMERS)
-        if settings.device == "cuda":
-            names.append(COMPILED)
-    return names + other
+    compiled = [COMPILED] if settings.device == "cuda" else []
+    return [*names, TRANSFORMERS, *compiled, *other]
 
 
 @contextmanager

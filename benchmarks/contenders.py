@@ -4,6 +4,8 @@
 
 All have the same initial weights, batches, fused AdamW and clipping. In bf16 this project computes
 on bf16 weights with fp32 masters; the others as their users do, on fp32 weights under autocast.
+All import what any of them needs, and what torch's optimizer would import in its first step, so
+that none of it counts as memory of a step.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import transformers_gpt2
 from benchmarks.cases import (
     AT_ONCE,
     COMPILED,
@@ -38,6 +42,14 @@ from benchmarks.cases import (
 from benchmarks.floor import Floor
 from benchmarks.output_layer_steps import output_layer
 from benchmarks.own import build, initial_weights, make_batch, model_section, optimizer_section
+from benchmarks.plain_gpt2 import (
+    FusedProjections,
+    PlainGPT2,
+    PlainTraining,
+    SeparateProjections,
+    parallelize,
+    plain_weights,
+)
 from benchmarks.profiles import profiled
 from benchmarks.turns import Answer, GpuMemory, ResidentMemory, Stopwatch, serve
 from megatron.parallel.mesh import Mesh, Peers, build_mesh, serial_mesh
@@ -78,40 +90,42 @@ def ours(setting: Setting, *, recompute: Any | None = None, compiled: bool | Non
 
 def plain(setting: Setting) -> Step:
     """nn.Linear, nn.Embedding, nn.LayerNorm and F.cross_entropy; cut by DTensor where t > 1."""
-    from benchmarks import plain_gpt2 as peer
-
     grid = setting.mesh.tensor.grid
-    projections = peer.FusedProjections if grid is None else peer.SeparateProjections
+    projections = FusedProjections if grid is None else SeparateProjections
     section, weights = model_section(setting.case), initial_weights(setting.case)
-    model = peer.PlainGPT2(section, setting.case.vocab_size, projections)
-    model.load_state_dict(peer.plain_weights(weights, fused=grid is None))
+    model = PlainGPT2(section, setting.case.vocab_size, projections)
+    model.load_state_dict(plain_weights(weights, fused=grid is None))
     model.to(setting.device)
     if grid is not None:
-        peer.parallelize(model, grid["tensor"])
+        parallelize(model, grid["tensor"])
     return training(setting, model, model)
 
 
 def transformers(setting: Setting, *, compiled: bool = False) -> Step:
     """GPT2LMHeadModel with sdpa, and the loss as transformers computes it."""
-    from benchmarks import transformers_gpt2 as peer
-
     section, weights = model_section(setting.case), initial_weights(setting.case)
-    model = peer.build(section, setting.case.vocab_size, weights).to(setting.device)
+    model = transformers_gpt2.build(section, setting.case.vocab_size, weights).to(setting.device)
     assert model.config._attn_implementation == "sdpa"
     if setting.case.checkpoint_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
+    entropy = F.cross_entropy
+    if compiled:
+        # Block by block, since of a model that is compiled whole attention gets a mask as a tensor,
+        # with which torch has no flash attention.
+        entropy = torch.compile(entropy)
+        for block in model.transformer.h:
+            block.compile()
+
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         logits = model(tokens, use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        return entropy(logits.float().flatten(0, 1), labels.flatten())
 
-    return training(setting, model, torch.compile(loss) if compiled else loss)
+    return training(setting, model, loss)
 
 
 def training(setting: Setting, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Step:
     """Steps of a peer. loss: of int64 [b, s] inputs and labels."""
-    from benchmarks.plain_gpt2 import PlainTraining
-
     kind = setting.device.type
     autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=setting.dtype == "bf16")
     section = optimizer_section(setting.case)

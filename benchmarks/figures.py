@@ -12,7 +12,7 @@ from benchmarks.machine import markdown, spread
 from benchmarks.turns import Contender
 
 # Dense products in bf16, from NVIDIA's datasheets of H100 SXM and H200 (half of "with sparsity").
-PEAKS = {"H100": 989e12, "H200": 989e12}
+PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 MFU = "(6 n (12 L h^2 + v h) + 12 n s h L) / (t x seconds x peak)"
 HFU = "the same with the padded vocabulary and what is computed again / (t x seconds x peak)"
 
@@ -24,7 +24,7 @@ def gpu_peak(device: str) -> tuple[str | None, float | None]:
     import torch
 
     name = torch.cuda.get_device_name()
-    return name, next((peak for known, peak in PEAKS.items() if known in name), None)
+    return name, PEAKS.get(name)
 
 
 def ratios(walls: dict[str, list[float]], name: str) -> list[float]:

@@ -66,7 +66,7 @@ RUNS = (
     Run(
         name="124M",
         preset="gpt2_124m",
-        batches=(16, 16),
+        batches=(16, 8),
         contenders=(OURS, NOT_COMPILED, FULL, PLAIN, TRANSFORMERS, COMPILED),
         seconds=170,
         steps=8,

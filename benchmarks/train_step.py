@@ -28,6 +28,7 @@ from benchmarks.comparison import (
     ROOT,
     Result,
     Settings,
+    ask_all,
     compare_losses,
     measure,
     pool,
@@ -84,8 +85,9 @@ def compare(
     results: list[dict[str, Result]] = []
     for start in range(starts):
         with started(settings, [*names, FLOOR]) as found:
+            chosen = ask_all(found, [FLOOR], "choose").get(FLOOR)
+            products = chosen and chosen[0]["products"]
             record["loss_difference"] = compare_losses(settings, found)
-            products = found[FLOOR].ask("choose")[0]["products"]
             results.append(measure(settings, found))
             if profile is not None and start == starts - 1:
                 communication = write_profiles(profile, found, settings.steps)
