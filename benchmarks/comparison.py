@@ -36,6 +36,7 @@ class Result:
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     peak_memory: int = 0
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +159,7 @@ def measure(settings: Settings, found: dict[str, Contender]) -> dict[str, Result
                 results[name].cpu.append(sum(answer["cpu"] for answer in answers))
     for name, answers in ask_all(found, [*found.keys() - {FLOOR}], "memory").items():
         results[name].peak_memory = sum(each["bytes"] for each in answers)
+        results[name].notes = answers[0].get("notes", [])
     return {name: result for name, result in results.items() if name in found}
 
 
@@ -168,6 +170,7 @@ def pool(starts: Sequence[dict[str, Result]]) -> dict[str, Result]:
             wall=[wall for results in starts for wall in results[name].wall],
             cpu=[cpu for results in starts for cpu in results[name].cpu],
             peak_memory=max(results[name].peak_memory for results in starts),
+            notes=starts[0][name].notes,
         )
         for name in starts[0]
         if all(name in results for results in starts)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,16 +69,19 @@ class Setting:
     device: torch.device
     mesh: Mesh
     has_peers: bool  # beside this project, and so the same initial weights
+    notes: list[str] = field(default_factory=list)  # what the record should say of the contender
 
 
 def ours(setting: Setting, *, recompute: Any | None = None, compiled: bool | None = None) -> Step:
     """recompute: in place of the case's. compiled: as --compile."""
+    is_compiled, warnings = choose_compile(compiled, setting.mesh)
+    setting.notes.extend(warnings)
     state = build(
         setting.case,
         setting.mesh,
         setting.dtype,
         recompute=recompute,
-        compiled=choose_compile(compiled, setting.mesh)[0],
+        compiled=is_compiled,
         is_drawn_there=not setting.has_peers,
     )
 
@@ -171,7 +174,7 @@ def main(name: str, file: str, rank: int) -> None:
         {
             "losses": watch.losses,
             "time": watch.time,
-            "memory": lambda: {"bytes": memory.peak()},
+            "memory": lambda: {"bytes": memory.peak(), "notes": setting.notes},
             "profile": partial(profile, watch, device.type, rank),
         }
     )

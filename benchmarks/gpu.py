@@ -1,4 +1,5 @@
-"""What `gpu.sh` runs: training steps of every size on one GPU, each a run of `train_step.py`.
+"""What `gpu.sh` runs: training steps of every size on one GPU, each a run of `train_step.py`, and
+the output layer alone, by `output_layer.py`.
 
 A run that fails, or takes too long, is told as such and the others go on. Sizes whose contenders
 do not all fit beside each other have fewer of them; above 1.2B this project's run alone.
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +23,12 @@ import tyro
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import output_layer
 from benchmarks.cases import (
+    AT_ONCE,
     COMPILED,
     FULL,
+    IN_CHUNKS,
     NOT_COMPILED,
     OURS,
     PLAIN,
@@ -49,11 +53,11 @@ LEAST = 15.0  # seconds, in which no run could be done
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of `train_step.py`."""
+    """One run of `train_step.py`, or without a preset of `output_layer.py`."""
 
     name: str
-    preset: str
-    batches: tuple[int, int]  # samples, on a GPU of 141 GB and of 80 GB
+    preset: str | None = None
+    batches: tuple[int, int] = (1, 1)  # samples, on a GPU of 141 GB and of 80 GB
     contenders: Sequence[str]
     seconds: float  # that it may take
     steps: int = 3  # of a turn
@@ -87,6 +91,7 @@ RUNS = (
         contenders=(OURS, FULL, SELECTIVE),
         seconds=90,
     ),
+    Run(name="output layer", contenders=(IN_CHUNKS, AT_ONCE), seconds=40),
     Run(name="2.5B", preset="gpt2_scaling_2.5b", batches=(8, 8), contenders=(FULL,), seconds=60),
     Run(name="4.2B", preset="gpt2_scaling_4.2b", batches=(8, 8), contenders=(FULL,), seconds=60),
     Run(
@@ -108,6 +113,14 @@ RUNS = (
 )
 
 
+TOLD = {
+    "ours_over_it": "its time over this project's",
+    "over_at_once": "its time over that at once",
+    "mfu": "MFU",
+    "hfu": "HFU",
+}
+
+
 @dataclass(frozen=True)
 class Wanted:
     run: str
@@ -117,7 +130,11 @@ class Wanted:
 
     @property
     def is_most(self) -> bool:
-        return self.contender == FULL and self.figure == "ours_over_it"
+        return self.contender in (FULL, IN_CHUNKS) and self.is_ratio
+
+    @property
+    def is_ratio(self) -> bool:
+        return self.figure in ("ours_over_it", "over_at_once")
 
     def measured(self, runs: dict[str, Any]) -> float | None:
         figures = runs.get(self.run, {}).get("contenders", {}).get(self.contender)
@@ -125,10 +142,10 @@ class Wanted:
         return value["median"] if isinstance(value, dict) else value
 
     def row(self, runs: dict[str, Any]) -> list[str]:
-        value, is_ratio = self.measured(runs), self.figure == "ours_over_it"
-        shown = [f"{each:.2f}" if is_ratio else percent(each) for each in (self.limit, value or 0)]
-        told = {"ours_over_it": "its time over this project's", "mfu": "MFU", "hfu": "HFU"}
-        what = f"{self.run}: {self.contender}, {told[self.figure]}"
+        value = self.measured(runs)
+        both = (self.limit, value or 0)
+        shown = [f"{each:.2f}" if self.is_ratio else percent(each) for each in both]
+        what = f"{self.run}: {self.contender}, {TOLD[self.figure]}"
         bound = "at most" if self.is_most else "at least"
         if value is None:
             return [what, f"{bound} {shown[0]}", "not measured", ""]
@@ -144,6 +161,7 @@ WANTED = (
     Wanted("124M", OURS, "mfu", 0.45),
     Wanted("124M", COMPILED, "ours_over_it", 1.3),
     Wanted("1.2B", COMPILED, "ours_over_it", 1.3),
+    Wanted("output layer", IN_CHUNKS, "over_at_once", 1.1),
 )
 
 
@@ -160,10 +178,14 @@ def command(
     run: Run, device: str, *, is_small: bool, is_large_gpu: bool, folder: Path
 ) -> list[str]:
     """That does the run, and leaves run.json and profile/ in the folder."""
+    if run.preset is None:
+        words = {"vocab-size": 512 if is_small else 50304, "hidden-size": 32 if is_small else 1536}
+        words |= {"tokens": 64 if is_small else 8192, "dtype": "bf16", "device": device}
+        return program("output_layer", words | {"json": folder / "run.json"})
     preset = ROOT / "scripts" / "presets" / f"{run.preset}.toml"
     # What a CPU would need a C++ compiler for.
     contenders = [name for name in run.contenders if device == "cuda" or name != COMPILED]
-    words: dict[str, object] = {
+    words = {
         "preset": small_preset(preset, folder) if is_small else preset,
         "dtype": "bf16",
         "device": device,
@@ -177,10 +199,14 @@ def command(
     }
     if run.is_profiled:
         words["profile"] = folder / "profile"
-    flags = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     stub = ["--stub-communication"] if run.one_rank_of > 1 else []
-    script = str(ROOT / "benchmarks" / "train_step.py")
-    return [sys.executable, script, *flags, *stub, "--contenders", *contenders]
+    return [*program("train_step", words), *stub, "--contenders", *contenders]
+
+
+def program(name: str, words: Mapping[str, object]) -> list[str]:
+    """The command of a benchmark with these flags."""
+    flags = [word for flag, value in words.items() for word in (f"--{flag}", str(value))]
+    return [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *flags]
 
 
 def done(words: Sequence[str], seconds: float) -> tuple[int | None, str]:
@@ -253,6 +279,9 @@ def page(about: dict[str, Any], runs: dict[str, Any]) -> str:
         if "failed" in record:
             parts.append(f"## {name}\n\n{record['failed']}")
             continue
+        if "over_at_once" in record:
+            parts.append(f"## {name}\n\n{output_layer.told_of(record)}")
+            continue
         case = record["case"]
         lines = [
             f"## {name}",
@@ -260,6 +289,7 @@ def page(about: dict[str, Any], runs: dict[str, Any]) -> str:
             f"difference of compared losses: {record['loss_difference']}.",
             table(record),
         ]
+        lines += [f"{name}: {' '.join(notes)}" for name, notes in record["notes"].items()]
         if record["out_of_memory"]:
             lines.append(f"Out of memory: {', '.join(record['out_of_memory'])}.")
         if "profile" in record:

@@ -53,13 +53,14 @@ def compare(settings: Settings) -> dict[str, Any]:
     print(told(record))
     pairs = zip(results[IN_CHUNKS].wall, results[AT_ONCE].wall, strict=True)
     record["over_at_once"] = [own / whole for own, whole in pairs]
-    record["results"] = {
+    record["contenders"] = {
         name: {
             "step_seconds": quantiles(each.wall),
             "extra_bytes": each.peak_memory - held(settings),
         }
         for name, each in results.items()
     }
+    record["contenders"][IN_CHUNKS]["over_at_once"] = quantiles(record["over_at_once"])
     return record
 
 
@@ -72,9 +73,15 @@ def table(record: dict[str, Any]) -> str:
             spread(record["over_at_once"], 3) if name == IN_CHUNKS else "",
             f"{each['extra_bytes'] / 2**20:,.0f}",
         ]
-        for name, each in record["results"].items()
+        for name, each in record["contenders"].items()
     ]
     return markdown(["", "seconds", "over at once", "extra MiB"], rows)
+
+
+def told_of(record: dict[str, Any]) -> str:
+    """What was asked, and the table. record: of `compare`."""
+    asked = f"{record['dtype']}, {record['tokens']:,} tokens, hidden {record['hidden_size']:,}"
+    return f"{asked}, vocabulary {record['vocab_size']:,}.\n\n{table(record)}"
 
 
 def main(
@@ -113,7 +120,7 @@ def main(
         steps=1,
     )
     record = compare(settings)
-    print(table(record))
+    print(told_of(record))
     write_json(json_file, record)
 
 

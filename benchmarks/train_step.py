@@ -96,10 +96,13 @@ def compare(
     record["products"] = products
     record["contenders"] = figures(settings, pooled, peak)
     record["seconds"] = {name: result.wall for name, result in pooled.items()}
+    record["notes"] = {name: each.notes for name, each in pooled.items() if each.notes}
     record["out_of_memory"] = [name for name in names if name not in pooled]
     if profile is not None:
         record["communication"] = communication
     print(table(record), flush=True)
+    for name, notes in record["notes"].items():
+        print(f"\n{name}: {' '.join(notes)}", flush=True)
     if picture is not None and record["contenders"]:
         about = f"{case.name}, {settings.dtype}, t = {settings.tensor_parallel}"
         draw(picture, case, about, record["contenders"])

@@ -18,7 +18,8 @@ def test_both_ways_are_measured_and_their_memory(tmp_path: Path, size: int) -> N
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     record = json.loads((tmp_path / "record.json").read_bytes())
-    chunked, whole = record["results"]["logits in chunks"], record["results"]["all logits at once"]
+    chunked = record["contenders"]["logits in chunks"]
+    whole = record["contenders"]["all logits at once"]
     assert len(record["over_at_once"]) == 2
     assert 0 < chunked["step_seconds"]["p10"] <= chunked["step_seconds"]["p90"]
     logits = 16_000 * 20_000 * 4
