@@ -112,6 +112,6 @@ def read_hardware(text: Mapping[str, Any]) -> Hardware:
     for name in ("memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth"):
         if not getattr(known, name) > 0:
             raise ValueError(f"{name} is {getattr(known, name)}, and has to be above 0")
-    if not known.peaks["fp32"] > 0 or not all(each > 0 for each in known.peaks.values()):
+    if not all(each > 0 for each in (known.peaks["fp32"], *known.peaks.values())):
         raise ValueError(f"peaks are {known.peaks}, and have to be above 0")
     return known

@@ -27,6 +27,8 @@ def check(config: PretrainConfig, gpus: int) -> None:
     except SettingError as error:
         found = nearest(config, gpus)
         if found is None:
+            if nearest(config, 1) is None:  # what is wrong has nothing to do with the layout
+                raise
             works = next(each for each in range(gpus - 1, 0, -1) if nearest(config, each))
             raise SettingError(
                 f"{error}; no layout on {gpus} GPUs can; --gpus {works} would work"

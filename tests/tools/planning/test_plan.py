@@ -100,6 +100,8 @@ def test_an_answer_takes_less_than_five_seconds() -> None:
         (("--preset", PRESET, "--gpus", "8", "--bf16", "--no-fp16"), "no peak in bf16"),
         (("figure5", "--hardware", "h200"), "has no anchor; dgx2h would work"),
         (("--preset", SMALL, "--gpus", "5"), "no layout on 5 GPUs can; --gpus 4 would work"),
+        (("--preset", SMALL, "--gpus", "8", "--seq-length", "2048"), "--seq-length 1024 or"),
+        (("--preset", SMALL, "--gpus", "1", "--seq-length", "2048"), "error: --tensor-model-par"),
     ],
 )
 def test_what_cannot_be_answered_is_told(
