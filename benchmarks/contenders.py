@@ -52,7 +52,7 @@ from benchmarks.plain_gpt2 import (
 )
 from benchmarks.profiles import profiled
 from benchmarks.turns import Answer, GpuMemory, ResidentMemory, Stopwatch, serve
-from megatron.parallel.mesh import Mesh, Peers, build_mesh, serial_mesh
+from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh, serial_mesh
 from megatron.train.compiled import choose_compile
 from megatron.train.state import DTYPES
 from megatron.train.step import train_step
@@ -207,7 +207,7 @@ def alone(size: int, device: torch.device) -> Mesh:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    return replace(build_mesh(size, device), peers=Peers())
+    return replace(build_mesh(size, device), control=ControlGroup())
 
 
 def nothing() -> None:

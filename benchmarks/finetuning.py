@@ -28,7 +28,7 @@ from megatron.config.bert import BertConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import user_errors
 from megatron.config.trained import TrainedConfig
-from megatron.parallel.layout import initial_value, layouts
+from megatron.parallel.sharding import initial_value, sharding_specs
 from megatron.train.models import section_of
 from megatron.train.trained import open_trained
 from tools.convert.writing import empty_model, write_checkpoint
@@ -44,8 +44,8 @@ def write_twin(pretrained: Path, to: Path, seed: int) -> None:
     _, tokenizer, manifest = open_trained(trained, ParallelConfig(), 1, (BertConfig.kind,))
     section, vocab_size = section_of(manifest), manifest["vocab_size"]
     weights = {
-        name: initial_value(name, layout, seed)
-        for name, layout in layouts(empty_model(section, vocab_size)).items()
+        name: initial_value(name, spec, seed)
+        for name, spec in sharding_specs(empty_model(section, vocab_size)).items()
     }
     write_checkpoint(
         to, section, weights, vocab_size, tokenizer, "random weights", lambda path: None

@@ -29,9 +29,9 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 from benchmarks import transformers_gpt2
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
 from megatron.config.model import ModelConfig
-from megatron.model.gpt2 import GPT2
-from megatron.parallel.layout import initial_value, layouts
+from megatron.models.gpt2 import GPT2
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
+from megatron.parallel.sharding import initial_value, sharding_specs
 from megatron.train.generate import Sampling, generate
 from megatron.train.models import build_model
 
@@ -100,7 +100,9 @@ def build_sides(mesh: Mesh) -> dict[str, Generate]:
     model, _ = build_model(SECTION, mesh, VOCABULARY, seed=SEED, dtype=torch.float32)
     if mesh.tensor.size > 1:
         return {"ours": ours(model.eval(), mesh)}
-    weights = {name: initial_value(name, each, SEED) for name, each in layouts(model).items()}
+    weights = {
+        name: initial_value(name, each, SEED) for name, each in sharding_specs(model).items()
+    }
     theirs = transformers_gpt2.build(SECTION, VOCABULARY, weights).eval()
     return {"ours": ours(model.eval(), mesh), "peer": peer(theirs)}
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from benchmarks.cases import SEED, Case
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
-from megatron.parallel.layout import materialise
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.sharding import materialize
 from megatron.train.state import DTYPES
 
 
@@ -22,7 +22,7 @@ def output_layer(case: Case, mesh: Mesh, dtype: str, in_chunks: bool) -> Callabl
         embedding = VocabParallelEmbedding(mesh, v, h, divisible_by=rows, std=0.02)
         head = VocabParallelHead(mesh, v)
     parts = nn.ModuleList([embedding, head])
-    materialise(parts, device=mesh.device, dtype=DTYPES[dtype], seed=SEED)
+    materialize(parts, device=mesh.device, dtype=DTYPES[dtype], seed=SEED)
     buffers = GradientBuffers(parts)
     numbers = torch.Generator().manual_seed(SEED)
     stream = torch.randn(case.tokens, h, generator=numbers).to(mesh.device, DTYPES[dtype])

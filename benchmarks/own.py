@@ -12,11 +12,11 @@ from megatron.config.model import ModelConfig, RecomputeGranularity
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.data.gpt2 import GPT2Batch
-from megatron.model.gpt2 import GPT2
-from megatron.parallel.kit import kit_1d
-from megatron.parallel.layout import initial_value, layouts
+from megatron.models.gpt2 import GPT2
+from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.random import RandomStreams
+from megatron.parallel.sharding import initial_value, sharding_specs
 from megatron.train.state import DTYPES, TrainState, build_state
 
 
@@ -75,12 +75,12 @@ def build(
 def draw_there(state: TrainState) -> None:
     torch.manual_seed(SEED)
     for slot, master in state.optimizer.slots():
-        own, layout = slot.view(master), slot.layout
-        if layout.std is None:
-            own.fill_(layout.fill)
+        own, spec = slot.view(master), slot.spec
+        if spec.std is None:
+            own.fill_(spec.fill)
         else:
-            own.normal_(0.0, layout.std)
-        own[len(layout.real(own)) :] = 0  # padding
+            own.normal_(0.0, spec.std)
+        own[len(spec.real(own)) :] = 0  # padding
     state.optimizer.publish()
 
 
@@ -88,9 +88,11 @@ def initial_weights(case: Case) -> dict[str, Tensor]:
     """The whole parameters that `build` begins with, by name."""
     mesh = serial_mesh()
     with torch.device("meta"):
-        model = GPT2(model_section(case), kit_1d(mesh, RandomStreams(SEED, mesh)), case.vocab_size)
-    table = layouts(model)
-    return {name: initial_value(name, layout, SEED) for name, layout in table.items()}
+        model = GPT2(
+            model_section(case), factory_1d(mesh, RandomStreams(SEED, mesh)), case.vocab_size
+        )
+    table = sharding_specs(model)
+    return {name: initial_value(name, spec, SEED) for name, spec in table.items()}
 
 
 def write_initial_weights(case: Case, file: Path) -> None:

@@ -1,6 +1,6 @@
 """Peers of `train_step.py`: GPT-2 as a user of torch writes it, and its DTensor plan.
 
-It shares no code with megatron/model and takes no detour for generality: fused QKV, one position
+It shares no code with megatron/models and takes no detour for generality: fused QKV, one position
 embedding for all samples, the mean of `F.cross_entropy`. Under `parallelize_module` query, key and
 value are three layers, since a fused one would have to be interleaved by head to be cut.
 """

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from benchmarks.own import draw_there
 from benchmarks.scaling_configurations import Configuration
 from benchmarks.turns import OUT_OF_MEMORY, Stopwatch
-from megatron.parallel.mesh import Axis, Mesh, Peers, serial_mesh
+from megatron.parallel.mesh import Axis, ControlGroup, Mesh, serial_mesh
 from megatron.train.state import DTYPES, TrainState, build_state
 from megatron.train.step import train_step
 
@@ -60,7 +60,7 @@ class Worlds:
         mesh = self.part(configuration)
         if mesh is not None:
             said = self._work(mesh, configuration, work)
-        answers = self.whole.peers.gather(said)
+        answers = self.whole.control.gather(said)
         failures = [each for each in answers if isinstance(each, Failed)]
         return failures[0] if failures else answers[: configuration.ranks]
 
@@ -74,7 +74,7 @@ class Worlds:
         finally:  # the error is gone by now, and with it what its frames held
             release(mesh.device, compiled=self.compiled)
         # A rank that alone has run out leaves the others waiting in the step: the log tells why.
-        print(f"{configuration.name}, rank {mesh.peers.rank}: {failed.reason}", file=sys.stderr)
+        print(f"{configuration.name}, rank {mesh.control.rank}: {failed.reason}", file=sys.stderr)
         return failed
 
     def _warm(self, mesh: Mesh, configuration: Configuration) -> Stopwatch:
@@ -108,15 +108,15 @@ def first_ranks(whole: Mesh, copies: int, tensor: int) -> Mesh | None:
         return serial_mesh(whole.device) if whole.is_first else None
     numbers = torch.arange(ranks).view(copies, tensor)
     grid = DeviceMesh(whole.device.type, numbers, mesh_dim_names=("data", "tensor"))
-    group = dist.new_group(range(ranks), backend="gloo", timeout=whole.peers.timeout)
-    if whole.peers.rank >= ranks:
+    group = dist.new_group(range(ranks), backend="gloo", timeout=whole.control.timeout)
+    if whole.control.rank >= ranks:
         return None
     data, tensor_axis = (
         Axis(name, grid if size > 1 else None)
         for name, size in (("data", copies), ("tensor", tensor))
     )
-    peers = Peers(ranks, whole.peers.rank, group, whole.peers.timeout)
-    return Mesh(tensor=tensor_axis, data=data, device=whole.device, peers=peers)
+    peers = ControlGroup(ranks, whole.control.rank, group, whole.control.timeout)
+    return Mesh(tensor=tensor_axis, data=data, device=whole.device, control=peers)
 
 
 def steps(state: TrainState, configuration: Configuration) -> Callable[[int], float]:
@@ -137,7 +137,7 @@ def waiting(mesh: Mesh) -> Callable[[], None]:
         if mesh.device.type == "cuda":
             torch.cuda.synchronize(mesh.device)
         if mesh.size > 1:
-            dist.barrier(group=mesh.peers.group)
+            dist.barrier(group=mesh.control.group)
 
     return wait
 

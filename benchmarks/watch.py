@@ -58,7 +58,7 @@ def measure(mesh: Mesh, steps: int) -> tuple[float, float]:
     for _ in range(steps):
         train_step(state, batches, LEARNING_RATE)
     spent = (time.perf_counter() - wall, time.process_time() - cpu)
-    ranks = mesh.peers.gather(spent)
+    ranks = mesh.control.gather(spent)
     return 1000 * max(each[0] for each in ranks) / steps, 1000 * sum(
         each[1] for each in ranks
     ) / steps

@@ -29,7 +29,7 @@ from megatron.train.deal import deal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron.model.gpt2 import GPT2
+    from megatron.models.gpt2 import GPT2
     from megatron.parallel.mesh import Mesh
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.bert import BertConfig, FinetunedConfig
-from megatron.config.checks import SettingError, flag
+from megatron.config.checks import UsageError, flag
 from megatron.config.launch import world_size
 from megatron.config.parse import user_errors
 from megatron.config.trained import TrainedConfig
@@ -91,7 +91,7 @@ def publish_judged(
 ) -> None:
     """The record of figures that no model was asked for."""
     if settings.evaluation.compare_paper:
-        raise SettingError(
+        raise UsageError(
             "--compare-paper compares models, and none is asked; --no-compare-paper would work"
         )
     facts = {**version(), "data": [identify(each) for each in settings.files], "command": command}
@@ -173,17 +173,17 @@ def dtype_of(manifest: Mapping[str, Any]) -> str:
 
 
 def check_settings(settings: FinetuneSettings) -> None:
-    """Raise SettingError for what is missing, or would be ignored."""
+    """Raise UsageError for what is missing, or would be ignored."""
     trains = bool(settings.train_data)
     if settings.ensemble and settings.load is not None:
-        raise SettingError(
+        raise UsageError(
             "--load, one checkpoint, and --ensemble, several of fine-tuned models, are both given; "
             "one of them, not both, would work"
         )
     if not settings.ensemble and settings.load is None:
         judges = settings.judged and not trains
         instead = f", or {flag(settings.judged)}, answers in a file" if judges else ""
-        raise SettingError(
+        raise UsageError(
             "either --load, one checkpoint, or --ensemble, several of fine-tuned models, is needed"
             f"{instead}"
         )
@@ -194,7 +194,7 @@ def check_settings(settings: FinetuneSettings) -> None:
             stacklevel=2,
         )
     if settings.ensemble and trains:
-        raise SettingError(
+        raise UsageError(
             "--ensemble evaluates fine-tuned models and --train-data fine-tunes one; leaving one "
             "of them out would work"
         )
@@ -216,7 +216,7 @@ def check_model(settings: FinetuneSettings, path: Path, manifest: Mapping[str, A
         )
     positions = manifest["config"]["model"]["max_position_embeddings"]
     if settings.seq_length > positions:
-        raise SettingError(
+        raise UsageError(
             f"--seq-length {settings.seq_length} is more than the {positions} positions of {path}; "
             f"--seq-length {positions} would work"
         )

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.bert import Head
-from megatron.config.checks import SettingError, fraction, non_negative, positive
+from megatron.config.checks import UsageError, fraction, non_negative, positive
 from megatron.config.model import RecomputeGranularity
 from megatron.config.parallel import ParallelConfig
 from megatron.data.examples import Encoding, Example
@@ -120,7 +120,7 @@ class FinetuneSettings:
         non_negative(self, "seed", "weight_decay", "clip_grad")
         fraction(self, "lr_warmup_fraction", "hidden_dropout", "attention_dropout")
         if not self.valid_data:
-            raise SettingError("--valid-data names nothing; files to evaluate on would work")
+            raise UsageError("--valid-data names nothing; files to evaluate on would work")
 
     @property
     def files(self) -> Sequence[Path]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.checkpoints import one_step
 from megatron.config.checks import flag
-from megatron.data.files import write_whole
+from megatron.data.files import write_atomically
 
 if TYPE_CHECKING:
     from tasks.finetune import Plan
@@ -54,7 +54,7 @@ def keep_result(
     result: Mapping[str, Any],
 ) -> None:
     kept = {"identity": identity, "files": names_of(settings), "result": result}
-    write_whole(directory / RESULT, json.dumps(kept, indent=1).encode() + b"\n")
+    write_atomically(directory / RESULT, json.dumps(kept, indent=1).encode() + b"\n")
 
 
 def read_result(

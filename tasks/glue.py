@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from megatron.data.examples import Example
 from megatron.data.wordpiece import BertTokenizer
 from tasks.checks import (
@@ -65,7 +65,7 @@ class GlueSettings(FinetuneSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seq_length < SPECIAL + 2:
-            raise SettingError(
+            raise UsageError(
                 f"--seq-length {self.seq_length} leaves no room for two texts beside the {SPECIAL} "
                 "special tokens; --seq-length 128 would work"
             )

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from megatron.config.checks import SettingError, flag
+from megatron.config.checks import UsageError, flag
 from megatron.config.parallel import ParallelConfig
 from tasks.checks import ChecksConfig
 from tasks.common import ReportConfig
@@ -71,7 +71,7 @@ def checks_of(settings: FinetuneSettings) -> dict[str, Any]:
 
 
 def check_trained(settings: FinetuneSettings) -> None:
-    """Raise SettingError for settings of training where nothing is trained; those that a preset of
+    """Raise UsageError for settings of training where nothing is trained; those that a preset of
     table 6 sets are a warning."""
     if not settings.train_data:
         _refuse(
@@ -95,7 +95,7 @@ def _refuse(settings: Sequence[Setting], why: str) -> None:
     if refused := [name for name in changed if name not in TABLE_6]:
         one = len(refused) == 1
         reason = why.format("it" if one else "them")
-        raise SettingError(f"{_flags(refused)} {'is' if one else 'are'} {reason}")
+        raise UsageError(f"{_flags(refused)} {'is' if one else 'are'} {reason}")
     if changed:
         one = len(changed) == 1
         warnings.warn(

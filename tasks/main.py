@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tasks`, when run as a script
 
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from megatron.config.interrupt import interruptible
 from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
@@ -29,7 +29,7 @@ from tasks.finetuning import FinetuneSettings
 from tasks.record import ROOT, arrange, describe, identify, publish
 
 if TYPE_CHECKING:
-    from megatron.model.gpt2 import GPT2
+    from megatron.models.gpt2 import GPT2
     from megatron.parallel.mesh import Mesh
 
 # Where each is: a module, or one and a class. tasks/common.py and tasks/finetuning.py say what it
@@ -75,7 +75,7 @@ def split_task(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """The NAME of --task NAME or --task=NAME, in capitals if TASKS has it so, and the others."""
     words = [part for word in arguments for part in _split_equals(word)]
     if "--task" not in words[:-1]:
-        raise SettingError(f"--task is missing; {_KNOWN} would work, and --help lists them")
+        raise UsageError(f"--task is missing; {_KNOWN} would work, and --help lists them")
     place = words.index("--task")
     name = words[place + 1]
     known = name.upper() if name.upper() in TASKS else name
@@ -87,20 +87,20 @@ def _split_equals(word: str) -> list[str]:
 
 
 def find_module(name: str) -> Any:
-    """The task's module, or the class in a module; raises SettingError where there is none."""
+    """The task's module, or the class in a module; raises UsageError where there is none."""
     module, _, part = TASKS.get(name, name).partition(":")
     if (
         "." not in module
         or find_spec(module.partition(".")[0]) is None
         or find_spec(module) is None
     ):
-        raise SettingError(f"--task {name} is not known; {_KNOWN} would work")
+        raise UsageError(f"--task {name} is not known; {_KNOWN} would work")
     found = import_module(module)
     if part:
         found = vars(found).get(part)
     if missing := {"Settings", "prepare"} - set(dir(found)):
         what = "class" if part else "module"
-        raise SettingError(f"--task {name}: the {what} has no {min(missing)}; {_KNOWN} would work")
+        raise UsageError(f"--task {name}: the {what} has no {min(missing)}; {_KNOWN} would work")
     return found
 
 

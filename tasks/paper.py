@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import log
 from typing import Any
 
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ PAPER = {
 
 
 def columns_of(task: str) -> Columns:
-    """Raises SettingError for a task that the paper's tables do not have."""
+    """Raises UsageError for a task that the paper's tables do not have."""
     if task not in PAPER:
-        raise SettingError(
+        raise UsageError(
             f"--compare-paper: the paper's tables have no {task}; {', '.join(PAPER)} would work, "
             "or --no-compare-paper"
         )
@@ -118,7 +118,7 @@ def columns_of(task: str) -> Columns:
 
 
 def check_figures(task: str, figures: Collection[str]) -> None:
-    """Warn of figures of the table that the record will not have; SettingError as `columns_of`."""
+    """Warn of figures of the table that the record will not have; UsageError as `columns_of`."""
     columns = columns_of(task)
     if missing := columns.missing(figures):
         partly = [each for each in missing if each in figures]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import SettingError, optional_positive
+from megatron.config.checks import UsageError, optional_positive
 from megatron.data.examples import Example
 from megatron.data.wordpiece import BertTokenizer
 from tasks.checks import (
@@ -67,7 +67,7 @@ class Settings(FinetuneSettings):
         super().__post_init__()
         optional_positive(self, "max_qa_length")
         if self.kept_qa + SPECIAL >= self.seq_length:
-            raise SettingError(
+            raise UsageError(
                 f"--seq-length {self.seq_length} leaves no room for a passage beside "
                 f"--max-qa-length {self.kept_qa}; "
                 f"--seq-length {4 * (self.kept_qa + SPECIAL)} would work"

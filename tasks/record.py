@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.checkpoints import read_manifest, step_of
-from megatron.data.files import sha256, write_whole
+from megatron.data.files import sha256, write_atomically
 from tasks import paper
 from tasks.common import ReportConfig
 
@@ -47,7 +47,7 @@ def arrange(name: str, figures: Mapping[str, Any], facts: Mapping[str, Any]) -> 
 
 def describe(checkpoint: Path, model: Any, mesh: Mesh, dtype: str) -> dict[str, Any]:
     """What was evaluated, and on what."""
-    from megatron.parallel.layout import layouts
+    from megatron.parallel.sharding import sharding_specs
     from megatron.train.start import environment
 
     manifest = read_manifest(checkpoint)
@@ -56,7 +56,7 @@ def describe(checkpoint: Path, model: Any, mesh: Mesh, dtype: str) -> dict[str, 
         "model": {
             **{key: section[key] for key in (*SHAPE, *FURTHER) if key in section},
             "vocab_size": model.vocab_size,
-            "parameters": sum(prod(each.shape) for each in layouts(model).values()),
+            "parameters": sum(prod(each.shape) for each in sharding_specs(model).values()),
         },
         "checkpoint": str(checkpoint),
         "checkpoint_hash": manifest["checksum"],
@@ -87,4 +87,4 @@ def publish(
     if comparison is not None:
         print(paper.as_text(comparison, record["model"]["parameters"]), file=sys.stderr)
     if section.output is not None:
-        write_whole(section.output, text.encode() + b"\n")
+        write_atomically(section.output, text.encode() + b"\n")

@@ -16,7 +16,7 @@ import torch
 from megatron.config.bert import FinetunedConfig
 from megatron.config.checkpoints import step_folders
 from megatron.config.parse import user_errors
-from megatron.parallel.kit import kit_1d
+from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
 from megatron.train.agree import agree, refuse_alike
@@ -102,7 +102,7 @@ def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
 
     Raises ValueError, on every rank, where the devices of the ranks differ in that.
     """
-    chosen = mesh.peers.gather(plan.settings.dtype or default_precision(mesh.device))
+    chosen = mesh.control.gather(plan.settings.dtype or default_precision(mesh.device))
     if len(set(chosen)) > 1:
         raise ValueError(
             f"the ranks' devices would compute in {' and '.join(sorted(set(chosen)))}; "
@@ -157,7 +157,7 @@ def take_up(runs: Runs, seeds: Sequence[int]) -> dict[int, Any]:
     refuse_alike(runs.mesh, read)
     for seed in finished:
         print(f"seed {seed} is finished in {runs.directory(seed)}", file=sys.stderr)
-    results: dict[int, Any] = runs.mesh.peers.gather(finished)[0]
+    results: dict[int, Any] = runs.mesh.control.gather(finished)[0]
     runs.progress.finished.extend(results)
     return results
 
@@ -207,7 +207,7 @@ def train(
         loss = train_epoch(state, course, epoch, log.step)
         logits = ask(task, state.model, runs.section, runs.mesh, size, f"epoch {epoch + 1}")
         figures = judge(task, logits) if runs.mesh.is_first else {}
-        figures = runs.mesh.peers.gather(figures)[0]
+        figures = runs.mesh.control.gather(figures)[0]
         line = {"epoch": epoch + 1, "train_loss": loss if isfinite(loss) else None}
         log.told({**line, "step": state.step, **figures})
         epochs.append({**line, "figures": figures, "checkpoint": None})
@@ -276,4 +276,4 @@ def outline(runs: Runs, vocab_size: int) -> Any:
     """The model uncut and without memory, for its parameters' shapes."""
     _, make = MODELS[runs.section.kind]
     with torch.device("meta"):
-        return make(runs.section, kit_1d(runs.mesh, RandomStreams(0, runs.mesh)), vocab_size)
+        return make(runs.section, factory_1d(runs.mesh, RandomStreams(0, runs.mesh)), vocab_size)

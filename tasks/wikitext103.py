@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config.checks import SettingError, optional_positive
+from megatron.config.checks import UsageError, optional_positive
 from megatron.data.tokenizer import Tokenizer
 from tasks.common import Joined, Scores, Sliding, Task, TaskSettings
 from tasks.reading import read_text
@@ -73,7 +73,7 @@ class Settings(TaskSettings):
     def __post_init__(self) -> None:
         optional_positive(self, "window")
         if self.overlapping_eval is not None and self.overlapping_eval < 1:
-            raise SettingError(
+            raise UsageError(
                 f"--overlapping-eval {self.overlapping_eval} should be above 0; "
                 f"--overlapping-eval {min(PAPERS_STRIDE, self.window or inf)} would work"
             )
@@ -154,7 +154,7 @@ def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, in
     trained = manifest["config"]["data"]["seq_length"]
     length = settings.window or positions
     if length > positions:
-        raise SettingError(
+        raise UsageError(
             f"--window {length} is more than the model's {positions} positions; "
             f"--window {positions} would work"
         )
@@ -166,7 +166,7 @@ def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, in
         )
     stride = settings.overlapping_eval or length
     if stride > length:
-        raise SettingError(
+        raise UsageError(
             f"--overlapping-eval {stride} is more than the window of {length}, so that tokens "
             f"would be left out; --overlapping-eval {min(PAPERS_STRIDE, length)} would work"
         )

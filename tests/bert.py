@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron.config.bert import BertConfig
 from megatron.data.bert import BertBatch
 from megatron.parallel.mesh import Mesh
-from tests.model.dense import DENSE_KIT
+from tests.models.dense import DENSE_KIT
 from tests.tiny import SEQUENCE, VOCABULARY, tiny_model, tiny_section
 
 MASK = VOCABULARY - 1  # the id that stands for a hidden token

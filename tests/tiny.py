@@ -14,12 +14,12 @@ from megatron.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megatron.config.model import RecomputeGranularity
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
-from megatron.model.gpt2 import GPT2
+from megatron.models.gpt2 import GPT2
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.gradients import GradientBuffers
-from megatron.parallel.layout import Layout, initial_value, layouts, load_whole
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.parallel.random import RandomStreams
+from megatron.parallel.sharding import ShardingSpec, initial_value, load_whole, sharding_specs
 from megatron.train.models import build_model
 from megatron.train.objectives import NextToken
 from megatron.train.state import TrainState, build_state
@@ -82,38 +82,38 @@ def tiny_state(
 def tiny_weights(model: nn.Module) -> dict[str, Tensor]:
     """Whole weights: the initial ones and noise, so that no bias is zero and no gain is one."""
     weights = {}
-    for name, layout in layouts(model).items():
+    for name, spec in sharding_specs(model).items():
         generator = torch.Generator().manual_seed(crc32(name.encode()))
-        noise = torch.randn(layout.shape, generator=generator)
-        weights[name] = initial_value(name, layout, SEED) + 0.1 * noise
+        noise = torch.randn(spec.shape, generator=generator)
+        weights[name] = initial_value(name, spec, SEED) + 0.1 * noise
     return weights
 
 
 @torch.no_grad()
 def scatter_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    table = layouts(model)
+    table = sharding_specs(model)
     for name, parameter in model.named_parameters():
         load_whole(parameter, weights[name], table[name])
 
 
-def gather_whole(local: Tensor, layout: Layout) -> Tensor:
+def gather_whole(local: Tensor, spec: ShardingSpec) -> Tensor:
     """The whole tensor, of which this rank holds `local`; its padding has to be zero."""
     whole = local.detach()
-    for dim, axis in layout.cuts:
+    for dim, axis in spec.cuts:
         whole = gather_from(whole, dim, axis)
-    rows = layout.shape[0]
+    rows = spec.shape[0]
     assert not whole[rows:].any(), "padding rows are not zero"
     return whole[:rows].clone()
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters())
-    return {n: gather_whole(parameters[n], layout) for n, layout in layouts(model).items()}
+    return {n: gather_whole(parameters[n], spec) for n, spec in sharding_specs(model).items()}
 
 
 def whole_gradients(gradients: GradientBuffers) -> dict[str, Tensor]:
     return {
-        slot.name: gather_whole(slot.view(buffer.flat), slot.layout)
+        slot.name: gather_whole(slot.view(buffer.flat), slot.spec)
         for buffer in gradients.buffers
         for slot in buffer.slots
     }

@@ -21,18 +21,18 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checkpoints import read_manifest
-from megatron.config.checks import SettingError, non_negative, positive, writable
+from megatron.config.checks import UsageError, non_negative, positive, writable
 from megatron.config.interrupt import interruptible
 from megatron.config.launch import world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from megatron.config.trained import TrainedConfig
-from megatron.data.files import write_whole
+from megatron.data.files import write_atomically
 from megatron.train.trained import open_trained
 from tools.prompts import Prompt, Reader, of_command_line, of_file, typed_lines
 
 if TYPE_CHECKING:
-    from megatron.model.gpt2 import GPT2
+    from megatron.models.gpt2 import GPT2
     from megatron.parallel.mesh import Mesh
     from megatron.train.generate import Sampling
 
@@ -84,15 +84,15 @@ class Settings:
         if self.temperature is not None:
             non_negative(self, "temperature")
         if self.top_p > 1:
-            raise SettingError(
+            raise UsageError(
                 f"--top-p {self.top_p} should be above 0 and at most 1; --top-p 0.9 would work"
             )
         if self.greedy and self.temperature:
-            raise SettingError(
+            raise UsageError(
                 f"--greedy contradicts --temperature {self.temperature}; either alone would work"
             )
         if bool(self.prompt) + (self.prompt_file is not None) + self.interactive != 1:
-            raise SettingError(
+            raise UsageError(
                 "one of --prompt, --prompt-file and --interactive is needed, and no other; "
                 '--prompt "In the beginning" would work'
             )
@@ -195,7 +195,7 @@ def publish(records: Sequence[Mapping[str, Any]], settings: Settings) -> None:
     if not settings.interactive:
         print(text, flush=True)
     if settings.output is not None:
-        write_whole(settings.output, text.encode() + b"\n")
+        write_atomically(settings.output, text.encode() + b"\n")
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:

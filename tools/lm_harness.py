@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import SettingError, flag, optional_positive
+from megatron.config.checks import UsageError, flag, optional_positive
 from megatron.config.interrupt import interruptible
 from megatron.config.launch import world_size
 from megatron.config.parallel import ParallelConfig
@@ -69,15 +69,15 @@ class Settings:
         optional_positive(self, "limit")
         assert self.evaluation  # its checks
         if not self.names:
-            raise SettingError("--tasks names none; --tasks lambada_openai,wikitext would work")
+            raise UsageError("--tasks names none; --tasks lambada_openai,wikitext would work")
         for task, name in LOCAL.items():
             if getattr(self, name) is not None and task not in self.names:
-                raise SettingError(
+                raise UsageError(
                     f"{flag(name)} is for the task {task}, which --tasks {self.tasks} does not "
                     f"name; --tasks {self.tasks},{task} would work"
                 )
         if self.include_path is not None and not self.include_path.is_dir():
-            raise SettingError(
+            raise UsageError(
                 f"--include-path {self.include_path} is no folder; one with .yaml files would work"
             )
 
@@ -107,7 +107,7 @@ def write_local(folder: Path, harness: Path, files: Mapping[str, Path]) -> None:
 
 
 def find_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
-    """What knows these tasks; raises SettingError where nothing does.
+    """What knows these tasks; raises UsageError where nothing does.
 
     The harness's own definitions, fourteen thousand files, are read only where they are needed.
     """
@@ -119,7 +119,7 @@ def find_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
         return manager
     manager = TaskManager(include_path=paths)
     if missing := [name for name in names if name not in manager.task_index]:
-        raise SettingError(
+        raise UsageError(
             f"--tasks: {', '.join(missing)} is not known; lambada_openai,wikitext would work, or a "
             "task of --include-path"
         )

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.checks import SettingError, positive, share
+from megatron.config.checks import UsageError, positive, share
 from megatron.data.tokenizer import Tokenizer
 from megatron.data.wordpiece import MAX_UNKNOWN
 from tools.tokenise import load_tokenizer
@@ -73,12 +73,12 @@ class Settings:
         positive(self, "workers")
         share(self, "max_unknown")
         if (self.output is None) == (self.output_prefix is None):
-            raise SettingError(
+            raise UsageError(
                 "--output-prefix P, for files P_text_document.*, or --output FOLDER would work: "
                 "one of the two"
             )
         if self.split_sentences and self.append_eod:
-            raise SettingError(
+            raise UsageError(
                 "--append-eod ends documents that stand in one row, and --split-sentences keeps "
                 "them apart without a mark; one of the two would work"
             )

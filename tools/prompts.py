@@ -90,7 +90,7 @@ def typed_lines(mesh: Mesh) -> Iterator[bytes]:
         _show("> ", is_seen)
         line = None
         while line is None:
-            line = mesh.peers.gather(None if lines is None else lines.next(1.0))[0]
+            line = mesh.control.gather(None if lines is None else lines.next(1.0))[0]
         if not line:
             return
         yield line

@@ -2,7 +2,7 @@
 
 from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from megatron.config.data import BertDataConfig, DataConfig, GPT2DataConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
@@ -28,8 +28,8 @@ __all__ = [
     "PretrainBertConfig",
     "PretrainConfig",
     "PretrainGPT2Config",
-    "SettingError",
     "TrainingConfig",
+    "UsageError",
     "parse",
     "user_errors",
 ]

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron.config.checks import SettingError, flag
+from megatron.config.checks import UsageError, flag
 
 # What each setting takes from apex: a file of the package, and the extension that is its kernel.
 _PARTS = {
@@ -20,13 +20,11 @@ _CURE = (
 
 
 def require_apex(*, optimizer_impl: str, layernorm_impl: str) -> None:
-    """Raise SettingError where an implementation is "apex" and what it needs is not installed."""
+    """Raise UsageError where an implementation is "apex" and what it needs is not installed."""
     asked = {"optimizer_impl": optimizer_impl, "layernorm_impl": layernorm_impl}
     for field, implementation in asked.items():
         if implementation == "apex" and (reason := _lack(*_PARTS[field])):
-            raise SettingError(
-                f"{flag(field)} apex: {reason}; " + _CURE.format(setting=flag(field))
-            )
+            raise UsageError(f"{flag(field)} apex: {reason}; " + _CURE.format(setting=flag(field)))
 
 
 def _lack(file: str, extension: str) -> str | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.checkpoints import save_directory
-from megatron.config.checks import SettingError, flag, optional_positive
+from megatron.config.checks import UsageError, flag, optional_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,14 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         optional_positive(self, "save_interval")
         if self.keep_checkpoints is not None and self.keep_checkpoints < 2:
-            raise SettingError(
+            raise UsageError(
                 f"--keep-checkpoints {self.keep_checkpoints} would leave nothing if the newest "
                 "were damaged; --keep-checkpoints 2 would work"
             )
         for field in ("save_interval", "keep_checkpoints", "async_save"):
             if getattr(self, field) and self.save is None:
                 value = "" if field == "async_save" else f" {getattr(self, field)}"
-                raise SettingError(
+                raise UsageError(
                     f"{flag(field)}{value} has nowhere to save to; "
                     "--save checkpoints beside it would work"
                 )
@@ -52,11 +52,11 @@ class CheckpointConfig:
 
     def _check_finetune(self) -> None:
         if self.load is None:
-            raise SettingError(
+            raise UsageError(
                 "--finetune needs weights to start from; --load checkpoints beside it would work"
             )
         if self.save is not None and save_directory(self.load) == Path(self.save).resolve():
-            raise SettingError(
+            raise UsageError(
                 f"--finetune would mix its checkpoints in --save {self.save} with those of --load "
                 f"{self.load}; another directory for --save would work"
             )

@@ -5,8 +5,30 @@ from pathlib import Path
 from typing import Any
 
 
-class SettingError(ValueError):
-    """A setting, or two that disagree; the message names the flag and what would work."""
+class UsageError(ValueError):
+    """A flag's value that cannot be used.
+
+        UsageError("--seq-length", 2048, "at most --max-position-embeddings 1024",
+                   works=("--seq-length", "1024"))
+
+    reads `--seq-length 2048: must be at most --max-position-embeddings 1024; --seq-length 1024
+    works`. works: arguments that, in place of the flag and its value, are accepted: the tests of
+    refusals run them. With one argument alone it is the whole message.
+    """
+
+    def __init__(
+        self,
+        flag: str,
+        value: object = None,
+        allowed: str | None = None,
+        *,
+        works: tuple[str, ...] = (),
+    ) -> None:
+        self.flag, self.value, self.allowed, self.works = flag, value, allowed, works
+        text = flag if value is None else f"{flag} {value}"
+        text += f": must be {allowed}" if allowed else ""
+        text += f"; {' '.join(works)} works" if works else ""
+        super().__init__(text)
 
 
 def flag(field: str) -> str:
@@ -31,7 +53,7 @@ def positive(section: Any, *fields: str) -> None:
     for field in fields:
         value = getattr(section, field)
         if not 0 < value < math.inf:
-            raise SettingError(
+            raise UsageError(
                 f"{flag(field)} {value} should be above 0; "
                 f"{flag(field)} {_smallest(section, field)} would work"
             )
@@ -47,7 +69,7 @@ def non_negative(section: Any, *fields: str) -> None:
     for field in fields:
         value = getattr(section, field)
         if not 0 <= value < math.inf:
-            raise SettingError(
+            raise UsageError(
                 f"{flag(field)} {value} should be 0 or above; {flag(field)} 0 would work"
             )
 
@@ -57,7 +79,7 @@ def fraction(section: Any, *fields: str) -> None:
     for field in fields:
         value = getattr(section, field)
         if not 0 <= value < 1:
-            raise SettingError(
+            raise UsageError(
                 f"{flag(field)} {value} should be in [0, 1); {flag(field)} 0.1 would work"
             )
 
@@ -68,7 +90,7 @@ def share(section: Any, *fields: str) -> None:
         value = getattr(section, field)
         if not 0 <= value <= 1:
             usual = getattr(type(section), field)
-            raise SettingError(
+            raise UsageError(
                 f"{flag(field)} {value} should be in [0, 1]; {flag(field)} {usual} would work"
             )
 
@@ -81,14 +103,14 @@ def writable(section: object, name: str, ending: str = "") -> None:
         return
     if path.is_dir():
         cure = f"{flag(name)} {path / 'result.json'}"
-        raise SettingError(f"{flag(name)} {path} is a folder; {cure} would work")
+        raise UsageError(f"{flag(name)} {path} is a folder; {cure} would work")
     if not path.parent.is_dir():
-        raise SettingError(
+        raise UsageError(
             f"{flag(name)} {path}: there is no folder {path.parent}; "
             f"mkdir -p {path.parent}, or {flag(name)} {path.name}, would work"
         )
     if not path.name.endswith(ending):
-        raise SettingError(
+        raise UsageError(
             f"{flag(name)} {path}: its ending says nothing of what is written; "
             f"{flag(name)} {path.with_suffix(ending)} would work"
         )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from megatron.config.checks import SettingError, positive
+from megatron.config.checks import UsageError, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,11 @@ class LoggingConfig:
 
 
 def require_sinks(section: LoggingConfig, metrics_file: str | None) -> None:
-    """SettingError if a sink's library is missing, or wandb has no folder to keep its run in."""
+    """UsageError if a sink's library is missing, or wandb has no folder to keep its run in."""
     if section.wandb_project is not None:
         _require("--wandb-project", "wandb")
         if metrics_file is None:
-            raise SettingError(
+            raise UsageError(
                 "--wandb-project keeps its run beside the file of metrics, and there is none; "
                 "--save DIR or --metrics-file FILE would work"
             )
@@ -41,4 +41,4 @@ def require_sinks(section: LoggingConfig, metrics_file: str | None) -> None:
 def _require(flag: str, library: str) -> None:
     spec = find_spec(library)
     if spec is None or spec.origin is None:  # a folder that happens to be called wandb
-        raise SettingError(f"{flag} needs {library}; pip install {library} would work")
+        raise UsageError(f"{flag} needs {library}; pip install {library} would work")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from megatron.config.checks import SettingError, fraction, optional_positive, positive
+from megatron.config.checks import UsageError, fraction, optional_positive, positive
 
 RecomputeGranularity = Literal["none", "full", "selective"]
 
@@ -73,7 +73,7 @@ class ModelConfig:
     def _check_heads(self) -> None:
         if self.hidden_size % self.num_attention_heads:
             rounded = -(-self.hidden_size // self.num_attention_heads) * self.num_attention_heads
-            raise SettingError(
+            raise UsageError(
                 f"--hidden-size {self.hidden_size} does not divide by --num-attention-heads "
                 f"{self.num_attention_heads}; --hidden-size {rounded} would work"
             )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.checks import SettingError, fraction, non_negative, optional_positive, positive
+from megatron.config.checks import UsageError, fraction, non_negative, optional_positive, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class OptimizerConfig:
         optional_positive(self, "lr_decay_iters")
         fraction(self, "adam_beta1", "adam_beta2")
         if self.min_lr > self.lr:
-            raise SettingError(
+            raise UsageError(
                 f"--min-lr {self.min_lr} is above --lr {self.lr}; --min-lr {self.lr} would work"
             )
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from megatron.config.checks import SettingError, positive
+from megatron.config.checks import UsageError, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,18 +19,18 @@ class ParallelConfig:
         positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
 
     def check(self, heads: int, world_size: int) -> None:
-        """Raise SettingError where attention heads or processes cannot be shared out evenly."""
+        """Raise UsageError where attention heads or processes cannot be shared out evenly."""
         size = self.tensor_model_parallel_size
         if heads % size:
             works = max(n for n in range(1, size) if heads % n == 0)
             where = f", on a multiple of {works} processes" if world_size % works else ""
-            raise SettingError(
+            raise UsageError(
                 f"--num-attention-heads {heads} does not divide by --tensor-model-parallel-size "
                 f"{size}; --tensor-model-parallel-size {works} would work{where}"
             )
         if world_size % size:
             works = max(n for n in range(1, size) if heads % n == 0 and world_size % n == 0)
-            raise SettingError(
+            raise UsageError(
                 f"--tensor-model-parallel-size {size} does not fit a world of {world_size} "
                 f"processes; --nproc-per-node {size} of torchrun would work, or "
                 f"--tensor-model-parallel-size {works}"

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
-from megatron.config.checks import SettingError, flag
+from megatron.config.checks import UsageError, flag
 from megatron.config.failure import write_error_file
 from megatron.config.preset import preset_arguments
 
@@ -59,7 +59,7 @@ def parse(program: type[Program], argv: Sequence[str], environ: Mapping[str, str
     """The program's settings from its arguments (those after the program's name).
 
     program: a dataclass of settings and of sections, which are dataclasses too; a field's
-    metadata {"alias": name} is a second name. Raises SettingError for presets and for values
+    metadata {"alias": name} is a second name. Raises UsageError for presets and for values
     that a section refuses; for flags that are missing, unknown or malformed, and for --help,
     prints (on rank 0) and raises SystemExit.
     """
@@ -119,7 +119,7 @@ def _split_presets(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         file = file if equals else next(words, "")
         if not file or file.startswith("--"):
-            raise SettingError(
+            raise UsageError(
                 "--preset names no file; --preset scripts/presets/gpt2_355m.toml would work"
             )
         files.append(file)
@@ -135,9 +135,9 @@ def _without_alias(word: str, aliases: Mapping[str, str]) -> str:
 
 
 def _raise_setting_error(stop: SystemExit) -> None:
-    """Raise the SettingError that made tyro stop, if one did: tyro would box and wrap it."""
+    """Raise the UsageError that made tyro stop, if one did: tyro would box and wrap it."""
     cause: BaseException | None = stop
     while cause is not None:
-        if isinstance(cause, SettingError):
+        if isinstance(cause, UsageError):
             raise cause
         cause = cause.__context__

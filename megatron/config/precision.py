@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
-from megatron.config.checks import SettingError, flag, optional_positive, positive
+from megatron.config.checks import UsageError, flag, optional_positive, positive
 
 DYNAMIC = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 
@@ -39,7 +39,7 @@ class PrecisionConfig:
         optional_positive(self, "loss_scale")
         positive(self, "loss_scale_window", "hysteresis", "min_loss_scale", "max_consecutive_skips")
         if self.fp16 and self.bf16:
-            raise SettingError("--fp16 and --bf16 exclude each other; --no-fp16 --bf16 would work")
+            raise UsageError("--fp16 and --bf16 exclude each other; --no-fp16 --bf16 would work")
         self._check_scales()
 
     @property
@@ -57,7 +57,7 @@ class PrecisionConfig:
         except (ValueError, OverflowError):
             value = math.nan
         if (power and base.strip() != "2") or not 0 < value < math.inf:
-            raise SettingError(
+            raise UsageError(
                 f"--initial-loss-scale {self.initial_loss_scale} is no positive decimal and no "
                 "2**N; --initial-loss-scale 2**16 would work"
             )
@@ -65,19 +65,19 @@ class PrecisionConfig:
 
     def _check_scales(self) -> None:
         if self.first_scale() < self.min_loss_scale:
-            raise SettingError(
+            raise UsageError(
                 f"--initial-loss-scale {self.initial_loss_scale} is below --min-loss-scale "
                 f"{self.min_loss_scale}; --min-loss-scale {self.first_scale():g} would work"
             )
         for field in fields(self):
             is_given = getattr(self, field.name) != field.default
             if not self.fp16 and is_given and field.name not in ("bf16", "fp16"):
-                raise SettingError(
+                raise UsageError(
                     f"{flag(field.name)} is about loss scaling, which --fp16 alone does; "
                     f"--fp16 beside it would work"
                 )
             if self.loss_scale is not None and is_given and field.name in DYNAMIC:
-                raise SettingError(
+                raise UsageError(
                     f"{flag(field.name)} is about a loss scale that changes, and --loss-scale "
                     f"{self.loss_scale:g} does not; leaving one of them out would work"
                 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from megatron.config.checks import SettingError, flag, switch
+from megatron.config.checks import UsageError, flag, switch
 
 # What TOML has to hold for a field of each type; other types (paths) are written as text.
 _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -29,13 +29,13 @@ def preset_arguments(file: str, annotations: Mapping[str, Any]) -> list[str]:
     try:
         settings = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise SettingError(
+        raise UsageError(
             f"preset {file} is not TOML: {error}; lines such as num_layers = 24 would work"
         ) from error
     arguments = []
     for key, value in settings.items():
         if cure := _cure(key, value, annotations):
-            raise SettingError(f"preset {file}, line {_line(text, key)}: {cure}")
+            raise UsageError(f"preset {file}, line {_line(text, key)}: {cure}")
         arguments += _arguments(key, value)
     return arguments
 
@@ -44,12 +44,12 @@ def _read(file: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise SettingError(f"--preset {file} is not UTF-8 text; a TOML file would work") from error
+        raise UsageError(f"--preset {file} is not UTF-8 text; a TOML file would work") from error
     except OSError as error:
         others = [str(path) for path in sorted(Path(file).parent.glob("*.toml")) if path.is_file()]
         nearest = difflib.get_close_matches(file, others, n=1) or others[:1]
         known = nearest[0] if nearest else "scripts/presets/gpt2_355m.toml"
-        raise SettingError(
+        raise UsageError(
             f"--preset {file} cannot be read ({error.strerror}); --preset {known} would work"
         ) from error
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron.config.apex import require_apex
 from megatron.config.bert import BertConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from megatron.config.data import BertDataConfig, DataConfig, GPT2DataConfig
 from megatron.config.logging import LoggingConfig, require_sinks
 from megatron.config.model import ModelConfig
@@ -62,7 +62,7 @@ class PretrainConfig:
         batch = self.global_batch_size(world_size)
         copies, micro = self.data_parallel_size(world_size), self.training.micro_batch_size
         if batch % (copies * micro):
-            raise SettingError(
+            raise UsageError(
                 f"--global-batch-size {batch} does not divide by --micro-batch-size {micro} x "
                 f"data-parallel size {copies}; "
                 f"--global-batch-size {_next_multiple(batch, copies * micro)} would work"
@@ -71,7 +71,7 @@ class PretrainConfig:
     def _check_positions(self) -> None:
         length, positions = self.data.seq_length, self.model.max_position_embeddings
         if length > positions:
-            raise SettingError(
+            raise UsageError(
                 f"--seq-length {length} is above --max-position-embeddings {positions}; "
                 f"--seq-length {positions} or --max-position-embeddings {length} would work"
             )
@@ -82,7 +82,7 @@ class PretrainConfig:
             source = (
                 "--train-iters" if self.optimizer.lr_decay_iters is None else "--lr-decay-iters"
             )
-            raise SettingError(
+            raise UsageError(
                 f"--lr-warmup-iters {warmup} is above {source} {end}, where decay ends; "
                 f"--lr-warmup-iters {end} would work"
             )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
-from megatron.data.files import with_suffix, write_whole
+from megatron.data.files import with_suffix, write_atomically
 
 NOTED = ("sentences", "one_sentence", "unknown_tokens")  # counts that not every data set has
 
@@ -75,7 +75,7 @@ class Description:
     def write(self, prefix: str) -> None:
         """Put the sidecar in place, whole."""
         content = json.dumps(asdict(self), indent=2).encode() + b"\n"
-        write_whole(with_suffix(prefix, ".json"), content)
+        write_atomically(with_suffix(prefix, ".json"), content)
 
 
 def join_descriptions(parts: Sequence[Description]) -> Description:

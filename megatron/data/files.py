@@ -21,7 +21,7 @@ def temporary(file: Path) -> Path:
     return file.with_name(f"{file.name}.tmp{os.getpid()}")
 
 
-def write_whole(file: Path, content: bytes) -> None:
+def write_atomically(file: Path, content: bytes) -> None:
     """Put the file in place with all of the content, or leave what was there."""
     staged = temporary(file)
     try:

@@ -21,10 +21,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.linalg import vector_norm
 
 from megatron.parallel.collectives import begin_all_reduce
-from megatron.parallel.layout import LaidOut, Layout, layouts
 from megatron.parallel.linear import add_rows_
 from megatron.parallel.mesh import Axis
 from megatron.parallel.product import add_gradient_
+from megatron.parallel.sharding import ShardedModule, ShardingSpec, sharding_specs
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -43,7 +43,7 @@ class Slot:
 
     name: str
     parameter: nn.Parameter
-    layout: Layout
+    spec: ShardingSpec
     start: int
     is_filled: bool = False  # or what lies there is of an earlier step
     place: Tensor = field(init=False)  # of the parameter's shape
@@ -54,7 +54,7 @@ class Slot:
 
     def view(self, flat: Tensor) -> Tensor:
         """This parameter's part of any flat tensor that is laid out like the buffer."""
-        return flat[self.start : self.stop].view(self.layout.local_shape)
+        return flat[self.start : self.stop].view(self.spec.local_shape)
 
     def add(self, gradient: Tensor) -> None:
         """gradient: of the parameter's shape, or with its leading dims flattened to one."""
@@ -85,15 +85,15 @@ class Slot:
 class GradientBuffer:
     """The parameters that share dtype, weight decay, cut axes and partial axes, in one tensor."""
 
-    def __init__(self, named: list[tuple[str, nn.Parameter, Layout]]) -> None:
-        _, parameter, layout = named[0]
-        self.decay = layout.decay
-        self.cut_axes = {axis.name for _, axis in layout.cuts}
-        self.partial = layout.partial
+    def __init__(self, named: list[tuple[str, nn.Parameter, ShardingSpec]]) -> None:
+        _, parameter, spec = named[0]
+        self.decay = spec.decay
+        self.cut_axes = {axis.name for _, axis in spec.cuts}
+        self.partial = spec.partial
         self.slots: list[Slot] = []
-        for name, each, its_layout in named:
+        for name, each, its_spec in named:
             start = self.slots[-1].stop if self.slots else 0
-            self.slots.append(Slot(name, each, its_layout, start))
+            self.slots.append(Slot(name, each, its_spec, start))
         self.flat = torch.zeros(
             self.slots[-1].stop,
             dtype=torch.promote_types(parameter.dtype, torch.float32),
@@ -137,16 +137,14 @@ class GradientBuffers:
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
-        table = layouts(model)
+        table = sharding_specs(model)
         groups = defaultdict(list)
         # Reversed, since the backward reaches the last layers first: buckets fill up in order.
         for name, parameter in reversed(list(model.named_parameters())):
-            layout = table[name]
-            cut = tuple(axis.name for _, axis in layout.cuts)
-            partial_axes = tuple(axis.name for axis in layout.partial)
-            groups[parameter.dtype, layout.decay, cut, partial_axes].append(
-                (name, parameter, layout)
-            )
+            spec = table[name]
+            cut = tuple(axis.name for _, axis in spec.cuts)
+            partial_axes = tuple(axis.name for axis in spec.partial)
+            groups[parameter.dtype, spec.decay, cut, partial_axes].append((name, parameter, spec))
         self.buffers = [GradientBuffer(named) for named in groups.values()]
         self.buckets = [
             Bucket(buffer, run)
@@ -157,8 +155,8 @@ class GradientBuffers:
         self.watch: Callable[[Slot], object] = _nothing  # told of each when it is added to
         slots = {slot.name: slot for buffer in self.buffers for slot in buffer.slots}
         for prefix, module in model.named_modules():
-            if isinstance(module, LaidOut):
-                for name in module.layouts:
+            if isinstance(module, ShardedModule):
+                for name in module.specs:
                     module.slots[name] = slots[f"{prefix}.{name}" if prefix else name]
         self.ends: list[Node] = []  # kept alive, since hooks go with the nodes that they hang on
         for bucket in self.buckets:

@@ -21,11 +21,11 @@ from megatron.parallel.attention import block_attention
 from megatron.parallel.collectives import reduce_from
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.dropout import dropout
-from megatron.parallel.layout import LaidOut, Layout
 from megatron.parallel.linear import linear, look_up
 from megatron.parallel.linear_cross_entropy import linear_cross_entropy
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
+from megatron.parallel.sharding import ShardedModule, ShardingSpec
 
 FEW = 8  # rows
 
@@ -42,7 +42,7 @@ def _few_rows(x: Tensor, weight: Tensor) -> Tensor:
     return (weight @ columns).T[: x.shape[0]]
 
 
-class ColumnParallelLinear(LaidOut):
+class ColumnParallelLinear(ShardedModule):
     """x [n, in] to [n, parts x out/t]: f, then the product with this rank's columns.
 
     With parts > 1 several products share one weight [parts, out, in] and are cut alike: with
@@ -62,13 +62,15 @@ class ColumnParallelLinear(LaidOut):
         cuts = ((len(stack), mesh.tensor),)
         self.add_parameter(
             "weight",
-            Layout(
+            ShardingSpec(
                 shape=(*stack, out_features, in_features), cuts=cuts, partial=(mesh.data,), std=std
             ),
         )
         self.add_parameter(
             "bias",
-            Layout(shape=(*stack, out_features), cuts=cuts, partial=(mesh.data,), decay=False),
+            ShardingSpec(
+                shape=(*stack, out_features), cuts=cuts, partial=(mesh.data,), decay=False
+            ),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +78,7 @@ class ColumnParallelLinear(LaidOut):
         return linear(x, self.weight, self.bias, axis=self.axis, slot=slot)
 
 
-class RowParallelLinear(LaidOut):
+class RowParallelLinear(ShardedModule):
     """x [n, in/t] to [n, out]: the product with this rank's rows, then g, then the bias once."""
 
     weight: nn.Parameter
@@ -87,21 +89,23 @@ class RowParallelLinear(LaidOut):
         self.axis = mesh.tensor
         self.add_parameter(
             "weight",
-            Layout(
+            ShardingSpec(
                 shape=(out_features, in_features),
                 cuts=((1, mesh.tensor),),
                 partial=(mesh.data,),
                 std=std,
             ),
         )
-        self.add_parameter("bias", Layout(shape=(out_features,), partial=(mesh.data,), decay=False))
+        self.add_parameter(
+            "bias", ShardingSpec(shape=(out_features,), partial=(mesh.data,), decay=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = linear(x, self.weight, None, slot=self.slots.get("weight"))
         return reduce_from(y, self.axis).add_(self.bias)
 
 
-class Linear(LaidOut):
+class Linear(ShardedModule):
     """x [n, in] to [n, out], the same on every rank: for what is small beside a layer."""
 
     weight: nn.Parameter
@@ -110,8 +114,8 @@ class Linear(LaidOut):
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, *, std: float) -> None:
         super().__init__()
         shape, partial = (out_features, in_features), (mesh.data,)
-        self.add_parameter("weight", Layout(shape=shape, partial=partial, std=std))
-        self.add_parameter("bias", Layout(shape=shape[:1], partial=partial, decay=False))
+        self.add_parameter("weight", ShardingSpec(shape=shape, partial=partial, std=std))
+        self.add_parameter("bias", ShardingSpec(shape=shape[:1], partial=partial, decay=False))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -123,11 +127,11 @@ def _padded(vocab_size: int, divisible_by: int, mesh: Mesh) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-class VocabParallelEmbedding(LaidOut):
+class VocabParallelEmbedding(ShardedModule):
     """Token ids [n] to [n, h]: each rank looks up its own rows, g adds them up.
 
     The vocabulary is padded to a multiple of `divisible_by` x t. Padding rows are zero, get no
-    gradient and are not part of the layout's whole shape.
+    gradient and are not part of the whole shape.
     """
 
     weight: nn.Parameter
@@ -140,7 +144,7 @@ class VocabParallelEmbedding(LaidOut):
         self.vocab_size = vocab_size
         self.add_parameter(
             "weight",
-            Layout(
+            ShardingSpec(
                 shape=(vocab_size, hidden_size),
                 cuts=((0, mesh.tensor),),
                 padded_rows=_padded(vocab_size, divisible_by, mesh),
@@ -157,7 +161,7 @@ class VocabParallelEmbedding(LaidOut):
         return reduce_from(own.masked_fill(is_elsewhere[:, None], 0), self.axis)
 
 
-class PositionEmbedding(LaidOut):
+class PositionEmbedding(ShardedModule):
     """Learned positions [n] to [n, h], the same on every rank."""
 
     weight: nn.Parameter
@@ -165,14 +169,14 @@ class PositionEmbedding(LaidOut):
     def __init__(self, mesh: Mesh, positions: int, hidden_size: int, *, std: float) -> None:
         super().__init__()
         self.add_parameter(
-            "weight", Layout(shape=(positions, hidden_size), partial=(mesh.data,), std=std)
+            "weight", ShardingSpec(shape=(positions, hidden_size), partial=(mesh.data,), std=std)
         )
 
     def forward(self, positions: Tensor) -> Tensor:
         return look_up(positions, self.weight, self.slots.get("weight"))
 
 
-class VocabParallelHead(LaidOut):
+class VocabParallelHead(ShardedModule):
     """Output layer tied to the word embedding, and its loss.
 
     It owns no weight and is given the embedding, so that the tie needs no care: nothing that
@@ -191,14 +195,14 @@ class VocabParallelHead(LaidOut):
         if bias_divisible_by is None:
             self.register_parameter("bias", None)
             return
-        layout = Layout(
+        spec = ShardingSpec(
             shape=(vocab_size,),
             cuts=((0, mesh.tensor),),
             padded_rows=_padded(vocab_size, bias_divisible_by, mesh),
             partial=(mesh.data,),
             decay=False,
         )
-        self.add_parameter("bias", layout)
+        self.add_parameter("bias", spec)
 
     def forward(
         self,

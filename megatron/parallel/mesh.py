@@ -51,7 +51,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Peers:
+class ControlGroup:
     """All ranks of a run, for small Python values beside training's collectives.
 
     They have a gloo group of their own, which neither waits for training's collectives nor a GPU;
@@ -71,19 +71,19 @@ class Peers:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def another(self) -> Peers:
+    def another(self) -> ControlGroup:
         """The same ranks over a new group; every rank calls this."""
-        return self if self.size == 1 else connect_peers(self.timeout)
+        return self if self.size == 1 else connect_control(self.timeout)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Peers:
+    def __deepcopy__(self, memo: dict[int, object]) -> ControlGroup:
         return self
 
 
-def connect_peers(timeout: timedelta | None) -> Peers:
+def connect_control(timeout: timedelta | None) -> ControlGroup:
     """All ranks of the initialised process group (every rank calls this)."""
     backend = "gloo" if dist.get_backend() == "nccl" else None
     group = dist.new_group(backend=backend, timeout=timeout)
-    return Peers(dist.get_world_size(), dist.get_rank(), group, timeout)
+    return ControlGroup(dist.get_world_size(), dist.get_rank(), group, timeout)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Mesh:
     tensor: Axis
     data: Axis
     device: torch.device
-    peers: Peers = field(default=Peers())
+    control: ControlGroup = field(default=ControlGroup())
 
     @property
     def model(self) -> Axis:
@@ -107,11 +107,11 @@ class Mesh:
     @property
     def is_first(self) -> bool:
         """True on the one rank that writes logs and manifests."""
-        return self.peers.rank == 0
+        return self.control.rank == 0
 
     @property
     def size(self) -> int:
-        return self.peers.size
+        return self.control.size
 
 
 def build_mesh(
@@ -119,7 +119,7 @@ def build_mesh(
 ) -> Mesh:
     """Cut the initialised process group into data x tensor ranks (every rank calls this).
 
-    timeout: of what `peers` wait for; None for torch's default.
+    timeout: of what `control` wait for; None for torch's default.
     """
     world = dist.get_world_size()
     if world % tensor_parallel_size:
@@ -133,7 +133,7 @@ def build_mesh(
         Axis(name, grid if size > 1 else None)
         for name, size in zip(("data", "tensor"), shape, strict=True)
     )
-    return Mesh(tensor=tensor, data=data, device=device, peers=connect_peers(timeout))
+    return Mesh(tensor=tensor, data=data, device=device, control=connect_control(timeout))
 
 
 def serial_mesh(device: torch.device | str = "cpu") -> Mesh:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.layout import LaidOut, Layout
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.sharding import ShardedModule, ShardingSpec
 
 
 def widen(x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class _NarrowLayerNorm(torch.autograd.Function):
         return *(each if each is None else each.to(x.dtype) for each in gradients), None
 
 
-class LayerNorm(LaidOut):
+class LayerNorm(ShardedModule):
     """Layer norm of [n, h], duplicated on every rank, computed in fp32 or wider."""
 
     weight: nn.Parameter
@@ -60,8 +60,10 @@ class LayerNorm(LaidOut):
         super().__init__()
         self.epsilon = epsilon
         shape = (hidden_size,)
-        self.add_parameter("weight", Layout(shape=shape, partial=(mesh.data,), fill=1, decay=False))
-        self.add_parameter("bias", Layout(shape=shape, partial=(mesh.data,), decay=False))
+        self.add_parameter(
+            "weight", ShardingSpec(shape=shape, partial=(mesh.data,), fill=1, decay=False)
+        )
+        self.add_parameter("bias", ShardingSpec(shape=shape, partial=(mesh.data,), decay=False))
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias

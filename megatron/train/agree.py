@@ -22,7 +22,7 @@ def agree(mesh: Mesh, action: Callable[[], T], what: str = "saving") -> list[T]:
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
         place = ", ".join(f"{axis} {rank}" for axis, rank in mesh.coordinates.items())
         failure, cause = f"on rank {place}: {kind}{error}", error
-    outcomes: list[Any] = mesh.peers.gather((value, failure))
+    outcomes: list[Any] = mesh.control.gather((value, failure))
     if failures := [text for _, text in outcomes if text is not None]:
         more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
         raise OSError(f"{what} failed {failures[0]}{more}") from cause
@@ -42,7 +42,7 @@ def refuse_alike(mesh: Mesh, action: Callable[[], object]) -> None:
     except (ValueError, OSError, SafetensorError) as error:
         failure = (ValueError if isinstance(error, ValueError) else OSError, str(error))
         cause = error
-    failures = [each for each in mesh.peers.gather(failure) if each is not None]
+    failures = [each for each in mesh.control.gather(failure) if each is not None]
     if failures:
         kind, message = failures[0]
         raise kind(message) from cause

@@ -34,8 +34,8 @@ from megatron.config.checkpoints import (
     read_manifest,
     seal,
 )
-from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.sharding import ShardingSpec
 from megatron.train.agree import agree
 from megatron.train.folder import prepare, reason, set_aside, space, sync, write_file
 
@@ -56,10 +56,10 @@ NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of the logically whole tensor `key`, laid out as `layout` says."""
+    """This rank's part of the logically whole tensor `key`, laid out as `spec` says."""
 
     key: str
-    layout: Layout
+    spec: ShardingSpec
     local: Tensor
 
 
@@ -87,12 +87,12 @@ def own_parts(pieces: Iterable[Piece], mesh: Mesh) -> list[Part]:
     """What this rank writes: each slice is written once, by the first of the ranks that hold it."""
     parts = []
     for piece in pieces:
-        real = piece.layout.real(piece.local)
-        cut = {axis.name for _, axis in piece.layout.cuts}
+        real = piece.spec.real(piece.local)
+        cut = {axis.name for _, axis in piece.spec.cuts}
         holders = [axis for axis in (mesh.data, mesh.tensor) if axis.name not in cut]
         if real.numel() and not any(axis.rank for axis in holders):
-            offset = tuple(part.start for part in piece.layout.place)
-            parts.append(Part(piece.key, piece.layout.shape, offset, real))
+            offset = tuple(part.start for part in piece.spec.place)
+            parts.append(Part(piece.key, piece.spec.shape, offset, real))
     return parts
 
 
@@ -233,9 +233,9 @@ def verify(path: Path, mesh: Mesh) -> list[str]:
             manifest = read_manifest(path)
         except (ValueError, OSError) as error:
             return [str(error)]
-        return damage(path, manifest, (mesh.peers.rank, mesh.peers.size))
+        return damage(path, manifest, (mesh.control.rank, mesh.control.size))
 
-    found = mesh.peers.gather(own_share())
+    found = mesh.control.gather(own_share())
     return list(dict.fromkeys(line for lines in found for line in lines))
 
 
@@ -268,9 +268,9 @@ def _slices(path: Path, manifest: Mapping[str, Any], piece: Piece) -> list[dict[
     saved = manifest["tensors"].get(piece.key)
     if saved is None:
         raise ValueError(f"{path} has no tensor {piece.key}")
-    if tuple(saved["shape"]) != piece.layout.shape:
+    if tuple(saved["shape"]) != piece.spec.shape:
         raise ValueError(
-            f"{path}: {piece.key} is {saved['shape']}, this model's {list(piece.layout.shape)}"
+            f"{path}: {piece.key} is {saved['shape']}, this model's {list(piece.spec.shape)}"
         )
     slices: list[dict[str, Any]] = saved["slices"]
     return slices
@@ -279,8 +279,8 @@ def _slices(path: Path, manifest: Mapping[str, Any], piece: Piece) -> list[dict[
 @torch.no_grad()
 def _read(files: Mapping[str, Any], slices: Iterable[Mapping[str, Any]], piece: Piece) -> None:
     """Copy what overlaps this rank's part; padding rows become zero."""
-    target = piece.layout.place
-    piece.local[len(piece.layout.real(piece.local)) :].zero_()
+    target = piece.spec.place
+    piece.local[len(piece.spec.real(piece.local)) :].zero_()
     for saved in slices:
         source = place_of(saved)
         common = overlap(source, target)

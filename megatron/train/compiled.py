@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.config.checks import SettingError
-from megatron.model.transformer import TransformerLayer
+from megatron.config.checks import UsageError
+from megatron.models.transformer import TransformerLayer
 from megatron.parallel.mesh import Mesh
 
 CURE = "a C++ compiler (CPU) or Triton (GPU) is what it may lack; --no-compile does without"
@@ -28,17 +28,17 @@ def choose_compile(asked: bool | None, mesh: Mesh) -> tuple[bool, list[str]]:
     """(whether layers are compiled, on all ranks or none, and what the user should know of it).
 
     asked: None where no flag was given: then they are on GPUs whose compiler works. Every rank
-    calls this; raises SettingError on all of them where --compile asks for what does not work.
+    calls this; raises UsageError on all of them where --compile asks for what does not work.
     """
     wants = mesh.device.type == "cuda" if asked is None else asked
     if not wants:
         return False, []
-    lacks = [each for each in mesh.peers.gather(lack_of_compiler(mesh.device)) if each]
+    lacks = [each for each in mesh.control.gather(lack_of_compiler(mesh.device)) if each]
     if not lacks:
         return True, []
     what = f"torch.compile does not work here: {lacks[0]}; {CURE}"
     if asked:
-        raise SettingError(f"--compile: {what}")
+        raise UsageError(f"--compile: {what}")
     return False, [f"warning: layers are not compiled, which is slower: {what}"]
 
 

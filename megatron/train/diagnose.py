@@ -65,7 +65,7 @@ class Watch:
             self.finding = Finding(
                 micro_batch,
                 self.looked,
-                self.mesh.peers.rank,
+                self.mesh.control.rank,
                 what,
                 self.mesh.data.rank,
                 ", ".join(f"{axis} {rank}" for axis, rank in self.mesh.coordinates.items()),
@@ -121,7 +121,7 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
 
 
 def _first(watch: Watch, mesh: Mesh) -> Finding | None:
-    findings = [each for each in mesh.peers.gather(watch.finding) if each is not None]
+    findings = [each for each in mesh.control.gather(watch.finding) if each is not None]
     return min(findings, default=None)
 
 

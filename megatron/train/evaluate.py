@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.data.batch import Samples
-from megatron.model.gpt2 import GPT2
+from megatron.models.gpt2 import GPT2
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh

@@ -138,7 +138,7 @@ def load_pretrained(state: TrainState, path: Path) -> None:
         )
     pieces = [
         # Masters are more exact than the weights that were rounded from them.
-        Piece(key if (key := f"master.{name}") in saved else f"model.{name}", slot.layout, own)
+        Piece(key if (key := f"master.{name}") in saved else f"model.{name}", slot.spec, own)
         for name, (slot, own) in weights.items()
     ]
     load(path, pieces, state.mesh, verified=True)

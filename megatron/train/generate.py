@@ -2,7 +2,7 @@
 
     b rows   v vocabulary   t tensor-parallel size
 
-A prompt is read once; from then on each step reads one new token a row (megatron/model/cache.py).
+A prompt is read once; from then on each step reads one new token a row (megatron/models/cache.py).
 What is drawn does not depend on the batch or on the layout: every prompt has a source of random
 numbers of its own, and each new token takes one of them.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.model.cache import KeyValueCache
-from megatron.model.gpt2 import GPT2
+from megatron.models.cache import KeyValueCache
+from megatron.models.gpt2 import GPT2
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.cross_entropy import most_probable
 from megatron.parallel.mesh import Mesh
@@ -157,7 +157,7 @@ def generate_all(
             found |= zip(numbers, new, strict=True)
     except DivergedError as error:
         failure = error
-    for others, failure_there in mesh.peers.gather((found, failure)):
+    for others, failure_there in mesh.control.gather((found, failure)):
         if failure_there is not None:
             raise failure_there
         found |= others

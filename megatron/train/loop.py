@@ -172,7 +172,7 @@ def _end(state: TrainState, loop: Loop, *, stop: bool) -> str | None:
         return "train_iters"
     if stop:
         loop.saver.close()  # raises on all ranks at once where a save has failed
-        received = state.mesh.peers.gather(loop.signals.received)
+        received = state.mesh.control.gather(loop.signals.received)
         return next(filter(None, received), "exit_duration_in_mins")
     interval = loop.training.exit_interval
     return "exit_interval" if interval and state.step % interval == 0 else None

@@ -11,13 +11,13 @@ from torch import nn
 from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.model import ModelConfig
 from megatron.config.resume import kind_of
-from megatron.model.bert import BERT
-from megatron.model.finetuned import FinetunedBert
-from megatron.model.gpt2 import GPT2
-from megatron.parallel.kit import kit_1d
-from megatron.parallel.layout import materialise
+from megatron.models.bert import BERT
+from megatron.models.finetuned import FinetunedBert
+from megatron.models.gpt2 import GPT2
+from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
+from megatron.parallel.sharding import materialize
 
 MODELS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
     section.kind: (section, model)
@@ -53,6 +53,6 @@ def build_model(
     streams = RandomStreams(seed or 0, mesh)
     _, make = MODELS[section.kind]
     with torch.device("meta"):
-        model = make(section, kit_1d(mesh, streams, norm=section.layernorm_impl), vocab_size)
-    materialise(model, device=mesh.device, dtype=dtype, seed=seed)
+        model = make(section, factory_1d(mesh, streams, norm=section.layernorm_impl), vocab_size)
+    materialize(model, device=mesh.device, dtype=dtype, seed=seed)
     return model, streams

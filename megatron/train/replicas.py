@@ -94,7 +94,7 @@ def check_replicas(state: TrainState, batches: Sequence[Batch], passed: int | No
     if _is_equal(entries, mesh):
         return
     digests = {entry.name: int(entry.digest) for entry in entries}
-    holdings = mesh.peers.gather(Holding(mesh.coordinates, socket.gethostname(), digests))
+    holdings = mesh.control.gather(Holding(mesh.coordinates, socket.gethostname(), digests))
     raise ReplicaDrift(_message(_find_drifts(entries, holdings), state.step, passed))
 
 
@@ -126,7 +126,7 @@ def _weights(device: torch.device) -> Tensor:
 def _tensors(state: TrainState) -> Iterator[Entry]:
     """All tensors of a checkpoint, padding rows included, over the axes that do not cut them."""
     for piece in state.pieces():
-        axes = _shared(state.mesh, {axis.name for _, axis in piece.layout.cuts})
+        axes = _shared(state.mesh, {axis.name for _, axis in piece.spec.cuts})
         if axes:
             yield Entry(piece.key, axes, digest(piece.local))
 

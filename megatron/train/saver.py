@@ -102,7 +102,7 @@ class Saver:
         self._section = section
         self._facts = facts
         self._attached = attached
-        self._mesh = replace(mesh, peers=mesh.peers.another())
+        self._mesh = replace(mesh, control=mesh.control.another())
         self._retention = Retention(section.keep_checkpoints, self._mesh, facts.get("run"))
         self._went_back_to: int | None = start_step
         self._host = HostCopies()

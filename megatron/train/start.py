@@ -52,7 +52,7 @@ def begin(
     a network the others may see other folders. Raises ValueError or OSError, on every rank alike.
     """
     mesh = state.mesh
-    start = mesh.peers.gather(start)[0]
+    start = mesh.control.gather(start)[0]
     if not start.folders:
         return Began(["starting from scratch"])
     path, manifest, passed_over = newest_whole(start.folders, mesh)
@@ -75,11 +75,11 @@ def newest_whole(folders: Sequence[Path], mesh: Mesh) -> tuple[Path, dict[str, A
     Every rank calls this and gets the same; of `folders` those of the first rank hold for all.
     Raises ValueError with every reason where there is none.
     """
-    folders = mesh.peers.gather(list(folders))[0]
+    folders = mesh.control.gather(list(folders))[0]
     reasons: list[str] = []
     for path in folders:
         manifest, reason = examine(path)
-        seen = mesh.peers.gather((reason, manifest.get("checksum")))
+        seen = mesh.control.gather((reason, manifest.get("checksum")))
         found = [each for each, _ in seen if each]
         if not found and len(set(seen)) > 1:
             found = [f"{path} is not the same on all ranks; a shared directory would work"]
@@ -96,8 +96,8 @@ def choose_precision(given: str | None, saved: str | None, mesh: Mesh) -> str:
 
     Every rank calls this. Raises ValueError on all of them where they differ.
     """
-    saved = mesh.peers.gather(saved)[0]
-    chosen = mesh.peers.gather(given or saved or default_precision(mesh.device))
+    saved = mesh.control.gather(saved)[0]
+    chosen = mesh.control.gather(given or saved or default_precision(mesh.device))
     if len(set(chosen)) > 1:
         ranks = {
             name: ", ".join(str(rank) for rank, each in enumerate(chosen) if each == name)

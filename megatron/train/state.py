@@ -17,9 +17,9 @@ from megatron.config.precision import PrecisionConfig
 from megatron.optim.loss_scaler import LossScaler
 from megatron.optim.master_weights import MasterWeights
 from megatron.parallel.gradients import GradientBuffers
-from megatron.parallel.layout import layouts
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
+from megatron.parallel.sharding import sharding_specs
 from megatron.train.checkpoint import Piece, load, read_manifest, save
 from megatron.train.compiled import compile_layers
 from megatron.train.models import build_model
@@ -53,7 +53,7 @@ class TrainState:
         """Every tensor of a checkpoint: parameters, Adam's moments, masters of narrow weights."""
         yield from model_pieces(self.model)
         for kind, slot, local in self.optimizer.tensors():
-            yield Piece(f"{kind}.{slot.name}", slot.layout, local)
+            yield Piece(f"{kind}.{slot.name}", slot.spec, local)
 
     def counters(self) -> dict[str, Any]:
         """All of a checkpoint that is no tensor, as JSON. No random state: streams are derived."""
@@ -92,7 +92,7 @@ class TrainState:
             raise ValueError(f"{path} has weights that this model has not: {sorted(surplus)[0]}")
         pieces = [
             # Masters are more exact than the weights that were rounded from them.
-            Piece(key if (key := f"master.{name}") in saved else f"model.{name}", slot.layout, own)
+            Piece(key if (key := f"master.{name}") in saved else f"model.{name}", slot.spec, own)
             for name, (slot, own) in weights.items()
         ]
         load(path, pieces, self.mesh, verified=verified)
@@ -106,7 +106,7 @@ class TrainState:
                 "tensor_parallel_size": self.mesh.tensor.size,
                 "data_parallel_size": self.mesh.data.size,
             },
-            "parameters": sum(prod(layout.shape) for layout in layouts(self.model).values()),
+            "parameters": sum(prod(spec.shape) for spec in sharding_specs(self.model).values()),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "compiled": self.compiled,
@@ -117,8 +117,8 @@ class TrainState:
 
 def model_pieces(model: nn.Module) -> Iterator[Piece]:
     parameters = dict(model.named_parameters())
-    for name, layout in layouts(model).items():
-        yield Piece(f"model.{name}", layout, parameters[name].detach())
+    for name, spec in sharding_specs(model).items():
+        yield Piece(f"model.{name}", spec, parameters[name].detach())
 
 
 # Of weights and activations; masters and gradients are never narrower than fp32.

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import SettingError, flag, positive, writable
+from megatron.config.checks import UsageError, flag, positive, writable
 from megatron.data.examples import Example
-from megatron.data.files import write_whole
+from megatron.data.files import write_atomically
 from megatron.data.wordpiece import BertTokenizer
 from tasks.checks import (
     TELL_CUT_QUESTIONS,
@@ -112,13 +112,13 @@ class Settings(FinetuneSettings):
             writable(self, name)
         for name in ("train_data", "valid_data"):
             if len(getattr(self, name)) > 1:
-                raise SettingError(f"{flag(name)} names several files; one would work")
+                raise UsageError(f"{flag(name)} names several files; one would work")
         self._check_room()
         self._check_files()
 
     def _check_room(self) -> None:
         if self.max_query_length + SPECIAL >= self.seq_length:
-            raise SettingError(
+            raise UsageError(
                 f"--seq-length {self.seq_length} leaves no room for a passage beside "
                 f"--max-query-length {self.max_query_length}; "
                 f"--max-query-length {max(1, self.seq_length // 4)} would work"
@@ -127,23 +127,23 @@ class Settings(FinetuneSettings):
     def _check_files(self) -> None:
         """Of the files that go together."""
         if self.predictions is not None and (self.load or self.ensemble or self.train_data):
-            raise SettingError(
+            raise UsageError(
                 "--predictions is scored without a model, and --load, --ensemble or --train-data "
                 "is given; either alone would work, and --save-predictions writes such a file"
             )
         changed = self.changed(OF_MODELS)
         if self.predictions is not None and changed:
-            raise SettingError(
+            raise UsageError(
                 f"{changed} are about a model's answers, and --predictions has them already; "
                 "leaving these flags out would work"
             )
         if self.na_prob_file is not None and self.predictions is None:
-            raise SettingError("--na-prob-file goes with --predictions, which is missing")
+            raise UsageError("--na-prob-file goes with --predictions, which is missing")
         if self.na_prob_thresh is not None and self.na_prob_file is None:
-            raise SettingError("--na-prob-thresh goes with --na-prob-file, which is missing")
+            raise UsageError("--na-prob-thresh goes with --na-prob-file, which is missing")
         saved = [n for n in ("save_predictions", "save_null_odds") if getattr(self, n) is not None]
         if saved and (self.train_data or self.predictions is not None):
-            raise SettingError(
+            raise UsageError(
                 f"{flag(saved[0])} is of a fine-tuned model that is evaluated; --load or "
                 "--ensemble without --train-data and --predictions would work"
             )
@@ -204,7 +204,7 @@ class SquadTask(Finetuning):
 
 def _save(file: Path | None, by_id: Mapping[str, str | float]) -> None:
     if file is not None:
-        write_whole(file, json.dumps(by_id, indent=1, ensure_ascii=False).encode() + b"\n")
+        write_atomically(file, json.dumps(by_id, indent=1, ensure_ascii=False).encode() + b"\n")
 
 
 def prepare(settings: Settings, manifest: Mapping[str, Any], tokenizer: BertTokenizer) -> SquadTask:
@@ -212,7 +212,7 @@ def prepare(settings: Settings, manifest: Mapping[str, Any], tokenizer: BertToke
     check_apart(settings.train_data, settings.valid_data)
     valid = read_squad("--valid-data", settings.valid_data[0])
     if valid.version == "1.1" and (changed := settings.changed(OF_NO_ANSWER)):
-        raise SettingError(
+        raise UsageError(
             f"{changed}: {valid.place} is of SQuAD 1.1, all of whose questions have an answer; "
             f"without {changed} it would work"
         )

@@ -16,7 +16,7 @@ from benchmarks.comparison import ROOT
 from benchmarks.scaling_configurations import Configuration, studies
 from benchmarks.scaling_worlds import Failed, Worlds, first_ranks
 from benchmarks.turns import Stopwatch
-from megatron.parallel.mesh import Axis, Mesh, Peers, build_mesh
+from megatron.parallel.mesh import Axis, ControlGroup, Mesh, build_mesh
 from tests.dist import Pool
 
 SETTINGS = scaling.Settings(
@@ -83,7 +83,7 @@ def parts() -> list[tuple[int, ...] | None]:
             found.append(None)
             continue
         ranks = [(axis.rank, axis.size) for axis in (mesh.data, mesh.tensor)]
-        found.append((*ranks[0], *ranks[1], sum(mesh.peers.gather(dist.get_rank()))))
+        found.append((*ranks[0], *ranks[1], sum(mesh.control.gather(dist.get_rank()))))
     return found
 
 
@@ -184,7 +184,7 @@ class CannedWorlds:
     """Two ranks, of which one says what the other does; the number of heads never fits."""
 
     def __init__(self) -> None:
-        self.whole = Mesh(Axis("tensor"), Axis("data"), torch.device("cpu"), Peers(size=2))
+        self.whole = Mesh(Axis("tensor"), Axis("data"), torch.device("cpu"), ControlGroup(size=2))
         self.order: list[str] = []
 
     def turn(self, configuration: Configuration, work: Any) -> Any:

@@ -13,8 +13,8 @@ from megatron.config import (
     ParallelConfig,
     PrecisionConfig,
     PretrainGPT2Config,
-    SettingError,
     TrainingConfig,
+    UsageError,
 )
 from megatron.config.checks import writable
 
@@ -110,7 +110,7 @@ def settings(**changes: Any) -> PretrainGPT2Config:
 
 @pytest.mark.parametrize(("section", "values", "message"), REFUSED)
 def test_refused(section: type, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(UsageError, match=message):
         section(**REQUIRED.get(section, {}) | values)
 
 
@@ -151,7 +151,7 @@ def test_refused(section: type, values: dict[str, Any], message: str) -> None:
     ],
 )
 def test_sections_that_disagree(world_size: int, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(UsageError, match=message):
         settings(**changes).check(world_size)
 
 
@@ -178,14 +178,12 @@ def test_a_file_to_write_needs_its_folder(tmp_path: Path) -> None:
 
     writable(Section(None), "output")
     writable(Section(tmp_path / "new.json"), "output")
-    with pytest.raises(
-        SettingError, match=f"--output {tmp_path} is a folder; .*/result.json would"
-    ):
+    with pytest.raises(UsageError, match=f"--output {tmp_path} is a folder; .*/result.json would"):
         writable(Section(tmp_path), "output")
     with pytest.raises(
-        SettingError, match=f"no folder {tmp_path / 'no'}; mkdir -p {tmp_path}/no, or"
+        UsageError, match=f"no folder {tmp_path / 'no'}; mkdir -p {tmp_path}/no, or"
     ):
         writable(Section(tmp_path / "no" / "x.json"), "output")
     writable(Section(tmp_path / "new.png"), "output", ".png")
-    with pytest.raises(SettingError, match=f"--output {tmp_path}/new.png would work"):
+    with pytest.raises(UsageError, match=f"--output {tmp_path}/new.png would work"):
         writable(Section(tmp_path / "new.txt"), "output", ".png")

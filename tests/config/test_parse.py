@@ -12,7 +12,7 @@ from megatron.config import (
     DataConfig,
     ModelConfig,
     PretrainGPT2Config,
-    SettingError,
+    UsageError,
     parse,
     user_errors,
 )
@@ -103,27 +103,27 @@ def test_the_last_word_wins_and_presets_come_first(tmp_path: Path) -> None:
     ],
 )
 def test_bad_presets_name_file_line_and_cure(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(SettingError, match=rf"(?s)preset\.toml.*{message}.*would work"):
+    with pytest.raises(UsageError, match=rf"(?s)preset\.toml.*{message}.*would work"):
         pretrain("--preset", preset(tmp_path, text))
 
 
 def test_a_missing_preset_names_the_nearest(tmp_path: Path) -> None:
     known = preset(tmp_path, "")
-    with pytest.raises(SettingError, match=f"No such file.*--preset {known} would work"):
+    with pytest.raises(UsageError, match=f"No such file.*--preset {known} would work"):
         pretrain("--preset", str(tmp_path / "presets.toml"))
-    with pytest.raises(SettingError, match="cannot be read.*would work"):
+    with pytest.raises(UsageError, match="cannot be read.*would work"):
         pretrain("--preset", str(tmp_path))
 
 
 def test_a_preset_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"\xff\xfe")
-    with pytest.raises(SettingError, match="model.bin is not UTF-8"):
+    with pytest.raises(UsageError, match="model.bin is not UTF-8"):
         pretrain("--preset", str(tmp_path / "model.bin"))
 
 
 @pytest.mark.parametrize("arguments", [["--preset"], ["--preset="], ["--preset", "--lr=1"]])
 def test_a_preset_without_a_file(arguments: Sequence[str]) -> None:
-    with pytest.raises(SettingError, match="--preset names no file"):
+    with pytest.raises(UsageError, match="--preset names no file"):
         pretrain(*arguments)
 
 

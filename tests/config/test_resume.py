@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config import CheckpointConfig, SettingError
+from megatron.config import CheckpointConfig, UsageError
 from megatron.config.checkpoints import seal
 from megatron.config.resume import changes, check_start, find_start, newest_readable, run_id
 from tests.config.test_checks import settings
@@ -63,7 +63,7 @@ def test_fine_tuning_into_the_directory_it_loads_is_refused_in_every_spelling(
     write(tmp_path / "a", 2)
     (tmp_path / "link").symlink_to("a")
     for load in ("a", "a/", "./a", "link", "a/step_00000002", "link/step_00000002"):
-        with pytest.raises(SettingError, match="another directory for --save would work"):
+        with pytest.raises(UsageError, match="another directory for --save would work"):
             CheckpointConfig(load=load, save="a", finetune=True)
     CheckpointConfig(load="a", save="a/finer", finetune=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.config import ModelConfig, OptimizerConfig, PretrainGPT2Config, TrainingConfig
 from megatron.config.apex import require_apex
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.norm import ApexLayerNorm
 from megatron.train.state import TrainState
@@ -151,7 +151,7 @@ def test_nothing_is_imported_where_apex_is_not_asked_for(
     install(tmp_path, {"apex/__init__.py": "raise RuntimeError('imported')"}, monkeypatch)
     require_apex(optimizer_impl="torch", layernorm_impl="torch")
     train(run("torch", "torch"), 1)
-    with pytest.raises(SettingError):
+    with pytest.raises(UsageError):
         require_apex(optimizer_impl="apex", layernorm_impl="torch")
 
 
@@ -165,17 +165,17 @@ def test_what_is_lacking_and_how_to_get_it(
     setting = "--" + field.replace("_", "-")
     asked = {"optimizer_impl": "torch", "layernorm_impl": "torch", field: "apex"}
     cure = BUILD.format(setting=setting)
-    with pytest.raises(SettingError, match=f"^{setting} apex: NVIDIA's apex is not inst.*{cure}"):
+    with pytest.raises(UsageError, match=f"^{setting} apex: NVIDIA's apex is not inst.*{cure}"):
         require_apex(**asked)
 
     unrelated = {"apex/__init__.py": "raise RuntimeError('imported')", "apex/models.py": ""}
     install(tmp_path / "pypi", unrelated, monkeypatch)
-    with pytest.raises(SettingError, match=f"unrelated one from PyPI .pip uninstall.*{cure}"):
+    with pytest.raises(UsageError, match=f"unrelated one from PyPI .pip uninstall.*{cure}"):
         require_apex(**asked)
 
     python_only = {name: text for name, text in NVIDIA.items() if "/" in name}
     install(tmp_path / "python_only", python_only, monkeypatch)
-    with pytest.raises(SettingError, match=f"without its CUDA extension .*{cure}"):
+    with pytest.raises(UsageError, match=f"without its CUDA extension .*{cure}"):
         require_apex(**asked)
 
     install(tmp_path / "whole", NVIDIA, monkeypatch)
@@ -191,5 +191,5 @@ def test_a_run_asks_before_torch_is_imported() -> None:
         ),
         training=TrainingConfig(train_iters=1),
     )
-    with pytest.raises(SettingError, match="^--layernorm-impl apex: "):
+    with pytest.raises(UsageError, match="^--layernorm-impl apex: "):
         config.check(world_size=1)

@@ -9,7 +9,7 @@ from torch import nn
 from megatron.config import OptimizerConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.step import count, forward_backward, train_step
-from tests.model.dense import dense_gpt2
+from tests.models.dense import dense_gpt2
 from tests.tiny import (
     VOCABULARY,
     samples,

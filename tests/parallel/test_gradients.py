@@ -16,8 +16,8 @@ from megatron.parallel import gradients, linear
 from megatron.parallel.collectives import all_reduce, begin_all_reduce
 from megatron.parallel.gradients import BUCKET_BYTES, GradientBuffers
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.layout import LaidOut, Layout, layouts
 from megatron.parallel.mesh import Axis, Mesh, serial_mesh
+from megatron.parallel.sharding import ShardedModule, ShardingSpec, sharding_specs
 from tests.dist import Pool
 from tests.tiny import (
     assert_gradients,
@@ -46,7 +46,7 @@ def losses(model: nn.Module, mesh: Mesh, step: int) -> Iterator[tuple[bool, Tens
 def check_against_ddp(bucket_bytes: int) -> None:
     mesh = mesh_of_ranks(1)
     model, plain = tiny_model(mesh)[0], tiny_model(mesh)[0]
-    table = layouts(model)
+    table = sharding_specs(model)
     replica = DistributedDataParallel(plain)
     buffers = GradientBuffers(model, bucket_bytes)
     assert len(buffers.buckets) > 10 or bucket_bytes == BUCKET_BYTES
@@ -80,7 +80,7 @@ class Branches(nn.Module):
         super().__init__()
         self.first = RowParallelLinear(mesh, 4, 4, std=1.0)
         self.second = RowParallelLinear(mesh, 4, 4, std=1.0)
-        weights = {name: torch.ones(layout.shape) for name, layout in layouts(self).items()}
+        weights = {name: torch.ones(spec.shape) for name, spec in sharding_specs(self).items()}
         scatter_weights(self, weights)
 
     def forward(self, x: Tensor, uses_second: bool) -> Tensor:
@@ -129,7 +129,7 @@ def in_bf16(tensor_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dic
         for name, parameter in plain.named_parameters():
             wide[name] += parameter.grad.float()
             narrow[name] += parameter.grad
-    table = layouts(model)
+    table = sharding_specs(model)
     sums = ({n: gather_whole(g, table[n]) for n, g in each.items()} for each in (wide, narrow))
     return whole_gradients(buffers), *sums
 
@@ -152,7 +152,7 @@ def norms(tensor_size: int) -> tuple[float, float]:
     for buffer in state.gradients.buffers:
         for slot in buffer.slots:
             value = 1.0 if slot.name.endswith("norm.bias") else 0.5
-            slot.layout.real(slot.view(buffer.flat)).fill_(value)
+            slot.spec.real(slot.view(buffer.flat)).fill_(value)
     whole = whole_gradients(state.gradients).values()
     expected = torch.nn.utils.get_total_norm(whole)
     squares = all_reduce(state.gradients.squares(mesh.model), mesh.model)
@@ -250,12 +250,12 @@ def test_nothing_is_reduced_alone() -> None:
     assert all(each.any() for each in whole_gradients(state.gradients).values())
 
 
-class Long(LaidOut):
+class Long(ShardedModule):
     """One parameter of ten million elements."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_parameter("weight", Layout(shape=(10**7,)))
+        self.add_parameter("weight", ShardingSpec(shape=(10**7,)))
 
 
 def test_the_norm_of_a_long_buffer_keeps_its_digits() -> None:

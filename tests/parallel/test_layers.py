@@ -15,8 +15,8 @@ from megatron.parallel.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from megatron.parallel.layout import layouts
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.sharding import sharding_specs
 from tests.dist import Pool
 from tests.tiny import gather_whole, mesh_of_ranks, scatter_weights
 
@@ -36,14 +36,14 @@ def mesh_of_all() -> Mesh:
 def dense(module: nn.Module) -> dict[str, Tensor]:
     """Random whole weights, put into the module; leaves to differentiate by."""
     module.double()
-    shapes = {name: layout.shape for name, layout in layouts(module).items()}
+    shapes = {name: spec.shape for name, spec in sharding_specs(module).items()}
     weights = {name: random(number, *shape) for number, (name, shape) in enumerate(shapes.items())}
     scatter_weights(module, weights)
     return {name: weight.requires_grad_() for name, weight in weights.items()}
 
 
 def assert_gradients_equal(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    table = layouts(module)
+    table = sharding_specs(module)
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None
         assert_close(gather_whole(parameter.grad, table[name]), weights[name].grad)

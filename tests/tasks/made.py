@@ -12,8 +12,8 @@ import torch
 from megatron.config.bert import BertConfig
 from megatron.config.model import ModelConfig
 from megatron.data.tokenizer import build_tokenizer
-from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.sharding import ShardingSpec
 from megatron.train.checkpoint import Piece, save
 from megatron.train.start import environment
 from megatron.train.state import build_model, model_pieces
@@ -144,7 +144,9 @@ def write_model(
     model, _ = build_model(section, mesh, size, seed=7, dtype=torch.float32)
     pieces = [each for each in model_pieces(model) if each.key != f"model.{without}"]
     if beside is not None:
-        pieces.append(Piece(f"model.{beside}", Layout(shape=(2,), decay=False), torch.zeros(2)))
+        pieces.append(
+            Piece(f"model.{beside}", ShardingSpec(shape=(2,), decay=False), torch.zeros(2))
+        )
     facts = {
         "kind": section.kind,
         "config": {"model": asdict(section), "data": {"tokenizer_type": tokenizer.kind}},

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from megatron.data.wordpiece import BertTokenizer, BertWordPieceCase, BertWordPieceLowerCase
 from tasks.checks import (
     ChecksConfig,
@@ -105,9 +105,9 @@ def test_a_sequence_of_just_the_length_is_not_cut() -> None:
 
 def test_shares_are_shares() -> None:
     assert ChecksConfig(max_truncated=1, max_unknown=0) is not None
-    with pytest.raises(SettingError, match=r"--max-truncated 25 .*--max-truncated 0.25 would work"):
+    with pytest.raises(UsageError, match=r"--max-truncated 25 .*--max-truncated 0.25 would work"):
         ChecksConfig(max_truncated=25)
-    with pytest.raises(SettingError, match=r"--max-unknown -1"):
+    with pytest.raises(UsageError, match=r"--max-unknown -1"):
         ChecksConfig(max_unknown=-1)
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron.config.bert import FinetunedConfig, ResidualOrder
 from megatron.data.examples import Example, make_batch
-from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.sharding import ShardingSpec
 from megatron.train.checkpoint import Piece, read_manifest, save
 from megatron.train.finetune import (
     Course,
@@ -275,7 +275,7 @@ def test_masters_are_taken_up_where_the_checkpoint_has_them(tmp_path: Path) -> N
     manifest = read_manifest(tmp_path / "a" / "checkpoints" / "step_00000000")
     pieces = [each for each in model_pieces(state.model) if not each.key.startswith("model.head")]
     exact = torch.full((32,), 0.3)
-    layout = Layout(shape=(32,), decay=False)
+    layout = ShardingSpec(shape=(32,), decay=False)
     pieces.append(Piece("master.encoder.final_norm.bias", layout, exact))
     facts = {key: manifest[key] for key in manifest if key not in ("files", "tensors", "checksum")}
     path = save(tmp_path / "b", 0, pieces, facts, mesh)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from tasks.finetuning import FinetuneSettings
 from tasks.main import ROOT, TASKS, find_module, main, split_task
@@ -104,7 +104,7 @@ def test_figures_of_the_paper_are_of_the_unit_that_the_tasks_report() -> None:
 
 
 def test_a_task_that_is_not_in_the_tables_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"have no HELDOUT; WIKITEXT103, LAMBADA, MNLI"):
+    with pytest.raises(UsageError, match=r"have no HELDOUT; WIKITEXT103, LAMBADA, MNLI"):
         columns_of("HELDOUT")
 
 

@@ -107,7 +107,7 @@ def test_narrow_formats_train_and_are_evaluated_as_they_were(
 def test_devices_that_would_compute_in_two_formats_are_refused() -> None:
     plan: Any = SimpleNamespace(settings=SimpleNamespace(dtype=None))
     peers = SimpleNamespace(gather=lambda own: [own, {"bf16": "fp32", "fp32": "bf16"}[own]])
-    mesh: Any = SimpleNamespace(peers=peers, device=torch.device("cpu"))
+    mesh: Any = SimpleNamespace(control=peers, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="compute in bf16 and fp32; --dtype fp32, for all of them"):
         with_dtype(plan, mesh)
 

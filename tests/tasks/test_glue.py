@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from megatron.data.wordpiece import BertWordPieceLowerCase
 from tasks.glue import MNLI, QQP, Classified, f1
 from tasks.main import ROOT, main
@@ -372,6 +372,6 @@ def test_the_input_is_read_without_torch() -> None:
 def test_a_sequence_without_room_for_two_texts_is_refused() -> None:
     for task in (MNLI, QQP):
         for length in (2, 3, 4):
-            with pytest.raises(SettingError, match=rf"--seq-length {length} leaves no room .* 128"):
+            with pytest.raises(UsageError, match=rf"--seq-length {length} leaves no room .* 128"):
                 task.Settings(seq_length=length, valid_data=(Path("dev.tsv"),))
         task.Settings(seq_length=5, valid_data=(Path("dev.tsv"),))

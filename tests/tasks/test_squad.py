@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from megatron.data.wordpiece import BertTokenizer
 from tasks.checks import ChecksConfig
 from tasks.squad.task import Settings, SquadTask, prepare, score_only
@@ -179,7 +179,7 @@ def test_settings_that_do_not_go_together_are_refused(more: dict[str, Any], mess
             values[name] = Path(more[name])
     if "train_data" in more:
         values["train_data"] = (Path(more["train_data"]),)
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(UsageError, match=message):
         Settings(**values)
 
 
@@ -196,7 +196,7 @@ def test_files_that_do_not_go_together_are_refused(
         (threshold | odds, "--null-score-diff-threshold and --save-null-odds"),
     ]:
         settings = Settings(valid_data=(first,), **SMALL, **more)
-        with pytest.raises(SettingError, match=f"^{flags}: .* of SQuAD 1.1, .*without {flags} it"):
+        with pytest.raises(UsageError, match=f"^{flags}: .* of SQuAD 1.1, .*without {flags} it"):
             prepare(settings, MANIFEST, tokenizer)
 
 

@@ -192,7 +192,7 @@ def spoiled_sums() -> list[str]:
     """What is told where the sums that rank 3 of 2 x 2 gets are not the true ones."""
     mesh = mesh_of_ranks(2)
     true = links.all_reduce
-    if mesh.peers.rank == 3:
+    if mesh.control.rank == 3:
         links.all_reduce = lambda buffer, axis: true(buffer, axis).add_(1)
     try:
         findings = list(links.all_reduces(mesh))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.config.checkpoints import read_manifest
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from megatron.train.evaluate import load_newest
 from megatron.train.trained import open_trained
@@ -178,7 +178,7 @@ def test_the_texts_are_the_same_at_every_layout(gloo: Pool, trained: Path, choic
     ],
 )
 def test_settings_that_cannot_be_are_refused(words: str, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(UsageError, match=message):
         parse(Settings, ["--load", "x", *words.split()], {})
 
 

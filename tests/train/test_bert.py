@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.config import OptimizerConfig
 from megatron.data.bert import BertBatch
-from megatron.model.bert import BERT
+from megatron.models.bert import BERT
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.product import STEP
 from megatron.train.evaluate import mean_losses

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron.parallel.layers import VocabParallelEmbedding
-from megatron.parallel.layout import layouts
+from megatron.parallel.sharding import sharding_specs
 from megatron.train.checkpoint import Piece, load, read_manifest, save, verify
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
@@ -48,7 +48,7 @@ def train(state: TrainState, steps: int) -> list[float]:
 
 
 def whole(state: TrainState) -> Tensors:
-    return {piece.key: gather_whole(piece.local, piece.layout) for piece in state.pieces()}
+    return {piece.key: gather_whole(piece.local, piece.spec) for piece in state.pieces()}
 
 
 def train_and_save(tensor_size: int, directory: Path, dtype: torch.dtype) -> Tensors:
@@ -145,7 +145,7 @@ def test_files_hold_whole_tensors_without_padding_or_pickle(gloo: Pool, tmp_path
         with safe_open(shard, "pt") as file:
             for key in file.keys():  # noqa: SIM118  it is no dict
                 elements[key] = elements.get(key, 0) + file.get_tensor(key).numel()
-    table = layouts(tiny_state(mesh_of_ranks(1)).model)
+    table = sharding_specs(tiny_state(mesh_of_ranks(1)).model)
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["tensors"]["model.word_embedding.weight"]["shape"] == [VOCABULARY, 32]
     for key, count in elements.items():
@@ -158,15 +158,15 @@ def embedding_round_trip(directory: Path) -> bool:
     """A vocabulary of which all but the first rank hold padding only."""
     mesh = mesh_of_ranks(torch.distributed.get_world_size())
     layer = VocabParallelEmbedding(mesh, 5, 4, divisible_by=128, std=1.0)
-    layout = layouts(layer)["weight"]
+    spec = sharding_specs(layer)["weight"]
     weight = layer.weight.detach()
     value = torch.arange(20.0).view(5, 4)
     weight.fill_(9.0)
-    layout.real(weight).copy_(value[layout.place])
-    path = save(directory, 1, [Piece("weight", layout, weight)], {}, mesh)
+    spec.real(weight).copy_(value[spec.place])
+    path = save(directory, 1, [Piece("weight", spec, weight)], {}, mesh)
     loaded = torch.full_like(weight, 8.0)
-    load(path, [Piece("weight", layout, loaded)], mesh)
-    return torch.equal(gather_whole(loaded, layout), value)
+    load(path, [Piece("weight", spec, loaded)], mesh)
+    return torch.equal(gather_whole(loaded, spec), value)
 
 
 def test_a_rank_may_hold_padding_only(gloo: Pool, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def claimed_by_all(directory: str) -> list[str]:
     for save in (directory, f"{directory}/file"):
         try:
             with claim(save, mesh):
-                mesh.peers.gather(None)
+                mesh.control.gather(None)
                 (Path(directory) / "file").touch()
             told.append("")
         except OSError as error:

@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import pretrain_gpt2
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from megatron.parallel.mesh import serial_mesh
 from megatron.train import compiled
 from megatron.train.diagnose import find_first
@@ -118,7 +118,7 @@ def test_a_cpu_compiles_nothing_unless_asked(
 def test_a_compiler_that_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", refuse)
     mesh = serial_mesh()
-    with pytest.raises(SettingError, match="--compile.*triton installation.*--no-compile"):
+    with pytest.raises(UsageError, match="--compile.*triton installation.*--no-compile"):
         compiled.choose_compile(True, mesh)
     monkeypatch.setattr(compiled, "lack_of_compiler", lambda _: "no Triton")
     is_on, (line,) = compiled.choose_compile(None, replace(mesh, device=torch.device("cuda")))
@@ -129,7 +129,7 @@ def test_a_compiler_that_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 def lacks_on_one_rank() -> tuple[bool, list[str]]:
     mesh = replace(mesh_of_ranks(1), device=torch.device("cuda"))
-    lack = "no Triton" if mesh.peers.rank else None
+    lack = "no Triton" if mesh.control.rank else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "lack_of_compiler", lambda _: lack)
         return compiled.choose_compile(None, mesh)

@@ -18,7 +18,7 @@ from megatron.train.generate import (
     probabilities,
 )
 from tests.dist import Pool
-from tests.model.test_gpt2 import from_transformers
+from tests.models.test_gpt2 import from_transformers
 from tests.tiny import (
     VOCABULARY,
     mesh_of_ranks,

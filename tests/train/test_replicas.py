@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.parallel.layout import layouts
+from megatron.parallel.sharding import sharding_specs
 from megatron.train import replicas
 from megatron.train.replicas import ReplicaDrift, check_replicas, digest
 from megatron.train.state import TrainState
@@ -169,7 +169,7 @@ def test_a_cut_tensor_is_compared_over_the_data_axis_alone(gloo: Pool) -> None:
 
 def change_cut_tensor(tensor_size: int) -> None:
     state = trained(tensor_size, torch.float32)
-    assert layouts(state.model)[CUT].cuts
+    assert sharding_specs(state.model)[CUT].cuts
     if at(state, (0, 1)):
         flip(piece(state, f"model.{CUT}"), 5, 0)
     check_replicas(state, [])

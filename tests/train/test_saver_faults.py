@@ -109,7 +109,7 @@ def fail_on_rank_1(directory: Path, asynchronous: bool) -> str:
     saver = saver_into(directory, state, asynchronous=asynchronous)
     save_steps(saver, state, [1])
     save_file = checkpoint_module.save_file
-    if state.mesh.peers.rank == 1:
+    if state.mesh.control.rank == 1:
         checkpoint_module.save_file = fail
     try:
         save_steps(saver, state, [2])
@@ -137,7 +137,7 @@ def test_a_full_disk_is_told_with_what_is_needed_and_free(
     small, large = fresh(num_layers=1, hidden_size=8), fresh(hidden_size=96, num_layers=4)
     save_steps(saver_into(small_disk, small), small, [1])
     before = contents(small_disk / "step_00000001")
-    needed = sum(piece.layout.real(piece.local).nbytes for piece in large.pieces())
+    needed = sum(piece.spec.real(piece.local).nbytes for piece in large.pieces())
     saver = saver_into(small_disk, large, asynchronous=asynchronous, start_step=1)
     with pytest.raises(OSError, match=r"shard_00000\.safetensors: .*(No space|too large)") as error:
         save_steps(saver, large, [2])

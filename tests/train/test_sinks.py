@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config import LoggingConfig, SettingError
+from megatron.config import LoggingConfig, UsageError
 from megatron.config.logging import require_sinks
 from megatron.train.metrics import read_metrics
 from megatron.train.sinks import TensorBoardSink, open_sinks, run_of, wandb_mode
@@ -315,11 +315,11 @@ def test_a_missing_library_is_named_with_its_cure(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, library, raising=False)
     section = LoggingConfig(**{field: "x"})
-    with pytest.raises(SettingError, match=f"--{field.replace('_', '-')} needs {library}; pip"):
+    with pytest.raises(UsageError, match=f"--{field.replace('_', '-')} needs {library}; pip"):
         require_sinks(section, "m.jsonl")
 
 
 def test_wandb_asks_for_a_folder() -> None:
-    with pytest.raises(SettingError, match="--save DIR or --metrics-file FILE would work"):
+    with pytest.raises(UsageError, match="--save DIR or --metrics-file FILE would work"):
         require_sinks(LoggingConfig(wandb_project="a"), None)
     require_sinks(LoggingConfig(wandb_project="a"), "m.jsonl")

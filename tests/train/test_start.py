@@ -77,7 +77,7 @@ def test_fine_tuning_knows_whose_weights_it_has_and_tells_no_changes(tmp_path: P
 def begin_from(lists: list[tuple[Path, ...]]) -> tuple[str, int]:
     """lists: the folders that each rank finds."""
     state = fresh()
-    began = begin(state, Start(folders=lists[state.mesh.peers.rank]), accept, FACTS)
+    began = begin(state, Start(folders=lists[state.mesh.control.rank]), accept, FACTS)
     return began.news[0], state.step
 
 
@@ -96,7 +96,7 @@ def begin_where_folders_differ(other: Path, folders: tuple[Path, ...]) -> tuple[
     """The second rank finds in `other` what the first finds beside the folders."""
     state = fresh()
     examine = start.examine
-    if state.mesh.peers.rank == 1:
+    if state.mesh.control.rank == 1:
         start.examine = lambda path: examine(other / path.name)
     try:
         return begin(state, Start(folders=folders), accept, FACTS).news[:2], state.step
@@ -127,11 +127,11 @@ def with_one_rank_broken(folders: tuple[Path, ...], broken: str, finetune: bool)
         raise ValueError("it does not fit")
 
     def check(*_: Any) -> None:
-        if broken == "check" and state.mesh.peers.rank == 1:
+        if broken == "check" and state.mesh.control.rank == 1:
             refuse()
 
     safe_open = checkpoint.safe_open
-    if broken == "safe_open" and state.mesh.peers.rank == 1:
+    if broken == "safe_open" and state.mesh.control.rank == 1:
         checkpoint.safe_open = refuse
     try:
         return str(begin(state, Start(folders=folders, finetune=finetune), check, FACTS))
@@ -164,7 +164,7 @@ def test_a_missing_tensor_is_told_alike(gloo: Pool, tmp_path: Path) -> None:
 
 def chosen(given: str | None, saved: list[str | None], devices: list[str]) -> str:
     mesh: Mesh = mesh_of_ranks(1)
-    rank, own = mesh.peers.rank, start.default_precision
+    rank, own = mesh.control.rank, start.default_precision
     start.default_precision = lambda device: devices[rank]
     try:
         return choose_precision(given, saved[rank], mesh)

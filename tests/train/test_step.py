@@ -175,7 +175,7 @@ def stops(tensor_size: int, voter: int) -> list[bool]:
     def vote() -> bool:
         assert any(buffer.flat.any() for buffer in state.gradients.buffers), "asked too early"
         asked.append(state.step)
-        return state.step == 1 and state.mesh.peers.rank == voter
+        return state.step == 1 and state.mesh.control.rank == voter
 
     seen = []
     for number in range(3):

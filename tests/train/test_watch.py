@@ -146,7 +146,7 @@ while last and rank == 1 and time.monotonic() < end:
 def test_a_save_that_hangs_is_named_with_its_threads_stack(tmp_path: Path) -> None:
     """Over a group that the saver made for itself."""
     body = """
-if step == 0: others = mesh.peers.another()
+if step == 0: others = mesh.control.another()
 def save():
     if rank == 1: time.sleep(600)
     try: others.gather(1)
@@ -169,7 +169,7 @@ def test_who_skips_a_collective_is_named(tmp_path: Path, axis: str, partner: int
         f"all_reduce(torch.ones({'4, 2' if axis == 'tensor' else 3}), mesh.{axis})",
         f"if not (rank == 3 and step == 3): all_reduce(torch.ones(3), mesh.{axis})",
     )
-    program = write_program(tmp_path, f"{body}\nif last: mesh.peers.gather(1)", limit=HANG)
+    program = write_program(tmp_path, f"{body}\nif last: mesh.control.gather(1)", limit=HANG)
     ended = run_ranks(program, 4)
     text = told(ended)
     assert "rank 3 of 4 (data 1, tensor 1) on " in text.splitlines()[0]
@@ -177,7 +177,7 @@ def test_who_skips_a_collective_is_named(tmp_path: Path, axis: str, partner: int
         f"rank {partner} waits for it in collective 6 on the {axis} axis, all_reduce of [3] Float; "
         "it has made 5"
     ) in text
-    assert "mesh.peers.gather(1)" in text
+    assert "mesh.control.gather(1)" in text
 
 
 @pytest.mark.parametrize("stopped", [0, 1])

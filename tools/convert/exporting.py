@@ -57,7 +57,7 @@ def _read_parameters(
         for key, tensor in manifest["tensors"].items()
         if key.startswith("model.")
     }
-    layouts = {entry.ours: entry.layout for entry in entries}
+    layouts = {entry.ours: entry.spec for entry in entries}
     if strange := sorted(saved.keys() ^ layouts.keys()):
         raise ValueError(
             f"{checkpoint}: {strange[0]} is in the checkpoint or in the model, but not in both"
@@ -65,8 +65,8 @@ def _read_parameters(
     if len(dtypes := set(saved.values())) > 1:
         raise ValueError(f"{checkpoint} has weights of several dtypes: {sorted(map(str, dtypes))}")
     pieces = [
-        Piece(f"model.{name}", layout, torch.empty(layout.shape, dtype=saved[name]))
-        for name, layout in layouts.items()
+        Piece(f"model.{name}", spec, torch.empty(spec.shape, dtype=saved[name]))
+        for name, spec in layouts.items()
     ]
     load(checkpoint, pieces, serial_mesh(), verified=True)
     return {name: piece.local for name, piece in zip(layouts, pieces, strict=True)}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.config.checks import SettingError, flag
+from megatron.config.checks import UsageError, flag
 from megatron.config.model import ModelConfig
 from tools.convert.ranks import Rank
 
@@ -78,14 +78,14 @@ def _check_shown(rank: Rank, shown: Mapping[str, int]) -> None:
 def _choose(rank: Rank, name: str, given: int | float | None) -> int | float:
     stored = _number(rank, name)
     if stored is not None and given is not None and stored != given:
-        raise SettingError(
+        raise UsageError(
             f"{flag(name)} {given} is not the {stored} that {rank.file} was trained with; "
             "without the flag it would work"
         )
     for value in (stored, given, FLAGS[name]):
         if value is not None:
             return value
-    raise SettingError(
+    raise UsageError(
         f"{flag(name)} is missing, and {rank.file} holds no args that say it; "
         f"{flag(name)} 16 is that of the released model of 345 million parameters"
     )

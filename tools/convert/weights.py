@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.parallel.layout import Layout, layouts
+from megatron.parallel.sharding import ShardingSpec, sharding_specs
 from megatron.train.state import DTYPES
 from tools.convert.folder import read_object
 from tools.convert.table import Family, Transform
@@ -30,22 +30,22 @@ Weights = dict[str, Tensor]
 class Entry:
     """One parameter of a model at hand: the table's row with its numbers.
 
-    layout: its whole shape, and how it is cut when it is loaded. theirs: names without a prefix.
+    spec: its whole shape, and how it is cut when it is loaded. theirs: names without a prefix.
     """
 
     ours: str
     theirs: tuple[str, ...]
-    layout: Layout
+    spec: ShardingSpec
     transform: Transform
 
     def their_shapes(self) -> list[torch.Size]:
-        whole = torch.empty(self.layout.shape, device="meta")
+        whole = torch.empty(self.spec.shape, device="meta")
         return [each.shape for each in self.transform.to_theirs(whole)]
 
 
 def resolve(family: Family, section: ModelConfig, vocab_size: int) -> list[Entry]:
     """The table for a model of this size, an entry for each of its parameters."""
-    table = layouts(empty_model(section, vocab_size))
+    table = sharding_specs(empty_model(section, vocab_size))
     entries = []
     for row in family.rows:
         for number in _numbers(row.ours, section):
@@ -90,7 +90,7 @@ def _to_ours(folder: Path, entry: Entry, tensors: Mapping[str, Tensor]) -> Tenso
             raise ValueError(
                 f"{folder}: {name} is {list(part.shape)}, and {list(shape)} by config.json"
             )
-    return entry.transform.to_ours(parts, entry.layout.shape)
+    return entry.transform.to_ours(parts, entry.spec.shape)
 
 
 def _check_dtypes(folder: Path, tensors: Mapping[str, Tensor]) -> None:

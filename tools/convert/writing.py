@@ -19,10 +19,10 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.optim.loss_scaler import LossScaler
-from megatron.parallel.kit import kit_1d
-from megatron.parallel.layout import layouts
+from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
+from megatron.parallel.sharding import sharding_specs
 from megatron.train.checkpoint import Piece, save
 from megatron.train.models import MODELS
 from megatron.train.start import environment
@@ -41,7 +41,7 @@ def empty_model(section: ModelConfig, vocab_size: int) -> nn.Module:
     mesh = serial_mesh()
     _, make = MODELS[section.kind]
     with torch.device("meta"):
-        return make(section, kit_1d(mesh, RandomStreams(0, mesh)), vocab_size)
+        return make(section, factory_1d(mesh, RandomStreams(0, mesh)), vocab_size)
 
 
 def write_checkpoint(
@@ -60,10 +60,10 @@ def write_checkpoint(
     of the staged checkpoint, and raises where it should not come to be; then nothing of it is left.
     Raises FileExistsError where `to` is there, OSError where it cannot be written.
     """
-    table = layouts(empty_model(section, vocab_size))
+    table = sharding_specs(empty_model(section, vocab_size))
     assert weights.keys() == table.keys(), f"not the model's: {weights.keys() ^ table.keys()}"
-    for name, layout in table.items():
-        assert weights[name].shape == layout.shape, f"{name}: {weights[name].shape}"
+    for name, spec in table.items():
+        assert weights[name].shape == spec.shape, f"{name}: {weights[name].shape}"
     (dtype,) = {weight.dtype for weight in weights.values()}
     facts = {
         **_facts_of_no_run(section, dtype, tokenizer.kind),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import log2
 from typing import Any
 
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from megatron.config.pretrain import PretrainConfig
 from tools.planning.hardware import Hardware
 from tools.planning.memory import GRANULARITIES, fits, memory
@@ -20,20 +20,20 @@ MOST_SAMPLES = 64  # of a micro-batch that is tried
 
 
 def check(config: PretrainConfig, gpus: int) -> None:
-    """Raise SettingError, with the reason and the nearest layout that can, where this one cannot
+    """Raise UsageError, with the reason and the nearest layout that can, where this one cannot
     work on so many devices."""
     try:
         config.check(gpus)
-    except SettingError as error:
+    except UsageError as error:
         found = nearest(config, gpus)
         if found is None:
             if nearest(config, 1) is None:  # what is wrong has nothing to do with the layout
                 raise
             works = next(each for each in range(gpus - 1, 0, -1) if nearest(config, each))
-            raise SettingError(
+            raise UsageError(
                 f"{error}; no layout on {gpus} GPUs can; --gpus {works} would work"
             ) from error
-        raise SettingError(
+        raise UsageError(
             f"{error}. Of the layouts on {gpus} GPUs the nearest is --tensor-model-parallel-size "
             f"{found.parallel.tensor_model_parallel_size} --micro-batch-size "
             f"{found.training.micro_batch_size}"
@@ -70,7 +70,7 @@ def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
 def _can_work(config: PretrainConfig, gpus: int) -> bool:
     try:
         config.check(gpus)
-    except SettingError:
+    except UsageError:
         return False
     return True
 

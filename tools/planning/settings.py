@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.config.checks import SettingError, positive, writable
+from megatron.config.checks import UsageError, positive, writable
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
 
@@ -76,9 +76,9 @@ class MeasureConfig:
 def parse_plan(
     arguments: Sequence[str], environ: Mapping[str, str]
 ) -> tuple[PretrainConfig, QuestionConfig]:
-    """Raises SettingError, as parse."""
+    """Raises UsageError, as parse."""
     if "--preset" not in (word.partition("=")[0] for word in arguments):
-        raise SettingError(
+        raise UsageError(
             "there is no --preset, which says what to plan; "
             "--preset scripts/presets/gpt2_scaling_8.3b.toml would work"
         )

@@ -24,12 +24,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.model.gpt2 import document_mask
+from megatron.models.gpt2 import document_mask
 from megatron.optim.adam import ADAMS
-from megatron.parallel.kit import Kit, kit_1d
-from megatron.parallel.layout import materialise
+from megatron.parallel.factory import LayerFactory, factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
+from megatron.parallel.sharding import materialize
 from tools.probes.findings import Fact, Finding
 
 B, S, A, D, V = 2, 128, 4, 64, 512  # batch, sequence, heads, head size, vocabulary
@@ -71,13 +71,15 @@ class Kernels:
 def probes(
     device: torch.device, dtype: torch.dtype, *, apex: bool
 ) -> dict[str, Callable[[], Iterator[Finding]]]:
-    """{layer: probe} of the kit's layers and the optimizer; apex: whether to try its, too."""
+    """{layer: probe} of the factory's layers and the optimizer; apex: whether to try its, too."""
     mesh = serial_mesh(device)
     streams = RandomStreams(0, mesh)
-    bench = Bench(kit_1d(mesh, streams), device, dtype)
+    bench = Bench(factory_1d(mesh, streams), device, dtype)
     makers: dict[str, Callable[[], Action]] = {
-        "column-parallel linear": lambda: bench.layer(lambda kit: kit.column(H, H, std=0.02)),
-        "row-parallel linear": lambda: bench.layer(lambda kit: kit.row(H, H, std=0.02)),
+        "column-parallel linear": lambda: bench.layer(
+            lambda factory: factory.column(H, H, std=0.02)
+        ),
+        "row-parallel linear": lambda: bench.layer(lambda factory: factory.row(H, H, std=0.02)),
         "word embedding": bench.word_embedding,
         "position embedding": bench.position_embedding,
         "attention": lambda: bench.attention(0.0, is_masked=False),
@@ -85,15 +87,17 @@ def probes(
         "attention, dropout": lambda: bench.attention(DROPOUT, is_masked=False),
         "attention, documents": lambda: bench.attention(0.0, is_masked=True),
         "attention, dropout, documents": lambda: bench.attention(DROPOUT, is_masked=True),
-        "LayerNorm": lambda: bench.layer(lambda kit: kit.norm(H, epsilon=1e-5)),
+        "LayerNorm": lambda: bench.layer(lambda factory: factory.norm(H, epsilon=1e-5)),
         "GeLU": lambda: bench.run(partial(F.gelu, approximate="tanh"), bench.stream()),
-        "dropout": lambda: bench.layer(lambda kit: kit.dropout(DROPOUT, "dropout")),
+        "dropout": lambda: bench.layer(lambda factory: factory.dropout(DROPOUT, "dropout")),
         "output layer and loss": bench.loss,
         "AdamW": lambda: bench.adamw("torch"),
     }
     if apex:
-        other = Bench(kit_1d(mesh, streams, norm="apex"), device, dtype)
-        makers["LayerNorm of apex"] = lambda: other.layer(lambda kit: kit.norm(H, epsilon=1e-5))
+        other = Bench(factory_1d(mesh, streams, norm="apex"), device, dtype)
+        makers["LayerNorm of apex"] = lambda: other.layer(
+            lambda factory: factory.norm(H, epsilon=1e-5)
+        )
         makers["AdamW of apex"] = lambda: other.adamw("apex")
     return {name: partial(_found, name, make, device) for name, make in makers.items()}
 
@@ -102,7 +106,7 @@ def probes(
 class Bench:
     """Makes the actions: each a forward and a backward of one small layer."""
 
-    kit: Kit
+    factory: LayerFactory
     device: torch.device
     dtype: torch.dtype
 
@@ -113,35 +117,39 @@ class Bench:
     def numbers(self, limit: int) -> Tensor:
         return torch.arange(B * S, device=self.device) % limit
 
-    def build(self, make: Callable[[Kit], nn.Module]) -> nn.Module:
+    def build(self, make: Callable[[LayerFactory], nn.Module]) -> nn.Module:
         with torch.device("meta"):
-            module = make(self.kit)
-        return materialise(module, device=self.device, dtype=self.dtype, seed=0)
+            module = make(self.factory)
+        return materialize(module, device=self.device, dtype=self.dtype, seed=0)
 
     def run(self, function: Callable[..., Tensor], *arguments: object) -> Action:
         return lambda: function(*arguments).sum().backward()
 
-    def layer(self, make: Callable[[Kit], nn.Module]) -> Action:
+    def layer(self, make: Callable[[LayerFactory], nn.Module]) -> Action:
         return self.run(self.build(make), self.stream())
 
     def word_embedding(self) -> Action:
-        module = self.build(lambda kit: kit.word_embedding(V, H, divisible_by=128, std=0.02))
+        module = self.build(
+            lambda factory: factory.word_embedding(V, H, divisible_by=128, std=0.02)
+        )
         return self.run(module, self.numbers(V))
 
     def position_embedding(self) -> Action:
-        module = self.build(lambda kit: kit.position_embedding(S, H, std=0.02))
+        module = self.build(lambda factory: factory.position_embedding(S, H, std=0.02))
         return self.run(module, self.numbers(S))
 
     def attention(self, dropout: float, *, is_masked: bool, length: int = S) -> Action:
         starts = torch.zeros(B, length, dtype=torch.int64, device=self.device)
         starts[:, length // 2 :] = length // 2
         mask = document_mask(starts) if is_masked else None
-        core = self.build(lambda kit: kit.attention_core(dropout, "core"))
+        core = self.build(lambda factory: factory.attention_core(dropout, "core"))
         return self.run(core, *(self.stream(B, A, length, D) for _ in range(3)), mask)
 
     def loss(self) -> Action:
-        head = self.build(lambda kit: kit.head(V))
-        embedding = self.build(lambda kit: kit.word_embedding(V, H, divisible_by=1, std=0.02))
+        head = self.build(lambda factory: factory.head(V))
+        embedding = self.build(
+            lambda factory: factory.word_embedding(V, H, divisible_by=1, std=0.02)
+        )
         factors = torch.ones(B * S, device=self.device)
         return self.run(head, self.stream(), embedding, self.numbers(V), factors)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from megatron.config.apex import require_apex
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from tools.probes.findings import Fact, Finding, Problem
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def lack_of_apex() -> str | None:
     """Why --optimizer-impl and --layernorm-impl apex would be refused, with the cure; or None."""
     try:
         require_apex(optimizer_impl="apex", layernorm_impl="apex")
-    except SettingError as error:
+    except UsageError as error:
         return str(error)
     return None
 

@@ -28,7 +28,7 @@ def ranks(mesh: Mesh) -> Iterator[Finding]:
         "device": str(mesh.device),
         "torch": torch.__version__,
     }
-    everyone = mesh.peers.gather(own)
+    everyone = mesh.control.gather(own)
     for rank, each in enumerate(everyone):
         place = ", ".join(f"{name} {number}" for name, number in each["coordinates"].items())
         told = f"({place}), {each['device']} of {each['host']}, torch {each['torch']}"
@@ -56,7 +56,7 @@ def _one_size(axis: Axis, backend: str, size: int, mesh: Mesh) -> Iterator[Findi
     expected = axis.size * (axis.size + 1) / 2
     is_right = bool((all_reduce(buffer, axis) == expected).all())
     seconds = median(_seconds(buffer.zero_(), axis, mesh.device) for _ in range(ROUNDS))
-    everyone = mesh.peers.gather((is_right, seconds))
+    everyone = mesh.control.gather((is_right, seconds))
     slowest = max(each for _, each in everyone)
     wrong = [str(rank) for rank, (is_right, _) in enumerate(everyone) if not is_right]
     bus = 2 * (axis.size - 1) / axis.size * size / slowest

@@ -32,7 +32,7 @@ def groups_of(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     An axis that spans the run may share its group with others: the axes' names come first.
     """
     groups = {axis.name: axis.group for axis in (mesh.tensor, mesh.data) if axis.size > 1}
-    others = {"peers": mesh.peers.group, "world": dist.group.WORLD}
+    others = {"peers": mesh.control.group, "world": dist.group.WORLD}
     known = {group.group_name for group in groups.values()}
     for name, group in others.items():
         if group is not None and group.group_name not in known:

@@ -12,7 +12,7 @@ from transformers import AutoModelForPreTraining, AutoTokenizer
 from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.checkpoints import read_manifest
 from megatron.data.tokenizer import read_tokenizer
-from megatron.model.transformer import RESIDUAL_ORDERS
+from megatron.models.transformer import RESIDUAL_ORDERS
 from megatron.train.models import section_of
 from tests.dist import Pool
 from tests.tools.convert.berts import NAMES, change_tensors, make_tokenizer, write_bert
@@ -244,7 +244,7 @@ def test_the_other_order_of_norm_and_residual_is_above_the_tolerance(
 def test_attention_to_padding_is_above_the_tolerance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.model.bert import BertEncoder
+    from megatron.models.bert import BertEncoder
 
     read = BertEncoder.forward
     monkeypatch.setattr(

@@ -139,8 +139,8 @@ def test_the_table_makes_every_tensor_of_theirs_in_its_shape(tmp_path: Path) -> 
     }
     assert made == theirs
     fused = next(entry for entry in entries if entry.ours.endswith("0.attention.qkv.weight"))
-    assert fused.layout.shape == (3, 32, 32)
-    assert [(dim, axis.name) for dim, axis in fused.layout.cuts] == [(1, "tensor")]
+    assert fused.spec.shape == (3, 32, 32)
+    assert [(dim, axis.name) for dim, axis in fused.spec.cuts] == [(1, "tensor")]
 
 
 def test_unequal_dropouts_become_one_with_a_warning(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def fake_ranks(world: int, tensor: int, device: torch.device = META) -> Iterator
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         mesh = build_mesh(tensor, torch.device("cpu"))
-        yield Mesh(tensor=mesh.tensor, data=mesh.data, device=device, peers=mesh.peers)
+        yield Mesh(tensor=mesh.tensor, data=mesh.data, device=device, control=mesh.control)
     finally:
         dist.destroy_process_group()
 

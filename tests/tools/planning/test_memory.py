@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.turns import ResidentMemory
 from megatron.config import OptimizerConfig, PrecisionConfig
 from megatron.config.model import ModelConfig, RecomputeGranularity
-from megatron.model.transformer import Transformer
-from megatron.parallel.kit import kit_1d
+from megatron.models.transformer import Transformer
+from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.train.state import TrainState, build_state
@@ -86,7 +86,7 @@ def test_layers_keep_what_is_planned(
         recompute_granularity=granularity,
     )
     mesh = serial_mesh()
-    layers = Transformer(section, kit_1d(mesh, RandomStreams(0, mesh)), range(shape.layers))
+    layers = Transformer(section, factory_1d(mesh, RandomStreams(0, mesh)), range(shape.layers))
     layers.to(DTYPES[precision]).train()
     x = torch.randn(shape.tokens, shape.hidden, dtype=DTYPES[precision], requires_grad=True)
     each = shape.width * x.numel() if granularity == "full" else kept(shape, CPU)

@@ -5,11 +5,11 @@ from math import prod
 import pytest
 import torch
 
+from megatron.parallel.factory import factory_1d
 from megatron.parallel.gradients import GradientBuffers
-from megatron.parallel.kit import kit_1d
-from megatron.parallel.layout import layouts
 from megatron.parallel.product import STEP
 from megatron.parallel.random import RandomStreams
+from megatron.parallel.sharding import sharding_specs
 from megatron.train.models import MODELS
 from tests.tools.planning.counted import fake_ranks
 from tests.tools.planning.presets import NAMES, planned, preset
@@ -31,10 +31,10 @@ def test_parameters_are_those_of_the_model(name: str, flags: tuple[str, ...]) ->
     shape = planned(config, size)
     with fake_ranks(size, size) as mesh, torch.device("meta"):
         _, make = MODELS[config.model.kind]
-        model = make(config.model, kit_1d(mesh, RandomStreams(0, mesh)), shape.vocabulary)
+        model = make(config.model, factory_1d(mesh, RandomStreams(0, mesh)), shape.vocabulary)
         found = {
-            key: (prod(layout.shape), prod(layout.local_shape), layout.decay)
-            for key, layout in layouts(model).items()
+            key: (prod(spec.shape), prod(spec.local_shape), spec.decay)
+            for key, spec in sharding_specs(model).items()
         }
         gradients = GradientBuffers(model)
     plan = table(shape)

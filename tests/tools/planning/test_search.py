@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from tests.tools.planning.presets import preset
 from tools.planning.anchor import find_hardware
 from tools.planning.search import check, layouts, search
@@ -24,7 +24,7 @@ def test_what_cannot_work_is_refused_with_the_nearest_that_can(
     flags: tuple[str, ...], gpus: int, reason: str, cure: str
 ) -> None:
     config = preset("gpt2_scaling_2.5b", *flags)
-    with pytest.raises(SettingError, match=reason) as refused:
+    with pytest.raises(UsageError, match=reason) as refused:
         check(config, gpus)
     assert f"the nearest is {cure}" in str(refused.value)
     cured = preset("gpt2_scaling_2.5b", *flags, *cure.split())

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from tools.command import python, shown
@@ -41,9 +41,9 @@ class Size:
 
 
 def parse_name(name: str) -> Size:
-    """The size of this name; SettingError, naming the flag, where it is none."""
+    """The size of this name; UsageError, naming the flag, where it is none."""
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", name):
-        raise SettingError(f"--sizes {name}: layers and hidden size, as 2x64, would work")
+        raise UsageError(f"--sizes {name}: layers and hidden size, as 2x64, would work")
     layers, hidden = map(int, name.split("x"))
     return Size(layers, hidden)
 
@@ -60,10 +60,10 @@ def check_settings(settings: Settings) -> None:
     """ValueError, naming flags, for sizes that are no row to compare or that cannot be trained."""
     sizes = settings.sizes
     if len(sizes) < 2 or len(set(sizes)) < len(sizes):
-        raise SettingError(f"--sizes {' '.join(sizes)}: two or more, each once, would work")
+        raise UsageError(f"--sizes {' '.join(sizes)}: two or more, each once, would work")
     parameters = [12 * size.layers * size.hidden**2 for size in map(parse_name, sizes)]
     if parameters != sorted(parameters):
-        raise SettingError(f"--sizes {' '.join(sizes)}: the smaller before the larger would work")
+        raise UsageError(f"--sizes {' '.join(sizes)}: the smaller before the larger would work")
     for name in sizes:
         training_config(settings, parse_name(name)).check(1)
 

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 import tyro
 
-from megatron.config.checks import SettingError
+from megatron.config.checks import UsageError
 from megatron.config.parse import user_errors
 from tasks.race_files import LEVELS
 
@@ -22,7 +22,7 @@ def passages(archive: Path, count: int, output: Path) -> None:
         output: the folder to fill.
     """
     if count < 1:
-        raise SettingError(f"--count {count}: 1 or more would work")
+        raise UsageError(f"--count {count}: 1 or more would work")
     chosen = set(sorted(names_in(archive), key=place)[:count])
     with tarfile.open(archive, "r|*") as members:
         for member in members:

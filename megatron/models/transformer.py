@@ -1,7 +1,7 @@
 """The transformer of section 3 of the paper, in either order of norm and residual (section 5.2).
 
     b batch   s sequence   n = b s tokens   h hidden   a heads   d = h/a head size
-    t tensor-parallel size, which this file never reads: what is cut is left to the kit
+    t tensor-parallel size, which this file never reads: what is cut is left to the factory
 
     pre-LN, the paper's (figure 7, b)            post-LN, the original BERT's (figure 7, a)
         x = x + dropout(Attention(LayerNorm(x)))     x = LayerNorm(x + dropout(Attention(x)))
@@ -9,7 +9,7 @@
 
 The stream between layers is [n, h]; only attention unfolds it to [b, ...].
 
-What the backward pass computes again (`recompute_granularity`) runs through the kit's `checkpoint`:
+What the backward computes again (`recompute_granularity`) runs through the factory's `checkpoint`:
 a layer, of which its input alone is kept, [n, h]; or attention's core, of which q, k and v are kept
 and not the probabilities, [b, a/t, s, s]: much memory for little arithmetic.
 """
@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, RecomputeGranularity
-from megatron.model.cache import KeyValueCache
-from megatron.parallel.kit import Kit
+from megatron.models.cache import KeyValueCache
+from megatron.parallel.factory import LayerFactory
 
 
 def _run(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -34,28 +34,28 @@ def _run(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
 
 
 def _runner(
-    section: ModelConfig, kit: Kit, granularity: RecomputeGranularity
+    section: ModelConfig, factory: LayerFactory, granularity: RecomputeGranularity
 ) -> Callable[..., Tensor]:
     """(function, *arguments) to its result; the backward runs it again where this is the section's
     granularity."""
     if section.recompute_granularity != granularity:
         return _run
     # It is not traced: what is run again is told where the random streams stood. Layers are.
-    return torch.compiler.disable(kit.checkpoint)
+    return torch.compiler.disable(factory.checkpoint)
 
 
 class Attention(nn.Module):
     """Multi-head self-attention on [n, h]; each head lives whole on one rank."""
 
-    def __init__(self, section: ModelConfig, kit: Kit, place: str) -> None:
+    def __init__(self, section: ModelConfig, factory: LayerFactory, place: str) -> None:
         super().__init__()
         self.place = place
         h, std = section.hidden_size, section.init_method_std
         self.head_size = h // section.num_attention_heads
-        self.qkv = kit.column(h, h, parts=3, std=std)
-        self.core = kit.attention_core(section.attention_dropout, f"{place}.core")
-        self.run_core = _runner(section, kit, "selective")
-        self.output = kit.row(h, h, std=std / sqrt(2 * section.num_layers))
+        self.qkv = factory.column(h, h, parts=3, std=std)
+        self.core = factory.attention_core(section.attention_dropout, f"{place}.core")
+        self.run_core = _runner(section, factory, "selective")
+        self.output = factory.row(h, h, std=std / sqrt(2 * section.num_layers))
 
     def forward(
         self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None
@@ -72,13 +72,13 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """[n, h] to [n, 4h/t] to [n, h]; GeLU acts on each rank's columns alone."""
 
-    def __init__(self, section: ModelConfig, kit: Kit, gelu: str) -> None:
+    def __init__(self, section: ModelConfig, factory: LayerFactory, gelu: str) -> None:
         """gelu: "tanh" for the approximation, "none" for the exact one."""
         super().__init__()
         self.gelu = gelu
         h, std = section.hidden_size, section.init_method_std
-        self.up = kit.column(h, 4 * h, std=std)
-        self.down = kit.row(4 * h, h, std=std / sqrt(2 * section.num_layers))
+        self.up = factory.column(h, 4 * h, std=std)
+        self.down = factory.row(4 * h, h, std=std / sqrt(2 * section.num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate=self.gelu))
@@ -87,15 +87,15 @@ class MLP(nn.Module):
 class TransformerLayer(nn.Module):
     """Pre-LN: nothing but additions on the path of the residuals."""
 
-    def __init__(self, section: ModelConfig, kit: Kit, number: int, gelu: str) -> None:
+    def __init__(self, section: ModelConfig, factory: LayerFactory, number: int, gelu: str) -> None:
         super().__init__()
         place = f"layers.{number}"
-        self.attention_norm = kit.norm(section.hidden_size, epsilon=section.layernorm_epsilon)
-        self.attention = Attention(section, kit, f"{place}.attention")
-        self.attention_dropout = kit.dropout(section.hidden_dropout, f"{place}.attention")
-        self.mlp_norm = kit.norm(section.hidden_size, epsilon=section.layernorm_epsilon)
-        self.mlp = MLP(section, kit, gelu)
-        self.mlp_dropout = kit.dropout(section.hidden_dropout, f"{place}.mlp")
+        self.attention_norm = factory.norm(section.hidden_size, epsilon=section.layernorm_epsilon)
+        self.attention = Attention(section, factory, f"{place}.attention")
+        self.attention_dropout = factory.dropout(section.hidden_dropout, f"{place}.attention")
+        self.mlp_norm = factory.norm(section.hidden_size, epsilon=section.layernorm_epsilon)
+        self.mlp = MLP(section, factory, gelu)
+        self.mlp_dropout = factory.dropout(section.hidden_dropout, f"{place}.mlp")
 
     def forward(
         self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None
@@ -125,7 +125,7 @@ class Transformer(nn.Module):
     def __init__(
         self,
         section: ModelConfig,
-        kit: Kit,
+        factory: LayerFactory,
         numbers: Iterable[int],
         *,
         order: str = "pre-ln",
@@ -135,9 +135,9 @@ class Transformer(nn.Module):
         super().__init__()
         make = RESIDUAL_ORDERS[order]
         self.layers = nn.ModuleDict(
-            {str(number): make(section, kit, number, gelu) for number in numbers}
+            {str(number): make(section, factory, number, gelu) for number in numbers}
         )
-        self.run_layer = _runner(section, kit, "full")
+        self.run_layer = _runner(section, factory, "full")
 
     def forward(
         self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.config import PretrainBertConfig, PretrainGPT2Config, parse
-from megatron.model.bert import BERT
-from megatron.model.gpt2 import GPT2
-from megatron.parallel.kit import kit_1d
-from megatron.parallel.layout import layouts
+from megatron.models.bert import BERT
+from megatron.models.gpt2 import GPT2
+from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.random import RandomStreams
+from megatron.parallel.sharding import sharding_specs
 
 PRESETS = Path(__file__).parents[2] / "scripts" / "presets"
 GPT2_VOCABULARY = 50_257
@@ -49,11 +49,11 @@ def test_the_papers_models(name: str) -> None:
     config = parse(PretrainGPT2Config, ["--preset", str(PRESETS / f"{name}.toml")], {})
     assert config.parallel.tensor_model_parallel_size == tensor_size
     with fake_ranks(tensor_size) as mesh, torch.device("meta"):
-        model = GPT2(config.model, kit_1d(mesh, RandomStreams(0, mesh)), GPT2_VOCABULARY)
-        table = layouts(model)
+        model = GPT2(config.model, factory_1d(mesh, RandomStreams(0, mesh)), GPT2_VOCABULARY)
+        table = sharding_specs(model)
         local = {name: tuple(each.shape) for name, each in model.named_parameters()}
-        assert local == {name: layout.local_shape for name, layout in table.items()}
-    whole = sum(prod(layout.shape) for layout in table.values())
+        assert local == {name: spec.local_shape for name, spec in table.items()}
+    whole = sum(prod(spec.shape) for spec in table.values())
     assert whole == pytest.approx(parameters, rel=0.02)
     assert table["word_embedding.weight"].shape == (GPT2_VOCABULARY, config.model.hidden_size)
     padded = table["word_embedding.weight"].padded_rows
@@ -73,12 +73,14 @@ def test_the_papers_bert_sizes(name: str, parameters: float, tensor_size: int) -
     assert config.model.vocab_size == 30_522
     assert config.model.residual_order == "pre-ln"
     with fake_ranks(tensor_size) as mesh, torch.device("meta"):
-        model = BERT(config.model, kit_1d(mesh, RandomStreams(0, mesh)), config.model.vocab_size)
-        table = layouts(model)
+        model = BERT(
+            config.model, factory_1d(mesh, RandomStreams(0, mesh)), config.model.vocab_size
+        )
+        table = sharding_specs(model)
         local = {name: tuple(each.shape) for name, each in model.named_parameters()}
-        assert local == {name: layout.local_shape for name, layout in table.items()}
+        assert local == {name: spec.local_shape for name, spec in table.items()}
     assert table["mlm.head.bias"].padded_rows == table[EMBEDDING].padded_rows
-    whole = sum(prod(layout.shape) for layout in table.values())
+    whole = sum(prod(spec.shape) for spec in table.values())
     assert whole == pytest.approx(parameters, rel=0.02)
 
 
@@ -86,6 +88,6 @@ def test_the_papers_bert_sizes(name: str, parameters: float, tensor_size: int) -
 def test_a_rank_holds_its_part(name: str) -> None:
     config = parse(PretrainGPT2Config, ["--preset", str(PRESETS / f"{name}.toml")], {})
     with fake_ranks(8) as mesh, torch.device("meta"):
-        model = GPT2(config.model, kit_1d(mesh, RandomStreams(0, mesh)), GPT2_VOCABULARY)
+        model = GPT2(config.model, factory_1d(mesh, RandomStreams(0, mesh)), GPT2_VOCABULARY)
     local = sum(parameter.numel() for parameter in model.parameters())
     assert local == pytest.approx(8.3e9 / 8, rel=0.02)

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.data.gpt2 import GPT2Batch
-from megatron.model.gpt2 import document_mask
+from megatron.models.gpt2 import document_mask
 from megatron.parallel.layers import AttentionCore, SharedDropout
-from megatron.parallel.layout import layouts
 from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.sharding import sharding_specs
 from megatron.train.evaluate import whole_logits
 from tests.dist import Pool
-from tests.model.dense import dense_gpt2
+from tests.models.dense import dense_gpt2
 from tests.tiny import (
     GRANULARITIES,
     SEQUENCE,
@@ -203,7 +203,7 @@ def logits_loss_gradients(
     logits = whole_logits(model, mesh, torch.from_numpy(batch.tokens))
     loss, _ = summed_loss(model, batch, CPU)
     loss.backward()
-    table = layouts(model)
+    table = sharding_specs(model)
     gradients = {n: gather_whole(each.grad, table[n]) for n, each in model.named_parameters()}
     return logits, loss.detach(), gradients
 

@@ -1,7 +1,7 @@
 """The bundle of layer makers a model is built from.
 
-A model names its layers and their shapes; the kit decides how they are cut. `kit_1d` is the
-paper's; another way to cut a model is another kit, and no change to the model.
+A model names its layers and their shapes; the factory decides how they are cut. `factory_1d` is the
+paper's; another way to cut a model is another factory, and no change to the model.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Maker = Callable[..., nn.Module]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kit:
-    """Makers, called with whole sizes; the arguments and shapes are those of `kit_1d`'s layers."""
+class LayerFactory:
+    """Makers, called with whole sizes; arguments and shapes are those of `factory_1d`'s layers."""
 
     column: Maker  # (in, out, parts=, std=): [n, in] to the parallel region
     row: Maker  # (in, out, std=): from the parallel region to [n, out]
@@ -46,7 +46,7 @@ class Kit:
     checkpoint: Callable[..., Tensor]  # (function, *arguments): recompute in the backward
 
 
-def kit_1d(mesh: Mesh, streams: RandomStreams, *, norm: str = "torch") -> Kit:
+def factory_1d(mesh: Mesh, streams: RandomStreams, *, norm: str = "torch") -> LayerFactory:
     """The paper's: layers cut along the one tensor axis of the mesh.
 
     norm: whose kernel LayerNorm runs on, a key of LAYER_NORMS.
@@ -60,7 +60,7 @@ def kit_1d(mesh: Mesh, streams: RandomStreams, *, norm: str = "torch") -> Kit:
         "norm": LAYER_NORMS[norm],
         "head": VocabParallelHead,
     }
-    return Kit(
+    return LayerFactory(
         **{name: partial(layer, mesh) for name, layer in make.items()},
         dropout=partial(SharedDropout, streams),
         attention_core=partial(AttentionCore, streams),

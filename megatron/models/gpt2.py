@@ -6,26 +6,26 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.model.cache import KeyValueCache
-from megatron.model.transformer import Transformer
-from megatron.parallel.kit import Kit
+from megatron.models.cache import KeyValueCache
+from megatron.models.transformer import Transformer
+from megatron.parallel.factory import LayerFactory
 
 
 class GPT2(nn.Module):
-    def __init__(self, section: ModelConfig, kit: Kit, vocab_size: int) -> None:
-        """vocab_size: the true one; the kit pads it."""
+    def __init__(self, section: ModelConfig, factory: LayerFactory, vocab_size: int) -> None:
+        """vocab_size: the true one; the factory pads it."""
         super().__init__()
         self.vocab_size = vocab_size
         self.positions = section.max_position_embeddings
         h, std = section.hidden_size, section.init_method_std
-        self.word_embedding = kit.word_embedding(
+        self.word_embedding = factory.word_embedding(
             vocab_size, h, divisible_by=section.make_vocab_size_divisible_by, std=std
         )
-        self.position_embedding = kit.position_embedding(self.positions, h, std=std)
-        self.embedding_dropout = kit.dropout(section.hidden_dropout, "embedding")
-        self.transformer = Transformer(section, kit, range(section.num_layers))
-        self.final_norm = kit.norm(h, epsilon=section.layernorm_epsilon)
-        self.head = kit.head(vocab_size)
+        self.position_embedding = factory.position_embedding(self.positions, h, std=std)
+        self.embedding_dropout = factory.dropout(section.hidden_dropout, "embedding")
+        self.transformer = Transformer(section, factory, range(section.num_layers))
+        self.final_norm = factory.norm(h, epsilon=section.layernorm_epsilon)
+        self.head = factory.head(vocab_size)
 
     def forward(
         self,

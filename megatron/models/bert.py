@@ -13,34 +13,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.bert import TOKEN_TYPES, BertConfig
-from megatron.model.transformer import Transformer
-from megatron.parallel.kit import Kit
+from megatron.models.transformer import Transformer
+from megatron.parallel.factory import LayerFactory
 
 
 class BertEncoder(nn.Module):
     """Token ids and types [b, s] to [n, h]."""
 
-    def __init__(self, section: BertConfig, kit: Kit, vocab_size: int) -> None:
-        """vocab_size: the true one; the kit pads it."""
+    def __init__(self, section: BertConfig, factory: LayerFactory, vocab_size: int) -> None:
+        """vocab_size: the true one; the factory pads it."""
         super().__init__()
         h, std = section.hidden_size, section.init_method_std
         is_pre = section.residual_order == "pre-ln"
-        self.word_embedding = kit.word_embedding(
+        self.word_embedding = factory.word_embedding(
             vocab_size, h, divisible_by=section.make_vocab_size_divisible_by, std=std
         )
-        self.position_embedding = kit.position_embedding(
+        self.position_embedding = factory.position_embedding(
             section.max_position_embeddings, h, std=std
         )
-        self.token_type_embedding = kit.position_embedding(TOKEN_TYPES, h, std=std)
+        self.token_type_embedding = factory.position_embedding(TOKEN_TYPES, h, std=std)
         self.embedding_norm = (
-            nn.Identity() if is_pre else kit.norm(h, epsilon=section.layernorm_epsilon)
+            nn.Identity() if is_pre else factory.norm(h, epsilon=section.layernorm_epsilon)
         )
-        self.embedding_dropout = kit.dropout(section.hidden_dropout, "embedding")
+        self.embedding_dropout = factory.dropout(section.hidden_dropout, "embedding")
         self.transformer = Transformer(
-            section, kit, range(section.num_layers), order=section.residual_order, gelu="none"
+            section, factory, range(section.num_layers), order=section.residual_order, gelu="none"
         )
         self.final_norm = (
-            kit.norm(h, epsilon=section.layernorm_epsilon) if is_pre else nn.Identity()
+            factory.norm(h, epsilon=section.layernorm_epsilon) if is_pre else nn.Identity()
         )
 
     def forward(self, tokens: Tensor, token_types: Tensor, is_real: Tensor) -> Tensor:
@@ -61,10 +61,10 @@ class BertEncoder(nn.Module):
 class Pooler(nn.Module):
     """What is seen at the first token of each sequence: [n, h] of b sequences to [b, h]."""
 
-    def __init__(self, section: BertConfig, kit: Kit) -> None:
+    def __init__(self, section: BertConfig, factory: LayerFactory) -> None:
         super().__init__()
         h = section.hidden_size
-        self.dense = kit.linear(h, h, std=section.init_method_std)
+        self.dense = factory.linear(h, h, std=section.init_method_std)
 
     def forward(self, x: Tensor, batch: int) -> Tensor:
         return torch.tanh(self.dense(x.view(batch, -1, x.shape[1])[:, 0]))
@@ -73,12 +73,12 @@ class Pooler(nn.Module):
 class MaskedTokenHead(nn.Module):
     """Logits or losses of tokens that the input hides; tied to the word embedding."""
 
-    def __init__(self, section: BertConfig, kit: Kit, vocab_size: int) -> None:
+    def __init__(self, section: BertConfig, factory: LayerFactory, vocab_size: int) -> None:
         super().__init__()
         h = section.hidden_size
-        self.dense = kit.linear(h, h, std=section.init_method_std)
-        self.norm = kit.norm(h, epsilon=section.layernorm_epsilon)
-        self.head = kit.head(vocab_size, bias_divisible_by=section.make_vocab_size_divisible_by)
+        self.dense = factory.linear(h, h, std=section.init_method_std)
+        self.norm = factory.norm(h, epsilon=section.layernorm_epsilon)
+        self.head = factory.head(vocab_size, bias_divisible_by=section.make_vocab_size_divisible_by)
 
     def forward(
         self,
@@ -92,14 +92,14 @@ class MaskedTokenHead(nn.Module):
 
 
 class BERT(nn.Module):
-    def __init__(self, section: BertConfig, kit: Kit, vocab_size: int) -> None:
-        """vocab_size: the true one; the kit pads it."""
+    def __init__(self, section: BertConfig, factory: LayerFactory, vocab_size: int) -> None:
+        """vocab_size: the true one; the factory pads it."""
         super().__init__()
         self.vocab_size = vocab_size
-        self.encoder = BertEncoder(section, kit, vocab_size)
-        self.pooler = Pooler(section, kit)
-        self.mlm = MaskedTokenHead(section, kit, vocab_size)
-        self.sop = kit.linear(section.hidden_size, 2, std=section.init_method_std)
+        self.encoder = BertEncoder(section, factory, vocab_size)
+        self.pooler = Pooler(section, factory)
+        self.mlm = MaskedTokenHead(section, factory, vocab_size)
+        self.sop = factory.linear(section.hidden_size, 2, std=section.init_method_std)
 
     def forward(
         self,

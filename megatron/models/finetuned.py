@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatron.config.bert import FinetunedConfig
-from megatron.model.bert import BertEncoder, Pooler
-from megatron.parallel.kit import Kit
+from megatron.models.bert import BertEncoder, Pooler
+from megatron.parallel.factory import LayerFactory
 
 SPAN_ENDS = 2  # scores of a token as the first and as the last one of a span
 
@@ -20,15 +20,15 @@ class FinetunedBert(nn.Module):
     span is told from scores at every token, and has no pooler.
     """
 
-    def __init__(self, section: FinetunedConfig, kit: Kit, vocab_size: int) -> None:
-        """vocab_size: the true one; the kit pads it."""
+    def __init__(self, section: FinetunedConfig, factory: LayerFactory, vocab_size: int) -> None:
+        """vocab_size: the true one; the factory pads it."""
         super().__init__()
         self.vocab_size = vocab_size
-        self.encoder = BertEncoder(section, kit, vocab_size)
-        self.pooler = None if section.head == "span" else Pooler(section, kit)
-        self.dropout = kit.dropout(section.hidden_dropout, "head")
+        self.encoder = BertEncoder(section, factory, vocab_size)
+        self.pooler = None if section.head == "span" else Pooler(section, factory)
+        self.dropout = factory.dropout(section.hidden_dropout, "head")
         outputs = {"classifier": len(section.labels), "choice": 1, "span": SPAN_ENDS}[section.head]
-        self.head = kit.linear(section.hidden_size, outputs, std=section.init_method_std)
+        self.head = factory.linear(section.hidden_size, outputs, std=section.init_method_std)
 
     def forward(self, tokens: Tensor, token_types: Tensor, is_real: Tensor) -> Tensor:
         """Scores [b, classes], [b, 1] of options or [b, s, 2], fp32 at least; arguments as of the

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.config.bert import BertConfig
 from megatron.parallel.collectives import gather_from
-from megatron.parallel.layout import layouts
+from megatron.parallel.sharding import sharding_specs
 from megatron.train.models import build_model
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
@@ -66,7 +66,7 @@ def by_our_names(family: Family, section: BertConfig, theirs: dict[str, Tensor])
     """Tensors of theirs, weights or gradients, through the table of the conversion."""
     return {
         entry.ours: entry.transform.to_ours(
-            [theirs[family.key_of(name)] for name in entry.theirs], entry.layout.shape
+            [theirs[family.key_of(name)] for name in entry.theirs], entry.spec.shape
         )
         for entry in resolve(family, section, VOCABULARY)
     }
@@ -100,7 +100,7 @@ def run_ours(order: str, weights: dict[str, Tensor], tensor_size: int) -> Found:
     picked = MASK.flatten().nonzero()[:, 0]
     losses, swapped = model(*INPUTS, picked, LABELS.flatten()[picked])
     (losses.mean() + F.cross_entropy(swapped, IS_SWAPPED)).backward()
-    table = layouts(model)
+    table = sharding_specs(model)
     gradients = {
         name: gather_whole(parameter.grad, table[name])
         for name, parameter in model.named_parameters()

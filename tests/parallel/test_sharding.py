@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-from megatron.model.gpt2 import GPT2
-from megatron.parallel.kit import kit_1d
-from megatron.parallel.layout import layouts, materialise
+from megatron.models.gpt2 import GPT2
+from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.random import RandomStreams
+from megatron.parallel.sharding import materialize, sharding_specs
 from tests.dist import Pool
 from tests.tiny import (
     SEED,
@@ -31,12 +31,12 @@ CPU = torch.device("cpu")
 
 def on_meta(mesh: Mesh) -> GPT2:
     with torch.device("meta"):
-        return GPT2(tiny_section(), kit_1d(mesh, RandomStreams(SEED, mesh)), VOCABULARY)
+        return GPT2(tiny_section(), factory_1d(mesh, RandomStreams(SEED, mesh)), VOCABULARY)
 
 
 def initial(mesh: Mesh, seed: int = SEED, dtype: torch.dtype = torch.float32) -> GPT2:
     model = on_meta(mesh)
-    materialise(model, device=CPU, dtype=dtype, seed=seed)
+    materialize(model, device=CPU, dtype=dtype, seed=seed)
     return model
 
 
@@ -63,8 +63,8 @@ def test_initial_weights_have_the_papers_distribution() -> None:
     section = tiny_section(num_layers=8, hidden_size=64, max_position_embeddings=256)
     mesh = serial_mesh()
     with torch.device("meta"):
-        model = GPT2(section, kit_1d(mesh, RandomStreams(SEED, mesh)), 1000)
-    materialise(model, device=CPU, dtype=torch.float32, seed=SEED)
+        model = GPT2(section, factory_1d(mesh, RandomStreams(SEED, mesh)), 1000)
+    materialize(model, device=CPU, dtype=torch.float32, seed=SEED)
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
             assert not weight.any(), name
@@ -91,8 +91,8 @@ def test_every_parameter_and_seed_has_its_own_draw() -> None:
 def padding(tensor_size: int) -> tuple[int, int]:
     """(rows that this rank pads, those of them that are not zero)."""
     model = initial(mesh_of_ranks(tensor_size))
-    layout, weight = layouts(model)["word_embedding.weight"], model.word_embedding.weight
-    pad = weight[len(layout.real(weight)) :]
+    spec, weight = sharding_specs(model)["word_embedding.weight"], model.word_embedding.weight
+    pad = weight[len(spec.real(weight)) :]
     return len(pad), int(pad.any(dim=1).sum())
 
 
@@ -102,15 +102,15 @@ def test_padding_rows_are_zero_and_a_rank_may_hold_nothing_else(gloo: Pool) -> N
 
 def check_layouts_survive(tensor_size: int) -> None:
     mesh = mesh_of_ranks(tensor_size)
-    on_meta_table = layouts(meta := on_meta(mesh))
+    on_meta_table = sharding_specs(meta := on_meta(mesh))
     assert all(parameter.is_meta for parameter in meta.parameters())
     # A copy on meta, then memory: both keep the table and the number of parameters.
     model = copy.deepcopy(meta)
-    materialise(model, device=CPU, dtype=torch.float32, seed=SEED)
+    materialize(model, device=CPU, dtype=torch.float32, seed=SEED)
     copies = [model, copy.deepcopy(model), copy.deepcopy(model).to(torch.bfloat16)]
     copies.append(initial(mesh, dtype=torch.bfloat16))
     for each in copies:
-        assert layouts(each) == on_meta_table
+        assert sharding_specs(each) == on_meta_table
         for name, parameter in each.named_parameters():
             assert tuple(parameter.shape) == on_meta_table[name].local_shape
     for each in copies[1:]:
@@ -126,7 +126,7 @@ def assert_tied(model: GPT2) -> None:
     loss(model).backward()
     gradient = model.word_embedding.weight.grad
     assert gradient is not None
-    whole = gather_whole(gradient, layouts(model)["word_embedding.weight"])
+    whole = gather_whole(gradient, sharding_specs(model)["word_embedding.weight"])
     assert whole[unread].any(dim=1).all()
 
 
@@ -139,11 +139,11 @@ def check_fully_shard(tensor_size: int) -> None:
     """FSDP over the data axis: the same table, loss and gradients (FSDP averages them)."""
     mesh = mesh_of_ranks(tensor_size)
     plain, sharded = tiny_model(mesh)[0], tiny_model(mesh)[0]
-    before = layouts(sharded)
+    before = sharding_specs(sharded)
     for layer in sharded.transformer.layers.values():
         fully_shard(layer, mesh=mesh.data.grid["data"])
     fully_shard(sharded, mesh=mesh.data.grid["data"])
-    assert layouts(sharded) == before == layouts(plain)
+    assert sharding_specs(sharded) == before == sharding_specs(plain)
 
     own = loss(sharded, mesh.data.rank)
     torch.testing.assert_close(own, loss(plain, mesh.data.rank))

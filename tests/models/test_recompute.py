@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.recomputing import kept_bytes
 from megatron.config.model import ModelConfig
-from megatron.parallel.layout import layouts
+from megatron.parallel.sharding import sharding_specs
 from megatron.train.objectives import MaskedTokensAndOrder, NextToken, Objective
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
@@ -60,7 +60,7 @@ def losses_and_gradients(kind: str, tensor_size: int, dropout: float, granularit
     for loss in losses:
         loss.backward()
     assert torch.equal(torch.get_rng_state(), before)
-    table = layouts(model)
+    table = sharding_specs(model)
     gradients = {n: gather_whole(each.grad, table[n]) for n, each in model.named_parameters()}
     return [loss.detach() for loss in losses], gradients
 

@@ -1,7 +1,7 @@
 """How each parameter is laid out over the mesh: said once by its layer, read by everything else.
 
 Initialisation, gradient reduction, the global norm, checkpoints and conversion all read the table
-`layouts(model)`. A layout belongs to the module and not to the tensor, because `deepcopy`,
+`sharding_specs(model)`. A spec belongs to the module and not to the tensor, because `deepcopy`,
 `fully_shard` and all that brings a model off meta replace the tensor and lose what hangs on it.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ShardingSpec:
     """One parameter, whole and cut.
 
     shape: the whole parameter as it is saved, that is with the true number of rows.
@@ -65,51 +65,51 @@ class Layout:
         return local[tuple(slice(0, cut.stop - cut.start) for cut in self.place)]
 
 
-class LaidOut(nn.Module):
+class ShardedModule(nn.Module):
     """A module that says how its own parameters are laid out.
 
     slots: where training adds up their gradients, by name; none without gradient buffers.
     """
 
-    layouts: dict[str, Layout]
+    specs: dict[str, ShardingSpec]
     slots: dict[str, Slot]
 
     def __init__(self) -> None:
         super().__init__()
-        self.layouts = {}
+        self.specs = {}
         self.slots = {}
 
-    def add_parameter(self, name: str, layout: Layout) -> None:
-        self.layouts[name] = layout
-        self.register_parameter(name, nn.Parameter(torch.empty(layout.local_shape)))
+    def add_parameter(self, name: str, spec: ShardingSpec) -> None:
+        self.specs[name] = spec
+        self.register_parameter(name, nn.Parameter(torch.empty(spec.local_shape)))
 
 
-def layouts(model: nn.Module) -> dict[str, Layout]:
-    """{full parameter name: layout}, in the order of `model.named_parameters()`."""
+def sharding_specs(model: nn.Module) -> dict[str, ShardingSpec]:
+    """{full parameter name: spec}, in the order of `model.named_parameters()`."""
     table = {
-        f"{prefix}.{name}" if prefix else name: layout
+        f"{prefix}.{name}" if prefix else name: spec
         for prefix, module in model.named_modules()
-        if isinstance(module, LaidOut)
-        for name, layout in module.layouts.items()
+        if isinstance(module, ShardedModule)
+        for name, spec in module.specs.items()
     }
     names = [name for name, _ in model.named_parameters()]
-    assert set(names) == set(table), f"without a layout: {set(names) ^ set(table)}"
+    assert set(names) == set(table), f"without a sharding spec: {set(names) ^ set(table)}"
     return {name: table[name] for name in names}
 
 
-def initial_value(name: str, layout: Layout, seed: int) -> Tensor:
-    """The whole parameter [layout.shape], fp32 on the CPU: a function of (seed, name) alone.
+def initial_value(name: str, spec: ShardingSpec, seed: int) -> Tensor:
+    """The whole parameter [spec.shape], fp32 on the CPU: a function of (seed, name) alone.
 
     It is drawn whole on every rank and then cut, so that no layout changes the model.
     """
-    whole = torch.empty(layout.shape)
-    if layout.std is None:
-        return whole.fill_(layout.fill)
+    whole = torch.empty(spec.shape)
+    if spec.std is None:
+        return whole.fill_(spec.fill)
     generator = torch.Generator().manual_seed(derive_seed(seed, "initialise", name))
-    return whole.normal_(0.0, layout.std, generator=generator)
+    return whole.normal_(0.0, spec.std, generator=generator)
 
 
-def materialise(
+def materialize(
     model: nn.Module, *, device: torch.device, dtype: torch.dtype, seed: int | None
 ) -> nn.Module:
     """Give a model that was built on meta its memory and initial values; the only such place.
@@ -126,13 +126,13 @@ def materialise(
     if seed is None:
         return model
     with torch.no_grad():
-        for name, layout in layouts(model).items():
-            load_whole(parameters[name], initial_value(name, layout, seed), layout)
+        for name, spec in sharding_specs(model).items():
+            load_whole(parameters[name], initial_value(name, spec, seed), spec)
     return model
 
 
-def load_whole(local: Tensor, whole: Tensor, layout: Layout) -> None:
+def load_whole(local: Tensor, whole: Tensor, spec: ShardingSpec) -> None:
     """Copy this rank's part of a whole parameter into `local`; padding rows become zero."""
-    assert whole.shape == layout.shape, f"{tuple(whole.shape)} is not {layout.shape}"
+    assert whole.shape == spec.shape, f"{tuple(whole.shape)} is not {spec.shape}"
     local.zero_()
-    layout.real(local).copy_(whole[layout.place])
+    spec.real(local).copy_(whole[spec.place])

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.model.cache import KeyValueCache
-from megatron.model.gpt2 import GPT2
+from megatron.models.cache import KeyValueCache
+from megatron.models.gpt2 import GPT2
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import whole_logits
 from megatron.train.generate import Reader
 from tests.dist import Pool
-from tests.model.dense import dense_gpt2
+from tests.models.dense import dense_gpt2
 from tests.tiny import (
     SEQUENCE,
     VOCABULARY,

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.bert import FinetunedConfig
-from megatron.model.bert import BERT
-from megatron.model.finetuned import FinetunedBert
+from megatron.models.bert import BERT
+from megatron.models.finetuned import FinetunedBert
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.layers import SharedDropout
-from megatron.parallel.layout import layouts
 from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.sharding import sharding_specs
 from megatron.train.objectives import MaskedTokensAndOrder
 from tests.bert import bert_model, bert_samples, bert_section, whole_bert
 from tests.dist import Pool
@@ -50,7 +50,9 @@ def test_it_equals_plain_modules(order: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_norms_stand_where_the_order_says(order: str) -> None:
-    names = {name.removeprefix("encoder.") for name in layouts(bert_model(serial_mesh(), order))}
+    names = {
+        name.removeprefix("encoder.") for name in sharding_specs(bert_model(serial_mesh(), order))
+    }
     assert ("final_norm.weight" in names) == (order == "pre-ln")
     assert ("embedding_norm.weight" in names) == (order == "post-ln")
 
@@ -129,14 +131,14 @@ def test_dropout_stands_in_all_its_places(order: str) -> None:
 def test_decay_and_initial_values_are_the_papers(order: str) -> None:
     section = bert_section(order)
     before_residuals = 0.02 / sqrt(2 * section.num_layers)
-    for name, layout in layouts(bert_model(serial_mesh(), order)).items():
+    for name, spec in sharding_specs(bert_model(serial_mesh(), order)).items():
         is_vector = name.endswith("bias") or "norm" in name
-        assert layout.decay != is_vector, name
+        assert spec.decay != is_vector, name
         if is_vector:
-            assert (layout.std, layout.fill) == (None, float(name.endswith("norm.weight"))), name
+            assert (spec.std, spec.fill) == (None, float(name.endswith("norm.weight"))), name
         else:
             scaled = name.endswith(("attention.output.weight", "mlp.down.weight"))
-            assert layout.std == (before_residuals if scaled else 0.02), name
+            assert spec.std == (before_residuals if scaled else 0.02), name
 
 
 HEADS: dict[str, tuple[Any, ...]] = {
@@ -161,7 +163,7 @@ def scores(head: str, tensor_size: int) -> Tensor:
 def test_heads_of_tasks_have_their_shapes_and_equal_plain_modules(gloo: Pool, head: str) -> None:
     model, _ = tiny_model(serial_mesh(), finetuned_section(head))
     dense = whole_bert(FinetunedBert, finetuned_section(head), tiny_weights(model))
-    assert any("pooler" in name for name in layouts(model)) == (head != "span")
+    assert any("pooler" in name for name in sharding_specs(model)) == (head != "span")
     expected = dense(*inputs(3))
     assert expected.shape == HEADS[head]
     for each in [scores(head, 1), *gloo.run(2, scores, head, 2)]:

@@ -1,4 +1,4 @@
-"""A kit of plain torch modules: the same models with nothing of megatron/parallel in them."""
+"""A factory of plain torch modules: the same models with nothing of megatron/parallel in them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
-from megatron.model.gpt2 import GPT2
-from megatron.parallel.kit import Kit
+from megatron.models.gpt2 import GPT2
+from megatron.parallel.factory import LayerFactory
 
 
 class PlainAttention(nn.Module):
@@ -49,7 +49,7 @@ def recompute(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return checkpoint(function, *arguments, use_reentrant=False)
 
 
-DENSE_KIT = Kit(
+DENSE_KIT = LayerFactory(
     column=lambda inputs, outputs, parts=1, std=0.0: nn.Linear(inputs, parts * outputs),
     row=lambda inputs, outputs, std: nn.Linear(inputs, outputs),
     linear=lambda inputs, outputs, std: nn.Linear(inputs, outputs),
