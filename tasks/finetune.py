@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.bert import BertConfig, FinetunedConfig
+from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError, flag
 from megatron.config.launch import world_size
 from megatron.config.parse import user_errors
-from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.train.trained import open_trained
 from tasks import paper
@@ -260,7 +260,7 @@ def evaluate_models(
     plan: Plan, mesh: Mesh, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(record, figures for the paper's table) of each model, and of the mean of their logits."""
-    from megatron.train.checkpoint import read_manifest
+    from megatron.checkpoint.format import read_manifest
     from megatron.train.evaluate import load_newest
     from megatron.train.models import section_of
     from megatron.train.state import DTYPES

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.checkpoints import one_step
+from megatron.checkpoint.format import one_step
 from megatron.config.checks import flag
 from megatron.data.files import write_atomically
 

@@ -13,21 +13,19 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.format import read_manifest, step_folders
+from megatron.checkpoint.load import newest_whole
+from megatron.checkpoint.retention import claim, remove
 from megatron.config.bert import FinetunedConfig
-from megatron.config.checkpoints import step_folders
 from megatron.config.parse import user_errors
+from megatron.parallel.agree import agree, refuse_alike
 from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
-from megatron.train.agree import agree, refuse_alike
-from megatron.train.checkpoint import read_manifest
-from megatron.train.claim import claim
 from megatron.train.finetune import Course, begin, finetuned_section, save_finetuned, train_epoch
-from megatron.train.folder import remove
 from megatron.train.launch import default_precision
 from megatron.train.metrics import Metrics
 from megatron.train.models import MODELS, section_of
-from megatron.train.start import newest_whole
 from megatron.train.state import TrainState
 from tasks.finetune import Plan, assemble
 from tasks.finetuning import figure_name

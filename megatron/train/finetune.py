@@ -20,6 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.load import TensorSlice, load
+from megatron.checkpoint.save import save
 from megatron.config.bert import FinetunedConfig, Head
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -29,13 +32,11 @@ from megatron.data.order import permute
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
-from megatron.train.checkpoint import Piece, load, read_manifest, save
 from megatron.train.deal import deal
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.finetuning_objectives import answer_scores
 from megatron.train.replicas import check_replicas
-from megatron.train.start import environment
-from megatron.train.state import DTYPES, TrainState, build_state, model_pieces
+from megatron.train.state import DTYPES, TrainState, build_state, environment, model_pieces
 from megatron.train.step import StepResult, train_step
 
 HEAD = "head"  # what no pretrained checkpoint has
@@ -138,7 +139,7 @@ def load_pretrained(state: TrainState, path: Path) -> None:
         )
     pieces = [
         # Masters are more exact than the weights that were rounded from them.
-        Piece(key if (key := f"master.{name}") in saved else f"model.{name}", slot.spec, own)
+        TensorSlice(key if (key := f"master.{name}") in saved else f"model.{name}", slot.spec, own)
         for name, (slot, own) in weights.items()
     ]
     load(path, pieces, state.mesh, verified=True)

@@ -10,14 +10,14 @@ from datetime import UTC, datetime
 from math import exp, inf
 from typing import Any
 
-from megatron.config.resume import data_fingerprint
+from megatron.checkpoint.resume import data_fingerprint
+from megatron.checkpoint.save import Saver
 from megatron.config.training import TrainingConfig
 from megatron.data.batch import Batch, Samples
 from megatron.train.evaluate import mean_losses
 from megatron.train.feed import feed
 from megatron.train.metrics import Metrics
 from megatron.train.replicas import check_replicas
-from megatron.train.saver import Saver
 from megatron.train.signals import SIGNALS, StopSignals, exit_code
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, train_step
@@ -89,7 +89,7 @@ def train(state: TrainState, loop: Loop) -> str:
                 if end not in SIGNALS and _is_due(state, loop.training.eval_interval, end):
                     validation_loss = _evaluate(state, loop)
                 if saves:
-                    loop.saver.save(state, validation_loss)
+                    loop.saver.save(state.step, state.pieces(), state.facts(), validation_loss)
                 _report_saves(state, loop, is_last=end is not None)
     loop.metrics.write({"step": state.step, "ended": end, "exit_code": exit_code(end)})
     loop.metrics.say(_last_word(state, loop, end))

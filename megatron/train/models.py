@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.checkpoint.resume import kind_of
 from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.model import ModelConfig
-from megatron.config.resume import kind_of
 from megatron.models.bert import BERT
 from megatron.models.finetuned import FinetunedBert
 from megatron.models.gpt2 import GPT2

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron.checkpoint.resume import Start, check_start, find_start, newest_readable, run_id
 from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig
-from megatron.config.resume import Start, check_start, find_start, newest_readable, run_id
 from megatron.train.inputs import Inputs
 from megatron.train.signals import StopSignals, exit_code
 
@@ -44,7 +44,7 @@ def pretrain(
         with user_errors(environ):
             plan = make_plan(arguments, environ, program, open_inputs)
 
-        from megatron.train.claim import claim
+        from megatron.checkpoint.retention import claim
         from megatron.train.launch import launch
         from megatron.train.loop import tell_start, train
 
@@ -54,7 +54,7 @@ def pretrain(
             stack.enter_context(claim(plan.config.checkpoint.save, mesh))
             state, began, facts = build(plan, mesh)
         loop = open_loop(plan, state, began, facts, signals, environ, stack)
-        news = [*began.news, *plan.config.checkpoint.warnings()]
+        news = [*began.news, *plan.config.checkpoint.warnings(plan.config.training.train_iters)]
         tell_start(state, loop, news, plan.inputs.corpus.identity)
         if code := exit_code(train(state, loop)):
             raise SystemExit(code)
@@ -134,10 +134,10 @@ def open_loop(
     stack: ExitStack,
 ) -> Loop:
     """What the training loop reads and writes; the stack closes it."""
+    from megatron.checkpoint.save import Saver
     from megatron.optim.schedule import learning_rate
     from megatron.train.loop import Loop
     from megatron.train.metrics import Metrics
-    from megatron.train.saver import Saver
     from megatron.train.sinks import open_sinks
 
     config, mesh = plan.config, state.mesh

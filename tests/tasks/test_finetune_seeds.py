@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.config.checkpoints import step_folders
+from megatron.checkpoint.format import step_folders
 from megatron.config.parse import parse
 from megatron.optim.loss_scaler import LossScaler
 from megatron.train.finetuning_objectives import answer_scores

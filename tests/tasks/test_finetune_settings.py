@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.config.checkpoints import step_folders
+from megatron.checkpoint.format import step_folders
 from tasks.checks import ChecksConfig
 from tasks.finetune import dtype_of
 from tasks.hyper_parameters import checks_of, hyper_parameters

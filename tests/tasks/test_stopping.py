@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.checkpoints import step_folders
+from megatron.checkpoint.format import step_folders
 from megatron.train.deal import deal
 from megatron.train.metrics import read_metrics
 from tasks import seeds as seeds_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.whole import FILES, make_checkpoint
+from tests.checkpoint.files import FILES, make_checkpoint
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "checkpoint.py"
 
