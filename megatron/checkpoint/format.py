@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +104,6 @@ def examine(folder: Path) -> tuple[dict[str, Any], str]:
         return read_manifest(folder), ""
     except (ValueError, OSError) as error:
         return {}, str(error)
-
-
-def no_whole_one(folders: Sequence[Path], reasons: Iterable[str]) -> str:
-    """The message where each of the folders is damaged, a reason a line."""
-    places = list(dict.fromkeys(str(folder.parent) for folder in folders))
-    looks = " and ".join(f"`python tools/checkpoint.py ls {place}`" for place in places)
-    lines = "".join(f"\n  {reason}" for reason in reasons)
-    return f"--load: no whole checkpoint in {' and '.join(places)}; {looks} lists them{lines}"
 
 
 def damage(

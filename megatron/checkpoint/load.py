@@ -17,10 +17,10 @@ from megatron.checkpoint.format import (
     box_of,
     damage,
     examine,
-    no_whole_one,
     overlap,
     read_manifest,
 )
+from megatron.checkpoint.resume import newest_readable
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import ShardingSpec
 
@@ -35,25 +35,21 @@ class TensorSlice:
 
 
 def newest_whole(folders: Sequence[Path], mesh: Mesh) -> tuple[Path, dict[str, Any], list[str]]:
-    """(folder, manifest, what is wrong with each folder passed over) of the first whole one, of
-    which every byte was read.
+    """As `newest_readable`, but of the first whole one, of which every byte is read.
 
     Every rank calls this and gets the same; of `folders` those of the first rank hold for all.
-    Raises ValueError with every reason where there is none.
     """
-    folders = mesh.control.gather(list(folders))[0]
-    reasons: list[str] = []
-    for path in folders:
+
+    def look(path: Path) -> tuple[dict[str, Any], str]:
         manifest, reason = examine(path)
         seen = mesh.control.gather((reason, manifest.get("checksum")))
         found = [each for each, _ in seen if each]
         if not found and len(set(seen)) > 1:
-            found = [f"{path} is not the same on all ranks; a shared directory would work"]
+            found = [f"{path} is not the same on all ranks; it must be in a shared directory"]
         found = found or verify(path, mesh)
-        if not found:
-            return path, manifest, reasons
-        reasons.append(found[0])
-    raise ValueError(no_whole_one(folders, reasons))
+        return manifest, found[0] if found else ""
+
+    return newest_readable(mesh.control.gather(list(folders))[0], look)
 
 
 def verify(path: Path, mesh: Mesh) -> list[str]:

@@ -3,22 +3,20 @@
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.format import (
     examine,
-    no_whole_one,
     one_step,
     save_directory,
     step_folders,
     step_of,
 )
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import UsageError, flag, switch
+from megatron.config.checks import UsageError, flag
 from megatron.config.data import sample_settings
 from megatron.config.model import ModelConfig
 from megatron.config.pretrain import PretrainConfig
@@ -26,17 +24,17 @@ from megatron.config.pretrain import PretrainConfig
 # A resumed run is compared with its checkpoint by the settings of these parts of its config; what
 # the others hold (where files are, how fast it runs, what it logs) changes no result.
 COMPARED = ("model", "data", "optimizer", "training", "precision")
-# Of those, what makes another model may not change. What decides which sample comes when (the seed
-# and `sample_settings`) changes only with --override-data. The rest may change, and is said.
-MODEL = {
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "layernorm_epsilon",
-    "residual_order",
+# Of those, these may not change, as they make another model. What decides which sample comes when
+# changes only with --override-data: see `check_start`. The rest may change, and is said.
+FIXED = {
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--max-position-embeddings",
+    "--layernorm-epsilon",
+    "--residual-order",
+    "vocabulary",
 }
-OVERRIDE = "unless --override-data is given"
 PRECISIONS = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
 # What the directories of other programs have, and what makes a checkpoint of them.
 FOREIGN = {
@@ -116,26 +114,36 @@ def _check_one_run(
         return
     ((ours,), (theirs,)) = readable
     if ours.get("weights_of" if config.finetune else "run") != theirs.get("run"):
-        kind = "that was fine-tuned from" if config.finetune else "of the run of"
+        kind = "fine-tuned from" if config.finetune else "of the run of"
         raise UsageError(
             "--save",
             config.save,
-            f"a directory whose checkpoints (here up to {saved[0].name}) are {kind} --load "
-            f"{config.load}, or one without",
+            f"without checkpoints or with ones {kind} --load {config.load}, which "
+            f"{saved[0].name} there is not (--load {config.save} resumes that run)",
             works=("--save", f"{config.save}_2"),
         )
 
 
-def newest_readable(folders: Sequence[Path]) -> tuple[Path, dict[str, Any], list[str]]:
-    """(folder, manifest, what is wrong with each folder passed over) of the first whose files are
-    all there, at their sizes. Raises ValueError with every reason where there is none."""
+def newest_readable(
+    folders: Sequence[Path], look: Callable[[Path], tuple[dict[str, Any], str]] = examine
+) -> tuple[Path, dict[str, Any], list[str]]:
+    """(folder, manifest, what is wrong with each folder passed over) of the first in which `look`
+    finds nothing wrong: `examine`, where all files are there at their sizes.
+
+    Raises ValueError with every reason where there is none.
+    """
     reasons: list[str] = []
     for folder in folders:
-        manifest, reason = examine(folder)
-        if manifest:
+        manifest, reason = look(folder)
+        if not reason:
             return folder, manifest, reasons
         reasons.append(reason)
-    raise ValueError(no_whole_one(folders, reasons))
+    places = list(dict.fromkeys(str(folder.parent) for folder in folders))
+    lists = " and ".join(f"`python tools/checkpoint.py ls {place}`" for place in places)
+    lines = "".join(f"\n  {reason}" for reason in reasons)
+    raise ValueError(
+        f"--load: no whole checkpoint in {' and '.join(places)}; {lists} shows what is there{lines}"
+    )
 
 
 def run_id(manifest: Mapping[str, Any] | None) -> str:
@@ -185,79 +193,55 @@ def check_start(
             "from which --finetune starts at step 0, with a --save of its own",
             works=("--load", str(path), "--finetune"),
         )
-    override = config.checkpoint.override_data
-    fixed, data = MODEL, {"seed", *sample_settings(config.data)}
-    if finetune or override:
-        data = set()
-    differing = _differences(manifest, {"config": asdict(config)})
-    if wrong := [name for name in differing if name in fixed | data]:
-        name = min(wrong, key=lambda each: each not in fixed)  # what nothing overrides first
-        saved, given = (_arguments(name, value) for value in differing[name])
-        raise UsageError(
-            given[0],
-            " ".join(given[1:]) or None,
-            f"{' '.join(saved)}, as in {path}{f', {OVERRIDE}' if name in data else ''}",
-            works=tuple(word for each in wrong for word in _arguments(each, differing[each][0])),
-        )
-    if not finetune and config.precision.name not in (None, manifest["precision"]):
-        cure = PRECISIONS[manifest["precision"]]
-        allowed = f"{cure}, as in {path}, unless with --finetune"
-        raise UsageError(PRECISIONS[config.precision.name], allowed=allowed, works=(cure,))
-    _check_data(config, path, manifest, identity, is_same_run=not finetune)
+    fixed = FIXED | (set() if finetune else {"precision"})
+    overridable = {"tokenizer"}
+    if not finetune:
+        overridable |= {"--seed", "data sets", *map(flag, sample_settings(config.data))}
+    if config.checkpoint.override_data:
+        overridable = set()
+    precision = config.precision.name or manifest["precision"]
+    differing = differences(
+        manifest, {"config": asdict(config), **identity, "precision": precision}
+    )
+    wrong = [name for name in differing if name in fixed] + [
+        name for name in differing if name.partition(":")[0] in overridable
+    ]
+    if not wrong:
+        return
+    saved, now = differing[wrong[0]]
+    unless = "" if wrong[0] in fixed else ", unless --override-data is given"
+    if words := _arguments(wrong[0], now):
+        must = " ".join(_arguments(wrong[0], saved))
+        works = tuple(word for name in wrong for word in _arguments(name, differing[name][0]))
+    else:  # not a setting, but what is at --data-path
+        words = ("--data-path", *config.data.data_path)
+        must = f"of {wrong[0]} {saved} (not {now})"
+        works = ("--override-data",) if unless else ()
+    value = " ".join(words[1:]) or None
+    raise UsageError(words[0], value, f"{must}, as in {path}{unless}", works=works)
 
 
 def _arguments(name: str, value: Any) -> tuple[str, ...]:
-    """A setting as it is given on the command line."""
+    """A setting as it is given on the command line; () for what is none."""
+    if name == "precision":
+        return (PRECISIONS[value],)
+    if not name.startswith("--"):
+        return ()
     if isinstance(value, bool):
-        return (switch(name, value),)
-    return (flag(name), *map(str, value if isinstance(value, list) else [value]))
-
-
-def _check_data(
-    config: PretrainConfig,
-    path: Path,
-    manifest: Mapping[str, Any],
-    identity: Mapping[str, Any],
-    *,
-    is_same_run: bool,
-) -> None:
-    """Raise UsageError where the data sets are not those of the checkpoint's run."""
-
-    def check(what: str, values: Iterable[object], *works: str) -> None:
-        saved, given = values
-        if saved != given:
-            allowed = f"{what} {saved} (not {given}), as in {path}"
-            allowed += f", {OVERRIDE}" if works else ""
-            at = " ".join(config.data.data_path) or None
-            raise UsageError("--data-path", at, allowed, works=works)
-
-    both = (manifest, identity)
-    check("of a vocabulary of", [each["vocab_size"] for each in both])
-    if config.checkpoint.override_data:
-        return
-    check("made with the tokenizer", [each["tokenizer"][:12] for each in both], "--override-data")
-    sets = zip_longest(manifest["data"], identity["data"], fillvalue="none") if is_same_run else ()
-    for number, pair in enumerate(sets, start=1):
-        values = [each.removeprefix("1 of ") for each in pair]
-        check(f"as data set {number}", values, "--override-data")
+        return (name if value else f"--no-{name[2:]}",)
+    return (name, *map(str, value if isinstance(value, list) else [value]))
 
 
 def changes(facts: Mapping[str, Any], manifest: Mapping[str, Any], data_size: int) -> list[str]:
-    """A line for each setting that is not what it was when the checkpoint was saved, and one for
-    other data.
+    """A line for each setting and data set that is not what it was when the checkpoint was saved.
 
     facts: of this run, as its own manifests have them. data_size: its data-parallel size.
     """
     sizes = manifest["environment"]["layout"]["data"], data_size
-    differing = _differences(manifest, facts, sizes)
-    lines = [
-        f"changed: {flag(name)} is {_text(now)} (was {_text(saved)})"
-        for name, (saved, now) in differing.items()
+    return [
+        f"changed: {name} is {_text(now)} (was {_text(saved)})"
+        for name, (saved, now) in differences(manifest, facts, sizes).items()
     ]
-    ours, theirs = data_fingerprint(facts), data_fingerprint(manifest)
-    if ours != theirs:
-        lines.append(f"changed: tokenizer or data sets: their fingerprint is {ours} (was {theirs})")
-    return lines
 
 
 def _text(value: Any) -> str:
@@ -266,33 +250,38 @@ def _text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _differences(
-    manifest: Mapping[str, Any], facts: Mapping[str, Any], data_sizes: tuple[int, int] = (1, 1)
+def differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], data_sizes: tuple[int, int] = (1, 1)
 ) -> dict[str, tuple[Any, Any]]:
-    """{setting: (saved, now)} of those that both have and that differ."""
-    saved, now = (
-        _settings(each["config"], size)
-        for each, size in zip((manifest, facts), data_sizes, strict=True)
-    )
+    """{name: (saved, now)} of the settings that both runs know and that differ; a run is the facts
+    of its manifests and its data-parallel size."""
+    ours, theirs = _settings(saved, data_sizes[0]), _settings(now, data_sizes[1])
     return {
-        name: (saved[name], value)
-        for name, value in now.items()
-        if name in saved and saved[name] != value
+        name: (ours[name], value)
+        for name, value in theirs.items()
+        if name in ours and ours[name] != value
     }
 
 
-def _settings(config: Mapping[str, Any], data_size: int) -> dict[str, Any]:
-    """The settings that are compared, by field, as JSON has them; what was left open is what it
-    comes to. The precision is compared by its name elsewhere."""
-    parts = json.loads(json.dumps({part: config[part] for part in COMPARED if part in config}))
-    settings = {name: value for part in parts.values() for name, value in part.items()}
-    if "training" in parts:
-        settings["global_batch_size"] = (
-            settings["global_batch_size"] or settings["micro_batch_size"] * data_size
-        )
-        if settings["lr_decay_style"] != "constant":
-            settings["lr_decay_iters"] = settings["lr_decay_iters"] or settings["train_iters"]
-    return {name: value for name, value in settings.items() if name not in ("bf16", "fp16")}
+def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
+    """{"--seed": 1234, ..., "precision": "fp32", "vocabulary": 50257, "tokenizer": its fingerprint,
+    "data sets": their number, "data sets: 1": its SHA-256, ...}, as JSON has them. What was left
+    open is what it comes to."""
+    parts = json.loads(json.dumps({part: facts["config"].get(part, {}) for part in COMPARED}))
+    found = {flag(name): value for part in parts.values() for name, value in part.items()}
+    if parts["training"]:
+        micro_batches = found["--micro-batch-size"] * data_size
+        found["--global-batch-size"] = found["--global-batch-size"] or micro_batches
+        if found["--lr-decay-style"] != "constant":
+            found["--lr-decay-iters"] = found["--lr-decay-iters"] or found["--train-iters"]
+    for name in ("--bf16", "--fp16"):  # compared by what they come to
+        found.pop(name, None)
+    if "precision" in facts:
+        found["precision"] = facts["precision"]
+    found |= {"vocabulary": facts["vocab_size"], "tokenizer": facts["tokenizer"][:12]}
+    found["data sets"] = len(facts["data"])
+    texts = (text.removeprefix("1 of ") for text in facts["data"])
+    return found | {f"data sets: {number}": text for number, text in enumerate(texts, start=1)}
 
 
 def data_fingerprint(facts: Mapping[str, Any]) -> str:

@@ -237,7 +237,7 @@ def test_both_values_are_named() -> None:
     for given, values in (
         ({"seed": 5}, ("5", "1234")),
         ({"identity": {"tokenizer": "g" * 64}}, ("g" * 12, "f")),
-        ({"identity": {"data": ["1 of SHA-256 c"]}}, ("SHA-256 c", "1/4 of SHA-256 a")),
+        ({"identity": OTHER_DATA[0]}, ("3/4 of SHA-256 c", "3/4 of SHA-256 b")),
     ):
         with pytest.raises(UsageError) as error:
             check(**given)

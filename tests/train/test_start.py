@@ -115,7 +115,7 @@ def test_what_is_not_the_same_to_all_ranks_is_passed_over_by_all(
     ours, theirs = gloo.run(2, begin_where_folders_differ, tmp_path / "other", folders)
     assert ours == theirs
     (passed, where), step = ours
-    reason = f"{newest} is not the same on all ranks; a shared" if is_there else "json is not there"
+    reason = f"{newest} is not the same on all ranks" if is_there else "json is not there"
     assert reason in passed
     assert (where, step) == (f"going on from {oldest}", 2)
 
