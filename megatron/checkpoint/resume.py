@@ -109,10 +109,12 @@ def _check_one_run(
     config: CheckpointConfig, saved: Sequence[Path], folders: Sequence[Path]
 ) -> None:
     """What --save holds has to continue the run of --load, or to be fine-tuned from it."""
-    readable = [[m for m, _ in map(examine, each) if m][:1] for each in (saved, folders)]
-    if not all(readable):
+    ours, theirs = (
+        next(filter(None, (examine(folder)[0] for folder in each)), None)
+        for each in (saved, folders)
+    )
+    if ours is None or theirs is None:
         return
-    ((ours,), (theirs,)) = readable
     if ours.get("weights_of" if config.finetune else "run") != theirs.get("run"):
         kind = "fine-tuned from" if config.finetune else "of the run of"
         raise UsageError(
