@@ -280,8 +280,9 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
         found.pop(name, None)
     if "precision" in facts:
         found["precision"] = facts["precision"]
-    found |= {"vocabulary": facts["vocab_size"], "tokenizer": facts["tokenizer"][:12]}
-    found["data sets"] = len(facts["data"])
+    if facts["tokenizer"]:  # weights may be imported without one
+        found["tokenizer"] = facts["tokenizer"][:12]
+    found |= {"vocabulary": facts["vocab_size"], "data sets": len(facts["data"])}
     texts = (text.removeprefix("1 of ") for text in facts["data"])
     return found | {f"data sets: {number}": text for number, text in enumerate(texts, start=1)}
 

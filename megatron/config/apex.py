@@ -12,10 +12,9 @@ _PARTS = {
 }
 
 _CURE = (
-    "build it from NVIDIA's source, with the CUDA toolkit that torch was built with: "
-    'pip install -v --no-build-isolation --config-settings "--build-option=--cpp_ext" '
-    '--config-settings "--build-option=--cuda_ext" git+https://github.com/NVIDIA/apex '
-    "(the package called apex on PyPI is unrelated); {setting} torch would work without it"
+    "bash scripts/setup.sh --with-apex DIR builds it from DIR, a checkout of "
+    "https://github.com/NVIDIA/apex (the package called apex on PyPI is unrelated); "
+    "{setting} torch would work without it"
 )
 
 

@@ -252,6 +252,7 @@ def test_imported_weights_are_no_run_to_go_on_with() -> None:
         check_start(settings(), PATH, imported, identity=IDENTITY)
     assert error.value.works == ("--load", str(PATH), "--finetune")
     check_start(settings(), PATH, imported, identity=IDENTITY, finetune=True)
+    check_start(settings(), PATH, imported | {"tokenizer": ""}, identity=IDENTITY, finetune=True)
     with pytest.raises(UsageError, match="--num-layers 3"):
         check_start(settings(num_layers=3), PATH, imported, identity=IDENTITY, finetune=True)
 
