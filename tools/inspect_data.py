@@ -25,8 +25,7 @@ from megatron.config.checks import non_negative
 from megatron.config.data import BertDataConfig
 from megatron.config.interrupt import interruptible
 from megatron.config.parse import parse, user_errors
-from megatron.data.bert import BertDataset, BertSample
-from megatron.data.masking import HIDDEN, RANDOM
+from megatron.data.bert import HIDDEN, RANDOM, BertDataset, BertSample
 from megatron.data.pairs import SPECIAL
 from megatron.data.sources import Corpus
 from megatron.data.wordpiece import BertTokenizer
@@ -200,7 +199,7 @@ def _costs(data: BertDataset, samples: Sequence[BertSample], seq_length: int) ->
     count = len(samples)
     content = sum(len(ids) for sample in samples for ids in sample.stands)
     truncated = sum(sample.pair.truncated for sample in samples)
-    looked_at = [part.one_sentence(count) for part in data.parts]
+    looked_at = [each.one_sentence(count) for each in data.blocks]
     single, documents = map(sum, zip(*looked_at, strict=True))
     yield Row(name="padding", found=1 - (content + SPECIAL * count) / (count * seq_length))
     yield Row(name="tokens that did not fit", found=truncated / (content + truncated))

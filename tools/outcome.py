@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.data.description import Description, ShardFacts
+from megatron.data.description import Description, ShardFacts, place
 from megatron.data.files import with_suffix
-from megatron.data.placing import place
 from megatron.data.wordpiece import UNKNOWN
 from tools.corpus.program import say
 from tools.corpus.records import BAD_LINE, DAMAGED_FILE

@@ -31,8 +31,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.config.checks import UsageError, positive, share
 from megatron.config.parse import parse, user_errors
-from megatron.data.description import NOTED, Description, join_descriptions
-from megatron.data.placing import place
+from megatron.data.description import NOTED, Description, join_descriptions, place
 from megatron.data.tokenizer import Tokenizer
 from megatron.data.verify import verify
 from megatron.data.wordpiece import (

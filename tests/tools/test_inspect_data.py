@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron.data.bert import open_bert_splits
+from megatron.data.bert import Masking, open_bert_splits
 from megatron.data.files import tokenizer_folder
-from megatron.data.masking import Masking
 from megatron.data.sources import open_corpus
 from megatron.data.wordpiece import BertWordPieceLowerCase
 from tests.data.samples import write_data_of_tokenizer, write_sentences, write_wordpiece
@@ -149,7 +148,7 @@ def test_padding_is_what_the_blocks_leave(
         open_corpus([prefix], None), tokenizer, split="1,0,0", seq_length=64, seed=1, **settings
     )
     assert data is not None
-    (part,) = data.parts
+    (part,) = data.blocks
     blocks = [block for number in range(len(part)) if (block := part.block(number)) is not None]
     used = [3 + min(61, int(block[-1] - block[0])) for block in blocks]
     padding = 100 * (1 - sum(used) / (64 * len(used)))
