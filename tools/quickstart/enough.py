@@ -8,7 +8,7 @@ import tyro
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.indexed import IndexedDataset
-from megatron.data.splits import split_documents
+from megatron.data.order import split_documents
 from tools.quickstart.plan import SPLIT
 
 
