@@ -10,7 +10,6 @@ DIR is what was given to --save, or one step_XXXXXXXX in it. Torch is not needed
 import json
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -25,7 +24,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checkpoints import STEP_FOLDER, damage, read_manifest, step_folders
-from megatron.config.parse import user_errors
+from megatron.config.parse import parse_call, user_errors
 
 Directory = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 
@@ -231,7 +230,6 @@ def _json(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `show DIR | head` ends without a word
-    commands = {"ls": ls, "verify": verify, "show": show}
     with user_errors(os.environ):
-        sys.exit(tyro.extras.subcommand_cli_from_dict(commands))
+        commands = {"ls": ls, "verify": verify, "show": show}
+        sys.exit(parse_call(commands, sys.argv[1:], os.environ)())

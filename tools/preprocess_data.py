@@ -28,7 +28,7 @@ from typing import Any
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.parse import parse, user_errors
+from megatron.config.parse import parse
 from megatron.data.description import NOTED, Description, join_descriptions
 from megatron.data.placing import place
 from megatron.data.verify import verify
@@ -40,7 +40,7 @@ from megatron.data.wordpiece import (
     judge_unknown,
 )
 from tools.corpus.manifest import read_manifest
-from tools.corpus.program import Unfinished, say, stoppable
+from tools.corpus.program import Unfinished, running, say
 from tools.corpus.settings import parse_size
 from tools.corpus.shards import MANIFEST, Unit, find_shards
 from tools.corpus.step import StepRun
@@ -235,19 +235,13 @@ def _verify(prefix: str) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    with user_errors(os.environ), stoppable():
+    with running():
         if argv[:1] == ["verify"]:
             if len(argv) != 2:
                 raise ValueError("verify takes one prefix: verify P_text_document would work")
             print(_verify(argv[1]))
             return
-        settings = parse(Settings, argv, os.environ)
-        try:
-            run(settings)
-        except Unfinished as unfinished:
-            say(str(unfinished))
-        except RuntimeError as error:  # such as workers that die again and again
-            raise OSError(str(error)) from error
+        run(parse(Settings, argv, os.environ))
 
 
 if __name__ == "__main__":  # by its name, so that workers find its functions

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import tyro
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -24,6 +23,7 @@ from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.parse import parse_call, user_errors
 from megatron.data.tokenizer import END_OF_DOCUMENT, GPT2BPETokenizer, read_tokenizer
 from megatron.data.wordpiece import (
     CONTINUATION,
@@ -210,8 +210,5 @@ def texts(paths: Sequence[Path], *, again: bool = False) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(train_tokenizer)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with user_errors({}):
+        parse_call(train_tokenizer, sys.argv[1:], {})()

@@ -77,7 +77,8 @@ def parse_plan(
     arguments: Sequence[str], environ: Mapping[str, str]
 ) -> tuple[PretrainConfig, QuestionConfig]:
     """Raises UsageError, as parse."""
-    if "--preset" not in (word.partition("=")[0] for word in arguments):
+    given = {word.partition("=")[0] for word in arguments}
+    if not given & {"--preset", "--help", "-h"}:
         raise UsageError(
             "there is no --preset, which says what to plan; "
             "--preset scripts/presets/gpt2_scaling_8.3b.toml would work"
@@ -95,4 +96,6 @@ def _kind(arguments: Sequence[str]) -> str:
     for name, value in zip(arguments, [*arguments[1:], ""], strict=True):
         flag, has_value, own = name.partition("=")
         told[flag] = told.get(flag, "") + (own if has_value else value)
-    return told.get("--kind") or ("bert" if "bert" in Path(told["--preset"]).name else "gpt2")
+    return told.get("--kind") or (
+        "bert" if "bert" in Path(told.get("--preset", "")).name else "gpt2"
+    )

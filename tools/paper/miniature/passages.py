@@ -1,13 +1,12 @@
 """Some of RACE's passages out of its archive: `python -m tools.paper.miniature.passages`."""
 
+import sys
 import tarfile
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 
-import tyro
-
 from megatron.config.checks import UsageError
-from megatron.config.parse import user_errors
+from megatron.config.parse import parse_call, user_errors
 from tasks.race_files import LEVELS
 
 
@@ -58,4 +57,4 @@ def place(name: PurePosixPath) -> bytes:
 
 if __name__ == "__main__":
     with user_errors({}):
-        tyro.cli(passages)
+        parse_call(passages, sys.argv[1:], {})()
