@@ -24,6 +24,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checkpoints import STEP_FOLDER, damage, read_manifest, step_folders
+from megatron.config.checks import UsageError
 from megatron.config.parse import parse_call, user_errors
 
 Directory = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -131,7 +132,7 @@ def _chosen(directory: Path, step: int | None) -> list[Path]:
     chosen = [folder for folder in folders if folder.resolve().name == f"step_{step:08d}"]
     if not chosen:
         there = ", ".join(folder.name for folder in folders) or "none"
-        raise ValueError(f"--step {step} is not in {directory}; there are: {there}")
+        raise UsageError("--step", step, f"one of {there}, which {directory} has")
     return chosen
 
 

@@ -28,6 +28,7 @@ from typing import Any
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from megatron.data.description import NOTED, Description, join_descriptions
 from megatron.data.placing import place
@@ -83,10 +84,11 @@ def check(settings: Settings) -> None:
     is_bert = isinstance(settings.tokenizer, BertTokenizer)
     parse_size("--shard-size", settings.shard_size)
     if settings.split_sentences and not is_bert:
-        raise ValueError(
-            f"--split-sentences is for pretrain_bert.py, and --tokenizer-type "
-            f"{settings.tokenizer_type} has none of the marks that it needs; --tokenizer-type "
-            "BertWordPieceLowerCase would work"
+        raise UsageError(
+            "--tokenizer-type",
+            settings.tokenizer_type,
+            "a kind with the marks that --split-sentences needs, which is for pretrain_bert.py",
+            works=("--tokenizer-type", "BertWordPieceLowerCase"),
         )
     if is_bert and not settings.split_sentences:
         warn("without --split-sentences pretrain_bert.py does not read what is written")

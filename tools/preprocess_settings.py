@@ -74,13 +74,17 @@ class Settings:
         share(self, "max_unknown")
         if (self.output is None) == (self.output_prefix is None):
             raise UsageError(
-                "--output-prefix P, for files P_text_document.*, or --output FOLDER would work: "
-                "one of the two"
+                "--output-prefix",
+                self.output_prefix,
+                "P, for files P_text_document.*, or left out with --output FOLDER",
+                works=("--output-prefix", "P"),
             )
         if self.split_sentences and self.append_eod:
             raise UsageError(
-                "--append-eod ends documents that stand in one row, and --split-sentences keeps "
-                "them apart without a mark; one of the two would work"
+                "--append-eod",
+                None,
+                "left out with --split-sentences, which keeps documents apart without a mark",
+                works=("--no-append-eod",),
             )
 
     @property

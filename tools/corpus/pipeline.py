@@ -25,6 +25,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron.config.checks import UsageError
 from tools.corpus.program import parse_settings
 
 STEPS = {
@@ -173,7 +174,9 @@ def check_given(config: Path | None, inputs: Sequence[Path], output: Path | None
     """ValueError where a command names neither, or both, of what a run can be made of."""
     given = bool(inputs), output is not None
     if given != ((False, False) if config else (True, True)):
-        raise ValueError("--input and --output would work, or a TOML file without them")
+        raise UsageError(
+            "--input", None, "given with --output, or both left out where a TOML file is given"
+        )
 
 
 def describe_given(config: Path | None, inputs: Sequence[Path], output: Path | None) -> Description:

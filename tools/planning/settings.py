@@ -80,8 +80,7 @@ def parse_plan(
     given = {word.partition("=")[0] for word in arguments}
     if not given & {"--preset", "--help", "-h"}:
         raise UsageError(
-            "there is no --preset, which says what to plan; "
-            "--preset scripts/presets/gpt2_scaling_8.3b.toml would work"
+            "--preset", None, "given: it says what to plan", works=("--preset", "gpt2_scaling_8.3b")
         )
     if _kind(arguments) == "bert":
         bert = parse(PlanBertConfig, arguments, environ)

@@ -130,7 +130,7 @@ def test_hardware_that_cannot_be_is_refused(
     with pytest.raises(SystemExit, match="2"):
         plan.main(("--preset", PRESET, "--gpus", "8", "--hardware", f"{tmp_path}/own.toml"), {})
     told = capsys.readouterr().err
-    assert "own.toml is no description of hardware" in told
+    assert "own.toml: must be a description" in told
     assert message in told
 
 
