@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.data.batch import Batch
-from megatron.data.sampler import micro_batches
+from megatron.data.batch import Batch, micro_batches
 from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.gradients import Slot
 from megatron.parallel.mesh import Mesh

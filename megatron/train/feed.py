@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from megatron.data.batch import Batch, Samples
-from megatron.data.sampler import micro_batches
+from megatron.data.batch import Batch, Samples, micro_batches
 
 
 def feed(
