@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from megatron.data.batch import Batch
 from megatron.data.sampler import micro_batches
 from megatron.optim.loss_scaler import LossScaler
-from megatron.parallel.gradients import Slot
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.sharding import GradientView
 from megatron.train.state import TrainState
 
 
@@ -84,8 +84,8 @@ class Watch:
         if output.requires_grad:
             output.register_hook(lambda each: self.look_now(f"the gradient at {name}", each))
 
-    def watch_gradient(self, slot: Slot) -> None:
-        self.look_now(f"the gradient of the weight {slot.name}", slot.place)
+    def watch_gradient(self, view: GradientView) -> None:
+        self.look_now(f"the gradient of the weight {view.name}", view.gradient)
 
     @contextmanager
     def over(self, state: TrainState) -> Iterator[None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.model import ModelConfig
-from megatron.parallel.product import STEP
+from megatron.parallel.kernels import ROW_MULTIPLE
 from megatron.train.finetuning_objectives import RightAnswers
 from megatron.train.on_device import on_device
 
@@ -38,8 +38,7 @@ class Objective(Protocol):
     def sums(self, model: Any, batch: Any, device: torch.device, factors: Tensor) -> Tensor:
         """The sum of each term over this batch x its factor, [k], fp32 or wider.
 
-        factors: fp64 [k]. With gradient buffers, what is differentiated has to be the sum of the
-        result and nothing else (linear_cross_entropy.py).
+        factors: fp64 [k].
         """
         ...
 
@@ -71,7 +70,7 @@ class MaskedTokensAndOrder:
 
     def sums(self, model: Any, batch: BertBatch, device: torch.device, factors: Tensor) -> Tensor:
         picked = np.flatnonzero(batch.loss_mask)
-        is_picked = np.arange(-(-len(picked) // STEP) * STEP) < len(picked)
+        is_picked = np.arange(-(-len(picked) // ROW_MULTIPLE) * ROW_MULTIPLE) < len(picked)
         # Others count nothing, so that products of few sizes come again and again.
         picked = np.pad(picked, (0, len(is_picked) - len(picked)))
         labels = batch.labels.reshape(-1)[picked]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.parallel import product
+from megatron.parallel.cpu import onednn
 from megatron.train import compiled
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
@@ -104,7 +104,7 @@ def by_layer(dtype: torch.dtype) -> dict[str, Fact]:
 
 
 def test_each_layer_is_run_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "is_faster_by_onednn", lambda: False)
+    monkeypatch.setattr(onednn, "is_faster_by_onednn", lambda: False)
     found = by_layer(torch.float32)
     operators = {name: fact.value["operators"] for name, fact in found.items()}
     assert {"aten::addmm", "aten::mm"} <= set(operators["column-parallel linear"])
@@ -122,7 +122,7 @@ def test_each_layer_is_run_forward_and_backward(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_products_that_onednn_takes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "is_faster_by_onednn", lambda: True)
+    monkeypatch.setattr(onednn, "is_faster_by_onednn", lambda: True)
     found = by_layer(torch.float32)
     for name in "column-parallel linear", "row-parallel linear", "output layer and loss":
         assert "_linear_pointwise" in str(found[name])
