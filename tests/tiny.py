@@ -15,12 +15,12 @@ from megatron.config.model import RecomputeGranularity
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.gpt2 import GPT2
+from megatron.models.registry import build_model
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import ShardingSpec, initial_value, load_whole, sharding_specs
-from megatron.train.models import build_model
 from megatron.train.objectives import NextToken
 from megatron.train.state import TrainState, build_state
 

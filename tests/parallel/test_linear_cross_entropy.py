@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,9 +49,8 @@ def own_rows(whole: Tensor, axis: Axis) -> Tensor:
     return padded.chunk(axis.size)[axis.rank].clone().requires_grad_()
 
 
-def check(dtype: torch.dtype, tolerance: float, chunk_bytes: int) -> None:
+def check(dtype: torch.dtype, tolerance: float) -> None:
     """Loss and gradients, times a factor of autograd's, equal those of plain torch in fp64."""
-    fused.CHUNK_BYTES = chunk_bytes
     axis = mesh_of_ranks(dist.get_world_size()).tensor
     x, weight, bias, labels, scales = example(dtype)
     for with_bias in (False, True):
@@ -79,9 +79,10 @@ def check(dtype: torch.dtype, tolerance: float, chunk_bytes: int) -> None:
 
 def check_all() -> None:
     for chunk_bytes in (1, 2 * 8 * 13, 2**28):
-        check(torch.float64, 1e-12, chunk_bytes)
-        check(torch.float32, 1e-5, chunk_bytes)
-        check(torch.bfloat16, 0.06, chunk_bytes)
+        with patch.object(fused, "CHUNK_BYTES", chunk_bytes):
+            check(torch.float64, 1e-12)
+            check(torch.float32, 1e-5)
+            check(torch.bfloat16, 0.06)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -121,6 +122,7 @@ def gradients_of_two_micro_batches(dtype: torch.dtype, factor: float, direct: bo
     return whole_gradients(buffers)
 
 
+@patch.object(fused, "CHUNK_BYTES", 3 * 4 * 16)
 def check_incoming_gradients() -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 0.03)):
         one = gradients_of_two_micro_batches(dtype, 1.0, direct=False)
@@ -163,12 +165,11 @@ def test_logits_never_exist_whole() -> None:
 
 
 def traffic(chunk_bytes: int) -> list[tuple[str, tuple[int, ...]]]:
-    fused.CHUNK_BYTES = chunk_bytes
     mesh: Mesh = mesh_of_ranks(dist.get_world_size())
     x, weight, _, labels, scales = example(torch.float32)
     own = own_rows(weight, mesh.tensor)
     _ = mesh.tensor.group
-    with Communication() as communication:
+    with Communication() as communication, patch.object(fused, "CHUNK_BYTES", chunk_bytes):
         fused.linear_cross_entropy(x, own, None, labels, scales, mesh.tensor, VOCABULARY).backward()
     return communication.calls
 

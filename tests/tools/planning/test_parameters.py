@@ -5,12 +5,12 @@ from math import prod
 import pytest
 import torch
 
+from megatron.models.registry import MODELS
 from megatron.parallel.factory import factory_1d
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.kernels import ROW_MULTIPLE
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs
-from megatron.train.models import MODELS
 from tests.tools.planning.counted import fake_ranks
 from tests.tools.planning.presets import NAMES, planned, preset
 from tools.planning.parameters import buckets, local, table, whole
