@@ -32,7 +32,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.train.checkpoint import Piece, load, read_manifest, save
 from megatron.train.deal import deal
 from megatron.train.diagnose import NonFiniteError
-from megatron.train.finetuning_objectives import answer_scores
+from megatron.train.objectives import answer_scores
 from megatron.train.replicas import check_replicas
 from megatron.train.start import environment
 from megatron.train.state import DTYPES, TrainState, build_state, model_pieces

@@ -68,7 +68,7 @@ class Metrics:
             initial=start, total=steps, unit="step", desc="pretrain", disable=not is_shown
         )
         for sink in self.sinks:
-            self.say(f"metrics go to {sink.name}, too: {sink.place}")
+            self.log(f"metrics go to {sink.name}, too: {sink.place}")
 
     def describe(self, facts: dict[str, Any]) -> None:
         """Write what holds for the whole run to run.json beside the metrics."""
@@ -89,7 +89,7 @@ class Metrics:
             self._write_out(self.path)
         self._send({key: value for key, value in finite.items() if _is_short(value)})
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         if self.is_first:
             self.bar.write(text)
             sys.stdout.flush()
@@ -108,7 +108,7 @@ class Metrics:
             if path.is_file():
                 os.truncate(path, size)  # no line is there in part, or twice
             if len(self._unwritten) == 1:
-                self.say(f"warning: {path}: {error.strerror}; its lines are kept in memory")
+                self.log(f"warning: {path}: {error.strerror}; its lines are kept in memory")
         else:
             self._unwritten.clear()
 
@@ -118,7 +118,7 @@ class Metrics:
                 sink.write(line)
             except Exception as error:  # a lost network or a full disk ends the sink, not the run
                 self.sinks.remove(sink)
-                self.say(f"{sink.name} gets no more of this run: {one_line(error)}")
+                self.log(f"{sink.name} gets no more of this run: {one_line(error)}")
                 with suppress(Exception):  # said
                     sink.close(1)
 
@@ -127,7 +127,7 @@ class Metrics:
             try:
                 sink.close(exit_code)
             except Exception as error:  # of what it could not send
-                self.say(f"{sink.name} did not get all of this run: {one_line(error)}")
+                self.log(f"{sink.name} did not get all of this run: {one_line(error)}")
 
     def __enter__(self) -> Metrics:
         return self

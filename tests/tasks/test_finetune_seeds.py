@@ -13,8 +13,8 @@ import torch
 from megatron.config.checkpoints import step_folders
 from megatron.config.parse import parse
 from megatron.optim.loss_scaler import LossScaler
-from megatron.train.finetuning_objectives import answer_scores
 from megatron.train.metrics import read_metrics
+from megatron.train.objectives import answer_scores
 from megatron.train.replicas import ReplicaDrift, check_replicas
 from tasks import seeds as seeds_of
 from tasks.finetune import prepare
