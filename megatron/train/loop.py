@@ -39,7 +39,7 @@ class Loop:
     """What `train` needs beside the state."""
 
     training: TrainingConfig
-    batches: Generator[list[Batch]]
+    batches: Generator[Sequence[Batch]]
     """This rank's micro-batches of each step up to training.train_iters."""
     learning_rate: Callable[[int], float]
     """Of the update's number, counted from 1."""

@@ -16,7 +16,7 @@ from math import isfinite
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
 
@@ -46,6 +46,7 @@ class Metrics:
         start: int,
         steps: int,
         sinks: Sequence[Sink] = (),
+        stream: TextIO | None = None,
     ) -> None:
         """path: appended to; None keeps no file. start: steps done before this process.
 
@@ -56,6 +57,8 @@ class Metrics:
         self.is_first = mesh.is_first
         self.path = Path(path) if self.is_first and path is not None else None
         self.sinks = list(sinks)
+        self.stream = stream or sys.stdout
+        self.prefix = ""  # of each line on the console
         self.exit_code = 0
         self._step = start
         self._unwritten: list[str] = []
@@ -91,8 +94,8 @@ class Metrics:
 
     def log(self, text: str) -> None:
         if self.is_first:
-            self.bar.write(text)
-            sys.stdout.flush()
+            self.bar.write(self.prefix + text, file=self.stream)
+            self.stream.flush()
 
     def advance(self) -> None:
         """A step is done."""
