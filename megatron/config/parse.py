@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
 from megatron.config.checks import UsageError, flag
-from megatron.config.failure import write_error_file
+from megatron.config.launch import write_error_file
 from megatron.config.preset import preset_arguments
 
 Program = TypeVar("Program")
@@ -52,7 +52,7 @@ def _tell(error: Exception, environ: Mapping[str, str]) -> None:
         time.sleep(PATIENCE)
         text = f"rank {environ['RANK']}: {text}"
     print(text, file=sys.stderr, flush=True)
-    write_error_file(environ.get("TORCHELASTIC_ERROR_FILE"), text, text)
+    write_error_file(environ.get("TORCHELASTIC_ERROR_FILE"), text)
 
 
 def parse(program: type[Program], argv: Sequence[str], environ: Mapping[str, str]) -> Program:
