@@ -17,6 +17,7 @@ from megatron.checkpoint.save import save
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.models.registry import build_model
 from megatron.optim.loss_scaler import LossScaler
 from megatron.optim.master_weights import MasterWeights
 from megatron.parallel.gradients import GradientBuffers
@@ -24,7 +25,6 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.compiled import compile_layers
-from megatron.train.models import build_model
 from megatron.train.objectives import OBJECTIVES, Objective
 from megatron.train.source import commit
 

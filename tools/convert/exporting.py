@@ -16,8 +16,8 @@ from megatron.checkpoint.load import TensorSlice, load
 from megatron.checkpoint.save import reason
 from megatron.config.model import ModelConfig
 from megatron.data.tokenizer import Tokenizer
+from megatron.models.registry import section_of
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.models import section_of
 from tools.convert.table import Family
 from tools.convert.weights import Entry, Weights, resolve, to_theirs
 

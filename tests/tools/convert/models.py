@@ -16,7 +16,7 @@ from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import load
 from megatron.checkpoint.save import save
 from megatron.data.tokenizer import file_names
-from megatron.train.models import build_model, section_of
+from megatron.models.registry import build_model, section_of
 from megatron.train.state import DTYPES, model_pieces
 from tests.data.samples import write_tokenizer
 from tests.tiny import mesh_of_ranks
