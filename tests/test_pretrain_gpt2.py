@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import ParallelConfig
-from megatron.config.trained import TrainedConfig
+from megatron.config.checkpoint import TrainedConfig
 from megatron.train.trained import open_trained
 from tests.data.samples import write_data, write_data_of_tokenizer, write_tokenizer
 
@@ -187,20 +187,19 @@ def test_trains_in_this_process_and_resumes_only_what_fits(data: Path, tmp_path:
     assert any("validation_loss" in line for line in lines)
 
     message = refusal(data, f"--load {save} --seed 5")
-    assert "--seed is 5" in message
-    assert "--seed 1234 would work" in message
+    assert "--seed 5" in message
+    assert "--seed 1234 works" in message
     message = refusal(data, f"--load {save} --num-layers 3")
-    assert "--num-layers is 3" in message
+    assert "--num-layers 3" in message
     message = refusal(data, f"--load {save} --fp16")
-    assert "--fp16 is given" in message
-    assert "--no-bf16 would work" in message
+    assert "--fp16" in message
+    assert "--no-bf16 works" in message
     message = refusal(data, f"--save {save}")
-    assert f"--save {save} holds checkpoints up to step_00000002" in message
-    assert f"--load {save} to go on" in message
+    assert f"--save {save} --load {save} works" in message
     used = json.loads(data.with_name(f"{data.name}.json").read_text())["bin_sha256"]
     other = write_data(data, [[*range(2, 41), 0]] * 4).bin_sha256
     message = refusal(data, f"--load {save}")
-    assert "data set 1 of --data-path" in message
+    assert "--data-path" in message
     assert used in message
     assert other in message
     write_data(data, [[*range(1, 40), 0]] * 4, vocab_size=90)
