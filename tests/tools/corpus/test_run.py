@@ -17,10 +17,8 @@ import pytest
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tools.corpus.__main__ import main
 from tools.corpus.early import check_early
-from tools.corpus.pipeline import COMMON, arguments, read_description
-from tools.corpus.pipeline import STEPS as STEPS_IN_ORDER
+from tools.corpus.pipeline import arguments, read_description
 from tools.corpus.run import Settings, jobs_until, run
-from tools.corpus.run import __doc__ as documentation
 from tools.corpus.split import Settings as SplitSettings
 from tools.corpus.split import run as run_split
 
@@ -324,13 +322,6 @@ def test_a_name_runs_its_step(capsys: pytest.CaptureFixture[str]) -> None:
         main(["dedupe"])
     assert ended.value.code == 2
     assert "dedupe is unknown; extract, clean, " in capsys.readouterr().err
-
-
-def test_the_help_of_run_names_the_keys_and_the_order() -> None:
-    told = " ".join((documentation or "").split())
-    assert f"first table may stand: output (needed), input (files that need no extraction), " \
-        f"{', '.join(COMMON)}." in told  # fmt: skip
-    assert f"in the order {', '.join(STEPS_IN_ORDER)}." in told
 
 
 def test_the_command_plans_runs_and_ends_with_2_on_an_error(tmp_path: Path) -> None:
