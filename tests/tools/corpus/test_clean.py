@@ -18,7 +18,7 @@ from ftfy.badness import is_bad
 from tokenizers import ByteLevelBPETokenizer
 
 from tests.tools.corpus.lines import manifest, read_jsonl, write_jsonl
-from tools.corpus.clean import Settings, count_pieces, has_tokens, octave, run, token_counter
+from tools.corpus.clean import Settings, count_pieces, has_tokens, run, token_counter
 from tools.corpus.language import REFUSED, identify
 from tools.corpus.repair import CURLY, EASY, UNTOUCHED, mend_newlines, repair
 
@@ -368,10 +368,6 @@ def test_a_source_without_newlines_to_remove_is_said_if_it_was_asked_for(
         "warning: --newlines boks: no document is of this source; there are books, news"
         in capsys.readouterr().err
     )
-
-
-def test_octaves_begin_at_powers_of_two() -> None:
-    assert [octave("x" * n) for n in (1, 2, 3, 4, 1023, 1024)] == [1, 2, 2, 4, 512, 1024]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tools.corpus.__main__ import main
 from tools.corpus.early import check_early
-from tools.corpus.pipeline import arguments, read_description
+from tools.corpus.pipeline import read_description
 from tools.corpus.run import Settings, jobs_until, run
 from tools.corpus.split import Settings as SplitSettings
 from tools.corpus.split import run as run_split
@@ -222,13 +222,6 @@ def test_a_description_that_is_not_there_is_named(tmp_path: Path) -> None:
         go(tmp_path)
 
 
-def test_keys_become_flags() -> None:
-    table = {"min_tokens": 5, "overwrite": True, "verify": False, "newlines": ["a", "b c"]}
-    assert arguments(table) == [
-        "--min-tokens", "5", "--overwrite", "--no-verify", "--newlines", "a", "b c",
-    ]  # fmt: skip
-
-
 DECONTAMINATE = "[clean]\n[decontaminate]\nevaluation = ['{}']\ntitles = ['{}']\n"
 
 
@@ -300,15 +293,6 @@ def program(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
         [sys.executable, "-m", "tools.corpus", *arguments],
         cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("words", [[], ["--help"]])
-def test_without_a_name_the_steps_are_listed(words: list[str]) -> None:
-    ended = program(*words)
-    assert ended.returncode == 0, ended.stderr
-    for step in ("extract", "clean", "decontaminate", "dedup", "split", "tokenise", "report"):
-        assert f"  {step} " in ended.stdout
-    assert "python tools/preprocess_data.py --help" in ended.stdout
 
 
 def test_a_name_runs_its_step(capsys: pytest.CaptureFixture[str]) -> None:
