@@ -260,9 +260,9 @@ def evaluate_models(
     plan: Plan, mesh: Mesh, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(record, figures for the paper's table) of each model, and of the mean of their logits."""
+    from megatron.models.registry import section_of
     from megatron.train.checkpoint import read_manifest
     from megatron.train.evaluate import load_newest
-    from megatron.train.models import section_of
     from megatron.train.state import DTYPES
 
     rows, every = [], []

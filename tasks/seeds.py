@@ -16,6 +16,7 @@ import torch
 from megatron.config.bert import FinetunedConfig
 from megatron.config.checkpoints import step_folders
 from megatron.config.parse import user_errors
+from megatron.models.registry import MODELS, section_of
 from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
@@ -26,7 +27,6 @@ from megatron.train.finetune import Course, begin, finetuned_section, save_finet
 from megatron.train.folder import remove
 from megatron.train.launch import default_precision
 from megatron.train.metrics import Metrics
-from megatron.train.models import MODELS, section_of
 from megatron.train.start import newest_whole
 from megatron.train.state import TrainState
 from tasks.finetune import Plan, assemble

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.data.examples import ExampleBatch
-from megatron.train.on_device import on_device
+from megatron.train.loader import to_device
 
 
 class RightAnswers:
@@ -25,7 +25,7 @@ class RightAnswers:
         self, model: Any, batch: ExampleBatch, device: torch.device, factors: Tensor
     ) -> Tensor:
         logits = answer_scores(model, batch, device)
-        labels, counted = on_device(device, batch.labels, batch.counted)
+        labels, counted = to_device(device, batch.labels, batch.counted)
         wide = torch.promote_types(logits.dtype, torch.float32)
         losses = F.cross_entropy(logits.to(wide), labels, reduction="none").mean(1)
         return (losses * counted).sum() * factors.to(wide)
@@ -37,7 +37,7 @@ def answer_scores(model: Any, batch: ExampleBatch, device: torch.device) -> Tens
     shape = batch.tokens.shape
     arrays = (batch.tokens, batch.token_types, batch.is_real)
     rows = (each.reshape(-1, shape[-1]) for each in arrays)
-    tokens, token_types, is_real = on_device(device, *rows)
+    tokens, token_types, is_real = to_device(device, *rows)
     logits: Tensor = model(tokens, token_types, is_real)
     if logits.dim() == 3:
         return logits.masked_fill(~is_real[..., None], -torch.inf)

@@ -14,7 +14,7 @@ from megatron.config.resume import data_fingerprint
 from megatron.config.training import TrainingConfig
 from megatron.data.batch import Batch, Samples
 from megatron.train.evaluate import mean_losses
-from megatron.train.feed import feed
+from megatron.train.loader import prefetch
 from megatron.train.metrics import Metrics
 from megatron.train.replicas import check_replicas
 from megatron.train.saver import Saver
@@ -150,7 +150,7 @@ class Clock:
 def _steps_to_come(state: TrainState, loop: Loop) -> Generator[list[Batch]]:
     """This rank's micro-batches of each step up to `train_iters`."""
     size, left = loop.global_batch_size, loop.training.train_iters - state.step
-    return feed(
+    return prefetch(
         loop.train_data,
         range(state.samples, state.samples + left * size, size),
         micro_batch_size=loop.training.micro_batch_size,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.config.checkpoints import step_folders
-from megatron.train.deal import deal
+from megatron.train.loader import shard
 from megatron.train.metrics import read_metrics
 from tasks import seeds as seeds_of
 from tasks.main import main
@@ -100,7 +100,7 @@ def test_a_bar_is_for_a_terminal(
 ) -> None:
     mesh: Any = SimpleNamespace(is_first=True, data=SimpleNamespace(rank=0, size=1))
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal, raising=False)
-    assert list(deal([1, 3, 2], 2, mesh, "some")) == [[1, 2], [0]]
+    assert list(shard([1, 3, 2], 2, mesh, "some")) == [[1, 2], [0]]
     assert ("some: 100%" in capsys.readouterr().err) == is_terminal
 
 

@@ -1,7 +1,6 @@
 """The plans of scripts/paper: every command is one that its program takes; what is refused."""
 
 import functools
-import importlib
 import subprocess
 import tarfile
 from dataclasses import replace
@@ -89,7 +88,7 @@ def parse_command(command: Command) -> Any:
     if program == "tools/preprocess_data.py":
         return parse(PreprocessSettings, flags, {})
     if program.startswith("tools.corpus."):
-        return parse_settings(importlib.import_module(program).Settings, flags, program)
+        return parse_settings(program, flags)
     function = FUNCTIONS[program]
 
     @functools.wraps(function)

@@ -138,7 +138,7 @@ def test_it_leaves_when_told_to_and_saves(tmp_path: Path) -> None:
     assert run(1, tmp_path, exit_interval=3)[1:] == ([(3, True)], 3, "exit_interval")
     late = run(1, tmp_path, exit_duration_in_mins=1e-9)
     assert late[1:] == ([(1, True)], 1, "exit_duration_in_mins")
-    assert not [each for each in threading.enumerate() if each.name.startswith("feed")]
+    assert not [each for each in threading.enumerate() if each.name.startswith("prefetch")]
 
 
 @pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), (2, 1), (4, 2)])
