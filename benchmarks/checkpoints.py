@@ -61,7 +61,7 @@ class Bench:
     def save(self, kind: str) -> SaveReport:
         """Save and wait; the checkpoint is removed again."""
         saver = self.savers[kind]
-        saver.save(self.state, None)
+        saver.save(self.state.step, self.state.pieces(), self.state.facts(), None)
         saver.close()
         (report,) = saver.reports()
         shutil.rmtree(report.path)

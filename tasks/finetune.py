@@ -222,6 +222,7 @@ def train_seed(run: Run, seed: int) -> None:
             batches=epochs.batches(),
             learning_rate=partial(learning_rate, optimizer, decay_iters=len(steps) + 1),
             evaluate=epochs.evaluate,
+            save=epochs.save,
             saver=epochs,
             metrics=metrics,
             signals=StopSignals(),

@@ -21,7 +21,7 @@ from math import isfinite
 from pathlib import Path
 from threading import Thread
 from types import MappingProxyType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -205,18 +205,6 @@ class SaveReport:
         ) + "".join(f"\nwarning: {note}" for note in self.notes)
 
 
-class State(Protocol):
-    """What is saved, as megatron.train.state.TrainState has it."""
-
-    step: int
-
-    def pieces(self) -> Iterable[TensorSlice]:
-        """This rank's slices of every tensor."""
-
-    def facts(self) -> Mapping[str, Any]:
-        """What the manifest says of this step."""
-
-
 class Saver:
     """Writes the checkpoints of one run; every rank has one, and calls it at the same steps.
 
@@ -246,22 +234,28 @@ class Saver:
         self._pending: tuple[Future[SaveReport], float] | None = None
         self._finished: list[SaveReport] = []
 
-    def save(self, state: State, validation_loss: float | None) -> None:
-        """Save the state as it is now; returns when it may change.
+    def save(
+        self,
+        step: int,
+        slices: Iterable[TensorSlice],
+        facts: Mapping[str, Any],
+        validation_loss: float | None,
+    ) -> None:
+        """Save the tensors as they are now; returns when they may change.
 
-        validation_loss: of these weights, if it was measured. Waits for the save before.
+        facts: of this step, for its manifest. validation_loss: of these weights, if it was
+        measured. Waits for the save before.
         """
         if self._config.save is None:
             return
         start = time.monotonic()
         self.close()
-        step, directory = state.step, Path(self._config.save)
-        own = own_slices(state.pieces(), self._mesh)
+        directory, own = Path(self._config.save), own_slices(slices, self._mesh)
         if self._config.async_save:
             own = self._copy_to_host(own)
         if validation_loss is not None and not isfinite(validation_loss):
             validation_loss = None  # JSON has no word for it, and it is not the best
-        facts = {**state.facts(), "validation_loss": validation_loss, **self._facts}
+        facts = {**facts, "validation_loss": validation_loss, **self._facts}
         future: Future[SaveReport] = Future()
 
         def write() -> None:

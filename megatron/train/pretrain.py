@@ -152,6 +152,7 @@ def open_loop(
     from megatron.train.loop import Loop
     from megatron.train.metrics import Metrics
     from megatron.train.sinks import open_sinks
+    from megatron.train.watch import note
 
     config, mesh = plan.config, state.mesh
     file, at, steps = config.metrics_file(), state.step, config.training.train_iters
@@ -159,6 +160,12 @@ def open_loop(
     metrics = stack.enter_context(Metrics(file, mesh, start=at, steps=steps, sinks=sinks))
     attached = plan.inputs.attached
     saver = Saver(mesh, config.checkpoint, facts, attached=attached, start_step=at)
+
+    def save(state: TrainState, validation_loss: float | None) -> None:
+        if config.checkpoint.save is not None:
+            note("save")
+            saver.save(state.step, state.pieces(), state.facts(), validation_loss)
+
     size = config.global_batch_size(plan.world)
     batches = prefetch(
         plan.inputs.train,
@@ -172,6 +179,7 @@ def open_loop(
         batches=batches,
         learning_rate=partial(learning_rate, config.optimizer, decay_iters=config.lr_decay_iters()),
         evaluate=lambda state: validate(plan, state, metrics),
+        save=save,
         saver=stack.enter_context(saver),
         metrics=metrics,
         signals=signals,

@@ -131,7 +131,7 @@ def check(save: Path, parameters: int, first: float) -> Path:
     return step_folders(save)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_gpt2_355m_trains_at_2_and_is_the_same_model_at_1(tmp_path: Path, save: Path) -> None:
     prefix = str(tmp_path / "ids_text_document")
     write_documents(prefix)
@@ -145,7 +145,7 @@ def test_gpt2_355m_trains_at_2_and_is_the_same_model_at_1(tmp_path: Path, save: 
     tell(seconds, peak, save, loss)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_bert_336m_trains_at_2_is_the_same_at_1_and_in_transformers(
     tmp_path: Path, save: Path, test_data: Path
 ) -> None:
