@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.convert.torch_file import read_saved
-from tools.convert.unpickler import Placeholder, StoredTensor
+from tools.convert.torch_file import Placeholder, StoredTensor, read_saved
 
 POINTER = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
