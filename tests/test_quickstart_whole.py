@@ -143,6 +143,7 @@ def test_every_command_of_the_readme_runs(folder: Path, quickstart: str) -> None
         "--train-iters 200": "--train-iters 4",
         "--save-interval 100": "--save-interval 2",
         "--train-iters 300": "--train-iters 6",
+        "--lr-warmup-iters 50 --train-iters 500": "--lr-warmup-iters 5 --train-iters 10",
     }
     for command in commands:
         for text, instead in small.items():
