@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megatron.config.checks import positive
 from megatron.data.description import Description
 from megatron.data.indexed import IndexedDataset
-from megatron.data.splits import split_documents
+from megatron.data.order import split_documents
 from megatron.data.tokenizer import Tokenizer
 from tasks.common import Joined, Scores, Sliding, Task, TaskSettings, Window
 from tasks.ngram import bigram_perplexity, unigram_perplexity

@@ -23,7 +23,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.config.interrupt import interruptible
 from megatron.config.parallel import ParallelConfig
-from megatron.config.parse import user_errors
+from megatron.config.parse import parse_call, user_errors
 from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.train.trained import open_trained
@@ -139,6 +139,5 @@ def _open_whole(trained: TrainedConfig) -> tuple[Path, dict[str, Any], Tokenizer
 
 if __name__ == "__main__":
     with interruptible(os.environ), user_errors(os.environ):
-        tyro.extras.subcommand_cli_from_dict(
-            {"import": import_model, "export": export_model}, config=(tyro.conf.DisallowNone,)
-        )
+        commands = {"import": import_model, "export": export_model}
+        parse_call(commands, sys.argv[1:], os.environ)()

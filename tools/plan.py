@@ -22,6 +22,7 @@ from typing import Any
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.checks import UsageError
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from tools.planning import figure5, record, search
@@ -74,7 +75,12 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
 def study(settings: StudyConfig) -> None:
     hardware = find_hardware(settings.hardware)
     if hardware.anchor is None:
-        raise ValueError(f"--hardware {settings.hardware} has no anchor; dgx2h would work")
+        raise UsageError(
+            "--hardware",
+            settings.hardware,
+            "hardware with an anchor",
+            works=("--hardware", "dgx2h"),
+        )
     found = figure5.study(hardware)
     print(figure5.text(found))
     _write(settings.json, found)

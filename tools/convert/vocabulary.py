@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.config.checks import UsageError
 from megatron.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
@@ -65,9 +66,7 @@ def find_tokenizer(
     """
     if given.no_tokenizer:
         if given.has_files:
-            raise ValueError(
-                "--no-tokenizer goes with neither --vocab-file nor --merge-file; leave it out"
-            )
+            raise UsageError("--no-tokenizer is given with --vocab-file or --merge-file; one works")
         kind = given.tokenizer_type or tokenizing.kind_of({})
         _check_kind(kind, tokenizing)
         return NoTokenizer(kind=kind, vocab_size=vocab_size)
@@ -130,9 +129,11 @@ def _check_beside(folder: Path, tokenizing: Tokenizing, tokenizer_type: str | No
     if tokenizer_type in (None, kind):
         return kind
     if content and tokenizer_type in tokenizing.kinds:
-        raise ValueError(
-            f"--tokenizer-type {tokenizer_type} is not that of {folder / CONFIG}; "
-            f"--tokenizer-type {kind} would work"
+        raise UsageError(
+            "--tokenizer-type",
+            tokenizer_type,
+            f"that of {folder / CONFIG}",
+            works=("--tokenizer-type", kind),
         )
     _check_kind(tokenizer_type, tokenizing)
     return tokenizer_type
@@ -140,7 +141,9 @@ def _check_beside(folder: Path, tokenizing: Tokenizing, tokenizer_type: str | No
 
 def _check_kind(kind: str, tokenizing: Tokenizing) -> None:
     if kind not in tokenizing.kinds:
-        raise ValueError(
-            f"--tokenizer-type {kind} is not {tokenizing.whose}; "
-            f"{' or '.join(tokenizing.kinds)} would work"
+        raise UsageError(
+            "--tokenizer-type",
+            kind,
+            f"{tokenizing.whose}: {' or '.join(tokenizing.kinds)}",
+            works=("--tokenizer-type", tokenizing.kinds[0]),
         )

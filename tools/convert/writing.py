@@ -18,13 +18,13 @@ from megatron.config.data import BertDataConfig, DataConfig, GPT2DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.data.tokenizer import Tokenizer
+from megatron.models.registry import MODELS
 from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.checkpoint import Piece, save
-from megatron.train.models import MODELS
 from megatron.train.start import environment
 from megatron.train.state import DTYPES
 from tools.convert.staging import staged

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron.config.checks import UsageError
+from megatron.config.checks import UsageError, flag
 from tools.command import ROOT
 from tools.stages import Stage, own_folder, run_stages, tell_plan
 
@@ -39,4 +39,4 @@ def carry_out(
 def check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {count}: 1 or more would work")
+            raise UsageError(flag(name), count, "1 or more", works=(flag(name), "1"))

@@ -79,12 +79,11 @@ class MeasureConfig:
 def parse_plan(
     arguments: Sequence[str], environ: Mapping[str, str]
 ) -> tuple[PretrainConfig, QuestionConfig]:
-    """Raises UsageError and SystemExit, as parse."""
-    names = [word.partition("=")[0] for word in arguments]
-    if not {"--preset", "--help", "-h"} & set(names):
+    """Raises UsageError, as parse."""
+    given = {word.partition("=")[0] for word in arguments}
+    if not given & {"--preset", "--help", "-h"}:
         raise UsageError(
-            "there is no --preset, which says what to plan; "
-            "--preset scripts/presets/gpt2_scaling_8.3b.toml would work"
+            "--preset", None, "given: it says what to plan", works=("--preset", "gpt2_scaling_8.3b")
         )
     if _kind(arguments) == "bert":
         bert = parse(PlanBertConfig, arguments, environ)
@@ -99,5 +98,6 @@ def _kind(arguments: Sequence[str]) -> str:
     for name, value in zip(arguments, [*arguments[1:], ""], strict=True):
         flag, has_value, own = name.partition("=")
         told[flag] = told.get(flag, "") + (own if has_value else value)
-    preset = Path(told.get("--preset", "")).name
-    return told.get("--kind") or ("bert" if "bert" in preset else "gpt2")
+    return told.get("--kind") or (
+        "bert" if "bert" in Path(told.get("--preset", "")).name else "gpt2"
+    )

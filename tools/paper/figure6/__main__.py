@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from megatron.config.parse import find_preset
 from tools.command import ROOT
 from tools.paper.data import FILES, check_files
 from tools.paper.figure6.plan import Settings, check_settings, plan
@@ -43,7 +44,7 @@ def figure6(
     settings = Settings(
         data=data.absolute(),
         output=output.absolute(),
-        preset=preset.absolute(),
+        preset=find_preset(str(preset)).absolute(),
         sizes=sizes,
         vocab_size=vocab_size,
         overlapping_eval=overlapping_eval,

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from megatron.config.parse import find_preset
 from tools.command import ROOT
 from tools.paper.data import FILES, check_files
 from tools.paper.miniature.plan import BUDGET, Settings, choose_processes, plan
@@ -49,8 +50,8 @@ def miniature(
     settings = Settings(
         data=data.absolute(),
         output=output.absolute(),
-        gpt2_preset=gpt2_preset.absolute(),
-        bert_preset=bert_preset.absolute(),
+        gpt2_preset=find_preset(str(gpt2_preset)).absolute(),
+        bert_preset=find_preset(str(bert_preset)).absolute(),
         tensor_parallel=tensor_parallel,
         vocab_size=vocab_size,
         overlapping_eval=overlapping_eval,

@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel.dropout import draw_kept, drop
+from megatron.parallel.cpu.fast_dropout import draw_kept, drop
 
 BLOCK = 128  # queries
+SHORT = 512  # tokens up to which blocks are faster without dropout too
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -51,7 +52,7 @@ class _BlockAttention(torch.autograd.Function):
             if dropout:
                 kept.append(draw_kept(p.shape, dropout))
                 p = drop(p, kept[-1], dropout)
-            # Into a part of a tensor torch would multiply one sequence and head after another.
+            # Into a slice of a tensor torch would multiply one sequence and head after another.
             out.append(p @ v[:, columns])
         ctx.save_for_backward(q, k, v, *probabilities, *kept)
         ctx.is_causal, ctx.dropout, ctx.scale = is_causal, dropout, scale
@@ -73,6 +74,7 @@ class _BlockAttention(torch.autograd.Function):
                 kept = saved[len(blocks) + number]
                 used, dp = (drop(each, kept, ctx.dropout) for each in (p, dp))
             dv[:, columns] += used.mT @ own
+            # Autograd's own backward of softmax; torch (2.13) has no public name for it.
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype).mul_(ctx.scale)
             dq.append(ds @ k[:, columns])
             dk[:, columns] += ds.mT @ q[:, rows]
@@ -91,13 +93,22 @@ def _later(size: int, like: Tensor) -> Tensor:
     return like.new_full((size, size), -torch.inf).triu_(1)
 
 
-def block_attention(
+def pays_in_blocks(q: Tensor, is_causal: bool, dropout: float) -> bool:
+    """Whether training takes less time than in torch's kernel and keeps not much more memory.
+
+    With dropout torch has no kernel of its own for the CPU and keeps as much.
+    """
+    if not (torch.is_grad_enabled() and q.requires_grad):
+        return False
+    is_narrow = q.dtype in (torch.bfloat16, torch.float16)
+    return dropout > 0 or (q.shape[2] <= SHORT and (is_causal or is_narrow))
+
+
+def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
 ) -> Tensor:
-    """q, k, v [b, a, s, d] to [b, a, s, d]; what F.scaled_dot_product_attention computes.
+    """As kernels.attention; the result of a query that may look nowhere is meaningless, but finite.
 
-    mask: bool [b or 1, 1, 1 or s, s], True where a query may look. What comes of a query that may
-    look nowhere means nothing, but is finite.
     dropout: of the probabilities, drawn from the default generator.
     """
     bias = None

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel import layers
-from megatron.parallel.attention import BLOCK, block_attention
+from megatron.parallel import cpu
+from megatron.parallel.cpu.block_attention import BLOCK, attention
 from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
@@ -44,7 +44,7 @@ def test_it_equals_torchs(length: int, mask: str) -> None:
     d_out = torch.randn(BATCH, HEADS, length, SIZE, dtype=torch.float64)
     expected = F.scaled_dot_product_attention(*inputs, visible, is_causal=is_causal)
     gradients = torch.autograd.grad(expected, inputs, d_out)
-    found = block_attention(*inputs, visible, 0.0, is_causal)
+    found = attention(*inputs, visible, 0.0, is_causal)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     own = torch.autograd.grad(found, inputs, d_out)
     torch.testing.assert_close(own, gradients, rtol=1e-12, atol=1e-12)
@@ -53,7 +53,7 @@ def test_it_equals_torchs(length: int, mask: str) -> None:
 def test_a_query_that_sees_nothing_is_no_nan() -> None:
     inputs = draw(BLOCK + 1)
     seen = torch.zeros(BATCH, 1, 1, BLOCK + 1, dtype=torch.bool)
-    found = block_attention(*inputs, seen, 0.0, False)
+    found = attention(*inputs, seen, 0.0, False)
     assert torch.stack(torch.autograd.grad(found.sum(), inputs)).isfinite().all()
 
 
@@ -61,9 +61,9 @@ def test_a_query_that_sees_nothing_is_no_nan() -> None:
 def test_dropout_drops_probabilities_and_keeps_their_mean(is_causal: bool) -> None:
     q, k, _ = draw(BLOCK + 9)
     identity = torch.eye(BLOCK + 9, dtype=torch.float64).expand(BATCH, HEADS, -1, -1)
-    whole = block_attention(q, k, identity, None, 0.0, is_causal)
+    whole = attention(q, k, identity, None, 0.0, is_causal)
     torch.manual_seed(0)
-    dropped = block_attention(q, k, identity, None, 0.25, is_causal)
+    dropped = attention(q, k, identity, None, 0.25, is_causal)
     kept = dropped != 0
     torch.testing.assert_close(dropped[kept], whole[kept] / 0.75)
     seen = whole != 0
@@ -73,7 +73,7 @@ def test_dropout_drops_probabilities_and_keeps_their_mean(is_causal: bool) -> No
 def test_gradients_with_dropout_are_those_of_what_was_drawn() -> None:
     def seeded(*inputs: Tensor) -> Tensor:
         torch.manual_seed(0)
-        return block_attention(*inputs, None, 0.3, True)
+        return attention(*inputs, None, 0.3, True)
 
     q, k, v = (each[:1, :1].detach().requires_grad_() for each in draw(BLOCK + 3))
     assert torch.autograd.gradcheck(seeded, (q, k, v), fast_mode=True)
@@ -92,7 +92,7 @@ def test_in_bf16_it_is_about_as_exact_as_torchs() -> None:
         return ((out - truth).norm() / truth.norm()).item(), of_gradients.item()
 
     theirs = error(F.scaled_dot_product_attention(*exact, is_causal=True))
-    ours = error(block_attention(*exact, None, 0.0, True))
+    ours = error(attention(*exact, None, 0.0, True))
     assert ours[0] < 1.2 * theirs[0]
     assert ours[1] < 1.2 * theirs[1]
 
@@ -119,9 +119,9 @@ def test_where_it_takes_less_time_training_uses_it(
 
     def spy(*arguments: object) -> Tensor:
         calls.append(arguments)
-        return block_attention(*arguments)
+        return attention(*arguments)
 
-    monkeypatch.setattr(layers, "block_attention", spy)
+    monkeypatch.setattr(cpu, "attention", spy)
     core = AttentionCore(RandomStreams(0, serial_mesh()), dropout, "core").train()
     q, k, v = draw(length, dtype)
     mask = None if is_causal else key_mask(length)

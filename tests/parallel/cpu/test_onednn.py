@@ -1,4 +1,4 @@
-"""Products by oneDNN are those by torch, and only where oneDNN is quick."""
+"""Matrix products by oneDNN are those by torch, and only where oneDNN is quick."""
 
 from pathlib import Path
 
@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.profiler import profile
 
-from megatron.parallel import product as module
+from megatron.parallel import kernels
+from megatron.parallel.cpu import onednn
+from megatron.parallel.cpu.onednn import add_matmul_, is_faster_by_onednn, matmul
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.product import add_gradient_, is_faster_by_onednn, product
 from tests.dist import Pool
 from tests.tiny import (
     assert_gradients,
@@ -29,7 +30,7 @@ ONEDNN = "mkldnn::_linear_pointwise"
 
 @pytest.fixture(autouse=True)
 def _whatever_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "is_faster_by_onednn", lambda: True)
+    monkeypatch.setattr(onednn, "is_faster_by_onednn", lambda: True)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -38,14 +39,14 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def operators(*arguments: Tensor) -> set[str]:
     with profile() as profiler:
-        product(*arguments)
+        matmul(*arguments)
     return {event.key for event in profiler.key_averages()}
 
 
 @pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_product_is_torchs(by_columns: bool, turned: bool, biased: bool) -> None:
+def test_a_matmul_is_torchs(by_columns: bool, turned: bool, biased: bool) -> None:
     x, weight = draw(N, IN), draw(OUT, IN)
     if turned:
         x = x.T.contiguous().T
@@ -56,7 +57,7 @@ def test_a_product_is_torchs(by_columns: bool, turned: bool, biased: bool) -> No
     exact = torch.nn.functional.linear(
         x.double(), weight.double(), None if bias is None else bias.double()
     )
-    torch.testing.assert_close(product(x, weight, bias).double(), exact, rtol=0, atol=1e-4)
+    torch.testing.assert_close(matmul(x, weight, bias).double(), exact, rtol=0, atol=1e-4)
 
 
 def test_what_onednn_would_be_slow_at_stays_with_torch() -> None:
@@ -69,6 +70,10 @@ def test_what_onednn_would_be_slow_at_stays_with_torch() -> None:
         assert ONEDNN not in operators(x.to(dtype), weight.to(dtype))
 
 
+def test_sizes_that_are_padded_go_to_onednn() -> None:
+    assert kernels.ROW_MULTIPLE % onednn.ROW_MULTIPLE == 0
+
+
 @pytest.mark.parametrize("is_filled", [False, True])
 @pytest.mark.parametrize("piece_bytes", [2**22, 7 * 4 * OUT])
 @pytest.mark.parametrize("columns", [IN, 2 * OUT])
@@ -76,11 +81,11 @@ def test_what_onednn_would_be_slow_at_stays_with_torch() -> None:
 def test_a_gradient_is_added_or_written(
     is_filled: bool, piece_bytes: int, columns: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SMALL", 1000)
-    monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(onednn, "SMALL", 1000)
+    monkeypatch.setattr(onednn, "CHUNK_BYTES", piece_bytes)
     x, dy, place = draw(tokens, columns), draw(tokens, OUT), draw(OUT, columns)
     expected = dy.double().T @ x.double() + (place if is_filled else 0)
-    add_gradient_(place, dy, x, is_filled=is_filled)
+    add_matmul_(place, dy, x, accumulate=is_filled)
     torch.testing.assert_close(place.double(), expected, rtol=0, atol=1e-4)
 
 
@@ -128,10 +133,10 @@ def check_a_model(ranks: int) -> None:
     mesh = mesh_of_ranks(ranks)
     expected = of_two_micro_batches(mesh, torch.float64)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "SMALL", 0)
-        patched.setattr(module, "STEP", 1)
-        patched.setattr(module, "PIECE_BYTES", 1000)
-        patched.setattr(module, "is_faster_by_onednn", lambda: True)
+        patched.setattr(onednn, "SMALL", 0)
+        patched.setattr(onednn, "ROW_MULTIPLE", 1)
+        patched.setattr(onednn, "CHUNK_BYTES", 1000)
+        patched.setattr(onednn, "is_faster_by_onednn", lambda: True)
         with profile() as profiler:
             loss, gradients = of_two_micro_batches(mesh, torch.float32)
     calls = {event.key: event.count for event in profiler.key_averages()}

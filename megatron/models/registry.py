@@ -1,4 +1,4 @@
-"""The kinds of model: which section describes each, and what builds it."""
+"""The kinds of model: the config that describes each, and what builds it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 
 from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.model import ModelConfig
-from megatron.config.resume import kind_of
 from megatron.models.bert import BERT
 from megatron.models.finetuned import FinetunedBert
 from megatron.models.gpt2 import GPT2
@@ -20,8 +19,8 @@ from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import materialize
 
 MODELS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
-    section.kind: (section, model)
-    for section, model in (
+    config.kind: (config, model)
+    for config, model in (
         (ModelConfig, GPT2),
         (BertConfig, BERT),
         (FinetunedConfig, FinetunedBert),
@@ -30,8 +29,9 @@ MODELS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
 
 
 def section_of(manifest: Mapping[str, Any]) -> ModelConfig:
-    """What describes the model of a checkpoint."""
-    section, _ = MODELS[kind_of(manifest)]
+    """The config of the model of a checkpoint, from its manifest."""
+    # The first checkpoints held GPT-2 and did not say so.
+    config, _ = MODELS[manifest.get("kind", ModelConfig.kind)]
     settings: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in manifest["config"]["model"].items()
@@ -39,20 +39,20 @@ def section_of(manifest: Mapping[str, Any]) -> ModelConfig:
     # What the first checkpoints called the full granularity.
     if settings.pop("checkpoint_activations", False):
         settings["recompute_granularity"] = "full"
-    return section(**settings)
+    return config(**settings)
 
 
 def build_model(
-    section: ModelConfig, mesh: Mesh, vocab_size: int, *, seed: int | None, dtype: torch.dtype
+    config: ModelConfig, mesh: Mesh, vocab_size: int, *, seed: int | None, dtype: torch.dtype
 ) -> tuple[Any, RandomStreams]:
-    """A materialised model of the section's kind on this rank's device, and the random streams it
+    """A materialised model of the config's kind on this rank's device, and the random streams it
     draws from.
 
     seed: None for a model that is loaded next and draws nothing.
     """
     streams = RandomStreams(seed or 0, mesh)
-    _, make = MODELS[section.kind]
+    _, make = MODELS[config.kind]
     with torch.device("meta"):
-        model = make(section, factory_1d(mesh, streams, norm=section.layernorm_impl), vocab_size)
+        model = make(config, factory_1d(mesh, streams, norm=config.layernorm_impl), vocab_size)
     materialize(model, device=mesh.device, dtype=dtype, seed=seed)
     return model, streams

@@ -1,4 +1,4 @@
-"""Dropout; on the CPU from 16 random bits each, drawn four times as fast as torch draws it."""
+"""Dropout from 16 random bits an element, drawn four times as fast as torch draws it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-STEPS = 2**16  # a probability is one of so many
+STEPS = 2**16  # probabilities are multiples of 1 / STEPS
 
 
 def _dropped_steps(p: float) -> int:
@@ -18,7 +17,7 @@ def _dropped_steps(p: float) -> int:
 
 
 def draw_kept(shape: Sequence[int], p: float) -> Tensor:
-    """What dropout of probability p keeps, bool of this shape; from the CPU's default generator."""
+    """Draw from the default generator what dropout of probability p keeps: bool of this shape."""
     count = prod(shape)
     words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
     halves = words.view(torch.int16)[:count]  # from -STEPS / 2
@@ -26,7 +25,7 @@ def draw_kept(shape: Sequence[int], p: float) -> Tensor:
 
 
 def drop(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    """x where it is kept, made larger so that its expectation stays, and 0 elsewhere."""
+    """x where it is kept, scaled so that its expectation stays, and 0 elsewhere."""
     return (x * kept).mul_(STEPS / (STEPS - _dropped_steps(p)))
 
 
@@ -45,8 +44,6 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """F.dropout, but on the CPU with p rounded to one of 65,536."""
-    if x.is_cuda:
-        return F.dropout(x, p)
+    """F.dropout, with p rounded to a multiple of 1 / 65,536."""
     dropped: Tensor = _Dropout.apply(x, p)
     return dropped

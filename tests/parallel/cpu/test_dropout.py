@@ -5,7 +5,7 @@ from math import sqrt
 import pytest
 import torch
 
-from megatron.parallel.dropout import STEPS, draw_kept, dropout
+from megatron.parallel.cpu.fast_dropout import STEPS, draw_kept, dropout
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])

@@ -1,4 +1,4 @@
-"""The feed: the sampler's batches step by step, one step ahead, errors where they belong."""
+"""Prefetching: the sampler's batches step by step, one step ahead, errors where they belong."""
 
 import threading
 from contextlib import closing
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.data.batch import Batch
-from megatron.train.feed import feed
+from megatron.train.loader import prefetch
 
 
 class Numbers:
@@ -34,11 +34,11 @@ class Numbers:
 
 
 def is_running() -> bool:
-    return any(thread.name.startswith("feed") for thread in threading.enumerate())
+    return any(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
 def read(data: Numbers, starts: range, rank: int = 0, size: int = 1) -> list[list[list[int]]]:
-    steps = feed(data, starts, micro_batch_size=2, data_rank=rank, data_size=size)
+    steps = prefetch(data, starts, micro_batch_size=2, data_rank=rank, data_size=size)
     return [[batch.tokens[:, 0].tolist() for batch in step] for step in steps]
 
 
@@ -52,7 +52,7 @@ def test_steps_hold_the_micro_batches_of_this_rank() -> None:
 def test_the_next_step_and_no_other_is_made_while_one_is_used() -> None:
     data = Numbers()
     with closing(
-        feed(data, range(0, 100, 2), micro_batch_size=2, data_rank=0, data_size=1)
+        prefetch(data, range(0, 100, 2), micro_batch_size=2, data_rank=0, data_size=1)
     ) as steps:
         assert data.made == []
         next(steps)
@@ -66,7 +66,7 @@ def test_the_next_step_and_no_other_is_made_while_one_is_used() -> None:
 
 def test_an_error_of_the_data_set_is_raised_in_its_step() -> None:
     data = Numbers(broken=5)
-    steps = feed(data, range(0, 100, 2), micro_batch_size=2, data_rank=0, data_size=1)
+    steps = prefetch(data, range(0, 100, 2), micro_batch_size=2, data_rank=0, data_size=1)
     assert [next(steps)[0].tokens[0, 0] for _ in range(2)] == [0, 2]
     with pytest.raises(ValueError, match="sample 5 is broken"):
         next(steps)
