@@ -200,7 +200,7 @@ def test_tensors_that_do_not_fit_are_named(
     ("changes", "flags", "message"),
     [
         (None, "", "--num-attention-heads is missing"),
-        (None, "--num-attention-heads 5", "--num-attention-heads 5: must be"),
+        (None, "--num-attention-heads 5", "does not divide by --num-attention-heads 5"),
         (None, "--num-attention-heads 1", "--num-attention-heads 1 cannot be shared out"),
         (None, "--num-attention-heads 0", "--num-attention-heads 0 should be above 0"),
         (None, "--num-attention-heads 8", "make 512"),
