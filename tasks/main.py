@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tasks`, when run as a script
 
 from megatron.config.checks import UsageError
-from megatron.config.interrupt import interruptible
-from megatron.config.launch import world_size
+from megatron.config.launch import interruptible, world_size
 from megatron.config.parse import parse, user_errors
 from megatron.train.trained import open_trained
 from tasks import paper

@@ -22,8 +22,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.config.checkpoints import read_manifest
 from megatron.config.checks import UsageError, non_negative, positive, writable
-from megatron.config.interrupt import interruptible
-from megatron.config.launch import world_size
+from megatron.config.launch import interruptible, world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from megatron.config.trained import TrainedConfig
