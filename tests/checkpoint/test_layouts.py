@@ -23,7 +23,7 @@ from megatron.config import (
     TrainingConfig,
 )
 from megatron.parallel.layers import VocabParallelEmbedding
-from megatron.parallel.sharding import sharding_specs
+from megatron.parallel.sharding import materialize, sharding_specs
 from megatron.train.start import begin
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step
@@ -140,6 +140,7 @@ def embedding_round_trip(directory: Path) -> bool:
     """A vocabulary of which all but the first rank hold padding only."""
     mesh = mesh_of_ranks(torch.distributed.get_world_size())
     layer = VocabParallelEmbedding(mesh, 5, 4, divisible_by=128, std=1.0)
+    materialize(layer, device=mesh.device, dtype=torch.float32, seed=None)
     spec = sharding_specs(layer)["weight"]
     weight = layer.weight.detach()
     value = torch.arange(20.0).view(5, 4)
