@@ -105,11 +105,11 @@ def find_module(name: str) -> Any:
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    if wants_list(arguments):
-        if environ.get("RANK", "0") == "0":
-            print(list_tasks())
-        return
     with user_errors(environ):
+        if wants_list(arguments):
+            if environ.get("RANK", "0") == "0":
+                print(list_tasks())
+            return
         name, rest = split_task(arguments)
         module = find_module(name)
         settings = parse(module.Settings, rest, environ)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.data.batch import Batch
-from megatron.data.sampler import micro_batches
+from megatron.data.batch import Batch, micro_batches
 from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.sharding import GradientView
 from megatron.train.state import TrainState

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron.data.batch import Batch, Samples
-from megatron.data.sampler import micro_batches
+from megatron.data.batch import Batch, Samples, micro_batches
 
 if TYPE_CHECKING:
     import torch

@@ -54,7 +54,7 @@ def pretrain(
             stack.enter_context(claim(plan.config.checkpoint.save, mesh))
             state, began, facts = build(plan, mesh)
         loop = open_loop(plan, state, began, facts, signals, environ, stack)
-        news = [*began.news, *plan.config.checkpoint.warnings()]
+        news = [*began.news, *plan.config.warnings(mesh.device.type)]
         tell_start(state, loop, news, plan.inputs.corpus.identity)
         if code := exit_code(train(state, loop)):
             raise SystemExit(code)

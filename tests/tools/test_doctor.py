@@ -62,7 +62,7 @@ def test_one_process_tells_what_is_wrong_with_its_cure(tmp_path: Path) -> None:
     assert limit["cure"] in ended.stdout
     apex = told(found["problems"], str(tmp_path / "apex"))
     assert "not NVIDIA's" in apex["what"]
-    assert "github.com/NVIDIA/apex" in apex["cure"]
+    assert "scripts/setup.sh --with-apex" in apex["cure"]
     assert found["libraries"]["apex"] == {"installed": True, "usable": False}
     assert found["healthy"] is True
     assert not any(each["needed"] for each in found["problems"])

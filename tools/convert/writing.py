@@ -28,6 +28,7 @@ from megatron.train.checkpoint import Piece, save
 from megatron.train.start import environment
 from megatron.train.state import DTYPES
 from tools.convert.staging import staged
+from tools.convert.vocabulary import NoTokenizer
 
 DATA: dict[str, type[DataConfig]] = {
     ModelConfig.kind: GPT2DataConfig,
@@ -49,7 +50,7 @@ def write_checkpoint(
     section: ModelConfig,
     weights: Mapping[str, Tensor],
     vocab_size: int,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | NoTokenizer,
     imported_from: str,
     check: Callable[[Path], object],
 ) -> Path:
