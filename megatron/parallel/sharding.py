@@ -192,8 +192,10 @@ def materialize(
 ) -> nn.Module:
     """Give a model, which is on meta until then, its memory and initial values.
 
-    seed: None leaves the values undefined, for a model that is loaded next.
+    seed: None leaves the values undefined, for a model that is loaded next. Raises ValueError for a
+    parameter without a sharding spec.
     """
+    table = sharding_specs(model)
     # Not by to_empty(): for an empty_like() of what is on meta torch imports the symbolic algebra
     # of its compiler, which takes half a second.
     parameters = {
@@ -207,7 +209,7 @@ def materialize(
     if seed is None:
         return model
     with torch.no_grad():
-        for name, spec in sharding_specs(model).items():
+        for name, spec in table.items():
             load_whole(parameters[name], initial_value(name, spec, seed), spec)
     return model
 

@@ -48,8 +48,8 @@ def load_model(
     """
     manifest = read_manifest(path)
     # Other kernels compute the same model, and need not be installed where it is used.
-    section = replace(section_of(manifest), layernorm_impl="torch")
-    model, _ = build_model(section, mesh, manifest["vocab_size"], seed=None, dtype=dtype)
+    config = replace(section_of(manifest), layernorm_impl="torch")
+    model, _ = build_model(config, mesh, manifest["vocab_size"], seed=None, dtype=dtype)
     load(path, model_pieces(model), mesh, verified=verified)
     return model.eval()
 
@@ -72,11 +72,11 @@ def mean_losses(
     model.eval()
     k = len(objective.terms)
     totals = torch.zeros(2 * k, dtype=torch.float64, device=mesh.device)
-    factors = torch.ones_like(totals[:k])
+    scales = torch.ones_like(totals[:k])
     own = range(mesh.data.rank, samples, mesh.data.size)
     for start in range(0, len(own), micro_batch_size):
         batch = data.batch(own[start : start + micro_batch_size])
-        totals[:k] += objective.sums(model, batch, mesh.device, factors)
+        totals[:k] += objective.sums(model, batch, mesh.device, scales)
         totals[k:] += totals.new_tensor(objective.counts(batch))
     model.train(was_training)
     sums, counts = all_reduce(totals, mesh.data).view(2, k).tolist()
