@@ -73,9 +73,12 @@ class Settings(TaskSettings):
     def __post_init__(self) -> None:
         optional_positive(self, "window")
         if self.overlapping_eval is not None and self.overlapping_eval < 1:
+            stride = min(PAPERS_STRIDE, self.window or inf)
             raise UsageError(
-                f"--overlapping-eval {self.overlapping_eval} should be above 0; "
-                f"--overlapping-eval {min(PAPERS_STRIDE, self.window or inf)} would work"
+                "--overlapping-eval",
+                self.overlapping_eval,
+                "above 0",
+                works=("--overlapping-eval", str(stride)),
             )
 
 
@@ -155,8 +158,10 @@ def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, in
     length = settings.window or positions
     if length > positions:
         raise UsageError(
-            f"--window {length} is more than the model's {positions} positions; "
-            f"--window {positions} would work"
+            "--window",
+            length,
+            f"at most the model's {positions} positions",
+            works=("--window", str(positions)),
         )
     if length > trained:
         warnings.warn(
@@ -167,8 +172,10 @@ def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, in
     stride = settings.overlapping_eval or length
     if stride > length:
         raise UsageError(
-            f"--overlapping-eval {stride} is more than the window of {length}, so that tokens "
-            f"would be left out; --overlapping-eval {min(PAPERS_STRIDE, length)} would work"
+            "--overlapping-eval",
+            stride,
+            f"at most the window of {length}: tokens would be left out",
+            works=("--overlapping-eval", str(min(PAPERS_STRIDE, length))),
         )
     return length, stride
 

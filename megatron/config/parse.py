@@ -55,7 +55,13 @@ def _tell(error: Exception, environ: Mapping[str, str]) -> None:
     write_error_file(environ.get("TORCHELASTIC_ERROR_FILE"), text, text)
 
 
-def parse(program: type[Program], argv: Sequence[str], environ: Mapping[str, str]) -> Program:
+def parse(
+    program: type[Program],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    prog: str | None = None,
+) -> Program:
     """The program's settings from its arguments (those after the program's name).
 
     program: a dataclass of settings and of sections, which are dataclasses too; a field's
@@ -81,6 +87,7 @@ def parse(program: type[Program], argv: Sequence[str], environ: Mapping[str, str
             return tyro.cli(
                 program,
                 args=[_without_alias(word, aliases) for word in arguments],
+                prog=prog,
                 description=_PRESET_HELP,
                 console_outputs=_is_first(environ),
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
