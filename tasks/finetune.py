@@ -26,6 +26,7 @@ from megatron.config.parse import user_errors
 from megatron.config.training import TrainingConfig
 from megatron.data.examples import ExampleBatch
 from megatron.data.files import write_atomically
+from megatron.models.registry import MODELS, section_of
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import Mesh
@@ -40,7 +41,6 @@ from megatron.train.generate import DivergedError
 from megatron.train.launch import default_precision
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
-from megatron.train.models import MODELS, section_of
 from megatron.train.signals import SIGNALS, StopSignals
 from megatron.train.start import newest_whole
 from megatron.train.state import DTYPES, TrainState

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tasks`, when run as a script
 
 from megatron.config.checks import UsageError
-from megatron.config.interrupt import interruptible
-from megatron.config.launch import world_size
+from megatron.config.launch import interruptible, world_size
 from megatron.config.parse import parse, user_errors
 from megatron.train.trained import open_trained
 from tasks import paper
@@ -109,7 +108,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with user_errors(environ):
         if wants_list(arguments):
             if environ.get("RANK", "0") == "0":
-                print(list_tasks(), flush=True)
+                print(list_tasks())
             return
         name, rest = split_task(arguments)
         module = find_module(name)

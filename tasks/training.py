@@ -27,8 +27,8 @@ from megatron.data.order import permute
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
 from megatron.train.checkpoint import Piece, load, read_manifest, save
-from megatron.train.deal import deal
 from megatron.train.generate import DivergedError
+from megatron.train.loader import shard
 from megatron.train.objectives import answer_scores
 from megatron.train.start import environment
 from megatron.train.state import DTYPES, TrainState, build_state, model_pieces
@@ -207,7 +207,7 @@ def logits_of(
     shapes = [_shape_of(each, config) for each in examples]
     ends = np.cumsum([prod(shape) for shape in shapes])
     flat = torch.zeros(int(ends[-1]) if len(ends) else 0)
-    for numbers in deal([each.longest for each in examples], micro_batch_size, mesh, name):
+    for numbers in shard([each.longest for each in examples], micro_batch_size, mesh, name):
         batch = make_batch([replace(examples[number], label=()) for number in numbers])
         logits = answer_scores(model, batch, mesh.device).float().cpu()
         for number, row in zip(numbers, logits, strict=True):

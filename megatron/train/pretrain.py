@@ -147,7 +147,7 @@ def open_loop(
 ) -> Loop:
     """What the training loop reads and writes; the stack closes it."""
     from megatron.optim.schedule import learning_rate
-    from megatron.train.feed import feed
+    from megatron.train.loader import prefetch
     from megatron.train.loop import Loop
     from megatron.train.metrics import Metrics
     from megatron.train.saver import Saver
@@ -160,7 +160,7 @@ def open_loop(
     attached = plan.inputs.attached
     saver = Saver(mesh, config.checkpoint, facts, attached=attached, start_step=at)
     size = config.global_batch_size(plan.world)
-    batches = feed(
+    batches = prefetch(
         plan.inputs.train,
         range(state.samples, state.samples + (steps - at) * size, size),
         micro_batch_size=config.training.micro_batch_size,
@@ -224,7 +224,7 @@ def log_start(plan: Plan, state: TrainState, began: Began, loop: Loop) -> None:
     for text in (
         f"{size} on {facts['device']}, ranks {axes}",
         *began.news,
-        *plan.config.checkpoint.warnings(),
+        *plan.config.warnings(state.mesh.device.type),
         f"step {state.step}, {state.samples} samples consumed, learning rate {lr:.3e}, data {data}",
     ):
         loop.metrics.log(text)

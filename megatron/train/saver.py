@@ -28,6 +28,7 @@ from megatron.train.checkpoint import NOTHING, Part, own_parts, write
 from megatron.train.retention import Retention
 from megatron.train.start import environment
 from megatron.train.state import DTYPES, TrainState
+from megatron.train.watch import note
 
 GRACE = 5.0  # seconds that an error waits for a save to finish
 
@@ -116,6 +117,7 @@ class Saver:
         """
         if self._section.save is None:
             return
+        note("save")
         start = time.monotonic()
         self.close()
         parts = own_parts(state.pieces(), self._mesh)

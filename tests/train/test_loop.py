@@ -10,7 +10,7 @@ import torch
 
 from megatron.config import PrecisionConfig, TrainingConfig
 from megatron.train import loop as loop_module
-from megatron.train.feed import feed
+from megatron.train.loader import prefetch
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
 from megatron.train.signals import StopSignals
@@ -81,7 +81,7 @@ def run(
     data, saves = Recorded(), Saves()
     signals = StopSignals() if signal_at is None else SignalAt(*signal_at, state)
     training = TrainingConfig(**{"train_iters": 6, "eval_interval": 4} | settings)
-    batches = feed(
+    batches = prefetch(
         data,
         range(0, 4 * training.train_iters, 4),
         micro_batch_size=1,
@@ -151,7 +151,7 @@ def test_it_leaves_when_told_to_and_saves(tmp_path: Path) -> None:
     assert run(1, tmp_path, exit_interval=3)[1:] == ([(3, True)], 3, "exit_interval")
     late = run(1, tmp_path, exit_duration_in_mins=1e-9)
     assert late[1:] == ([(1, True)], 1, "exit_duration_in_mins")
-    assert not [each for each in threading.enumerate() if each.name.startswith("feed")]
+    assert not [each for each in threading.enumerate() if each.name.startswith("prefetch")]
 
 
 @pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), (2, 1), (4, 2)])
