@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron.config.checks import UsageError, optional_positive
 from megatron.data.tokenizer import Tokenizer
-from tasks.common import Joined, Scores, Sliding, Task, TaskSettings
+from tasks.common import Scores, Sliding, Task, TaskSettings, Window
 from tasks.reading import read_text
 
 CURE = "the raw wiki.valid.tokens or wiki.test.tokens of WikiText103 would work"
@@ -90,7 +90,7 @@ class WikiText103(Task):
     detokenised: str
     articles: Sequence[str]
     stream: Sliding
-    windows: Joined
+    windows: Sequence[Window]
 
     def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> dict[str, Any]:
         stream, alone = scores[: len(self.stream)], scores[len(self.stream) :]
@@ -148,7 +148,8 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
         Sliding(np.array([tokenizer.eod, *tokens], np.int32), length, length, reach_back=True)
         for tokens in encoded
     ]
-    return WikiText103(text, detokenised, articles, stream, Joined([stream, *alone]))
+    windows = [window for each in (stream, *alone) for window in each]
+    return WikiText103(text, detokenised, articles, stream, windows)
 
 
 def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, int]:
