@@ -9,10 +9,8 @@ README.md adds one in 40 lines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import exp, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -180,23 +178,6 @@ class Sliding:
         end = min(len(self.tokens) - 1, done + (self.stride if number else self.length))
         start = max(0, end - self.length) if self.reach_back else number * self.stride
         return Window(self.tokens[start:end], self.tokens[start + 1 : end + 1], done - start)
-
-
-class Joined:
-    """The windows of several sequences, one after another."""
-
-    def __init__(self, parts: Sequence[Windows]) -> None:
-        self.parts = parts
-        self.starts = [0, *accumulate(len(part) for part in parts)]
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def __getitem__(self, number: int) -> Window:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        part = bisect_right(self.starts, number) - 1
-        return self.parts[part][number - self.starts[part]]
 
 
 def score_windows(

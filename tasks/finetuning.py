@@ -120,7 +120,7 @@ class FinetuneSettings:
         non_negative(self, "seed", "weight_decay", "clip_grad")
         fraction(self, "lr_warmup_fraction", "hidden_dropout", "attention_dropout")
         if not self.valid_data:
-            raise UsageError("--valid-data names nothing; files to evaluate on would work")
+            raise UsageError("--valid-data", None, "followed by files to evaluate on")
 
     @property
     def files(self) -> Sequence[Path]:

@@ -66,8 +66,10 @@ class GlueSettings(FinetuneSettings):
         super().__post_init__()
         if self.seq_length < SPECIAL + 2:
             raise UsageError(
-                f"--seq-length {self.seq_length} leaves no room for two texts beside the {SPECIAL} "
-                "special tokens; --seq-length 128 would work"
+                "--seq-length",
+                self.seq_length,
+                f"at least {SPECIAL + 2}: two texts and {SPECIAL} special tokens",
+                works=("--seq-length", "128"),
             )
 
 
@@ -202,9 +204,8 @@ def name_files(files: Sequence[Path]) -> dict[str, Path]:
         found = next((each for each in ("mismatched", "matched") if each in file.stem), None)
         name = found or (file.stem if len(files) > 1 else "")
         if name in named:
-            raise ValueError(
-                f"--valid-data {named[name]} and {file} would both be the figures of {name}; one "
-                "of them, or names that differ, would work"
+            raise UsageError(
+                "--valid-data", f"{named[name]} {file}", f"of other names: both would be {name}"
             )
         named[name] = file
     return named

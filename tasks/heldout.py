@@ -25,7 +25,7 @@ from megatron.data.description import Description
 from megatron.data.indexed import IndexedDataset
 from megatron.data.order import split_documents
 from megatron.data.tokenizer import Tokenizer
-from tasks.common import Joined, Scores, Sliding, Task, TaskSettings, Window
+from tasks.common import Scores, Sliding, Task, TaskSettings, Window
 from tasks.ngram import bigram_perplexity, unigram_perplexity
 from tools.corpus.records import parse_line
 from tools.corpus.shards import cut, find_shards, read_lines
@@ -87,11 +87,12 @@ class HeldOut(Task):
     bad_lines: int
     train: NDArray[np.integer]
     tokenizer: Tokenizer
-    stream: Joined
-    windows: Joined
+    windows: Sequence[Window]
+    cloze_passages: int  # the last so many windows
 
     def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> dict[str, Any]:
-        text, cloze = scores[: len(self.stream)], scores[len(self.stream) :]
+        first = len(scores) - self.cloze_passages
+        text, cloze = scores[:first], scores[first:]
         vocabulary, end = self.tokenizer.vocab_size, self.tokenizer.eod
         heldout = np.concatenate([[*tokens, end] for tokens in self.documents])
         tokens, words = int(text.tokens.sum()), sum(len(each.split()) for each in self.texts)
@@ -123,9 +124,9 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
     length = manifest["config"]["data"]["seq_length"]
     half = max(1, length // 2)
     marked = [np.array([tokenizer.eod, *each, tokenizer.eod], np.int32) for each in documents]
-    stream = Joined([Sliding(each, length, half, reach_back=True) for each in marked])
-    windows = Joined([stream, list(cloze_windows(texts, tokenizer, length, settings))])
-    return HeldOut(texts, documents, bad_lines, train, tokenizer, stream, windows)
+    windows = [window for each in marked for window in Sliding(each, length, half, reach_back=True)]
+    cloze = list(cloze_windows(texts, tokenizer, length, settings))
+    return HeldOut(texts, documents, bad_lines, train, tokenizer, windows + cloze, len(cloze))
 
 
 def read_texts(paths: Sequence[Path], key: str) -> tuple[list[str], int]:

@@ -75,7 +75,7 @@ def split_task(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """The NAME of --task NAME or --task=NAME, in capitals if TASKS has it so, and the others."""
     words = [part for word in arguments for part in _split_equals(word)]
     if "--task" not in words[:-1]:
-        raise UsageError(f"--task is missing; {_KNOWN} would work, and --help lists them")
+        raise UsageError("--task", None, f"given: {_KNOWN}; --help lists them")
     place = words.index("--task")
     name = words[place + 1]
     known = name.upper() if name.upper() in TASKS else name
@@ -94,13 +94,13 @@ def find_module(name: str) -> Any:
         or find_spec(module.partition(".")[0]) is None
         or find_spec(module) is None
     ):
-        raise UsageError(f"--task {name} is not known; {_KNOWN} would work")
+        raise UsageError("--task", name, f"one of {_KNOWN}")
     found = import_module(module)
     if part:
         found = vars(found).get(part)
     if missing := {"Settings", "prepare"} - set(dir(found)):
         what = "class" if part else "module"
-        raise UsageError(f"--task {name}: the {what} has no {min(missing)}; {_KNOWN} would work")
+        raise UsageError("--task", name, f"a {what} with {min(missing)}, or one of {_KNOWN}")
     return found
 
 
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             return
         name, rest = split_task(arguments)
         module = find_module(name)
-        settings = parse(module.Settings, rest, environ)
+        settings = parse(module.Settings, rest, environ, prog=f"tasks/main.py --task {name}")
     command = ["tasks/main.py", *arguments]
     if isinstance(settings, FinetuneSettings):
         run_finetuned(name, module, settings, command, environ)

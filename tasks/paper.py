@@ -111,8 +111,10 @@ def columns_of(task: str) -> Columns:
     """Raises UsageError for a task that the paper's tables do not have."""
     if task not in PAPER:
         raise UsageError(
-            f"--compare-paper: the paper's tables have no {task}; {', '.join(PAPER)} would work, "
-            "or --no-compare-paper"
+            "--compare-paper",
+            None,
+            f"given with a task of the paper's tables, {', '.join(PAPER)}",
+            works=("--no-compare-paper",),
         )
     return PAPER[task]
 

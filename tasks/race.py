@@ -68,9 +68,10 @@ class Settings(FinetuneSettings):
         optional_positive(self, "max_qa_length")
         if self.kept_qa + SPECIAL >= self.seq_length:
             raise UsageError(
-                f"--seq-length {self.seq_length} leaves no room for a passage beside "
-                f"--max-qa-length {self.kept_qa}; "
-                f"--seq-length {4 * (self.kept_qa + SPECIAL)} would work"
+                "--seq-length",
+                self.seq_length,
+                f"above --max-qa-length {self.kept_qa} and {SPECIAL} special tokens",
+                works=("--seq-length", str(4 * (self.kept_qa + SPECIAL))),
             )
 
     @property

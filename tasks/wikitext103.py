@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron.config.checks import UsageError, optional_positive
 from megatron.data.tokenizer import Tokenizer
-from tasks.common import Joined, Scores, Sliding, Task, TaskSettings
+from tasks.common import Scores, Sliding, Task, TaskSettings, Window
 from tasks.reading import read_text
 
 CURE = "the raw wiki.valid.tokens or wiki.test.tokens of WikiText103 would work"
@@ -73,9 +73,12 @@ class Settings(TaskSettings):
     def __post_init__(self) -> None:
         optional_positive(self, "window")
         if self.overlapping_eval is not None and self.overlapping_eval < 1:
+            stride = min(PAPERS_STRIDE, self.window or inf)
             raise UsageError(
-                f"--overlapping-eval {self.overlapping_eval} should be above 0; "
-                f"--overlapping-eval {min(PAPERS_STRIDE, self.window or inf)} would work"
+                "--overlapping-eval",
+                self.overlapping_eval,
+                "above 0",
+                works=("--overlapping-eval", str(stride)),
             )
 
 
@@ -87,7 +90,7 @@ class WikiText103(Task):
     detokenised: str
     articles: Sequence[str]
     stream: Sliding
-    windows: Joined
+    windows: Sequence[Window]
 
     def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> dict[str, Any]:
         stream, alone = scores[: len(self.stream)], scores[len(self.stream) :]
@@ -145,7 +148,8 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
         Sliding(np.array([tokenizer.eod, *tokens], np.int32), length, length, reach_back=True)
         for tokens in encoded
     ]
-    return WikiText103(text, detokenised, articles, stream, Joined([stream, *alone]))
+    windows = [window for each in (stream, *alone) for window in each]
+    return WikiText103(text, detokenised, articles, stream, windows)
 
 
 def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, int]:
@@ -155,8 +159,10 @@ def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, in
     length = settings.window or positions
     if length > positions:
         raise UsageError(
-            f"--window {length} is more than the model's {positions} positions; "
-            f"--window {positions} would work"
+            "--window",
+            length,
+            f"at most the model's {positions} positions",
+            works=("--window", str(positions)),
         )
     if length > trained:
         warnings.warn(
@@ -167,8 +173,10 @@ def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, in
     stride = settings.overlapping_eval or length
     if stride > length:
         raise UsageError(
-            f"--overlapping-eval {stride} is more than the window of {length}, so that tokens "
-            f"would be left out; --overlapping-eval {min(PAPERS_STRIDE, length)} would work"
+            "--overlapping-eval",
+            stride,
+            f"at most the window of {length}: tokens would be left out",
+            works=("--overlapping-eval", str(min(PAPERS_STRIDE, length))),
         )
     return length, stride
 

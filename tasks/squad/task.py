@@ -111,47 +111,47 @@ class Settings(FinetuneSettings):
         for name in ("save_predictions", "save_null_odds"):
             writable(self, name)
         for name in ("train_data", "valid_data"):
-            if len(getattr(self, name)) > 1:
-                raise UsageError(f"{flag(name)} names several files; one would work")
-        self._check_room()
-        self._check_files()
-
-    def _check_room(self) -> None:
+            files = getattr(self, name)
+            if len(files) > 1:
+                works = (flag(name), str(files[0]))
+                raise UsageError(flag(name), " ".join(map(str, files)), "one file", works=works)
         if self.max_query_length + SPECIAL >= self.seq_length:
             raise UsageError(
-                f"--seq-length {self.seq_length} leaves no room for a passage beside "
-                f"--max-query-length {self.max_query_length}; "
-                f"--max-query-length {max(1, self.seq_length // 4)} would work"
+                "--max-query-length",
+                self.max_query_length,
+                f"below --seq-length {self.seq_length} less {SPECIAL} special tokens",
+                works=("--max-query-length", str(max(1, self.seq_length // 4))),
             )
+        self._check_files()
 
     def _check_files(self) -> None:
         """Of the files that go together."""
-        if self.predictions is not None and (self.load or self.ensemble or self.train_data):
-            raise UsageError(
-                "--predictions is scored without a model, and --load, --ensemble or --train-data "
-                "is given; either alone would work, and --save-predictions writes such a file"
-            )
-        changed = self.changed(OF_MODELS)
-        if self.predictions is not None and changed:
-            raise UsageError(
-                f"{changed} are about a model's answers, and --predictions has them already; "
-                "leaving these flags out would work"
-            )
+        if self.predictions is not None:
+            if self.load or self.ensemble or self.train_data:
+                raise UsageError(
+                    "--predictions",
+                    self.predictions,
+                    "given without --load, --ensemble and --train-data: no model is asked "
+                    "(--save-predictions writes such a file)",
+                )
+            for name in self.changed(OF_MODELS):
+                value = getattr(self, name)
+                raise UsageError(flag(name), value, "left out beside --predictions")
         if self.na_prob_file is not None and self.predictions is None:
-            raise UsageError("--na-prob-file goes with --predictions, which is missing")
+            raise UsageError("--na-prob-file", self.na_prob_file, "given with --predictions")
         if self.na_prob_thresh is not None and self.na_prob_file is None:
-            raise UsageError("--na-prob-thresh goes with --na-prob-file, which is missing")
-        saved = [n for n in ("save_predictions", "save_null_odds") if getattr(self, n) is not None]
-        if saved and (self.train_data or self.predictions is not None):
-            raise UsageError(
-                f"{flag(saved[0])} is of a fine-tuned model that is evaluated; --load or "
-                "--ensemble without --train-data and --predictions would work"
-            )
+            raise UsageError("--na-prob-thresh", self.na_prob_thresh, "given with --na-prob-file")
+        for name in ("save_predictions", "save_null_odds"):
+            if getattr(self, name) and (self.train_data or self.predictions is not None):
+                raise UsageError(
+                    flag(name),
+                    getattr(self, name),
+                    "given for a fine-tuned model, without --train-data and --predictions",
+                )
 
-    def changed(self, names: Sequence[str]) -> str:
-        """The flags of those that are not at their defaults, for a message."""
-        found = [each for each in names if getattr(self, each) != getattr(Settings, each)]
-        return " and ".join(map(flag, found))
+    def changed(self, names: Sequence[str]) -> list[str]:
+        """Those that are not at their defaults."""
+        return [each for each in names if getattr(self, each) != getattr(Settings, each)]
 
     @property
     def files(self) -> Sequence[Path]:
@@ -211,10 +211,11 @@ def prepare(settings: Settings, manifest: Mapping[str, Any], tokenizer: BertToke
     """Raises ValueError or OSError, naming the flag, for what cannot be trained or evaluated."""
     check_apart(settings.train_data, settings.valid_data)
     valid = read_squad("--valid-data", settings.valid_data[0])
-    if valid.version == "1.1" and (changed := settings.changed(OF_NO_ANSWER)):
+    for name in settings.changed(OF_NO_ANSWER) if valid.version == "1.1" else ():
         raise UsageError(
-            f"{changed}: {valid.place} is of SQuAD 1.1, all of whose questions have an answer; "
-            f"without {changed} it would work"
+            flag(name),
+            getattr(settings, name),
+            f"left out: every question of {valid.place}, SQuAD 1.1, has an answer",
         )
     counted: dict[str, Any] = {}
     train: Sequence[Example] = ()

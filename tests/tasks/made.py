@@ -163,7 +163,10 @@ def write_model(
         )
     facts = {
         "kind": section.kind,
-        "config": {"model": asdict(section), "data": {"tokenizer_type": tokenizer.kind}},
+        "config": {
+            "model": asdict(section),
+            "data": {"tokenizer_type": tokenizer.kind, "seq_length": POSITIONS},
+        },
         "precision": "fp32",
         "vocab_size": size,
         "tokenizer": tokenizer.fingerprint,

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config.checks import UsageError
 from megatron.data.wordpiece import BertTokenizer, BertWordPieceCase, BertWordPieceLowerCase
 from tasks.checks import (
     ChecksConfig,
@@ -101,14 +100,6 @@ def test_much_truncation_is_refused_with_the_flags_that_help() -> None:
 def test_a_sequence_of_just_the_length_is_not_cut() -> None:
     counts = check_truncation("a", np.array([32] * 95 + [33] * 5), 32, 64, 0.25)
     assert counts["truncated"] == 5
-
-
-def test_shares_are_shares() -> None:
-    assert ChecksConfig(max_truncated=1, max_unknown=0) is not None
-    with pytest.raises(UsageError, match=r"--max-truncated 25 .*--max-truncated 0.25 would work"):
-        ChecksConfig(max_truncated=25)
-    with pytest.raises(UsageError, match=r"--max-unknown -1"):
-        ChecksConfig(max_unknown=-1)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from tasks.finetuning import FinetuneSettings
 from tasks.main import ROOT, TASKS, find_module, main, split_task
-from tasks.paper import PAPER, as_text, check_figures, columns_of, compare
+from tasks.paper import PAPER, as_text, check_figures, compare
 from tests.tasks.made import write_model
 
 PRESETS = ROOT / "scripts" / "presets" / "finetune"
@@ -101,11 +100,6 @@ def test_figures_of_the_paper_are_of_the_unit_that_the_tasks_report() -> None:
                 assert all(50 < each < 100 for each in values), name
             elif columns.table == 5:
                 assert all(0.5 < each < 1 for each in values), name
-
-
-def test_a_task_that_is_not_in_the_tables_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"have no HELDOUT; WIKITEXT103, LAMBADA, MNLI"):
-        columns_of("HELDOUT")
 
 
 @pytest.mark.parametrize(

@@ -163,35 +163,6 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_settings_that_cannot_be_are_refused(
-    peer: Peer, test_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "wiki.tokens"
-    file.write_text(some_articles(test_data, 2), encoding="utf-8")
-    words = flags("WIKITEXT103", file, peer)
-    for more, message in [
-        (["--overlapping-eval", "257"], "--overlapping-eval 257 is more than the window of 256"),
-        (
-            ["--overlapping-eval", "0"],
-            "--overlapping-eval 0 should be above 0; --overlapping-eval 32",
-        ),
-        (["--window", "300"], "--window 300 is more than the model's 256 positions"),
-        (["--output", str(tmp_path / "none" / "x.json")], "there is no folder"),
-        (["--output", str(tmp_path)], f"--output {tmp_path} is a folder"),
-        (["--valid-data", str(tmp_path)], f"--valid-data {tmp_path} is a folder; the raw wiki"),
-    ]:
-        assert message in refusal([*words, *more], capsys)
-    for name in ("PTB", "tasks.nothing", "nothing.there"):
-        assert f"--task {name} is not known; WIKITEXT103, LA" in refusal(
-            ["--task", name, *words[2:]], capsys
-        )
-    error = refusal(["--task", "os.path", *words[2:]], capsys)
-    assert "--task os.path: the module has no Settings; WIKITEXT103, LA" in error
-    heldout = ["--input", str(file), "--train-data", "x", *words[4:], "--compare-paper"]
-    error = refusal(["--task", "HELDOUT", *heldout], capsys)
-    assert "the paper's tables have no HELDOUT; WIKITEXT103, LAMBADA, MNLI" in error
-
-
 def test_input_is_refused_before_torch_is_imported(peer: Peer, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("alone\n")

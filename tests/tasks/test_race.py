@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config.checks import UsageError
 from megatron.data.examples import make_batch
 from megatron.data.wordpiece import BertWordPieceLowerCase
 from tasks.checks import ChecksConfig
@@ -127,19 +126,11 @@ def test_options_that_are_cut_are_told_or_refused(
     assert task.notes["input"]["valid"]["high"]["truncated_options"] == 11
 
 
-def test_a_question_may_have_a_quarter_of_the_sequence(
-    tokenizer: BertWordPieceLowerCase, tmp_path: Path
-) -> None:
+def test_a_question_may_have_a_quarter_of_the_sequence(tmp_path: Path) -> None:
     folder = tmp_path / "high"
     assert Settings(valid_data=(folder,)).kept_qa == 128
     assert Settings(valid_data=(folder,), seq_length=64).kept_qa == 16
-    with pytest.raises(UsageError, match="leaves no room .* --seq-length 256 would work"):
-        Settings(valid_data=(folder,), seq_length=64, max_qa_length=61)
     Settings(valid_data=(folder,), seq_length=64, max_qa_length=60)
-    with pytest.raises(UsageError, match="--seq-length 4 leaves no room"):
-        Settings(valid_data=(folder,), seq_length=4)
-    with pytest.raises(UsageError, match="--max-qa-length 0 should be above 0"):
-        Settings(valid_data=(folder,), max_qa_length=0)
 
 
 def test_levels_are_found_in_every_folder_that_a_user_may_name(

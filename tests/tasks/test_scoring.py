@@ -9,7 +9,7 @@ import torch
 
 from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer
-from tasks.common import Joined, Scores, Sliding, Window, score_windows
+from tasks.common import Scores, Sliding, Window, score_windows
 from tasks.heldout import Settings, cloze_windows, read_texts, training_tokens
 from tests.data.samples import write_data, write_tokenizer
 from tests.dist import Pool
@@ -37,20 +37,12 @@ def test_windows_score_every_token_but_the_first_once(
             assert window.inputs[0] == number * stride
 
 
-def test_joined_windows_are_those_of_their_parts_in_order() -> None:
-    parts = [Sliding(list(range(size)), 4, 2) for size in (9, 1, 5, 0, 3)]
-    joined = Joined(parts)
-    assert list(joined) == [window for part in parts for window in part]
-    assert len(joined) == 3 + 0 + 1 + 0 + 1 + 0
-    with pytest.raises(IndexError):
-        joined[len(joined)]
-
-
-def windows_of_text() -> Joined:
+def windows_of_text() -> list[Window]:
     random = np.random.default_rng(0)
     texts = [random.integers(VOCABULARY, size=size) for size in (5, 17, 33, 60)]
     likely = np.array([random.integers(VOCABULARY)])
-    return Joined([*(Sliding(text, SEQUENCE, 6) for text in texts), [easy_window(likely)]])
+    windows = [window for text in texts for window in Sliding(text, SEQUENCE, 6)]
+    return [*windows, easy_window(likely)]
 
 
 def easy_window(tokens: Any) -> Window:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config.checks import UsageError
 from megatron.data.wordpiece import BertTokenizer
 from tasks.checks import ChecksConfig
 from tasks.squad.task import Settings, SquadTask, prepare, score_only
@@ -68,12 +67,6 @@ def test_the_task_has_what_is_trained_and_evaluated(
     counted = task.notes["input"]["valid"][""]
     assert counted["questions"] == 4
     assert counted["windows"] == len(task.evaluations[""]) == 8
-
-
-def test_without_training_data_there_are_no_examples(
-    tmp_path: Path, tokenizer: BertTokenizer
-) -> None:
-    assert len(make_task(tmp_path, tokenizer).train) == 0
 
 
 def test_every_figure_has_a_meaning(tmp_path: Path, tokenizer: BertTokenizer) -> None:
@@ -147,57 +140,6 @@ def test_a_file_of_predictions_is_scored_wherever_the_right_answers_stand(tmp_pa
     with pytest.warns(UserWarning, match="1 of 1 answers are not at their answer_start"):
         found = score_only(Settings(valid_data=(file,), predictions=said))
     assert found["exact_match"] == 100
-
-
-def test_a_model_is_asked_without_predictions(tmp_path: Path) -> None:
-    assert score_only(Settings(load="x", valid_data=(tmp_path / "dev.json",))) is None
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"predictions": "p"}, "--predictions is scored without a model, and --load"),
-        ({"na_prob_file": "p"}, "--na-prob-file goes with --predictions"),
-        ({"na_prob_thresh": 0.5}, "--na-prob-thresh goes with --na-prob-file, which is missing"),
-        (
-            {"load": None, "predictions": "p", "null_score_diff_threshold": 1.0},
-            "--doc-stride and .* and --null-score-diff-threshold are about a model's answers",
-        ),
-        ({"save_predictions": "p", "train_data": "t"}, "--save-predictions is of a fine-tuned"),
-        ({"save_null_odds": "p", "train_data": "t"}, "--save-null-odds is of a fine-tuned"),
-        ({"save_predictions": "none/p"}, "--save-predictions none/p: there is no folder none"),
-        ({"doc_stride": 0}, "--doc-stride 0 should be above 0"),
-        ({"max_answer_length": 0}, "--max-answer-length 0 should be above 0"),
-        ({"max_query_length": 13}, "--seq-length 16 leaves no room .*; --max-query-length 4 would"),
-        ({"valid_data": ("a", "b")}, "--valid-data names several files; one would work"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(more: dict[str, Any], message: str) -> None:
-    values = SMALL | {"valid_data": (Path("dev.json"),)} | more
-    for name in ("predictions", "na_prob_file", "save_predictions", "save_null_odds"):
-        if name in more:
-            values[name] = Path(more[name])
-    if "train_data" in more:
-        values["train_data"] = (Path(more["train_data"]),)
-    with pytest.raises(UsageError, match=message):
-        Settings(**values)
-
-
-def test_files_that_do_not_go_together_are_refused(
-    tmp_path: Path, tokenizer: BertTokenizer
-) -> None:
-    first = write_squad(tmp_path / "train.json", question("q", {"Spain": 12}))
-    with pytest.raises(ValueError, match="train.json is of SQuAD 1.1, and .*dev.json of 2.0"):
-        make_task(tmp_path, tokenizer, train_data=(first,))
-    odds: dict[str, Any] = {"save_null_odds": tmp_path / "odds.json"}
-    threshold: dict[str, Any] = {"null_score_diff_threshold": 1.0}
-    for more, flags in [
-        (odds, "--save-null-odds"),
-        (threshold | odds, "--null-score-diff-threshold and --save-null-odds"),
-    ]:
-        settings = Settings(valid_data=(first,), **SMALL, **more)
-        with pytest.raises(UsageError, match=f"^{flags}: .* of SQuAD 1.1, .*without {flags} it"):
-            prepare(settings, MANIFEST, tokenizer)
 
 
 def test_what_is_lost_is_told(tmp_path: Path, tokenizer: BertTokenizer) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from tasks.main import main
 from tests.tasks.made import write_model
-from tests.tasks.program import refusal
 from tests.tasks.squads import question
 
 WORDS = ["rain", *(f"w{each}" for each in "abcdefghijklmnopqrst")]
@@ -41,13 +40,6 @@ def result(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, An
     main(["--task", "SQUAD", *words], {})
     record: dict[str, Any] = json.loads(capsys.readouterr().out)
     return record
-
-
-def test_without_a_model_predictions_are_offered(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dev = str(write_questions(tmp_path / "dev.json", 1, 0))
-    assert "--predictions" in refusal(["--valid-data", dev], capsys, "SQUAD")
 
 
 def test_a_model_is_trained_then_evaluated_and_its_answers_are_scored_alone(

@@ -132,19 +132,6 @@ def test_reading_more_than_the_model_was_trained_on_is_told(tmp_path: Path) -> N
     assert choose_window(narrow, {"config": config}) == (32, 8)
 
 
-@pytest.mark.parametrize(("window", "stride"), [(None, 32), (16, 16)])
-def test_a_stride_that_cannot_be_is_told_one_that_can(
-    tmp_path: Path, window: int | None, stride: int
-) -> None:
-    trained = TrainedConfig(load="")
-    with pytest.raises(ValueError, match=f"above 0; --overlapping-eval {stride} would work"):
-        Settings(trained=trained, valid_data=tmp_path, overlapping_eval=0, window=window)
-    config = {"model": {"max_position_embeddings": 64}, "data": {"seq_length": 64}}
-    settings = Settings(trained=trained, valid_data=tmp_path, overlapping_eval=65, window=window)
-    with pytest.raises(ValueError, match=f"left out; --overlapping-eval {stride} would work"):
-        choose_window(settings, {"config": config})
-
-
 def test_the_counts_of_the_whole_file_are_the_papers(test_data: Path) -> None:
     """217,642 original tokens as the authors count them, 213,886 words."""
     text = (test_data / "wikitext103" / "wiki.valid.tokens").read_text(encoding="utf-8")
