@@ -28,8 +28,8 @@ from megatron.config.bert import BertConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import user_errors
 from megatron.config.trained import TrainedConfig
+from megatron.models.registry import section_of
 from megatron.parallel.sharding import initial_value, sharding_specs
-from megatron.train.models import section_of
 from megatron.train.trained import open_trained
 from tools.convert.writing import empty_model, write_checkpoint
 

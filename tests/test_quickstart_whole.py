@@ -125,7 +125,7 @@ def readme_commands() -> list[str]:
 def test_every_command_of_the_readme_runs(folder: Path, quickstart: str) -> None:
     assert shell(quickstart).returncode == 0  # reused where the test above has run
     commands = readme_commands()
-    assert len(commands) == 26
+    assert len(commands) == 30
     small = {
         "runs/quickstart/corpus/raw.jsonl": f"{folder}/corpus.jsonl",
         "runs/quickstart": f"{folder}/runs",

@@ -84,16 +84,21 @@ class Settings:
             non_negative(self, "temperature")
         if self.top_p > 1:
             raise UsageError(
-                f"--top-p {self.top_p} should be above 0 and at most 1; --top-p 0.9 would work"
+                "--top-p", self.top_p, "above 0 and at most 1", works=("--top-p", "0.9")
             )
         if self.greedy and self.temperature:
             raise UsageError(
-                f"--greedy contradicts --temperature {self.temperature}; either alone would work"
+                "--greedy",
+                None,
+                f"left out with --temperature {self.temperature}",
+                works=("--no-greedy",),
             )
         if bool(self.prompt) + (self.prompt_file is not None) + self.interactive != 1:
             raise UsageError(
-                "one of --prompt, --prompt-file and --interactive is needed, and no other; "
-                '--prompt "In the beginning" would work'
+                "--prompt",
+                None,
+                "given alone, or --prompt-file, or --interactive",
+                works=("--prompt", "In the beginning"),
             )
         writable(self, "output")
 

@@ -198,10 +198,11 @@ def check_start(
             f"--data-path has a vocabulary of {identity['vocab_size']}, but {path} was trained "
             f"with {manifest['vocab_size']}; preprocess with that vocabulary"
         )
-    if not section.override_data and manifest["tokenizer"] != identity["tokenizer"]:
+    known = manifest["tokenizer"]  # empty where the weights were imported without a tokenizer
+    if known and known != identity["tokenizer"] and not section.override_data:
         raise ValueError(
             f"--data-path was made with the tokenizer {identity['tokenizer'][:12]}, but {path} was "
-            f"trained with {manifest['tokenizer'][:12]}; preprocess with that vocabulary, or "
+            f"trained with {known[:12]}; preprocess with that vocabulary, or "
             f"{OVERRIDE}"
         )
     if finetune:

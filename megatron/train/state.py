@@ -14,6 +14,7 @@ from torch import nn
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.models.registry import build_model
 from megatron.optim.loss_scaler import LossScaler
 from megatron.optim.master_weights import MasterWeights
 from megatron.parallel.gradients import GradientBuffers
@@ -22,7 +23,6 @@ from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.checkpoint import Piece, load, read_manifest, save
 from megatron.train.compiled import compile_layers
-from megatron.train.models import build_model
 from megatron.train.objectives import OBJECTIVES, Objective
 from megatron.train.source import commit
 

@@ -66,6 +66,13 @@ def _open_tokenizer(section: TrainedConfig, path: Path, manifest: Mapping[str, A
 
 def _check_same(what: str, tokenizer: Tokenizer, path: Path, manifest: Mapping[str, Any]) -> None:
     trained_with = manifest["tokenizer"]
+    if not trained_with:  # imported without a tokenizer
+        if tokenizer.vocab_size != manifest["vocab_size"]:
+            raise ValueError(
+                f"{what} has {tokenizer.vocab_size} ids, but the model of {path} has "
+                f"{manifest['vocab_size']}; the model's own tokenizer would work"
+            )
+        return
     if trained_with != tokenizer.fingerprint:
         raise ValueError(
             f"{what} is not the one that {path} was trained with: fingerprint "

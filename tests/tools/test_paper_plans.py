@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import io
 import subprocess
 import tarfile
@@ -91,7 +90,7 @@ def parse_command(command: Command) -> Any:
     if program == "tools/preprocess_data.py":
         return parse(PreprocessSettings, flags, {})
     if program.startswith("tools.corpus."):
-        return parse_settings(importlib.import_module(program).Settings, flags, program)
+        return parse_settings(program, flags)
     function = FUNCTIONS[program]
 
     @functools.wraps(function)

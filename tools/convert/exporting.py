@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 
 from megatron.config.model import ModelConfig
 from megatron.data.tokenizer import Tokenizer
+from megatron.models.registry import section_of
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.checkpoint import Piece, load
 from megatron.train.folder import reason
-from megatron.train.models import section_of
 from tools.convert.table import Family
 from tools.convert.weights import Entry, Weights, resolve, to_theirs
 

@@ -18,16 +18,17 @@ from megatron.config.data import BertDataConfig, DataConfig, GPT2DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.data.tokenizer import Tokenizer
+from megatron.models.registry import MODELS
 from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.checkpoint import Piece, save
-from megatron.train.models import MODELS
 from megatron.train.start import environment
 from megatron.train.state import DTYPES
 from tools.convert.staging import staged
+from tools.convert.vocabulary import NoTokenizer
 
 DATA: dict[str, type[DataConfig]] = {
     ModelConfig.kind: GPT2DataConfig,
@@ -49,7 +50,7 @@ def write_checkpoint(
     section: ModelConfig,
     weights: Mapping[str, Tensor],
     vocab_size: int,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | NoTokenizer,
     imported_from: str,
     check: Callable[[Path], object],
 ) -> Path:

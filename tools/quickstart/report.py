@@ -1,13 +1,12 @@
 """report.json and report.html from what the stages left: `python -m tools.quickstart.report`."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from megatron.config.parse import user_errors
+from megatron.config.parse import parse_call, user_errors
 from megatron.train.metrics import read_metrics
 from tools.corpus.shards import MANIFEST, placed
 from tools.funnel import step_facts
@@ -62,4 +61,4 @@ def read_json(path: Path) -> Any:
 
 if __name__ == "__main__":
     with user_errors({}):
-        tyro.cli(report)
+        parse_call(report, sys.argv[1:], {})()

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from megatron.config.parse import find_preset
 from tools.command import ROOT
 from tools.paper.checks import check_counts
 from tools.paper.data import FILES, check_files
@@ -44,7 +45,7 @@ def figure6(
     settings = Settings(
         data=data.absolute(),
         output=output.absolute(),
-        preset=preset.absolute(),
+        preset=find_preset(str(preset)).absolute(),
         sizes=sizes,
         vocab_size=vocab_size,
         overlapping_eval=overlapping_eval,

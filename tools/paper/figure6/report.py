@@ -1,14 +1,13 @@
 """Tables, picture and numbers of what the sizes reached: figure6.md, figure6.png, figure6.json."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from math import exp
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from megatron.config.parse import user_errors
+from megatron.config.parse import parse_call, user_errors
 from megatron.train.metrics import read_metrics
 from tools.page import decimal, duration, whole
 from tools.paper.figure6.findings import findings
@@ -140,4 +139,4 @@ def style(number: int) -> Mapping[str, str]:
 
 if __name__ == "__main__":
     with user_errors({}):
-        tyro.cli(report)
+        parse_call(report, sys.argv[1:], {})()

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from megatron.config.parse import find_preset
 from tools.command import ROOT
 from tools.paper.checks import check_counts
 from tools.paper.data import FILES, check_files
@@ -50,8 +51,8 @@ def miniature(
     settings = Settings(
         data=data.absolute(),
         output=output.absolute(),
-        gpt2_preset=gpt2_preset.absolute(),
-        bert_preset=bert_preset.absolute(),
+        gpt2_preset=find_preset(str(gpt2_preset)).absolute(),
+        bert_preset=find_preset(str(bert_preset)).absolute(),
         tensor_parallel=tensor_parallel,
         vocab_size=vocab_size,
         overlapping_eval=overlapping_eval,
