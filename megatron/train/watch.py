@@ -373,7 +373,7 @@ class Watch:
         into C does not, nor one that sleeps: a loop that polls gives Python's lock away nowhere but
         in its sleep.
         """
-        begun = {name: calls.begun for name, calls in CALLS.items()}
+        begun = {name: calls.begun for name, calls in [*CALLS.items()]}
         seen = (Progress.phase, Progress.step, begun, _positions())
         if seen != self._seen:
             self._moved = time.monotonic()
