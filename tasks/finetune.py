@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron.checkpoint.format import read_manifest, step_folders
+from megatron.checkpoint.load import newest_whole
+from megatron.checkpoint.retention import claim, remove
 from megatron.config.bert import FinetunedConfig
-from megatron.config.checkpoints import step_folders
 from megatron.config.checks import UsageError, flag
 from megatron.config.parse import user_errors
 from megatron.config.training import TrainingConfig
@@ -28,21 +30,17 @@ from megatron.data.examples import ExampleBatch
 from megatron.data.files import write_atomically
 from megatron.models.registry import MODELS, section_of
 from megatron.optim.schedule import learning_rate
+from megatron.parallel.agree import agree, refuse_alike
 from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
-from megatron.train.agree import agree, refuse_alike
-from megatron.train.checkpoint import read_manifest
-from megatron.train.claim import claim
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.evaluate import load_newest
-from megatron.train.folder import remove
 from megatron.train.generate import DivergedError
 from megatron.train.launch import default_precision
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
 from megatron.train.signals import SIGNALS, StopSignals
-from megatron.train.start import newest_whole
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import StepResult
 from tasks.finetuning import Finetuning, figure_name
@@ -224,6 +222,7 @@ def train_seed(run: Run, seed: int) -> None:
             batches=epochs.batches(),
             learning_rate=partial(learning_rate, optimizer, decay_iters=len(steps) + 1),
             evaluate=epochs.evaluate,
+            save=epochs.save,
             saver=epochs,
             metrics=metrics,
             signals=StopSignals(),

@@ -8,11 +8,11 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from megatron.checkpoint.format import one_step
 from megatron.config.bert import BertConfig, FinetunedConfig
-from megatron.config.checkpoints import one_step
+from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError, flag
 from megatron.config.parallel import ParallelConfig
-from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.train.trained import open_trained
 from tasks import paper

@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.save import save
 from megatron.config.bert import FinetunedConfig, Head
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -26,12 +28,10 @@ from megatron.data.examples import Example, ExampleBatch, make_batch
 from megatron.data.order import permute
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
-from megatron.train.checkpoint import Piece, load, read_manifest, save
 from megatron.train.generate import DivergedError
 from megatron.train.loader import shard
 from megatron.train.objectives import answer_scores
-from megatron.train.start import environment
-from megatron.train.state import DTYPES, TrainState, build_state, model_pieces
+from megatron.train.state import DTYPES, TrainState, build_state, environment, model_pieces
 from tasks.finetuning import FinetuneSettings
 
 
@@ -127,33 +127,9 @@ def load_pretrained(state: TrainState, path: Path) -> None:
     Raises ValueError, naming the first one, where the checkpoint lacks one of them, or has another
     one than those of the pretraining heads and, for a span's model, of the pooler.
     """
-    saved = read_manifest(path)["tensors"]
-    weights = {
-        slot.name: (slot, slot.view(master.detach()))
-        for slot, master in state.optimizer.slots()
-        if not slot.name.startswith("head.")
-    }
-    found = {key.removeprefix("model.") for key in saved if key.startswith("model.")}
-    if missing := weights.keys() - found:
-        raise ValueError(
-            f"{path} has no {min(missing)}, which this model needs; a checkpoint of a whole "
-            "pretrained BERT would work"
-        )
-    unused = ["mlm", "sop"]
-    if not any(name.startswith("pooler.") for name in weights):
-        unused.append("pooler")
-    if surplus := {x for x in found - weights.keys() if x.partition(".")[0] not in unused}:
-        raise ValueError(
-            f"{path} has {min(surplus)}, for which this model has no use; a checkpoint of a "
-            "pretrained BERT of the same shape would work"
-        )
-    pieces = [
-        # Masters are more exact than the weights that were rounded from them.
-        Piece(key if (key := f"master.{name}") in saved else f"model.{name}", slot.spec, own)
-        for name, (slot, own) in weights.items()
-    ]
-    load(path, pieces, state.mesh, verified=True)
-    state.optimizer.publish()
+    modules = {name.partition(".")[0] for name, _ in state.model.named_parameters()}
+    surplus = {"mlm", "sop", "pooler"} - modules
+    state.load_weights(path, missing={"head"}, surplus=surplus, verified=True)
 
 
 def save_finetuned(

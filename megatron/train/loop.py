@@ -22,12 +22,10 @@ from megatron.train.step import StepResult, train_step
 
 
 class Checkpoints(Protocol):
-    """What saves; saver.Saver says what each does. Every rank calls it at the same steps."""
+    """Saves that may still be written; checkpoint.save.Saver says what each does."""
 
     @property
     def failed(self) -> bool: ...
-
-    def save(self, state: TrainState, validation_loss: float | None) -> None: ...
 
     def reports(self) -> Sequence[Any]: ...
 
@@ -45,6 +43,8 @@ class Loop:
     """Of the update's number, counted from 1."""
     evaluate: Callable[[TrainState], float | None]
     """Evaluates and records; returns the loss, or None where there is nothing to evaluate."""
+    save: Callable[[TrainState, float | None], None]
+    """Saves the state with its validation loss; every rank calls it at the same steps."""
     saver: Checkpoints
     metrics: Metrics
     signals: StopSignals
@@ -88,7 +88,7 @@ def train(state: TrainState, loop: Loop) -> str:
                 if end not in SIGNALS and _is_due(state, training.eval_interval, end):
                     validation_loss = loop.evaluate(state)
                 if saves:
-                    loop.saver.save(state, validation_loss)
+                    loop.save(state, validation_loss)
                 if end is not None:
                     loop.saver.close()
                 # A failed save is left to the next vote: ranks do not see it at the same step.

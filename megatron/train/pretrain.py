@@ -14,10 +14,7 @@ from math import exp, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron.config.launch import world_size
-from megatron.config.parse import parse, user_errors
-from megatron.config.pretrain import PretrainConfig
-from megatron.config.resume import (
+from megatron.checkpoint.resume import (
     Start,
     check_start,
     data_fingerprint,
@@ -25,6 +22,9 @@ from megatron.config.resume import (
     newest_readable,
     run_id,
 )
+from megatron.config.launch import world_size
+from megatron.config.parse import parse, user_errors
+from megatron.config.pretrain import PretrainConfig
 from megatron.train.inputs import Inputs
 from megatron.train.signals import StopSignals, exit_code
 
@@ -54,7 +54,7 @@ def pretrain(
         with user_errors(environ):
             plan = make_plan(arguments, environ, program, open_inputs)
 
-        from megatron.train.claim import claim
+        from megatron.checkpoint.retention import claim
         from megatron.train.launch import launch
         from megatron.train.loop import train
 
@@ -146,12 +146,13 @@ def open_loop(
     stack: ExitStack,
 ) -> Loop:
     """What the training loop reads and writes; the stack closes it."""
+    from megatron.checkpoint.save import Saver
     from megatron.optim.schedule import learning_rate
     from megatron.train.loader import prefetch
     from megatron.train.loop import Loop
     from megatron.train.metrics import Metrics
-    from megatron.train.saver import Saver
     from megatron.train.sinks import open_sinks
+    from megatron.train.watch import note
 
     config, mesh = plan.config, state.mesh
     file, at, steps = config.metrics_file(), state.step, config.training.train_iters
@@ -159,6 +160,12 @@ def open_loop(
     metrics = stack.enter_context(Metrics(file, mesh, start=at, steps=steps, sinks=sinks))
     attached = plan.inputs.attached
     saver = Saver(mesh, config.checkpoint, facts, attached=attached, start_step=at)
+
+    def save(state: TrainState, validation_loss: float | None) -> None:
+        if config.checkpoint.save is not None:
+            note("save")
+            saver.save(state.step, state.pieces(), state.facts(), validation_loss)
+
     size = config.global_batch_size(plan.world)
     batches = prefetch(
         plan.inputs.train,
@@ -172,6 +179,7 @@ def open_loop(
         batches=batches,
         learning_rate=partial(learning_rate, config.optimizer, decay_iters=config.lr_decay_iters()),
         evaluate=lambda state: validate(plan, state, metrics),
+        save=save,
         saver=stack.enter_context(saver),
         metrics=metrics,
         signals=signals,

@@ -9,14 +9,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from megatron.checkpoint.load import TensorSlice
+from megatron.checkpoint.save import save
 from megatron.config.bert import BertConfig
 from megatron.config.model import ModelConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec
-from megatron.train.checkpoint import Piece, save
-from megatron.train.start import environment
-from megatron.train.state import build_model, model_pieces
+from megatron.train.state import build_model, environment, model_pieces
 from tasks.checks import ChecksConfig
 from tasks.finetuning import Encoding, Example, FinetuneSettings, Finetuning, Head
 from tests.data.samples import write_wordpiece
@@ -159,7 +159,7 @@ def write_model(
     pieces = [each for each in model_pieces(model) if each.key != f"model.{without}"]
     if beside is not None:
         pieces.append(
-            Piece(f"model.{beside}", ShardingSpec(shape=(2,), decay=False), torch.zeros(2))
+            TensorSlice(f"model.{beside}", ShardingSpec(shape=(2,), decay=False), torch.zeros(2))
         )
     facts = {
         "kind": section.kind,

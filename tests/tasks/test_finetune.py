@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.config.bert import ResidualOrder
-from megatron.config.checkpoints import read_manifest, step_folders
 from megatron.config.parse import parse
 from megatron.optim.loss_scaler import LossScaler
 from megatron.train.loop import Loop, train

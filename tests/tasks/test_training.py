@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.load import TensorSlice
+from megatron.checkpoint.save import save
 from megatron.config.bert import FinetunedConfig, ResidualOrder
 from megatron.data.examples import Example, make_batch
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec
-from megatron.train.checkpoint import Piece, read_manifest, save
 from megatron.train.objectives import OBJECTIVES
 from megatron.train.state import DTYPES, TrainState, model_pieces
 from megatron.train.step import train_step
@@ -289,7 +291,7 @@ def test_masters_are_taken_up_where_the_checkpoint_has_them(tmp_path: Path) -> N
     pieces = [each for each in model_pieces(state.model) if not each.key.startswith("model.head")]
     exact = torch.full((32,), 0.3)
     layout = ShardingSpec(shape=(32,), decay=False)
-    pieces.append(Piece("master.encoder.final_norm.bias", layout, exact))
+    pieces.append(TensorSlice("master.encoder.final_norm.bias", layout, exact))
     facts = {key: manifest[key] for key in manifest if key not in ("files", "tensors", "checksum")}
     path = save(tmp_path / "b", 0, pieces, facts, mesh)
     load_pretrained(state, path)

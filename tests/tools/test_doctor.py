@@ -142,16 +142,6 @@ def test_the_routine_behind_a_product_is_named() -> None:
     assert any(each.startswith(names) for each in routines), routines
 
 
-def test_names_are_cut_to_what_tells() -> None:
-    line = "onednn_verbose,v1,primitive,exec,cpu,matmul,brg_matmul:avx512_core_bf16,undef,src:bf16"
-    assert kernels._routine(line) == "oneDNN matmul brg_matmul:avx512_core_bf16"
-    assert kernels._routine("MKL_VERBOSE SGEMM(T,N,256,64) 12.02ms") == "MKL SGEMM"
-    assert kernels._routine("MKL_VERBOSE oneMKL 2024.0 Update 2") is None
-    name = "void at::native::(anonymous namespace)::layer_norm_kernel<float, float>(int, float*)"
-    assert kernels._short(name) == "layer_norm_kernel"
-    assert kernels._short("sm90_xmma_gemm_bf16bf16_tn_n") == "sm90_xmma_gemm_bf16bf16_tn_n"
-
-
 def test_a_broken_kernel_is_told_and_the_rest_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

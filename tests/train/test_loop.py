@@ -99,6 +99,7 @@ def run(
             batches=batches,
             learning_rate=lambda step: 1e-3 * step,
             evaluate=evaluate,
+            save=saves.save,
             saver=saves,
             metrics=metrics,
             signals=signals,

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.config.checkpoints import FORMAT, seal
+from megatron.checkpoint.format import FORMAT, seal
 
 FILES = {"shard_00000.safetensors": b"first half", "shard_00001.safetensors": b"second"}
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.save import Saver, SaveReport
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.train.saver import Saver, SaveReport
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_section, tiny_state
@@ -28,15 +28,23 @@ def saver_into(
     keep: int | None = None,
     start_step: int = 0,
     run: str = "tiny",
+    attached: dict[str, bytes] | None = None,
 ) -> Saver:
-    section = CheckpointConfig(save=str(directory), async_save=asynchronous, keep_checkpoints=keep)
-    return Saver(state.mesh, section, {"run": run}, start_step=start_step)
+    config = CheckpointConfig(save=str(directory), async_save=asynchronous, keep_checkpoints=keep)
+    return Saver(state.mesh, config, {"run": run}, start_step=start_step, attached=attached or {})
 
 
-def train(state: TrainState, steps: int = 1) -> None:
+def train(state: TrainState, steps: int = 1) -> list[float]:
+    """The losses of these steps."""
+    losses = []
     for _ in range(steps):
         batch = samples(4, first=state.samples)
-        train_step(state, micro_batches(batch, state.mesh, 1), 1e-2)
+        losses.append(train_step(state, micro_batches(batch, state.mesh, 1), 1e-2).loss)
+    return losses
+
+
+def save(saver: Saver, state: TrainState, validation_loss: float | None = None) -> None:
+    saver.save(state.step, state.pieces(), state.facts(), validation_loss)
 
 
 def save_steps(
@@ -44,7 +52,7 @@ def save_steps(
 ) -> list[SaveReport]:
     for step in steps:
         state.step = step
-        saver.save(state, (losses or {}).get(step))
+        save(saver, state, (losses or {}).get(step))
     saver.close()
     return saver.reports()
 
