@@ -109,7 +109,6 @@ def test_half_a_run_and_its_other_half_equal_a_whole_one(
     [
         "megatron.train.launch:launch",
         "megatron.train.state:build_state",
-        "megatron.train.loop:train",
     ],
 )
 def test_a_signal_while_a_run_starts_ends_it_with_75(

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.checks import UsageError
@@ -47,6 +48,42 @@ def _read(environ: Mapping[str, str], variable: str) -> int:
             works=("torchrun", "--nproc-per-node", "2"),
         )
     return int(value)
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those of the run, and the store over which they meet."""
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    is_host: bool  # rank 0 keeps the store, but for torchrun's agent, which outlives the ranks
+    restarts: int = 0  # of all ranks by torchrun, within one store
+
+    @property
+    def keeper(self) -> str:
+        """Who keeps the store, for messages."""
+        who = "rank 0" if self.is_host else "the launcher"
+        return f"{who} at {self.address}:{self.port}"
+
+
+def read_place(environ: Mapping[str, str]) -> Place:
+    """The launcher's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Raises ValueError where one is missing or wrong; no value is made up for it.
+    """
+    size = world_size(environ)
+    rank, address, port = (environ.get(x, "") for x in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    if not rank.isdecimal() or int(rank) >= size:
+        raise UsageError("RANK", repr(rank), f"one of the {size} ranks of WORLD_SIZE")
+    if not address:
+        raise UsageError("MASTER_ADDR", "''", "the host of rank 0; torchrun sets it")
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UsageError("MASTER_PORT", repr(port), "a free port", works=("MASTER_PORT=29500",))
+    is_host = environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return Place(int(rank), size, address, int(port), is_host, restarts)
 
 
 @contextlib.contextmanager

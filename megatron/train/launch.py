@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.checks import UsageError
-from megatron.config.launch import world_size, write_error_file
+from megatron.config.launch import Place, read_place, world_size, write_error_file
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.train.watch import ROUNDS, Watch
@@ -67,15 +67,7 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
         raise
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # where gloo aborts a process, it shows its stacks
-    watch = Watch(
-        dist.PrefixStore("watch", store),
-        place.rank,
-        place.size,
-        limit,
-        keeper=place.keeper,
-        is_kept=place.is_host,
-        error_file=error_file,
-    )
+    watch = Watch(dist.PrefixStore("watch", store), place, limit, error_file)
     with watch:
         if not is_first:
             raise UsageError("RANK", place.rank, "the rank of one process; two were given it")
@@ -106,42 +98,6 @@ def _own_device(environ: Mapping[str, str]) -> torch.device:
     device = torch.device("cuda", int(environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process among those of the run, and the store over which they meet."""
-
-    rank: int
-    size: int
-    address: str
-    port: int
-    is_host: bool  # rank 0 keeps the store, but for torchrun's agent, which outlives the ranks
-    restarts: int = 0  # of all ranks by torchrun, within one store
-
-    @property
-    def keeper(self) -> str:
-        """Who keeps the store, for messages."""
-        who = "rank 0" if self.is_host else "the launcher"
-        return f"{who} at {self.address}:{self.port}"
-
-
-def read_place(environ: Mapping[str, str]) -> Place:
-    """The launcher's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-
-    Raises ValueError where one is missing or wrong; no value is made up for it.
-    """
-    size = world_size(environ)
-    rank, address, port = (environ.get(x, "") for x in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-    if not rank.isdecimal() or int(rank) >= size:
-        raise UsageError("RANK", repr(rank), f"one of the {size} ranks of WORLD_SIZE")
-    if not address:
-        raise UsageError("MASTER_ADDR", "''", "the host of rank 0; torchrun sets it")
-    if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UsageError("MASTER_PORT", repr(port), "a free port", works=("MASTER_PORT=29500",))
-    is_host = environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return Place(int(rank), size, address, int(port), is_host, restarts)
 
 
 def open_store(place: Place, patience: float) -> tuple[dist.Store, bool]:

@@ -24,7 +24,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +34,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron.config.launch import write_error_file
+from megatron.config.launch import Place, write_error_file
 from megatron.parallel.mesh import CALLS, Mesh
 
 BEAT = 1.0  # seconds between two reports
@@ -155,24 +156,16 @@ class Watch:
     """Around all that a rank does between meeting the others and its end.
 
     store: a client of its own, whose calls here never wait for a key. limit: seconds without
-    progress. keeper: who keeps the store, for messages; is_kept: whether rank 0 does. As a context
-    manager it returns only when all ranks have left; an exception inside ends the process.
+    progress. As a context manager it returns only when all ranks have left; an exception inside
+    ends the process.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        limit: float,
-        *,
-        keeper: str,
-        is_kept: bool,
-        error_file: str | None,
+        self, store: dist.Store, place: Place, limit: float, error_file: str | None
     ) -> None:
-        self._store, self._rank, self._size, self._limit = store, rank, size, limit
-        self._keeper, self._is_kept, self._error_file = keeper, is_kept, error_file
-        self._who, self._host = f"rank {rank} of {size}", socket.gethostname()
+        self._store, self._place, self._limit, self._error_file = store, place, limit, error_file
+        self._rank, self._size, self._is_kept = place.rank, place.size, place.is_host
+        self._who, self._host = f"rank {place.rank} of {place.size}", socket.gethostname()
         self._is_built = self._left = False
         self._number = self._stalls = self._rounds = 0
         self._seen: tuple[object, ...] = ()
@@ -342,7 +335,7 @@ class Watch:
     def _dump(self) -> None:
         print(f"{self._who} on {self._host}: stacks", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=2)
-        if path := dump_flight_recorder(self._rank):
+        if path := _dump_flight_recorder(self._rank):
             print(f"{self._who}: torch's flight recorder is in {path}", file=sys.stderr, flush=True)
 
     # What the thread does.
@@ -380,7 +373,7 @@ class Watch:
         into C does not, nor one that sleeps: a loop that polls gives Python's lock away nowhere but
         in its sleep.
         """
-        begun = {name: calls.begun for name, calls in CALLS.items()}
+        begun = {name: calls.begun for name, calls in [*CALLS.items()]}
         seen = (Progress.phase, Progress.step, begun, _positions())
         if seen != self._seen:
             self._moved = time.monotonic()
@@ -476,7 +469,7 @@ class Watch:
         """Nothing can be agreed any more: the lowest rank that is left says what it knows."""
         self._prepare_exit()
         if self._rank == int(self._is_kept):
-            headline = f"{self._keeper}, where the ranks meet, {fate}"
+            headline = f"{self._place.keeper}, where the ranks meet, {fate}"
             if self._first is not None:
                 headline = f"{self._first.who} on {self._first.host} {fate}"
                 headline += f"\n  it was last at {self._first.place()}"
@@ -495,7 +488,7 @@ def _exit_now(status: int) -> NoReturn:
 
 def _as_status(code: object) -> int:
     """Of a run of which one rank left with `code` before the others: never 0."""
-    return int(str(code)) if str(code).isdecimal() and int(str(code)) else 1
+    return code if isinstance(code, int) and code > 0 else 1
 
 
 def _positions() -> tuple[tuple[int, int], ...]:
@@ -510,21 +503,18 @@ def _positions() -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def dump_flight_recorder(rank: int) -> Path | None:
-    """Write what torch's flight recorders remember of this process's collectives, where they do.
+def _dump_flight_recorder(rank: int) -> Path | None:
+    """Write what torch's flight recorder knows of this process's collectives, if there is one.
 
-    No public name reads them at once: torch itself dumps NCCL's only when its own time limit is
-    over. These are torch 2.11's to 2.13's; the path's prefix is torch's own setting.
+    No public name does it at once: torch itself dumps NCCL's only after its own time limit. The
+    private names are those of torch 2.11 to 2.13; the setting for the path is torch's own.
     """
-    private = torch._C._distributed_c10d
-    dumps: list[Callable[[], bytes] | None] = [
-        getattr(private, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-    ]
-    found = [json.loads(dump()) for dump in dumps if dump is not None]
-    found = [trace for trace in found if trace.get("entries")]
-    if not found:
-        return None
     prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.gettempdir()}/flight_recorder_")
-    path = Path(f"{prefix}{rank}.json")
-    path.write_text(json.dumps(found[0] if len(found) == 1 else found))
-    return path
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        with suppress(Exception):  # the message matters more
+            content = getattr(torch._C._distributed_c10d, name)()
+            if json.loads(content).get("entries"):
+                path = Path(f"{prefix}{rank}.json")
+                path.write_bytes(content)
+                return path
+    return None

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megatron.config.checks import UsageError
+from megatron.config.launch import read_place
 from megatron.config.parallel import ParallelConfig
-from megatron.train.launch import Arrival, choose_device, launch, read_place
+from megatron.train.launch import Arrival, choose_device, launch
 from tests.train.ranks import run_ranks, write_program
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
