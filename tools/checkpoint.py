@@ -10,7 +10,6 @@ DIR is what was given to --save, or one step_XXXXXXXX in it. Torch is not needed
 import json
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -24,8 +23,9 @@ from tqdm import tqdm
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checkpoints import STEP_FOLDER, damage, read_manifest, step_folders
-from megatron.config.parse import user_errors
+from megatron.checkpoint.format import STEP_FOLDER, damage, read_manifest, step_folders
+from megatron.config.checks import UsageError
+from megatron.config.parse import parse_call, user_errors
 
 Directory = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 
@@ -132,7 +132,7 @@ def _chosen(directory: Path, step: int | None) -> list[Path]:
     chosen = [folder for folder in folders if folder.resolve().name == f"step_{step:08d}"]
     if not chosen:
         there = ", ".join(folder.name for folder in folders) or "none"
-        raise ValueError(f"--step {step} is not in {directory}; there are: {there}")
+        raise UsageError("--step", step, f"one of {there}, which {directory} has")
     return chosen
 
 
@@ -231,7 +231,6 @@ def _json(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `show DIR | head` ends without a word
-    commands = {"ls": ls, "verify": verify, "show": show}
     with user_errors(os.environ):
-        sys.exit(tyro.extras.subcommand_cli_from_dict(commands))
+        commands = {"ls": ls, "verify": verify, "show": show}
+        sys.exit(parse_call(commands, sys.argv[1:], os.environ)())

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.checks import UsageError
 from megatron.config.launch import world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
@@ -51,7 +52,7 @@ class Settings:
         size = self.parallel.tensor_model_parallel_size
         self.parallel.check(size, world)
         if self.json is not None and not Path(self.json).absolute().parent.is_dir():
-            raise FileNotFoundError(f"--json {self.json}: there is no such folder")
+            raise UsageError("--json", self.json, "in a folder that is there")
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checkpoints import read_manifest
+from megatron.checkpoint.format import read_manifest
+from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError, non_negative, positive, writable
-from megatron.config.interrupt import interruptible
-from megatron.config.launch import world_size
+from megatron.config.launch import interruptible, world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
-from megatron.config.trained import TrainedConfig
 from megatron.data.files import write_atomically
 from megatron.train.trained import open_trained
 from tools.prompts import Prompt, Reader, of_command_line, of_file, typed_lines
@@ -85,16 +84,21 @@ class Settings:
             non_negative(self, "temperature")
         if self.top_p > 1:
             raise UsageError(
-                f"--top-p {self.top_p} should be above 0 and at most 1; --top-p 0.9 would work"
+                "--top-p", self.top_p, "above 0 and at most 1", works=("--top-p", "0.9")
             )
         if self.greedy and self.temperature:
             raise UsageError(
-                f"--greedy contradicts --temperature {self.temperature}; either alone would work"
+                "--greedy",
+                None,
+                f"left out with --temperature {self.temperature}",
+                works=("--no-greedy",),
             )
         if bool(self.prompt) + (self.prompt_file is not None) + self.interactive != 1:
             raise UsageError(
-                "one of --prompt, --prompt-file and --interactive is needed, and no other; "
-                '--prompt "In the beginning" would work'
+                "--prompt",
+                None,
+                "given alone, or --prompt-file, or --interactive",
+                works=("--prompt", "In the beginning"),
             )
         writable(self, "output")
 

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError, flag, optional_positive
-from megatron.config.interrupt import interruptible
-from megatron.config.launch import world_size
+from megatron.config.launch import interruptible, world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
-from megatron.config.trained import TrainedConfig
 from megatron.train.trained import open_trained
 from tasks.common import EvaluationConfig
 from tasks.record import describe, identify, publish
@@ -69,17 +68,19 @@ class Settings:
         optional_positive(self, "limit")
         assert self.evaluation  # its checks
         if not self.names:
-            raise UsageError("--tasks names none; --tasks lambada_openai,wikitext would work")
+            raise UsageError(
+                "--tasks", None, "followed by names", works=("--tasks", "lambada_openai,wikitext")
+            )
         for task, name in LOCAL.items():
             if getattr(self, name) is not None and task not in self.names:
                 raise UsageError(
-                    f"{flag(name)} is for the task {task}, which --tasks {self.tasks} does not "
-                    f"name; --tasks {self.tasks},{task} would work"
+                    flag(name),
+                    getattr(self, name),
+                    f"given with the task {task} among --tasks {self.tasks}",
+                    works=(flag(name), str(getattr(self, name)), "--tasks", f"{self.tasks},{task}"),
                 )
         if self.include_path is not None and not self.include_path.is_dir():
-            raise UsageError(
-                f"--include-path {self.include_path} is no folder; one with .yaml files would work"
-            )
+            raise UsageError("--include-path", self.include_path, "a folder with .yaml files")
 
     @property
     def names(self) -> list[str]:
@@ -120,8 +121,10 @@ def find_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     manager = TaskManager(include_path=paths)
     if missing := [name for name in names if name not in manager.task_index]:
         raise UsageError(
-            f"--tasks: {', '.join(missing)} is not known; lambada_openai,wikitext would work, or a "
-            "task of --include-path"
+            "--tasks",
+            ",".join(missing),
+            "known to lm-eval or in --include-path",
+            works=("--tasks", "lambada_openai,wikitext"),
         )
     return manager
 

@@ -30,7 +30,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checks import UsageError, positive, share
-from megatron.config.parse import parse, user_errors
+from megatron.config.parse import parse
 from megatron.data.description import NOTED, Description, join_descriptions, place
 from megatron.data.tokenizer import Tokenizer
 from megatron.data.verify import verify
@@ -43,7 +43,7 @@ from megatron.data.wordpiece import (
     judge_unknown,
 )
 from tools.corpus.manifest import read_manifest
-from tools.corpus.program import Unfinished, say, stoppable
+from tools.corpus.program import Unfinished, running, say
 from tools.corpus.settings import parse_size
 from tools.corpus.shards import MANIFEST, Unit, find_shards
 from tools.corpus.step import StepRun
@@ -131,13 +131,17 @@ class Settings:
         share(self, "max_unknown")
         if (self.output is None) == (self.output_prefix is None):
             raise UsageError(
-                "--output-prefix P, for files P_text_document.*, or --output FOLDER would work: "
-                "one of the two"
+                "--output-prefix",
+                self.output_prefix,
+                "P, for files P_text_document.*, or left out with --output FOLDER",
+                works=("--output-prefix", "P"),
             )
         if self.split_sentences and self.append_eod:
             raise UsageError(
-                "--append-eod ends documents that stand in one row, and --split-sentences keeps "
-                "them apart without a mark; one of the two would work"
+                "--append-eod",
+                None,
+                "left out with --split-sentences, which keeps documents apart without a mark",
+                works=("--no-append-eod",),
             )
 
     @property
@@ -197,10 +201,11 @@ def check(settings: Settings) -> None:
     is_bert = isinstance(settings.tokenizer, BertTokenizer)
     parse_size("--shard-size", settings.shard_size)
     if settings.split_sentences and not is_bert:
-        raise ValueError(
-            f"--split-sentences is for pretrain_bert.py, and --tokenizer-type "
-            f"{settings.tokenizer_type} has none of the marks that it needs; --tokenizer-type "
-            "BertWordPieceLowerCase would work"
+        raise UsageError(
+            "--tokenizer-type",
+            settings.tokenizer_type,
+            "a kind with the marks that --split-sentences needs, which is for pretrain_bert.py",
+            works=("--tokenizer-type", "BertWordPieceLowerCase"),
         )
     if is_bert and not settings.split_sentences:
         warn("without --split-sentences pretrain_bert.py does not read what is written")
@@ -371,19 +376,13 @@ def _verify(prefix: str) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    with user_errors(os.environ), stoppable():
+    with running():
         if argv[:1] == ["verify"]:
             if len(argv) != 2:
                 raise ValueError("verify takes one prefix: verify P_text_document would work")
             print(_verify(argv[1]))
             return
-        settings = parse(Settings, argv, os.environ)
-        try:
-            run(settings)
-        except Unfinished as unfinished:
-            say(str(unfinished))
-        except RuntimeError as error:  # such as workers that die again and again
-            raise OSError(str(error)) from error
+        run(parse(Settings, argv, os.environ))
 
 
 if __name__ == "__main__":  # by its name, so that workers find its functions

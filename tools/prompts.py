@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.config.checks import UsageError
 from megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -59,19 +60,20 @@ def of_command_line(texts: Sequence[str]) -> dict[str, bytes]:
 def of_file(file: Path) -> dict[str, bytes]:
     """{file and line number: content}. Raises ValueError or FileNotFoundError."""
     if not file.exists():
-        raise FileNotFoundError(f"--prompt-file {file}: no such file")
+        raise UsageError("--prompt-file", file, "a file that is there")
     fault = "is a folder" if file.is_dir() else "" if file.is_file() else "is no regular file"
     content = b"" if fault else file.read_bytes().removeprefix(BOM_UTF8)
     if not content:
-        raise ValueError(
-            f"--prompt-file {file} {fault or 'is empty'}; a file of texts, one a line, would work"
+        raise UsageError(
+            "--prompt-file", file, f"a file of texts, one a line: it {fault or 'is empty'}"
         )
     lines = content.removesuffix(b"\n").split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
-            raise ValueError(
-                f"--prompt-file {file}, line {number} is blank; a file without blank lines would "
-                'work, and --prompt "" for an empty prompt'
+            raise UsageError(
+                "--prompt-file",
+                file,
+                f'without blank lines, as line {number}; --prompt "" is an empty prompt',
             )
     return {
         f"--prompt-file {file}, line {n}": e.removesuffix(b"\r") for n, e in enumerate(lines, 1)

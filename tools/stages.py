@@ -12,9 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import tyro
-
-from megatron.config.parse import user_errors
+from megatron.config.parse import parse_call, user_errors
 from tools.command import Command, Failure, cause, run_commands
 from tools.corpus.shards import placed
 
@@ -202,11 +200,7 @@ def run_program(function: Callable[..., None], name: str) -> None:
     """
     with user_errors({}):
         try:
-            tyro.cli(
-                function,
-                prog=name,
-                config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
-            )
+            parse_call(function, sys.argv[1:], {}, prog=name)()
         except StageError as failure:
             print(f"error: {failure}", file=sys.stderr)
             sys.exit(1)

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import tyro
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -24,6 +23,8 @@ from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.checks import UsageError
+from megatron.config.parse import parse_call, user_errors
 from megatron.data.tokenizer import END_OF_DOCUMENT, GPT2BPETokenizer, read_tokenizer
 from megatron.data.wordpiece import (
     CONTINUATION,
@@ -64,7 +65,7 @@ def train_tokenizer(
     """
     if tokenizer_type not in TRAINERS:
         known = ", ".join(TRAINERS)
-        raise ValueError(f"--tokenizer-type {tokenizer_type} is unknown; known: {known}")
+        raise UsageError("--tokenizer-type", tokenizer_type, f"one of {known}")
     check_vocab_size(vocab_size, tokenizer_type)
     files = TRAINERS[tokenizer_type](input, vocab_size)
     if replaced := [name for name, content in files.items() if differs(output_dir / name, content)]:
@@ -89,7 +90,12 @@ def check_vocab_size(vocab_size: int, tokenizer_type: str = GPT2BPETokenizer.kin
     else:
         least, needed = 100, f"{len(MARKS)} marks, the letters and their continuations"
     if vocab_size < least:
-        raise ValueError(f"--vocab-size {vocab_size}: has to be at least {least}, for {needed}")
+        raise UsageError(
+            "--vocab-size",
+            vocab_size,
+            f"at least {least}, for {needed}",
+            works=("--vocab-size", str(least)),
+        )
 
 
 def train_byte_pairs(paths: Sequence[Path], vocab_size: int) -> Files:
@@ -210,8 +216,5 @@ def texts(paths: Sequence[Path], *, again: bool = False) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(train_tokenizer)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with user_errors({}):
+        parse_call(train_tokenizer, sys.argv[1:], {})()

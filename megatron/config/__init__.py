@@ -1,5 +1,13 @@
 """Settings: one frozen section per owner, programs compose them, parse() fills them."""
 
+from importlib.util import find_spec
+
+if find_spec("tyro") is None:  # the first import of every program
+    raise SystemExit(
+        "error: what this program needs is not installed: `bash scripts/setup.sh`, then "
+        "`source .venv/bin/activate`"
+    )
+
 from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError

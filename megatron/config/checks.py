@@ -1,6 +1,7 @@
-"""Checks of one field that the sections share; each error names the flag and a cure."""
+"""The error of every wrong setting, and the checks of one field that the configs share."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,76 +42,76 @@ def switch(field: str, on: bool) -> str:
     return flag(field if on else f"no_{field}")
 
 
-def _smallest(section: Any, field: str) -> str:
-    """A cure for a number that is too small, in the kind of number that the field takes."""
-    if isinstance(getattr(section, field), int):
-        return "1"
-    return str(getattr(type(section), field, None) or 1e-5)
-
-
-def positive(section: Any, *fields: str) -> None:
+def positive(config: Any, *fields: str) -> None:
     """Refuse 0, negative numbers, infinity and NaN."""
-    for field in fields:
-        value = getattr(section, field)
-        if not 0 < value < math.inf:
-            raise UsageError(
-                f"{flag(field)} {value} should be above 0; "
-                f"{flag(field)} {_smallest(section, field)} would work"
-            )
+
+    def works(field: str) -> object:
+        if isinstance(getattr(config, field), int):
+            return 1
+        return getattr(type(config), field, None) or 1e-5
+
+    _check(config, fields, lambda value: 0 < value < math.inf, "above 0", works)
 
 
-def optional_positive(section: Any, *fields: str) -> None:
+def optional_positive(config: Any, *fields: str) -> None:
     """As positive, but None (the flag was not given) passes."""
-    positive(section, *(field for field in fields if getattr(section, field) is not None))
+    positive(config, *(field for field in fields if getattr(config, field) is not None))
 
 
-def non_negative(section: Any, *fields: str) -> None:
+def non_negative(config: Any, *fields: str) -> None:
     """Refuse negative numbers, infinity and NaN."""
-    for field in fields:
-        value = getattr(section, field)
-        if not 0 <= value < math.inf:
-            raise UsageError(
-                f"{flag(field)} {value} should be 0 or above; {flag(field)} 0 would work"
-            )
+    _check(config, fields, lambda value: 0 <= value < math.inf, "0 or above", lambda _: 0)
 
 
-def fraction(section: Any, *fields: str) -> None:
+def fraction(config: Any, *fields: str) -> None:
     """Refuse what is not in [0, 1)."""
+    _check(config, fields, lambda value: 0 <= value < 1, "in [0, 1)", lambda _: 0.1)
+
+
+def share(config: Any, *fields: str) -> None:
+    """Refuse what is not in [0, 1]; None (the flag was not given) passes."""
+
+    def works(field: str) -> object:
+        return getattr(type(config), field, None) or 0.5
+
+    given = [field for field in fields if getattr(config, field) is not None]
+    _check(config, given, lambda value: 0 <= value <= 1, "in [0, 1]", works)
+
+
+def at_least(config: Any, **least: int) -> None:
+    """Refuse what is below these numbers, by field; None (the flag was not given) passes."""
+    for field, number in least.items():
+        value = getattr(config, field)
+        if value is not None and value < number:
+            works = (flag(field), str(number))
+            raise UsageError(flag(field), value, f"at least {number}", works=works)
+
+
+def _check(
+    config: Any,
+    fields: tuple[str, ...] | list[str],
+    holds: Callable[[Any], bool],
+    allowed: str,
+    works: Callable[[str], object],
+) -> None:
     for field in fields:
-        value = getattr(section, field)
-        if not 0 <= value < 1:
-            raise UsageError(
-                f"{flag(field)} {value} should be in [0, 1); {flag(field)} 0.1 would work"
-            )
+        value = getattr(config, field)
+        if not holds(value):
+            raise UsageError(flag(field), value, allowed, works=(flag(field), str(works(field))))
 
 
-def share(section: Any, *fields: str) -> None:
-    """Refuse what is not in [0, 1]; each field has a default."""
-    for field in fields:
-        value = getattr(section, field)
-        if not 0 <= value <= 1:
-            usual = getattr(type(section), field)
-            raise UsageError(
-                f"{flag(field)} {value} should be in [0, 1]; {flag(field)} {usual} would work"
-            )
-
-
-def writable(section: object, name: str, ending: str = "") -> None:
+def writable(config: object, field: str, ending: str = "") -> None:
     """The field, a Path or None, names a file that can be written: its folder is there, and its
     name ends so."""
-    path: Path | None = getattr(section, name)
+    path: Path | None = getattr(config, field)
     if path is None:
         return
+    name, allowed, works = flag(field), "", path
     if path.is_dir():
-        cure = f"{flag(name)} {path / 'result.json'}"
-        raise UsageError(f"{flag(name)} {path} is a folder; {cure} would work")
-    if not path.parent.is_dir():
-        raise UsageError(
-            f"{flag(name)} {path}: there is no folder {path.parent}; "
-            f"mkdir -p {path.parent}, or {flag(name)} {path.name}, would work"
-        )
-    if not path.name.endswith(ending):
-        raise UsageError(
-            f"{flag(name)} {path}: its ending says nothing of what is written; "
-            f"{flag(name)} {path.with_suffix(ending)} would work"
-        )
+        allowed, works = "a file, not a folder", path / f"result{ending or '.json'}"
+    elif not path.parent.is_dir():
+        allowed, works = "in a folder that is there", Path(path.name)
+    elif not path.name.endswith(ending):
+        allowed, works = f"a file whose name ends in {ending}", path.with_suffix(ending)
+    if allowed:
+        raise UsageError(name, path, allowed, works=(name, str(works)))

@@ -1,4 +1,4 @@
-"""The transformer's shape, dropout and initialisation."""
+"""The models: shape, dropout and initialisation."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -6,6 +6,9 @@ from typing import ClassVar, Literal
 from megatron.config.checks import UsageError, fraction, optional_positive, positive
 
 RecomputeGranularity = Literal["none", "full", "selective"]
+ResidualOrder = Literal["pre-ln", "post-ln"]
+Head = Literal["classifier", "choice", "span"]
+TOKEN_TYPES = 2  # of the first and of the second segment of a BERT's sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +71,37 @@ class ModelConfig:
         )
         optional_positive(self, "vocab_size")
         fraction(self, "attention_dropout", "hidden_dropout")
-        self._check_heads()
-
-    def _check_heads(self) -> None:
-        if self.hidden_size % self.num_attention_heads:
-            rounded = -(-self.hidden_size // self.num_attention_heads) * self.num_attention_heads
+        if self.hidden_size % (heads := self.num_attention_heads):
+            divisors = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]
+            nearest = min(divisors, key=lambda n: (abs(n - heads), -n))
             raise UsageError(
-                f"--hidden-size {self.hidden_size} does not divide by --num-attention-heads "
-                f"{self.num_attention_heads}; --hidden-size {rounded} would work"
+                "--num-attention-heads",
+                heads,
+                f"a divisor of --hidden-size {self.hidden_size}",
+                works=("--num-attention-heads", str(nearest)),
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig(ModelConfig):
+    kind: ClassVar[str] = "bert"
+
+    max_position_embeddings: int = 512
+    """Rows of the position embedding: the longest sequence that the model can read."""
+
+    residual_order: ResidualOrder = "pre-ln"
+    """pre-ln: norm before attention and MLP, off the residual path, as the paper rearranged it;
+    post-ln: after each residual add, as in the original BERT."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetunedConfig(BertConfig):
+    """A BERT whose pretraining heads have given way to the head of a task; no program's flags."""
+
+    kind: ClassVar[str] = "finetuned"
+
+    head: Head
+    """Scores of classes, of each option of a question, or of each token as first and last one."""
+
+    labels: tuple[str, ...] = ()
+    """Names of a classifier's classes, in the order of their ids."""

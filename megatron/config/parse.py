@@ -1,35 +1,80 @@
-"""From the command line to a program's settings, without torch, in one place."""
+"""From the command line to a program's settings, for every program: the one wrapper round tyro.
+
+A program looks like this; its modules that need torch are imported after `parse`:
+
+    with user_errors(environ):
+        settings = parse(Settings, arguments, environ)
+"""
 
 import contextlib
-import dataclasses
+import difflib
+import functools
+import inspect
 import io
+import os
+import re
+import select
 import sys
 import time
+import tomllib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, make_dataclass
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from megatron.config.checks import UsageError, flag
-from megatron.config.failure import write_error_file
-from megatron.config.preset import preset_arguments
+from megatron.config.checks import UsageError, flag, switch
+from megatron.config.launch import write_error_file
 
 Program = TypeVar("Program")
 
 PATIENCE = 3.0  # seconds within which a launcher ends all ranks where the first has failed
+CLOSED = 141  # what shells say of a program whose reader went away: 128 + SIGPIPE
+PRESETS = Path(__file__).resolve().parents[2] / "scripts" / "presets"
 
 _PRESET_HELP = (
-    "--preset FILE reads settings from a TOML file (num_layers = 24); it may be given several "
-    "times, and the flags on the command line win."
+    "--preset FILE|NAME reads settings from a TOML file (num_layers = 24), or from that of this "
+    "name in scripts/presets; it may be given several times, and the flags on the command line win."
 )
+
+_KINDS = {"INT": "a whole number", "FLOAT": "a number"}  # what tyro calls them
+
+# Flags of other trainers, and what they are called here (the first that the program has).
+_SYNONYMS = {
+    "--batch-size": ("--global-batch-size", "--micro-batch-size"),
+    "--block-size": ("--seq-length",),
+    "--config": ("--preset",),
+    "--context-length": ("--seq-length",),
+    "--d-model": ("--hidden-size",),
+    "--data": ("--data-path",),
+    "--dropout": ("--hidden-dropout",),
+    "--iters": ("--train-iters",),
+    "--learning-rate": ("--lr",),
+    "--max-iters": ("--train-iters",),
+    "--max-steps": ("--train-iters",),
+    "--n-embd": ("--hidden-size",),
+    "--n-head": ("--num-attention-heads",),
+    "--n-layer": ("--num-layers",),
+    "--num-heads": ("--num-attention-heads",),
+    "--num-train-epochs": ("--epochs",),
+    "--output-dir": ("--save", "--output"),
+    "--resume": ("--load",),
+    "--tensor-parallel-size": ("--tensor-model-parallel-size", "--tensor-parallel"),
+    "--tp": ("--tensor-model-parallel-size", "--tensor-parallel"),
+    "--warmup-iters": ("--lr-warmup-iters",),
+    "--warmup-steps": ("--lr-warmup-iters",),
+}
 
 
 @contextlib.contextmanager
 def user_errors(environ: Mapping[str, str], *, agreed: bool = False) -> Iterator[None]:
     """End the program with status 2 and one message where a ValueError or OSError is raised.
 
-    A warning is one line, too. Mostly every rank meets the same, so that only rank 0 (RANK in
-    environ) prints warnings, and an error of another rank waits until the launcher would have
-    ended it for the one of rank 0. agreed: every rank raises the same, and rank 0 tells it.
+    Prints each warning as one line. Where the reader of stdout has gone (`| head`), the program
+    ends without a message and with status 141. Mostly every rank meets the same error, so that
+    rank 0 alone (RANK in environ) prints warnings, and another rank prints its error only after
+    the launcher would have ended it for that of rank 0. agreed: every rank raises the same error,
+    and rank 0 alone prints it.
     """
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
@@ -39,91 +84,192 @@ def user_errors(environ: Mapping[str, str], *, agreed: bool = False) -> Iterator
     try:
         with warnings.catch_warnings():
             warnings.showwarning = show
-            yield
+            try:
+                yield
+            finally:
+                print(end="", flush=True)
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered
+            raise SystemExit(CLOSED) from None
         if not agreed or _is_first(environ):
-            _tell(error, environ)
+            _print_error(error, environ)
         raise SystemExit(2) from error
 
 
-def _tell(error: Exception, environ: Mapping[str, str]) -> None:
+def _stdout_is_closed() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _print_error(error: Exception, environ: Mapping[str, str]) -> None:
     text = f"error: {error}"
     if not _is_first(environ):
         time.sleep(PATIENCE)
         text = f"rank {environ['RANK']}: {text}"
     print(text, file=sys.stderr, flush=True)
-    write_error_file(environ.get("TORCHELASTIC_ERROR_FILE"), text, text)
-
-
-def parse(program: type[Program], argv: Sequence[str], environ: Mapping[str, str]) -> Program:
-    """The program's settings from its arguments (those after the program's name).
-
-    program: a dataclass of settings and of sections, which are dataclasses too; a field's
-    metadata {"alias": name} is a second name. Raises UsageError for presets and for values
-    that a section refuses; for flags that are missing, unknown or malformed, and for --help,
-    prints (on rank 0) and raises SystemExit.
-    """
-    import tyro
-
-    fields = dict(_fields(program))
-    aliases = {
-        field.metadata["alias"]: name
-        for name, (field, _) in fields.items()
-        if "alias" in field.metadata
-    }
-    annotations = {name: annotation for name, (_, annotation) in fields.items()}
-    known = annotations | {alias: annotations[name] for alias, name in aliases.items()}
-    presets, own = _split_presets(argv)
-    arguments = [word for file in presets for word in preset_arguments(file, known)] + own
-    message = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(message):
-            return tyro.cli(
-                program,
-                args=[_without_alias(word, aliases) for word in arguments],
-                description=_PRESET_HELP,
-                console_outputs=_is_first(environ),
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
-            )
-    except SystemExit as stop:
-        _raise_setting_error(stop)
-        if _is_first(environ):
-            sys.stderr.write(message.getvalue())
-        raise
+    write_error_file(environ.get("TORCHELASTIC_ERROR_FILE"), text)
 
 
 def _is_first(environ: Mapping[str, str]) -> bool:
     return environ.get("RANK", "0") == "0"
 
 
-def _fields(program: type) -> Iterator[tuple[str, tuple[dataclasses.Field[Any], Any]]]:
-    """(name, (field, annotation)) of every setting, those of the sections included."""
+def parse(
+    program: type[Program],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    prog: str | None = None,
+    description: str = _PRESET_HELP,
+) -> Program:
+    """The program's settings from its arguments (those after the program's name).
+
+    program: a dataclass of settings and of configs, which are dataclasses too; a field's metadata
+    {"alias": name} is a second name. prog, description: the program's name and story in --help.
+    Raises UsageError for what a config refuses, and for presets and flags that are missing, unknown
+    or malformed. For --help prints (on rank 0) and raises SystemExit with status 0.
+    """
+    import tyro
+
+    settings = list(_fields(program))
+    aliases = {alias: name for name, _, alias in settings if alias is not None}
+    known = {name: kind for name, kind, _ in settings}
+    known |= {alias: known[name] for alias, name in aliases.items()}
+    has_presets = "preset" not in known
+    presets, own = _split_presets(argv, known) if has_presets else ([], list(argv))
+    from_presets = [word for preset in presets for word in preset.arguments]
+    arguments = [_without_alias(word, aliases) for word in from_presets + own]
+    try:
+        return _run_tyro(
+            functools.partial(tyro.cli, program, prog=prog, description=description),
+            arguments,
+            environ,
+            [*known, "preset"],
+        )
+    except UsageError:
+        for preset in presets:
+            preset.check()
+        raise
+
+
+def parse_call(
+    functions: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    prog: str | None = None,
+) -> Callable[[], Any]:
+    """The function with the arguments of the command line, to be called; a mapping is of
+    subcommands. The parameters are the flags, and the docstring is --help. Raises as `parse`."""
+    import tyro
+
+    def later(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def bind(*words: Any, **flags: Any) -> Any:
+            return functools.partial(function, *words, **flags)
+
+        return bind
+
+    if isinstance(functions, Mapping):
+        commands = {name: later(function) for name, function in functions.items()}
+        known = [name for each in functions.values() for name in inspect.signature(each).parameters]
+        call = functools.partial(tyro.extras.subcommand_cli_from_dict, commands, prog=prog)
+    else:
+        known = list(inspect.signature(functions).parameters)
+        call = functools.partial(tyro.cli, later(functions), prog=prog)
+    bound: Callable[[], Any] = _run_tyro(call, argv, environ, known)
+    return bound
+
+
+def _run_tyro(
+    call: Callable[..., Any],
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    known: Collection[str],
+) -> Any:
+    """known: the names of all settings, for what an unknown flag may have been meant to be."""
+    import tyro
+
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            return call(
+                args=arguments,
+                console_outputs=_is_first(environ) or "--help" not in arguments,
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
+            )
+    except SystemExit as stop:
+        cause: BaseException | None = stop
+        while cause is not None:  # tyro wraps a UsageError, and draws a box round it
+            if isinstance(cause, UsageError):
+                raise cause from None
+            cause = cause.__context__
+        if not stop.code:
+            raise
+    raise _refusal(message.getvalue(), arguments, known)
+
+
+def _refusal(box: str, arguments: Sequence[str], known: Collection[str]) -> UsageError:
+    """The error that tyro's own message comes to."""
+    lines = [line.strip("│| ") for line in box.splitlines()[1:]]
+    text = " ".join(line for line in lines if line)
+    named = re.findall(r"--[a-z][\w-]*", text)
+    if unknown := re.search(r"Unrecognized options: ([^\s,]+)", text):
+        return _unknown(unknown[1], arguments, known)
+    if "Required options" in box.splitlines()[0]:
+        missing = [line.split()[0] for line in lines if re.match(r"--(?!help)|[A-Z]{2}", line)]
+        return UsageError(" ".join(missing), allowed="given; --help says what it is")
+    name = named[0] if named else ""
+    value = " ".join(_values(name, arguments)) or None
+    if choices := re.search(r"[Ee]xpected one of \((.*?)\)", text):
+        words = tuple(re.findall(r"'(.*?)'", choices[1]))
+        return UsageError(name, value, " or ".join(words), works=(name, words[0]))
+    wanted = re.search(rf"helptext: .*?{re.escape(name)} (INT|FLOAT|\S+)", text)
+    kind = wanted[1] if wanted and value else "followed by a value"
+    return UsageError(name, value, _KINDS.get(kind, kind))
+
+
+def _unknown(word: str, arguments: Sequence[str], known: Collection[str]) -> UsageError:
+    if not word.startswith("--"):
+        return UsageError(word, allowed="the value of a flag; --help lists the flags")
+    name = word.partition("=")[0].replace("_", "-")
+    values = _values(name, arguments)
+    flags = [flag(field) for field in known]
+    near = [each for each in _SYNONYMS.get(name, ()) if each in flags]
+    near += difflib.get_close_matches(name, flags, n=1)
+    return UsageError(
+        name,
+        " ".join(values) or None,
+        "a flag of this program; --help lists them",
+        works=(near[0], *values) if near else (),
+    )
+
+
+def _values(name: str, arguments: Sequence[str]) -> list[str]:
+    """What the last flag of this name is given among the arguments."""
+    values: list[str] = []
+    is_its = False
+    for word in arguments:
+        if word.startswith("--"):
+            spelt, equals, value = word.partition("=")
+            is_its = spelt.replace("_", "-") == name
+            values = ([value] if equals else []) if is_its else values
+        elif is_its:
+            values.append(word)
+    return values
+
+
+def _fields(program: type) -> Iterator[tuple[str, Any, str | None]]:
+    """(name, type, second name or None) of every setting, those of the configs in it included."""
     hints = get_type_hints(program)
-    for field in dataclasses.fields(program):
+    for field in fields(program):
         annotation = hints[field.name]
-        if dataclasses.is_dataclass(annotation):
-            assert isinstance(annotation, type)
+        if isinstance(annotation, type) and is_dataclass(annotation):
             yield from _fields(annotation)
         else:
-            yield field.name, (field, annotation)
-
-
-def _split_presets(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files of --preset FILE and --preset=FILE, and the other arguments."""
-    files, others = [], []
-    words = iter(argv)
-    for word in words:
-        name, equals, file = word.partition("=")
-        if name != "--preset":
-            others.append(word)
-            continue
-        file = file if equals else next(words, "")
-        if not file or file.startswith("--"):
-            raise UsageError(
-                "--preset names no file; --preset scripts/presets/gpt2_355m.toml would work"
-            )
-        files.append(file)
-    return files, others
+            yield field.name, annotation, field.metadata.get("alias")
 
 
 def _without_alias(word: str, aliases: Mapping[str, str]) -> str:
@@ -134,10 +280,93 @@ def _without_alias(word: str, aliases: Mapping[str, str]) -> str:
     return word
 
 
-def _raise_setting_error(stop: SystemExit) -> None:
-    """Raise the UsageError that made tyro stop, if one did: tyro would box and wrap it."""
-    cause: BaseException | None = stop
-    while cause is not None:
-        if isinstance(cause, UsageError):
-            raise cause
-        cause = cause.__context__
+class _Preset:
+    """A TOML file whose keys are flags; known: the type of every setting, by name."""
+
+    def __init__(self, name: str, known: Mapping[str, Any]) -> None:
+        self.known, self.file = known, find_preset(name, known)
+        self.settings = _read_toml(self.file)
+        for key, value in self.settings.items():
+            if key not in known or isinstance(value, dict):
+                nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)
+                raise self._refuse(key, f"a setting of this program such as {nearest[0]}")
+        self.arguments = [word for key in self.settings for word in self._words(key)]
+
+    def _words(self, key: str) -> list[str]:
+        value = self.settings[key]
+        if isinstance(value, bool):
+            return [switch(key, value)]
+        if isinstance(value, list):
+            return [flag(key), *map(str, value)]
+        return [f"{flag(key)}={value}"]
+
+    def check(self) -> None:
+        """Raise UsageError, naming file and key, for a value that tyro takes for no flag's."""
+        import tyro
+
+        for key in self.settings:
+            one = make_dataclass("one", [(key, self.known[key])])
+            try:
+                _run_tyro(functools.partial(tyro.cli, one), self._words(key), {}, ())
+            except UsageError as error:
+                raise self._refuse(key, error.allowed or str(self.known[key])) from None
+
+    def _refuse(self, key: str, allowed: str) -> UsageError:
+        return UsageError("--preset", f"{self.file}: {key} = {self.settings[key]!r}", allowed)
+
+
+def _split_presets(
+    argv: Sequence[str], known: Mapping[str, Any]
+) -> tuple[list[_Preset], list[str]]:
+    """What --preset FILE and --preset=FILE name, and the other arguments."""
+    presets, others = [], []
+    words = iter(argv)
+    for word in words:
+        name, equals, file = word.partition("=")
+        if name != "--preset":
+            others.append(word)
+            continue
+        file = file if equals else next(words, "")
+        if not file or file.startswith("--"):
+            raise _no_preset(file, known)
+        presets.append(_Preset(file, known))
+    return presets, others
+
+
+def find_preset(name: str, known: Collection[str] = ()) -> Path:
+    """The file of this path, or the preset of this name in scripts/presets and its folders.
+
+    Raises UsageError, naming the nearest presets whose keys are all known (any where known is
+    empty), where there is neither.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    file = next((each for each in PRESETS.rglob("*.toml") if each.stem == name), None)
+    if file is None:
+        raise _no_preset(name, known)
+    return file
+
+
+def _no_preset(name: str, known: Collection[str]) -> UsageError:
+    files = {file.stem: (file.stem, file) for file in sorted(PRESETS.rglob("*.toml"))}
+    files |= {file.stem: (str(file), file) for file in Path(name).parent.glob("*.toml")}
+    fitting = [stem for stem, (_, file) in files.items() if not known or _fits(file, known)]
+    stem = Path(name).name.removesuffix(".toml")
+    near = [files[each][0] for each in difflib.get_close_matches(stem, fitting, n=3, cutoff=0)]
+    allowed = f"a TOML file, or a preset's name such as {', '.join(near)}"
+    return UsageError("--preset", name or None, allowed, works=("--preset", near[0]))
+
+
+def _fits(file: Path, known: Collection[str]) -> bool:
+    try:
+        return set(_read_toml(file)) <= set(known)
+    except (UsageError, OSError):
+        return False
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        allowed = f"TOML with lines such as num_layers = 24 ({error})"
+        raise UsageError("--preset", file, allowed) from error

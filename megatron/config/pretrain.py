@@ -1,24 +1,28 @@
-"""The settings of a pretraining run, and the facts that hold between its sections."""
+"""The settings of a pretraining run, and the facts that hold between its configs."""
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
-from megatron.config.apex import require_apex
-from megatron.config.bert import BertConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import UsageError
-from megatron.config.data import BertDataConfig, DataConfig, GPT2DataConfig
-from megatron.config.logging import LoggingConfig, require_sinks
-from megatron.config.model import ModelConfig
-from megatron.config.optimizer import BertOptimizerConfig, OptimizerConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.config.precision import PrecisionConfig
-from megatron.config.training import TrainingConfig
+from megatron.config.checks import UsageError, flag
+from megatron.config.model import BertConfig, ModelConfig
+from megatron.config.training import (
+    BertDataConfig,
+    BertOptimizerConfig,
+    DataConfig,
+    GPT2DataConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
-    """What the programs share; each has sections of its own for model and data."""
+    """What the programs share; each has its own configs of model and data."""
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -48,44 +52,46 @@ class PretrainConfig:
         return self.logging.metrics_file or (save and str(Path(save) / "metrics.jsonl"))
 
     def check(self, world_size: int) -> None:
-        """Raise ValueError, naming flags and values that work, where sections disagree."""
+        """Raise UsageError where two configs, or a config and world_size processes, disagree."""
         self.parallel.check(self.model.num_attention_heads, world_size)
-        self._check_batch(world_size)
-        self._check_positions()
-        self._check_schedule()
+        batch, copies = self.global_batch_size(world_size), self.data_parallel_size(world_size)
+        smallest = self.training.micro_batch_size * copies
+        if batch % smallest:
+            raise UsageError(
+                "--global-batch-size",
+                batch,
+                f"a multiple of --micro-batch-size {self.training.micro_batch_size} x "
+                f"data-parallel size {copies}",
+                works=("--global-batch-size", str(-(-batch // smallest) * smallest)),
+            )
+        length, positions = self.data.seq_length, self.model.max_position_embeddings
+        if length > positions:
+            raise UsageError(
+                "--seq-length",
+                length,
+                f"at most --max-position-embeddings {positions}",
+                works=("--seq-length", str(positions)),
+            )
+        warmup, end = self.optimizer.lr_warmup_iters, self.lr_decay_iters()
+        if warmup > end:
+            source = "train" if self.optimizer.lr_decay_iters is None else "lr-decay"
+            raise UsageError(
+                "--lr-warmup-iters",
+                warmup,
+                f"at most --{source}-iters {end}, where decay ends",
+                works=("--lr-warmup-iters", str(end // 10)),
+            )
         require_apex(
             optimizer_impl=self.optimizer.optimizer_impl, layernorm_impl=self.model.layernorm_impl
         )
         require_sinks(self.logging, self.metrics_file())
 
-    def _check_batch(self, world_size: int) -> None:
-        batch = self.global_batch_size(world_size)
-        copies, micro = self.data_parallel_size(world_size), self.training.micro_batch_size
-        if batch % (copies * micro):
-            raise UsageError(
-                f"--global-batch-size {batch} does not divide by --micro-batch-size {micro} x "
-                f"data-parallel size {copies}; "
-                f"--global-batch-size {_next_multiple(batch, copies * micro)} would work"
-            )
-
-    def _check_positions(self) -> None:
-        length, positions = self.data.seq_length, self.model.max_position_embeddings
-        if length > positions:
-            raise UsageError(
-                f"--seq-length {length} is above --max-position-embeddings {positions}; "
-                f"--seq-length {positions} or --max-position-embeddings {length} would work"
-            )
-
-    def _check_schedule(self) -> None:
-        warmup, end = self.optimizer.lr_warmup_iters, self.lr_decay_iters()
-        if warmup > end:
-            source = (
-                "--train-iters" if self.optimizer.lr_decay_iters is None else "--lr-decay-iters"
-            )
-            raise UsageError(
-                f"--lr-warmup-iters {warmup} is above {source} {end}, where decay ends; "
-                f"--lr-warmup-iters {end} would work"
-            )
+    def warnings(self, device: str) -> list[str]:
+        """What is allowed, but rarely meant. device: torch's name of its kind, such as "cpu"."""
+        found = self.checkpoint.warnings(self.training.train_iters)
+        if self.precision.fp16 and device == "cpu":
+            found.append("warning: --fp16 on a CPU is many times slower than --bf16 or --no-bf16")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,5 +106,43 @@ class PretrainBertConfig(PretrainConfig):
     optimizer: BertOptimizerConfig = field(default_factory=BertOptimizerConfig)
 
 
-def _next_multiple(number: int, of: int) -> int:
-    return -(-number // of) * of
+# What each setting takes from NVIDIA's apex: a file of the package, and its kernel's extension.
+_APEX = {
+    "optimizer_impl": ("optimizers/fused_adam.py", "amp_C"),
+    "layernorm_impl": ("normalization/fused_layer_norm.py", "fused_layer_norm_cuda"),
+}
+
+
+def require_apex(*, optimizer_impl: str, layernorm_impl: str) -> None:
+    """Raise UsageError where an implementation is "apex" and what it needs is not installed; apex
+    is looked for without importing it."""
+    asked = {"optimizer_impl": optimizer_impl, "layernorm_impl": layernorm_impl}
+    for name, implementation in asked.items():
+        if implementation == "apex" and (reason := _lack_of_apex(*_APEX[name])):
+            allowed = f"torch: {reason}; bash scripts/setup.sh --with-apex DIR builds NVIDIA's"
+            raise UsageError(flag(name), "apex", allowed, works=(flag(name), "torch"))
+
+
+def _lack_of_apex(file: str, extension: str) -> str | None:
+    spec = find_spec("apex")
+    if spec is None:
+        return "NVIDIA's apex is not installed"
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not any((folder / file).is_file() for folder in folders):
+        where = spec.origin or ", ".join(map(str, folders))
+        return f"{where} is not NVIDIA's apex but most likely PyPI's (pip uninstall apex)"
+    return None if find_spec(extension) else f"apex is installed without its extension {extension}"
+
+
+def require_sinks(logging: LoggingConfig, metrics_file: str | None) -> None:
+    """Raise UsageError if a sink's library is missing, or wandb has no folder for its run."""
+    for name, library in (("wandb_project", "wandb"), ("tensorboard_dir", "tensorboard")):
+        value = getattr(logging, name)
+        spec = find_spec(library) if value is not None else None
+        if value is not None and (spec is None or spec.origin is None):  # or a folder of that name
+            allowed = f"left out where {library} is not installed (pip install {library})"
+            raise UsageError(flag(name), value, allowed)
+    if (project := logging.wandb_project) is not None and metrics_file is None:
+        works = ("--wandb-project", project, "--save", "checkpoints")
+        allowed = "given with --save or --metrics-file, beside which it keeps its run"
+        raise UsageError("--wandb-project", project, allowed, works=works)

@@ -1,8 +1,172 @@
-"""How long and in which batches to train, and when to evaluate, check and leave."""
+"""The configs of a training run beside its model, in the order in which --help lists them."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
-from megatron.config.checks import non_negative, optional_positive, positive
+from megatron.config.checks import (
+    UsageError,
+    flag,
+    fraction,
+    non_negative,
+    optional_positive,
+    positive,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    tensor_model_parallel_size: int = field(default=1, metadata={"alias": "model_parallel_size"})
+    """Processes that share one model, each holding a slice of every layer; the remaining
+    factor of the world size is data parallelism. Also spelt --model-parallel-size."""
+
+    distributed_timeout_minutes: float = 10.0
+    """Minutes without progress after which a run of several processes stops and says which one is
+    behind; longer than the longest save, evaluation or load."""
+
+    def __post_init__(self) -> None:
+        positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
+
+    def check(self, heads: int, world_size: int) -> None:
+        """Raise UsageError where attention heads or processes cannot be shared out evenly."""
+        size = self.tensor_model_parallel_size
+        if heads % size or world_size % size:
+            fitting = (n for n in range(1, size) if heads % n == 0 and world_size % n == 0)
+            raise UsageError(
+                "--tensor-model-parallel-size",
+                size,
+                f"a divisor of --num-attention-heads {heads}, and of the number of processes: "
+                f"torchrun --nproc-per-node, now {world_size}",
+                works=("--tensor-model-parallel-size", str(max(fitting))),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What all pretraining programs read."""
+
+    data_path: tuple[str, ...] = ()
+    """Prefix of a .bin/.idx pair, or weights and prefixes in turn: 0.3 first 0.7 second."""
+
+    split: str = "29,1,0"
+    """Shares of the documents for training, validation and test."""
+
+    seq_length: int = 1024
+    """Tokens of a sample."""
+
+    tokenizer_type: str = "GPT2BPETokenizer"
+    """Kind of tokenizer that made the data set."""
+
+    vocab_file: str | None = None
+    """The tokenizer's vocabulary (vocab.json, or vocab.txt of a WordPiece)."""
+
+    merge_file: str | None = None
+    """The byte-pair encoding's merges (merges.txt)."""
+
+    def __post_init__(self) -> None:
+        positive(self, "seq_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2DataConfig(DataConfig):
+    reset_position_ids: bool = False
+    """Count positions from 0 again after each end-of-document mark."""
+
+    reset_attention_mask: bool = False
+    """Let no token attend to an earlier document."""
+
+    eod_mask_loss: bool = False
+    """Leave out the loss where the input is an end-of-document mark."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertDataConfig(DataConfig):
+    seq_length: int = 512
+    """Tokens of a sample, padding and marks included."""
+
+    tokenizer_type: str = "BertWordPieceLowerCase"
+    """Kind of tokenizer that made the data set."""
+
+    mask_prob: float = 0.15
+    """Share of the tokens that are to be predicted."""
+
+    short_seq_prob: float = 0.1
+    """Probability of a sample that is shorter than --seq-length would allow."""
+
+    max_ngram_size: int = 3
+    """Words that are masked together at most; n of them with probability in proportion to 1/n."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fraction(self, "short_seq_prob")
+
+
+# Where the data lies and what made it, of which a data set's own identity tells.
+_WHERE = ("data_path", "tokenizer_type", "vocab_file", "merge_file")
+
+
+def sample_settings(config: DataConfig) -> list[str]:
+    """The fields that decide, beside the data sets themselves, which sample comes when."""
+    return [each.name for each in fields(config) if each.name not in _WHERE]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    lr: float = 1.5e-4
+    """Highest learning rate, reached at the end of warm-up."""
+
+    min_lr: float = 1e-5
+    """Learning rate at and after the end of decay."""
+
+    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
+    """Curve from the highest to the lowest learning rate."""
+
+    lr_decay_iters: int | None = None
+    """Iteration at which decay ends, warm-up included; --train-iters if not given."""
+
+    lr_warmup_iters: int = 0
+    """Iterations over which the learning rate rises linearly from 0."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay; biases and LayerNorm are exempt."""
+
+    adam_beta1: float = 0.9
+    """Decay of Adam's mean of gradients."""
+
+    adam_beta2: float = 0.999
+    """Decay of Adam's mean of squared gradients."""
+
+    adam_eps: float = 1e-8
+    """Added to the root of Adam's second moment."""
+
+    optimizer_impl: Literal["torch", "apex"] = "torch"
+    """AdamW: torch's own fused kernel, or NVIDIA apex's FusedAdam."""
+
+    clip_grad: float = 1.0
+    """Largest global norm of the gradient; 0 does not clip."""
+
+    def __post_init__(self) -> None:
+        positive(self, "lr", "adam_eps")
+        non_negative(self, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
+        optional_positive(self, "lr_decay_iters")
+        fraction(self, "adam_beta1", "adam_beta2")
+        if self.min_lr > self.lr:
+            works = ("--min-lr", str(self.lr))
+            raise UsageError("--min-lr", self.min_lr, f"at most --lr {self.lr}", works=works)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertOptimizerConfig(OptimizerConfig):
+    """With the defaults of the paper's BERT (section 4.2)."""
+
+    lr: float = 1e-4
+    """Highest learning rate, reached at the end of warm-up."""
+
+    min_lr: float = 0.0
+    """Learning rate at and after the end of decay."""
+
+    lr_decay_style: Literal["cosine", "linear", "constant"] = "linear"
+    """Curve from the highest to the lowest learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +206,103 @@ class TrainingConfig:
         positive(self, "train_iters", "micro_batch_size", "eval_interval")
         non_negative(self, "seed", "eval_iters", "check_replicas_interval")
         optional_positive(self, "global_batch_size", "exit_interval", "exit_duration_in_mins")
+
+
+# What --loss-scale, which never changes, makes useless.
+DYNAMIC = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    bf16: bool | None = None
+    """Compute in bfloat16, with fp32 master weights and gradient accumulation. If neither this nor
+    --fp16 is given: as the checkpoint that is resumed, else on where the device has it."""
+
+    fp16: bool = False
+    """Compute in float16 with loss scaling and fp32 master weights."""
+
+    loss_scale: float | None = None
+    """Loss scale that never changes; dynamic if not given."""
+
+    initial_loss_scale: str = "2**16"
+    """Loss scale to start with: a decimal or 2**N."""
+
+    loss_scale_window: int = 1000
+    """Steps without overflow after which the loss scale is doubled."""
+
+    hysteresis: int = 2
+    """Overflows within a window that it takes to halve the loss scale."""
+
+    min_loss_scale: float = 1.0
+    """Lowest loss scale; an overflow there ends the run."""
+
+    max_consecutive_skips: int = 50
+    """Steps skipped in a row for overflow that end the run."""
+
+    def __post_init__(self) -> None:
+        optional_positive(self, "loss_scale")
+        positive(self, "loss_scale_window", "hysteresis", "min_loss_scale", "max_consecutive_skips")
+        if self.fp16 and self.bf16:
+            raise UsageError("--fp16", None, "given without --bf16", works=("--no-fp16",))
+        self._check_scales()
+
+    @property
+    def name(self) -> str | None:
+        """ "fp16", "bf16" or "fp32", or None where the command line leaves it open."""
+        if self.fp16:
+            return "fp16"
+        return None if self.bf16 is None else "bf16" if self.bf16 else "fp32"
+
+    def first_scale(self) -> float:
+        """The dynamic loss scale of the first step."""
+        base, power, exponent = self.initial_loss_scale.partition("**")
+        try:
+            value = float(base) ** int(exponent) if power else float(base)
+        except (ValueError, OverflowError):
+            value = math.nan
+        if (power and base.strip() != "2") or not 0 < value < math.inf:
+            works = ("--initial-loss-scale", "2**16")
+            given = self.initial_loss_scale
+            raise UsageError(
+                "--initial-loss-scale", given, "a positive decimal or 2**N", works=works
+            )
+        return value
+
+    def _check_scales(self) -> None:
+        if self.first_scale() < self.min_loss_scale:
+            raise UsageError(
+                "--min-loss-scale",
+                self.min_loss_scale,
+                f"at most --initial-loss-scale {self.initial_loss_scale}",
+                works=("--min-loss-scale", f"{self.first_scale():g}"),
+            )
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in ("bf16", "fp16") or value == each.default:
+                continue
+            name, usual = flag(each.name), str(each.default)
+            if not self.fp16:
+                works = ("--fp16", name, str(value))
+                raise UsageError(name, value, "given with --fp16", works=works)
+            if self.loss_scale is not None and each.name in DYNAMIC:
+                allowed = f"given without --loss-scale {self.loss_scale:g}, which never changes"
+                raise UsageError(name, value, allowed, works=(name, usual))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    log_interval: int = 10
+    """Steps between lines of metrics."""
+
+    metrics_file: str | None = None
+    """JSON lines of metrics, the record of a run; metrics.jsonl in --save if not given."""
+
+    wandb_project: str | None = None
+    """Send metrics to this project of Weights & Biases, too; without a key in the environment or a
+    netrc file they are kept on disk, for wandb sync."""
+
+    tensorboard_dir: str | None = None
+    """Write metrics as TensorBoard event files to this folder, too."""
+
+    def __post_init__(self) -> None:
+        positive(self, "log_interval")

@@ -2,7 +2,7 @@
 # from the root of the repository.
 #
 # Nodes and tasks are Slurm's own: --nodes, and --ntasks-per-node for the ranks of each, one a GPU.
-# A first word that is no flag names a preset: gpt2_355m is --preset scripts/presets/gpt2_355m.toml.
+# A first word that is no flag names a preset: gpt2_355m is --preset gpt2_355m.
 # shellcheck shell=bash
 set -uo pipefail
 
@@ -16,7 +16,7 @@ refuse() {
 python=${PYTHON:-.venv/bin/python}
 [[ -x $python ]] || refuse "$PWD has no $python; bash scripts/setup.sh makes it"
 if [[ ${1:--} != -* ]]; then
-    set -- --preset "scripts/presets/$1.toml" "${@:2}"
+    set -- --preset "$1" "${@:2}"
 fi
 
 # The nodes, the ranks of each and all ranks, asserted against what Slurm gave.

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.convert.torch_file import read_saved
-from tools.convert.unpickler import Placeholder, StoredTensor
+from megatron.config.checks import UsageError
+from tools.convert.torch_file import Placeholder, StoredTensor, read_saved
 
 POINTER = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
@@ -46,18 +46,18 @@ def find_files(source: Path) -> list[Path]:
     if source.is_file():
         return [source]
     if not source.is_dir():
-        raise FileNotFoundError(f"--from {source}: no such file or directory")
+        raise UsageError("--from", source, "a file or directory that is there")
     folder = _iteration(source)
     names = sorted(path.name for path in folder.glob("mp_rank_*"))
     if not names:
-        raise FileNotFoundError(
-            f"--from {folder} holds no mp_rank_00/{FILE} and no {POINTER}; a folder that "
-            "Megatron-LM wrote with --save would work"
+        raise UsageError(
+            "--from",
+            folder,
+            f"a folder that Megatron-LM wrote with --save, with mp_rank_00/{FILE} or {POINTER}",
         )
     if odd := [name for name in names if not re.fullmatch(r"mp_rank_\d\d", name)]:
-        raise ValueError(
-            f"--from {folder} is cut over pipeline stages, too: {odd[0]}; a checkpoint of "
-            "--pipeline-model-parallel-size 1 would work"
+        raise UsageError(
+            "--from", folder, f"a checkpoint of --pipeline-model-parallel-size 1, without {odd[0]}"
         )
     count = int(names[-1].removeprefix("mp_rank_")) + 1
     files = [folder / f"mp_rank_{rank:02d}" / FILE for rank in range(count)]

@@ -53,9 +53,10 @@ def section_of(
     settings: dict[str, Any] = {**shown, **chosen, **training}
     section = ModelConfig(**settings)
     if section.num_attention_heads % len(ranks):
-        raise ValueError(
-            f"--num-attention-heads {section.num_attention_heads} cannot be shared out over the "
-            f"{len(ranks)} ranks of {first.file.parent.parent}; a multiple would work"
+        raise UsageError(
+            "--num-attention-heads",
+            section.num_attention_heads,
+            f"a multiple of the {len(ranks)} ranks of {first.file.parent.parent}",
         )
     return section
 

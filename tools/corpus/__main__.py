@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from megatron.config.parse import user_errors
 from tools.corpus.pipeline import STEPS
 from tools.corpus.program import program
 
@@ -34,7 +35,8 @@ def module_of(name: str) -> str:
 
 def main(argv: Sequence[str]) -> None:
     if not argv or argv[0] in ("--help", "-h"):
-        list_steps()
+        with user_errors({}):
+            list_steps()
     elif argv[0] == "tokenise":
         import_module(module_of("tokenise")).main(argv[1:])
     elif argv[0] in (*STEPS, *OTHERS):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tokenizers.pre_tokenizers import ByteLevel
 
+from megatron.config.checks import UsageError
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from tools.corpus.language import CODES, UNKNOWN, identify
 from tools.corpus.program import program, say
@@ -44,8 +45,11 @@ class Settings(LengthSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.language not in (CODES | {ANY}) - {UNKNOWN}:
-            raise ValueError(
-                f"--language {self.language}: no code that CLD2 knows; en, de or any would work"
+            raise UsageError(
+                "--language",
+                self.language,
+                "a code that CLD2 knows such as de, or any",
+                works=("--language", "en"),
             )
 
 

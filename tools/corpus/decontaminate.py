@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megatron.config.checks import UsageError, at_least, share
 from tools.corpus.clean import has_tokens, token_counter, warn_of_unknown
 from tools.corpus.evaluation import Evaluation, load_evaluation, normalise_title
 from tools.corpus.leakage import Marks, leakage_table, show
@@ -76,15 +77,12 @@ class Settings(LengthSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = {"ngram": 1, "leakage_ngram": 1, "margin": 0, "max_cuts": 0}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} {getattr(self, name)}: has to be at least {bound}")
+        at_least(self, ngram=1, leakage_ngram=1, margin=0, max_cuts=0)
         if not self.evaluation:
-            raise ValueError("--evaluation names no file; WikiText's wiki.test.tokens would work")
-        if not 0 <= self.article_overlap <= 1:
-            raise ValueError(f"--article-overlap {self.article_overlap}: 0 to 1 would work")
+            raise UsageError(
+                "--evaluation", None, "followed by files, such as WikiText's wiki.test.tokens"
+            )
+        share(self, "article_overlap")
 
     def load_evaluation(self) -> Evaluation:
         return load_evaluation(self.evaluation, self.titles, self.ngram, self.leakage_ngram)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from megatron.config.checks import UsageError, at_least, share
 from tools.corpus.compiled import HAVE_NUMBA
 from tools.corpus.duplicates.index import Bands, Index
 from tools.corpus.duplicates.stages import Found, Rules, Stages
@@ -80,20 +81,25 @@ class Settings(StepSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.jaccard <= 1:
-            raise ValueError(f"--jaccard {self.jaccard}: has to be over 0 and at most 1")
-        if self.bands < 1 or self.rows < 1 or self.bands * self.rows > PERMUTATIONS:
-            raise ValueError(
-                f"--bands {self.bands} --rows {self.rows}: their product has to be from 1 to "
-                f"{PERMUTATIONS}; --bands 25 --rows 5 would work"
+            raise UsageError(
+                "--jaccard", self.jaccard, "over 0 and at most 1", works=("--jaccard", "0.7")
             )
-        if self.max_bucket < 2 or self.max_cluster < 2:
-            raise ValueError("--max-bucket or --max-cluster: both have to be at least 2")
-        if not 0 <= self.max_source_loss <= 1:
-            raise ValueError(f"--max-source-loss {self.max_source_loss}: has to be from 0 to 1")
-        if self.expected_removal is not None and not 0 <= self.expected_removal <= 1:
-            raise ValueError(f"--expected-removal {self.expected_removal}: has to be from 0 to 1")
+        if self.bands < 1 or self.rows < 1 or self.bands * self.rows > PERMUTATIONS:
+            raise UsageError(
+                "--bands",
+                self.bands,
+                f"above 0, and with --rows {self.rows} make a product of at most {PERMUTATIONS}",
+                works=("--bands", "25", "--rows", "5"),
+            )
+        at_least(self, max_bucket=2, max_cluster=2)
+        share(self, "max_source_loss", "expected_removal")
         if self.engine == "numba" and not HAVE_NUMBA:
-            raise ValueError("--engine numba: numba cannot be imported; --engine numpy would work")
+            raise UsageError(
+                "--engine",
+                "numba",
+                "numpy where numba cannot be imported",
+                works=("--engine", "numpy"),
+            )
 
     @property
     def rules(self) -> Rules:

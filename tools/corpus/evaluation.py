@@ -28,6 +28,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from megatron.config.checks import UsageError
 from tools.corpus.ngrams import Hashes, Indices, NgramSet, hash_ngrams, split_words
 
 UNKNOWN = "<unk>"
@@ -93,7 +94,7 @@ def load_evaluation(
     names = [path.name for path in files]
     for path in files:
         if names.count(path.name) > 1:
-            raise ValueError(f"--evaluation {path}: another file has this name; rename one")
+            raise UsageError("--evaluation", path, "of a name that no other file has")
     given = [("--evaluation", path) for path in files] + [("--titles", path) for path in titles]
     for flag, path in given:
         if not path.is_file():
@@ -139,7 +140,7 @@ class _Passages(NamedTuple):
     def of(cls, path: Path) -> "_Passages":
         words = [hash_passage(passage) for passage in read_passages(path)]
         if not any(len(part) for parts in words for part in parts):
-            raise ValueError(f"--evaluation {path}: no words in it")
+            raise UsageError("--evaluation", path, "a file with words in it")
         return cls(path.name, words)
 
     def ngrams(self, n: int) -> list[Hashes]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.config.checks import UsageError
 from tools.corpus.formats import (
     Fault,
     Item,
@@ -74,11 +75,13 @@ class Settings(StepSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.source.strip():
-            raise ValueError('--source "": a name such as wikipedia would work')
+            raise UsageError("--source", '""', "a name", works=("--source", "wikipedia"))
         if self.key != "text" and self.format not in KEYED:
-            raise ValueError(
-                f"--key {self.key}: --format {self.format} has no fields; "
-                f"{', '.join(KEYED)} have, or leave --key away"
+            raise UsageError(
+                "--key",
+                self.key,
+                f"left out with --format {self.format}: {', '.join(KEYED)} have fields",
+                works=("--key", "text"),
             )
 
 

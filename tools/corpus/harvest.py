@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
+from megatron.config.checks import at_least
 from tools.corpus.program import program, progress, say
 from tools.corpus.records import Funnel, Record, documents, dump_record, keyed_hash
 from tools.corpus.shards import placed
@@ -55,10 +56,7 @@ class Settings:
     """Processes that parse sources; they do not change what is written."""
 
     def __post_init__(self) -> None:
-        if self.max_bytes < 1:
-            raise ValueError(f"--max-bytes {self.max_bytes}: has to be at least 1")
-        if self.workers < 1:
-            raise ValueError(f"--workers {self.workers}: has to be at least 1")
+        at_least(self, max_bytes=1, workers=1)
 
 
 def run(settings: Settings) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.config.checks import UsageError
 from tools.corpus.shards import MANIFEST, WORK, Unit
 
 RUN = "run.json"
@@ -37,8 +38,8 @@ def _locked(folder: Path, kind: int) -> Iterator[None]:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise ValueError(
-            f"--output {folder}: another run is filling it; another folder would work"
+        raise UsageError(
+            "--output", folder, "another folder than one that a run is filling"
         ) from None
     finally:
         os.close(descriptor)
@@ -50,25 +51,22 @@ def check_apart(inputs: Sequence[Path], units: Sequence[Unit], output: Path) -> 
     A folder may hold both where only what lies right in it is input.
     """
     if output.exists() and not output.is_dir():
-        raise ValueError(f"--output {output} is a file; a folder, there already or not, would work")
+        raise UsageError("--output", output, "a folder, there already or not")
     place = output.resolve()
     seen: set[tuple[Path, int]] = set()
     resolved = {file: Path(file).resolve() for file in {unit.file for unit in units}}
     for unit in units:
         file = resolved[unit.file]
         if file.is_relative_to(place):
-            raise ValueError(
-                f"--input {unit.file} lies in --output {output}; another --output would work"
-            )
+            raise UsageError("--input", unit.file, f"outside of --output {output}")
         if (file, unit.start) in seen:
-            raise ValueError(f"--input {unit.file} is given twice; naming it once would work")
+            raise UsageError("--input", unit.file, "given once")
         seen.add((file, unit.start))
     deep = found_deep(inputs, resolved.values())
     around = next((path for path in inputs if _holds(path, [place]) and _holds(path, deep)), None)
     if around is not None:
-        raise ValueError(
-            f"--output {output} lies in --input {around}, which is searched at any depth; a "
-            "folder beside it would work"
+        raise UsageError(
+            "--output", output, f"outside of --input {around}, which is searched at any depth"
         )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, NamedTuple
 
+from megatron.config.checks import UsageError
 from tools.corpus.program import say
 from tools.corpus.shards import OPENERS, Unit, cut, find_shards, placed
 
@@ -62,7 +63,7 @@ def find_parts(
     loose: list[Loose] = []
     for path in paths:
         if not path.exists():
-            raise ValueError(f"--input {path}: no such file or folder")
+            raise UsageError("--input", path, "a file or folder that is there")
         files += _fitting(path, format)
         if format not in PATTERNS and (single := _loose(path)):
             loose.append(single)

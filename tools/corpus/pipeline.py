@@ -16,10 +16,8 @@ A step reads what the one before it wrote and writes into OUTPUT/STEP.  Paths ar
 from the folder that it is given in.
 """
 
-import contextlib
 import difflib
 import importlib
-import io
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -27,6 +25,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron.config.checks import UsageError
 from tools.corpus.program import parse_settings
 
 STEPS = {
@@ -175,7 +174,9 @@ def check_given(config: Path | None, inputs: Sequence[Path], output: Path | None
     """ValueError where a command names neither, or both, of what a run can be made of."""
     given = bool(inputs), output is not None
     if given != ((False, False) if config else (True, True)):
-        raise ValueError("--input and --output would work, or a TOML file without them")
+        raise UsageError(
+            "--input", None, "given with --output, or both left out where a TOML file is given"
+        )
 
 
 def describe_given(config: Path | None, inputs: Sequence[Path], output: Path | None) -> Description:
@@ -237,15 +238,11 @@ def arguments(table: Table) -> list[str]:
 
 def parse(step: str, argv: Sequence[str], where: str) -> Any:
     """The settings that the step's own parser makes of its flags.  ValueError with its reason."""
-    kind = importlib.import_module(STEPS[step]).Settings
-    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            return parse_settings(kind, argv, STEPS[step])
+        return parse_settings(STEPS[step], argv)
     except ValueError as error:
+        kind = importlib.import_module(STEPS[step]).Settings
         raise ValueError(f"{where} {as_keys(str(error), kind)}") from None
-    except SystemExit:
-        raise ValueError(f"{where} {as_keys(reason(said.getvalue()), kind)}") from None
 
 
 def as_keys(message: str, settings: Any) -> str:
@@ -257,10 +254,3 @@ def as_keys(message: str, settings: Any) -> str:
         return name if name in known else flag[0]
 
     return FLAG.sub(key, message)
-
-
-def reason(box: str) -> str:
-    """What tyro says, without the frame that it draws and without the help after it."""
-    lines = [line.strip("│ ") for line in box.splitlines()[1:]]
-    end = next((k for k, line in enumerate(lines) if line.startswith(("─", "╰"))), len(lines))
-    return " ".join(lines[:end]).removeprefix("Error parsing ")

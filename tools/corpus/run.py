@@ -20,6 +20,7 @@ from typing import Annotated
 
 import tyro
 
+from megatron.config.checks import UsageError
 from tools.corpus import plan
 from tools.corpus.early import check_early
 from tools.corpus.pipeline import Job, check_given, describe_given
@@ -106,8 +107,11 @@ def jobs_until(jobs: Sequence[Job], last: str | None) -> list[Job]:
     if last is None:
         return list(jobs)
     if last not in steps:
-        raise ValueError(
-            f"--until {last}: no step of this run; {', '.join(dict.fromkeys(steps))} would work"
+        raise UsageError(
+            "--until",
+            last,
+            f"a step of this run: {', '.join(dict.fromkeys(steps))}",
+            works=("--until", steps[-1]),
         )
     return list(jobs[: len(steps) - steps[::-1].index(last)])
 

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, Protocol
 
 from tqdm import tqdm
 
+from megatron.config.checks import UsageError
+
 ATTEMPTS = 3  # in a row in which workers died before anything was done
 ANSWER = 10  # seconds in which the scheduler of a cluster has to answer
 HEADROOM = 1 << 30  # bytes of a job of Slurm beyond --memory: Python, libraries, the task's input
@@ -173,9 +175,11 @@ class DaskCluster:
 def check_scheduler(name: str) -> None:
     """ValueError, naming the flag, for a scheduler that there is not."""
     if name not in ("local", "slurm") and "://" not in name:
-        raise ValueError(
-            f"--scheduler {name} is unknown; local, slurm or the address of a Dask scheduler such "
-            "as tcp://host:8786 would work"
+        raise UsageError(
+            "--scheduler",
+            name,
+            "local, slurm or the address of a Dask scheduler such as tcp://host:8786",
+            works=("--scheduler", "local"),
         )
 
 
@@ -188,15 +192,20 @@ def open_scheduler(name: str, workers: int, memory: int) -> Iterator[Scheduler]:
     try:
         from dask.distributed import Client
     except ImportError:
-        raise ValueError(
-            f"--scheduler {name} needs Dask: pip install 'dask[distributed]' dask-jobqueue"
+        raise UsageError(
+            "--scheduler",
+            name,
+            "local where Dask is not installed: pip install 'dask[distributed]' dask-jobqueue",
+            works=("--scheduler", "local"),
         ) from None
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(_slurm(workers, memory)) if name == "slurm" else name
         try:
             client = stack.enter_context(Client(address, timeout=ANSWER))
         except (OSError, ValueError) as error:  # ValueError: an address that is none
-            raise ValueError(f"--scheduler {name}: no Dask scheduler answers ({error})") from None
+            raise UsageError(
+                "--scheduler", name, f"the address of a Dask scheduler that answers ({error})"
+            ) from None
         yield DaskCluster(client)
 
 
@@ -206,8 +215,11 @@ def _slurm(workers: int, memory: int) -> Iterator[Any]:
     from dask_jobqueue import SLURMCluster
 
     if shutil.which("sbatch") is None:
-        raise ValueError(
-            "--scheduler slurm: no sbatch here; a login node of the cluster would work"
+        raise UsageError(
+            "--scheduler",
+            "slurm",
+            "given on a login node of the cluster, where sbatch is",
+            works=("--scheduler", "local"),
         )
     with SLURMCluster(
         cores=1,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from megatron.config.checks import UsageError, at_least
 from tools.corpus.manifest import known_checksums
 from tools.corpus.program import say
 from tools.corpus.scheduler import check_scheduler
@@ -51,12 +52,13 @@ class StepSettings:
     """Settings of a step's own that do not decide what is written."""
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"--workers {self.workers}: has to be at least 1")
+        at_least(self, workers=1)
         if self.shard is not None and self.overwrite:
-            raise ValueError(
-                "--overwrite with --shard would remove what other shares write; emptying --output "
-                "before the first of them would work"
+            raise UsageError(
+                "--overwrite",
+                None,
+                "left out with --shard: it would remove what other shares write",
+                works=("--no-overwrite",),
             )
         check_scheduler(self.scheduler)
         if self.scheduler != "local":  # workers elsewhere are in folders of their own
@@ -81,7 +83,7 @@ class StepSettings:
         except ValueError:
             k, n = 0, 0
         if not 0 <= k < n:
-            raise ValueError(f"--shard {self.shard}: K/N with 0 <= K < N would work, such as 0/8")
+            raise UsageError("--shard", self.shard, "K/N with 0 <= K < N", works=("--shard", "0/8"))
         return k, n
 
     def units(self) -> list[Unit]:
@@ -90,7 +92,7 @@ class StepSettings:
         units = cut(shards, self.unit_bytes)
         empty = [path for path in shards if not path.stat().st_size]
         if not units:
-            raise ValueError(f"--input {empty[0]} is empty; a JSON object a line would work")
+            raise UsageError("--input", empty[0], "a file with a JSON object a line")
         for path in empty:
             if path.name not in known_checksums(path.parent):  # a step may well leave one
                 say(f"warning: --input {path} is empty")
@@ -118,8 +120,7 @@ class LengthSettings(StepSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.min_tokens < 1:
-            raise ValueError(f"--min-tokens {self.min_tokens}: has to be at least 1")
+        at_least(self, min_tokens=1)
 
     @property
     def unit_of_length(self) -> str:
@@ -146,7 +147,7 @@ def _as_parameter(value: Any) -> Any:
 def parse_size(flag: str, text: str, least: int = 1) -> int:
     """Bytes: 32MB is 32,000,000.  ValueError, naming the flag, for less than `least` bytes."""
     if text.replace(".", "", 1).isdecimal() and float(text):
-        raise ValueError(f"{flag} {text} has no unit; {text}MB would work")
+        raise UsageError(flag, text, "a size with its unit", works=(flag, f"{text}MB"))
     number = text.upper().removesuffix("B").rstrip("KMGT")
     factor = SIZES.get(text.upper().removesuffix("B")[len(number) :] + "B", 0)
     try:
@@ -154,7 +155,7 @@ def parse_size(flag: str, text: str, least: int = 1) -> int:
     except (ValueError, OverflowError):
         size = 0
     if size < 1:
-        raise ValueError(f"{flag} {text}: a size such as 500KB, 32MB or 1.5GB would work")
+        raise UsageError(flag, text, "a size such as 500KB, 32MB or 1.5GB", works=(flag, "32MB"))
     if size < least:
-        raise ValueError(f"{flag} {text} is too small; {least}B or more would work")
+        raise UsageError(flag, text, f"at least {least}B", works=(flag, f"{least}B"))
     return size

@@ -23,6 +23,8 @@ from typing import IO, Any, Literal, NamedTuple
 
 from backports import zstd
 
+from megatron.config.checks import UsageError
+
 LONGEST_LINE = 32 << 20  # bytes; a longer one is set aside without being held in memory
 MANIFEST = "manifest.json"
 WORK = ".work"
@@ -80,11 +82,9 @@ def find_shards(paths: Sequence[Path], endings: Sequence[str] = (".jsonl", ".jso
         elif path.is_file():
             shards.append(path)
         else:
-            raise ValueError(f"--input {path}: no such file or folder")
+            raise UsageError("--input", path, "a file or folder that is there")
     if not shards:
-        raise ValueError(
-            "--input names no file; a file of JSON lines, or a folder of them, would work"
-        )
+        raise UsageError("--input", None, "followed by files of JSON lines, or folders of them")
     return shards
 
 
@@ -93,9 +93,10 @@ NOT_SHARDS = {MANIFEST, "run.json", "rejected.jsonl", "duplicates.jsonl"}
 
 def _in_folder(folder: Path, endings: Sequence[str]) -> list[Path]:
     if (folder / WORK).exists() and not (folder / MANIFEST).exists():
-        raise ValueError(
-            f"--input {folder}: the step that writes it has not finished; the same command again "
-            "would finish it"
+        raise UsageError(
+            "--input",
+            folder,
+            "the output of a step that has finished; its command again finishes it",
         )
     names = tuple(ending + more for ending in endings for more in ("", *OPENERS))
     found = [

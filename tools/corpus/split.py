@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.config.checks import UsageError
 from tools.corpus.program import program, say
 from tools.corpus.records import Funnel, document_id, documents, keyed_hash, read_documents
 from tools.corpus.settings import StepSettings, parse_size
@@ -50,10 +51,11 @@ class Settings(StepSettings):
         super().__post_init__()
         self.parts  # noqa: B018, the properties check what they read
         if 3 * self.shard_bytes > self.memory_bytes:
-            raise ValueError(
-                f"--shard-size {self.shard_size}: a shard is sorted in memory, which takes about "
-                f"three times its size; --memory {self.memory} is too little, "
-                f"--memory {-(-3 * self.shard_bytes // 10**6)}MB would work"
+            raise UsageError(
+                "--memory",
+                self.memory,
+                f"three times --shard-size {self.shard_size}, as a shard is sorted in memory",
+                works=("--memory", f"{-(-3 * self.shard_bytes // 10**6)}MB"),
             )
 
     @property
@@ -64,7 +66,7 @@ class Settings(StepSettings):
         except ValueError:
             train, valid = 0, 0
         if train < 1 or valid < 1:
-            raise ValueError(f"--ratio {self.ratio}: two whole numbers such as 29:1 would work")
+            raise UsageError("--ratio", self.ratio, "two whole numbers", works=("--ratio", "29:1"))
         return train, valid
 
     @property

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from megatron.config.checks import UsageError
 from tools.corpus.manifest import (
     check_output,
     checksum_of,
@@ -130,18 +131,20 @@ class StepRun:
         if difference is None:
             return
         if (other := foreign(self.output)) is not None:
-            raise ValueError(
-                f"--output {self.output} {difference}; {other.name} in it is no step's, and is "
-                "never removed: another folder would work"
+            raise UsageError(
+                "--output",
+                self.output,
+                f"another folder: this {difference}, and {other.name} in it is no step's",
             )
         begun = (self.work / BEGUN).exists() and not (self.output / MANIFEST).exists()
         mine = begun and self.name == json.loads((self.work / BEGUN).read_bytes())["step"]
         if mine and self.settings.shard is None:  # it may have failed for just these settings
             say(f"{self.name}: {self.output} {difference}, and not finished: starting afresh")
         elif not self.settings.overwrite:
-            raise ValueError(
-                f"--output {self.output} {difference}; another folder would work, or --overwrite "
-                "to replace it"
+            raise UsageError(
+                "--output",
+                self.output,
+                f"another folder, or replaced with --overwrite: this {difference}",
             )
         clear(self.output)
 

@@ -21,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.config.checks import UsageError
 from tools.corpus.program import program
 from tools.corpus.records import Funnel, documents
 from tools.corpus.repeats import count_parts, find_repeats, repeats_of, write_rows
@@ -104,7 +105,7 @@ def run(settings: Settings) -> None:
     load_blacklists(settings)  # an error in them comes first
     units = cut(find_shards(settings.input, (".txt",)), settings.unit_bytes)
     if not units:
-        raise ValueError(f"--input {settings.input[0]} is empty; a URL a line would work")
+        raise UsageError("--input", settings.input[0], "a file with a URL a line")
     with StepRun("urls", settings, units) as step:
         if step.done:
             return

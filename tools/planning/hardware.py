@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron.config.checks import UsageError
+
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "hardware"
 
 
@@ -71,22 +73,30 @@ ABSENT = {"multiprocessors": 0, "tile": [1, 1], "attained_share": 1.0}
 APART = ("name", "is_cpu", "peaks", "anchor", "sources")
 
 
+def known_hardware() -> list[str]:
+    """Names of the files in scripts/hardware/."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
 def load_hardware(name: str) -> Hardware:
     """name: of a file in scripts/hardware/, or a file. ValueError, with a cure, for others."""
     file = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not file.is_file():
-        known = sorted(path.stem for path in FOLDER.glob("*.toml"))
+        known = known_hardware()
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
-        raise ValueError(
-            f"--hardware {name}: there is no file {file}; --hardware {nearest} would work, "
-            f"as would one of {', '.join(known)} or a file that --measure wrote"
+        raise UsageError(
+            "--hardware",
+            name,
+            f"one of {', '.join(known)}, or a file that --measure wrote",
+            works=("--hardware", nearest),
         )
     try:
         return read_hardware(tomllib.loads(file.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"--hardware {file} is no description of hardware ({type(error).__name__}: {error}); "
-            f"one like scripts/hardware/cpu.toml would work"
+        raise UsageError(
+            "--hardware",
+            file,
+            f"a description like scripts/hardware/cpu.toml ({type(error).__name__}: {error})",
         ) from error
 
 

@@ -29,14 +29,13 @@ def check(config: PretrainConfig, gpus: int) -> None:
         if found is None:
             if nearest(config, 1) is None:  # what is wrong has nothing to do with the layout
                 raise
-            works = next(each for each in range(gpus - 1, 0, -1) if nearest(config, each))
-            raise UsageError(
-                f"{error}; no layout on {gpus} GPUs can; --gpus {works} would work"
-            ) from error
+            fewer = next(each for each in range(gpus - 1, 0, -1) if nearest(config, each))
+            allowed = f"a number of GPUs that some layout fits ({error})"
+            raise UsageError("--gpus", gpus, allowed, works=("--gpus", str(fewer))) from error
+        size, batch = found.parallel.tensor_model_parallel_size, found.training.micro_batch_size
+        works = ("--tensor-model-parallel-size", str(size), "--micro-batch-size", str(batch))
         raise UsageError(
-            f"{error}. Of the layouts on {gpus} GPUs the nearest is --tensor-model-parallel-size "
-            f"{found.parallel.tensor_model_parallel_size} --micro-batch-size "
-            f"{found.training.micro_batch_size}"
+            error.flag, error.value, f"{error.allowed}; on {gpus} GPUs", works=works
         ) from error
 
 

@@ -11,14 +11,17 @@ from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, Pretrai
 
 Kind = Literal["gpt2", "bert"]
 
+DEFAULT_HARDWARE = "dgx2h"
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionConfig:
     gpus: int
     """Devices of the job."""
 
-    hardware: str = "dgx2h"
-    """Name of a file in scripts/hardware/, or a file like them."""
+    hardware: str | None = None
+    """Name of a file in scripts/hardware/, or a file like them; if not given, dgx2h, the machine
+    of the paper (2018), with a warning."""
 
     kind: Kind | None = None
     """Kind of model; if not given, bert where the preset's name says so, else gpt2."""
@@ -50,7 +53,7 @@ class PlanBertConfig(PretrainBertConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig:
-    hardware: str = "dgx2h"
+    hardware: str = DEFAULT_HARDWARE
     """Name of a file in scripts/hardware/ that has an anchor, or a file like it."""
 
     json: Path | None = None
@@ -77,10 +80,10 @@ def parse_plan(
     arguments: Sequence[str], environ: Mapping[str, str]
 ) -> tuple[PretrainConfig, QuestionConfig]:
     """Raises UsageError, as parse."""
-    if "--preset" not in (word.partition("=")[0] for word in arguments):
+    given = {word.partition("=")[0] for word in arguments}
+    if not given & {"--preset", "--help", "-h"}:
         raise UsageError(
-            "there is no --preset, which says what to plan; "
-            "--preset scripts/presets/gpt2_scaling_8.3b.toml would work"
+            "--preset", None, "given: it says what to plan", works=("--preset", "gpt2_scaling_8.3b")
         )
     if _kind(arguments) == "bert":
         bert = parse(PlanBertConfig, arguments, environ)
@@ -95,4 +98,6 @@ def _kind(arguments: Sequence[str]) -> str:
     for name, value in zip(arguments, [*arguments[1:], ""], strict=True):
         flag, has_value, own = name.partition("=")
         told[flag] = told.get(flag, "") + (own if has_value else value)
-    return told.get("--kind") or ("bert" if "bert" in Path(told["--preset"]).name else "gpt2")
+    return told.get("--kind") or (
+        "bert" if "bert" in Path(told.get("--preset", "")).name else "gpt2"
+    )

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from megatron.config.checks import UsageError
+from megatron.config.parse import find_preset
 from tools.command import ROOT
 from tools.corpus.records import parse_record
 from tools.corpus.shards import DAMAGE, open_shard
@@ -50,7 +52,7 @@ def quickstart(
     settings = Settings(
         corpus=absolute(corpus),
         out=out.absolute(),
-        preset=preset.absolute(),
+        preset=find_preset(str(preset)).absolute(),
         tensor_parallel=tensor_parallel,
         vocab_size=vocab_size,
         vocab_file=absolute(vocab_file),
@@ -97,10 +99,14 @@ def check_corpus(path: Path) -> None:
 
 def check_vocabulary(vocab_file: Path | None, merge_file: Path | None) -> None:
     if (vocab_file is None) != (merge_file is None):
-        raise ValueError("--vocab-file and --merge-file go together; give both or neither")
+        raise UsageError(
+            "--vocab-file",
+            vocab_file,
+            f"given with --merge-file, now {merge_file}, or both left out",
+        )
     for flag, file in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
         if file is not None and not file.is_file():
-            raise ValueError(f"{flag} {file}: no such file")
+            raise UsageError(flag, file, "a file that is there")
 
 
 def warn_of_weak_model(scores: dict[str, Any]) -> None:

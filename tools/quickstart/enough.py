@@ -1,11 +1,10 @@
 """Whether a corpus is large enough to train on: `python -m tools.quickstart.enough`."""
 
+import sys
 from math import ceil
 from pathlib import Path
 
-import tyro
-
-from megatron.config.parse import parse, user_errors
+from megatron.config.parse import parse, parse_call, user_errors
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.indexed import IndexedDataset
 from megatron.data.order import split_documents
@@ -43,4 +42,4 @@ def check_samples(data: IndexedDataset, seq_length: int) -> None:
 
 if __name__ == "__main__":
     with user_errors({}):
-        tyro.cli(enough)
+        parse_call(enough, sys.argv[1:], {})()

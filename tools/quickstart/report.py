@@ -1,17 +1,15 @@
 """report.json and report.html from what the stages left: `python -m tools.quickstart.report`."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from megatron.config.parse import user_errors
+from megatron.config.parse import parse_call, user_errors
 from megatron.train.metrics import read_metrics
 from tools.corpus.shards import MANIFEST, placed
-from tools.funnel import step_facts
-from tools.learning import loss_curve, training
+from tools.page import loss_curve, step_facts, training
 from tools.quickstart.page import page
 from tools.stages import finished_stamps
 
@@ -62,4 +60,4 @@ def read_json(path: Path) -> Any:
 
 if __name__ == "__main__":
     with user_errors({}):
-        tyro.cli(report)
+        parse_call(report, sys.argv[1:], {})()

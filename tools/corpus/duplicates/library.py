@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.config.checks import UsageError
 from tools.corpus.duplicates.grouping import look_up
 from tools.corpus.duplicates.index import Bands, Index, save
 from tools.corpus.duplicates.pairs import pack
@@ -22,7 +23,12 @@ def find_pairs_by_datasketch(
     try:
         from datasketch import MinHash, MinHashLSH
     except ImportError:
-        raise ValueError("--engine datasketch needs: pip install datasketch") from None
+        raise UsageError(
+            "--engine",
+            "datasketch",
+            "numpy where datasketch is not installed (pip install datasketch)",
+            works=("--engine", "numpy"),
+        ) from None
     numbers = np.arange(len(index))
     numbers = numbers[look_up(copies, numbers, numbers) == numbers]
     lsh = MinHashLSH(num_perm=PERMUTATIONS, params=(bands.count, bands.rows))

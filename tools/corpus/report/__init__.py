@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.config.checks import UsageError, at_least
 from tools.corpus.program import progress, say
 from tools.corpus.report.page import page
 from tools.corpus.report.steps import Steps, read_steps
@@ -34,12 +35,13 @@ class Settings:
     """Processes that --verify reads with."""
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"--workers {self.workers}: has to be at least 1")
+        at_least(self, workers=1)
         if self.output.is_dir():
-            raise ValueError(
-                f"--output {self.output} is a folder; a file such as "
-                f"{self.output / 'report.html'} would work"
+            raise UsageError(
+                "--output",
+                self.output,
+                "a file, not a folder",
+                works=("--output", str(self.output / "report.html")),
             )
 
 

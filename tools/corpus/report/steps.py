@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.config.checks import UsageError
 from tools.corpus.program import say
 from tools.corpus.records import Count, Counts, Funnel, documents
 from tools.corpus.shards import MANIFEST, WORK
@@ -70,11 +71,11 @@ def read_steps(paths: Sequence[Path]) -> Steps:
     """ValueError, naming --input, where a path is no output of a step nor holds one."""
     folders = [folder for path in paths for folder in find_folders(path)]
     if not folders:
-        raise ValueError("--input names no folder; the output folders of the steps would work")
+        raise UsageError("--input", None, "followed by the output folders of the steps")
     seen: set[Path] = set()
     for folder in folders:
         if folder.path.resolve() in seen:
-            raise ValueError(f"--input {folder.path}: given twice; once would work")
+            raise UsageError("--input", folder.path, "given once")
         seen.add(folder.path.resolve())
     return Steps(join_parts(folders))
 
@@ -82,19 +83,19 @@ def read_steps(paths: Sequence[Path]) -> Steps:
 def find_folders(path: Path) -> list[Folder]:
     """The path itself, or the steps in it in the order of the pipeline."""
     if not path.is_dir():
-        raise ValueError(f"--input {path}: no such folder; the output folder of a step would work")
+        raise UsageError("--input", path, "a folder that is there, the output of a step")
     if (path / MANIFEST).exists():
         return [read_folder(path)]
     if (path / WORK).exists():
-        raise ValueError(
-            f"--input {path}: the step that writes it has not finished; its command again would "
-            "finish it"
+        raise UsageError(
+            "--input", path, "the output of a step that has finished; its command again finishes it"
         )
     inside = sorted(_steps_in(path, 2), key=_place)
     if not inside:
-        raise ValueError(
-            f"--input {path} holds no {MANIFEST}, nor does a folder in it; the output folder of a "
-            "step, or a folder of several, would work"
+        raise UsageError(
+            "--input",
+            path,
+            f"the output folder of a step, with a {MANIFEST}, or a folder of several",
         )
     return inside
 
@@ -120,9 +121,10 @@ def read_folder(path: Path) -> Folder:
     manifest = _read_json(path / MANIFEST)
     missing = sorted(NEEDED - manifest.keys())
     if missing:
-        raise ValueError(
-            f"--input {path}: its {MANIFEST} has no {missing[0]!r}, so that it is not of a step "
-            "of tools/corpus; the output folder of one would work"
+        raise UsageError(
+            "--input",
+            path,
+            f"the output of a step of tools/corpus, whose {MANIFEST} has {missing[0]!r}",
         )
     run = path / "run.json"
     return Folder(path, manifest, _read_json(run) if run.exists() else None)

@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 
+from megatron.config.parse import find_preset
 from tools.command import ROOT
-from tools.paper.checks import check_counts
 from tools.paper.data import FILES, check_files
 from tools.paper.figure6.plan import Settings, check_settings, plan
-from tools.paper.program import carry_out
+from tools.paper.program import carry_out, check_counts
 from tools.processes import count_gpus
 from tools.stages import run_program
 from tools.train_tokenizer import check_vocab_size
@@ -44,7 +44,7 @@ def figure6(
     settings = Settings(
         data=data.absolute(),
         output=output.absolute(),
-        preset=preset.absolute(),
+        preset=find_preset(str(preset)).absolute(),
         sizes=sizes,
         vocab_size=vocab_size,
         overlapping_eval=overlapping_eval,

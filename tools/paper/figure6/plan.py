@@ -10,8 +10,14 @@ from megatron.config.pretrain import PretrainGPT2Config
 from tools.command import python, shown
 from tools.paper.corpus import corpus_stages, evaluation_files, training_text
 from tools.paper.results import result_files
-from tools.paper.training import data_prefix, data_stage, pretrain_stage
-from tools.paper.zero_shot import ZERO_SHOT, evaluate, zero_shot_flags
+from tools.paper.training import (
+    ZERO_SHOT,
+    data_prefix,
+    data_stage,
+    evaluate,
+    pretrain_stage,
+    zero_shot_flags,
+)
 from tools.processes import fit_processes
 from tools.stages import Stage
 
@@ -43,7 +49,7 @@ class Size:
 def parse_name(name: str) -> Size:
     """The size of this name; UsageError, naming the flag, where it is none."""
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", name):
-        raise UsageError(f"--sizes {name}: layers and hidden size, as 2x64, would work")
+        raise UsageError("--sizes", name, "layers and hidden size", works=("--sizes", "2x64"))
     layers, hidden = map(int, name.split("x"))
     return Size(layers, hidden)
 
@@ -60,10 +66,10 @@ def check_settings(settings: Settings) -> None:
     """ValueError, naming flags, for sizes that are no row to compare or that cannot be trained."""
     sizes = settings.sizes
     if len(sizes) < 2 or len(set(sizes)) < len(sizes):
-        raise UsageError(f"--sizes {' '.join(sizes)}: two or more, each once, would work")
+        raise UsageError("--sizes", " ".join(sizes), "two or more, each once")
     parameters = [12 * size.layers * size.hidden**2 for size in map(parse_name, sizes)]
     if parameters != sorted(parameters):
-        raise UsageError(f"--sizes {' '.join(sizes)}: the smaller before the larger would work")
+        raise UsageError("--sizes", " ".join(sizes), "given the smaller before the larger")
     for name in sizes:
         training_config(settings, parse_name(name)).check(1)
 

@@ -1,21 +1,20 @@
 """Tables, picture and numbers of what the sizes reached: figure6.md, figure6.png, figure6.json."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from math import exp
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from megatron.config.parse import user_errors
+from megatron.config.parse import parse_call, user_errors
 from megatron.train.metrics import read_metrics
 from tools.page import decimal, duration, whole
 from tools.paper.figure6.findings import findings
 from tools.paper.figure6.plan import Size, parse_name, result_file, run_folder
 from tools.paper.results import BLACK, BLUE, GREEN, ORANGE, Facts, as_png, points, write_results
 from tools.paper.tables import Table, listed, millions, of_lambada, of_wikitext, table_3
-from tools.paper.zero_shot import ZERO_SHOT
+from tools.paper.training import ZERO_SHOT
 
 COLORS = (ORANGE, GREEN, BLUE, BLACK)
 STYLES = ("-", "--", "-.", ":")
@@ -140,4 +139,4 @@ def style(number: int) -> Mapping[str, str]:
 
 if __name__ == "__main__":
     with user_errors({}):
-        tyro.cli(report)
+        parse_call(report, sys.argv[1:], {})()

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from megatron.config.parse import find_preset
 from tools.command import ROOT
 from tools.paper.data import RACE_TRAIN, check_files
 from tools.paper.figure7.plan import Settings, check_settings, plan
@@ -41,7 +42,7 @@ def figure7(
     settings = Settings(
         data=data and data.absolute(),
         output=output.absolute(),
-        preset=preset.absolute(),
+        preset=find_preset(str(preset)).absolute(),
         depths=depths,
         rates=rates,
         vocab_size=vocab_size,

@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+from megatron.config.checks import UsageError, flag
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig
 from tools.command import Command, on_all, python, shown
@@ -151,9 +152,7 @@ def check_settings(settings: Settings) -> None:
     for name in ("depths", "rates"):
         values = getattr(settings, name)
         if not values or len(set(values)) < len(values) or min(values) <= 0:
-            raise ValueError(
-                f"--{name} {' '.join(map(str, values))}: each once, and above 0, would work"
-            )
+            raise UsageError(flag(name), " ".join(map(str, values)), "above 0, and each given once")
     for run in runs_of(settings):
         training_config(run, settings.preset).check(1)
 

@@ -1,14 +1,13 @@
 """The table, the picture and the numbers of what both orders reached: figure7.md, .png, .json."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import tyro
-
-from megatron.config.parse import user_errors
+from megatron.config.parse import parse_call, user_errors
 from megatron.train.metrics import read_metrics
 from tools.paper.figure7.ending import diverged_at
 from tools.paper.figure7.plan import ORDERS, Run, metrics_file, parse_name
@@ -175,4 +174,4 @@ def drawn(run: Facts) -> list[float]:
 
 if __name__ == "__main__":
     with user_errors({}):
-        tyro.cli(report)
+        parse_call(report, sys.argv[1:], {})()

@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 
+from megatron.config.parse import find_preset
 from tools.command import ROOT
-from tools.paper.checks import check_counts
 from tools.paper.data import FILES, check_files
 from tools.paper.miniature.plan import BUDGET, Settings, choose_processes, plan
-from tools.paper.program import carry_out
+from tools.paper.program import carry_out, check_counts
 from tools.processes import count_gpus
 from tools.stages import run_program
 from tools.train_tokenizer import check_vocab_size
@@ -50,8 +50,8 @@ def miniature(
     settings = Settings(
         data=data.absolute(),
         output=output.absolute(),
-        gpt2_preset=gpt2_preset.absolute(),
-        bert_preset=bert_preset.absolute(),
+        gpt2_preset=find_preset(str(gpt2_preset)).absolute(),
+        bert_preset=find_preset(str(bert_preset)).absolute(),
         tensor_parallel=tensor_parallel,
         vocab_size=vocab_size,
         overlapping_eval=overlapping_eval,

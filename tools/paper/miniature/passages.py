@@ -1,13 +1,12 @@
 """Some of RACE's passages out of its archive: `python -m tools.paper.miniature.passages`."""
 
+import sys
 import tarfile
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 
-import tyro
-
 from megatron.config.checks import UsageError
-from megatron.config.parse import user_errors
+from megatron.config.parse import parse_call, user_errors
 from tasks.race_files import LEVELS
 
 
@@ -22,7 +21,7 @@ def passages(archive: Path, count: int, output: Path) -> None:
         output: the folder to fill.
     """
     if count < 1:
-        raise UsageError(f"--count {count}: 1 or more would work")
+        raise UsageError("--count", count, "1 or more", works=("--count", "1"))
     chosen = set(sorted(names_in(archive), key=place)[:count])
     with tarfile.open(archive, "r|*") as members:
         for member in members:
@@ -41,12 +40,11 @@ def names_in(archive: Path) -> list[PurePosixPath]:
         with tarfile.open(archive, "r|*") as members:
             names = [PurePosixPath(member.name) for member in members if member.isfile()]
     except (tarfile.TarError, EOFError) as error:
-        raise ValueError(f"--archive {archive} is no whole archive: {error}") from error
+        raise UsageError("--archive", archive, f"a whole archive ({error})") from error
     found = [name for name in names if name.parent.name in LEVELS and name.suffix == ".txt"]
     if not found:
-        raise ValueError(
-            f"--archive {archive} holds no passage; RACE as released, files NUMBER.txt in middle/ "
-            "and high/, would work"
+        raise UsageError(
+            "--archive", archive, "RACE as released, with files NUMBER.txt in middle/ and high/"
         )
     return found
 
@@ -58,4 +56,4 @@ def place(name: PurePosixPath) -> bytes:
 
 if __name__ == "__main__":
     with user_errors({}):
-        tyro.cli(passages)
+        parse_call(passages, sys.argv[1:], {})()

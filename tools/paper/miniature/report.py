@@ -1,16 +1,14 @@
 """report.json, report.md and report.html from what the stages left."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from megatron.config.parse import user_errors
+from megatron.config.parse import parse_call, user_errors
 from megatron.train.metrics import read_metrics
 from tools.corpus.shards import MANIFEST, placed
-from tools.funnel import step_facts
-from tools.learning import loss_curve, training
+from tools.page import loss_curve, step_facts, training
 from tools.paper.corpus import CORPUS_STEPS, DEV_SHARD
 from tools.paper.miniature import tables
 from tools.paper.miniature.page import page
@@ -104,4 +102,4 @@ def markdown(facts: Facts) -> str:
 
 if __name__ == "__main__":
     with user_errors({}):
-        tyro.cli(report)
+        parse_call(report, sys.argv[1:], {})()

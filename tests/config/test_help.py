@@ -1,0 +1,61 @@
+"""--help of every program, and the reader of its output that goes away."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = sorted(
+    str(file.relative_to(ROOT))
+    for file in (
+        *ROOT.glob("*.py"),
+        *(ROOT / "tasks").glob("*.py"),
+        *(ROOT / "tools").rglob("*.py"),
+    )
+    if 'if __name__ == "__main__":' in file.read_text() and file.name != "conftest.py"
+)
+
+
+def start(program: str, *arguments: str, **options: object) -> subprocess.Popen[str]:
+    """As its user starts it: the programs of a folder of tools/ as modules."""
+    words = [program]
+    if Path(program).parent not in (Path(), Path("tools"), Path("tasks")):
+        words = ["-m", program.removesuffix(".py").replace("/", ".").removesuffix(".__main__")]
+    return subprocess.Popen(
+        [sys.executable, *words, *arguments],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_is_printed_without_a_word_beside_it(program: str) -> None:
+    with start(program, "--help", stdout=subprocess.PIPE) as running:
+        output, errors = running.communicate()
+    assert (running.returncode, errors) == (0, "")
+    assert len(output.splitlines()) > 5
+
+
+@pytest.mark.parametrize(
+    "program", ["pretrain_gpt2.py", "tasks/main.py", "tools/checkpoint.py", "tools/corpus/clean.py"]
+)
+def test_a_reader_that_went_away_is_no_error(program: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with start(program, "--help", stdout=writing) as running:
+        os.close(writing)
+        _, errors = running.communicate()
+    assert (running.returncode, errors) == (141, "")
+
+
+def test_without_the_environment_a_line_says_what_makes_it() -> None:
+    outside = [sys.executable, "-S", "pretrain_gpt2.py", "--help"]  # -S: no site-packages
+    run = subprocess.run(outside, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert len(run.stderr.splitlines()) == 1
+    assert "scripts/setup.sh" in run.stderr
