@@ -172,16 +172,15 @@ class BertDataset:
 
     def __init__(
         self,
-        series: Series,
-        blocks: Sequence[Blocks],
+        series: Series[Blocks],
         *,
         tokenizer: BertTokenizer,
         masking: Masking,
         short_seq_prob: float,
     ) -> None:
-        """blocks: of each data set; tokenizer: whose marks are put around the segments."""
+        """tokenizer: whose marks are put around the segments."""
         self.samples_per_epoch = series.samples_per_epoch
-        self.blocks = tuple(blocks)
+        self.blocks = tuple(series.splits)
         self._series = series
         self._tokenizer = tokenizer
         self._masking = masking
@@ -226,9 +225,9 @@ class BertDataset:
     def samples(self, numbers: Sequence[int]) -> list[BertSample]:
         """As batch(), with what became of each."""
         samples: dict[int, BertSample] = {}
-        for source, rows, places in self._series.locate(numbers):
+        for blocks, rows, places in self._series.locate(numbers):
             for row, place in zip(rows.tolist(), places.tolist(), strict=True):
-                samples[row] = self._draw(self.blocks[source], place, numbers[row])
+                samples[row] = self._draw(blocks, place, numbers[row])
         return [samples[row] for row in range(len(numbers))]
 
     def _draw(self, blocks: Blocks, place: int, number: int) -> BertSample:
@@ -292,9 +291,9 @@ def open_bert_splits(
         return blocks
 
     training, validation, test = (
-        BertDataset(*opened, tokenizer=tokenizer, masking=masking, short_seq_prob=short_seq_prob)
-        if opened is not None
+        BertDataset(series, tokenizer=tokenizer, masking=masking, short_seq_prob=short_seq_prob)
+        if series is not None
         else None
-        for opened in open_series(corpus, split, seed, cut)
+        for series in open_series(corpus, split, seed, cut)
     )
     return training, validation, test

@@ -101,16 +101,10 @@ class GPT2Dataset:
     """
 
     def __init__(
-        self,
-        series: Series,
-        ranges: Sequence[TokenRange],
-        *,
-        vocab_size: int,
-        boundaries: Boundaries,
+        self, series: Series[TokenRange], *, vocab_size: int, boundaries: Boundaries
     ) -> None:
         self.samples_per_epoch = series.samples_per_epoch
         self._series = series
-        self._ranges = ranges
         self._vocab_size = vocab_size
         self._boundaries = boundaries
 
@@ -120,12 +114,10 @@ class GPT2Dataset:
         Raises ValueError past the end of a split that is not endless, and for ids outside the
         vocabulary.
         """
-        window = np.empty((len(numbers), self._ranges[0].seq_length + 1), np.int32)
-        for source, rows, samples in self._series.locate(numbers):
-            read = self._ranges[source].read(samples.tolist())
-            prefix = self._ranges[source].data.prefix
-            check_highest_id(prefix, int(read.max()), self._vocab_size)
-            window[rows] = read
+        window = np.empty((len(numbers), self._series.splits[0].seq_length + 1), np.int32)
+        for tokens, rows, samples in self._series.locate(numbers):
+            window[rows] = read = tokens.read(samples.tolist())
+            check_highest_id(tokens.data.prefix, int(read.max()), self._vocab_size)
         return self._boundaries.batch(window)
 
 
@@ -163,9 +155,9 @@ def open_splits(
         return found
 
     training, validation, test = (
-        GPT2Dataset(*opened, vocab_size=corpus.vocab_size, boundaries=boundaries)
-        if opened is not None
+        GPT2Dataset(series, vocab_size=corpus.vocab_size, boundaries=boundaries)
+        if series is not None
         else None
-        for opened in open_series(corpus, split, seed, cut)
+        for series in open_series(corpus, split, seed, cut)
     )
     return training, validation, test

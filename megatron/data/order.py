@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from fractions import Fraction
 from itertools import pairwise
 from math import floor, gcd, lcm
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,25 +165,25 @@ def _earliest_deadline_first(shares: Sequence[int]) -> Iterator[int]:
         deadlines[chosen] = -(-(taken[chosen] + 1) * period // shares[chosen])
 
 
-class Series:
+class Series(Generic[SplitOfOne]):
     """Sample numbers of a split: an epoch of each data set in an order of its own.
 
     That of training never ends: each data set goes on with its next epoch, in another order.
-    samples_per_epoch: samples until the first data set of the blend begins anew.
+    samples_per_epoch: samples until the first data set of the blend begins anew. splits: what each
+    data set gives to the split, of as many samples as its length.
     """
 
-    def __init__(self, name: str, sizes: Sequence[int], blend: Blend, *, seed: int) -> None:
-        """sizes: samples of an epoch of each data set."""
-        self.samples_per_epoch = blend.samples_before_repeat(sizes)
+    def __init__(self, name: str, splits: Sequence[SplitOfOne], blend: Blend, seed: int) -> None:
+        self.splits = splits
         self.seed = seed
-        self._sizes = sizes
+        self.samples_per_epoch = blend.samples_before_repeat([len(each) for each in splits])
         self._name = name
         self._blend = blend
 
     def locate(
         self, numbers: Sequence[int]
-    ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-        """(data set, rows, samples): the samples of each data set, in file order, for these rows.
+    ) -> Iterator[tuple[SplitOfOne, NDArray[np.int64], NDArray[np.int64]]]:
+        """(split, rows, samples): which of its samples, in file order, stand in these rows.
 
         ValueError past the end of a split that is not endless.
         """
@@ -196,9 +196,9 @@ class Series:
             )
         sources, local = self._blend.locate(np.asarray(numbers, np.int64))
         for source in np.unique(sources).tolist():
-            rows, size = np.flatnonzero(sources == source), self._sizes[source]
-            epochs, within = np.divmod(local[rows], size)
-            yield source, rows, permute(within, size, seed=self.seed, epochs=epochs)
+            split, rows = self.splits[source], np.flatnonzero(sources == source)
+            epochs, within = np.divmod(local[rows], len(split))
+            yield split, rows, permute(within, len(split), seed=self.seed, epochs=epochs)
 
 
 def open_series(
@@ -206,21 +206,20 @@ def open_series(
     split: str,
     seed: int,
     cut: Callable[[IndexedDataset, range, str], SplitOfOne],
-) -> list[tuple[Series, list[SplitOfOne]] | None]:
-    """The series of training, validation and test, and the split of each data set.
+) -> list[Series[SplitOfOne] | None]:
+    """The series of training, validation and test, None for a weight of 0.
 
-    None for a weight of 0; --split cuts each data set of a blend. cut: makes the split of this name
-    of these documents. Raises ValueError, naming the flag, for a split without documents.
+    --split cuts each data set of a blend. cut: makes the split of this name of these documents.
+    Raises ValueError, naming the flag, for a split without documents.
     """
     blend = Blend([source.weight for source in corpus.sources])
     datasets = [source.data for source in corpus.sources]
     shares = [split_documents(split, len(data.documents) - 1) for data in datasets]
-    opened: list[tuple[Series, list[SplitOfOne]] | None] = []
+    opened: list[Series[SplitOfOne] | None] = []
     for name, ranges in zip(SPLITS, zip(*shares, strict=True), strict=True):
         if not all(ranges):
             opened.append(None)
             continue
         splits = [cut(data, each, name) for data, each in zip(datasets, ranges, strict=True)]
-        sizes = [len(each) for each in splits]
-        opened.append((Series(name, sizes, blend, seed=seed), splits))
+        opened.append(Series(name, splits, blend, seed))
     return opened

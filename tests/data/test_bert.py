@@ -1,13 +1,11 @@
 """BERT's samples: what is in them, in what order, and what decides it.
 
 Every token of the data sets here has an id of its own, so that a sample tells where it is from; ids
-from CONTINUATIONS on go on with a word. Which words are predicted is tested in test_masking.py.
+from CONTINUATIONS on go on with a word. What is masked, and how often, is tested at the end.
 """
 
-import gzip
 import json
-import re
-from collections import Counter
+import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from megatron.data.bert import BertBatch, BertDataset, open_bert_splits
-from megatron.data.indexed import IndexedDataset
+from megatron.data.bert import BertBatch, BertDataset, Masking, open_bert_splits
 from megatron.data.sources import open_corpus, require_sequences
-from megatron.data.wordpiece import BertWordPieceLowerCase
 from tests.data.samples import read_by_ranks, write_data, write_sentences
 
 PAD, CLS, SEP, MASK, FIRST = 0, 1, 2, 3, 4
@@ -181,10 +178,6 @@ def test_training_is_endless_and_evaluation_ends_with_its_split(prefix: str) -> 
         validation.batch([0, size])
 
 
-def test_a_weight_of_0_leaves_a_split_out(prefix: str) -> None:
-    assert opened(prefix, split="1,0,0")[1:] == [None, None]
-
-
 def test_a_blend_takes_from_each_its_share(tmp_path: Path) -> None:
     first = write(tmp_path / "a", documents(40))
     second = write(tmp_path / "b", documents(30, first=CONTINUATIONS))
@@ -234,13 +227,20 @@ def test_data_that_is_no_pairs_of_sentences_is_refused(tmp_path: Path) -> None:
         opened(str(tmp_path / "marked"))
 
 
-def test_settings_that_cannot_be(prefix: str) -> None:
-    with pytest.raises(ValueError, match="--seq-length 4 has no room .*--seq-length 5 would work"):
-        opened(prefix, seq_length=4)
-    with pytest.raises(ValueError, match="--mask-prob 0.7"):
-        opened(prefix, mask_prob=0.7)
-    with pytest.raises(ValueError, match="--split 1,999,0 leaves no document for training"):
-        opened(prefix, split="1,999,0")
+@pytest.mark.parametrize(
+    ("bad", "works"),
+    [
+        ({"seq_length": 4}, {"seq_length": 5}),
+        ({"mask_prob": 0.7}, {"mask_prob": 0.15}),
+        ({"mask_prob": 0.0}, {"mask_prob": 0.5}),
+        ({"split": "1,999,0"}, {"split": "1,0,0"}),
+    ],
+)
+def test_settings_that_cannot_be(prefix: str, bad: dict[str, Any], works: dict[str, Any]) -> None:
+    (name,) = bad
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} "):
+        opened(prefix, **bad)
+    opened(prefix, **works)
 
 
 def test_the_shortest_sequence_has_room_for_a_pair(prefix: str) -> None:
@@ -257,57 +257,14 @@ def test_an_id_outside_the_vocabulary_is_found_when_it_is_read(prefix: str) -> N
         training.batch(range(training.samples_per_epoch))
 
 
-def test_opening_reads_headers_and_little_more(prefix: str, monkeypatch: Any) -> None:
-    """No token, and the sizes of at most 256 documents of each split."""
-    looked_at = []
-    find = IndexedDataset.token_range
-
-    def token_range(data: IndexedDataset, documents: range) -> range:
-        looked_at.append(documents)
-        return find(data, documents)
-
-    monkeypatch.setattr(IndexedDataset, "token_range", token_range)
-    write(Path(prefix), [[[5, 6], [7, 8]]] * 5000)
-    opened(prefix)
-    assert len(looked_at) < 3 * (256 + 5)
-
-
-def test_statistics_of_real_pages(test_data: Path, tmp_path: Path) -> None:
-    """The first 2,000 samples of 512 tokens; shares within 3 standard deviations or less."""
-    tokenizer = BertWordPieceLowerCase(str(test_data / "bert" / "vocab.txt"))
-    with gzip.open(test_data / "neardup" / "c4_sample.jsonl.gz", "rt") as lines:
-        pages = [json.loads(line)["text"] for line in lines]
-    content = [
-        [ids for ids in tokenizer.encode_batch(re.split(r"(?<=[.!?]) |\n", page)) if ids]
-        for page in pages
-    ]
-    facts = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
-    write_sentences(tmp_path / "p", [page for page in content if page], **facts)
-    settings = {"mask_prob": 0.15, "short_seq_prob": 0.1, "max_ngram_size": 3}
-    training = open_bert_splits(
-        open_corpus([str(tmp_path / "p")], tokenizer),
-        tokenizer,
-        split="29,1,0",
-        seq_length=512,
-        seed=1,
-        **settings,
-    )[0]
-    batch = training.batch(range(2000))
-    is_text = batch.labels > tokenizer.mask
-    chosen = batch.loss_mask == 1
-    assert chosen.sum() / is_text.sum() == pytest.approx(0.15, abs=0.0015)
-    hidden = batch.tokens[chosen] == tokenizer.mask
-    assert hidden.mean() == pytest.approx(0.8, abs=0.005)
-    assert (batch.tokens == batch.labels)[chosen].mean() == pytest.approx(0.1, abs=0.004)
-    assert batch.is_swapped.mean() == pytest.approx(0.5, abs=0.034)
-    # A run of words in a segment is an n-gram: 1, 2 or 3 of them as 6 : 3 : 2.
-    begins = ~tokenizer.is_continuation[batch.labels]
-    lengths = Counter()
-    for row, starts in zip(chosen, begins, strict=True):
-        words = np.flatnonzero(np.diff(row[starts].astype(int), prepend=0, append=0))
-        lengths.update((words[1::2] - words[::2]).tolist())
-    shares = [lengths[n] / lengths.total() for n in (1, 2, 3)]
-    assert shares == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.005)
+def test_opening_reads_headers_and_little_more(tmp_path: Path) -> None:
+    """Of 5,000 documents no token: the .bin may be a hole. Sizes of 256 documents of a split tell
+    that the others have pairs."""
+    write(tmp_path / "p", [[[5, 6], [7, 8]]] * 5000)
+    (tmp_path / "p.bin").write_bytes(b"")
+    os.truncate(tmp_path / "p.bin", 2 * 4 * 5000)
+    training = opened(str(tmp_path / "p"))[0]
+    assert training.samples_per_epoch > 4000
 
 
 def test_where_sentences_end_is_part_of_a_data_set_s_identity(tmp_path: Path) -> None:
@@ -320,3 +277,138 @@ def test_where_sentences_end_is_part_of_a_data_set_s_identity(tmp_path: Path) ->
     ]
     assert identities[0] == identities[1] != identities[2]
     assert (tmp_path / "one.bin").read_bytes() == (tmp_path / "other.bin").read_bytes()
+
+
+CONTINUES = np.arange(1000) >= 500  # of the vocabulary of these masks
+
+
+def masking(mask_prob: float = 0.15, max_ngram_size: int = 3) -> Masking:
+    return Masking(
+        mask=MASK,
+        ordinary=np.arange(FIRST, 1000),
+        is_continuation=CONTINUES,
+        mask_prob=mask_prob,
+        max_ngram_size=max_ngram_size,
+    )
+
+
+def text(words: int, mean: float, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Pieces of that many words, of 1 piece or more; mean: pieces of a word."""
+    ends = np.cumsum(rng.geometric(1 / mean, words))
+    ids = rng.integers(500, 1000, ends[-1])
+    ids[np.concatenate([[0], ends[:-1]])] = rng.integers(4, 500, words)
+    return ids
+
+
+def starts(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Where words begin: a segment begins with one, whatever it is cut from."""
+    begins = ~CONTINUES[ids]
+    begins[0] = True
+    return begins
+
+
+def runs(words: NDArray[np.bool_]) -> list[int]:
+    """Lengths of the runs of words that are to be predicted."""
+    edges = np.flatnonzero(np.diff(words.astype(int), prepend=0, append=0))
+    return (edges[1::2] - edges[::2]).tolist()
+
+
+@pytest.mark.parametrize("mean", [1.0, 1.3, 5.0])
+@pytest.mark.parametrize("sizes", [(400, 2), (30, 20), (6, 9)])
+def test_the_share_of_tokens_is_mask_prob_for_short_samples_and_long_words(
+    sizes: Sequence[int], mean: float
+) -> None:
+    """Within 3 standard deviations: a predicted word more or less in 10, with its pieces."""
+    rng, counts = np.random.default_rng(1), np.zeros(2)
+    rounds = 30_000 // sum(sizes)
+    for _ in range(rounds):
+        segments = [text(size, mean, rng) for size in sizes]
+        chosen = masking().choose(segments, rng)
+        counts += [sum(int(each.sum()) for each in chosen), sum(map(len, segments))]
+    words = 0.15 * sum(sizes) * rounds
+    pieces = 1 + (mean - 1) / mean  # (E[x^2] / E[x]^2) of a geometric number, at most
+    assert counts[0] / counts[1] == pytest.approx(0.15, rel=3 * np.sqrt(2 * pieces / words))
+
+
+@pytest.mark.parametrize("size", [16, 250])
+@pytest.mark.parametrize("longest", [1, 2, 3, 5])
+def test_n_grams_of_n_words_are_as_often_as_1_by_n(longest: int, size: int) -> None:
+    rng, lengths = np.random.default_rng(2), []
+    for _ in range(20_000 // size):
+        segments = [text(size, 1.3, rng), text(size, 1.3, rng)]
+        chosen = masking(max_ngram_size=longest).choose(segments, rng)
+        for ids, where in zip(segments, chosen, strict=True):
+            lengths += runs(where[starts(ids)])
+    weights = 1 / np.arange(1, longest + 1)
+    expected = np.concatenate([[0], weights / weights.sum()])
+    found = np.bincount(lengths) / len(lengths)
+    assert found == pytest.approx(expected, abs=3 * np.sqrt(0.25 / len(lengths)))
+
+
+def test_words_are_predicted_whole() -> None:
+    rng = np.random.default_rng(3)
+    for size in range(1, 80):
+        segments = [text(size, 2.5, rng)[size % 3 :], text(20, 2.5, rng)]
+        segments = [each for each in segments if len(each)]
+        for ids, chosen in zip(segments, masking().choose(segments, rng), strict=True):
+            of_words = np.split(chosen, np.flatnonzero(starts(ids))[1:])
+            assert all(word.all() or not word.any() for word in of_words)
+
+
+def test_every_word_away_from_the_ends_of_a_segment_is_as_likely() -> None:
+    """0.15 each within 4 standard deviations; by the ends less, as n-grams stay inside."""
+    rng, words = np.random.default_rng(4), np.zeros(60)
+    ids, count = np.full(60, 4), 10_000
+    for _ in range(count):
+        words += masking().choose([ids], rng)[0]
+    inner = words[4:-4] / count
+    assert np.all(abs(inner - inner.mean()) < 4 * np.sqrt(0.15 * 0.85 / count))
+    assert inner.mean() == pytest.approx(0.153, abs=0.002)
+    assert words.mean() / count == pytest.approx(0.15, abs=0.001)
+
+
+def test_the_count_of_a_sample_varies_little() -> None:
+    """Of 400 words 60 are predicted: k is 36 or 37, and lengths are as their shares say but for 1.
+
+    Drawn one by one, 36 lengths alone would vary by 4.6 words.
+    """
+    rng, ids = np.random.default_rng(5), np.full(400, 4)
+    counts = [int(masking().choose([ids], rng)[0].sum()) for _ in range(500)]
+    assert np.mean(counts) == pytest.approx(60, abs=0.2)
+    assert np.std(counts) < 1.3
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 5), (2, 2), (3, 4)])
+def test_at_least_one_n_gram_however_short_the_sample(sizes: Sequence[int]) -> None:
+    rng = np.random.default_rng(6)
+    for _ in range(200):
+        segments = [text(size, 1.5, rng) for size in sizes]
+        chosen = masking().choose(segments, rng)
+        words = [each[starts(ids)] for ids, each in zip(segments, chosen, strict=True)]
+        assert sum(len(runs(each)) for each in words) == 1
+        assert [each.shape for each in chosen] == [ids.shape for ids in segments]
+
+
+@pytest.mark.parametrize("longest", [1, 3, 20])
+def test_the_highest_mask_prob_has_room(longest: int) -> None:
+    """N-grams that do not touch can cover half of the words; long ones leave a little over."""
+    rng, share = np.random.default_rng(7), []
+    for _ in range(300):
+        segments = [text(100, 1.0, rng), text(150, 1.0, rng)]
+        share += [each.mean() for each in masking(0.5, longest).choose(segments, rng)]
+    assert np.mean(share) == pytest.approx(0.5, rel=0.03)
+
+
+def test_what_hides_a_token_is_drawn_80_10_10() -> None:
+    rng = np.random.default_rng(8)
+    ids, chosen = rng.integers(4, 1000, 400_000), rng.random(400_000) < 0.5
+    read = masking().hide(ids, chosen, rng)
+    assert np.array_equal(read[~chosen], ids[~chosen])
+    was, now = ids[chosen], read[chosen]
+    shares = [(now == 3).mean(), ((now != 3) & (now != was)).mean(), (now == was).mean()]
+    assert shares == pytest.approx([0.8, 0.1, 0.1], abs=0.003)
+    # Among 996 ids, each is as likely and none is special.
+    drawn = np.bincount(now[(now != 3) & (now != was)], minlength=1000)
+    assert not drawn[:FIRST].any()
+    mean = drawn.sum() / (1000 - FIRST)
+    assert np.all(abs(drawn[4:] - mean) < 5.5 * np.sqrt(mean))

@@ -1,7 +1,6 @@
 """A data set of several shards: read as one, put in place whole, checked shard by shard."""
 
 import itertools
-import json
 import os
 from pathlib import Path
 
@@ -10,26 +9,25 @@ import pytest
 
 from megatron.data.description import Description, join_descriptions, place
 from megatron.data.gpt2 import open_splits
-from megatron.data.indexed import IndexedDataset, Joined, join
+from megatron.data.indexed import IndexedDataset, join
 from megatron.data.sources import open_corpus
 from megatron.data.verify import verify
 from tests.data.samples import PlainTokenizer, write_data, write_sentences
 
+Shards = list[list[list[int]]]
 SHARDS = [[[5, 6, 7, 0], [8, 0]], [[9, 10, 0]], [[11, 0], [12, 13, 14, 15, 16, 0], [17, 0]]]
 DOCUMENTS = [document for shard in SHARDS for document in shard]
 TOKENIZER = {"vocab.json": b"vocabulary", "merges.txt": b"merges"}
 
 
-def stage(folder: Path, shards: list[list[list[int]]]) -> tuple[list[str], Description]:
+def stage(folder: Path, shards: Shards) -> tuple[list[str], Description]:
     folder.mkdir(exist_ok=True)
     prefixes = [str(folder / str(number)) for number in range(len(shards))]
-    parts = [
-        write_data(Path(prefix), shard) for prefix, shard in zip(prefixes, shards, strict=True)
-    ]
-    return prefixes, join_descriptions(parts)
+    facts = [write_data(Path(each), shard) for each, shard in zip(prefixes, shards, strict=True)]
+    return prefixes, join_descriptions(facts)
 
 
-def write_shards(prefix: Path, shards: list[list[list[int]]] = SHARDS) -> str:
+def write_shards(prefix: Path, shards: Shards = SHARDS) -> str:
     staged, description = stage(prefix.parent / "staged", shards)
     place(staged, str(prefix), description, TOKENIZER)
     return str(prefix)
@@ -60,14 +58,15 @@ def test_shards_read_as_one_data_set(sharded: str, single: str) -> None:
     assert (len(ours.shards), len(whole.shards)) == (3, 1)
     for name in ("sizes", "pointers", "documents", "tokens"):
         found, expected = getattr(ours, name), getattr(whole, name)
-        assert len(found) == len(expected)
         assert found[:].tolist() == expected[:].tolist()
-        assert found.__class__ is Joined
         assert [found[i] for i in range(-2, 2)] == [expected[i] for i in range(-2, 2)]
     for start, stop in itertools.combinations_with_replacement(range(len(DOCUMENTS) + 1), 2):
         assert ours.token_range(range(start, stop)) == whole.token_range(range(start, stop))
     for start, stop in itertools.combinations_with_replacement(range(len(whole.tokens) + 1), 2):
         assert ours.tokens[start:stop].tolist() == whole.tokens[start:stop].tolist()
+    # Each shard is whole by itself.
+    assert IndexedDataset(f"{sharded}_00001").tokens[:].tolist() == [9, 10, 0]
+    assert not verify(f"{sharded}_00001").described
 
 
 def test_a_slice_within_a_shard_is_no_copy() -> None:
@@ -81,19 +80,8 @@ def test_a_slice_within_a_shard_is_no_copy() -> None:
         joined[9]
 
 
-def test_samples_cross_the_borders_of_shards(sharded: str, single: str) -> None:
-    batches = []
-    for prefix in (sharded, single):
-        corpus = open_corpus([prefix], PlainTokenizer())
-        training, _, _ = open_splits(corpus, split="1,0,0", seq_length=3, seed=1)
-        assert training is not None
-        batches.append(training.batch(range(training.samples_per_epoch)))
-    assert batches[0].tokens.tolist() == batches[1].tokens.tolist()
-    assert batches[0].labels.tolist() == batches[1].labels.tolist()
-
-
-def test_a_batch_is_asked_of_the_disk_before_any_of_it_is_read(
-    sharded: str, monkeypatch: pytest.MonkeyPatch
+def test_samples_cross_shards_and_are_asked_of_the_disk_before_any_is_read(
+    sharded: str, single: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, int, int, int]] = []
     preadv = os.preadv
@@ -105,28 +93,21 @@ def test_a_batch_is_asked_of_the_disk_before_any_of_it_is_read(
     def ask(file: int, start: int, size: int, advice: int) -> None:
         calls.append(("ask", file, start, size))
 
-    training, _, _ = open_splits(
-        open_corpus([sharded], PlainTokenizer()), split="1,0,0", seq_length=3, seed=1
-    )
-    monkeypatch.setattr(os, "preadv", read)
-    monkeypatch.setattr(os, "posix_fadvise", ask)
-    training.batch(range(training.samples_per_epoch))
+    batches = []
+    for prefix in (single, sharded):
+        corpus = open_corpus([prefix], PlainTokenizer())
+        training, _, _ = open_splits(corpus, split="1,0,0", seq_length=3, seed=1)
+        monkeypatch.setattr(os, "preadv", read)
+        monkeypatch.setattr(os, "posix_fadvise", ask)
+        calls.clear()
+        batches.append(training.batch(range(training.samples_per_epoch)))
+        monkeypatch.undo()
+    assert batches[0].tokens.tolist() == batches[1].tokens.tolist()
+    assert batches[0].labels.tolist() == batches[1].labels.tolist()
     asked, done = ([each[1:] for each in calls if each[0] == kind] for kind in ("ask", "read"))
     assert len({file for file, *_ in done}) == 3
     assert sorted(asked) == sorted(done)
     assert [each[0] for each in calls] == ["ask"] * len(asked) + ["read"] * len(done)
-
-
-def test_each_shard_is_whole_by_itself(sharded: str) -> None:
-    data = IndexedDataset(f"{sharded}_00001")
-    assert data.tokens[:].tolist() == [9, 10, 0]
-    assert not verify(f"{sharded}_00001").described
-
-
-def test_a_shard_that_is_alone_keeps_the_name_of_the_data_set(tmp_path: Path) -> None:
-    write_shards(tmp_path / "p", SHARDS[:1])
-    assert names(tmp_path) == {"p.bin", "p.idx", "p.json"}
-    assert verify(str(tmp_path / "p")).documents == 2
 
 
 def test_verify_reads_every_shard(sharded: str) -> None:
@@ -157,13 +138,12 @@ def test_shards_in_another_order_are_found(sharded: str, tmp_path: Path) -> None
 def test_sentences_of_shards(tmp_path: Path) -> None:
     """Their documents are numbered through, as their sentences are."""
     documents = [[[1, 2], [3]], [[4]], [[5], [6], [7, 8]]]
-    (tmp_path / "staged").mkdir()
-    staged = [str(tmp_path / "staged" / name) for name in "ab"]
-    parts = [
+    staged = [str(tmp_path / name) for name in "ab"]
+    facts = [
         write_sentences(Path(staged[0]), documents[:2]),
         write_sentences(Path(staged[1]), documents[2:]),
     ]
-    description = join_descriptions(parts)
+    description = join_descriptions(facts)
     assert (description.sentences, description.documents) == (6, 3)
     assert [shard.sentences for shard in description.shards] == [3, 3]
     place(staged, str(tmp_path / "p"), description, TOKENIZER)
@@ -171,62 +151,67 @@ def test_sentences_of_shards(tmp_path: Path) -> None:
     assert data.sizes[:].tolist() == [2, 1, 1, 1, 1, 2]
     assert data.documents[:].tolist() == [0, 2, 3, 6]
     assert verify(str(tmp_path / "p")).sequences == 6
-    content = json.loads((tmp_path / "p.json").read_text())
-    content["shards"][0]["sentences"] = 2
-    (tmp_path / "p.json").write_text(json.dumps({**content, "sentences": 5}))
-    with pytest.raises(ValueError, match="p_00000 holds 3 sentences, but .*p.json says 2"):
-        verify(str(tmp_path / "p"))
 
 
-def test_a_sidecar_that_does_not_add_up(sharded: str) -> None:
-    content = json.loads(Path(f"{sharded}.json").read_text())
-    del content["shards"][1]
-    Path(f"{sharded}.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="what it says of its shards does not add up"):
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('"documents": 6', '"documents": 7', "does not add up"),
+        ('"name": "_00001"', '"names": "_00001"', "should be a JSON object of"),
+    ],
+)
+def test_a_sidecar_that_does_not_add_up(
+    sharded: str, before: str, after: str, message: str
+) -> None:
+    sidecar = Path(f"{sharded}.json")
+    assert before in sidecar.read_text()
+    sidecar.write_text(sidecar.read_text().replace(before, after))
+    with pytest.raises(ValueError, match=message):
         IndexedDataset(sharded)
 
 
-def test_the_identity_is_of_all_shards(tmp_path: Path, sharded: str) -> None:
-    other = write_shards(tmp_path / "q", [*SHARDS[:2], [[1, 0]]])
-    first, second = (
-        open_corpus([prefix], PlainTokenizer()).identity for prefix in (sharded, other)
-    )
-    assert first["data"] != second["data"]
+def test_shards_count_in_what_a_resumed_run_has_to_find(sharded: str, tmp_path: Path) -> None:
+    """Other shards of the same tokens are another data set; moved ones are not."""
+    (tmp_path / "other").mkdir()
+    moved = write_shards(tmp_path / "other" / "q")
+    other = write_shards(tmp_path / "other" / "r", [SHARDS[0], SHARDS[1] + SHARDS[2]])
+    data = [
+        open_corpus([prefix], PlainTokenizer()).identity["data"]
+        for prefix in (sharded, moved, other)
+    ]
+    assert data[0] == data[1] != data[2]
 
 
 @pytest.mark.parametrize("before", [SHARDS, SHARDS[:1], SHARDS[1:]])
 @pytest.mark.parametrize("after", [SHARDS, SHARDS[:1], SHARDS[:2]])
-def test_an_older_data_set_is_replaced_whole(
-    tmp_path: Path, before: list[list[list[int]]], after: list[list[list[int]]]
-) -> None:
-    prefix = write_shards(tmp_path / "p", before)
-    write_shards(tmp_path / "p", after)
-    documents = [document for shard in after for document in shard]
-    assert verify(prefix).documents == len(documents)
+def test_an_older_data_set_is_replaced_whole(tmp_path: Path, before: Shards, after: Shards) -> None:
+    """One shard alone has the name of the data set."""
+    write_shards(tmp_path / "p", before)
+    prefix = write_shards(tmp_path / "p", after)
+    assert verify(prefix).documents == sum(map(len, after))
     pairs = len(after) if len(after) > 1 else 1
     assert len(names(tmp_path)) == 2 * pairs + 1
+    assert ("p.idx" in names(tmp_path)) == (len(after) == 1)
 
 
 @pytest.mark.parametrize("before", [SHARDS, SHARDS[:1]])
 @pytest.mark.parametrize("after", [SHARDS[:2], SHARDS[2:]])
 def test_placing_can_be_cut_off_anywhere(
-    tmp_path: Path,
-    before: list[list[list[int]]],
-    after: list[list[list[int]]],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, before: Shards, after: Shards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until it is done no data set is there, or the old one; the same call finishes it."""
     calls = 0
-    real = {"replace": Path.replace, "unlink": Path.unlink, "mkdir": Path.mkdir}
     other = {"vocab.json": b"another"}
 
     def cut_off(name: str, after_calls: int) -> None:
+        real = getattr(Path, name)
+
         def step(self: Path, *arguments: object, **more: object) -> object:
             nonlocal calls
             calls += 1
             if calls > after_calls:
                 raise KeyboardInterrupt
-            return real[name](self, *arguments, **more)  # type: ignore[operator]
+            return real(self, *arguments, **more)
 
         monkeypatch.setattr(Path, name, step)
 
@@ -236,14 +221,13 @@ def test_placing_can_be_cut_off_anywhere(
         prefix = write_shards(folder / "p", before)
         staged, description = stage(folder / "staged", after)
         calls = 0
-        for name in real:
+        for name in ("replace", "unlink", "mkdir"):
             cut_off(name, steps)
         try:
             place(staged, prefix, description, other)
+            finished = True
         except KeyboardInterrupt:
             finished = False
-        else:
-            finished = True
         monkeypatch.undo()
         if not finished:
             try:
