@@ -25,9 +25,9 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 from benchmarks.machine import facts, markdown, told
 from megatron.config.bert import BertConfig
+from megatron.config.checkpoint import TrainedConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import user_errors
-from megatron.config.trained import TrainedConfig
 from megatron.models.registry import section_of
 from megatron.parallel.sharding import initial_value, sharding_specs
 from megatron.train.trained import open_trained

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import positive, writable
 from megatron.config.parallel import ParallelConfig
-from megatron.config.trained import TrainedConfig
 from megatron.data.examples import Tokens
 from megatron.train.loader import shard
 

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.save import save
 from megatron.config import GPT2DataConfig, ModelConfig, PrecisionConfig
-from megatron.config.checkpoints import read_manifest
 from megatron.models.registry import build_model
 from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.checkpoint import save
-from megatron.train.start import environment
-from megatron.train.state import model_pieces
+from megatron.train.state import environment, model_pieces
 from tests.data.samples import write_data_of_tokenizer
 from tests.programs import newest, pretrain, some_data
 

@@ -21,10 +21,10 @@ import tyro
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.interrupt import interruptible
+from megatron.config.checkpoint import TrainedConfig
+from megatron.config.launch import interruptible
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_call, user_errors
-from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.train.trained import open_trained
 from tools.convert.families import FAMILIES, family_of
@@ -128,8 +128,8 @@ def _open_whole(trained: TrainedConfig) -> tuple[Path, dict[str, Any], Tokenizer
     kinds = sorted({family.section.kind for family in FAMILIES})
     folders, tokenizer, _ = open_trained(trained, ParallelConfig(), 1, kinds)
 
+    from megatron.checkpoint.load import newest_whole
     from megatron.parallel.mesh import serial_mesh
-    from megatron.train.start import newest_whole
 
     path, manifest, passed_over = newest_whole(folders, serial_mesh())
     for reason in passed_over:

@@ -27,7 +27,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.config.checks import flag, non_negative
 from megatron.config.data import BertDataConfig
-from megatron.config.interrupt import interruptible
+from megatron.config.launch import interruptible
 from megatron.config.parse import parse, user_errors
 from megatron.data.bert import HIDDEN, RANDOM, BertDataset, BertSample
 from megatron.data.description import Description

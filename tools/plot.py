@@ -14,7 +14,8 @@ import tyro
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.parse import user_errors
+from megatron.config.checks import UsageError
+from megatron.config.parse import parse_call, user_errors
 from megatron.train.metrics import read_metrics
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -33,9 +34,10 @@ def plot(
         term: of the loss, as metrics.jsonl calls it; a BERT has mlm_loss and sop_loss, too.
     """
     if output.suffix not in FORMATS:
-        raise ValueError(f"--output {output}: {', '.join(FORMATS)} would work")
+        works = ("--output", str(output.with_suffix(".png")))
+        raise UsageError("--output", output, f"a name ending in {', '.join(FORMATS)}", works=works)
     if not runs:
-        raise ValueError("there is no run; the folder of a --save would work")
+        raise UsageError("there is no run to draw; the folder of a --save works")
     found = {file: read_metrics(file) for file in map(_metrics_file, runs)}
 
     import matplotlib
@@ -55,7 +57,8 @@ def plot(
         if not drawn:
             terms = {key for line in lines for key in line if key.endswith("loss")}
             known = sorted({key.removeprefix("validation_") for key in terms})
-            raise ValueError(f"--term {term}: {file} has {' or '.join(known) or 'no loss'}")
+            allowed = f"a loss of {file}: {', '.join(known) or 'it has none'}"
+            raise UsageError("--term", term, allowed, works=("--term", known[0]) if known else ())
     axes.set(xlabel="step", ylabel=f"{term} (nats per token)" if term == "loss" else term)
     axes.grid(axis="y", linewidth=0.5)
     axes.legend(frameon=False)
@@ -67,10 +70,10 @@ def plot(
 def _metrics_file(run: Path) -> Path:
     file = run / "metrics.jsonl" if run.is_dir() else run
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is not there; the folder of a --save would work")
+        raise FileNotFoundError(f"{file} is not there; the folder of a --save works")
     return file
 
 
 if __name__ == "__main__":
     with user_errors(os.environ):
-        tyro.cli(plot, config=(tyro.conf.DisallowNone,))
+        parse_call(plot, sys.argv[1:], os.environ)()

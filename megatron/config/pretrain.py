@@ -88,7 +88,7 @@ class PretrainConfig:
 
     def warnings(self, device: str) -> list[str]:
         """What is allowed, but rarely meant. device: torch's name of its kind, such as "cpu"."""
-        found = self.checkpoint.warnings()
+        found = self.checkpoint.warnings(self.training.train_iters)
         if self.precision.fp16 and device == "cpu":
             found.append("warning: --fp16 on a CPU is many times slower than --bf16 or --no-bf16")
         return found

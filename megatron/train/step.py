@@ -22,6 +22,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.train.diagnose import non_finite
 from megatron.train.loader import to_device
 from megatron.train.state import TrainState
+from megatron.train.watch import note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,7 @@ def train_step(
     rank is skipped on all: it changes no weight, moment or learning rate, and its samples are not
     read again. Raises NonFiniteError on every rank where that may not be, or not once more.
     """
+    note("train step", state.step)
     state.model.train()
     counts = count(state, micro_batches)
     totals = forward_backward(state, micro_batches, counts)

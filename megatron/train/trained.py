@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.checkpoint.resume import check_kind, find_start, newest_readable
+from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.resume import check_kind, find_start, newest_readable
-from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import (
     Tokenizer,
     build_tokenizer,

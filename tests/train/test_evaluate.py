@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.format import step_folders
 from megatron.config import ModelConfig
-from megatron.config.checkpoints import step_folders
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.registry import section_of
 from megatron.train import evaluate

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.config.checkpoints import read_manifest, step_folders
+from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.data.bert import open_bert_splits
 from megatron.data.gpt2 import open_splits
 from megatron.data.indexed import IndexedDatasetWriter, token_dtype

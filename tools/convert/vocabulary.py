@@ -66,9 +66,7 @@ def find_tokenizer(
     """
     if given.no_tokenizer:
         if given.has_files:
-            raise ValueError(
-                "--no-tokenizer goes with neither --vocab-file nor --merge-file; leave it out"
-            )
+            raise UsageError("--no-tokenizer is given with --vocab-file or --merge-file; one works")
         kind = given.tokenizer_type or tokenizing.kind_of({})
         _check_kind(kind, tokenizing)
         return NoTokenizer(kind=kind, vocab_size=vocab_size)

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.load import TensorSlice
+from megatron.checkpoint.save import save
 from megatron.config.bert import BertConfig, FinetunedConfig
-from megatron.config.checkpoints import read_manifest
 from megatron.config.checks import flag
 from megatron.config.data import BertDataConfig, DataConfig, GPT2DataConfig
 from megatron.config.model import ModelConfig
@@ -24,9 +26,7 @@ from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs
-from megatron.train.checkpoint import Piece, save
-from megatron.train.start import environment
-from megatron.train.state import DTYPES
+from megatron.train.state import DTYPES, environment
 from tools.convert.staging import staged
 from tools.convert.vocabulary import NoTokenizer
 
@@ -72,7 +72,7 @@ def write_checkpoint(
         "tokenizer": tokenizer.fingerprint,
         "imported_from": imported_from,
     }
-    pieces = [Piece(f"model.{name}", table[name], weights[name]) for name in table]
+    pieces = [TensorSlice(f"model.{name}", table[name], weights[name]) for name in table]
     with staged(to) as staging:
         path = save(staging, 0, pieces, facts, serial_mesh(), tokenizer.files)
         check(path)

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from tools.funnel import FUNNEL_STYLE, funnel
-from tools.learning import CURVE_STYLE
 from tools.page import (
+    CURVE_STYLE,
+    FUNNEL_STYLE,
     NONE,
     commands,
     decimal,
     document,
     duration,
+    funnel,
     megabytes,
     percent,
     row,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForPreTraining, AutoTokenizer
 
+from megatron.checkpoint.format import read_manifest
 from megatron.config.bert import BertConfig, FinetunedConfig
-from megatron.config.checkpoints import read_manifest
 from megatron.data.tokenizer import read_tokenizer
 from megatron.models.registry import section_of
 from megatron.models.transformer import RESIDUAL_ORDERS

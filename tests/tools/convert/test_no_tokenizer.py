@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.checkpoints import read_manifest
+from megatron.checkpoint.format import read_manifest
+from megatron.config.checkpoint import TrainedConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import file_names
 from megatron.train.trained import open_trained
 from tests.data.samples import write_tokenizer, write_wordpiece
