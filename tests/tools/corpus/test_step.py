@@ -132,7 +132,7 @@ def test_a_run_that_was_stopped_goes_on_and_repeats_nothing(tmp_path: Path) -> N
         output = tmp_path / f"out{workers}"
         did = interrupt(folder, output)
         assert 0 < did < len(every)
-        with pytest.raises(ValueError, match="has not finished"):
+        with pytest.raises(ValueError, match="--input"):
             shards.find_shards([output])
         run(toy(folder, output, workers=workers))
         assert len(calls(folder)) == len(every) - did
@@ -176,7 +176,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, expected: dict[str, 
     cases: list[dict[str, Any]] = [{"mark": "?"}, {"unit": "900B"}, {"compress": "gzip"}]
     for change in [*cases, {"words": words}]:
         [name] = change
-        with pytest.raises(ValueError, match="--output"):
+        with pytest.raises(ValueError, match=f"--output .* {name} .*"):
             run(toy(folder, output, **change))
     assert content(output) == expected
     run(toy(folder, output, unit="900B", overwrite=True))
@@ -212,7 +212,7 @@ def test_settings_of_files_are_their_content(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was made with words"):
         run(toy(folder, tmp_path / "out", words=words))
     words.unlink()
-    with pytest.raises(ValueError, match=r"words.txt: no such file"):
+    with pytest.raises(ValueError, match="words.txt"):
         run(toy(folder, tmp_path / "out", words=words))
 
 
@@ -260,7 +260,7 @@ def test_a_finished_step_that_has_lost_a_shard_says_so(
 ) -> None:
     damage(tmp_path / "expected" / "part-00001.jsonl")
     settings = toy(tmp_path / "in", tmp_path / "expected")
-    with pytest.raises(ValueError, match=r"has lost part-00001\.jsonl, .*--overwrite"):
+    with pytest.raises(ValueError, match=r"--output .*part-00001\.jsonl"):
         run(settings)
     run(dataclasses.replace(settings, overwrite=True))
     assert content(tmp_path / "expected") == expected
@@ -288,10 +288,12 @@ def test_nothing_but_what_steps_write_is_ever_removed(name: str, tmp_path: Path)
     (output / name).parent.mkdir(exist_ok=True)
     (output / name).write_text("mine")
     for more in ({"mark": "?"}, {"mark": "?", "overwrite": True}):  # afresh, or over it
-        with pytest.raises(ValueError, match=f"{name.split('/')[-1 if 'train' in name else 0]} in"):
+        with pytest.raises(
+            ValueError, match=f"--output .*{name.split('/')[-1 if 'train' in name else 0]}"
+        ):
             run(toy(folder, output, **more))
     run(toy(folder, output))
-    with pytest.raises(ValueError, match="is no step's, and is never removed"):
+    with pytest.raises(ValueError, match="--output"):
         run(toy(folder, output, mark="?", overwrite=True))
     assert (output / name).read_text() == "mine"
     assert manifest(output)["settings"]["mark"] == "!"
@@ -391,9 +393,8 @@ def test_a_second_run_in_the_same_folder_is_refused(
     with StepRun("toy", settings):
         second = command(settings)
         assert second.returncode == 2
-        assert re.fullmatch(
-            "--output", second.stderr
-        )
+        assert second.stderr.startswith("error: --output")
+        assert second.stderr.count("\n") == 1
     run(settings)
     assert content(settings.output) == expected
 
@@ -401,7 +402,7 @@ def test_a_second_run_in_the_same_folder_is_refused(
 def test_shares_and_a_whole_run_do_not_work_side_by_side(tmp_path: Path) -> None:
     folder, output = corpus(tmp_path / "in"), tmp_path / "out"
     first, second = (toy(folder, output, shard=f"{k}/2") for k in (0, 1))
-    refused = pytest.raises(ValueError, match="another run is filling it")
+    refused = pytest.raises(ValueError, match="--output")
     with StepRun("toy", first), StepRun("toy", second), refused:
         run(toy(folder, output))
 
@@ -616,7 +617,7 @@ def test_an_error_of_a_task_ends_the_program_with_one_line(tmp_path: Path) -> No
         (["--memory", "0"], "--memory"),
         (["--shard", "2/2"], "--shard"),
         (["--shard", "one"], "--shard"),
-        (["--shard", "0/2", "--overwrite"], "--overwrite with --shard"),
+        (["--shard", "0/2", "--overwrite"], "--overwrite"),
         (["--scheduler", "nonsense"], "--scheduler"),
         (["--input", "none.jsonl"], "--input"),
     ],
