@@ -12,10 +12,10 @@ from tools.lm_harness import main
 WIKI = " \n = One = \n \n Text of one . \n = = Part = = \n \n = Two = \n Text of two . \n"
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], words: str) -> str:
     """What the program prints when it ends with status 2."""
     with pytest.raises(SystemExit) as stop:
-        main(["--load", "nowhere", *map(str, arguments)], {})
+        main(["--load", "nowhere", *words.split()], {})
     assert stop.value.code == 2
     return capsys.readouterr().err
 
@@ -24,25 +24,21 @@ def test_without_the_harness_the_error_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert "pip install lm-eval would work" in error_of(capsys, "--tasks", "wikitext")
+    assert "pip install lm-eval" in error_of(capsys, "--tasks wikitext")
 
 
-def test_a_file_for_a_task_that_is_not_asked_for_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--tasks wikitext --lambada-data x", "--tasks wikitext,lambada_openai"),
+        ("--tasks mine --include-path none", "--include-path none"),
+        ("--tasks ,", "--tasks"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    capsys: pytest.CaptureFixture[str], words: str, named: str
 ) -> None:
-    error = error_of(capsys, "--tasks", "wikitext", "--lambada-data", tmp_path / "x")
-    assert "--tasks wikitext,lambada_openai would work" in error
-
-
-def test_an_include_path_that_is_no_folder_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error = error_of(capsys, "--tasks", "mine", "--include-path", tmp_path / "none")
-    assert f"--include-path {tmp_path / 'none'} is no folder" in error
-
-
-def test_no_task_at_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--tasks names none" in error_of(capsys, "--tasks", ",")
+    assert named in error_of(capsys, words)
 
 
 def test_pages_are_the_articles_of_the_raw_file(tmp_path: Path) -> None:
@@ -64,7 +60,7 @@ def test_passages_are_read_in_both_forms_and_kept_as_they_are(tmp_path: Path, fo
 def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "lambada.jsonl"
     file.write_text('{"text": "a b"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=r"lambada.jsonl, line 2, .* would work"):
+    with pytest.raises(ValueError, match="lambada.jsonl, line 2"):
         READERS["lambada_openai"](file)
 
 

