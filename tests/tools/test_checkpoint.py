@@ -105,7 +105,7 @@ def test_show_tells_settings_counters_and_tensors(directory: Path) -> None:
         (["ls", "nowhere"], "nowhere is no directory; one given to --save would work"),
         (["ls", "empty"], "empty holds no checkpoint; a directory given to --save would work"),
         (["show", "empty"], "empty holds no checkpoint; a directory given to --save would work"),
-        (["verify", "some", "--step", "3"], "--step 3 is not in some; there are: step_00000007"),
+        (["verify", "some", "--step", "3"], "--step 3: must be one of step_00000007"),
         (["show", "bad"], "bad/step_00000001/manifest.json is damaged: JSONDecodeError"),
     ],
 )

@@ -159,22 +159,25 @@ def test_the_texts_are_the_same_at_every_layout(gloo: Pool, trained: Path, choic
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "one of --prompt, --prompt-file and --interactive is needed"),
-        ("--prompt", "one of --prompt, --prompt-file and --interactive is needed"),
-        ("--prompt a --interactive", "one of --prompt, .* is needed, and no other"),
-        ("--prompt a --prompt-file b", "one of --prompt, .* is needed, and no other"),
-        ("--prompt a --greedy --temperature 0.7", "--greedy contradicts --temperature 0.7"),
-        ("--prompt a --temperature -1", "--temperature -1.0 should be 0 or above"),
-        ("--prompt a --top-p 1.5", "--top-p 1.5 should be above 0 and at most 1"),
-        ("--prompt a --top-p 0", "--top-p 0.0 should be above 0"),
-        ("--prompt a --top-k -1", "--top-k -1 should be 0 or above"),
-        ("--prompt a --max-new-tokens 0", "--max-new-tokens 0 should be above 0"),
-        ("--prompt a --micro-batch-size 0", "--micro-batch-size 0 should be above 0"),
+        ("", "--prompt: must be given alone"),
+        ("--prompt", "--prompt: must be given alone"),
+        ("--prompt a --interactive", "--prompt: must be given alone"),
+        ("--prompt a --prompt-file b", "--prompt: must be given alone"),
+        (
+            "--prompt a --greedy --temperature 0.7",
+            "--greedy: must be left out with --temperature 0.7",
+        ),
+        ("--prompt a --temperature -1", "--temperature -1.0: must be 0 or above"),
+        ("--prompt a --top-p 1.5", "--top-p 1.5: must be above 0 and at most 1"),
+        ("--prompt a --top-p 0", "--top-p 0.0: must be above 0"),
+        ("--prompt a --top-k -1", "--top-k -1: must be 0 or above"),
+        ("--prompt a --max-new-tokens 0", "--max-new-tokens 0: must be above 0"),
+        ("--prompt a --micro-batch-size 0", "--micro-batch-size 0: must be above 0"),
         (
             "--prompt a --output nowhere/x.json",
-            "--output nowhere/x.json: there is no folder nowhere",
+            "--output nowhere/x.json: must be in a folder",
         ),
-        ("--prompt a --output .", "--output . is a folder"),
+        ("--prompt a --output .", "--output .: must be a file"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(words: str, message: str) -> None:

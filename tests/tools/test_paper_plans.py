@@ -188,7 +188,7 @@ def test_the_scripts_name_missing_files_before_anything_is_installed(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"race_dev": 0}, "--race-dev 0: 1 or more"),
+        ({"race_dev": 0}, "--race-dev 0: must be"),
         ({"vocab_size": 100}, "--vocab-size 100"),
         ({"tensor_parallel": 3}, "--tensor-model-parallel-size 3"),
     ],
@@ -240,10 +240,10 @@ def test_fewer_passages_are_part_of_more_and_of_both_levels(tmp_path: Path) -> N
 def test_an_archive_without_passages_is_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "other.tar", "w") as members:
         members.add(__file__, "other/test.py")
-    with pytest.raises(ValueError, match="holds no passage"):
+    with pytest.raises(ValueError, match="--archive .*: must be RACE"):
         passages(tmp_path / "other.tar", 1, tmp_path / "out")
     (tmp_path / "cut.tar.xz").write_bytes(b"no archive")
-    with pytest.raises(ValueError, match="no whole archive"):
+    with pytest.raises(ValueError, match="--archive .*: must be a whole archive"):
         passages(tmp_path / "cut.tar.xz", 1, tmp_path / "out")
 
 

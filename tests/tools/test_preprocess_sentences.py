@@ -291,13 +291,13 @@ def test_a_table_of_a_corpus_run_takes_the_same_flags(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--append-eod"], "--append-eod ends documents that stand in one row, and --split-sent"),
+        (["--append-eod"], "--append-eod: must be left out with --split-sent"),
         (["--tokenizer-type", "BertWordPieceCase"], "--tokenizer-type BertWordPieceLowerCase"),
         (["--vocab-file", "vocab.json"], "--vocab-file vocab.json is JSON, and lacks [PAD]"),
         (["--merge-file", "merges.txt"], "--merge-file merges.txt is no part of"),
         (["--encoder", "gigatoken"], "--encoder tokenizers would work"),
         (["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "vocab.json", "--merge-file",
-          "merges.txt"], "--split-sentences is for pretrain_bert.py, and --tokenizer-type GPT2BPE"),
+          "merges.txt"], "--tokenizer-type GPT2BPETokenizer: must be"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_message(

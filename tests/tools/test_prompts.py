@@ -47,11 +47,11 @@ def test_more_new_tokens_than_positions_are_refused(reader: Reader) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"in\n\nthe\n", "line 2 is blank"),
-        (b"", "is empty; a file of texts, one a line, would work"),
-        (b"\xef\xbb\xbf", "is empty; "),
-        (b"\n", "line 1 is blank"),
-        (b"in\n \t\r\n", "line 2 is blank"),
+        (b"in\n\nthe\n", "without blank lines, as line 2"),
+        (b"", "it is empty"),
+        (b"\xef\xbb\xbf", "it is empty"),
+        (b"\n", "without blank lines, as line 1"),
+        (b"in\n \t\r\n", "without blank lines, as line 2"),
         (b"in\nthe \xff\n", "line 2 is not UTF-8 text"),
         (b"in\n" + b"x" * 30, r"line 2: 30 tokens and --max-new-tokens 12 do not fit"),
     ],
@@ -76,12 +76,14 @@ def test_a_file_is_read_line_by_line_whatever_ends_them(reader: Reader, tmp_path
 
 
 def test_what_is_no_file_of_prompts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="--prompt-file nowhere: no such file"):
+    with pytest.raises(ValueError, match="--prompt-file nowhere: must be a file"):
         of_file(Path("nowhere"))
-    with pytest.raises(ValueError, match=f"--prompt-file {tmp_path} is a folder; a file of texts"):
+    with pytest.raises(
+        ValueError, match=f"--prompt-file {tmp_path}: must be a file of texts.* is a folder"
+    ):
         of_file(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe is no regular file; a file of texts"):
+    with pytest.raises(ValueError, match="pipe: must be a file of texts.* is no regular file"):
         of_file(tmp_path / "pipe")
 
 

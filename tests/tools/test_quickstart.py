@@ -289,13 +289,13 @@ def test_a_bad_corpus_is_refused(tmp_path: Path, content: str | None, message: s
 
 
 def test_a_vocabulary_without_room_for_the_bytes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--vocab-size 256: has to be at least 257"):
+    with pytest.raises(ValueError, match="--vocab-size 256: must be at least 257"):
         quickstart(out=tmp_path / "out", vocab_size=256)
     assert not (tmp_path / "out").exists()
 
 
 def test_one_vocabulary_file_alone_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="--vocab-file .*: must be given with --merge-file"):
         quickstart(out=tmp_path / "out", vocab_file=tmp_path / "vocab.json")
 
 

@@ -220,7 +220,7 @@ def test_a_folder_without_a_tokenizer_needs_the_flags(tmp_path: Path) -> None:
 def test_a_flag_that_contradicts_the_folder_is_refused(folder: Path) -> None:
     refuse(
         folder,
-        "--tokenizer-type BertWordPieceCase is not that of .*tokenizer_config.json",
+        "--tokenizer-type BertWordPieceCase: must be that of .*tokenizer_config.json",
         tokenizer_type="BertWordPieceCase",
     )
 

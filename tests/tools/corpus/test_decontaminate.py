@@ -292,7 +292,7 @@ def test_an_evaluation_set_of_short_passages_is_said_not_to_be_searched(
         ({"ngram": 0}, "--ngram 0"),
         ({"margin": -1}, "--margin -1"),
         ({"article_overlap": 1.5}, "--article-overlap 1.5"),
-        ({"evaluation": ()}, "--evaluation names no file"),
+        ({"evaluation": ()}, "--evaluation: must be followed"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_by_name(flags: Record, message: str) -> None:

@@ -418,7 +418,7 @@ def test_bad_lines_and_tiny_documents(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"jaccard": 0.0}, "--jaccard 0.0"),
-        ({"bands": 26}, "--bands 25 --rows 5 would work"),
+        ({"bands": 26}, "--bands 25 --rows 5 works"),
         ({"max_bucket": 1}, "--max-bucket"),
         ({"max_source_loss": 2.0}, "--max-source-loss"),
         ({"expected_removal": -1.0}, "--expected-removal"),

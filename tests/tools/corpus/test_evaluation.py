@@ -110,7 +110,7 @@ def test_passages_that_are_too_short_are_counted(tmp_path: Path) -> None:
     [
         ("a.txt", b"\xff\xfe", "--evaluation .*a.txt: byte 0 is not UTF-8"),
         ("a.jsonl", b'{"text": "x"}\n{"text"', "--evaluation .*a.jsonl, line 2: "),
-        ("a.txt", b" ... \n", "--evaluation .*a.txt: no words"),
+        ("a.txt", b" ... \n", "--evaluation .*a.txt: must be a file with words"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(
@@ -128,7 +128,7 @@ def test_a_missing_file_and_two_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="--titles .*none.txt: no such file"):
         load(path, titles=(tmp_path / "none.txt",))
     (tmp_path / "b").mkdir()
-    with pytest.raises(ValueError, match="--evaluation .*a.txt: another file has this name"):
+    with pytest.raises(ValueError, match="--evaluation .*a.txt: must be of a name"):
         load(path, place(tmp_path / "b", "a.txt", "d e f"))
 
 

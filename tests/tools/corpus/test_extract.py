@@ -408,7 +408,7 @@ def test_input_without_any_document_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_key_where_there_are_no_fields_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--key body: --format wet has no fields"):
+    with pytest.raises(ValueError, match="--key body: must be left out with --format wet"):
         Settings(input=(), output=tmp_path, format="wet", source="web", key="body")
     with pytest.raises(ValueError, match="--source"):
         Settings(input=(), output=tmp_path, format="wet", source=" ")
