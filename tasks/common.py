@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.checks import positive, writable
-from megatron.config.parallel import ParallelConfig
 from megatron.config.trained import TrainedConfig
+from megatron.config.training import ParallelConfig
 from megatron.data.examples import Tokens
 from megatron.train.deal import deal
 

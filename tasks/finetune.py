@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.checks import UsageError, flag
 from megatron.config.launch import world_size
+from megatron.config.model import BertConfig, FinetunedConfig
 from megatron.config.parse import user_errors
 from megatron.config.trained import TrainedConfig
 from megatron.data.tokenizer import Tokenizer

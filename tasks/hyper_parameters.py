@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from megatron.config.checks import UsageError, flag
-from megatron.config.parallel import ParallelConfig
+from megatron.config.training import ParallelConfig
 from tasks.checks import ChecksConfig
 from tasks.common import ReportConfig
 from tasks.finetuning import FinetuneSettings

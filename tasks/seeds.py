@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron.config.bert import FinetunedConfig
 from megatron.config.checkpoints import step_folders
+from megatron.config.model import FinetunedConfig
 from megatron.config.parse import user_errors
 from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import Mesh

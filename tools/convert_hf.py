@@ -22,9 +22,9 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.interrupt import interruptible
-from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_call, user_errors
 from megatron.config.trained import TrainedConfig
+from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.train.trained import open_trained
 from tools.convert.families import FAMILIES, family_of

@@ -24,9 +24,9 @@ from megatron.config.checkpoints import read_manifest
 from megatron.config.checks import UsageError, non_negative, positive, writable
 from megatron.config.interrupt import interruptible
 from megatron.config.launch import world_size
-from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from megatron.config.trained import TrainedConfig
+from megatron.config.training import ParallelConfig
 from megatron.data.files import write_atomically
 from megatron.train.trained import open_trained
 from tools.prompts import Prompt, Reader, of_command_line, of_file, typed_lines

@@ -22,9 +22,9 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checks import non_negative
-from megatron.config.data import BertDataConfig
 from megatron.config.interrupt import interruptible
 from megatron.config.parse import parse, user_errors
+from megatron.config.training import BertDataConfig
 from megatron.data.bert import BertDataset, BertSample
 from megatron.data.masking import HIDDEN, RANDOM
 from megatron.data.pairs import SPECIAL

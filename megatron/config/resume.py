@@ -18,9 +18,9 @@ from megatron.config.checkpoints import (
     step_of,
 )
 from megatron.config.checks import flag, switch
-from megatron.config.data import sample_settings
 from megatron.config.model import ModelConfig
 from megatron.config.pretrain import PretrainConfig
+from megatron.config.training import sample_settings
 
 # Settings that make another model.
 MODEL = (

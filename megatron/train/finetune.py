@@ -20,10 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from megatron.config.bert import FinetunedConfig, Head
-from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.model import FinetunedConfig, Head, ModelConfig
+from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.examples import Example, ExampleBatch, make_batch
 from megatron.data.order import permute
 from megatron.optim.schedule import learning_rate

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.config.failure import write_error_file
 from megatron.config.launch import world_size
-from megatron.config.parallel import ParallelConfig
+from megatron.config.training import ParallelConfig
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.train.watch.ending import Ending
 from megatron.train.watch.lifeline import Lifeline, address_of, open_door

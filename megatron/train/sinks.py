@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-from megatron.config.logging import LoggingConfig
+from megatron.config.training import LoggingConfig
 
 if TYPE_CHECKING:  # read_metrics needs no torch
     from megatron.parallel.mesh import Mesh

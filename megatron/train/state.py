@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.optim.loss_scaler import LossScaler
 from megatron.optim.master_weights import MasterWeights
 from megatron.parallel.gradients import GradientBuffers

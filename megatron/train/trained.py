@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.config.resume import check_kind, find_start, newest_readable
 from megatron.config.trained import TrainedConfig
+from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import (
     Tokenizer,
     build_tokenizer,

@@ -9,8 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from megatron.config.bert import BertConfig
-from megatron.config.model import ModelConfig
+from megatron.config.model import BertConfig, ModelConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.config.bert import FinetunedConfig, ResidualOrder
+from megatron.config.model import FinetunedConfig, ResidualOrder
 from megatron.data.examples import Example, make_batch
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config.bert import ResidualOrder
 from megatron.config.checkpoints import read_manifest, step_folders
+from megatron.config.model import ResidualOrder
 from megatron.config.parse import parse
 from tasks import seeds as seeds_of
 from tasks.finetune import evaluate_models, prepare

@@ -16,7 +16,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 import torch
 import megatron.train.launch as start
-from megatron.config.parallel import ParallelConfig
+from megatron.config.training import ParallelConfig
 from megatron.parallel.collectives import all_reduce
 from megatron.train.launch import launch
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.parallel import ParallelConfig
+from megatron.config.training import ParallelConfig
 from megatron.train.launch import launch
 from megatron.train.watch.rendezvous import Arrival, choose_device, read_place
 from tests.train.ranks import run_ranks, write_program

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.checkpoints import read_manifest
 from megatron.config.checks import flag
-from megatron.config.data import BertDataConfig, DataConfig, GPT2DataConfig
-from megatron.config.model import ModelConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
+from megatron.config.training import BertDataConfig, DataConfig, GPT2DataConfig, PrecisionConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.factory import factory_1d

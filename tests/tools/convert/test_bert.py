@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForPreTraining, AutoTokenizer
 
-from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.checkpoints import read_manifest
+from megatron.config.model import BertConfig, FinetunedConfig
 from megatron.data.tokenizer import read_tokenizer
 from megatron.models.transformer import RESIDUAL_ORDERS
 from megatron.train.models import section_of

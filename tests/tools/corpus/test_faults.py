@@ -195,7 +195,7 @@ def test_a_step_that_is_killed_again_and_again_ends_with_the_same_bytes(
     for at in (1, tasks // 2, tasks - 2):
         kills += kill_when(start(step, argv), lambda at=at: markers(output) >= at)
         if not (output / "manifest.json").exists():
-            with pytest.raises(ValueError, match="has not finished"):
+            with pytest.raises(ValueError, match="that has finished"):
                 find_shards([output], (".jsonl", ".txt"))
     assert kills >= 2
     finish(step, argv)

@@ -146,7 +146,7 @@ def test_a_run_that_was_stopped_goes_on_and_repeats_nothing(tmp_path: Path) -> N
         output = tmp_path / f"out{workers}"
         did = interrupt(folder, output)
         assert 0 < did < len(every)
-        with pytest.raises(ValueError, match="has not finished"):
+        with pytest.raises(ValueError, match="that has finished"):
             shards.find_shards([output])
         run(toy(folder, output, workers=workers))
         assert len(calls(folder)) == len(every) - did
@@ -312,7 +312,7 @@ def test_nothing_but_what_steps_write_is_ever_removed(name: str, tmp_path: Path)
         with pytest.raises(ValueError, match=f"{name.split('/')[-1 if 'train' in name else 0]} in"):
             run(toy(folder, output, **more))
     run(toy(folder, output))
-    with pytest.raises(ValueError, match="is no step's, and is never removed"):
+    with pytest.raises(ValueError, match="is no step's"):
         run(toy(folder, output, mark="?", overwrite=True))
     assert (output / name).read_text() == "mine"
     assert manifest(output)["settings"]["mark"] == "!"
