@@ -40,8 +40,8 @@ from benchmarks.turns import ResidentMemory
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from megatron.data.batch import Batch, Samples
-from megatron.train.feed import feed
 from megatron.train.inputs import Inputs, open_bert_inputs, open_gpt2_inputs
+from megatron.train.loader import prefetch
 
 TRILLION = 10**12
 WANTED = 20  # times the tokens/s of training
@@ -89,7 +89,7 @@ def open_inputs(prefix: Path, settings: Settings) -> Inputs:
 def fed(data: Samples, settings: Settings) -> Iterator[list[Batch]]:
     """Step after step of a rank that is alone."""
     size = settings.global_batch_size
-    return feed(
+    return prefetch(
         data,
         range(0, size * 10**9, size),
         micro_batch_size=settings.micro_batch_size,

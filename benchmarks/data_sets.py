@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from megatron.data.description import Description
 from megatron.data.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDatasetWriter, token_dtype
-from megatron.data.splits import split_documents
+from megatron.data.order import split_documents
 from megatron.data.wordpiece import MARKS, BertWordPieceLowerCase
 
 DOCUMENT = 1100  # tokens of one, on average; OpenWebText has 9.0e9 in 8.0e6

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Product
-from megatron.parallel.product import product as our_product
+from megatron.parallel.kernels import matmul as our_product
 
 TRIES = 4  # of each layout; the fastest counts
 TURNS = "as is", "transposed"

@@ -30,10 +30,10 @@ from benchmarks import transformers_gpt2
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
 from megatron.config.model import ModelConfig
 from megatron.models.gpt2 import GPT2
+from megatron.models.registry import build_model
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.parallel.sharding import initial_value, sharding_specs
 from megatron.train.generate import Sampling, generate
-from megatron.train.models import build_model
 
 SEED = 1234
 THREADS = 2  # of all ranks together

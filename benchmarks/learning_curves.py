@@ -36,8 +36,8 @@ from megatron.config.training import (
 )
 from megatron.data.gpt2 import open_splits
 from megatron.data.sources import Corpus, open_corpus
+from megatron.models.registry import build_model
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.models import build_model
 
 MODEL = ModelConfig(
     num_layers=4,

@@ -30,8 +30,8 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import JsonFile, facts, markdown, told
+from megatron.config.checkpoint import TrainedConfig
 from megatron.config.parse import user_errors
-from megatron.config.trained import TrainedConfig
 from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.train.trained import open_trained

@@ -66,7 +66,8 @@ class Timing:
 
 def encode(which: str, shards: Sequence[Path], files: Files, workers: int, folder: Path) -> Usage:
     """One run of ours or of the peer, which leaves WHICH.bin in the folder."""
-    words = {"ours": ["--append-eod", "--output-prefix", str(folder / "ours")],
+    words = {"ours": ["--append-eod", "--overwrite", "--output-prefix",
+                      str(folder / "ours")],
              "peer": ["--output", str(folder / "peer.bin")]}[which]  # fmt: skip
     command = [
         sys.executable, str(PROGRAMS[which]), "--input", *map(str, shards), *words,

@@ -3,9 +3,9 @@
     python benchmarks/watch.py [--rounds N] [--steps N] [--json FILE]
 
 Two gloo processes of one thread share a model so small (t = 2, fp32) that a step is little but its
-collectives: an upper bound. Watched, they run inside `launch`, with its watcher and torch's
-recorder; unwatched, on a plain process group. Every round starts both kinds anew; wall time is
-that of the slowest rank, CPU time that of both ranks with all their threads.
+collectives: an upper bound. Watched, they run inside `launch`; unwatched, on a plain process group.
+Every round starts both kinds anew; wall time is that of the slowest rank, CPU time that of both
+ranks with all their threads.
 """
 
 import json
@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from socket import create_server
 from statistics import median
 
 import torch
@@ -65,10 +64,12 @@ def measure(mesh: Mesh, steps: int) -> tuple[float, float]:
 
 
 def run_rank(rank: int, folder: str, port: int, watched: bool, steps: int) -> None:
+    """port: of a store that is kept by the parent, as torchrun's agent keeps it."""
     torch.set_num_threads(1)
     if watched:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         with launch(ParallelConfig(tensor_model_parallel_size=RANKS), os.environ) as mesh:
             result = measure(mesh, steps)
     else:
@@ -81,10 +82,9 @@ def run_rank(rank: int, folder: str, port: int, watched: bool, steps: int) -> No
 
 
 def run_ranks(watched: bool, steps: int) -> tuple[float, float]:
-    with create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, (folder, port, watched, steps), nprocs=RANKS)
+        torch.multiprocessing.spawn(run_rank, (folder, store.port, watched, steps), nprocs=RANKS)
         wall, cpu = json.loads(Path(folder, "result.json").read_text())
         return wall, cpu
 

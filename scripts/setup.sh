@@ -1,18 +1,33 @@
 #!/usr/bin/env bash
-# Usage: scripts/setup.sh [--test]
+# Usage: scripts/setup.sh [--test] [--with-apex DIR]
 # Makes .venv beside this folder with what the project needs (--test: and its tests).
 # Does nothing where that is done already.
+# --with-apex: also builds NVIDIA's apex, with its CUDA extensions, from the checkout DIR of
+# https://github.com/NVIDIA/apex. It needs nvcc of the CUDA version that torch was built with.
 set -euo pipefail
+called_from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 fail() { echo "error: $*" >&2; exit 2; }
 
-case "${1:-}" in
-    "") requirements=requirements.txt; stamps=(.venv/setup.stamp) ;;
-    --test) requirements=requirements-test.txt; stamps=(.venv/setup.stamp .venv/setup-test.stamp) ;;
-    *) fail "unknown option $1; scripts/setup.sh [--test] would work" ;;
-esac
-[ $# -le 1 ] || fail "too many options; scripts/setup.sh [--test] would work"
+requirements=requirements.txt
+stamps=(.venv/setup.stamp)
+with_apex=no apex=
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --test)
+            requirements=requirements-test.txt
+            stamps=(.venv/setup.stamp .venv/setup-test.stamp) ;;
+        --with-apex)
+            with_apex=yes
+            if [[ $# -gt 1 && $2 != --* ]]; then
+                apex=$(cd "$called_from" && realpath -m "$2")
+                shift
+            fi ;;
+        *) fail "unknown option $1; scripts/setup.sh [--test] [--with-apex DIR] would work" ;;
+    esac
+    shift
+done
 
 # What the environment is made from. A stamp holding the same says that it is complete; the
 # folder is part of it because an environment that has been moved does not work.
@@ -38,13 +53,52 @@ make_environment() {
     "$python" -m venv --clear .venv
 }
 
-if is_complete 2>/dev/null; then
-    exit 0
+install() {
+    .venv/bin/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+        make_environment
+    rm -f "${stamps[@]}"
+    echo "installing $requirements into .venv (once; this takes minutes)"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+        --requirement "$requirements"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+    made_from | tee "${stamps[@]}" >/dev/null
+}
+
+# Ends with one line that names what building apex lacks, if anything.
+check_apex() {
+    local missing=() cuda="${CUDA_HOME:-/usr/local/cuda}"
+    if [[ -z $apex ]]; then
+        missing+=("the folder of a checkout (git clone https://github.com/NVIDIA/apex)")
+    elif [[ ! -f $apex/setup.py || ! -d $apex/apex ]]; then
+        missing+=("a checkout of https://github.com/NVIDIA/apex in $apex")
+    fi
+    [[ -x $cuda/bin/nvcc ]] || command -v nvcc >/dev/null ||
+        missing+=("nvcc of the CUDA toolkit (on PATH or in CUDA_HOME)")
+    if [[ -e .venv/bin/python ]] &&
+        ! .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null
+    then
+        missing+=("a torch built for CUDA in .venv")
+    fi
+    [[ ${#missing[@]} -eq 0 ]] && return
+    local line
+    line=$(printf '%s; ' "${missing[@]}")
+    fail "--with-apex DIR lacks ${line%; }"
+}
+
+build_apex() {
+    local pip=(.venv/bin/python -m pip install --disable-pip-version-check)
+    "${pip[@]}" --quiet setuptools wheel packaging ninja
+    # Older versions of apex read the build options, newer ones the environment.
+    APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "${pip[@]}" --verbose --no-build-isolation --no-deps \
+        --no-cache-dir --config-settings "--build-option=--cpp_ext" \
+        --config-settings "--build-option=--cuda_ext" "$apex"
+    .venv/bin/python -c 'import torch, amp_C, fused_layer_norm_cuda' ||
+        fail "apex was built from $apex, but its CUDA extensions cannot be imported"
+}
+
+if [[ $with_apex = yes ]]; then check_apex; fi # before minutes of installing
+is_complete 2>/dev/null || install
+if [[ $with_apex = yes ]]; then
+    check_apex # now torch, too
+    build_apex
 fi
-.venv/bin/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-    make_environment
-rm -f "${stamps[@]}"
-echo "installing $requirements into .venv (once; this takes minutes)"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement "$requirements"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-made_from | tee "${stamps[@]}" >/dev/null

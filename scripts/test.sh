@@ -1,22 +1,26 @@
 #!/usr/bin/env bash
 # Usage: scripts/test.sh [GROUP] [PYTEST ARGUMENTS]
-# GROUP is one of the functions below: lint, fast, slow, slurm or all (the default).
+# GROUP is one of the functions below: lint, fast, slow, slurm, sweep or all (the default: every
+# check and test but the sweeps). Two tests run at a time; `-n 0` after the group runs one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-groups="lint fast slow slurm all"
+groups="lint fast slow slurm sweep all"
+export OMP_NUM_THREADS=1 # each worker, and each process that a test starts, has one core
 
+tests() { .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"; }
 lint() {
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
     .venv/bin/mypy
     .venv/bin/lint-imports
 }
-fast() { .venv/bin/python -m pytest -m "not slow and not slurm" "$@"; }
-slow() { .venv/bin/python -m pytest -m slow "$@"; }
-slurm() { .venv/bin/python -m pytest -m slurm "$@"; }
+fast() { tests -m "not slow and not slurm and not sweep" "$@"; }
+slow() { tests -m slow "$@"; }
+slurm() { tests -m slurm "$@"; }
+sweep() { tests -n 0 -m sweep "$@"; }
 all() {
     lint # not `lint &&`: bash would then ignore every failure in it but the last
-    .venv/bin/python -m pytest "$@"
+    tests -m "not sweep" "$@"
 }
 
 group=all

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import positive, writable
-from megatron.config.trained import TrainedConfig
 from megatron.config.training import ParallelConfig
 from megatron.data.examples import Tokens
-from megatron.train.deal import deal
+from megatron.train.loader import shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,7 +216,7 @@ def score_windows(
     if max(lengths, default=0) > model.positions:
         raise ValueError(f"{name}: {max(lengths)} tokens in a window, {model.positions} positions")
     rows = torch.zeros(len(windows), 4, dtype=torch.float64)
-    for numbers in deal(lengths, micro_batch_size, mesh, name):
+    for numbers in shard(lengths, micro_batch_size, mesh, name):
         batch = [windows[number] for number in numbers]
         rows[numbers] = torch.from_numpy(_score_batch(model, mesh, batch))
     columns = all_reduce(rows.to(mesh.device), mesh.data).cpu().numpy().T

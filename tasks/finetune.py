@@ -1,295 +1,513 @@
-"""Fine-tune a pretrained BERT, or evaluate models that were fine-tuned: checks, figures, record."""
+"""Fine-tuning over several seeds with the training loop, and evaluating what was fine-tuned."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import gc
+import json
+import re
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from math import isfinite, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import Any, TypeAlias
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.checkpoint.format import read_manifest, step_folders
+from megatron.checkpoint.load import newest_whole
+from megatron.checkpoint.retention import claim, remove
 from megatron.config.checks import UsageError, flag
-from megatron.config.launch import world_size
-from megatron.config.model import BertConfig, FinetunedConfig
+from megatron.config.model import FinetunedConfig
 from megatron.config.parse import user_errors
-from megatron.config.trained import TrainedConfig
-from megatron.data.tokenizer import Tokenizer
-from megatron.train.trained import open_trained
-from tasks import paper
-from tasks.finetuning import FinetuneSettings, Finetuning
-from tasks.finished import warn_unfinished
-from tasks.hyper_parameters import (
-    check_judged,
-    check_trained,
-    checks_of,
-    hyper_parameters,
-    warn_of_changes,
+from megatron.config.training import TrainingConfig
+from megatron.data.examples import ExampleBatch
+from megatron.data.files import write_atomically
+from megatron.models.registry import MODELS, section_of
+from megatron.optim.schedule import learning_rate
+from megatron.parallel.agree import agree, refuse_alike
+from megatron.parallel.factory import factory_1d
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.random import RandomStreams
+from megatron.train.diagnose import NonFiniteError
+from megatron.train.evaluate import load_newest
+from megatron.train.generate import DivergedError
+from megatron.train.launch import default_precision
+from megatron.train.loop import Loop, train
+from megatron.train.metrics import Metrics
+from megatron.train.signals import SIGNALS, StopSignals
+from megatron.train.state import DTYPES, TrainState
+from megatron.train.step import StepResult
+from tasks.finetuning import Finetuning, figure_name
+from tasks.plan import RESULT, Plan
+from tasks.record import arrange, describe
+from tasks.training import (
+    Steps,
+    finetuned_config,
+    logits_of,
+    optimizer_config,
+    save_finetuned,
+    start,
 )
-from tasks.judging import ask, divergence_told, judge, mean_logits
-from tasks.record import arrange, describe, identify, publish, version
 
-if TYPE_CHECKING:
-    from megatron.parallel.mesh import Mesh
-
-KINDS = (BertConfig.kind, FinetunedConfig.kind)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """All that a run needs beside the mesh."""
-
-    name: str
-    settings: FinetuneSettings
-    task: Finetuning
-    tokenizer: Tokenizer
-    models: Sequence[Sequence[Path]]
-    """Of each model that was given, its checkpoint and older ones, should that be damaged."""
-    dtypes: Sequence[str]
-    """What each of these is evaluated in."""
-    facts: Mapping[str, Any]
-    """For the record: input, command, hyper-parameters, what the checks of the input allowed."""
+METRICS = "metrics.jsonl"
+LINES = 10  # of metrics in an epoch
+PROTOCOL = {
+    "figures": "at the top level: medians over the seeds, each at its last epoch",
+    "last_epoch": "median, lowest and highest over the seeds, each at its last epoch",
+    "best_epoch": "the same, each at its epoch with the highest {best} on the very data that is "
+    "evaluated, and so too good by what that choice gains",
+    "training": "every example once an epoch, in an order of the seed and the epoch; the last step "
+    "of an epoch has the examples that are left; linear warm-up, then linear decay to 0",
+}
+DATA = {"--train-data": "train_data", "--valid-data": "valid_data"}
+Result: TypeAlias = dict[str, Any]
+"""Of a seed: its number, best epoch, checkpoints, and of each epoch loss and figures."""
+Logits: TypeAlias = Mapping[str, Sequence[NDArray[np.float32]]]
+"""By evaluation, of each of its examples."""
 
 
-def run(
-    name: str,
-    module: Any,
-    settings: FinetuneSettings,
-    command: Sequence[str],
-    environ: Mapping[str, str],
-) -> None:
-    """Train, evaluate or judge what a file holds; the record is published."""
-    with user_errors(environ):
-        score_only = getattr(module, "score_only", None)
-        figures = score_only(settings) if score_only is not None else None
-        if figures is not None:
-            check_judged(settings)
-            publish_judged(name, figures, settings, command, environ)
-            return
-        plan = prepare(name, module, settings, command, world_size(environ))
+@dataclass(kw_only=True)
+class Run:
+    """What all seeds have in common, and how far the fine-tuning has come."""
 
-    from megatron.train.launch import launch
-    from tasks.seeds import fine_tune
+    plan: Plan
+    mesh: Mesh
+    environ: Mapping[str, str]
+    pretrained: Path
+    config: FinetunedConfig
+    identity: Mapping[str, Any]
+    """What a finished seed must have in common with this command to be reused."""
+    finished: dict[int, Result] = field(default_factory=dict)
+    seed: int | None = None  # that is trained
+    epoch: int = 0  # of it, counted from 1; 0 before the first one
 
-    with launch(settings.parallel, environ) as mesh:
-        act = fine_tune if settings.train_data else evaluate_models
-        record, here = act(plan, mesh, environ)
-        if mesh.is_first:
-            comparison = None
-            if settings.evaluation.compare_paper:
-                parameters = record["model"]["parameters"]
-                comparison = paper.compare(plan.task.paper or name, here, parameters)
-            with user_errors(environ, agreed=True):
-                publish(record, settings.evaluation, comparison)
+    @property
+    def best(self) -> str:
+        return figure_name(*self.plan.task.best)
+
+    def directory(self, seed: int) -> Path | None:
+        save = self.plan.settings.save
+        return None if save is None else save / f"seed_{seed}"
+
+    def status(self) -> str:
+        """What a signal now would leave, and what to do."""
+        place = f"in epoch {self.epoch}" if self.epoch else "before its first epoch"
+        stopped = "stopped" if self.seed is None else f"seed {self.seed} stopped {place}"
+        if self.plan.settings.save is None:
+            return f"{stopped}: without --save nothing is kept"
+        goes_on = "goes on" if self.seed is None else "begins it anew"
+        finished = ", ".join(map(str, self.finished)) or "none"
+        return f"{stopped}: the same command {goes_on}; finished: {finished}"
 
 
-def publish_judged(
-    name: str,
-    figures: Mapping[str, Any],
-    settings: FinetuneSettings,
-    command: Sequence[str],
-    environ: Mapping[str, str],
-) -> None:
-    """The record of figures that no model was asked for."""
-    if settings.evaluation.compare_paper:
+def fine_tune(
+    plan: Plan, mesh: Mesh, environ: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(record, figures for the paper's table) of training with every seed."""
+    settings = plan.settings
+    seeds = range(settings.seed, settings.seed + settings.seeds)
+    run: Run | None = None
+    with ExitStack() as stack:
+        status = lambda: run.status() if run else "stopped before the first seed"  # noqa: E731
+        stack.enter_context(stoppable(status, mesh))
+        with user_errors(environ, agreed=True):
+            stack.enter_context(claim(str(settings.save) if settings.save else None, mesh))
+            run = start_run(with_dtype(plan, mesh), mesh, environ)
+            load_finished(run, seeds)
+        if plan.task.labels and mesh.is_first:
+            labels = ", ".join(f"{number} {name}" for number, name in enumerate(plan.task.labels))
+            print(f"labels: {labels}", file=sys.stderr)
+        for seed in seeds:
+            if seed not in run.finished:
+                train_seed(run, seed)
+        return report(run, [run.finished[seed] for seed in seeds]) if mesh.is_first else ({}, {})
+
+
+@contextmanager
+def stoppable(status: Callable[[], str], mesh: Mesh) -> Iterator[None]:
+    """SIGTERM, SIGUSR1 and Ctrl-C end the process at once with the status of SIGNALS, and the first
+    rank prints `status`: of an epoch that is not done nothing could be used."""
+    with StopSignals():
+        try:
+            yield
+        except SystemExit as stop:
+            if mesh.is_first and stop.code in SIGNALS.values():
+                print(status(), file=sys.stderr, flush=True)
+            raise
+
+
+def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
+    """The plan with the precision that pretraining would choose, where --dtype is not given.
+
+    Raises ValueError, on every rank, where the devices of the ranks differ in that.
+    """
+    chosen = mesh.control.gather(plan.settings.dtype or default_precision(mesh.device))
+    if len(set(chosen)) > 1:
         raise UsageError(
-            "--compare-paper compares models, and none is asked; --no-compare-paper would work"
+            "--dtype",
+            None,
+            f"given: the ranks' devices would compute in {' and '.join(sorted(set(chosen)))}",
+            works=("--dtype", "fp32"),
         )
-    facts = {**version(), "data": [identify(each) for each in settings.files], "command": command}
-    if environ.get("RANK", "0") == "0":
-        publish(arrange(name, figures, facts), settings.evaluation)
+    settings: Any = replace(plan.settings, dtype=chosen[0])
+    parameters = {**plan.facts["hyper_parameters"], "dtype": chosen[0]}
+    return replace(plan, settings=settings, facts={**plan.facts, "hyper_parameters": parameters})
 
 
-def prepare(
-    name: str, module: Any, settings: FinetuneSettings, command: Sequence[str], world: int
-) -> Plan:
-    """Read and check all input, without torch; raises ValueError or OSError that names the flag."""
-    check_settings(settings)
-    opened = open_models(settings, world)
-    for folders, tokenizer, manifest in opened:
-        check_model(settings, folders[0], manifest)
-        if tokenizer.fingerprint != opened[0][1].fingerprint:
-            raise ValueError(
-                f"--ensemble: {folders[0]} was trained with another tokenizer than "
-                f"{opened[0][0][0]}; models of one vocabulary would work"
-            )
-    _, tokenizer, manifest = opened[0]
-    task = module.prepare(settings, manifest, tokenizer)
-    if settings.evaluation.compare_paper:
-        paper.check_figures(task.paper or name, task.conventions)
-    check_examples(settings, task)
-    for folders, _, manifest in opened if not settings.train_data else ():
-        check_head(task, folders[0], manifest)
-        warn_of_changes(settings, folders[0], facts_of(manifest))
-    if settings.train_data and settings.save is None:
-        warnings.warn(
-            "nothing of the models is kept, and no seed if a later one fails; --save DIRECTORY "
-            "would keep them",
-            stacklevel=2,
-        )
-    facts = {
-        "data": [identify(each) for each in settings.files],
-        "hyper_parameters": hyper_parameters(settings),
-        "checks": checks_of(settings),
-        "command": command,
+def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> Run:
+    """Find the newest whole checkpoint to start from."""
+    settings, task = plan.settings, plan.task
+    pretrained, manifest, passed_over = newest_whole(plan.models[0], mesh)
+    for reason in passed_over if mesh.is_first else ():
+        print(f"warning: passed over: {reason}", file=sys.stderr)
+    config = finetuned_config(
+        section_of(manifest),
+        task.head,
+        task.labels,
+        hidden_dropout=settings.hidden_dropout,
+        attention_dropout=settings.attention_dropout,
+        recompute_granularity=settings.recompute_granularity,
+    )
+    hashes = {each.get("file", each.get("folder")): each["sha256"] for each in plan.facts["data"]}
+    identity = {
+        "--task": plan.name,
+        "--load": manifest["checksum"],
+        "--train-data": [hashes[str(file)] for file in settings.train_data],
+        "--valid-data": [hashes[str(file)] for file in settings.valid_data],
+        "the evaluations": list(task.evaluations),
+        **{flag(name): value for name, value in plan.facts["hyper_parameters"].items()},
     }
-    return Plan(
-        name=name,
-        settings=settings,
-        task=task,
-        tokenizer=tokenizer,
-        models=[folders for folders, _, _ in opened],
-        dtypes=[settings.dtype or dtype_of(manifest) for _, _, manifest in opened],
-        facts=facts,
+    return Run(
+        plan=plan,
+        mesh=mesh,
+        environ=environ,
+        pretrained=pretrained,
+        config=config,
+        identity=identity,
     )
 
 
-def open_models(
-    settings: FinetuneSettings, world: int
-) -> list[tuple[Sequence[Path], Tokenizer, dict[str, Any]]]:
-    """Of each model that is given what `open_trained` says; warns where one is given twice."""
-    name, loads = "--ensemble", settings.ensemble
-    if settings.load is not None:
-        name, loads = "--load", (settings.load,)
-    opened, known = [], set()
-    for load in loads:
-        section = TrainedConfig(load=load, vocab_file=settings.vocab_file)
-        opened.append(open_trained(section, settings.parallel, world, KINDS, given=name))
-        folders, _, manifest = opened[-1]
-        warn_unfinished(name, load, folders[0], facts_of(manifest))
-        checksum = manifest["checksum"]
-        if checksum in known:
-            warnings.warn(
-                f"{name} {load} is the same model as one before it, so that it counts twice",
-                stacklevel=2,
+def train_seed(run: Run, seed: int) -> None:
+    """Train with this seed; its result is kept in --save and in `run.finished`."""
+    mesh, settings, directory = run.mesh, run.plan.settings, run.directory(seed)
+    run.seed, run.epoch = seed, 0
+    steps = Steps(
+        examples=run.plan.task.train,
+        seed=seed,
+        epochs=settings.epochs,
+        global_batch_size=settings.global_batch_size,
+        micro_batch_size=settings.micro_batch_size,
+    )
+    optimizer = optimizer_config(settings, len(steps))
+    assert settings.dtype is not None  # with_dtype
+    with user_errors(run.environ, agreed=True):
+        clear(directory, mesh)
+        state = start(run.pretrained, run.config, optimizer, settings.dtype, seed, mesh)
+    file = None if directory is None else directory / METRICS
+    with Metrics(file, mesh, start=0, steps=len(steps), stream=sys.stderr) as metrics:
+        metrics.bar.set_description(f"{run.plan.name}, seed {seed}")
+        epochs = Epochs(run, steps, metrics)
+        loop = Loop(
+            training=TrainingConfig(
+                train_iters=len(steps),
+                eval_interval=steps.per_epoch,
+                check_replicas_interval=steps.per_epoch,
+            ),
+            batches=epochs.batches(),
+            learning_rate=partial(learning_rate, optimizer, decay_iters=len(steps) + 1),
+            evaluate=epochs.evaluate,
+            save=epochs.save,
+            saver=epochs,
+            metrics=metrics,
+            signals=StopSignals(),
+            facts=lambda state: {"seed": seed, "epoch": run.epoch},
+            log_interval=-(-steps.per_epoch // LINES),
+            save_interval=steps.per_epoch,
+            post_step=epochs.post_step,
+        )
+        with divergence_reported(run.environ):
+            try:
+                train(state, loop)
+            except NonFiniteError as error:
+                raise DivergedError(_divergence(error, state, seed, run.epoch)) from error
+    result = epochs.result()
+    if directory is not None and mesh.is_first:
+        names = {name: [file.name for file in getattr(settings, key)] for name, key in DATA.items()}
+        kept = {"identity": run.identity, "files": names, "result": result}
+        write_atomically(directory / RESULT, json.dumps(kept, indent=1).encode() + b"\n")
+    run.seed, run.finished[seed] = None, result
+    # Hooks of the gradients refer to the model that holds them; the next one needs its memory.
+    del state, loop, epochs
+    gc.collect()
+
+
+def clear(directory: Path | None, mesh: Mesh) -> None:
+    """Remove the checkpoints of a run with this seed that did not come to its end; say so."""
+    if directory is not None:
+        folders = step_folders(directory) if mesh.is_first else []
+        if mesh.is_first and (folders or (directory / METRICS).exists()):
+            print(f"{directory}: this seed was interrupted and begins anew", file=sys.stderr)
+        agree(mesh, partial(_remove, folders), "removing")
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        remove(folder)
+
+
+class Epochs:
+    """The epochs of a seed for the loop: the batches, the evaluation at the end of each, and the
+    checkpoints of the last and the best one."""
+
+    failed = False
+
+    def __init__(self, run: Run, steps: Steps, metrics: Metrics) -> None:
+        self.run, self.steps, self.metrics = run, steps, metrics
+        self.done: list[dict[str, Any]] = []
+        self.loss_sum = self.examples_seen = 0.0
+
+    def batches(self) -> Generator[list[ExampleBatch]]:
+        for step in range(len(self.steps)):
+            self.run.epoch = step // self.steps.per_epoch + 1
+            self.metrics.prefix = f"seed {self.steps.seed} | epoch {self.run.epoch} | "
+            yield self.steps.micro_batches(step, self.run.mesh)
+
+    def post_step(self, state: TrainState, result: StepResult) -> None:
+        if not result.skipped:
+            count = len(self.steps.numbers(state.step - 1))
+            self.loss_sum += result.loss * count
+            self.examples_seen += count
+
+    def evaluate(self, state: TrainState) -> None:
+        """Judge the model on all evaluations, and record it with the mean loss of the epoch, that
+        of steps which fp16 skipped left out."""
+        run, size = self.run, self.steps.micro_batch_size
+        loss = self.loss_sum / self.examples_seen if self.examples_seen else nan
+        self.loss_sum = self.examples_seen = 0.0
+        label = f"epoch {run.epoch}"
+        logits = ask(run.plan.task, state.model, run.config, run.mesh, size, label)
+        figures = judge(run.plan.task, logits) if run.mesh.is_first else {}
+        figures = run.mesh.control.gather(figures)[0]
+        line = {"epoch": run.epoch, "train_loss": loss if isfinite(loss) else None}
+        self.metrics.write({"step": state.step, "seed": self.steps.seed, **line, **figures})
+        told = {"train_loss": loss, **figures}
+        words = [f"{name} {value:.4g}" for name, value in told.items() if _is_number(value)]
+        self.metrics.log(" | ".join([f"step {state.step}", *words]))
+        self.done.append({**line, "figures": figures, "checkpoint": None})
+
+    def save(self, state: TrainState, validation_loss: float | None) -> None:
+        """Save the epoch if it is the last or the best, and remove the one that was the best."""
+        run, number = self.run, len(self.done)
+        directory = run.directory(self.steps.seed)
+        is_best = self.best() == number - 1
+        if directory is None or not (is_best or number == self.steps.epochs):
+            return
+        facts = {
+            "task": run.plan.name,
+            "pretrained": run.identity["--load"],
+            "hyper_parameters": run.plan.facts["hyper_parameters"],
+            "seed": self.steps.seed,
+            "epoch": number,
+            "figures": self.done[-1]["figures"],
+        }
+        files = run.plan.tokenizer.files
+        path = save_finetuned(state, run.config, directory, run.pretrained, files, facts)
+        former = [epoch for epoch in self.done if epoch["checkpoint"] is not None]
+        self.done[-1]["checkpoint"] = str(path)
+        for epoch in former if is_best else ():
+            folders = [Path(epoch["checkpoint"])] if run.mesh.is_first else []
+            agree(run.mesh, partial(_remove, folders), "removing")
+            epoch["checkpoint"] = None
+
+    def reports(self) -> list[Any]:
+        return []
+
+    def close(self) -> None: ...
+
+    def best(self) -> int:
+        """The place of the first epoch with the highest figure."""
+        values = [float(epoch["figures"][self.run.best]) for epoch in self.done]
+        return max(range(len(values)), key=lambda place: (isfinite(values[place]), values[place]))
+
+    def result(self) -> Result:
+        best = self.best()
+        paths = {"last": self.done[-1]["checkpoint"], "best": self.done[best]["checkpoint"]}
+        epochs = [{key: epoch[key] for key in epoch if key != "checkpoint"} for epoch in self.done]
+        return {
+            "seed": self.steps.seed, "best_epoch": best + 1, "checkpoints": paths, "epochs": epochs,
+        }  # fmt: skip
+
+
+def _divergence(error: NonFiniteError, state: TrainState, seed: int, epoch: int) -> str:
+    """Where it began, and what may help here."""
+    scaler, found = state.scaler, error.found
+    scale = f" at loss scale {scaler.scale:g}" if scaler.is_scaling else ""
+    seen = f"; first seen in {found.what}, on the rank at {found.place}" if found else ""
+    helps = ["a lower --lr", "a larger --lr-warmup-fraction"]
+    helps += ["--dtype bf16"] if scaler.is_scaling else []
+    return (
+        f"seed {seed}, epoch {epoch}, step {state.step + 1}: the {error.what} is not finite"
+        f"{scale}{seen}; {' or '.join(helps)} may help"
+    )
+
+
+@contextmanager
+def divergence_reported(environ: Mapping[str, str]) -> Iterator[None]:
+    """End the program with one message where a model's numbers are none; other errors are faults of
+    the program, which their tracebacks find."""
+    try:
+        yield
+    except DivergedError:
+        with user_errors(environ, agreed=True):
+            raise
+
+
+def load_finished(run: Run, seeds: Sequence[int]) -> None:
+    """Load the results of the seeds that --save holds finished; the first rank's hold for all.
+
+    Raises ValueError, on every rank, where one is of another command.
+    """
+
+    def read() -> None:
+        for seed in seeds if run.mesh.is_first else ():
+            directory = run.directory(seed)
+            if directory is not None and (directory / RESULT).is_file():
+                run.finished[seed] = read_result(directory / RESULT, run)
+                print(f"seed {seed} is finished in {directory}", file=sys.stderr)
+
+    refuse_alike(run.mesh, read)
+    run.finished = run.mesh.control.gather(run.finished)[0]
+
+
+def read_result(file: Path, run: Run) -> Result:
+    """The result of a finished seed; ValueError, with what differs, where it is of another run."""
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        result: Result = kept["result"]
+        then, names = kept["identity"], kept.get("files", {})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} is damaged: {error!r}; without that file the seed is run again"
+        ) from error
+    for name, now in json.loads(json.dumps(run.identity)).items():
+        if then.get(name) != now:
+            what = f"with {name} {then.get(name)}, and here it is {now}"
+            if name in DATA:
+                files = [each.name for each in getattr(run.plan.settings, DATA[name])]
+                old = _named(then.get(name, []), names.get(name))
+                what = f"with other {name}: {_compare(old, _named(now, files))}"
+            what = re.sub("([0-9a-f]{12})[0-9a-f]{52}", r"\1", what)
+            raise UsageError(
+                "--save", file.parents[1], f"another folder: this holds seeds of a run {what}"
             )
-        known.add(checksum)
-    return opened
+    return result
 
 
-def dtype_of(manifest: Mapping[str, Any]) -> str:
-    """What a model was fine-tuned in; fp32 for one that was imported, where it is not known."""
-    precision: str = manifest["precision"]
-    return "fp32" if "imported_from" in manifest else precision
+def _named(hashes: Sequence[str], names: Sequence[str] | None) -> dict[str, str]:
+    """{hash: what to call the file}; results of earlier versions have no names."""
+    return dict(zip(hashes, names or [f"a file ({each})" for each in hashes], strict=True))
 
 
-def check_settings(settings: FinetuneSettings) -> None:
-    """Raise UsageError for what is missing, or would be ignored."""
-    trains = bool(settings.train_data)
-    if settings.ensemble and settings.load is not None:
-        raise UsageError(
-            "--load, one checkpoint, and --ensemble, several of fine-tuned models, are both given; "
-            "one of them, not both, would work"
-        )
-    if not settings.ensemble and settings.load is None:
-        judges = settings.judged and not trains
-        instead = f", or {flag(settings.judged)}, answers in a file" if judges else ""
-        raise UsageError(
-            "either --load, one checkpoint, or --ensemble, several of fine-tuned models, is needed"
-            f"{instead}"
-        )
-    if len(settings.ensemble) == 1:
-        warnings.warn(
-            f"--ensemble {settings.ensemble[0]} is a single model, whose figures --load would "
-            "give; several, such as the seeds of one --save, would work as an ensemble",
-            stacklevel=2,
-        )
-    if settings.ensemble and trains:
-        raise UsageError(
-            "--ensemble evaluates fine-tuned models and --train-data fine-tunes one; leaving one "
-            "of them out would work"
-        )
-    check_trained(settings)
+def _compare(then: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """What has become of the files; both are {hash: name}."""
+    gone = {name: digest for digest, name in then.items() if digest not in now}
+    new = {name: digest for digest, name in now.items() if digest not in then}
+    found = [
+        f"{name} has changed (sha256 {gone[name]} then, {new[name]} now)"
+        for name in gone.keys() & new.keys()
+    ]
+    found += [f"{name} is missing" for name in gone if name not in new]
+    found += [f"{name} is new" for name in new if name not in gone]
+    return ", ".join(found) or "the same files, in another order or number"
 
 
-def check_model(settings: FinetuneSettings, path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise ValueError where the checkpoint is not of the kind that is trained or evaluated."""
-    is_finetuned = manifest["kind"] == FinetunedConfig.kind
-    if is_finetuned and settings.train_data:
-        raise ValueError(
-            f"--load {path} is fine-tuned already; without --train-data it is evaluated, and a "
-            "checkpoint of pretraining would work for training"
-        )
-    if not is_finetuned and not settings.train_data:
-        raise ValueError(
-            f"{path} is pretrained alone, so its head would be random; --train-data to fine-tune "
-            "it would work"
-        )
-    positions = manifest["config"]["model"]["max_position_embeddings"]
-    if settings.seq_length > positions:
-        raise UsageError(
-            f"--seq-length {settings.seq_length} is more than the {positions} positions of {path}; "
-            f"--seq-length {positions} would work"
-        )
+def report(run: Run, results: Sequence[Result]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(record, figures for the paper's table); only the first rank asks."""
+    last = [each["epochs"][-1]["figures"] for each in results]
+    best = [each["epochs"][each["best_epoch"] - 1]["figures"] for each in results]
+    here = {"last_epoch": medians(last), "best_epoch": medians(best)}
+    vocab_size = read_manifest(run.pretrained)["vocab_size"]
+    _, make = MODELS[run.config.kind]
+    with torch.device("meta"):  # without memory: its shapes are asked for
+        model = make(run.config, factory_1d(run.mesh, RandomStreams(0, run.mesh)), vocab_size)
+    assert run.plan.settings.dtype is not None
+    facts = describe(run.pretrained, model, run.mesh, run.plan.settings.dtype)
+    facts["model"] |= {name: asdict(run.config)[name] for name in ("head", "labels")}
+    figures = {
+        "protocol": {name: text.format(best=run.best) for name, text in PROTOCOL.items()},
+        "seeds": list(results),
+        "last_epoch": summarise(last),
+        "best_epoch": summarise(best),
+        **here["last_epoch"],
+    }
+    return assemble(run.plan, facts, figures), here
 
 
-def check_examples(settings: FinetuneSettings, task: Finetuning) -> None:
-    """Raise ValueError where nothing is left of the data of a flag."""
-    for name, files, sets in (
-        ("--train-data", settings.train_data, [task.train]),
-        ("--valid-data", settings.valid_data, task.evaluations.values()),
-    ):
-        if files and not all(map(len, sets)):
-            given = " ".join(map(str, files))
-            raise ValueError(f"{name} {given} leaves no example; data that has some would work")
-    assert settings.train_data or not len(task.train)
+def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Median, lowest and highest of each figure over the seeds; of mappings one by one. Counts that
+    all seeds agree on are left out."""
+
+    def spread(values: Sequence[float]) -> dict[str, float] | None:
+        if isinstance(values[0], int) and len(set(values)) == 1:
+            return None
+        return {"median": median(values), "min": min(values), "max": max(values)}
+
+    return _of_each(rows, spread)
 
 
-def check_head(task: Finetuning, path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise ValueError where the model was fine-tuned for another task than this one."""
-    section = manifest["config"]["model"]
-    theirs, ours = (section["head"], tuple(section["labels"])), (task.head, tuple(task.labels))
-    if theirs != ours:
-        raise ValueError(
-            f"{path} was fine-tuned on {facts_of(manifest).get('task', 'another task')}: its head "
-            f"is a {_head(*theirs)}, and that of this task a {_head(*ours)}; a model that was "
-            "fine-tuned on this task, with the same labels in the same order, would work"
-        )
+def medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The median of each figure over the seeds, and counts that all agree on."""
+    return _of_each(rows, lambda values: values[0] if len(set(values)) == 1 else median(values))
 
 
-def facts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """How the model of a checkpoint was fine-tuned; nothing is known of an imported one."""
-    facts: dict[str, Any] = manifest.get("finetuned", {})
-    return facts
+def _of_each(rows: Sequence[Mapping[str, Any]], of: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    """of: the values of a figure; None leaves it out, and so does a value that is no number."""
+    found: dict[str, Any] = {}
+    for name, value in rows[0].items():
+        values = [row[name] for row in rows]
+        if isinstance(value, Mapping):
+            found[name] = _of_each(values, of)
+        elif all(map(_is_number, values)) and (figure := of(values)) is not None:
+            found[name] = figure
+    return found
 
 
-def _head(head: str, labels: Sequence[str]) -> str:
-    return f"{head} ({', '.join(labels)})" if labels else head
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def evaluate_models(
     plan: Plan, mesh: Mesh, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(record, figures for the paper's table) of each model, and of the mean of their logits."""
-    from megatron.train.checkpoint import read_manifest
-    from megatron.train.evaluate import load_newest
-    from megatron.train.models import section_of
-    from megatron.train.state import DTYPES
-
     rows, every = [], []
     for folders, dtype in zip(plan.models, plan.dtypes, strict=True):
         with user_errors(environ, agreed=True):
             path, model = load_newest(folders, mesh, DTYPES[dtype])
         manifest, size = read_manifest(path), plan.settings.micro_batch_size
-        with divergence_told(environ):
+        with divergence_reported(environ):
             every.append(ask(plan.task, model, section_of(manifest), mesh, size, plan.name))
         facts = describe(path, model, mesh, dtype)
-        rows.append({**facts, "finetuned": facts_of(manifest)})
+        rows.append({**facts, "finetuned": manifest.get("finetuned", {})})
     if not mesh.is_first:
         return {}, {}
     each, first = [judge(plan.task, logits) for logits in every], rows[0]
     if not plan.settings.ensemble:
         return assemble(plan, first, each[0]), {"this_model": each[0]}
     figures = judge(plan.task, mean_logits(every))
+    of_each = ("checkpoint", "checkpoint_hash", "step", "dtype", "finetuned")
     models = [
-        {**{key: row[key] for key in MEMBER}, "figures": own}
+        {**{key: row[key] for key in of_each}, "figures": own}
         for row, own in zip(rows, each, strict=True)
     ]
-    facts = {key: value for key, value in first.items() if key not in MEMBER}
+    facts = {key: value for key, value in first.items() if key not in of_each}
     return assemble(plan, {**facts, "models": models}, figures), {"ensemble": figures}
-
-
-# What each model of an ensemble has.
-MEMBER = ("checkpoint", "checkpoint_hash", "step", "dtype", "finetuned")
 
 
 def assemble(plan: Plan, facts: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,3 +515,35 @@ def assemble(plan: Plan, facts: Mapping[str, Any], figures: Mapping[str, Any]) -
     words = {"labels": list(plan.task.labels), "notes": dict(plan.task.notes)}
     conventions = {"conventions": dict(plan.task.conventions)}
     return arrange(plan.name, {**conventions, **figures}, {**words, **facts, **plan.facts})
+
+
+def ask(task: Finetuning, model: Any, config: Any, mesh: Mesh, size: int, label: str) -> Logits:
+    """The model's logits of every example of all evaluations, the same on every rank."""
+    return {
+        name: logits_of(model, config, mesh, examples, size, f"{label} {name}".strip())
+        for name, examples in task.evaluations.items()
+    }
+
+
+def mean_logits(every: Sequence[Logits]) -> Logits:
+    """The mean of the models' logits of each example (paper, table 5: ensemble)."""
+    return {
+        name: [np.mean(each, axis=0) for each in zip(*(own[name] for own in every), strict=True)]
+        for name in every[0]
+    }
+
+
+def judge(task: Finetuning, logits: Logits) -> dict[str, Any]:
+    """The figures of all evaluations by their names in the record, as JSON has them."""
+    each = {name: task.figures(name, logits[name]) for name in task.evaluations}
+    named = {
+        figure_name(evaluation, figure): value
+        for evaluation, figures in each.items()
+        for figure, value in figures.items()
+    }
+    further = task.combined(each)
+    assert not named.keys() & further.keys(), "two figures of one name"
+    # A numpy scalar becomes a number.
+    text = json.dumps(named | dict(further), default=lambda value: value.item())
+    figures: dict[str, Any] = json.loads(text)
+    return figures

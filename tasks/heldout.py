@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megatron.config.checks import positive
 from megatron.data.description import Description
 from megatron.data.indexed import IndexedDataset
-from megatron.data.splits import split_documents
+from megatron.data.order import split_documents
 from megatron.data.tokenizer import Tokenizer
 from tasks.common import Joined, Scores, Sliding, Task, TaskSettings, Window
 from tasks.ngram import bigram_perplexity, unigram_perplexity
@@ -153,10 +153,11 @@ def training_tokens(prefix: str, manifest: dict[str, Any]) -> NDArray[np.integer
         data, description = IndexedDataset(prefix), Description.read(prefix)
     except (ValueError, OSError) as error:
         raise ValueError(f"--train-data: {error}") from error
-    if description is not None and description.tokenizer_fingerprint != manifest["tokenizer"]:
+    known = manifest["tokenizer"]  # empty where the weights were imported without a tokenizer
+    if known and description is not None and description.tokenizer_fingerprint != known:
         raise ValueError(
             f"--train-data {prefix} was made with the tokenizer "
-            f"{description.tokenizer_fingerprint[:12]}, the model with {manifest['tokenizer'][:12]}"
+            f"{description.tokenizer_fingerprint[:12]}, the model with {known[:12]}"
             "; the --data-path that the model was trained on would work"
         )
     train, _, _ = split_documents(manifest["config"]["data"]["split"], len(data.documents) - 1)

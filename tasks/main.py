@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tasks`, when run as a script
 
 from megatron.config.checks import UsageError
-from megatron.config.interrupt import interruptible
-from megatron.config.launch import world_size
+from megatron.config.launch import interruptible, world_size
 from megatron.config.parse import parse, user_errors
 from megatron.train.trained import open_trained
-from tasks import finetune, paper
+from tasks import paper
 from tasks.common import Task, TaskSettings, continue_prompts, score_windows
 from tasks.finetuning import FinetuneSettings
-from tasks.record import ROOT, arrange, describe, identify, publish
+from tasks.plan import check_judged, make_plan
+from tasks.record import ROOT, arrange, describe, identify, publish, version
 
 if TYPE_CHECKING:
     from megatron.models.gpt2 import GPT2
@@ -115,12 +115,47 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         settings = parse(module.Settings, rest, environ)
     command = ["tasks/main.py", *arguments]
     if isinstance(settings, FinetuneSettings):
-        finetune.run(name, module, settings, command, environ)
+        run_finetuned(name, module, settings, command, environ)
     else:
-        run(name, module, settings, command, environ)
+        run_zero_shot(name, module, settings, command, environ)
 
 
-def run(
+def run_finetuned(
+    name: str,
+    module: Any,
+    settings: FinetuneSettings,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+) -> None:
+    """Fine-tune a BERT, evaluate fine-tuned ones, or judge the answers that a file holds."""
+    with user_errors(environ):
+        score_only = getattr(module, "score_only", None)
+        figures = score_only(settings) if score_only is not None else None
+        if figures is not None:
+            check_judged(settings)
+            data = [identify(each) for each in settings.files]
+            record = arrange(name, figures, {**version(), "data": data, "command": command})
+            if environ.get("RANK", "0") == "0":
+                publish(record, settings.evaluation)
+            return
+        plan = make_plan(name, module, settings, command, world_size(environ))
+
+    from megatron.train.launch import launch
+    from tasks.finetune import evaluate_models, fine_tune
+
+    with launch(settings.parallel, environ) as mesh:
+        act = fine_tune if settings.train_data else evaluate_models
+        record, here = act(plan, mesh, environ)
+        if mesh.is_first:
+            comparison = None
+            if settings.evaluation.compare_paper:
+                parameters = record["model"]["parameters"]
+                comparison = paper.compare(plan.task.paper or name, here, parameters)
+            with user_errors(environ, agreed=True):
+                publish(record, settings.evaluation, comparison)
+
+
+def run_zero_shot(
     name: str,
     module: Any,
     settings: TaskSettings,

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.checkpoints import read_manifest, step_of
+from megatron.checkpoint.format import read_manifest, step_of
 from megatron.data.files import sha256, write_atomically
 from tasks import paper
 from tasks.common import ReportConfig
@@ -48,7 +48,7 @@ def arrange(name: str, figures: Mapping[str, Any], facts: Mapping[str, Any]) -> 
 def describe(checkpoint: Path, model: Any, mesh: Mesh, dtype: str) -> dict[str, Any]:
     """What was evaluated, and on what."""
     from megatron.parallel.sharding import sharding_specs
-    from megatron.train.start import environment
+    from megatron.train.state import environment
 
     manifest = read_manifest(checkpoint)
     section = manifest["config"]["model"]

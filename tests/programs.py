@@ -9,7 +9,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 
 from tests.data.samples import write_data
 from tests.dist import PRELOADED
@@ -36,16 +38,18 @@ class Run:
         """Whether no rank has ended yet."""
         return all(process.exitcode is None for process in self.processes)
 
-    def wait(self, timeout: float = 60) -> list[int]:
-        """The ranks' exit codes; TimeoutError with what they printed if one still runs."""
-        deadline = time.monotonic() + timeout
-        for process in self.processes:
+    def wait(self, timeout: float = 120, ranks: Sequence[int] | None = None) -> list[int]:
+        """The exit codes of these ranks, or all; TimeoutError with what they printed if one still
+        runs."""
+        deadline, codes = time.monotonic() + timeout, []
+        for process in self.processes if ranks is None else [self.processes[r] for r in ranks]:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
                 raise TimeoutError(f"still running after {timeout} s:\n{self.text()}")
-        return [process.exitcode for process in self.processes]
+            codes.append(process.exitcode)
+        return codes
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float = 60) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout: float = 120) -> None:
         """Until the condition holds; fails where a process ends or the time is up before."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -76,6 +80,54 @@ def some_data(folder: Path) -> Path:
 
 
 @contextmanager
+def meeting_place(agent: bool = False) -> Iterator[dict[str, str]]:
+    """MASTER_ADDR and MASTER_PORT of a run, which nobody else can take meanwhile.
+
+    agent: the store is kept here, as torchrun's agent keeps it; else rank 0 keeps it, at a port
+    that is bound here but not listened at, so that SO_REUSEADDR lets rank 0 bind it, too.
+    """
+    address = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    if agent:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        yield address | {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield address | {"MASTER_PORT": str(reserved.getsockname()[1])}
+
+
+@contextmanager
+def start_ranks(
+    target: Callable[[], object],
+    ranks: Sequence[int],
+    world: int,
+    folder: Path,
+    *,
+    agent: bool = False,
+) -> Iterator[Run]:
+    """Processes that run `target`, one for each of `ranks`, in the environment of a launcher; what
+    still runs at the end is killed. folder: of the logs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    logs = [folder / f"rank_{number}.log" for number in range(len(ranks))]
+    processes: list[BaseProcess] = []
+    with meeting_place(agent) as place:
+        for rank, log in zip(ranks, logs, strict=True):
+            log.unlink(missing_ok=True)  # of a run before
+            environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+            environ |= {"LOCAL_WORLD_SIZE": str(world), **place}
+            environ = environ if world > 1 else {}
+            processes.append(context.Process(target=_main, args=(target, environ, log)))
+            processes[-1].start()
+        try:
+            yield Run(processes, logs)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
 def pretrain(
     words: str,
     *,
@@ -84,7 +136,7 @@ def pretrain(
     before: Callable[[], None] | None = None,
     program: str = "pretrain_gpt2",
     data: Path | None = None,
-) -> Iterator[Run]:
+) -> AbstractContextManager[Run]:
     """The program with these flags on `world` ranks; what still runs at the end is killed.
 
     folder: of the logs, and of a data set where none is given. before: called in each process
@@ -92,64 +144,24 @@ def pretrain(
     """
     data = data or some_data(folder)
     arguments = [*SHAPE.split(), *REST.split(), "--data-path", str(data), *words.split()]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    port = _free_port()
-    logs = [folder / f"rank_{rank}.log" for rank in range(world)]
-    processes = []
-    for rank, log in enumerate(logs):
-        log.unlink(missing_ok=True)  # of a run before
-        environ = _environment(rank, world, port)
-        process = context.Process(target=_main, args=(program, arguments, environ, log, before))
-        process.start()
-        processes.append(process)
-    try:
-        yield Run(processes, logs)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    target = partial(_program, program, arguments, before)
+    return start_ranks(target, range(world), world, folder)
 
 
-def _environment(rank: int, world: int, port: int) -> dict[str, str]:
-    if world == 1:
-        return {}
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def _main(
-    program: str,
-    arguments: list[str],
-    environ: Mapping[str, str],
-    log: Path,
-    before: Callable[[], None] | None,
-) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(environ)
-    import torch
-
-    torch.set_num_threads(1)
+def _program(program: str, arguments: list[str], before: Callable[[], None] | None) -> None:
     if before is not None:
         before()
     sys.argv = [f"{program}.py", *arguments]
     import_module(program).main(arguments, os.environ)
+
+
+def _main(target: Callable[[], object], environ: Mapping[str, str], log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    target()
 
 
 def newest(save: Path) -> Path:

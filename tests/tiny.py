@@ -15,12 +15,12 @@ from megatron.config.model import RecomputeGranularity
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.gpt2 import GPT2
+from megatron.models.registry import build_model
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import ShardingSpec, initial_value, load_whole, sharding_specs
-from megatron.train.models import build_model
 from megatron.train.objectives import NextToken
 from megatron.train.state import TrainState, build_state
 
@@ -74,8 +74,8 @@ def tiny_state(
     state = build_state(section, optimizer, precision, mesh, VOCABULARY, seed=seed, dtype=dtype)
     scatter_weights(state.model, tiny_weights(state.model))
     for buffer, master in zip(state.gradients.buffers, state.optimizer.masters, strict=True):
-        for slot in buffer.slots:
-            slot.view(master.detach()).copy_(slot.parameter.detach())
+        for view in buffer.views:
+            view.view(master.detach()).copy_(view.parameter.detach())
     return state
 
 
@@ -99,7 +99,7 @@ def scatter_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
 def gather_whole(local: Tensor, spec: ShardingSpec) -> Tensor:
     """The whole tensor, of which this rank holds `local`; its padding has to be zero."""
     whole = local.detach()
-    for dim, axis in spec.cuts:
+    for dim, axis in reversed(spec.cuts):  # the minor axis of a dim comes last
         whole = gather_from(whole, dim, axis)
     rows = spec.shape[0]
     assert not whole[rows:].any(), "padding rows are not zero"
@@ -113,9 +113,9 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def whole_gradients(gradients: GradientBuffers) -> dict[str, Tensor]:
     return {
-        slot.name: gather_whole(slot.view(buffer.flat), slot.spec)
+        view.name: gather_whole(view.view(buffer.flat), view.spec)
         for buffer in gradients.buffers
-        for slot in buffer.slots
+        for view in buffer.views
     }
 
 
@@ -139,8 +139,8 @@ def samples(count: int, *, seed: int = 0, first: int = 0) -> GPT2Batch:
 def summed_loss(model: nn.Module, batch: GPT2Batch, device: torch.device) -> tuple[Tensor, float]:
     """(sum of the loss over counted tokens, number of counted tokens)."""
     objective = NextToken()
-    factors = torch.ones(1, dtype=torch.float64)
-    return objective.sums(model, batch, device, factors)[0], objective.counts(batch)[0]
+    scales = torch.ones(1, dtype=torch.float64)
+    return objective.sums(model, batch, device, scales)[0], objective.counts(batch)[0]
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)

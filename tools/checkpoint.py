@@ -23,7 +23,7 @@ from tqdm import tqdm
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checkpoints import STEP_FOLDER, damage, read_manifest, step_folders
+from megatron.checkpoint.format import STEP_FOLDER, damage, read_manifest, step_folders
 from megatron.config.checks import UsageError
 from megatron.config.parse import parse_call, user_errors
 

@@ -21,16 +21,16 @@ import tyro
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.interrupt import interruptible
+from megatron.config.checkpoint import TrainedConfig
+from megatron.config.launch import interruptible
 from megatron.config.parse import parse_call, user_errors
-from megatron.config.trained import TrainedConfig
 from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.train.trained import open_trained
 from tools.convert.families import FAMILIES, family_of
 from tools.convert.folder import find_folder, read_description
 from tools.convert.staging import refuse_existing, staged
-from tools.convert.vocabulary import Given, find_tokenizer, has_tokenizer
+from tools.convert.vocabulary import Given, NoTokenizer, find_tokenizer, has_tokenizer
 
 Source = Annotated[str, tyro.conf.arg(name="from")]
 
@@ -41,6 +41,7 @@ def import_model(
     vocab_file: str | None = None,
     merge_file: str | None = None,
     tokenizer_type: str | None = None,
+    no_tokenizer: bool = False,
 ) -> None:
     """Make a checkpoint of a model in HuggingFace's form, for --load of this project's programs.
 
@@ -50,12 +51,19 @@ def import_model(
         vocab_file: vocabulary (vocab.json or vocab.txt), for a folder without a tokenizer.
         merge_file: merges (merges.txt) of a GPT-2, for a folder without a tokenizer.
         tokenizer_type: kind of the vocabulary, where no tokenizer_config.json tells its casing.
+        no_tokenizer: import the weights alone. The programs that read text then need the files
+            of the tokenizer, and can check nothing but its size.
     """
     refuse_existing(to)
     folder = find_folder(source)
     model = read_description(folder)
     tokenizing = model.family.tokenizing
-    given = Given(vocab_file=vocab_file, merge_file=merge_file, tokenizer_type=tokenizer_type)
+    given = Given(
+        vocab_file=vocab_file,
+        merge_file=merge_file,
+        tokenizer_type=tokenizer_type,
+        no_tokenizer=no_tokenizer,
+    )
     tokenizer = find_tokenizer(folder, tokenizing, given, model.vocab_size)
 
     from tools.convert.compare import compare_ids, compare_logits
@@ -69,7 +77,7 @@ def import_model(
         raise ValueError(
             f"{error}; a folder of transformers' {best}.save_pretrained would work"
         ) from error
-    if has_tokenizer(folder, tokenizing):
+    if not isinstance(tokenizer, NoTokenizer) and has_tokenizer(folder, tokenizing):
         compare_ids(tokenizer, folder, tokenizing)
     path = write_checkpoint(
         to,
@@ -120,8 +128,8 @@ def _open_whole(trained: TrainedConfig) -> tuple[Path, dict[str, Any], Tokenizer
     kinds = sorted({family.section.kind for family in FAMILIES})
     folders, tokenizer, _ = open_trained(trained, ParallelConfig(), 1, kinds)
 
+    from megatron.checkpoint.load import newest_whole
     from megatron.parallel.mesh import serial_mesh
-    from megatron.train.start import newest_whole
 
     path, manifest, passed_over = newest_whole(folders, serial_mesh())
     for reason in passed_over:

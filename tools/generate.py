@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checkpoints import read_manifest
+from megatron.checkpoint.format import read_manifest
+from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError, non_negative, positive, writable
-from megatron.config.interrupt import interruptible
-from megatron.config.launch import world_size
+from megatron.config.launch import interruptible, world_size
 from megatron.config.parse import parse, user_errors
-from megatron.config.trained import TrainedConfig
 from megatron.config.training import ParallelConfig
 from megatron.data.files import write_atomically
 from megatron.train.trained import open_trained

@@ -22,7 +22,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checks import optional_positive
-from megatron.config.interrupt import interruptible
+from megatron.config.launch import interruptible
 from megatron.config.parse import parse, user_errors
 from megatron.data.tokenizer import build_tokenizer
 from tools.convert.megatron import Model, describe, read_weights

@@ -1,9 +1,12 @@
-"""Show BERT's samples as text, and statistics of many beside what is to be expected.
+"""Show samples as text, and statistics of many beside what is to be expected.
 
     python tools/inspect_data.py --data-path P_text_sentence --samples 2 --statistics 2000
+    python tools/inspect_data.py --data-path P_text_document --seq-length 1024 --eod-mask-loss
 
-Prints what pretrain_bert.py would train on with the same flags. In a sample {[MASK] <- word} says
-what the model reads and what it has to predict.
+Prints what pretrain_bert.py, or of whole documents pretrain_gpt2.py, would train on with the same
+flags. In a sample of BERT {[MASK] <- word} says what the model reads and what it has to predict. A
+sample of GPT-2 is shown document by document, with their positions and what they attend to; {text}
+counts in no loss.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +25,18 @@ from numpy.typing import NDArray
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import non_negative
-from megatron.config.interrupt import interruptible
+from megatron.config.checks import flag, non_negative
+from megatron.config.launch import interruptible
 from megatron.config.parse import parse, user_errors
 from megatron.config.training import BertDataConfig
-from megatron.data.bert import BertDataset, BertSample
-from megatron.data.masking import HIDDEN, RANDOM
+from megatron.data.bert import HIDDEN, RANDOM, BertDataset, BertSample
+from megatron.data.description import Description
+from megatron.data.gpt2 import GPT2Batch, GPT2Dataset, open_splits
+from megatron.data.indexed import IndexedDataset
 from megatron.data.pairs import SPECIAL
-from megatron.data.sources import Corpus
+from megatron.data.sources import Corpus, find_tokenizer, open_corpus, require_sequences
+from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer, build_tokenizer
+from megatron.data.verify import has_sentences
 from megatron.data.wordpiece import BertTokenizer
 from megatron.train.inputs import open_bert_data
 
@@ -56,6 +64,15 @@ class Settings:
     seed: int = 1234
     """Seed of the training whose samples are shown."""
 
+    reset_position_ids: bool = False
+    """Of GPT-2: count positions from 0 again after each end-of-document mark."""
+
+    reset_attention_mask: bool = False
+    """Of GPT-2: let no token attend to an earlier document."""
+
+    eod_mask_loss: bool = False
+    """Of GPT-2: leave out the loss where the input is an end-of-document mark."""
+
     data: BertDataConfig = field(default_factory=BertDataConfig)
 
     def __post_init__(self) -> None:
@@ -81,14 +98,31 @@ class Row:
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with user_errors(environ):
         settings = parse(Settings, arguments, environ)
-        tokenizer, inputs = open_bert_data(settings.data, settings.seed)
-        assert isinstance(inputs.train, BertDataset)
-        lines = [described(inputs.corpus, tokenizer), ""]
-        lines += shown(inputs.train, tokenizer, settings)
+        if reads_documents(settings.data.data_path):
+            corpus, documents_tokenizer, data = open_gpt2(settings)
+            lines = [described(corpus, documents_tokenizer), ""]
+            lines += shown_gpt2(data, corpus, documents_tokenizer, settings)
+        else:
+            flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+            if given := [flag(name) for name in flags if getattr(settings, name)]:
+                raise ValueError(f"{' '.join(given)}: only for --data-path of whole documents")
+            tokenizer, inputs = open_bert_data(settings.data, settings.seed)
+            assert isinstance(inputs.train, BertDataset)
+            lines = [described(inputs.corpus, tokenizer), ""]
+            lines += shown_bert(inputs.train, tokenizer, settings)
     print("\n".join(lines))
 
 
-def described(corpus: Corpus, tokenizer: BertTokenizer) -> str:
+def reads_documents(data_path: Sequence[str]) -> bool:
+    """Whether the last data set is one of whole documents; False where it cannot be opened."""
+    try:
+        prefix = data_path[-1]
+        return not has_sentences(IndexedDataset(prefix), Description.read(prefix))
+    except (IndexError, ValueError, OSError):
+        return False
+
+
+def described(corpus: Corpus, tokenizer: Tokenizer) -> str:
     lines = [f"tokenizer {tokenizer.kind}, {tokenizer.vocab_size:,} ids"]
     for source in corpus.sources:
         data, known = source.data, source.description
@@ -105,12 +139,101 @@ def described(corpus: Corpus, tokenizer: BertTokenizer) -> str:
     return "\n".join(lines)
 
 
-def shown(data: BertDataset, tokenizer: BertTokenizer, settings: Settings) -> Iterator[str]:
+def open_gpt2(settings: Settings) -> tuple[Corpus, Tokenizer, GPT2Dataset]:
+    """The corpus, its tokenizer, and the training split."""
+    data, given = settings.data, None
+    if data.vocab_file or data.merge_file:
+        kind = GPT2BPETokenizer.kind if data.merge_file else data.tokenizer_type
+        given = build_tokenizer(kind, data.vocab_file, data.merge_file)
+    corpus = open_corpus(data.data_path, given)
+    require_sequences(corpus, sentences=False)
+    tokenizer = given or find_tokenizer(corpus)
+    if tokenizer is None:
+        raise ValueError(
+            "no tokenizer is beside --data-path; the --vocab-file and --merge-file that made it "
+            "would work"
+        )
+    train, _, _ = open_splits(
+        corpus,
+        split=data.split,
+        seq_length=data.seq_length,
+        seed=settings.seed,
+        reset_position_ids=settings.reset_position_ids,
+        reset_attention_mask=settings.reset_attention_mask,
+        eod_mask_loss=settings.eod_mask_loss,
+    )
+    if train is None:
+        raise ValueError(
+            f"--split {data.split} keeps nothing for training; --split 29,1,0 would work"
+        )
+    return corpus, tokenizer, train
+
+
+def shown_gpt2(
+    data: GPT2Dataset, corpus: Corpus, tokenizer: Tokenizer, settings: Settings
+) -> Iterator[str]:
+    for number in range(settings.first, settings.first + settings.samples):
+        yield shown_documents(number, data.batch([number]), corpus.eod, tokenizer)
+    if settings.statistics:
+        yield heading(settings.statistics)
+        yield from map(str, gpt2_statistics(data, corpus, settings))
+        if corpus.eod is None:
+            yield "\nThe documents have no end marks: where one begins does not show in a sample."
+
+
+def shown_documents(number: int, batch: GPT2Batch, eod: int | None, tokenizer: Tokenizer) -> str:
+    """The only sample of the batch, a document at a time."""
+    tokens, is_counted, positions = batch.tokens[0], batch.loss_mask[0] > 0, batch.positions[0]
+    bounds = [0, *(np.flatnonzero(tokens[:-1] == eod) + 1).tolist(), len(tokens)]
+    lines = [
+        f"sample {number}: {len(tokens)} tokens of {len(bounds) - 1} documents, "
+        f"{int(is_counted.sum())} count in the loss"
+    ]
+    for first, end in pairwise(bounds):
+        facts = f"tokens {first} to {end - 1}, positions {positions[first]} to {positions[end - 1]}"
+        if batch.document_starts is not None:
+            facts += f", attends from token {batch.document_starts[0, first]} on"
+        runs = np.split(np.arange(first, end), np.flatnonzero(np.diff(is_counted[first:end])) + 1)
+        texts = [
+            tokenizer.decode(tokens[run].tolist()) if is_counted[run[0]]
+            else f"{{{tokenizer.decode(tokens[run].tolist())}}}"
+            for run in runs
+        ]  # fmt: skip
+        lines += [f"  {facts}:", _wrapped("".join(texts))]
+    after = tokenizer.decode([int(batch.labels[0, -1])])
+    return "\n".join([*lines, f"  and to be predicted after them: {after!r}", ""])
+
+
+def gpt2_statistics(data: GPT2Dataset, corpus: Corpus, settings: Settings) -> Iterator[Row]:
+    """Expected shares are those of the whole data sets, by their weights."""
+    batches = [data.batch(some) for some in _chunks(range(settings.statistics))]
+    is_mark = np.concatenate([batch.tokens == corpus.eod for batch in batches])
+    in_loss = np.concatenate([batch.loss_mask for batch in batches])
+    marks = 0.0
+    if corpus.eod is not None:
+        total = sum(source.weight for source in corpus.sources)
+        for source in corpus.sources:
+            documents = len(source.data.documents) - 1
+            marks += float(source.weight / total) * documents / len(source.data.tokens)
+    yield Row(name="end marks", found=is_mark.mean(), expected=marks)
+    counted = 1 - marks if settings.eod_mask_loss else 1
+    yield Row(name="tokens that count in the loss", found=in_loss.mean(), expected=counted)
+    inner = is_mark[:, :-1].any(axis=1)
+    yield Row(name="samples of several documents", found=inner.mean())
+    ids = np.unique(np.concatenate([np.unique(batch.tokens) for batch in batches]))
+    yield Row(name="ids of the vocabulary that occur", found=len(ids) / corpus.vocab_size)
+
+
+def heading(samples: int) -> str:
+    return f"{f'{samples} samples':<44}{'found':>12}{'expected':>12}"
+
+
+def shown_bert(data: BertDataset, tokenizer: BertTokenizer, settings: Settings) -> Iterator[str]:
     numbers = range(settings.first, settings.first + settings.samples)
     for number, sample in zip(numbers, data.samples(numbers) if numbers else [], strict=True):
         yield shown_pair(number, sample, tokenizer, settings.data.seq_length)
     if settings.statistics:
-        yield f"{f'{settings.statistics} samples':<44}{'found':>12}{'expected':>12}"
+        yield heading(settings.statistics)
         yield from map(str, bert_statistics(data, tokenizer, settings))
         yield NOTES.format(statistics=settings.statistics)
 
@@ -200,7 +323,7 @@ def _costs(data: BertDataset, samples: Sequence[BertSample], seq_length: int) ->
     count = len(samples)
     content = sum(len(ids) for sample in samples for ids in sample.stands)
     truncated = sum(sample.pair.truncated for sample in samples)
-    looked_at = [part.one_sentence(count) for part in data.parts]
+    looked_at = [each.one_sentence(count) for each in data.blocks]
     single, documents = map(sum, zip(*looked_at, strict=True))
     yield Row(name="padding", found=1 - (content + SPECIAL * count) / (count * seq_length))
     yield Row(name="tokens that did not fit", found=truncated / (content + truncated))

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError, flag, optional_positive
-from megatron.config.interrupt import interruptible
-from megatron.config.launch import world_size
+from megatron.config.launch import interruptible, world_size
 from megatron.config.parse import parse, user_errors
-from megatron.config.trained import TrainedConfig
 from megatron.config.training import ParallelConfig
 from megatron.train.trained import open_trained
 from tasks.common import EvaluationConfig

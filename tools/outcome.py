@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.data.description import Description, ShardFacts
+from megatron.data.description import Description, ShardFacts, place
 from megatron.data.files import with_suffix
-from megatron.data.placing import place
 from megatron.data.wordpiece import UNKNOWN
 from tools.corpus.program import say
 from tools.corpus.records import BAD_LINE, DAMAGED_FILE
@@ -36,8 +35,8 @@ def take_out(folder: Path, filled: str, prefix: str, tokenizer: Mapping[str, byt
         inside.replace(beside)
     names = [shard.name for shard in description.shards] or [""]
     told = summary(manifest, description, beside)
-    if replaced := _replaced(prefix, description):
-        say(replaced)
+    if (replaced := held(prefix, unless=description)) is not None:
+        say(f"replaced {replaced}")
     place([filled + name for name in names], prefix, description, tokenizer)
     shutil.rmtree(folder)
     return told
@@ -57,17 +56,18 @@ def summary(manifest: Mapping[str, Any], description: Description, rejected: Pat
     )
 
 
-def _replaced(prefix: str, description: Description) -> str | None:
-    """What to say of another data set that is at the prefix, None where there is none."""
+def held(prefix: str, unless: Description | None = None) -> str | None:
+    """What is known of a data set at the prefix; None where there is none, or `unless` itself."""
     if not any(with_suffix(prefix, suffix).exists() for suffix in (".json", ".idx")):
         return None
     old = None
-    with contextlib.suppress(ValueError):  # a damaged sidecar says nothing of what was there
+    with contextlib.suppress(ValueError):  # a damaged sidecar says nothing of what is there
         old = Description.read(prefix)
-    if old == description:
+    if old is None:
+        return prefix
+    if old == unless:
         return None
-    held = f", which held {old.documents} documents and {old.tokens} tokens" if old else ""
-    return f"replaced {prefix}{held}"
+    return f"{prefix}, of {old.documents} documents and {old.tokens} tokens"
 
 
 def shard_facts(description: Description, data_path: str) -> Iterator[dict[str, Any]]:

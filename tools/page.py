@@ -1,7 +1,16 @@
-"""What the reports have in common: a page that is one file, runs nothing and asks no network."""
+"""What the reports have in common: a page that is one file, runs nothing and asks no network; the
+table of what the steps of tools.corpus did; the curve and the last figures of a training run."""
 
+import io
+import json
+import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
+from typing import Any
+
+Facts = dict[str, Any]
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1f23; --soft: #5d6570; --line: #d9dde2;
@@ -104,3 +113,148 @@ def duration(seconds: float) -> str:
 
 def megabytes(number: int) -> str:
     return f"{number / 1e6:.2f} MB"
+
+
+LISTS = ("inputs", "shards", "versions")  # of a manifest
+# name of a step, title of its row
+STEPS = {
+    "harvest": "Collect from this Python",
+    "extract": "Extract",
+    "clean": "Clean",
+    "decontaminate": "Decontaminate",
+    "dedup": "De-duplicate",
+    "split": "Split",
+}
+FUNNEL_STYLE = """
+.funnel th:last-child, .funnel td:last-child { text-align: left; }
+.funnel td:first-child { white-space: normal; min-width: 9rem; }
+.funnel td:last-child { font-size: .88rem; color: var(--soft); white-space: normal;
+  min-width: 14rem; }
+.bar { height: .35rem; margin-top: .3rem; background: var(--train); border-radius: .2rem; }
+"""
+
+
+def step_facts(manifest: Path) -> Facts:
+    """What a step's manifest says, without files and checksums, and the first line set aside."""
+    whole_manifest = json.loads(manifest.read_bytes())
+    facts = {key: value for key, value in whole_manifest.items() if key not in LISTS}
+    rejected = manifest.with_name("rejected.jsonl")
+    return {**facts, "bad_lines": read_lines(rejected)[:1] if rejected.exists() else []}
+
+
+def read_lines(path: Path) -> list[Facts]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def funnel(corpus: Facts) -> str:
+    """corpus: of each step in order, by its name, what `step_facts` gave."""
+    largest = max(step["input"]["bytes"] for step in corpus.values()) or 1
+    rows = []
+    for name, step in corpus.items():
+        before, after = step["input"], step["output"]
+        width = 100 * after["bytes"] / largest
+        rows.append(
+            f'<tr><td>{STEPS[name]}<div class="bar" style="width:{width:.1f}%"></div></td>'
+            f"<td>{whole(before['documents'])}</td><td>{whole(after['documents'])}</td>"
+            f"<td>{megabytes(before['bytes'])}</td><td>{megabytes(after['bytes'])}</td>"
+            f"<td>{'<br>'.join(map(escape, remarks(name, step)))}</td></tr>"
+        )
+    head = ("step", "documents in", "out", "text in", "out", "why")
+    unit = corpus["clean"]["unit_of_length"]
+    note = (
+        f"Lengths are counted in {unit} of GPT-2's pre-tokenizer: there are no tokens before there "
+        "is a tokenizer. Text is counted in UTF-8 bytes, without the jsonl around it; ftfy's "
+        "repairs change it a little."
+    )
+    return table(head, rows, "funnel") + f'<p class="soft">{escape(note)}</p>'
+
+
+def remarks(name: str, step: Facts) -> list[str]:
+    """What a step dropped and why, or how it dealt the documents."""
+    lines = [
+        f"{reason}: {whole(count['documents'])} ({megabytes(count['bytes'])})"
+        for reason, count in step["dropped"].items()
+    ]
+    lines += ["first: {file}, byte {offset}: {reason}".format(**bad) for bad in step["bad_lines"]]
+    if name == "harvest":
+        sources = step["output"]["sources"]
+        lines += [f"{source}: {whole(count['documents'])}" for source, count in sources.items()]
+    if name == "clean":
+        lines.append(f"repaired by ftfy: {whole(step['repaired'])}")
+    if name == "decontaminate":
+        lines.append(f"cut where evaluation text stood: {whole(step['documents_cut'])}")
+    if name == "split":
+        lines += [
+            f"{side}: {whole(count['documents'])} ({megabytes(count['bytes'])})"
+            for side, count in step["sides"].items()
+        ]
+    return lines
+
+
+CURVE_STYLE = """
+svg { width: 100%; min-width: 32rem; height: auto; display: block; }
+"""
+
+
+def training(metrics: Sequence[Facts]) -> Facts:
+    """The last losses, and the median of the logged tokens per second."""
+    logged = [line for line in metrics if "loss" in line]
+    validated = [line for line in metrics if "validation_loss" in line]
+    if not logged:
+        raise ValueError("metrics.jsonl has no step; train for at least --log-interval steps")
+    return {
+        "steps": logged[-1]["step"],
+        "samples": logged[-1]["samples"],
+        "tokens_per_second": statistics.median(line["tokens_per_second"] for line in logged),
+        "train_loss": logged[-1]["loss"],
+        "validation_loss": validated[-1]["validation_loss"] if validated else None,
+    }
+
+
+INK, MUTED, TRAIN, VALIDATION = "#010101", "#020202", "#030303", "#040404"
+VARIABLES = {INK: "--ink", MUTED: "--line", TRAIN: "--train", VALIDATION: "--accent"}
+
+
+def loss_curve(
+    metrics: Sequence[Facts], term: str = "loss", unit: str = "loss (nats per token)"
+) -> str:
+    """Training and validation loss over steps as inline SVG in the page's own colours.
+
+    term: of the loss, as metrics call it.
+    """
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "quickstart", "font.family": "sans-serif",
+                "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": MUTED,
+                "xtick.color": INK, "ytick.color": INK, "grid.color": MUTED, "font.size": 11,
+                "axes.spines.top": False, "axes.spines.right": False}  # fmt: skip
+    with plt.rc_context(settings):
+        figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+        for key, label, style in (
+            (term, "training", {"color": TRAIN, "linewidth": 1.2}),
+            (f"validation_{term}", "validation", {"color": VALIDATION, "marker": "o"}),
+        ):
+            points = [(line["step"], line[key]) for line in metrics if key in line]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label, **style)
+        axes.set(xlabel="step", ylabel=unit)
+        axes.grid(axis="y", linewidth=0.6)
+        axes.legend(frameon=False)
+        drawing = io.StringIO()
+        figure.savefig(drawing, format="svg", transparent=True)
+        plt.close(figure)
+    return in_page(drawing.getvalue())
+
+
+def in_page(svg: str) -> str:
+    """The <svg> element alone: no document type, metadata or size, the page's colours."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
+    )
+    for colour, variable in VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable})")
+    return svg.replace("<svg", '<svg role="img" aria-label="loss over steps"', 1)

@@ -7,11 +7,14 @@
 
 Every flag of pretrain_gpt2.py and pretrain_bert.py may follow the preset. Formulas and constants
 are in tools/planning/ and scripts/hardware/.
+
+Exit status: 0 the plan fits, 1 it does not fit in the memory of a device, 2 a wrong argument.
 """
 
 import json
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,25 +27,36 @@ from megatron.config.parse import parse, user_errors
 from megatron.config.training import ParallelConfig
 from tools.planning import figure5, record, search
 from tools.planning.anchor import find_hardware
-from tools.planning.settings import MeasureConfig, StudyConfig, parse_plan
+from tools.planning.hardware import known_hardware
+from tools.planning.settings import DEFAULT_HARDWARE, MeasureConfig, StudyConfig, parse_plan
 from tools.planning.shape import shape_of
 
 
-def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The exit status."""
     with user_errors(environ):
         if "figure5" in arguments[:1]:
             study(parse(StudyConfig, arguments[1:], environ))
         elif any(word.partition("=")[0] == "--measure" for word in arguments):
             measure(parse(MeasureConfig, arguments, environ), environ)
         else:
-            plan(arguments, environ)
+            if {"--help", "-h"} & set(arguments):
+                print(__doc__)
+            return 0 if plan(arguments, environ) else 1
+    return 0
 
 
-def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Print what the settings take, and with --search which layouts fit."""
+def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Print what the settings take, and with --search which layouts fit; whether these fit."""
     config, question = parse_plan(arguments, environ)
     search.check(config, question.gpus)
-    hardware = find_hardware(question.hardware)
+    hardware = find_hardware(question.hardware or DEFAULT_HARDWARE)
+    if question.hardware is None:
+        warnings.warn(
+            f"no --hardware: planned for {DEFAULT_HARDWARE}, the paper's machine of 2018; others "
+            f"are {', '.join(known_hardware())}, or a file that --measure wrote",
+            stacklevel=2,
+        )
     precision = config.precision.name or hardware.default_precision
     shape = shape_of(config, question.gpus, precision)
     planned = record.record(shape, hardware, precision)
@@ -55,6 +69,7 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         from tools.planning.picture import draw_plan
 
         draw_plan(question.picture, planned)
+    return bool(planned["fits"])
 
 
 def study(settings: StudyConfig) -> None:
@@ -94,4 +109,4 @@ def _write(file: Path | None, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], os.environ)
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -22,18 +22,20 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import UsageError
+from megatron.config.checks import UsageError, positive, share
 from megatron.config.parse import parse
-from megatron.data.description import NOTED, Description, join_descriptions
-from megatron.data.placing import place
+from megatron.data.description import NOTED, Description, join_descriptions, place
+from megatron.data.tokenizer import Tokenizer
 from megatron.data.verify import verify
 from megatron.data.wordpiece import (
+    MAX_UNKNOWN,
     BertTokenizer,
     BertWordPieceLowerCase,
     count_casing,
@@ -47,8 +49,7 @@ from tools.corpus.shards import MANIFEST, Unit, find_shards
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import sum_funnels
-from tools.outcome import left_out, shard_facts, summary, take_out
-from tools.preprocess_settings import Settings
+from tools.outcome import held, left_out, shard_facts, summary, take_out
 from tools.sentences import SPLITTER
 from tools.tokenise import (
     PARTS,
@@ -56,12 +57,122 @@ from tools.tokenise import (
     deal,
     encode_unit,
     join_shard,
+    load_tokenizer,
     sample_texts,
     unit_bytes,
 )
 
 WAVE = 64  # shards whose tokens may stand on disk twice at a time
 MARGIN = 2  # times --max-unknown that a sample may hold before all is read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    input: tuple[Path, ...]
+    """Files of JSON lines, a document a line (plain, .gz or .zst), or folders of them."""
+
+    json_key: str = "text"
+    """Key of a line's text; it is part of the name of what is written."""
+
+    output_prefix: str | None = None
+    """P, for P_text_document.bin and its companions.  `verify P_text_document` in place of all
+    flags checks them."""
+
+    output: Path | None = None
+    """Instead of a prefix: a folder to fill, as the steps of tools.corpus do."""
+
+    tokenizer_type: str = "GPT2BPETokenizer"
+    """Kind of tokenizer."""
+
+    vocab_file: Path | None = None
+    """The tokenizer's vocabulary (vocab.json, or vocab.txt of a WordPiece)."""
+
+    merge_file: Path | None = None
+    """The byte-pair encoding's merges (merges.txt)."""
+
+    append_eod: bool = False
+    """End each document with an end-of-document mark."""
+
+    split_sentences: bool = False
+    """Keep the sentences of a document apart, as pretrain_bert.py reads them, for a data set
+    P_text_sentence.  A line end ends a sentence; its rules are those of English."""
+
+    max_unknown: float = MAX_UNKNOWN
+    """Largest share of a WordPiece's tokens that may be [UNK]; more is an error, and above 0.01
+    there is a warning.  A BPE has no [UNK]."""
+
+    allow_lower_case: bool = False
+    """Take text without capitals though the vocabulary, a BertWordPieceCase, has them."""
+
+    encoder: str = "auto"
+    """Library that encodes: tokenizers, the reference; gigatoken, a hundred times as fast, for a
+    BPE; words, the reference once for each word, for a WordPiece; auto is one of these two where it
+    is there and gives the reference's ids on a set of tricky strings."""
+
+    shard_size: str = "1GB"
+    """How much input becomes one .bin and .idx, at most; a compressed file is not cut."""
+
+    workers: int = len(os.sched_getaffinity(0))
+    """Processes, or jobs with --scheduler slurm.  They do not change what is written."""
+
+    scheduler: str = "local"
+    """local, slurm, or the address of a Dask scheduler such as tcp://host:8786."""
+
+    shard: str | None = None
+    """K/N: do only every N-th task from the K-th on (K from 0), as an array of jobs does; repeat
+    until nothing is left, then run the command without it."""
+
+    overwrite: bool = False
+    """Replace a data set that is there, or what other settings or other input have left in the
+    folder --output."""
+
+    def __post_init__(self) -> None:
+        positive(self, "workers")
+        share(self, "max_unknown")
+        if (self.output is None) == (self.output_prefix is None):
+            raise UsageError(
+                "--output-prefix",
+                self.output_prefix,
+                "P, for files P_text_document.*, or left out with --output FOLDER",
+                works=("--output-prefix", "P"),
+            )
+        if self.split_sentences and self.append_eod:
+            raise UsageError(
+                "--append-eod",
+                None,
+                "left out with --split-sentences, which keeps documents apart without a mark",
+                works=("--no-append-eod",),
+            )
+
+    @property
+    def name(self) -> str:
+        return f"{self.json_key}_{'sentence' if self.split_sentences else 'document'}"
+
+    @property
+    def data_path(self) -> str:
+        """Prefix of the data set."""
+        return f"{self.output_prefix}_{self.name}" if self.output is None else self.filled
+
+    @property
+    def folder(self) -> Path:
+        """Where the work is done; one beside a prefix goes when all has been taken out of it."""
+        return self.output or Path(f"{self.data_path}.work")
+
+    @property
+    def filled(self) -> str:
+        """Prefix of the data set in the folder."""
+        return str(self.folder / self.name)
+
+    @property
+    def given(self) -> str:
+        """The input, flag and files, for messages."""
+        return f"--input {' '.join(map(str, self.input))}"
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """One for each process."""
+        files = self.vocab_file, self.merge_file
+        return load_tokenizer(self.tokenizer_type, *files, self.encoder)
 
 
 def run(settings: Settings) -> None:
@@ -81,6 +192,12 @@ def run(settings: Settings) -> None:
 
 
 def check(settings: Settings) -> None:
+    # A manifest in the work folder is of a run that was cut off while it put its files in place.
+    may_replace = settings.overwrite or (settings.folder / MANIFEST).exists()
+    if settings.output is None and not may_replace and (found := held(settings.data_path)):
+        prefix = str(settings.output_prefix)
+        works = ("--output-prefix", prefix, "--overwrite")
+        raise UsageError("--output-prefix", prefix, f"new ({found} is there)", works=works)
     is_bert = isinstance(settings.tokenizer, BertTokenizer)
     parse_size("--shard-size", settings.shard_size)
     if settings.split_sentences and not is_bert:
@@ -177,9 +294,11 @@ def tokenise(step: StepRun, settings: Settings) -> None:
     staged = [chosen.staged(number) for number, part in enumerate(parts) if part]
     if not staged:
         shutil.rmtree(step.output if settings.output is None else step.work)
+        check_json_key(settings, results, is_empty=True)
         raise ValueError(
             f"{settings.given} holds no document; " + ", ".join(left_out(funnel.to_json()))
         )
+    check_json_key(settings, results, is_empty=False)
     if settings.shard is not None:
         raise Unfinished("tokenise: all is done but the last step: run without --shard")
     description = join_descriptions([Description.from_json(part) for part in parts if part])
@@ -199,6 +318,26 @@ def tokenise(step: StepRun, settings: Settings) -> None:
     if settings.output is not None:
         told = summary(manifest, description, step.output / "rejected.jsonl")
         say(f"{settings.data_path}: {told}")
+
+
+def check_json_key(settings: Settings, results: Sequence[Any], *, is_empty: bool) -> None:
+    """Warn of lines that lack the key of --json-key; UsageError where they left nothing."""
+    count = sum(result["lines_without_key"] for result in results)
+    if not count:
+        return
+    characters: dict[str, int] = {}  # of text under each other key
+    for result in results:
+        for key, size in result["other_keys"].items():
+            characters[key] = characters.get(key, 0) + size
+    lack = f"{count} lines of {settings.given} have no text under it"
+    keys = f"their keys: {', '.join(characters) or 'none'}"
+    if not is_empty:
+        tell(f"--json-key {settings.json_key}: {lack}; {keys}")
+        return
+    longest = max(characters, key=characters.__getitem__, default=None)
+    works = ("--json-key", longest) if longest is not None and characters[longest] else ()
+    allowed = f"a key with text ({lack}; {keys})"
+    raise UsageError("--json-key", settings.json_key, allowed, works=works)
 
 
 def encode_and_join(step: StepRun, settings: TokenSettings) -> tuple[list[Any], list[Any]]:

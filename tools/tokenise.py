@@ -7,6 +7,7 @@ does not depend on how many there are.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +21,15 @@ from numpy.typing import NDArray
 
 from megatron.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from tools.corpus.records import Count, Counts, Funnel, parse_line, source_of
+from tools.corpus.records import (
+    Count,
+    Counts,
+    Funnel,
+    no_text_reason,
+    parse_json,
+    parse_line,
+    source_of,
+)
 from tools.corpus.settings import StepSettings
 from tools.corpus.shards import WORK, Unit, placed, read_lines
 from tools.corpus.units import keep_rejected
@@ -31,6 +40,7 @@ JOINED_TOKENS = 1 << 23  # that are held at a time while a shard is put together
 SMALLEST_UNIT, LARGEST_UNIT = 1 << 18, 1 << 25  # bytes
 PARTS = (".tokens", ".sizes", ".documents")  # files that a unit is encoded into
 NO_TOKEN = "without a token"
+LINES_LOOKED_AT = 100  # of a unit, for the keys of lines without text
 UNITS = 64  # at least, if they do not become too small: work for all workers
 SAMPLE_UNITS, SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 32, 256, 4000  # of a look at the input
 
@@ -127,13 +137,13 @@ class Encoded(NamedTuple):
 
 def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
     """Write the tokens of the unit's documents and their sizes; keep the books."""
-    funnel, empty = Funnel(), 0
+    funnel, empty, other_keys = Funnel(), 0, Counter[str]()
     dtype = token_dtype(settings.vocab_size)
     with ExitStack() as stack:
         tokens, sizes, sequences = (
             stack.enter_context(placed(settings.part(unit.name, suffix))) for suffix in PARTS
         )
-        for batch in _batches(_read_passages(unit, settings.json_key, funnel)):
+        for batch in _batches(_read_passages(unit, settings.json_key, funnel, other_keys)):
             encoded = encode([passage.text for passage in batch], settings)
             tokens.write(encoded.ids.astype(dtype))
             sizes.write(encoded.sizes)
@@ -142,8 +152,14 @@ def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
             for passage, count in zip(batch, encoded.sequences, strict=True):
                 left_out = funnel.dropped.setdefault(NO_TOKEN, {}) if not count else None
                 _count(funnel.output if left_out is None else left_out, passage)
-    keep_rejected(settings, unit, funnel)
-    return {"funnel": funnel.to_json(), "empty_sentences": empty}
+    keep_rejected(settings, unit, funnel, shown=0)
+    no_text = no_text_reason(settings.json_key)
+    return {
+        "funnel": funnel.to_json(),
+        "empty_sentences": empty,
+        "lines_without_key": sum(bad["reason"] == no_text for bad in funnel.rejected),
+        "other_keys": other_keys,
+    }
 
 
 def encode(texts: Sequence[str], settings: TokenSettings) -> Encoded:
@@ -168,17 +184,28 @@ def sample_texts(units: Sequence[Unit], key: str) -> list[str]:
     return [
         passage.text[:SAMPLE_CHARACTERS]
         for unit in some
-        for passage in islice(_read_passages(unit, key, Funnel()), SAMPLE_DOCUMENTS // len(some))
+        for passage in islice(
+            _read_passages(unit, key, Funnel(), Counter()), SAMPLE_DOCUMENTS // len(some)
+        )
     ]
 
 
-def _read_passages(unit: Unit, key: str, funnel: Funnel) -> Iterator[Passage]:
-    """The documents of a unit; lines without one are set aside in the funnel."""
+def _read_passages(
+    unit: Unit, key: str, funnel: Funnel, other_keys: Counter[str]
+) -> Iterator[Passage]:
+    """The documents of a unit; lines without one are set aside in the funnel.
+
+    other_keys: gets the characters of text under each key of the first lines that lack this one.
+    """
     for line in read_lines(unit):
         try:
             record = parse_line(line, key)
         except ValueError as error:
             funnel.set_aside(unit.file, line.offset, line.content, str(error))
+            if len(funnel.rejected) <= LINES_LOOKED_AT and str(error) == no_text_reason(key):
+                other = parse_json(line.content)
+                items = other.items() if isinstance(other, dict) else ()
+                other_keys.update({k: len(v) if isinstance(v, str) else 0 for k, v in items})
             continue
         text = record[key]
         size = len(text) if text.isascii() else len(text.encode())

@@ -1,9 +1,8 @@
 """Where checkpoints are written and read, and what of them is kept."""
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal
 
-from megatron.config.checkpoints import save_directory
 from megatron.config.checks import UsageError, flag, optional_positive
 
 
@@ -13,8 +12,8 @@ class CheckpointConfig:
     """Directory for checkpoints, one subdirectory a step."""
 
     load: str | None = None
-    """Directory of checkpoints to go on from, at the newest that is whole; or one of its
-    subdirectories, to go on from that one. The furthest in --save goes before."""
+    """Directory of checkpoints to resume from, at the newest that is whole; or one of its
+    subdirectories, to resume from that one. A later checkpoint in --save takes precedence."""
 
     save_interval: int | None = None
     """Steps between checkpoints; only at the end if not given."""
@@ -24,47 +23,57 @@ class CheckpointConfig:
     loss; all if not given. None is removed before as many newer ones have been read back."""
 
     async_save: bool = False
-    """Write checkpoints while training goes on; the loop waits only for the copy to host memory."""
+    """Write checkpoints while training continues; the loop waits only for the copy to host
+    memory."""
 
     override_data: bool = False
-    """Go on although seed, tokenizer, data or sequence length are not those of the checkpoint."""
+    """Resume although seed, tokenizer, data or sequence length are not those of the checkpoint."""
 
     finetune: bool = False
     """Take the weights alone from --load and start at step 0; once --save holds checkpoints, the
-    same command goes on from these."""
+    same command resumes from these."""
 
     def __post_init__(self) -> None:
         optional_positive(self, "save_interval")
-        if self.keep_checkpoints is not None and self.keep_checkpoints < 2:
-            raise UsageError(
-                f"--keep-checkpoints {self.keep_checkpoints} would leave nothing if the newest "
-                "were damaged; --keep-checkpoints 2 would work"
-            )
+        keep = self.keep_checkpoints
+        if keep is not None and keep < 2:
+            allowed = "at least 2, as the newest may be damaged"
+            raise UsageError("--keep-checkpoints", keep, allowed, works=("--keep-checkpoints", "2"))
         for field in ("save_interval", "keep_checkpoints", "async_save"):
-            if getattr(self, field) and self.save is None:
-                value = "" if field == "async_save" else f" {getattr(self, field)}"
-                raise UsageError(
-                    f"{flag(field)}{value} has nowhere to save to; "
-                    "--save checkpoints beside it would work"
-                )
-        if self.finetune:
-            self._check_finetune()
+            if (value := getattr(self, field)) and self.save is None:
+                number = None if value is True else value
+                words = (flag(field),) if number is None else (flag(field), str(number))
+                cure = (*words, "--save", "checkpoints")
+                raise UsageError(flag(field), number, "given with --save", works=cure)
+        if self.finetune and self.load is None:
+            cure = ("--finetune", "--load", "checkpoints")
+            raise UsageError("--finetune", allowed="given with --load", works=cure)
 
-    def _check_finetune(self) -> None:
-        if self.load is None:
-            raise UsageError(
-                "--finetune needs weights to start from; --load checkpoints beside it would work"
-            )
-        if self.save is not None and save_directory(self.load) == Path(self.save).resolve():
-            raise UsageError(
-                f"--finetune would mix its checkpoints in --save {self.save} with those of --load "
-                f"{self.load}; another directory for --save would work"
-            )
-
-    def warnings(self) -> list[str]:
+    def warnings(self, train_iters: int) -> list[str]:
         """What is allowed, but rarely meant for a long run."""
         if self.save is None:
-            return ["warning: nothing of this run is kept; --save checkpoints would keep it"]
-        if self.save_interval is None:
-            return ["warning: saved at the end alone; --save-interval 1000 would save on the way"]
+            return ["warning: nothing of this run is kept; --save checkpoints keeps it"]
+        if self.save_interval is None and train_iters > 1:
+            some = min(1000, max(1, train_iters // 4))
+            return [f"warning: saved only at the end; --save-interval {some} saves on the way"]
         return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedConfig:
+    """A model that has been trained, for programs that evaluate or use it."""
+
+    load: str
+    """Directory of checkpoints, of which the newest one is used; or one of its subdirectories."""
+
+    tokenizer_type: str | None = None
+    """Kind of tokenizer that made the training data; the checkpoint's own if not given."""
+
+    vocab_file: str | None = None
+    """The tokenizer's vocabulary (vocab.json); the checkpoint's own if not given."""
+
+    merge_file: str | None = None
+    """The byte-pair encoding's merges (merges.txt); the checkpoint's own if not given."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Weights and activations are computed in it."""

@@ -1,12 +1,20 @@
-"""How many processes run the program, as the launcher's environment tells."""
+"""What a program shares with its launcher: how many processes run, how Ctrl-C and a failure end."""
 
-from collections.abc import Mapping
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from megatron.config.checks import UsageError
 
 # Variables that say how many processes were started: torchrun's own, that of a step of srun (a
 # batch script, which is one process, has it not), that of Open MPI.
 _SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+
+INTERRUPTED = 130  # what shells say of Ctrl-C
 
 
 def world_size(environ: Mapping[str, str]) -> int:
@@ -21,8 +29,10 @@ def world_size(environ: Mapping[str, str]) -> int:
         size = _read(environ, variable) if variable in environ else 1
         if size > 1:
             raise UsageError(
-                f"{variable} is {size}, but RANK is not set, so that each process would run alone; "
-                f"torchrun --nproc-per-node {size} would work"
+                variable,
+                size,
+                "unset where RANK is not set: each process would run alone",
+                works=("torchrun", "--nproc-per-node", str(size)),
             )
     return 1
 
@@ -31,7 +41,42 @@ def _read(environ: Mapping[str, str], variable: str) -> int:
     value = environ.get(variable, "")
     if not value.isdecimal() or int(value) < 1:
         raise UsageError(
-            f"{variable} is {value!r}, which is no number of processes; torchrun sets it, as in "
-            "torchrun --nproc-per-node 2"
+            variable,
+            repr(value),
+            "a number of processes, which torchrun sets",
+            works=("torchrun", "--nproc-per-node", "2"),
         )
     return int(value)
+
+
+@contextlib.contextmanager
+def interruptible(environ: Mapping[str, str]) -> Iterator[None]:
+    """Around the whole of a program: Ctrl-C prints "interrupted" and ends it with status 130.
+
+    Of several processes rank 0 (RANK in environ) prints it; once they run under launch.launch,
+    that ends them itself, with the same status.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough, and ending takes a moment
+        if environ.get("RANK", "0") == "0":
+            above = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C in its line
+            print(f"{above}interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(INTERRUPTED) from None
+
+
+def write_error_file(path: str | None, message: str) -> None:
+    """Write what torchrun's summary of failed processes shows of this one, in torchrun's form.
+
+    path: TORCHELASTIC_ERROR_FILE, which torchrun sets; None without it. message: one line; the
+    traceback stands above the summary already.
+    """
+    if path is None:
+        return
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    content = json.dumps({"message": {"message": message, "extraInfo": extra}})
+    try:
+        Path(path).write_text(content)
+    except OSError as error:
+        print(f"torchrun will not show the cause: {error}", file=sys.stderr)

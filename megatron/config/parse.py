@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from megatron.config.checks import UsageError, flag, switch
-from megatron.config.failure import write_error_file
+from megatron.config.launch import write_error_file
 
 Program = TypeVar("Program")
 
@@ -109,7 +109,7 @@ def _print_error(error: Exception, environ: Mapping[str, str]) -> None:
         time.sleep(PATIENCE)
         text = f"rank {environ['RANK']}: {text}"
     print(text, file=sys.stderr, flush=True)
-    write_error_file(environ.get("TORCHELASTIC_ERROR_FILE"), text, text)
+    write_error_file(environ.get("TORCHELASTIC_ERROR_FILE"), text)
 
 
 def _is_first(environ: Mapping[str, str]) -> bool:

@@ -88,7 +88,7 @@ class PretrainConfig:
 
     def warnings(self, device: str) -> list[str]:
         """What is allowed, but rarely meant. device: torch's name of its kind, such as "cpu"."""
-        found = self.checkpoint.warnings()
+        found = self.checkpoint.warnings(self.training.train_iters)
         if self.precision.fp16 and device == "cpu":
             found.append("warning: --fp16 on a CPU is many times slower than --bf16 or --no-bf16")
         return found
@@ -119,7 +119,7 @@ def require_apex(*, optimizer_impl: str, layernorm_impl: str) -> None:
     asked = {"optimizer_impl": optimizer_impl, "layernorm_impl": layernorm_impl}
     for name, implementation in asked.items():
         if implementation == "apex" and (reason := _lack_of_apex(*_APEX[name])):
-            allowed = f"torch: {reason}; bash scripts/setup.sh --with-apex builds NVIDIA's"
+            allowed = f"torch: {reason}; bash scripts/setup.sh --with-apex DIR builds NVIDIA's"
             raise UsageError(flag(name), "apex", allowed, works=(flag(name), "torch"))
 
 

@@ -1,38 +1,39 @@
 """BERT's samples (paper, section 5.2): a pure function of (seed, sample number), masks included.
 
-A sample is a block of sentences of one document (see blocks.py), cut into two segments whose order
-BERT tells (pairs.py) and of which it predicts words (masking.py); padding fills it up:
+A sample is two segments of one document, whose order BERT tells (pairs.py) and of which it predicts
+words (Masking, below); padding fills it up:
 
     tokens       [CLS] first  [SEP] second [SEP] [PAD] ...     some of them hidden
     token_types    0     0      0     1      1     0
     is_real      True                       True  False
 
-An epoch takes the blocks in an order of its own, a blend takes them from several data sets (see
-series.py). In place of a spare number another block is drawn, so in an epoch, or in a whole
+An epoch takes the blocks of sentences in an order of its own, a blend takes them from several data
+sets (order.py). In place of a spare number another block is drawn, so in an epoch, or in a whole
 validation split, every block comes at least once and some come again, with another cut and other
 masks; all with the same probability, so that a mean over the split is a fair one. What is drawn for
-a sample number is drawn from a random stream of its own: each epoch draws anew, while each
-evaluation reads the same samples. All is made of the stream's uniform numbers: what else numpy
-draws may differ between its versions.
+a sample number is drawn from a generator of its own: each epoch draws anew, while each evaluation
+reads the same samples. All is made of the generator's uniform numbers: what else numpy draws may
+differ between its versions.
 
 b: samples of a batch; s: tokens of a sample (--seq-length), of which 3 are marks.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.batch import Batch
-from megatron.data.blocks import Blocks
 from megatron.data.indexed import IndexedDataset
-from megatron.data.masking import Masking
-from megatron.data.pairs import SPECIAL, Pair, draw_pair
-from megatron.data.series import Series, open_series
-from megatron.data.sources import Corpus, Source
+from megatron.data.order import Series, open_series
+from megatron.data.pairs import SPECIAL, Blocks, Pair, draw_pair
+from megatron.data.sources import Corpus
 from megatron.data.verify import check_highest_id
 from megatron.data.wordpiece import BertTokenizer
+
+HIDDEN, RANDOM = 0.8, 0.1  # shares of [MASK] and of random ids; the others stay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,101 @@ class BertBatch(Batch):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Masking:
+    """Whole-word n-gram masking: what is to be predicted, and what hides it.
+
+    A word is a piece and the continuations after it. A sample of W words gets k n-grams, where k is
+    mask_prob W / mean, rounded up or down at random so that this is its mean; n is between 1 and
+    max_ngram_size with probability in proportion to 1/n, and its mean is max_ngram_size / (1 + 1/2
+    + ... + 1/max_ngram_size). So what is to be expected is simple, and it does not depend on how
+    long the words are:
+
+        tokens to be predicted         mask_prob of all, marks not among them
+        n-grams of 1, 2, 3, ... words  as 1 : 1/2 : 1/3 ...
+        a token to be predicted        0.8 [MASK], 0.1 a random id, 0.1 itself, each drawn by itself
+
+    The n-grams lie anywhere in a segment with the same probability but do not touch, so that a run
+    of words to be predicted is one n-gram. Samples of few words get one n-gram all the same, which
+    makes their share larger: those of fewer than 11 words, for the usual settings. An n-gram is
+    shorter where its segment has not so many words.
+    """
+
+    mask: int
+    """Id of [MASK]."""
+    ordinary: NDArray[np.int64]
+    """The ids that may stand in place of another."""
+    is_continuation: NDArray[np.bool_]
+    """[vocabulary]: whether a piece goes on with the word before it."""
+    mask_prob: float
+    max_ngram_size: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mask_prob <= 0.5:
+            raise ValueError(
+                f"--mask-prob {self.mask_prob} should be above 0 and at most 0.5, since n-grams do "
+                "not touch; --mask-prob 0.15 would work"
+            )
+        assert self.max_ngram_size >= 1
+
+    @cached_property
+    def _shares(self) -> NDArray[np.float64]:
+        """Probabilities of n-grams of up to 1, 2, ... words."""
+        sums = np.cumsum(1 / np.arange(1, self.max_ngram_size + 1))
+        return sums / sums[-1]
+
+    def choose(
+        self, segments: Sequence[NDArray[np.int64]], rng: np.random.Generator
+    ) -> list[NDArray[np.bool_]]:
+        """Which tokens of each segment are to be predicted."""
+        words = []  # of each piece, its word, from 0 on
+        for segment in segments:
+            begins = ~self.is_continuation[segment]
+            begins[0] = True  # even where the segment was cut within a word
+            words.append(np.cumsum(begins) - 1)
+        lengths_of_words = [int(word[-1]) + 1 for word in words]
+        # N-grams of each segment; one offset rounds them all, so that their sum is rounded too.
+        mean = float(1 + (1 - self._shares).sum())
+        expected = np.array(lengths_of_words) * self.mask_prob / mean
+        expected *= max(1.0, 1 / expected.sum())
+        ends = np.floor(np.cumsum(expected) + rng.random()).astype(int)
+        # Words of each n-gram, in random order; each length as often as its share says, but for 1.
+        # Drawn one by one they would be as often on average, but vary more from sample to sample.
+        count = int(ends[-1])
+        levels = (np.argsort(rng.random(count), kind="stable") + rng.random()) / count
+        lengths = np.split(np.searchsorted(self._shares, levels, "right") + 1, ends[:-1])
+        return [
+            _place(mine, size, rng)[word]
+            for mine, size, word in zip(lengths, lengths_of_words, words, strict=True)
+        ]
+
+    def hide(
+        self, tokens: NDArray[np.int64], chosen: NDArray[np.bool_], rng: np.random.Generator
+    ) -> NDArray[np.int64]:
+        """What the model reads in place of the tokens."""
+        places = np.flatnonzero(chosen)
+        fate, drawn = rng.random((2, len(places)))
+        others = self.ordinary[(drawn * len(self.ordinary)).astype(np.int64)]
+        stays = np.where(fate < HIDDEN + RANDOM, others, tokens[places])
+        read = tokens.copy()
+        read[places] = np.where(fate < HIDDEN, self.mask, stays)
+        return read
+
+
+def _place(lengths: NDArray[np.int64], words: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Where n-grams of these lengths lie: bool [words], all places that do not touch alike."""
+    lengths = np.minimum(lengths, words)
+    lengths = lengths[np.cumsum(lengths) + np.arange(len(lengths)) <= words]
+    free = words - int(lengths.sum())
+    # Words that stay before each n-gram: different ones, so that no two n-grams touch.
+    before = np.sort(np.argsort(rng.random(free + 1), kind="stable")[: len(lengths)])
+    ends = before + np.cumsum(lengths)
+    steps = np.zeros(words + 1, np.int64)
+    steps[ends - lengths] += 1
+    steps[ends] -= 1
+    return np.cumsum(steps[:-1]) > 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class BertSample:
     """A sample before it is put into a batch. Each list holds an array [n] of each segment."""
 
@@ -68,21 +164,44 @@ class BertSample:
     """What the model reads."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Marks:
-    pad: int
-    cls: int
-    sep: int
+class BertDataset:
+    """A split of a data set or of a blend, as a series of samples.
 
-    def batch(self, samples: Sequence[BertSample], seq_length: int) -> BertBatch:
-        shape = len(samples), seq_length
-        labels, types = np.full(shape, self.pad, np.int64), np.zeros(shape, np.int64)
+    samples_per_epoch: samples until the first data set of the blend begins anew.
+    """
+
+    def __init__(
+        self,
+        series: Series,
+        blocks: Sequence[Blocks],
+        *,
+        tokenizer: BertTokenizer,
+        masking: Masking,
+        short_seq_prob: float,
+    ) -> None:
+        """blocks: of each data set; tokenizer: whose marks are put around the segments."""
+        self.samples_per_epoch = series.samples_per_epoch
+        self.blocks = tuple(blocks)
+        self._series = series
+        self._tokenizer = tokenizer
+        self._masking = masking
+        self._short_seq_prob = short_seq_prob
+
+    def batch(self, numbers: Sequence[int]) -> BertBatch:
+        """The samples of these numbers, in their order.
+
+        Raises ValueError past the end of a split that is not endless, and for ids outside the
+        vocabulary.
+        """
+        samples, marks = self.samples(numbers), self._tokenizer
+        shape = len(samples), self.blocks[0].length + SPECIAL
+        labels, types = np.full(shape, marks.pad, np.int64), np.zeros(shape, np.int64)
         is_real, chosen = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
         for row, sample in enumerate(samples):
             middle = 1 + len(sample.stands[0])
             end = middle + 1 + len(sample.stands[1])
             first, second = slice(1, middle), slice(middle + 1, end)
-            labels[row, [0, middle, end]] = self.cls, self.sep, self.sep
+            labels[row, [0, middle, end]] = marks.cls, marks.sep, marks.sep
             labels[row, first], labels[row, second] = sample.stands
             chosen[row, first], chosen[row, second] = sample.chosen
             types[row, middle + 1 : end + 1] = 1
@@ -104,56 +223,24 @@ class Marks:
             is_swapped=np.array([sample.pair.is_swapped for sample in samples], np.int64),
         )
 
-
-class BertDataset:
-    """A split of a data set or of a blend, as a series of samples.
-
-    samples_per_epoch: samples until the first data set of the blend begins anew.
-    """
-
-    def __init__(
-        self,
-        series: Series,
-        parts: Sequence[Blocks],
-        *,
-        marks: Marks,
-        masking: Masking,
-        short_seq_prob: float,
-    ) -> None:
-        self.samples_per_epoch = series.samples_per_epoch
-        self.parts = tuple(parts)
-        self._series = series
-        self._marks = marks
-        self._masking = masking
-        self._short_seq_prob = short_seq_prob
-
-    def batch(self, numbers: Sequence[int]) -> BertBatch:
-        """The samples of these numbers, in their order.
-
-        Raises ValueError past the end of a split that is not endless, and for ids outside the
-        vocabulary.
-        """
-        return self._marks.batch(self.samples(numbers), self.parts[0].length + SPECIAL)
-
     def samples(self, numbers: Sequence[int]) -> list[BertSample]:
         """As batch(), with what became of each."""
         samples: dict[int, BertSample] = {}
-        for drawn in self._series.locate(numbers):
-            part = self.parts[drawn.source]
-            for row, place in zip(drawn.rows.tolist(), drawn.places.tolist(), strict=True):
-                samples[row] = self._draw(part, place, numbers[row])
+        for source, rows, places in self._series.locate(numbers):
+            for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+                samples[row] = self._draw(self.blocks[source], place, numbers[row])
         return [samples[row] for row in range(len(numbers))]
 
-    def _draw(self, part: Blocks, place: int, number: int) -> BertSample:
+    def _draw(self, blocks: Blocks, place: int, number: int) -> BertSample:
         """The sample of this number, from a place in the numbers of a data set."""
         key = (self._series.seed % 2**64 << 64) + number
         rng = np.random.Generator(np.random.Philox(key=key))
-        block, is_spare = part.draw(place, rng)
-        pair = draw_pair(block, part.length, self._short_seq_prob, rng)
-        tokens = [part.data.tokens[each.start : each.stop] for each in (pair.first, pair.second)]
+        block, is_spare = blocks.draw(place, rng)
+        pair = draw_pair(block, blocks.length, self._short_seq_prob, rng)
+        tokens = [blocks.data.tokens[each.start : each.stop] for each in (pair.first, pair.second)]
         stands = [each.astype(np.int64) for each in tokens]
-        vocab_size = len(self._masking.is_continuation)
-        check_highest_id(part.data.prefix, max(int(each.max()) for each in stands), vocab_size)
+        highest = max(int(each.max()) for each in stands)
+        check_highest_id(blocks.data.prefix, highest, len(self._masking.is_continuation))
         chosen = self._masking.choose(stands, rng)
         reads = [
             self._masking.hide(ids, where, rng) for ids, where in zip(stands, chosen, strict=True)
@@ -184,14 +271,16 @@ def open_bert_splits(
             f"--seq-length {SPECIAL + 2} would work"
         )
     for source in corpus.sources:
-        _refuse_marks(source)
-    marks = Marks(pad=tokenizer.pad, cls=tokenizer.cls, sep=tokenizer.sep)
+        if source.description is not None and source.description.eod is not None:
+            raise ValueError(
+                f"--data-path: the documents of {source.data.prefix} end with the mark "
+                f"{source.description.eod}, which BERT does not read; one that "
+                "tools/preprocess_data.py wrote without --append-eod would work"
+            )
+    marks = [tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask]
     masking = Masking(
         mask=tokenizer.mask,
-        ordinary=np.delete(
-            np.arange(tokenizer.vocab_size),
-            [tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask],
-        ),
+        ordinary=np.delete(np.arange(tokenizer.vocab_size), marks),
         is_continuation=tokenizer.is_continuation,
         mask_prob=mask_prob,
         max_ngram_size=max_ngram_size,
@@ -203,18 +292,9 @@ def open_bert_splits(
         return blocks
 
     training, validation, test = (
-        BertDataset(*opened, marks=marks, masking=masking, short_seq_prob=short_seq_prob)
+        BertDataset(*opened, tokenizer=tokenizer, masking=masking, short_seq_prob=short_seq_prob)
         if opened is not None
         else None
         for opened in open_series(corpus, split, seed, cut)
     )
     return training, validation, test
-
-
-def _refuse_marks(source: Source) -> None:
-    if source.description is not None and source.description.eod is not None:
-        raise ValueError(
-            f"--data-path: the documents of {source.data.prefix} end with the mark "
-            f"{source.description.eod}, which BERT does not read; one that "
-            "tools/preprocess_data.py wrote without --append-eod would work"
-        )

@@ -1,12 +1,20 @@
-"""The sidecar P.json of a data set: what made it, and what it should hold."""
+"""The sidecar P.json of a data set: what made it, what it holds, and which shards it is of."""
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
-from megatron.data.files import with_suffix, write_atomically
+from megatron.data.files import (
+    flush_directory,
+    flush_to_disk,
+    tokenizer_folder,
+    with_suffix,
+    write_atomically,
+)
 
 NOTED = ("sentences", "one_sentence", "unknown_tokens")  # counts that not every data set has
 
@@ -78,39 +86,80 @@ class Description:
         write_atomically(with_suffix(prefix, ".json"), content)
 
 
-def join_descriptions(parts: Sequence[Description]) -> Description:
+def join_descriptions(shards: Sequence[Description]) -> Description:
     """That of a data set of these, in their order; the same one again if it is alone."""
-    if len(parts) == 1:
-        return parts[0]
-    shards = tuple(
-        ShardFacts(
-            name=f"_{number:05}",
-            documents=part.documents,
-            tokens=part.tokens,
-            bin_sha256=part.bin_sha256,
-            idx_sha256=part.idx_sha256,
-            **{name: getattr(part, name) for name in NOTED},
-        )
-        for number, part in enumerate(parts)
+    if len(shards) == 1:
+        return shards[0]
+    kept = [field.name for field in fields(ShardFacts) if field.name != "name"]
+    facts = tuple(
+        ShardFacts(name=f"_{number:05}", **{name: getattr(shard, name) for name in kept})
+        for number, shard in enumerate(shards)
     )
-    return replace(parts[0], **_totals(shards), shards=shards)
+    return replace(shards[0], **_totals(facts), shards=facts)
 
 
 def _totals(shards: Sequence[ShardFacts]) -> dict[str, Any]:
     """What is said of a data set of these."""
-    return {
-        "documents": sum(shard.documents for shard in shards),
-        **{name: _sum_noted([getattr(shard, name) for shard in shards]) for name in NOTED},
-        "tokens": sum(shard.tokens for shard in shards),
-        "bin_sha256": _sum_of_sums([shard.bin_sha256 for shard in shards]),
-        "idx_sha256": _sum_of_sums([shard.idx_sha256 for shard in shards]),
-    }
+    totals: dict[str, Any] = {}
+    for name in ("documents", "tokens", *NOTED):
+        noted = [count for shard in shards if (count := getattr(shard, name)) is not None]
+        totals[name] = sum(noted) if noted else None
+    for name in ("bin_sha256", "idx_sha256"):
+        lines = "\n".join(getattr(shard, name) for shard in shards)
+        totals[name] = hashlib.sha256(lines.encode()).hexdigest()
+    return totals
 
 
-def _sum_noted(counts: Sequence[int | None]) -> int | None:
-    noted = [count for count in counts if count is not None]
-    return sum(noted) if noted else None
+def place(
+    staged: Sequence[str], prefix: str, description: Description, tokenizer: Mapping[str, bytes]
+) -> None:
+    """Move shards to where `prefix` is, and write its sidecar and the tokenizer's files.
+
+    staged: prefixes of the shards, on the same file system.  tokenizer: {name: content}.  At no
+    moment do files of two data sets mix: until the last index is in place, the data set is absent.
+    After a crash the same call goes on, as a shard that is no longer where it was staged has been
+    moved.
+    """
+    targets = [prefix + shard.name for shard in description.shards] or [prefix]
+    old = None
+    with contextlib.suppress(ValueError):  # a damaged one is about to be replaced
+        old = Description.read(prefix)
+    if old != description:
+        # The older data set goes, but for the .bin files that are about to be replaced; its sidecar
+        # goes last, for it says which shards there are.
+        prefixes = [prefix, *(prefix + shard.name for shard in (old.shards if old else ()))]
+        for each in prefixes:
+            with_suffix(each, ".idx").unlink(missing_ok=True)
+        for each in prefixes:
+            if each not in targets:
+                with_suffix(each, ".bin").unlink(missing_ok=True)
+        with_suffix(prefix, ".json").unlink(missing_ok=True)
+    _move(staged, targets, ".bin")
+    _place_tokenizer(prefix, tokenizer)
+    description.write(prefix)
+    _move(staged, targets, ".idx")
+    flush_directory(with_suffix(prefix, ".json").parent)
 
 
-def _sum_of_sums(checksums: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(checksums).encode()).hexdigest()
+def _move(sources: Sequence[str], targets: Sequence[str], suffix: str) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        if (file := with_suffix(source, suffix)).exists():
+            file.replace(with_suffix(target, suffix))
+
+
+def _place_tokenizer(prefix: str, files: Mapping[str, bytes]) -> None:
+    """All files or none; a folder that holds just these is left as it is."""
+    folder = tokenizer_folder(prefix)
+    staging = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
+    if folder.is_dir() and files == {file.name: file.read_bytes() for file in folder.iterdir()}:
+        return
+    staging.mkdir()
+    for name, content in files.items():
+        with (staging / name).open("wb") as stream:
+            stream.write(content)
+            flush_to_disk(stream)
+    flush_directory(staging)
+    if folder.exists():
+        shutil.rmtree(folder)
+    staging.replace(folder)

@@ -1,4 +1,4 @@
-"""Libraries that turn text into ids: the reference and faster ones.
+"""What all tokenizers share: the libraries that turn text into ids, the reference and faster ones.
 
 `tokenizers` is the reference.  gigatoken encodes a byte-level BPE a hundred times faster, and no
 WordPiece, for which "words" asks the reference once for each word.  A faster one is taken where it
@@ -6,9 +6,11 @@ can be had for the vocabulary and gives the reference's ids on the probes, which
 encoders get wrong.  None knows special tokens: text that spells a mark is ordinary text.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib.metadata import version
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,41 +45,29 @@ PROBES = (
 )
 
 
-class Encoder(Protocol):
-    """Texts to ids, in the calling process alone."""
-
-    name: str
-    """As in CHOICES."""
-    said: str
-    """Which it is, and why, in a few words."""
-
-    def lists(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def arrays(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
-        """(the ids of all texts one after another, how many of them each text has)."""
-        ...
-
-
-class Reference:
-    """The `tokenizers` library."""
+class Encoder:
+    """Texts to ids, in the calling process alone: by the `tokenizers` library, the reference."""
 
     name = "tokenizers"
+    """As in CHOICES."""
 
     def __init__(self, library: Any, reason: str = "") -> None:
         """library: a tokenizers.Tokenizer.  reason: why not a faster one, if there is a reason."""
-        self.said = f"tokenizers {version('tokenizers')}{f' ({reason})' if reason else ''}"
         self._library = library
-
-    def lists(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._library.encode_batch_fast(list(texts))]
+        self.said = f"tokenizers {version('tokenizers')}{f' ({reason})' if reason else ''}"
+        """Which it is, and why, in a few words."""
 
     def arrays(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
+        """(the ids of all texts one after another, how many of them each text has)."""
         documents = [np.array(ids, np.uint32) for ids in self.lists(texts)]
         sizes = np.array([len(ids) for ids in documents], np.int32)
         return np.concatenate(documents or [np.empty(0, np.uint32)]), sizes
 
+    def lists(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._library.encode_batch_fast(list(texts))]
 
-class Gigatoken:
+
+class Gigatoken(Encoder):
     """The gigatoken library, on the calling thread only."""
 
     name = "gigatoken"
@@ -92,17 +82,17 @@ class Gigatoken:
         self.said = f"gigatoken {version('gigatoken')}"
         self._bpe = Tokenizer.from_json(library.to_str())
 
-    def lists(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._bpe.encode_batch_list(list(texts), parallel=False)
-
     def arrays(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
         rows = self._bpe.encode_batch(list(texts), parallel=False).layout
         offsets = np.asarray(rows.offsets.data)
         ids = np.asarray(rows.content.data)[offsets[0] : offsets[-1]]
         return ids, np.diff(offsets).astype(np.int32)
 
+    def lists(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._bpe.encode_batch_list(list(texts), parallel=False)
 
-class Words:
+
+class Words(Encoder):
     """The `tokenizers` library, asked once for each stretch of text between two spaces.
 
     For BERT's WordPiece, which cuts text at every space and looks at nothing beyond one.
@@ -117,39 +107,31 @@ class Words:
             raise ValueError(f"it is for a WordPiece, and this is a {kinds[0]}")
         self.said = f"tokenizers {version('tokenizers')}, once for each word"
         self._library = library
-        self._known: dict[str, bytes] = {}
-        """{word: its ids, as uint32}"""
+        self._known: dict[str, bytes] = {}  # {word: its ids, as uint32}
         self._size = 0
-
-    def lists(self, texts: Sequence[str]) -> list[list[int]]:
-        return [np.frombuffer(ids, np.uint32).tolist() for ids in self._encode(texts)]
 
     def arrays(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
         encoded = self._encode(texts)
         sizes = np.fromiter(map(len, encoded), np.int32, len(encoded)) // np.int32(4)
         return np.frombuffer(b"".join(encoded), np.uint32), sizes
 
+    def lists(self, texts: Sequence[str]) -> list[list[int]]:
+        return [np.frombuffer(ids, np.uint32).tolist() for ids in self._encode(texts)]
+
     def _encode(self, texts: Sequence[str]) -> list[bytes]:
         """The ids of each text, as uint32."""
+        if self._size > REMEMBERED:
+            self._known, self._size = {}, 0
         words = [text.split(" ") for text in texts]
-        self._learn(words)
+        new = list({word for each in words for word in each if word not in self._known})
+        for word, found in zip(new, self._library.encode_batch_fast(new), strict=True):
+            self._known[word] = np.array(found.ids, np.uint32).tobytes()
+        self._size += sum(map(len, new))
         find = self._known.__getitem__
         return [b"".join(map(find, each)) for each in words]
 
-    def _learn(self, texts: Sequence[Sequence[str]]) -> None:
-        """The ids of all these words are known afterwards."""
-        if self._size > REMEMBERED:
-            self._known, self._size = {}, 0
-        new = list({word for words in texts for word in words if word not in self._known})
-        found = self._library.encode_batch_fast(new)
-        self._known.update(
-            (word, np.array(each.ids, np.uint32).tobytes())
-            for word, each in zip(new, found, strict=True)
-        )
-        self._size += sum(map(len, new))
 
-
-FASTER: dict[str, Callable[[Any], Encoder]] = {"gigatoken": Gigatoken, "words": Words}
+FASTER: tuple[type[Gigatoken | Words], ...] = (Gigatoken, Words)
 
 
 def build_encoder(choice: str, library: Any) -> Encoder:
@@ -159,31 +141,82 @@ def build_encoder(choice: str, library: Any) -> Encoder:
     """
     if choice not in CHOICES:
         raise ValueError(f"--encoder {choice} is unknown; known: {', '.join(CHOICES)}")
-    reference = Reference(library)
-    if choice == "tokenizers":
-        return reference
     faults = []
-    for name in FASTER if choice == "auto" else [choice]:
+    for maker in FASTER:
+        if choice not in ("auto", maker.name):
+            continue
         try:
-            fast = FASTER[name](library)
-            fault = find_difference(fast, reference)
+            fast = maker(library)
+            fault = find_difference(fast, Encoder(library))
         except (ImportError, ValueError, RuntimeError) as error:
-            fault = f"{name} cannot be used: {str(error).partition(chr(10))[0]}"
-        if not fault:
+            fault = f"{maker.name} cannot be used: {str(error).partition(chr(10))[0]}"
+        if fault is None:
             return fast
         faults.append(fault)
-    if choice != "auto":
+    if choice not in ("auto", Encoder.name):
         raise ValueError(f"--encoder {choice}: {faults[0]}; --encoder tokenizers would work")
-    return Reference(library, "; ".join(faults))
+    return Encoder(library, "; ".join(faults))
 
 
 def find_difference(encoder: Encoder, reference: Encoder) -> str | None:
     """The first probe for which the ids are not the reference's, None if there is no such."""
     ids, sizes = encoder.arrays(PROBES)
-    stops = np.cumsum(sizes)
-    for text, expected, stop, size in zip(
-        PROBES, reference.lists(PROBES), stops, sizes, strict=True
+    expected = reference.lists(PROBES)
+    for text, found, wanted in zip(
+        PROBES, np.split(ids, np.cumsum(sizes)[:-1]), expected, strict=True
     ):
-        if ids[stop - size : stop].tolist() != expected:
+        if found.tolist() != wanted:
             return f"{encoder.name} gives other ids than {reference.name} for {text[:40]!r}"
     return None
+
+
+class Tokenizer:
+    """Text to ids and back, with a tokenizers.Tokenizer; a faster library may encode."""
+
+    kind: str
+    """Name that --tokenizer-type knows it by."""
+    names: ClassVar[Mapping[str, str]]
+    """What each file is called in a folder of a tokenizer: {parameter: name}."""
+    vocab_size: int
+    """Number of ids, the end mark's included; every id is below it."""
+    eod: int
+    """Id of the mark that ends a document; no text is encoded as it."""
+    fingerprint: str
+    """SHA-256, in hex, of the vocabulary and the merges: equal ids for every text."""
+    files: Mapping[str, bytes]
+    """{name: content} of the files it was made of, from which read_tokenizer makes it again."""
+
+    def __init__(self, library: Any, encoder: str) -> None:
+        """library: a tokenizers.Tokenizer.  encoder: which library encodes, of CHOICES."""
+        self.library = library
+        self._choice = encoder
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """Made when it is first asked for: who decodes, or compares fingerprints, needs none.
+
+        ValueError where the one that was chosen cannot be had.
+        """
+        return build_encoder(self._choice, self.library)
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.encoder.lists(texts)
+
+    def encode_arrays(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
+        """(the ids of all texts one after another, how many of them each text has)."""
+        return self.encoder.arrays(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.library.decode(list(ids)))
+
+
+def read_given(flag: str, file: str | None) -> bytes:
+    """The file that the flag names; ValueError without one, FileNotFoundError if it is not there"""
+    if file is None:
+        raise ValueError(f"{flag} is missing: it names a file of the tokenizer")
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"{flag} {file}: no such file")
+    return Path(file).read_bytes()

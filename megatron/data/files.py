@@ -1,7 +1,9 @@
 """The files of a data set: their names, and writing that survives a crash."""
 
+import errno
 import hashlib
 import os
+import shutil
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,16 +24,28 @@ def temporary(file: Path) -> Path:
 
 
 def write_atomically(file: Path, content: bytes) -> None:
-    """Put the file in place with all of the content, or leave what was there."""
+    """Put the file in place with all of the content, on disk, or leave what was there.
+
+    Where the disk is full, the OSError says how many bytes are needed and how many are free.
+    """
     staged = temporary(file)
     try:
         with staged.open("wb") as stream:
             stream.write(content)
             flush_to_disk(stream)
         staged.replace(file)
-    except OSError:
+        flush_directory(file.parent)
+    except OSError as error:
         staged.unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(f"{file}: {error.strerror}; {room(file, len(content))}") from error
         raise
+
+
+def room(file: Path, needed: int) -> str:
+    """For a message: the bytes that a file needs, and those that are free where it would lie."""
+    free = shutil.disk_usage(file.parent).free
+    return f"it needs {needed:,} bytes, {free:,} are free there"
 
 
 def flush_to_disk(stream: BinaryIO) -> None:

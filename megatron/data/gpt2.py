@@ -3,7 +3,7 @@
 A split's documents stand one after another; sample k of an epoch is its tokens [k s, k s + s], in
 file order, so that neighbours share one token and every token but the first is a label once. An
 epoch takes the samples in an order of its own, a blend takes them from several data sets (see
-series.py); nothing is built beforehand and nothing is stored.
+order.py); nothing is built beforehand and nothing is stored.
 
 b: samples of a batch; s: tokens of a sample (--seq-length).
 """
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron.data.batch import Batch
 from megatron.data.indexed import IndexedDataset
-from megatron.data.series import Series, open_series
+from megatron.data.order import Series, open_series
 from megatron.data.sources import Corpus
 from megatron.data.verify import check_highest_id
 
@@ -46,12 +46,8 @@ class Boundaries:
     eod_mask_loss: bool = False
 
     def __post_init__(self) -> None:
-        flags = {
-            "--reset-position-ids": self.reset_position_ids,
-            "--reset-attention-mask": self.reset_attention_mask,
-            "--eod-mask-loss": self.eod_mask_loss,
-        }
-        wanted = [flag for flag, given in flags.items() if given]
+        flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        wanted = [f"--{name.replace('_', '-')}" for name in flags if getattr(self, name)]
         if wanted and self.eod is None:
             raise ValueError(
                 f"{' '.join(wanted)} needs end marks between documents, and --data-path has none: "
@@ -62,7 +58,12 @@ class Boundaries:
         """Of the samples [b, s + 1]: each label is the token after, also across documents."""
         tokens, labels = (each.astype(np.int64) for each in (window[:, :-1], window[:, 1:]))
         is_mark = tokens == self.eod
-        starts = self._document_starts(is_mark)
+        # A document starts at the sample's first token and after each mark.
+        starts = np.zeros(tokens.shape, np.int64)
+        if self.reset_position_ids or self.reset_attention_mask:
+            rows, columns = np.nonzero(is_mark[:, :-1])
+            starts[rows, columns + 1] = columns + 1
+            starts = np.maximum.accumulate(starts, axis=1)
         offsets = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
         return GPT2Batch(
             tokens=tokens,
@@ -72,18 +73,9 @@ class Boundaries:
             document_starts=starts if self.reset_attention_mask else None,
         )
 
-    def _document_starts(self, is_mark: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """A document starts at the sample's first token and after each mark, if it matters."""
-        starts = np.zeros(is_mark.shape, np.int64)
-        if not (self.reset_position_ids or self.reset_attention_mask):
-            return starts
-        rows, columns = np.nonzero(is_mark[:, :-1])
-        starts[rows, columns + 1] = columns + 1
-        return np.maximum.accumulate(starts, axis=1)
-
 
 @dataclass(frozen=True)
-class Part:
+class TokenRange:
     """The tokens that one data set gives to one split."""
 
     data: IndexedDataset
@@ -109,11 +101,16 @@ class GPT2Dataset:
     """
 
     def __init__(
-        self, series: Series, parts: Sequence[Part], *, vocab_size: int, boundaries: Boundaries
+        self,
+        series: Series,
+        ranges: Sequence[TokenRange],
+        *,
+        vocab_size: int,
+        boundaries: Boundaries,
     ) -> None:
         self.samples_per_epoch = series.samples_per_epoch
         self._series = series
-        self._parts = parts
+        self._ranges = ranges
         self._vocab_size = vocab_size
         self._boundaries = boundaries
 
@@ -123,12 +120,12 @@ class GPT2Dataset:
         Raises ValueError past the end of a split that is not endless, and for ids outside the
         vocabulary.
         """
-        window = np.empty((len(numbers), self._parts[0].seq_length + 1), np.int32)
-        for drawn in self._series.locate(numbers):
-            part = self._parts[drawn.source]
-            read = part.read(drawn.places.tolist())
-            check_highest_id(part.data.prefix, int(read.max()), self._vocab_size)
-            window[drawn.rows] = read
+        window = np.empty((len(numbers), self._ranges[0].seq_length + 1), np.int32)
+        for source, rows, samples in self._series.locate(numbers):
+            read = self._ranges[source].read(samples.tolist())
+            prefix = self._ranges[source].data.prefix
+            check_highest_id(prefix, int(read.max()), self._vocab_size)
+            window[rows] = read
         return self._boundaries.batch(window)
 
 
@@ -154,16 +151,16 @@ def open_splits(
         eod_mask_loss=eod_mask_loss,
     )
 
-    def cut(data: IndexedDataset, documents: range, name: str) -> Part:
-        part = Part(data, data.token_range(documents), seq_length)
-        if not len(part):
+    def cut(data: IndexedDataset, documents: range, name: str) -> TokenRange:
+        found = TokenRange(data, data.token_range(documents), seq_length)
+        if not len(found):
+            count = len(found.tokens)
             raise ValueError(
-                f"the {name} split of {data.prefix} has {len(part.tokens)} tokens, too few for one "
-                f"sample of --seq-length {seq_length} and the token after it; --seq-length "
-                f"{max(1, len(part.tokens) - 1)} would work, or a larger weight for {name} in "
-                "--split"
+                f"the {name} split of {data.prefix} has {count} tokens, too few for one sample of "
+                f"--seq-length {seq_length} and the token after it; --seq-length "
+                f"{max(1, count - 1)} would work, or a larger weight for {name} in --split"
             )
-        return part
+        return found
 
     training, validation, test = (
         GPT2Dataset(*opened, vocab_size=corpus.vocab_size, boundaries=boundaries)

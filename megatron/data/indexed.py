@@ -20,9 +20,13 @@ itself; P.json then lists them, and they are read as one.
 """
 
 import hashlib
+import operator
+import os
 import shutil
 import struct
-from collections.abc import Iterator
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
@@ -32,7 +36,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from megatron.data.description import Description
 from megatron.data.files import flush_directory, flush_to_disk, sha256, temporary, with_suffix
-from megatron.data.joined import Array, Joined, Stored, join
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -46,6 +49,111 @@ CHUNK = 1 << 20  # entries of an array handled at a time, where arrays may not f
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """uint16 for vocabularies under 65,500 (Megatron's rule), else int32."""
     return DTYPES[8] if vocab_size < 65_500 else DTYPES[4]
+
+
+class _Sliced:
+    """What is read by entry or by slice without a step."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def _read(self, start: int, stop: int) -> NDArray[Any]:
+        raise NotImplementedError
+
+    def __getitem__(self, key: int | slice) -> Any:
+        if not isinstance(key, slice):
+            entry = range(len(self))[operator.index(key)]
+            return self._read(entry, entry + 1)[0]
+        start, stop, step = key.indices(len(self))
+        assert step == 1
+        return self._read(start, max(start, stop))
+
+
+class Stored(_Sliced):
+    """An array of one dimension that fills a file; what is asked for is read, in any thread.
+
+    Not mapped: the first touch of a mapped page makes the kernel read up to a hundred times as much
+    around it, in vain where samples lie in random order; the pages count as this process's memory;
+    and a disk that fails ends the process by a signal where reading raises OSError.
+    """
+
+    def __init__(self, file: Path, dtype: DTypeLike) -> None:
+        self.dtype = np.dtype(dtype)
+        self._stream = file.open("rb", buffering=0)
+        self.nbytes = os.fstat(self._stream.fileno()).st_size
+
+    def __del__(self) -> None:
+        if hasattr(self, "_stream"):  # else it did not open
+            self._stream.close()
+
+    def __len__(self) -> int:
+        return self.nbytes // self.dtype.itemsize
+
+    def expect(self, start: int, stop: int) -> None:
+        """Say that these entries are read next: a disk finds many together sooner than in turn."""
+        if sys.platform == "linux":  # others read ahead as they like
+            size = self.dtype.itemsize
+            where = start * size, (stop - start) * size
+            os.posix_fadvise(self._stream.fileno(), *where, os.POSIX_FADV_WILLNEED)
+
+    def _read(self, start: int, stop: int) -> NDArray[Any]:
+        """The caller's own."""
+        entries = np.empty(stop - start, self.dtype)
+        left, offset = entries.view(np.uint8).data, start * self.dtype.itemsize
+        while left:
+            count = os.preadv(self._stream.fileno(), [left], offset)
+            if not count:
+                raise OSError(f"{self._stream.name} has become shorter since it was opened")
+            left, offset = left[count:], offset + count
+        return entries
+
+
+class Joined(_Sliced):
+    """Arrays of one dimension and one dtype, one after another; nothing is read beforehand."""
+
+    def __init__(
+        self, arrays: Sequence[NDArray[Any] | Stored], shifts: Sequence[int] | None = None
+    ) -> None:
+        """shifts: what is added to the entries of each array, if anything."""
+        self._arrays = arrays
+        self._shifts = shifts or [0] * len(arrays)
+        self._starts = [0, *accumulate(map(len, arrays))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def expect(self, start: int, stop: int) -> None:
+        """As Stored.expect, of arrays that are stored."""
+        for number, entries in self._find(start, stop):
+            array = self._arrays[number]
+            assert isinstance(array, Stored)
+            array.expect(entries.start, entries.stop)
+
+    def _read(self, start: int, stop: int) -> NDArray[Any]:
+        """A view if all lies in one array."""
+        slices = []
+        for number, entries in self._find(start, stop):
+            found = self._arrays[number][entries.start : entries.stop]
+            shift = self._shifts[number]
+            slices.append(found + shift if shift else found)
+        return slices[0] if len(slices) == 1 else np.concatenate(slices)
+
+    def _find(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
+        """(array, its entries) for each array in which some of these lie; one if there are none."""
+        first = min(bisect_right(self._starts, start), len(self._arrays)) - 1
+        for number in range(first, len(self._arrays)):
+            offset, end = self._starts[number : number + 2]
+            yield number, range(max(0, start - offset), max(0, min(stop, end) - offset))
+            if stop <= end:
+                break
+
+
+Array = NDArray[Any] | Joined
+
+
+def join(arrays: Sequence[NDArray[Any]], shifts: Sequence[int] | None = None) -> Array:
+    """The arrays as one; an array that is alone as it is."""
+    return arrays[0] if len(arrays) == 1 else Joined(arrays, shifts)
 
 
 class IndexedShard:
@@ -84,6 +192,43 @@ class IndexedShard:
             for start in range(0, len(self.tokens), step):
                 stream.seek(start * self.dtype.itemsize)
                 yield buffer[: stream.readinto(buffer.data) // self.dtype.itemsize]
+
+
+def _existing(prefix: str, suffix: str) -> Path:
+    file = with_suffix(prefix, suffix)
+    if file.is_file():
+        return file
+    whole = [f"{prefix}_text_{kind}" for kind in ("document", "sentence")]
+    found = [each for each in whole if with_suffix(each, ".idx").is_file()]
+    likely = " or ".join(found) or (
+        "a prefix such as P_text_document, of P_text_document.bin and P_text_document.idx, or for "
+        "BERT P_text_sentence"
+    )
+    raise FileNotFoundError(f"{file} is not there; {likely} would work")
+
+
+def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:
+    """(dtype of the tokens, sequences, entries of `documents`)."""
+    with index.open("rb") as stream:
+        header = stream.read(HEADER.size)
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
+        raise ValueError(f"{index} is no index of Megatron's memory-mapped format, or is cut short")
+    _, version, code, sequences, documents = HEADER.unpack(header)
+    if version != VERSION or code not in DTYPES:
+        raise ValueError(
+            f"{index} has version {version} and token type {code}; only version {VERSION} with "
+            "type 8 (uint16) or 4 (int32) is read here"
+        )
+    if not sequences or not documents:
+        raise ValueError(f"{index} holds no document")
+    return DTYPES[code], sequences, documents
+
+
+def _check_length(file: Path, expected: int) -> None:
+    length = file.stat().st_size
+    if length != expected:
+        kind = "cut short" if length < expected else "too long, or its index is damaged"
+        raise ValueError(f"{file} is {kind}: {length} bytes, where its index says {expected}")
 
 
 class IndexedDataset:
@@ -169,26 +314,21 @@ class IndexedDatasetWriter:
         sentences: how many sequences each document has, int32, of a data set of sentences.
         """
         assert tokens.dtype == self.dtype
-        assert sizes.dtype == np.int32
-        assert sizes.sum(dtype=np.int64) == len(tokens)
-        assert np.all(sizes > 0)
+        assert (sentences is not None) == self._sentences
+        counts = np.ones_like(sizes) if sentences is None else sentences
+        for parts, whole in ((sizes, len(tokens)), (counts, len(sizes))):
+            assert parts.dtype == np.int32
+            assert parts.sum(dtype=np.int64) == whole
+            assert np.all(parts > 0)
         content = tokens.tobytes()
         self._binary.write(content)
         self._sha256.update(content)
         self._index.write(sizes.tobytes())
-        assert (sentences is not None) == self._sentences
-        self._add_documents(np.ones_like(sizes) if sentences is None else sentences, len(sizes))
-        self.tokens += len(tokens)
-
-    def _add_documents(self, counts: NDArray[np.int32], sequences: int) -> None:
-        """counts: sequences of each document; sequences: of all of them."""
-        assert counts.dtype == np.int32
-        assert counts.sum(dtype=np.int64) == sequences
-        assert np.all(counts > 0)
         starts = self.sequences + np.cumsum(counts, dtype="<i8") - counts
         self._documents.write(starts.tobytes())
+        self.tokens += len(tokens)
+        self.sequences += len(sizes)
         self.documents += len(counts)
-        self.sequences += sequences
 
     def commit(
         self,
@@ -246,46 +386,3 @@ class IndexedDatasetWriter:
         self._index.seek(0)
         code = CODES[self.dtype]
         self._index.write(HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
-
-
-def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:
-    """(dtype of the tokens, sequences, entries of `documents`)."""
-    with index.open("rb") as stream:
-        header = stream.read(HEADER.size)
-    if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise ValueError(f"{index} is no index of Megatron's memory-mapped format, or is cut short")
-    _, version, code, sequences, documents = HEADER.unpack(header)
-    if version != VERSION or code not in DTYPES:
-        raise ValueError(
-            f"{index} has version {version} and token type {code}; only version {VERSION} with "
-            "type 8 (uint16) or 4 (int32) is read here"
-        )
-    if not sequences or not documents:
-        raise ValueError(f"{index} holds no document")
-    return DTYPES[code], sequences, documents
-
-
-def _existing(prefix: str, suffix: str) -> Path:
-    file = with_suffix(prefix, suffix)
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is not there; {_likely(prefix)} would work")
-    return file
-
-
-def _likely(prefix: str) -> str:
-    """The prefix that may have been meant."""
-    whole = [f"{prefix}_text_{kind}" for kind in ("document", "sentence")]
-    found = [each for each in whole if with_suffix(each, ".idx").is_file()]
-    if found:
-        return " or ".join(found)
-    return (
-        "a prefix such as P_text_document, of P_text_document.bin and P_text_document.idx, or for "
-        "BERT P_text_sentence"
-    )
-
-
-def _check_length(file: Path, expected: int) -> None:
-    length = file.stat().st_size
-    if length != expected:
-        kind = "cut short" if length < expected else "too long, or its index is damaged"
-        raise ValueError(f"{file} is {kind}: {length} bytes, where its index says {expected}")

@@ -1,11 +1,128 @@
-"""Two segments of a block of sentences, as BERT reads them: [CLS] first [SEP] second [SEP]."""
+"""From a number to two segments of one document, as BERT reads them: [CLS] a [SEP] b [SEP].
 
+Blocks of sentences are found by their number, with no table. L: tokens that a sample has room for.
+Two sorted series of token offsets are merged: the starts of the documents, and the multiples of L.
+How many elements of the two stand before a document is known from its number and its first token
+alone, so a search in the .idx tells which document an element belongs to, and which of its elements
+it is. A document of n tokens has ceil(n / L) elements, or one more.
+
+A document is cut into ceil(n / L) blocks of about equally many tokens, and fewer where there are
+not two sentences for each. Its first elements number its blocks, so that every sentence is in
+exactly one. Elements that are left are spare: at most one of a document with sentences enough, so
+few where documents are long. A document of one sentence has no block, as BERT learns from pairs: it
+is passed over.
+"""
+
+import warnings
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.indexed import IndexedDataset
+
 SPECIAL = 3  # [CLS] and two [SEP]
+GLANCES = 256  # documents of a split that are looked at when it is opened
+TURNS = 64  # numbers that are drawn in place of a spare one before their neighbours are taken
+
+
+class Blocks:
+    """Those of some documents of a data set; its length is that of the merged series."""
+
+    def __init__(self, data: IndexedDataset, documents: range, length: int) -> None:
+        self.data = data
+        self.documents = documents
+        self.length = length
+        self._start = data.token_range(documents).start
+        self._size = self._before(documents.stop)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def block(self, number: int) -> NDArray[np.int64] | None:
+        """Offsets in data.tokens at which its sentences start, and its end; None for a spare one.
+
+        int64 [sentences + 1], rising, of 2 sentences or more; a sentence without tokens is none.
+        Reads the sizes of all sentences of the document.
+        """
+        document = self.documents[bisect_right(self.documents, number, key=self._before) - 1]
+        part = number - self._before(document)
+        bounds = self.sentences(document)
+        tokens, sentences = int(bounds[-1] - bounds[0]), len(bounds) - 1
+        parts = min(-(-tokens // self.length), sentences // 2)
+        if part >= parts:
+            return None
+        first, last = _cuts(bounds - bounds[0], parts)[part : part + 2]
+        return bounds[first : last + 1]
+
+    def sentences(self, document: int) -> NDArray[np.int64]:
+        """Offsets in data.tokens at which those of a document start, and its end: int64 [n + 1]."""
+        first, last = (int(self.data.documents[each]) for each in (document, document + 1))
+        sizes = np.asarray(self.data.sizes[first:last], np.int64)
+        start = self._first_token(document)
+        return start + np.concatenate([[0], np.cumsum(sizes[sizes > 0])])
+
+    def draw(self, number: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], bool]:
+        """(the block of this number, or of one drawn in its place if it is spare; whether it is).
+
+        All blocks are drawn with the same probability. There must be one; see check().
+        """
+        block = self.block(number)
+        is_spare = block is None
+        for _ in range(TURNS):
+            if block is not None:
+                return block, is_spare
+            number = int(rng.random() * len(self))
+            block = self.block(number)
+        while block is None:  # hardly any document has two sentences
+            number = (number + 1) % len(self)
+            block = self.block(number)
+        return block, is_spare
+
+    def one_sentence(self, limit: int) -> tuple[int, int]:
+        """(documents of one sentence, documents looked at): some spread evenly, or all if few."""
+        count = min(limit, len(self.documents))
+        looked_at = [self.documents[i * len(self.documents) // count] for i in range(count)]
+        return sum(len(self.sentences(document)) < 3 for document in looked_at), count
+
+    def check(self, split: str) -> None:
+        """ValueError where no document looked at has two sentences, a warning where few have."""
+        single, count = self.one_sentence(GLANCES)
+        of = f"--data-path: of {count} documents of the {split} split of {self.data.prefix}"
+        if single == count:
+            raise ValueError(
+                f"{of} none has two sentences, and BERT learns from pairs; whole documents, cut by "
+                "tools/preprocess_data.py --split-sentences, would work"
+            )
+        if single > count / 2:
+            warnings.warn(
+                f"{of} {single} have one sentence only; such documents are passed over",
+                stacklevel=2,
+            )
+
+    def _before(self, document: int) -> int:
+        """Elements of the merged series before those of this document."""
+        tokens = self._first_token(document) - self._start
+        return document - self.documents.start - (-tokens // self.length)
+
+    def _first_token(self, document: int) -> int:
+        return self.data.token_range(range(document, document)).start
+
+
+def _cuts(bounds: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
+    """The sentences at which each part begins, and their number: int64 [parts + 1].
+
+    bounds: where the sentences start, from 0 on, and where the last one ends. Each cut is the start
+    nearest to an equal share of the tokens, if that leaves every part two sentences.
+    """
+    sentences, number = len(bounds) - 1, np.arange(parts + 1)
+    shares = number[1:-1] * bounds[-1] // parts
+    after = np.searchsorted(bounds, shares)
+    nearest = after - (shares - bounds[after - 1] < bounds[after] - shares)
+    cuts = np.concatenate([[0], nearest, [sentences]])
+    apart = np.maximum.accumulate(cuts - 2 * number) + 2 * number
+    return np.minimum(apart, sentences - 2 * (parts - number))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,29 +152,27 @@ def draw_pair(
     """
     is_short = rng.random() < short_seq_prob
     if is_short:
-        block = _draw_run(block, 2 + int(rng.random() * (length - 1)), rng)
+        # At least two sentences, from a drawn one on and then before it as far as the target goes.
+        target = 2 + int(rng.random() * (length - 1))
+        start = int(rng.random() * (len(block) - 2))
+        stop = int(np.searchsorted(block, block[start] + target, "right")) - 1
+        stop = max(stop, start + 2)
+        start = min(start, int(np.searchsorted(block, block[stop] - target)))
+        block = block[start : stop + 1]
     cut = 1 + int(rng.random() * (len(block) - 2))
-    ordered = range(int(block[0]), int(block[cut])), range(int(block[cut]), int(block[-1]))
+    first = range(int(block[0]), int(block[cut]))
+    second = range(int(block[cut]), int(block[-1]))
     is_swapped = bool(rng.random() < 0.5)
-    pair = ordered[::-1] if is_swapped else ordered
-    kept = lengths_kept(len(pair[0]), len(pair[1]), length)
-    first, second = (_shorten(each, keep, rng) for each, keep in zip(pair, kept, strict=True))
-    return Pair(
-        first=first,
-        second=second,
-        is_swapped=is_swapped,
-        is_short=is_short,
-        truncated=len(pair[0]) + len(pair[1]) - sum(kept),
+    if is_swapped:
+        first, second = second, first
+    kept = lengths_kept(len(first), len(second), length)
+    truncated = len(first) + len(second) - sum(kept)
+    first, second = (
+        _shorten(each, keep, rng) for each, keep in zip((first, second), kept, strict=True)
     )
-
-
-def _draw_run(block: NDArray[np.int64], target: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """At least two sentences, from a drawn one on and then before it as far as the target goes."""
-    start = int(rng.random() * (len(block) - 2))
-    stop = int(np.searchsorted(block, block[start] + target, "right")) - 1
-    stop = max(stop, start + 2)
-    start = min(start, int(np.searchsorted(block, block[stop] - target)))
-    return block[start : stop + 1]
+    return Pair(
+        first=first, second=second, is_swapped=is_swapped, is_short=is_short, truncated=truncated
+    )
 
 
 def lengths_kept(first: int, second: int, room: int) -> tuple[int, int]:
@@ -67,6 +182,5 @@ def lengths_kept(first: int, second: int, room: int) -> tuple[int, int]:
 
 
 def _shorten(tokens: range, keep: int, rng: np.random.Generator) -> range:
-    lost = len(tokens) - keep
-    front = int((rng.random(lost) < 0.5).sum())
+    front = int((rng.random(len(tokens) - keep) < 0.5).sum())
     return tokens[front : front + keep]

@@ -5,9 +5,8 @@ Needs no torch and reads little, so that a program can refuse bad input before i
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from megatron.data.description import Description
@@ -29,6 +28,15 @@ class Source:
     description: Description | None
     """None for a data set without sidecar: one that Megatron's own tools wrote."""
 
+    @property
+    def content(self) -> str:
+        """What is in the data set; where the index says where sentences end, that too."""
+        known = self.description
+        if known is None:
+            return f"{len(self.data.tokens) * self.data.dtype.itemsize} bytes"
+        index = f", index {known.idx_sha256}" if known.sentences is not None else ""
+        return f"SHA-256 {known.bin_sha256}{index}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
@@ -49,7 +57,7 @@ class Corpus:
         return {
             "vocab_size": self.vocab_size,
             "tokenizer": self.fingerprint,
-            "data": [f"{source.weight / total} of {_content(source)}" for source in self.sources],
+            "data": [f"{source.weight / total} of {source.content}" for source in self.sources],
         }
 
 
@@ -65,105 +73,25 @@ def open_corpus(
     at.
     """
     sources = tuple(_open_source(weight, prefix) for weight, prefix in _parse(data_path))
-    makers = {} if tokenizer is None else {"--vocab-file": _of(tokenizer)}
+    makers: dict[str, _Maker] = {}
+    if tokenizer is not None:
+        makers["--vocab-file"] = (tokenizer.kind, tokenizer.vocab_size, tokenizer.fingerprint)
     for source in sources:
-        if source.description is not None:
-            makers[f"{source.data.prefix}.json"] = _of(source.description)
-    maker = _the_only(makers)
-    size = _model_vocabulary(maker, vocab_size)
+        if (known := source.description) is not None:
+            maker = known.tokenizer_type, known.vocab_size, known.tokenizer_fingerprint
+            makers[f"{source.data.prefix}.json"] = maker
+    size, fingerprint = _the_only(makers, vocab_size)
     for source in sources:
         if source.description is None:
             _glance(source.data, size)
     _warn_of_order(sources)
-    marks = {_end_mark(source, tokenizer) for source in sources}
-    return Corpus(
-        sources=sources,
-        vocab_size=size,
-        eod=marks.pop() if len(marks) == 1 else None,
-        fingerprint=maker.fingerprint if maker else "",
-    )
+    own = tokenizer.eod if tokenizer is not None else None
+    marks = {own if (known := source.description) is None else known.eod for source in sources}
+    eod = marks.pop() if len(marks) == 1 else None
+    return Corpus(sources=sources, vocab_size=size, eod=eod, fingerprint=fingerprint)
 
 
-def require_sequences(corpus: Corpus, *, sentences: bool) -> None:
-    """ValueError where a data set is not of sentences, as BERT reads them, or not of documents."""
-    for source in corpus.sources:
-        try:
-            check_sequences(source.data, source.description, sentences=sentences)
-        except ValueError as error:
-            raise ValueError(f"--data-path: {error}") from error
-
-
-def find_tokenizer(corpus: Corpus) -> Tokenizer | None:
-    """That of the corpus, from the folder beside the first data set that has one; None if none has.
-
-    Raises ValueError, naming the folder, where what it holds did not make the data set, or is
-    damaged.
-    """
-    for source in corpus.sources:
-        folder = tokenizer_folder(source.data.prefix)
-        if source.description is not None and folder.is_dir():
-            return _read_beside(folder, source.description)
-    return None
-
-
-def _read_beside(folder: Path, description: Description) -> Tokenizer:
-    tokenizer = read_tokenizer(description.tokenizer_type, folder)
-    found, expected = tokenizer.fingerprint, description.tokenizer_fingerprint
-    if found != expected:
-        raise ValueError(
-            f"{folder} holds another tokenizer than the data set beside it was made with: "
-            f"fingerprint {found[:12]}, not {expected[:12]}; {file_flags(tokenizer.kind)} with "
-            "what it was made with would work, or no such folder"
-        )
-    return tokenizer
-
-
-@dataclass(frozen=True)
-class _Maker:
-    """Which tokenizer made the tokens; its fields are compared in this order."""
-
-    kind: str
-    vocab_size: int
-    fingerprint: str
-
-
-def _of(known: Tokenizer | Description) -> _Maker:
-    if isinstance(known, Description):
-        return _Maker(known.tokenizer_type, known.vocab_size, known.tokenizer_fingerprint)
-    return _Maker(known.kind, known.vocab_size, known.fingerprint)
-
-
-def _the_only(makers: Mapping[str, _Maker]) -> _Maker | None:
-    """What all the places agree on, None without places; ValueError where two differ."""
-    places = list(makers.items())
-    for place, maker in places[1:]:
-        first_place, first = places[0]
-        for name, ours, theirs in zip(
-            ("kind", "vocabulary", "fingerprint"), astuple(first), astuple(maker), strict=True
-        ):
-            if ours != theirs:
-                raise ValueError(
-                    f"--data-path: tokenizers differ in their {name}: {ours} by {first_place}, "
-                    f"{theirs} by {place}; the files of the tokenizer that the data set was made "
-                    "with would work"
-                )
-    return places[0][1] if places else None
-
-
-def _model_vocabulary(maker: _Maker | None, vocab_size: int | None) -> int:
-    if maker is None:
-        if vocab_size is None:
-            raise ValueError(
-                "the size of the vocabulary is not known: no data set of --data-path has a .json "
-                "beside it; the files of its tokenizer, or --vocab-size, would tell"
-            )
-        return vocab_size
-    if vocab_size not in (None, maker.vocab_size):
-        raise ValueError(
-            f"--vocab-size {vocab_size} is not the tokenizer's {maker.vocab_size}; "
-            f"--vocab-size {maker.vocab_size} would work, or none"
-        )
-    return maker.vocab_size
+_Maker = tuple[str, int, str]  # kind, vocabulary and fingerprint of the tokenizer of some tokens
 
 
 def _parse(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
@@ -194,19 +122,44 @@ def _open_source(weight: Fraction, prefix: str) -> Source:
     return Source(weight=weight, data=data, description=description)
 
 
-def _content(source: Source) -> str:
-    """What is in the data set; where the index says where sentences end, that too."""
-    known = source.description
-    if known is None:
-        return f"{len(source.data.tokens) * source.data.dtype.itemsize} bytes"
-    index = f", index {known.idx_sha256}" if known.sentences is not None else ""
-    return f"SHA-256 {known.bin_sha256}{index}"
+def _the_only(makers: Mapping[str, _Maker], vocab_size: int | None) -> tuple[int, str]:
+    """(vocabulary, fingerprint) that all places and --vocab-size agree on; ValueError otherwise."""
+    if not makers:
+        if vocab_size is None:
+            raise ValueError(
+                "the size of the vocabulary is not known: no data set of --data-path has a .json "
+                "beside it; the files of its tokenizer, or --vocab-size, would tell"
+            )
+        return vocab_size, ""
+    first_place, first = next(iter(makers.items()))
+    for place, maker in makers.items():
+        for name, ours, theirs in zip(
+            ("kind", "vocabulary", "fingerprint"), first, maker, strict=True
+        ):
+            if ours != theirs:
+                raise ValueError(
+                    f"--data-path: tokenizers differ in their {name}: {ours} by {first_place}, "
+                    f"{theirs} by {place}; the files of the tokenizer that the data set was made "
+                    "with would work"
+                )
+    _, size, fingerprint = first
+    if vocab_size not in (None, size):
+        raise ValueError(
+            f"--vocab-size {vocab_size} is not the tokenizer's {size}; --vocab-size {size} would "
+            "work, or none"
+        )
+    return size, fingerprint
 
 
-def _end_mark(source: Source, tokenizer: Tokenizer | None) -> int | None:
-    if source.description is not None:
-        return source.description.eod
-    return tokenizer.eod if tokenizer is not None else None
+def _glance(data: IndexedDataset, vocab_size: int) -> None:
+    warnings.warn(
+        f"{data.prefix}.json is not there, so only the ids of the data set are checked, not "
+        "which tokenizer made them, nor whether its documents were shuffled",
+        stacklevel=2,
+    )
+    step = max(GLANCE, len(data.tokens) // GLANCES)
+    chunks = (chunk for shard in data.shards for chunk in shard.chunks(step=step, size=GLANCE))
+    check_highest_id(data.prefix, max(int(chunk.max()) for chunk in chunks), vocab_size)
 
 
 def _warn_of_order(sources: Sequence[Source]) -> None:
@@ -227,12 +180,32 @@ def _warn_of_order(sources: Sequence[Source]) -> None:
         )
 
 
-def _glance(data: IndexedDataset, vocab_size: int) -> None:
-    warnings.warn(
-        f"{data.prefix}.json is not there, so only the ids of the data set are checked, not "
-        "which tokenizer made them, nor whether its documents were shuffled",
-        stacklevel=2,
-    )
-    step = max(GLANCE, len(data.tokens) // GLANCES)
-    chunks = (chunk for shard in data.shards for chunk in shard.chunks(step=step, size=GLANCE))
-    check_highest_id(data.prefix, max(int(chunk.max()) for chunk in chunks), vocab_size)
+def require_sequences(corpus: Corpus, *, sentences: bool) -> None:
+    """ValueError where a data set is not of sentences, as BERT reads them, or not of documents."""
+    for source in corpus.sources:
+        try:
+            check_sequences(source.data, source.description, sentences=sentences)
+        except ValueError as error:
+            raise ValueError(f"--data-path: {error}") from error
+
+
+def find_tokenizer(corpus: Corpus) -> Tokenizer | None:
+    """That of the corpus, from the folder beside the first data set that has one; None if none has.
+
+    Raises ValueError, naming the folder, where what it holds did not make the data set, or is
+    damaged.
+    """
+    for source in corpus.sources:
+        folder, known = tokenizer_folder(source.data.prefix), source.description
+        if known is None or not folder.is_dir():
+            continue
+        tokenizer = read_tokenizer(known.tokenizer_type, folder)
+        found, expected = tokenizer.fingerprint, known.tokenizer_fingerprint
+        if found != expected:
+            raise ValueError(
+                f"{folder} holds another tokenizer than the data set beside it was made with: "
+                f"fingerprint {found[:12]}, not {expected[:12]}; {file_flags(tokenizer.kind)} with "
+                "what it was made with would work, or no such folder"
+            )
+        return tokenizer
+    return None

@@ -1,52 +1,19 @@
-"""Tokenizers behind one small interface: text to token ids and back."""
+"""GPT-2's tokenizer, and all kinds by the names that --tokenizer-type knows."""
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megatron.data.encoders import Encoder
-from megatron.data.library import LibraryTokenizer, read_given
+from megatron.data.encoders import Tokenizer as Tokenizer  # for all who take one
+from megatron.data.encoders import read_given
 from megatron.data.wordpiece import BertTokenizer, BertWordPieceCase, BertWordPieceLowerCase
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
 
-class Tokenizer(Protocol):
-    """What the project asks of a tokenizer."""
-
-    kind: str
-    """Name that --tokenizer-type knows it by."""
-    vocab_size: int
-    """Number of ids, the end mark's included; every id is below it."""
-    eod: int
-    """Id of the mark that ends a document; no text is encoded as it."""
-    fingerprint: str
-    """SHA-256, in hex, of the vocabulary and the merges: equal ids for every text."""
-    files: Mapping[str, bytes]
-    """{name: content} of the files it was made of, from which read_tokenizer makes it again."""
-
-    @property
-    def encoder(self) -> Encoder:
-        """What encodes; ValueError where the one that was chosen cannot be had."""
-        ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def encode_arrays(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
-        """(the ids of all texts one after another, how many of them each text has)."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
-class GPT2BPETokenizer(LibraryTokenizer):
+class GPT2BPETokenizer(Tokenizer):
     """GPT-2's byte-level byte-pair encoding.
 
     Text that spells the end mark is encoded as the ordinary characters it is made of.
@@ -54,7 +21,6 @@ class GPT2BPETokenizer(LibraryTokenizer):
 
     kind = "GPT2BPETokenizer"
     names: ClassVar[Mapping[str, str]] = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
-    """What each file is called in a folder of a tokenizer."""
 
     def __init__(
         self, vocab_file: str | None, merge_file: str | None, encoder: str = "auto"
@@ -76,17 +42,55 @@ class GPT2BPETokenizer(LibraryTokenizer):
             )
         merge_content = read_given("--merge-file", merge_file)
         merges = _parse_merges(merge_content, f"--merge-file {merge_file}", vocabulary)
-        self.files: Mapping[str, bytes] = {
-            self.names["vocab_file"]: vocab_content,
-            self.names["merge_file"]: merge_content,
-        }
+        self.files = dict(zip(self.names.values(), (vocab_content, merge_content), strict=True))
         self.vocab_size = len(vocabulary)
         self.eod = vocabulary[END_OF_DOCUMENT]
-        self.fingerprint = _fingerprint(vocabulary, merges)
+        # Of the content: how the files are formatted does not count.
+        content = json.dumps([sorted(vocabulary, key=vocabulary.__getitem__), merges])
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
         bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = tokenizers.decoders.ByteLevel()
         super().__init__(bpe, encoder)
+
+
+def _parse_vocabulary(content: bytes, given: str) -> dict[str, int]:
+    """{token: id}, the ids being 0, 1, 2, ... in some order; given: flag and file."""
+    try:
+        vocabulary: Any = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{given} is not JSON: {error}") from error
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [None]
+    if any(type(each) is not int for each in ids) or set(ids) != set(range(len(ids))):
+        raise ValueError(
+            f"{given} should be one JSON object of tokens with the ids 0, 1, 2, ... "
+            "without gaps, such as GPT-2's vocab.json"
+        )
+    return vocabulary
+
+
+def _parse_merges(
+    content: bytes, given: str, vocabulary: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    try:
+        # Any line end, as when a file is read as text.
+        lines = content.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{given} is not UTF-8 text; a file such as GPT-2's merges.txt would work"
+        ) from error
+    merges = []
+    for number, line in enumerate(lines, start=1):
+        if not line or line.startswith("#version"):
+            continue
+        left, _, right = line.partition(" ")
+        if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
+            raise ValueError(
+                f"{given}, line {number}: {line!r} does not merge tokens of the "
+                "vocabulary; --vocab-file and --merge-file should belong together"
+            )
+        merges.append((left, right))
+    return merges
 
 
 TOKENIZERS: dict[str, type[GPT2BPETokenizer] | type[BertTokenizer]] = {
@@ -145,48 +149,3 @@ def _maker(kind: str) -> type[GPT2BPETokenizer] | type[BertTokenizer]:
 
 def _flag(parameter: str) -> str:
     return f"--{parameter.replace('_', '-')}"
-
-
-def _parse_vocabulary(content: bytes, given: str) -> dict[str, int]:
-    """{token: id}, the ids being 0, 1, 2, ... in some order; given: flag and file."""
-    try:
-        vocabulary: Any = json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"{given} is not JSON: {error}") from error
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [None]
-    if any(type(each) is not int for each in ids) or set(ids) != set(range(len(ids))):
-        raise ValueError(
-            f"{given} should be one JSON object of tokens with the ids 0, 1, 2, ... "
-            "without gaps, such as GPT-2's vocab.json"
-        )
-    return vocabulary
-
-
-def _parse_merges(
-    content: bytes, given: str, vocabulary: Mapping[str, int]
-) -> list[tuple[str, str]]:
-    try:
-        # Any line end, as when a file is read as text.
-        lines = content.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{given} is not UTF-8 text; a file such as GPT-2's merges.txt would work"
-        ) from error
-    merges = []
-    for number, line in enumerate(lines, start=1):
-        if not line or line.startswith("#version"):
-            continue
-        left, _, right = line.partition(" ")
-        if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
-            raise ValueError(
-                f"{given}, line {number}: {line!r} does not merge tokens of the "
-                "vocabulary; --vocab-file and --merge-file should belong together"
-            )
-        merges.append((left, right))
-    return merges
-
-
-def _fingerprint(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> str:
-    """Of the content: how the files are formatted does not count."""
-    content = [sorted(vocabulary, key=vocabulary.__getitem__), merges]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

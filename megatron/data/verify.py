@@ -29,22 +29,22 @@ def verify(prefix: str) -> Report:
     Raises ValueError, naming file and fault, where it is cut short, reordered or overflowing, has
     ids outside its vocabulary, or differs from its sidecar; FileNotFoundError where it is not.
     """
-    data = IndexedDataset(prefix)
+    data, description = IndexedDataset(prefix), Description.read(prefix)
     for shard in data.shards:
-        _check_sequences(shard)
-        _check_documents(shard)
-    description = Description.read(prefix)
-    if description is not None and description.sentences is not None:
-        for shard in data.shards:
-            _check_sentences(shard)
+        _check_index(shard, sentences=description is not None and description.sentences is not None)
+    highest = 0
     if description is None:
-        highest = max(_read_tokens(shard, with_checksum=False)[0] for shard in data.shards)
+        for shard in data.shards:
+            highest = max(highest, _read_tokens(shard, hashed=False)[0])
     else:
         check_counts(data, description)
-        highest = max(
-            _check_content(shard, listed, description, f"{prefix}.json")
-            for shard, listed in zip(data.shards, _listed(description), strict=True)
-        )
+        for shard, listed in zip(data.shards, _listed(description), strict=True):
+            found = sha256(with_suffix(shard.prefix, ".idx"))
+            _check_sum(f"{shard.prefix}.idx", found, listed.idx_sha256, prefix)
+            of_shard, found = _read_tokens(shard, hashed=True)
+            check_highest_id(shard.prefix, of_shard, description.vocab_size)
+            _check_sum(f"{shard.prefix}.bin", found, listed.bin_sha256, prefix)
+            highest = max(highest, of_shard)
     return Report(
         documents=len(data.documents) - 1,
         sequences=len(data.sizes),
@@ -72,21 +72,25 @@ def check_counts(data: IndexedDataset, description: Description) -> None:
 def check_sequences(
     data: IndexedDataset, description: Description | None, *, sentences: bool
 ) -> None:
-    """ValueError where its sequences are not sentences, as BERT reads them, or not documents.
+    """ValueError where its sequences are not sentences, as BERT reads them, or not documents."""
+    if has_sentences(data, description) == sentences:
+        return
+    kinds = ("whole documents", "without"), ("sentences", "with")
+    (ours, _), (theirs, how) = kinds[not sentences], kinds[sentences]
+    raise ValueError(
+        f"{data.prefix} holds {ours}, where {theirs} are read; one that "
+        f"tools/preprocess_data.py wrote {how} --split-sentences would work"
+    )
 
-    Without a sidecar, a data set of more sequences than documents is one of sentences.
+
+def has_sentences(data: IndexedDataset, description: Description | None) -> bool:
+    """Whether its sequences are sentences.
+
+    Without a sidecar, those of a data set of more sequences than documents are.
     """
     if description is not None:
-        found = description.sentences is not None
-    else:
-        found = len(data.sizes) > len(data.documents) - 1
-    if found != sentences:
-        kinds = ("whole documents", "without"), ("sentences", "with")
-        (ours, _), (theirs, how) = kinds[found], kinds[sentences]
-        raise ValueError(
-            f"{data.prefix} holds {ours}, where {theirs} are read; one that "
-            f"tools/preprocess_data.py wrote {how} --split-sentences would work"
-        )
+        return description.sentences is not None
+    return len(data.sizes) > len(data.documents) - 1
 
 
 def check_highest_id(prefix: str, highest: int, vocab_size: int) -> None:
@@ -99,37 +103,44 @@ def check_highest_id(prefix: str, highest: int, vocab_size: int) -> None:
         )
 
 
-def _check_sequences(shard: IndexedShard) -> None:
-    """That each sequence starts where the one before it ends."""
-    expected = 0
+def _check_index(shard: IndexedShard, *, sentences: bool) -> None:
+    """That each sequence starts where the one before it ends, and documents are in order.
+
+    sentences: that each document has a sentence, too, and each sentence a token.
+    """
+    file, expected = f"{shard.prefix}.idx is damaged", 0
     for start in range(0, len(shard.sizes), CHUNK):
         sizes, pointers = (each[start : start + CHUNK] for each in (shard.sizes, shard.pointers))
         if sizes.min() < 0 or pointers.min() < 0:
-            raise ValueError(f"{shard.prefix}.idx is damaged: a size or pointer overflowed below 0")
+            raise ValueError(f"{file}: a size or pointer overflowed below 0")
         ends = expected + np.cumsum(sizes, dtype=np.int64) * shard.dtype.itemsize
         wrong = np.flatnonzero(pointers != np.concatenate([[expected], ends[:-1]]))
         if len(wrong):
             raise ValueError(
-                f"{shard.prefix}.idx is damaged: sequence {start + wrong[0]} does not start where "
-                "the one before it ends; sequences are reordered or sizes wrong"
+                f"{file}: sequence {start + wrong[0]} does not start where the one before it ends; "
+                "sequences are reordered or sizes wrong"
             )
+        if sentences and not sizes.all():
+            raise ValueError(f"{file}: it has a sentence without a token")
         expected = int(ends[-1])
-
-
-def _check_documents(shard: IndexedShard) -> None:
     for start in range(0, len(shard.documents), CHUNK):
-        if np.any(np.diff(shard.documents[start : start + CHUNK + 1]) < 0):
-            raise ValueError(f"{shard.prefix}.idx is damaged: its documents are not in order")
+        counts = np.diff(shard.documents[start : start + CHUNK + 1])
+        if np.any(counts < 0):
+            raise ValueError(f"{file}: its documents are not in order")
+        if sentences and not counts.all():
+            raise ValueError(f"{file}: it has a document without a sentence")
 
 
-def _check_sentences(shard: IndexedShard) -> None:
-    """That each document has a sentence, and each sentence a token."""
-    for start in range(0, len(shard.sizes), CHUNK):
-        if not np.all(shard.sizes[start : start + CHUNK]):
-            raise ValueError(f"{shard.prefix}.idx is damaged: it has a sentence without a token")
-    for start in range(0, len(shard.documents), CHUNK):
-        if not np.all(np.diff(shard.documents[start : start + CHUNK + 1])):
-            raise ValueError(f"{shard.prefix}.idx is damaged: it has a document without a sentence")
+def _read_tokens(shard: IndexedShard, *, hashed: bool) -> tuple[int, str]:
+    """(highest id, SHA-256 of the .bin, or of nothing)."""
+    highest, checksum = 0, hashlib.sha256()
+    for chunk in shard.chunks():
+        if (lowest := int(chunk.min())) < 0:
+            raise ValueError(f"{shard.prefix}.bin is damaged: it holds the negative id {lowest}")
+        highest = max(highest, int(chunk.max()))
+        if hashed:
+            checksum.update(chunk.data)
+    return highest, checksum.hexdigest()
 
 
 def _listed(description: Description) -> Sequence[Description | ShardFacts]:
@@ -137,33 +148,9 @@ def _listed(description: Description) -> Sequence[Description | ShardFacts]:
     return description.shards or [description]
 
 
-def _check_content(
-    shard: IndexedShard, listed: Description | ShardFacts, whole: Description, sidecar: str
-) -> int:
-    """The highest id, where the files are what the sidecar says."""
-    index = sha256(with_suffix(shard.prefix, ".idx"))
-    _check_sum(f"{shard.prefix}.idx", index, listed.idx_sha256, sidecar)
-    highest, binary = _read_tokens(shard, with_checksum=True)
-    check_highest_id(shard.prefix, highest, whole.vocab_size)
-    _check_sum(f"{shard.prefix}.bin", binary, listed.bin_sha256, sidecar)
-    return highest
-
-
-def _read_tokens(shard: IndexedShard, *, with_checksum: bool) -> tuple[int, str]:
-    """(highest id, SHA-256 of the .bin, or of nothing)."""
-    lowest, highest, checksum = 0, 0, hashlib.sha256()
-    for chunk in shard.chunks():
-        lowest, highest = min(lowest, int(chunk.min())), max(highest, int(chunk.max()))
-        if with_checksum:
-            checksum.update(chunk.data)
-    if lowest < 0:
-        raise ValueError(f"{shard.prefix}.bin is damaged: it holds the negative id {lowest}")
-    return highest, checksum.hexdigest()
-
-
-def _check_sum(file: str, found: str, expected: str, sidecar: str) -> None:
+def _check_sum(file: str, found: str, expected: str, prefix: str) -> None:
     if found != expected:
         raise ValueError(
-            f"{file} has changed: its SHA-256 is {found}, but {sidecar} says {expected}; "
+            f"{file} has changed: its SHA-256 is {found}, but {prefix}.json says {expected}; "
             "tools/preprocess_data.py makes it anew"
         )

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.library import LibraryTokenizer, read_given
+from megatron.data.encoders import Tokenizer, read_given
 
 PAD, UNKNOWN, CLS, SEP, MASK = MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUATION = "##"
@@ -34,16 +34,14 @@ LEAST_CAPITALS = 0.01
 ENOUGH_TEXTS = 20  # fewer tell nothing about their casing
 
 
-class BertTokenizer(LibraryTokenizer):
+class BertTokenizer(Tokenizer):
     """BERT's WordPiece.
 
     Text that spells a mark such as [SEP] is encoded as the ordinary characters it is made of, and
     text without any character of a word, such as "\\u200b", as no token at all.
     """
 
-    kind: str
     names: ClassVar[Mapping[str, str]] = {"vocab_file": "vocab.txt"}
-    """What each file is called in a folder of a tokenizer."""
     is_lower_case: ClassVar[bool]
     """Whether text is put into lower case, and its accents taken away, before it is encoded."""
 
@@ -56,7 +54,7 @@ class BertTokenizer(LibraryTokenizer):
         tokens = _parse_tokens(content, given)
         _check_casing(tokens, self.is_lower_case, given)
         super().__init__(build_wordpiece(tokens, is_lower_case=self.is_lower_case), encoder)
-        self.files: Mapping[str, bytes] = {self.names["vocab_file"]: content}
+        self.files = {self.names["vocab_file"]: content}
         self.vocab_size = len(tokens)
         numbers = map(tokens.index, (PAD, UNKNOWN, CLS, SEP, MASK))
         self.pad, self.unknown, self.cls, self.sep, self.mask = numbers
@@ -69,7 +67,7 @@ class BertTokenizer(LibraryTokenizer):
 
     def offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """(ids, where in the text each begins and ends, in characters)."""
-        encoding = self._library.encode(text, add_special_tokens=False)
+        encoding = self.library.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
 
@@ -100,10 +98,10 @@ def build_wordpiece(tokens: Sequence[str], *, is_lower_case: bool) -> Any:
 
 
 class Casing(NamedTuple):
-    """Of how many texts the casing can be told, and how many of these have a capital letter."""
-
     texts: int
+    """Of which the casing can be told."""
     with_capitals: int
+    """Of these, those that have a capital letter."""
 
 
 def count_casing(texts: Iterable[str]) -> Casing:

@@ -1,6 +1,6 @@
 """BERT: an encoder that sees both ways, and the heads it is pretrained with (paper, section 5.2).
 
-b sequences   s tokens of each   n = b s   h hidden   v padded vocabulary   k picked places
+b sequences   s tokens of each   n = b s   h hidden   v padded vocabulary   k picked positions
 
 pre-LN:  transformer(sum of embeddings), then a final norm
 post-LN: transformer(norm(sum of embeddings)); its layers end in norms of their own
@@ -20,27 +20,27 @@ from megatron.parallel.factory import LayerFactory
 class BertEncoder(nn.Module):
     """Token ids and types [b, s] to [n, h]."""
 
-    def __init__(self, section: BertConfig, factory: LayerFactory, vocab_size: int) -> None:
+    def __init__(self, config: BertConfig, factory: LayerFactory, vocab_size: int) -> None:
         """vocab_size: the true one; the factory pads it."""
         super().__init__()
-        h, std = section.hidden_size, section.init_method_std
-        is_pre = section.residual_order == "pre-ln"
+        h, std = config.hidden_size, config.init_method_std
+        is_pre = config.residual_order == "pre-ln"
         self.word_embedding = factory.word_embedding(
-            vocab_size, h, divisible_by=section.make_vocab_size_divisible_by, std=std
+            vocab_size, h, divisible_by=config.make_vocab_size_divisible_by, std=std
         )
         self.position_embedding = factory.position_embedding(
-            section.max_position_embeddings, h, std=std
+            config.max_position_embeddings, h, std=std
         )
         self.token_type_embedding = factory.position_embedding(TOKEN_TYPES, h, std=std)
         self.embedding_norm = (
-            nn.Identity() if is_pre else factory.norm(h, epsilon=section.layernorm_epsilon)
+            nn.Identity() if is_pre else factory.norm(h, epsilon=config.layernorm_epsilon)
         )
-        self.embedding_dropout = factory.dropout(section.hidden_dropout, "embedding")
+        self.embedding_dropout = factory.dropout(config.hidden_dropout, "embedding")
         self.transformer = Transformer(
-            section, factory, range(section.num_layers), order=section.residual_order, gelu="none"
+            config, factory, range(config.num_layers), order=config.residual_order, gelu="none"
         )
         self.final_norm = (
-            factory.norm(h, epsilon=section.layernorm_epsilon) if is_pre else nn.Identity()
+            factory.norm(h, epsilon=config.layernorm_epsilon) if is_pre else nn.Identity()
         )
 
     def forward(self, tokens: Tensor, token_types: Tensor, is_real: Tensor) -> Tensor:
@@ -61,10 +61,10 @@ class BertEncoder(nn.Module):
 class Pooler(nn.Module):
     """What is seen at the first token of each sequence: [n, h] of b sequences to [b, h]."""
 
-    def __init__(self, section: BertConfig, factory: LayerFactory) -> None:
+    def __init__(self, config: BertConfig, factory: LayerFactory) -> None:
         super().__init__()
-        h = section.hidden_size
-        self.dense = factory.linear(h, h, std=section.init_method_std)
+        h = config.hidden_size
+        self.dense = factory.linear(h, h, std=config.init_method_std)
 
     def forward(self, x: Tensor, batch: int) -> Tensor:
         return torch.tanh(self.dense(x.view(batch, -1, x.shape[1])[:, 0]))
@@ -73,33 +73,33 @@ class Pooler(nn.Module):
 class MaskedTokenHead(nn.Module):
     """Logits or losses of tokens that the input hides; tied to the word embedding."""
 
-    def __init__(self, section: BertConfig, factory: LayerFactory, vocab_size: int) -> None:
+    def __init__(self, config: BertConfig, factory: LayerFactory, vocab_size: int) -> None:
         super().__init__()
-        h = section.hidden_size
-        self.dense = factory.linear(h, h, std=section.init_method_std)
-        self.norm = factory.norm(h, epsilon=section.layernorm_epsilon)
-        self.head = factory.head(vocab_size, bias_divisible_by=section.make_vocab_size_divisible_by)
+        h = config.hidden_size
+        self.dense = factory.linear(h, h, std=config.init_method_std)
+        self.norm = factory.norm(h, epsilon=config.layernorm_epsilon)
+        self.head = factory.head(vocab_size, bias_divisible_by=config.make_vocab_size_divisible_by)
 
     def forward(
         self,
         x: Tensor,
         embedding: nn.Module,
         labels: Tensor | None = None,
-        factors: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
-        """x [k, h]: logits [k, v/t], the loss of labels [k], or the sum of factors [k] x loss."""
-        return self.head(self.norm(F.gelu(self.dense(x))), embedding, labels, factors)
+        """x [k, h]: logits [k, v/t], the loss of labels [k], or the sum of scales [k] x loss."""
+        return self.head(self.norm(F.gelu(self.dense(x))), embedding, labels, scales)
 
 
 class BERT(nn.Module):
-    def __init__(self, section: BertConfig, factory: LayerFactory, vocab_size: int) -> None:
+    def __init__(self, config: BertConfig, factory: LayerFactory, vocab_size: int) -> None:
         """vocab_size: the true one; the factory pads it."""
         super().__init__()
         self.vocab_size = vocab_size
-        self.encoder = BertEncoder(section, factory, vocab_size)
-        self.pooler = Pooler(section, factory)
-        self.mlm = MaskedTokenHead(section, factory, vocab_size)
-        self.sop = factory.linear(section.hidden_size, 2, std=section.init_method_std)
+        self.encoder = BertEncoder(config, factory, vocab_size)
+        self.pooler = Pooler(config, factory)
+        self.mlm = MaskedTokenHead(config, factory, vocab_size)
+        self.sop = factory.linear(config.hidden_size, 2, std=config.init_method_std)
 
     def forward(
         self,
@@ -108,16 +108,16 @@ class BERT(nn.Module):
         is_real: Tensor,
         picked: Tensor | None = None,
         labels: Tensor | None = None,
-        factors: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(of masked-token prediction, of sentence order): logits [k, v/t] of this rank's columns,
-        with labels the loss of each [k], with factors too the sum of factor x loss; and logits
+        with labels the loss of each [k], with scales too the sum of scale x loss; and logits
         [b, 2], of segments in order and swapped.
 
-        tokens, token_types, is_real: as of the encoder. picked: int64 [k], the places (row x s +
-        column) to predict; None for all n. labels: int64 [k]. factors: [k].
+        tokens, token_types, is_real: as of the encoder. picked: int64 [k], the positions (row x s +
+        column) to predict; None for all n. labels: int64 [k]. scales: [k].
         """
         x = self.encoder(tokens, token_types, is_real)
         order = self.sop(self.pooler(x, tokens.shape[0]))
         rows = x if picked is None else x[picked]
-        return self.mlm(rows, self.encoder.word_embedding, labels, factors), order
+        return self.mlm(rows, self.encoder.word_embedding, labels, scales), order

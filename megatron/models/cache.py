@@ -25,17 +25,17 @@ class KeyValueCache:
         self.length = 0  # columns that all layers hold
         self._entries: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def append(self, place: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of the layer at `place`, of which k, v [b, a/t, s, d] are the last.
+    def append(self, name: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values of the layer `name`, of which k, v [b, a/t, s, d] are the last.
 
         The columns count as read once every layer has them: see `advance`.
         """
         end = self.length + k.shape[2]
         assert end <= self.capacity, f"{end} columns in a cache of {self.capacity}"
-        if place not in self._entries:
+        if name not in self._entries:
             shape = (*k.shape[:2], self.capacity, k.shape[3])
-            self._entries[place] = (k.new_empty(shape), v.new_empty(shape))
-        keys, values = self._entries[place]
+            self._entries[name] = (k.new_empty(shape), v.new_empty(shape))
+        keys, values = self._entries[name]
         keys[:, :, self.length : end] = k
         values[:, :, self.length : end] = v
         return keys[:, :, :end], values[:, :, :end]
@@ -62,5 +62,5 @@ class KeyValueCache:
         """Go on with these rows alone, int64 [m]."""
         self.first = None if self.first is None else self.first[rows]
         self._entries = {
-            place: (keys[rows], values[rows]) for place, (keys, values) in self._entries.items()
+            name: (keys[rows], values[rows]) for name, (keys, values) in self._entries.items()
         }

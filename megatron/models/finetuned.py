@@ -20,15 +20,15 @@ class FinetunedBert(nn.Module):
     span is told from scores at every token, and has no pooler.
     """
 
-    def __init__(self, section: FinetunedConfig, factory: LayerFactory, vocab_size: int) -> None:
+    def __init__(self, config: FinetunedConfig, factory: LayerFactory, vocab_size: int) -> None:
         """vocab_size: the true one; the factory pads it."""
         super().__init__()
         self.vocab_size = vocab_size
-        self.encoder = BertEncoder(section, factory, vocab_size)
-        self.pooler = None if section.head == "span" else Pooler(section, factory)
-        self.dropout = factory.dropout(section.hidden_dropout, "head")
-        outputs = {"classifier": len(section.labels), "choice": 1, "span": SPAN_ENDS}[section.head]
-        self.head = factory.linear(section.hidden_size, outputs, std=section.init_method_std)
+        self.encoder = BertEncoder(config, factory, vocab_size)
+        self.pooler = None if config.head == "span" else Pooler(config, factory)
+        self.dropout = factory.dropout(config.hidden_dropout, "head")
+        outputs = {"classifier": len(config.labels), "choice": 1, "span": SPAN_ENDS}[config.head]
+        self.head = factory.linear(config.hidden_size, outputs, std=config.init_method_std)
 
     def forward(self, tokens: Tensor, token_types: Tensor, is_real: Tensor) -> Tensor:
         """Scores [b, classes], [b, 1] of options or [b, s, 2], fp32 at least; arguments as of the

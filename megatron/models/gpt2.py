@@ -12,19 +12,19 @@ from megatron.parallel.factory import LayerFactory
 
 
 class GPT2(nn.Module):
-    def __init__(self, section: ModelConfig, factory: LayerFactory, vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, factory: LayerFactory, vocab_size: int) -> None:
         """vocab_size: the true one; the factory pads it."""
         super().__init__()
         self.vocab_size = vocab_size
-        self.positions = section.max_position_embeddings
-        h, std = section.hidden_size, section.init_method_std
+        self.positions = config.max_position_embeddings
+        h, std = config.hidden_size, config.init_method_std
         self.word_embedding = factory.word_embedding(
-            vocab_size, h, divisible_by=section.make_vocab_size_divisible_by, std=std
+            vocab_size, h, divisible_by=config.make_vocab_size_divisible_by, std=std
         )
         self.position_embedding = factory.position_embedding(self.positions, h, std=std)
-        self.embedding_dropout = factory.dropout(section.hidden_dropout, "embedding")
-        self.transformer = Transformer(section, factory, range(section.num_layers))
-        self.final_norm = factory.norm(h, epsilon=section.layernorm_epsilon)
+        self.embedding_dropout = factory.dropout(config.hidden_dropout, "embedding")
+        self.transformer = Transformer(config, factory, range(config.num_layers))
+        self.final_norm = factory.norm(h, epsilon=config.layernorm_epsilon)
         self.head = factory.head(vocab_size)
 
     def forward(
@@ -33,17 +33,17 @@ class GPT2(nn.Module):
         positions: Tensor,
         labels: Tensor | None = None,
         document_starts: Tensor | None = None,
-        factors: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Logits [n, v/t] of this rank's columns, with labels the loss of each token [n], with
-        factors too the sum of factor x loss, which is what training differentiates.
+        scales too the sum of scale x loss, which is what training differentiates.
 
-        All arguments are [b, s], factors in floating point, the others int64. document_starts:
+        All arguments are [b, s], scales in floating point, the others int64. document_starts:
         where in the sample the document of each token begins; then no token attends to another
         document. None attends across documents.
         """
         x = self.read(tokens, positions, document_starts)
-        of_tokens = (None if each is None else each.flatten() for each in (labels, factors))
+        of_tokens = (None if each is None else each.flatten() for each in (labels, scales))
         return self.head(x, self.word_embedding, *of_tokens)
 
     def read(

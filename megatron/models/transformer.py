@@ -34,11 +34,11 @@ def _run(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
 
 
 def _runner(
-    section: ModelConfig, factory: LayerFactory, granularity: RecomputeGranularity
+    config: ModelConfig, factory: LayerFactory, granularity: RecomputeGranularity
 ) -> Callable[..., Tensor]:
-    """(function, *arguments) to its result; the backward runs it again where this is the section's
+    """(function, *arguments) to its result; the backward runs it again where this is the config's
     granularity."""
-    if section.recompute_granularity != granularity:
+    if config.recompute_granularity != granularity:
         return _run
     # It is not traced: what is run again is told where the random streams stood. Layers are.
     return torch.compiler.disable(factory.checkpoint)
@@ -47,15 +47,15 @@ def _runner(
 class Attention(nn.Module):
     """Multi-head self-attention on [n, h]; each head lives whole on one rank."""
 
-    def __init__(self, section: ModelConfig, factory: LayerFactory, place: str) -> None:
+    def __init__(self, config: ModelConfig, factory: LayerFactory, name: str) -> None:
         super().__init__()
-        self.place = place
-        h, std = section.hidden_size, section.init_method_std
-        self.head_size = h // section.num_attention_heads
+        self.name = name
+        h, std = config.hidden_size, config.init_method_std
+        self.head_size = h // config.num_attention_heads
         self.qkv = factory.column(h, h, parts=3, std=std)
-        self.core = factory.attention_core(section.attention_dropout, f"{place}.core")
-        self.run_core = _runner(section, factory, "selective")
-        self.output = factory.row(h, h, std=std / sqrt(2 * section.num_layers))
+        self.core = factory.attention_core(config.attention_dropout, f"{name}.core")
+        self.run_core = _runner(config, factory, "selective")
+        self.output = factory.row(h, h, std=std / sqrt(2 * config.num_layers))
 
     def forward(
         self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         qkv = qkv.view(batch, -1, 3, qkv.shape[1] // (3 * self.head_size), self.head_size)
         q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # each [b, a/t, s, d]
         if cache is not None:
-            k, v = cache.append(self.place, k, v)
+            k, v = cache.append(self.name, k, v)
         heads = self.run_core(self.core, q, k, v, mask)
         return self.output(heads.transpose(1, 2).reshape(x.shape[0], -1))
 
@@ -72,13 +72,13 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """[n, h] to [n, 4h/t] to [n, h]; GeLU acts on each rank's columns alone."""
 
-    def __init__(self, section: ModelConfig, factory: LayerFactory, gelu: str) -> None:
+    def __init__(self, config: ModelConfig, factory: LayerFactory, gelu: str) -> None:
         """gelu: "tanh" for the approximation, "none" for the exact one."""
         super().__init__()
         self.gelu = gelu
-        h, std = section.hidden_size, section.init_method_std
+        h, std = config.hidden_size, config.init_method_std
         self.up = factory.column(h, 4 * h, std=std)
-        self.down = factory.row(4 * h, h, std=std / sqrt(2 * section.num_layers))
+        self.down = factory.row(4 * h, h, std=std / sqrt(2 * config.num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate=self.gelu))
@@ -87,15 +87,15 @@ class MLP(nn.Module):
 class TransformerLayer(nn.Module):
     """Pre-LN: nothing but additions on the path of the residuals."""
 
-    def __init__(self, section: ModelConfig, factory: LayerFactory, number: int, gelu: str) -> None:
+    def __init__(self, config: ModelConfig, factory: LayerFactory, number: int, gelu: str) -> None:
         super().__init__()
-        place = f"layers.{number}"
-        self.attention_norm = factory.norm(section.hidden_size, epsilon=section.layernorm_epsilon)
-        self.attention = Attention(section, factory, f"{place}.attention")
-        self.attention_dropout = factory.dropout(section.hidden_dropout, f"{place}.attention")
-        self.mlp_norm = factory.norm(section.hidden_size, epsilon=section.layernorm_epsilon)
-        self.mlp = MLP(section, factory, gelu)
-        self.mlp_dropout = factory.dropout(section.hidden_dropout, f"{place}.mlp")
+        name = f"layers.{number}"
+        self.attention_norm = factory.norm(config.hidden_size, epsilon=config.layernorm_epsilon)
+        self.attention = Attention(config, factory, f"{name}.attention")
+        self.attention_dropout = factory.dropout(config.hidden_dropout, f"{name}.attention")
+        self.mlp_norm = factory.norm(config.hidden_size, epsilon=config.layernorm_epsilon)
+        self.mlp = MLP(config, factory, gelu)
+        self.mlp_dropout = factory.dropout(config.hidden_dropout, f"{name}.mlp")
 
     def forward(
         self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None
@@ -124,7 +124,7 @@ class Transformer(nn.Module):
 
     def __init__(
         self,
-        section: ModelConfig,
+        config: ModelConfig,
         factory: LayerFactory,
         numbers: Iterable[int],
         *,
@@ -135,9 +135,9 @@ class Transformer(nn.Module):
         super().__init__()
         make = RESIDUAL_ORDERS[order]
         self.layers = nn.ModuleDict(
-            {str(number): make(section, factory, number, gelu) for number in numbers}
+            {str(number): make(config, factory, number, gelu) for number in numbers}
         )
-        self.run_layer = _runner(section, factory, "full")
+        self.run_layer = _runner(config, factory, "full")
 
     def forward(
         self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None

@@ -35,9 +35,9 @@ class TorchAdam:
     """
 
     def __init__(
-        self, weights: Sequence[nn.Parameter], decays: Sequence[float], section: OptimizerConfig
+        self, weights: Sequence[nn.Parameter], decays: Sequence[float], config: OptimizerConfig
     ) -> None:
-        self.weights, self.decays, self.section = weights, decays, section
+        self.weights, self.decays, self.config = weights, decays, config
         self.moments = [(torch.zeros_like(each), torch.zeros_like(each)) for each in weights]
         self.set_updates(0)
 
@@ -46,7 +46,7 @@ class TorchAdam:
 
     @torch.no_grad()
     def step(self, lr: float, factor: float) -> None:
-        section = self.section
+        config = self.config
         rows = zip(self.weights, self.decays, self.moments, self.updates, strict=True)
         for weight, decay, (exp_avg, exp_avg_sq), updates in rows:
             assert weight.grad is not None
@@ -65,11 +65,11 @@ class TorchAdam:
                 fused=True,
                 grad_scale=divisor,
                 amsgrad=False,
-                beta1=section.adam_beta1,
-                beta2=section.adam_beta2,
+                beta1=config.adam_beta1,
+                beta2=config.adam_beta2,
                 lr=lr,
                 weight_decay=decay,
-                eps=section.adam_eps,
+                eps=config.adam_eps,
                 maximize=False,
             )
 
@@ -78,7 +78,7 @@ class ApexAdam:
     """NVIDIA apex's FusedAdam, imported only where it is asked for."""
 
     def __init__(
-        self, weights: Sequence[nn.Parameter], decays: Sequence[float], section: OptimizerConfig
+        self, weights: Sequence[nn.Parameter], decays: Sequence[float], config: OptimizerConfig
     ) -> None:
         self.weights = weights
         self.optimizer: Any = import_module("apex.optimizers").FusedAdam(
@@ -86,9 +86,9 @@ class ApexAdam:
                 {"params": [weight], "weight_decay": decay}
                 for weight, decay in zip(weights, decays, strict=True)
             ],
-            lr=section.lr,
-            betas=(section.adam_beta1, section.adam_beta2),
-            eps=section.adam_eps,
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
             adam_w_mode=True,
         )
         self.moments = [(torch.zeros_like(each), torch.zeros_like(each)) for each in weights]

@@ -28,18 +28,18 @@ class LossScaler:
     skips: int = 0  # in a row
 
     @classmethod
-    def of(cls, section: PrecisionConfig, dtype: torch.dtype) -> LossScaler:
+    def of(cls, config: PrecisionConfig, dtype: torch.dtype) -> LossScaler:
         """That of a run whose weights and activations are of `dtype`."""
         if dtype != torch.float16:
             return cls()
-        if section.loss_scale is not None:
-            return cls(scale=section.loss_scale, most_skips=section.max_consecutive_skips)
+        if config.loss_scale is not None:
+            return cls(scale=config.loss_scale, most_skips=config.max_consecutive_skips)
         return cls(
-            scale=section.first_scale(),
-            window=section.loss_scale_window,
-            hysteresis=section.hysteresis,
-            smallest=section.min_loss_scale,
-            most_skips=section.max_consecutive_skips,
+            scale=config.first_scale(),
+            window=config.loss_scale_window,
+            hysteresis=config.hysteresis,
+            smallest=config.min_loss_scale,
+            most_skips=config.max_consecutive_skips,
         )
 
     @property

@@ -14,18 +14,19 @@ from torch import Tensor, nn
 
 from megatron.config.training import OptimizerConfig
 from megatron.optim.adam import ADAMS, Adam
-from megatron.parallel.gradients import GradientBuffers, Slot
+from megatron.parallel.gradients import GradientBuffers
+from megatron.parallel.sharding import GradientView
 
 
 class MasterWeights:
     """The optimizer of a materialised model."""
 
-    def __init__(self, gradients: GradientBuffers, section: OptimizerConfig) -> None:
+    def __init__(self, gradients: GradientBuffers, config: OptimizerConfig) -> None:
         self.gradients = gradients
-        self.section = section
-        self.masters = [_flat_master(buffer.flat, buffer.slots) for buffer in gradients.buffers]
-        decays = [section.weight_decay * buffer.decay for buffer in gradients.buffers]
-        self.adam: Adam = ADAMS[section.optimizer_impl](self.masters, decays, section)
+        self.config = config
+        self.masters = [_flat_master(buffer.flat, buffer.views) for buffer in gradients.buffers]
+        decays = [config.weight_decay * buffer.decay for buffer in gradients.buffers]
+        self.adam: Adam = ADAMS[config.optimizer_impl](self.masters, decays, config)
 
     def step(self, lr: float, unscale: float, norm: float) -> None:
         """Clip by the global norm and update.
@@ -33,7 +34,7 @@ class MasterWeights:
         unscale: scalar that turns the buffers' sums into gradients of the mean loss.
         norm: finite, of all the model's gradients x `unscale`.
         """
-        limit = self.section.clip_grad
+        limit = self.config.clip_grad
         clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
         self.adam.step(lr, unscale * clip)
         self.publish()
@@ -41,20 +42,20 @@ class MasterWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters to the parameters that are kept in a narrower dtype."""
-        for slot, master in self.slots():
-            if slot.parameter.dtype != master.dtype:
-                slot.parameter.copy_(slot.view(master))
+        for view, master in self.slots():
+            if view.parameter.dtype != master.dtype:
+                view.parameter.copy_(view.view(master))
 
     @torch.no_grad()
-    def tensors(self) -> Iterator[tuple[str, Slot, Tensor]]:
-        """(kind, slot, this rank's part) of all that a checkpoint keeps of the optimizer."""
+    def tensors(self) -> Iterator[tuple[str, GradientView, Tensor]]:
+        """(kind, view, this rank's shard) of all that a checkpoint keeps of the optimizer."""
         rows = zip(self.gradients.buffers, self.masters, self.adam.moments, strict=True)
         for buffer, master, (exp_avg, exp_avg_sq) in rows:
-            for slot in buffer.slots:
-                yield "exp_avg", slot, slot.view(exp_avg)
-                yield "exp_avg_sq", slot, slot.view(exp_avg_sq)
-                if slot.parameter.dtype != master.dtype:
-                    yield "master", slot, slot.view(master)
+            for view in buffer.views:
+                yield "exp_avg", view, view.view(exp_avg)
+                yield "exp_avg_sq", view, view.view(exp_avg_sq)
+                if view.parameter.dtype != master.dtype:
+                    yield "master", view, view.view(master)
 
     @torch.no_grad()
     def loaded(self, updates: int) -> None:
@@ -62,20 +63,20 @@ class MasterWeights:
         self.adam.set_updates(updates)
         self.publish()
 
-    def slots(self) -> Iterator[tuple[Slot, nn.Parameter]]:
-        """(slot, the flat master in which it lies) of every parameter."""
+    def slots(self) -> Iterator[tuple[GradientView, nn.Parameter]]:
+        """(view, the flat master in which it lies) of every parameter."""
         for buffer, master in zip(self.gradients.buffers, self.masters, strict=True):
-            for slot in buffer.slots:
-                yield slot, master
+            for view in buffer.views:
+                yield view, master
 
 
-def _flat_master(gradient: Tensor, slots: list[Slot]) -> nn.Parameter:
+def _flat_master(gradient: Tensor, views: list[GradientView]) -> nn.Parameter:
     master = nn.Parameter(torch.empty_like(gradient))
     master.grad = gradient
     with torch.no_grad():
-        for slot in slots:
-            view = slot.view(master.detach())
-            view.copy_(slot.parameter)
-            if slot.parameter.dtype == master.dtype:
-                slot.parameter.data = view
+        for each in views:
+            own = each.view(master.detach())
+            own.copy_(each.parameter)
+            if each.parameter.dtype == master.dtype:
+                each.parameter.data = own
     return master

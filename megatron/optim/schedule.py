@@ -13,10 +13,10 @@ DECAY = {
 }
 
 
-def learning_rate(section: OptimizerConfig, step: int, decay_iters: int) -> float:
+def learning_rate(config: OptimizerConfig, step: int, decay_iters: int) -> float:
     """Rate of optimizer step `step`, counted from 1; the floor from step `decay_iters` on."""
-    warmup = section.lr_warmup_iters
+    warmup = config.lr_warmup_iters
     if step <= warmup:
-        return section.lr * step / warmup
+        return config.lr * step / warmup
     progress = min(1.0, (step - warmup) / max(1, decay_iters - warmup))
-    return section.min_lr + (section.lr - section.min_lr) * DECAY[section.lr_decay_style](progress)
+    return config.min_lr + (config.lr - config.min_lr) * DECAY[config.lr_decay_style](progress)

@@ -25,8 +25,14 @@ from megatron.parallel.mesh import Axis
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> Tensor:
     """Reduce `x` in place over `axis` and return it; no gradient is recorded."""
-    if axis.size > 1:
+    if axis.size == 1:
+        return x
+    if torch.compiler.is_compiling():
         dist.all_reduce(x, op=op, group=axis.group)
+        return x
+    axis.calls.waits = axis.calls.begin("all_reduce", x.shape)
+    dist.all_reduce(x, op=op, group=axis.group)
+    axis.calls.waits = None
     return x
 
 
@@ -39,10 +45,13 @@ def begin_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
         functional = torch.ops._c10d_functional
         summed = functional.all_reduce(x, "sum", axis.group.group_name)
         return lambda: functional.wait_tensor(summed)
+    call = axis.calls.begin("all_reduce", x.shape)
     work = dist.all_reduce(x, group=axis.group, async_op=True)
 
     def wait() -> Tensor:
+        axis.calls.waits = call
         work.wait()
+        axis.calls.waits = None
         return x
 
     return wait
@@ -54,7 +63,12 @@ def _part(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 def _side_by_side(x: Tensor, dim: int, axis: Axis) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(axis.size)]
-    dist.all_gather(parts, x.contiguous(), group=axis.group)
+    if torch.compiler.is_compiling():
+        dist.all_gather(parts, x.contiguous(), group=axis.group)
+    else:
+        axis.calls.waits = axis.calls.begin("all_gather", x.shape)
+        dist.all_gather(parts, x.contiguous(), group=axis.group)
+        axis.calls.waits = None
     return torch.cat(parts, dim)
 
 

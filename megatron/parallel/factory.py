@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.parallel.layers import (
+    LAYER_NORMS,
     AttentionCore,
     ColumnParallelLinear,
     Linear,
@@ -24,7 +25,6 @@ from megatron.parallel.layers import (
     VocabParallelHead,
 )
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.norm import LAYER_NORMS
 from megatron.parallel.random import RandomStreams
 
 Maker = Callable[..., nn.Module]
@@ -40,8 +40,8 @@ class LayerFactory:
     word_embedding: Maker  # (vocabulary, hidden, divisible_by=, std=)
     position_embedding: Maker  # (positions, hidden, std=)
     norm: Maker  # (hidden, epsilon=)
-    dropout: Maker  # (p, place): outside the parallel region
-    attention_core: Maker  # (dropout, place): inside the parallel region
+    dropout: Maker  # (p, name): outside the parallel region
+    attention_core: Maker  # (dropout, name): inside the parallel region
     head: Maker  # (vocabulary, bias_divisible_by=None): logits or losses of [n, h], tied
     checkpoint: Callable[..., Tensor]  # (function, *arguments): recompute in the backward
 

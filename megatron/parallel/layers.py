@@ -10,42 +10,27 @@ A weight is stored as torch stores it, [out, in], so columns of A are rows of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.parallel.attention import block_attention
+from megatron.parallel import kernels
 from megatron.parallel.collectives import reduce_from
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.parallel.dropout import dropout
 from megatron.parallel.linear import linear, look_up
 from megatron.parallel.linear_cross_entropy import linear_cross_entropy
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import ShardedModule, ShardingSpec
 
-FEW = 8  # rows
-
-
-def _few_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """F.linear(x, weight) of few rows and a large weight, as the next token of a few texts takes.
-
-    On the CPU the library multiplies a large matrix by two to eight columns at the speed of memory,
-    but takes 2 to 8 times as long for one column, or with the factors exchanged.
-    """
-    if x.is_cuda or x.dtype != torch.float32:
-        return F.linear(x, weight)
-    columns = x.T if x.shape[0] > 1 else x.repeat(2, 1).T
-    return (weight @ columns).T[: x.shape[0]]
-
 
 class ColumnParallelLinear(ShardedModule):
-    """x [n, in] to [n, parts x out/t]: f, then the product with this rank's columns.
+    """x [n, in] to [n, parts x out/t]: f, then the matmul with this rank's columns.
 
-    With parts > 1 several products share one weight [parts, out, in] and are cut alike: with
+    With parts > 1 several matmuls share one weight [parts, out, in] and are cut alike: with
     parts = 3 and out = heads x head size, a head's query, key and value live on one rank, and the
     whole weight is [Q; K; V].
     """
@@ -74,12 +59,12 @@ class ColumnParallelLinear(ShardedModule):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        slot = self.slots.get("weight")
-        return linear(x, self.weight, self.bias, axis=self.axis, slot=slot)
+        view = self.gradient_views.get("weight")
+        return linear(x, self.weight, self.bias, axis=self.axis, view=view)
 
 
 class RowParallelLinear(ShardedModule):
-    """x [n, in/t] to [n, out]: the product with this rank's rows, then g, then the bias once."""
+    """x [n, in/t] to [n, out]: the matmul with this rank's rows, then g, then the bias once."""
 
     weight: nn.Parameter
     bias: nn.Parameter
@@ -101,7 +86,7 @@ class RowParallelLinear(ShardedModule):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight, None, slot=self.slots.get("weight"))
+        y = linear(x, self.weight, None, view=self.gradient_views.get("weight"))
         return reduce_from(y, self.axis).add_(self.bias)
 
 
@@ -157,7 +142,8 @@ class VocabParallelEmbedding(ShardedModule):
         rows = self.weight.shape[0]
         index = tokens - self.axis.rank * rows
         is_elsewhere = (index < 0) | (index >= rows)
-        own = look_up(index.masked_fill(is_elsewhere, 0), self.weight, self.slots.get("weight"))
+        view = self.gradient_views.get("weight")
+        own = look_up(index.masked_fill(is_elsewhere, 0), self.weight, view)
         return reduce_from(own.masked_fill(is_elsewhere[:, None], 0), self.axis)
 
 
@@ -173,7 +159,7 @@ class PositionEmbedding(ShardedModule):
         )
 
     def forward(self, positions: Tensor) -> Tensor:
-        return look_up(positions, self.weight, self.slots.get("weight"))
+        return look_up(positions, self.weight, self.gradient_views.get("weight"))
 
 
 class VocabParallelHead(ShardedModule):
@@ -209,38 +195,69 @@ class VocabParallelHead(ShardedModule):
         x: Tensor,
         embedding: VocabParallelEmbedding,
         labels: Tensor | None = None,
-        factors: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
-        """x [n, h] to this rank's logits [n, v/t], the loss of labels [n], or the sum of factors
-        [n] x loss: as linear_cross_entropy, which never holds all logits."""
-        weight, slot = embedding.weight, embedding.slots.get("weight")
-        if labels is not None and factors is not None:
-            parts = (self.axis, self.vocab_size, slot)
-            return linear_cross_entropy(x, weight, self.bias, labels, factors, *parts)
+        """x [n, h] to this rank's logits [n, v/t], the loss of labels [n], or the sum of scales [n]
+        x loss: as linear_cross_entropy, which never holds all logits."""
+        weight, view = embedding.weight, embedding.gradient_views.get("weight")
+        if labels is not None and scales is not None:
+            others = (self.axis, self.vocab_size, view)
+            return linear_cross_entropy(x, weight, self.bias, labels, scales, *others)
         is_generation = labels is None and not torch.is_grad_enabled()
-        if is_generation and self.bias is None and x.shape[0] <= FEW:
-            return _few_rows(x, weight)
-        logits = linear(x, weight, self.bias, axis=self.axis, slot=slot)
+        if is_generation and self.bias is None and x.shape[0] <= kernels.FEW_ROWS:
+            return kernels.matmul_few_rows(x, weight)
+        logits = linear(x, weight, self.bias, axis=self.axis, view=view)
         if labels is None:
             return logits
         return vocab_parallel_cross_entropy(logits, labels, self.axis, self.vocab_size)
 
 
+class LayerNorm(ShardedModule):
+    """Layer norm of [n, h], whole on every rank, computed in fp32 or wider."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        shape, partial = (hidden_size,), (mesh.data,)
+        spec = ShardingSpec(shape=shape, partial=partial, fill=1, decay=False)
+        self.add_parameter("weight", spec)
+        self.add_parameter("bias", ShardingSpec(shape=shape, partial=partial, decay=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.layer_norm(x, self.weight, self.bias, self.epsilon)
+
+
+class ApexLayerNorm(LayerNorm):
+    """The same by the kernel of NVIDIA apex's FusedLayerNorm, which computes in fp32 too."""
+
+    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float) -> None:
+        super().__init__(mesh, hidden_size, epsilon=epsilon)
+        self.kernel = import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalised: Tensor = self.kernel(x, self.weight, self.bias, self.weight.shape, self.epsilon)
+        return normalised
+
+
+LAYER_NORMS = {"torch": LayerNorm, "apex": ApexLayerNorm}
+
+
 class SharedDropout(nn.Module):
     """Dropout outside the parallel region: the same draw on every tensor-parallel rank."""
 
-    def __init__(self, streams: RandomStreams, p: float, place: str) -> None:
+    def __init__(self, streams: RandomStreams, p: float, name: str) -> None:
+        """name: of the random numbers; another one draws others."""
         super().__init__()
-        self.streams, self.p, self.place = streams, p, place
+        self.streams, self.p, self.name = streams, p, name
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        with self.streams.shared(self.place):
-            return dropout(x, self.p)
-
-
-SHORT = 512  # tokens
+        with self.streams.shared(self.name):
+            return kernels.dropout(x, self.p)
 
 
 class AttentionCore(nn.Module):
@@ -249,9 +266,10 @@ class AttentionCore(nn.Module):
     Dropout differs between ranks, as heads do.
     """
 
-    def __init__(self, streams: RandomStreams, dropout: float, place: str) -> None:
+    def __init__(self, streams: RandomStreams, dropout: float, name: str) -> None:
+        """name: as of SharedDropout."""
         super().__init__()
-        self.streams, self.dropout, self.place = streams, dropout, place
+        self.streams, self.dropout, self.name = streams, dropout, name
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """mask: bool [b or 1, 1, s, m], True where a query may look.
@@ -261,19 +279,5 @@ class AttentionCore(nn.Module):
         is_causal = mask is None and q.shape[2] > 1
         assert not is_causal or q.shape[2] == k.shape[2]
         dropout = self.dropout if self.training else 0.0
-        attend: Callable[..., Tensor] = F.scaled_dot_product_attention
-        if _pays_in_blocks(q, is_causal, dropout):
-            attend = block_attention
-        with self.streams.per_rank(self.place) if dropout else nullcontext():
-            return attend(q, k, v, mask, dropout, is_causal)
-
-
-def _pays_in_blocks(q: Tensor, is_causal: bool, dropout: float) -> bool:
-    """Whether training takes less time than in torch's kernel, and keeps not much more.
-
-    With dropout torch has no kernel of its own for the CPU, and stores the same.
-    """
-    if q.is_cuda or not (torch.is_grad_enabled() and q.requires_grad):
-        return False
-    is_narrow = q.dtype in (torch.bfloat16, torch.float16)
-    return dropout > 0 or (q.shape[2] <= SHORT and (is_causal or is_narrow))
+        with self.streams.per_rank(self.name) if dropout else nullcontext():
+            return kernels.attention(q, k, v, mask, dropout, is_causal)

@@ -18,7 +18,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class Calls:
+    """The collectives that this rank has begun over one group, noted for the failure watch.
+
+    begun: how many. waits: (its number from 1, its name, the shape) of the one in which a thread
+    waits, or None. It stays set where a collective raises. ranks: the members of the group.
+    """
+
+    __slots__ = ("begun", "ranks", "waits")
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.begun = 0
+        self.waits: tuple[int, str, object] | None = None
+        self.ranks = [] if group is None else dist.get_process_group_ranks(group)
+
+    def begin(self, name: str, shape: object) -> tuple[int, str, object]:
+        self.begun += 1
+        return self.begun, name, shape
+
+
+CALLS: dict[str, Calls] = {}
+"""Those of each axis and control group over which this process has communicated, by name."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +69,11 @@ class Axis:
         assert self.grid is not None, f"axis {self.name!r} has one rank and so no group"
         return self.grid.get_group(self.name)
 
+    @cached_property
+    def calls(self) -> Calls:
+        CALLS[self.name] = Calls(self.group)
+        return CALLS[self.name]
+
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         return self
 
@@ -62,28 +90,36 @@ class ControlGroup:
     rank: int = 0
     group: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
+    name: str = "control"
+
+    @cached_property
+    def calls(self) -> Calls:
+        CALLS[self.name] = Calls(self.group)
+        return CALLS[self.name]
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
+        self.calls.waits = self.calls.begin("gather", type(value).__name__)
         dist.all_gather_object(values, value, group=self.group)
+        self.calls.waits = None
         return values
 
-    def another(self) -> ControlGroup:
+    def another(self, name: str = "save") -> ControlGroup:
         """The same ranks over a new group; every rank calls this."""
-        return self if self.size == 1 else connect_control(self.timeout)
+        return self if self.size == 1 else connect_control(self.timeout, name)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ControlGroup:
         return self
 
 
-def connect_control(timeout: timedelta | None) -> ControlGroup:
+def connect_control(timeout: timedelta | None, name: str = "control") -> ControlGroup:
     """All ranks of the initialised process group (every rank calls this)."""
     backend = "gloo" if dist.get_backend() == "nccl" else None
     group = dist.new_group(backend=backend, timeout=timeout)
-    return ControlGroup(dist.get_world_size(), dist.get_rank(), group, timeout)
+    return ControlGroup(dist.get_world_size(), dist.get_rank(), group, timeout, name)
 
 
 @dataclass(frozen=True)
@@ -119,7 +155,7 @@ def build_mesh(
 ) -> Mesh:
     """Cut the initialised process group into data x tensor ranks (every rank calls this).
 
-    timeout: of what `control` wait for; None for torch's default.
+    timeout: after which torch gives up a collective; None for torch's default.
     """
     world = dist.get_world_size()
     if world % tensor_parallel_size:
@@ -127,12 +163,24 @@ def build_mesh(
             f"--tensor-model-parallel-size {tensor_parallel_size} does not divide the "
             f"{world} processes that were started"
         )
-    shape = (world // tensor_parallel_size, tensor_parallel_size)
-    grid = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
-    data, tensor = (
-        Axis(name, grid if size > 1 else None)
-        for name, size in zip(("data", "tensor"), shape, strict=True)
-    )
+    shape = {"data": world // tensor_parallel_size, "tensor": tensor_parallel_size}
+    names = tuple(name for name, size in shape.items() if size > 1)
+    ranks = torch.arange(world).view([shape[name] for name in names])
+    grid = None
+    if names:
+        # init_device_mesh has no argument for the groups' timeout.
+        groups = [
+            dist.new_subgroups_by_enumeration(
+                ranks.movedim(dim, -1).reshape(-1, shape[name]).tolist(), timeout=timeout
+            )[0]
+            for dim, name in enumerate(names)
+        ]
+        only = groups[0] if len(groups) == 1 else groups
+        grid = DeviceMesh.from_group(only, device.type, ranks, mesh_dim_names=names)
+    data, tensor = (Axis(name, grid if name in names else None) for name in ("data", "tensor"))
+    for axis in (data, tensor):
+        # Looked up now: torch.compile cannot trace the first access to a cached property.
+        _ = (axis.size, axis.rank, axis.group, axis.calls) if axis.size > 1 else axis.rank
     return Mesh(tensor=tensor, data=data, device=device, control=connect_control(timeout))
 
 

@@ -1,6 +1,6 @@
 """Random streams that are derived, not carried along.
 
-Every draw of dropout comes from a stream named by (seed, step, micro-batch, data rank, place) and,
+Every draw of dropout comes from a stream named by (seed, step, micro-batch, data rank, name) and,
 inside the tensor-parallel region, by the tensor rank too (paper, section 3: residual dropout is the
 same on all tensor ranks, dropout inside the region differs). So no order of execution, no
 recomputation and no resume can change a draw.
@@ -50,20 +50,20 @@ class RandomStreams:
         finally:
             self.position = before
 
-    def shared(self, place: str) -> AbstractContextManager[None]:
+    def shared(self, name: str) -> AbstractContextManager[None]:
         """Draws inside are equal on the ranks of a tensor-parallel group."""
-        return self._fork(place)
+        return self._fork(name)
 
-    def per_rank(self, place: str) -> AbstractContextManager[None]:
+    def per_rank(self, name: str) -> AbstractContextManager[None]:
         """Draws inside differ between the ranks of a tensor-parallel group."""
-        return self._fork(place, self.mesh.tensor.rank)
+        return self._fork(name, self.mesh.tensor.rank)
 
     @contextmanager
-    def _fork(self, place: str, *inner: int) -> Iterator[None]:
+    def _fork(self, name: str, *inner: int) -> Iterator[None]:
         generator = default_generator(self.mesh.device)
         state = generator.get_state()
         generator.manual_seed(
-            derive_seed(self.seed, "draw", *self.position, self.mesh.data.rank, place, *inner)
+            derive_seed(self.seed, "draw", *self.position, self.mesh.data.rank, name, *inner)
         )
         try:
             yield

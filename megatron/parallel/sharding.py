@@ -1,31 +1,32 @@
-"""How each parameter is laid out over the mesh: said once by its layer, read by everything else.
+"""How each parameter is sharded over the mesh, and where its gradient is added up.
 
-Initialisation, gradient reduction, the global norm, checkpoints and conversion all read the table
-`sharding_specs(model)`. A spec belongs to the module and not to the tensor, because `deepcopy`,
-`fully_shard` and all that brings a model off meta replace the tensor and lose what hangs on it.
+Said once by the layer that owns the parameter. Initialisation, gradient reduction, the global norm,
+checkpoints and conversion all read the table `sharding_specs(model)`. A spec belongs to the module
+and not to the tensor, because `deepcopy`, `fully_shard` and whatever brings a model off meta
+replace the tensor and lose its attributes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatron.parallel import kernels
 from megatron.parallel.mesh import Axis
 from megatron.parallel.random import derive_seed
-
-if TYPE_CHECKING:
-    from megatron.parallel.gradients import Slot
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingSpec:
-    """One parameter, whole and cut.
+    """One parameter, whole and sharded.
 
     shape: the whole parameter as it is saved, that is with the true number of rows.
-    cuts: (dim, axis) for every dim that is cut into equal parts along an axis.
+    cuts: (dim, axis) for every dim that is cut into equal shards along an axis; of several axes
+        that cut one dim the major one comes first.
     padded_rows: size of dim 0 with the padding that makes it divisible; None for no padding.
     partial: axes over which each rank's gradient is one term of a sum.
     std: standard deviation of the normal initialisation; None for the constant `fill`.
@@ -40,67 +41,144 @@ class ShardingSpec:
     fill: float = 0.0
     decay: bool = True
 
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part, padding included."""
-        sizes = list(self.shape)
+    def _extents(self) -> list[tuple[int, int]]:
+        """(start, size) of this rank's shard in each dim, padding included."""
+        starts, sizes = [0] * len(self.shape), list(self.shape)
         sizes[0] = self.padded_rows or sizes[0]
         for dim, axis in self.cuts:
             assert sizes[dim] % axis.size == 0, f"{self.shape} dim {dim} on {axis.size} ranks"
             sizes[dim] //= axis.size
-        return tuple(sizes)
+            starts[dim] += axis.rank * sizes[dim]
+        return list(zip(starts, sizes, strict=True))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's shard, padding included."""
+        return tuple(size for _, size in self._extents())
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Where the real rows of this rank's part lie in the whole parameter; may be empty."""
-        place = [slice(0, size) for size in self.shape]
-        for dim, axis in self.cuts:
-            part = self.local_shape[dim]
-            bounds = (axis.rank * part, (axis.rank + 1) * part)
-            place[dim] = slice(*(min(bound, self.shape[dim]) for bound in bounds))
-        return tuple(place)
+        """The real rows of this rank's shard in the whole parameter; may be empty."""
+        return tuple(
+            slice(min(start, whole), min(start + size, whole))
+            for (start, size), whole in zip(self._extents(), self.shape, strict=True)
+        )
 
     def real(self, local: Tensor) -> Tensor:
-        """View of this rank's part without padding rows."""
-        return local[tuple(slice(0, cut.stop - cut.start) for cut in self.place)]
+        """View of this rank's shard without padding rows."""
+        return local[tuple(slice(0, each.stop - each.start) for each in self.place)]
+
+
+@dataclass
+class GradientView:
+    """The elements [start, stop) of a flat gradient buffer that belong to one parameter."""
+
+    name: str
+    parameter: nn.Parameter
+    spec: ShardingSpec
+    start: int
+    is_filled: bool = False  # False: the elements are left over from an earlier step
+    gradient: Tensor = field(init=False)  # of the parameter's shape
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.parameter.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The same elements of any flat tensor that is laid out like the buffer."""
+        return flat[self.start : self.stop].view(self.spec.local_shape)
+
+    def add(self, gradient: Tensor) -> None:
+        """gradient: of the parameter's shape, or with its leading dims flattened to one."""
+        own = self.gradient.view(gradient.shape)
+        if self.is_filled:
+            own.add_(gradient)
+        else:
+            own.copy_(gradient)
+        self.is_filled = True
+
+    def add_matmul(self, dy: Tensor, x: Tensor) -> None:
+        """Add dy' x, with dy [n, out] and x [n, in]."""
+        if dy.dtype != self.gradient.dtype:
+            self.add(dy.T @ x)
+            return
+        own = self.gradient.view(-1, x.shape[1])
+        kernels.add_matmul_(own, dy, x, accumulate=self.is_filled)
+        self.is_filled = True
+
+    def add_rows(self, index: Tensor, dy: Tensor) -> None:
+        """Add dy [n, h] to the rows at `index` [n]."""
+        if not self.is_filled:
+            self.gradient.zero_()
+        kernels.add_rows_(self.gradient, index, dy)
+        self.is_filled = True
 
 
 class ShardedModule(nn.Module):
-    """A module that says how its own parameters are laid out.
+    """A module that says how its own parameters are sharded.
 
-    slots: where training adds up their gradients, by name; none without gradient buffers.
+    Its parameters are on meta, and calling it is an error, until `materialize` gives them values.
+    gradient_views: where its layers add the gradients of parameters, by name; empty where they
+        leave that to autograd (see GradientBuffers).
     """
 
     specs: dict[str, ShardingSpec]
-    slots: dict[str, Slot]
+    gradient_views: dict[str, GradientView]
 
     def __init__(self) -> None:
         super().__init__()
         self.specs = {}
-        self.slots = {}
+        self.gradient_views = {}
+        self.values_check = self.register_forward_pre_hook(_require_values)
 
     def add_parameter(self, name: str, spec: ShardingSpec) -> None:
         self.specs[name] = spec
-        self.register_parameter(name, nn.Parameter(torch.empty(spec.local_shape)))
+        weight = torch.empty(spec.local_shape, device="meta")
+        self.register_parameter(name, nn.Parameter(weight))
 
 
-def sharding_specs(model: nn.Module) -> dict[str, ShardingSpec]:
-    """{full parameter name: spec}, in the order of `model.named_parameters()`."""
-    table = {
-        f"{prefix}.{name}" if prefix else name: spec
-        for prefix, module in model.named_modules()
-        if isinstance(module, ShardedModule)
-        for name, spec in module.specs.items()
-    }
+def _require_values(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """A pre-hook of modules that are not materialized: there is no cost after."""
+    if inputs and inputs[0].is_meta:  # a run for shapes alone
+        return
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise RuntimeError(
+            f"{type(module).__name__} has no weights yet: call megatron.parallel.sharding."
+            "materialize(model, device=..., dtype=..., seed=...) first"
+        )
+
+
+def sharding_specs(
+    model: nn.Module, others: Mapping[str, ShardingSpec] | None = None
+) -> dict[str, ShardingSpec]:
+    """{full parameter name: spec}, in the order of `model.named_parameters()`.
+
+    others: specs, by name, of parameters that no ShardedModule owns. Raises ValueError where one of
+    these has none.
+    """
+    table = dict(others or {})
+    for prefix, module in model.named_modules():
+        if isinstance(module, ShardedModule):
+            table |= {_joined(prefix, name): spec for name, spec in module.specs.items()}
     names = [name for name, _ in model.named_parameters()]
-    assert set(names) == set(table), f"without a sharding spec: {set(names) ^ set(table)}"
+    for name in names:
+        if name not in table:
+            kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise ValueError(
+                f"parameter {name!r} of {kind} has no sharding spec: a layer of megatron.parallel."
+                f"layers in its place works, or others={{{name!r}: ShardingSpec(...)}}"
+            )
     return {name: table[name] for name in names}
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def initial_value(name: str, spec: ShardingSpec, seed: int) -> Tensor:
     """The whole parameter [spec.shape], fp32 on the CPU: a function of (seed, name) alone.
 
-    It is drawn whole on every rank and then cut, so that no layout changes the model.
+    Every rank draws it whole and keeps its shard, so that no layout changes the model.
     """
     whole = torch.empty(spec.shape)
     if spec.std is None:
@@ -112,7 +190,7 @@ def initial_value(name: str, spec: ShardingSpec, seed: int) -> Tensor:
 def materialize(
     model: nn.Module, *, device: torch.device, dtype: torch.dtype, seed: int | None
 ) -> nn.Module:
-    """Give a model that was built on meta its memory and initial values; the only such place.
+    """Give a model, which is on meta until then, its memory and initial values.
 
     seed: None leaves the values undefined, for a model that is loaded next.
     """
@@ -123,6 +201,9 @@ def materialize(
         for name, parameter in model.named_parameters()
     }
     model.load_state_dict(parameters, assign=True)
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            module.values_check.remove()
     if seed is None:
         return model
     with torch.no_grad():
@@ -132,7 +213,7 @@ def materialize(
 
 
 def load_whole(local: Tensor, whole: Tensor, spec: ShardingSpec) -> None:
-    """Copy this rank's part of a whole parameter into `local`; padding rows become zero."""
+    """Copy this rank's shard of a whole parameter into `local`; padding rows become zero."""
     assert whole.shape == spec.shape, f"{tuple(whole.shape)} is not {spec.shape}"
     local.zero_()
     spec.real(local).copy_(whole[spec.place])

@@ -1,7 +1,7 @@
 """Where a step that was not finite went wrong: the step is run again, and every module watched.
 
-The weights are those the step began with and the random streams are derived from its number, so
-the second run computes what the first did. All ranks run it, since the collectives are in it.
+The weights are those the step began with and the random numbers are derived from its number, so the
+second run computes what the first did. All ranks run it, since the collectives are in it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.data.batch import Batch
-from megatron.data.sampler import micro_batches
+from megatron.data.batch import Batch, micro_batches
 from megatron.optim.loss_scaler import LossScaler
-from megatron.parallel.gradients import Slot
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.sharding import GradientView
 from megatron.train.state import TrainState
-
-
-class NonFiniteError(FloatingPointError):
-    """A loss or gradient that is not finite ends the run; the message says where it began, in the
-    words of pretraining."""
-
-    what: str
-    """"loss" or "gradient"."""
-    found: Finding | None
-    """As of `find_first`."""
 
 
 @dataclass(frozen=True, order=True)
@@ -41,66 +29,22 @@ class Finding:
     Every rank runs the same modules in the same order, so findings of all ranks can be ordered.
     """
 
-    micro_batch: int  # -1 for a weight, which was there before
-    order: int  # what was looked at before, in this run
+    micro_batch: int  # -1 for a weight, which was not finite before
+    order: int  # how many tensors were looked at before
     rank: int
     what: str
     data_rank: int
     place: str  # the rank's coordinates in words
 
 
-class Watch:
-    """Looks at every output and gradient while a model runs, and keeps the first finding."""
+class NonFiniteError(FloatingPointError):
+    """A loss or gradient that is not finite ends the run; the message says where it began.
 
-    def __init__(self, state: TrainState) -> None:
-        self.mesh = state.mesh
-        self.streams = state.streams
-        self.looked = 0
-        self.finding: Finding | None = None
+    what: "loss" or "gradient". found: as of `find_first`.
+    """
 
-    def look(self, what: str, value: Tensor, micro_batch: int) -> None:
-        """Keep `what` as the finding if it is the first that is not finite."""
-        self.looked += 1
-        if self.finding is None and not value.detach().isfinite().all():
-            self.finding = Finding(
-                micro_batch,
-                self.looked,
-                self.mesh.control.rank,
-                what,
-                self.mesh.data.rank,
-                ", ".join(f"{axis} {rank}" for axis, rank in self.mesh.coordinates.items()),
-            )
-
-    def look_now(self, what: str, value: Tensor) -> None:
-        self.look(what, value, self.streams.position[1])
-
-    def watch_output(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        """Forward hook: look at the output now, and at its gradient when that is known.
-
-        A layer that is run again for its activations passes here twice; what the second run
-        returns was seen in the first.
-        """
-        self.look_now(f"the output of {name}", output)
-        if output.requires_grad:
-            output.register_hook(lambda each: self.look_now(f"the gradient at {name}", each))
-
-    def watch_gradient(self, slot: Slot) -> None:
-        self.look_now(f"the gradient of the weight {slot.name}", slot.place)
-
-    @contextmanager
-    def over(self, state: TrainState) -> Iterator[None]:
-        """Watch all modules, innermost first, and all weights' gradients; no hook stays behind."""
-        hooks: list[Any] = []
-        for name, module in state.model.named_modules():
-            if name:  # the model's own output is that of its last module
-                hooks.append(module.register_forward_hook(partial(self.watch_output, name)))
-        before, state.gradients.watch = state.gradients.watch, self.watch_gradient
-        try:
-            yield
-        finally:
-            state.gradients.watch = before
-            for hook in hooks:
-                hook.remove()
+    what: str
+    found: Finding | None
 
 
 def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | None:
@@ -109,20 +53,55 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
     replay: runs the step's forward and backward passes again, on all ranks. None where all is
     finite in them, so that only the sum over micro-batches and ranks is not.
     """
-    watch = Watch(state)
+    mesh, looked, own = state.mesh, 0, list[Finding]()
+    place = ", ".join(f"{axis} {rank}" for axis, rank in mesh.coordinates.items())
+
+    def look(what: str, value: Tensor, micro_batch: int | None = None) -> None:
+        nonlocal looked
+        looked += 1
+        if not own and not value.detach().isfinite().all():
+            now = state.streams.position[1] if micro_batch is None else micro_batch
+            own.append(Finding(now, looked, mesh.control.rank, what, mesh.data.rank, place))
+
+    def first() -> Finding | None:
+        return min((each for found in mesh.control.gather(own) for each in found), default=None)
+
     for name, parameter in state.model.named_parameters():
-        watch.look(f"the weight {name} itself", parameter, -1)
-    if (found := _first(watch, state.mesh)) is None:
+        look(f"the weight {name} itself", parameter, -1)
+    if (found := first()) is None:
         # What is compiled calls no hooks.
-        with watch.over(state), torch.compiler.set_stance("force_eager"):
+        with _watched(state, look), torch.compiler.set_stance("force_eager"):
             replay()
-        found = _first(watch, state.mesh)
+        found = first()
     return found
 
 
-def _first(watch: Watch, mesh: Mesh) -> Finding | None:
-    findings = [each for each in mesh.control.gather(watch.finding) if each is not None]
-    return min(findings, default=None)
+@contextmanager
+def _watched(state: TrainState, look: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Calls look(what, value) with all modules' outputs, innermost first, with their gradients and
+    with the weights' gradients; no hook stays behind."""
+
+    def watch_output(name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        # A layer that is recomputed passes here twice; its output was looked at the first time.
+        look(f"the output of {name}", output)
+        if output.requires_grad:
+            output.register_hook(lambda each: look(f"the gradient at {name}", each))
+
+    def watch_gradient(view: GradientView) -> None:
+        look(f"the gradient of the weight {view.name}", view.gradient)
+
+    hooks = [
+        module.register_forward_hook(partial(watch_output, name))
+        for name, module in state.model.named_modules()
+        if name  # the model's own output is that of its last module
+    ]
+    before, state.gradients.watch = state.gradients.watch, watch_gradient
+    try:
+        yield
+    finally:
+        state.gradients.watch = before
+        for hook in hooks:
+            hook.remove()
 
 
 def non_finite(

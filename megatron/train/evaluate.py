@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.load import load, newest_whole
 from megatron.data.batch import Samples
 from megatron.models.gpt2 import GPT2
+from megatron.models.registry import build_model, section_of
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh
-from megatron.train.checkpoint import load, read_manifest
-from megatron.train.models import build_model, section_of
 from megatron.train.objectives import Objective
-from megatron.train.start import newest_whole
 from megatron.train.state import model_pieces
+from megatron.train.watch import note
 
 SCORED_AT_ONCE = 1024  # rows of logits that are in memory together; at GPT-2's vocabulary 0.2 GB
 
@@ -66,6 +67,7 @@ def mean_losses(
 
     Does not depend on the micro-batch size or on the layout but for rounding.
     """
+    note("evaluation")
     was_training = model.training
     model.eval()
     k = len(objective.terms)

@@ -22,7 +22,7 @@ from megatron.parallel.collectives import gather_from
 from megatron.parallel.cross_entropy import most_probable
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import derive_seed
-from megatron.train.deal import deal
+from megatron.train.loader import shard
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def generate_all(
     found: dict[int, list[int]] = {}
     failure = None
     try:
-        for numbers in deal([len(each) for each in prompts], micro_batch_size, mesh, name):
+        for numbers in shard([len(each) for each in prompts], micro_batch_size, mesh, name):
             texts = [prompts[number] for number in numbers]
             new = generate(model, mesh, texts, sampling, eod=eod, numbers=numbers, is_done=is_done)
             found |= zip(numbers, new, strict=True)

@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import faulthandler
-import os
+import json
 import socket
-import traceback
-from collections.abc import Iterator, Mapping
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megatron.config.failure import write_error_file
-from megatron.config.launch import world_size
+from megatron.config.checks import UsageError
+from megatron.config.launch import world_size, write_error_file
 from megatron.config.training import ParallelConfig
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
-from megatron.train.watch.ending import Ending
-from megatron.train.watch.lifeline import Lifeline, address_of, open_door
-from megatron.train.watch.rendezvous import (
-    Arrival,
-    Place,
-    check_interface,
-    choose_device,
-    enter,
-    introduce,
-    meet,
-    not_alone,
-    open_store,
-    reach,
-    read_place,
-)
-from megatron.train.watch.standing import RECORDED, groups_of
-from megatron.train.watch.watcher import Seat, Watch
+from megatron.train.watch import ROUNDS, Watch
 
 PATIENCE = 120.0  # seconds within which all ranks have to arrive
+WORD = 5.0  # seconds of waiting after which the missing ranks are named
+_POLL = 0.1  # seconds
 _MARGIN = 300.0  # seconds that torch's own time limits are longer, so that the watch speaks first
 
 
@@ -61,42 +48,55 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
 
     Raises ValueError where the processes do not fit, TimeoutError where some do not arrive.
     """
-    size = world_size(environ)
-    if size % parallel.tensor_model_parallel_size:
-        raise ValueError(
-            f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size} does not divide "
-            f"the number of processes, {size}; start them with "
-            f"torchrun --nproc-per-node {parallel.tensor_model_parallel_size}"
-        )
     error_file = environ.get("TORCHELASTIC_ERROR_FILE")
-    if size == 1:
-        with _recorded(error_file):
+    try:
+        size = world_size(environ)
+        if size % parallel.tensor_model_parallel_size:
+            raise ValueError(
+                f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size} does not "
+                f"divide the number of processes, {size}; start them with "
+                f"torchrun --nproc-per-node {parallel.tensor_model_parallel_size}"
+            )
+        if size == 1:
             yield serial_mesh(_own_device(environ))
-        return
-    with _recorded(error_file):
+            return
         place, limit = read_place(environ), 60 * parallel.distributed_timeout_minutes
-        seat, arrivals = _find_others(place, PATIENCE)
+        store, is_first = open_store(place, PATIENCE)
+    except Exception as error:
+        write_error_file(error_file, f"{type(error).__name__}: {error}".splitlines()[0])
+        raise
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # where gloo aborts a process, it shows its stacks
-    # Torch's recorder takes its size from the environment alone, when it is first asked.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
-    with Watch(seat, limit, Ending(seat.store, place, error_file)) as watch:
+    watch = Watch(
+        dist.PrefixStore("watch", store),
+        place.rank,
+        place.size,
+        limit,
+        keeper=place.keeper,
+        is_kept=place.is_host,
+        error_file=error_file,
+    )
+    with watch:
+        if not is_first:
+            raise UsageError("RANK", place.rank, "the rank of one process; two were given it")
+        arrivals = meet(store, place, watch, PATIENCE)
         check_interface(arrivals, environ)
-        mesh = _build(parallel, place, choose_device(place.rank, arrivals, environ), seat, limit)
+        device = choose_device(place.rank, arrivals, environ)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        timeout = timedelta(seconds=ROUNDS * limit + _MARGIN)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("groups", store.clone()),  # type: ignore[attr-defined]
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        mesh = build_mesh(parallel.tensor_model_parallel_size, device, timeout)
         watch.know(mesh)
         yield mesh
     dist.destroy_process_group()
-
-
-@contextmanager
-def _recorded(error_file: str | None) -> Iterator[None]:
-    """Let torchrun's summary show the exception that leaves."""
-    try:
-        yield
-    except Exception as error:
-        text = "".join(traceback.format_exception(error))
-        write_error_file(error_file, f"{type(error).__name__}: {error}", text)
-        raise
 
 
 def _own_device(environ: Mapping[str, str]) -> torch.device:
@@ -108,43 +108,169 @@ def _own_device(environ: Mapping[str, str]) -> torch.device:
     return device
 
 
-def _find_others(place: Place, patience: float) -> tuple[Seat, list[Arrival]]:
-    door = open_door()
-    store = enter(open_store(place, patience), place)
-    arrival = introduce(place, address_of(door, place.address, place.port))
-    with not_alone(store, place):
-        arrivals = meet(store, place, arrival, patience)
-    words = PrefixStore("watch", store)
-    neighbour = arrivals[(place.rank + 1) % place.size]
+@dataclass(frozen=True)
+class Place:
+    """This process among those of the run, and the store over which they meet."""
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    is_host: bool  # rank 0 keeps the store, but for torchrun's agent, which outlives the ranks
+    restarts: int = 0  # of all ranks by torchrun, within one store
+
+    @property
+    def keeper(self) -> str:
+        """Who keeps the store, for messages."""
+        who = "rank 0" if self.is_host else "the launcher"
+        return f"{who} at {self.address}:{self.port}"
+
+
+def read_place(environ: Mapping[str, str]) -> Place:
+    """The launcher's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Raises ValueError where one is missing or wrong; no value is made up for it.
+    """
+    size = world_size(environ)
+    rank, address, port = (environ.get(x, "") for x in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    if not rank.isdecimal() or int(rank) >= size:
+        raise UsageError("RANK", repr(rank), f"one of the {size} ranks of WORLD_SIZE")
+    if not address:
+        raise UsageError("MASTER_ADDR", "''", "the host of rank 0; torchrun sets it")
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UsageError("MASTER_PORT", repr(port), "a free port", works=("MASTER_PORT=29500",))
+    is_host = environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return Place(int(rank), size, address, int(port), is_host, restarts)
+
+
+def open_store(place: Place, patience: float) -> tuple[dist.Store, bool]:
+    """(the part of the store that belongs to this start of the ranks, whether no other process is
+    the same rank); `patience` in seconds.
+
+    torchrun keeps one store through restarts, and does not count those after a node was lost; all
+    ranks start anew each time, so that each counts its own starts.
+    """
+    keeps = place.is_host and place.rank == 0
+    deadline = time.monotonic() + patience
+    while not keeps:  # TCPStore waits too, but lets no signal through meanwhile
+        try:
+            socket.create_connection((place.address, place.port), timeout=patience).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"rank {place.rank} of {place.size} on {socket.gethostname()} did not reach "
+                    f"{place.keeper} within {patience:g} s ({error})"
+                ) from None
+            time.sleep(_POLL)
     try:
-        lines = {"neighbour": socket.create_connection(neighbour.door, timeout=patience)}
-    except OSError as error:
-        Ending(words, place, None).follow()  # the neighbour may have left, with a verdict
+        store = dist.TCPStore(
+            place.address,
+            place.port,
+            place.size,
+            is_master=keeps,
+            timeout=timedelta(seconds=patience),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
         raise OSError(
-            f"{arrival.host} does not reach {neighbour.host} at {neighbour.door[0]}, port "
-            f"{neighbour.door[1]} ({error}); the hosts of a run need open ports between them"
+            f"rank {place.rank} on {socket.gethostname()} cannot use port {place.port} of "
+            f"{place.address} to meet the others; another MASTER_PORT would work"
         ) from error
-    if place.rank or not place.is_host:
-        lines["keeper"] = reach(place, patience)
-    return Seat(place, arrival.host, words, Lifeline(door, lines)), arrivals
+    start = store.add(f"{place.restarts}/starts/{place.rank}", 1)
+    is_first = start == 1 or not place.is_host
+    return dist.PrefixStore(f"{place.restarts}/{start if is_first else 1}", store), is_first
 
 
-def _build(
-    parallel: ParallelConfig, place: Place, device: torch.device, seat: Seat, limit: float
-) -> Mesh:
-    """Process groups and the mesh."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    timeout = timedelta(seconds=limit + _MARGIN)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("groups", seat.store.clone()),  # type: ignore[attr-defined]
-        rank=place.rank,
-        world_size=place.size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
-    mesh = build_mesh(parallel.tensor_model_parallel_size, device, timeout)
-    for group in groups_of(mesh).values():
-        _set_pg_timeout(timeout, group)
-    return mesh
+@dataclass(frozen=True)
+class Arrival:
+    """What the others should know of a rank; size: ranks of the run, as this one was told."""
+
+    host: str
+    size: int
+    gpus: int
+
+
+def meet(store: dist.Store, place: Place, watch: Watch, patience: float) -> list[Arrival]:
+    """What each rank says of itself, by rank, once all have arrived.
+
+    Raises TimeoutError after `patience` seconds, which names the ranks that are missing, and
+    ValueError where ranks contradict each other.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    own = Arrival(socket.gethostname(), place.size, gpus)
+    store.set(f"here/{place.rank}", json.dumps(asdict(own)))
+    if store.add("arrived", 1) == place.size:
+        store.set("everyone", "")
+    start, is_told = time.monotonic(), False
+    while not store.check(["everyone"]):
+        waited = time.monotonic() - start
+        here = [rank for rank in range(place.size) if store.check([f"here/{rank}"])]
+        missing = [rank for rank in range(place.size) if rank not in here]
+        if waited > WORD and not is_told and missing and place.rank == here[0]:
+            text = f"waiting for {_listed(missing)} of {place.size}, for {patience:g} s at most"
+            print(text, file=sys.stderr, flush=True)
+            is_told = True
+        # The lowest rank that is here speaks for all.
+        if waited > patience + (0 if place.rank == here[0] else WORD):
+            hosts = Counter(Arrival(**json.loads(store.get(f"here/{rank}"))).host for rank in here)
+            raise TimeoutError(
+                f"{_listed(missing)} of {place.size} did not arrive at {place.keeper} within "
+                f"{patience:g} s; there are {', '.join(f'{n} on {h}' for h, n in hosts.items())}"
+            )
+        watch.follow()
+        time.sleep(_POLL)
+    arrivals = [Arrival(**json.loads(store.get(f"here/{rank}"))) for rank in range(place.size)]
+    for rank, arrival in enumerate(arrivals):
+        if arrival.size != arrivals[0].size:
+            raise ValueError(
+                f"WORLD_SIZE is {arrivals[0].size} on rank 0 but {arrival.size} on rank {rank} "
+                f"({arrival.host})"
+            )
+    return arrivals
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 3, 4`, and no more than 16 of them."""
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+
+
+def choose_device(rank: int, arrivals: list[Arrival], environ: Mapping[str, str]) -> torch.device:
+    """This process's own GPU where each process has one, the CPU where no host has so many.
+
+    Raises ValueError where some hosts have them and others do not. LOCAL_RANK says which GPU;
+    without it, it is the number of lower ranks on the same host.
+    """
+    processes = Counter(arrival.host for arrival in arrivals)
+    short = [each for each in arrivals if each.gpus < processes[each.host]]
+    if not short:
+        before = sum(each.host == arrivals[rank].host for each in arrivals[:rank])
+        return torch.device("cuda", int(environ.get("LOCAL_RANK", before)))
+    host, gpus = short[0].host, short[0].gpus
+    if len({each.host for each in short}) < len(processes):
+        raise ValueError(
+            f"{host} runs {processes[host]} processes but has {gpus} GPU(s), and other hosts "
+            "have one for each process; leave it out, or start as many processes as it has GPUs"
+        )
+    if gpus and rank == 0:
+        print(f"{processes[host]} processes but {gpus} GPU(s) on {host}: computing on the CPU")
+    return torch.device("cpu")
+
+
+def check_interface(arrivals: list[Arrival], environ: Mapping[str, str]) -> None:
+    """Raise ValueError where gloo would offer other hosts the loopback of this one."""
+    host = socket.gethostname()
+    if len({arrival.host for arrival in arrivals}) == 1 or "GLOO_SOCKET_IFNAME" in environ:
+        return
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = "no address"
+    if address == "no address" or address.startswith("127."):
+        raise ValueError(
+            f"the name of host {host} stands for {address}, at which no other host finds it; "
+            "GLOO_SOCKET_IFNAME=eth0, with the name of its network interface, would work"
+        )

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
-from megatron.parallel.product import STEP
-from megatron.train.finetuning_objectives import RightAnswers
-from megatron.train.on_device import on_device
+from megatron.parallel.kernels import ROW_MULTIPLE
+from megatron.train.loader import to_device
 
 if TYPE_CHECKING:
     from megatron.data.bert import BertBatch
+    from megatron.data.examples import ExampleBatch
     from megatron.data.gpt2 import GPT2Batch
 
 
@@ -37,8 +37,7 @@ class Objective(Protocol):
     def sums(self, model: Any, batch: Any, device: torch.device, factors: Tensor) -> Tensor:
         """The sum of each term over this batch x its factor, [k], fp32 or wider.
 
-        factors: fp64 [k]. With gradient buffers, what is differentiated has to be the sum of the
-        result and nothing else (linear_cross_entropy.py).
+        factors: fp64 [k].
         """
         ...
 
@@ -53,9 +52,9 @@ class NextToken:
 
     def sums(self, model: Any, batch: GPT2Batch, device: torch.device, factors: Tensor) -> Tensor:
         arrays = (batch.tokens, batch.positions, batch.labels, batch.loss_mask)
-        tokens, positions, labels, mask = on_device(device, *arrays)
+        tokens, positions, labels, mask = to_device(device, *arrays)
         starts = batch.document_starts
-        document_starts = None if starts is None else on_device(device, starts)[0]
+        document_starts = None if starts is None else to_device(device, starts)[0]
         total: Tensor = model(tokens, positions, labels, document_starts, mask.double() * factors)
         return total[None]
 
@@ -70,17 +69,49 @@ class MaskedTokensAndOrder:
 
     def sums(self, model: Any, batch: BertBatch, device: torch.device, factors: Tensor) -> Tensor:
         picked = np.flatnonzero(batch.loss_mask)
-        is_picked = np.arange(-(-len(picked) // STEP) * STEP) < len(picked)
+        is_picked = np.arange(-(-len(picked) // ROW_MULTIPLE) * ROW_MULTIPLE) < len(picked)
         # Others count nothing, so that products of few sizes come again and again.
         picked = np.pad(picked, (0, len(is_picked) - len(picked)))
         labels = batch.labels.reshape(-1)[picked]
         arrays = (batch.tokens, batch.token_types, batch.is_real, picked, labels, is_picked)
-        *inputs, counted = on_device(device, *arrays)
+        *inputs, counted = to_device(device, *arrays)
         masked, order = model(*inputs, counted * factors[0])
-        (is_swapped,) = on_device(device, batch.is_swapped)
+        (is_swapped,) = to_device(device, batch.is_swapped)
         wide = torch.promote_types(order.dtype, torch.float32)
         of_order = F.cross_entropy(order.to(wide), is_swapped, reduction="sum")
         return torch.stack([masked, of_order * factors[1].to(wide)])
+
+
+class RightAnswers:
+    """Cross-entropy of each example's label; of a span the mean of those of its first and its last
+    token, each over the tokens of the sequence alone."""
+
+    terms = ("loss",)
+
+    def counts(self, batch: ExampleBatch) -> list[float]:
+        return [float(batch.counted.sum())]
+
+    def sums(
+        self, model: Any, batch: ExampleBatch, device: torch.device, factors: Tensor
+    ) -> Tensor:
+        logits = answer_scores(model, batch, device)
+        labels, counted = to_device(device, batch.labels, batch.counted)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        losses = F.cross_entropy(logits.to(wide), labels, reduction="none").mean(1)
+        return (losses * counted).sum() * factors.to(wide)
+
+
+def answer_scores(model: Any, batch: ExampleBatch, device: torch.device) -> Tensor:
+    """Logits [b, candidates, k] of each example's k labels: those of its classes or options, k = 1,
+    or of its tokens as first and last of a span, k = 2; minus infinity at padding."""
+    shape = batch.tokens.shape
+    arrays = (batch.tokens, batch.token_types, batch.is_real)
+    rows = (each.reshape(-1, shape[-1]) for each in arrays)
+    tokens, token_types, is_real = to_device(device, *rows)
+    logits: Tensor = model(tokens, token_types, is_real)
+    if logits.dim() == 3:
+        return logits.masked_fill(~is_real[..., None], -torch.inf)
+    return logits.reshape(shape[0], -1, 1)
 
 
 OBJECTIVES: dict[str, Objective] = {

@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: Weights & Biases and TensorBoard, if asked for.
+"""Where metrics go besides metrics.jsonl: Weights & Biases and TensorBoard, if asked for.
 
 A sink gets numbers and short strings. Its library is imported when it is opened, and not before.
 """
@@ -10,14 +10,14 @@ import netrc
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from megatron.config.training import LoggingConfig
+from megatron.data.files import write_atomically
 
 if TYPE_CHECKING:  # read_metrics needs no torch
     from megatron.parallel.mesh import Mesh
@@ -27,7 +27,7 @@ INIT_SECONDS = 30  # or its start
 
 
 class Sink(Protocol):
-    """May raise anything: Metrics says it once and goes on without the sink."""
+    """May raise anything: Metrics reports it once and goes on without the sink."""
 
     name: str
     place: str
@@ -47,32 +47,28 @@ def open_sinks(
     facts: Mapping[str, Any],
     mesh: Mesh,
     stop: Callable[[str], None],
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> list[Sink]:
-    """The sinks asked for, on the first rank of the mesh; `say` is told of one that cannot open.
+    """The sinks asked for, on the first rank of the mesh; one that cannot open is logged.
 
     start: steps done before this process. facts: the settings of the run, as JSON takes them.
     stop: called with "wandb", from some thread, where a person stops the run on wandb's page.
     """
-    if not mesh.is_first:
-        return []
     openers: dict[str, Callable[[], Sink]] = {}
     if logging.tensorboard_dir is not None:
-        directory = logging.tensorboard_dir
-        openers["TensorBoard"] = lambda: TensorBoardSink(directory, start)
+        openers["TensorBoard"] = partial(TensorBoardSink, logging.tensorboard_dir, start)
     if logging.wandb_project is not None:
-        project = logging.wandb_project
         assert metrics_path is not None  # require_sinks
-        folder = Path(metrics_path).parent
-        openers["wandb"] = lambda: WandbSink(
-            project, folder, environ, start, facts, partial(stop, "wandb")
+        folder, asks = Path(metrics_path).parent, partial(stop, "wandb")
+        openers["wandb"] = partial(
+            WandbSink, logging.wandb_project, folder, environ, start, facts, asks
         )
     sinks = []
-    for name, opened in openers.items():
+    for name, opener in openers.items() if mesh.is_first else ():
         try:
-            sinks.append(opened())
+            sinks.append(opener())
         except Exception as error:  # what the library raises: no reason not to train
-            say(f"{name} gets nothing of this run: {one_line(error)}")
+            log(f"{name} gets nothing of this run: {one_line(error)}")
     return sinks
 
 
@@ -102,7 +98,7 @@ class WandbSink:
     """A run of Weights & Biases that later processes continue.
 
     Steps that a resumed run takes again are there twice: nothing is taken out of a run of wandb.
-    What goes out is the lines and the facts, neither code nor what else the machine does.
+    What is sent is the lines and the facts, neither code nor what else the machine does.
     """
 
     name = "wandb"
@@ -123,9 +119,9 @@ class WandbSink:
         folder.mkdir(parents=True, exist_ok=True)
         if "WANDB_CACHE_DIR" not in environ:  # else it logs to the home directory
             os.environ["WANDB_CACHE_DIR"] = str(folder.resolve() / "wandb" / "cache")
-        run_id = run_of(folder / "wandb.json", project, start)
+        run_id, mode = run_of(folder / "wandb.json", project, start), wandb_mode(environ)
         self.place = f"run {run_id} of project {project}"
-        mode, reason = wandb_mode(environ), ""
+        reason = ""
         try:
             self._run = _open_run(mode, project, folder, run_id, facts, stop)
         except Exception as error:  # of the network, of the key
@@ -146,31 +142,24 @@ class WandbSink:
 
 def wandb_mode(environ: Mapping[str, str]) -> str:
     """What WANDB_MODE says; else "online" where there is a key, and "offline" where not."""
-    if environ.get("WANDB_MODE"):
-        return environ["WANDB_MODE"]
-    return "online" if environ.get("WANDB_API_KEY") or _in_netrc(environ) else "offline"
-
-
-def _in_netrc(environ: Mapping[str, str]) -> bool:
+    if environ.get("WANDB_MODE") or environ.get("WANDB_API_KEY"):
+        return environ.get("WANDB_MODE") or "online"
     host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
-    home = Path(environ.get("HOME", "/"))
-    path = Path(environ["NETRC"]) if environ.get("NETRC") else home / ".netrc"
+    path = environ.get("NETRC") or Path(environ.get("HOME", "/")) / ".netrc"
     try:
-        return netrc.netrc(path).authenticators(host) is not None
+        return "online" if netrc.netrc(path).authenticators(host) else "offline"
     except FileNotFoundError:
-        return False
+        return "offline"
 
 
 def run_of(path: Path, project: str, start: int) -> str:
-    """The run's id: what `path` keeps if a run of this project goes on, else a new one."""
+    """The run's id: what `path` keeps if a run of this project is resumed, else a new one."""
     if start and path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["project"] == project:
             return str(kept["id"])
     new = {"project": project, "id": secrets.token_hex(4)}
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(new) + "\n", encoding="utf-8")
-    beside.replace(path)
+    write_atomically(path, json.dumps(new).encode() + b"\n")
     return new["id"]
 
 
@@ -196,36 +185,28 @@ def _open_run(
         x_disable_stats=True,
         x_save_requirements=False,
     )
-    with _process_hooks_kept():
+    hooks = sys.exit, sys.excepthook  # wandb puts its own there to learn the exit code
+    try:
         wandb.setup(settings)  # or else it speaks of the key it found
-        try:
-            run = wandb.init(
-                project=project,
-                dir=str(folder),
-                id=run_id,
-                resume="allow",
-                mode=mode,  # type: ignore[arg-type]
-                config=dict(facts),
-                allow_val_change=True,  # a resumed run may have other settings
-                settings=settings,
-            )
-        except Exception:
-            wandb.teardown()  # its service holds the id
-            raise
+        run = wandb.init(
+            project=project,
+            dir=str(folder),
+            id=run_id,
+            resume="allow",
+            mode=mode,  # type: ignore[arg-type]
+            config=dict(facts),
+            allow_val_change=True,  # a resumed run may have other settings
+            settings=settings,
+        )
+    except Exception:
+        wandb.teardown()  # its service holds the id
+        raise
+    finally:
+        sys.exit, sys.excepthook = hooks
     # wandb's own count of steps only grows, and drops lines of a step that it has passed.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run
-
-
-@contextmanager
-def _process_hooks_kept() -> Iterator[None]:
-    """wandb puts hooks of its own in sys to learn the exit code, which close() tells it."""
-    leave, report = sys.exit, sys.excepthook
-    try:
-        yield
-    finally:
-        sys.exit, sys.excepthook = leave, report
 
 
 def one_line(error: Exception) -> str:

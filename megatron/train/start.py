@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron.config.resume import Start, changes, examine, no_whole_one
+from megatron.checkpoint.load import newest_whole
+from megatron.checkpoint.resume import Start, changes
+from megatron.parallel.agree import refuse_alike
 from megatron.parallel.mesh import Mesh
-from megatron.train.agree import refuse_alike
-from megatron.train.checkpoint import verify
 from megatron.train.launch import default_precision
-from megatron.train.source import commit
-from megatron.train.state import TrainState
+from megatron.train.state import TrainState, environment
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ def begin(
     check: Callable[[Path, Mapping[str, Any]], None],
     facts: Mapping[str, Any],
 ) -> Began:
-    """Take up the newest checkpoint of `start` that every rank finds whole, byte for byte.
+    """Load the newest checkpoint of `start` that every rank finds whole, byte for byte.
 
     check: raises ValueError where the run of (folder, manifest) is another one than this.
     facts: of this run, as they go into its manifests. The first rank's `start` holds for all: over
@@ -65,29 +61,19 @@ def begin(
     refuse_alike(mesh, lambda: state.load(path, verified=True))
     news += [f"going on from {path}"]
     news += changes(facts, manifest, mesh.data.size)
-    news += _differences(manifest["environment"], environment(mesh))
+    saved, now = manifest["environment"], environment(mesh)
+    news += [
+        f"warning: {name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: "
+        "the last bits may differ from those of an undisturbed run"
+        for name in ("torch", "threads", "device", "layout")
+        if saved[name] != now[name]
+    ]
+    if state.step >= (target := facts["config"]["training"]["train_iters"]):
+        news += [
+            f"nothing is trained: {path} is already at step {state.step} and --train-iters is "
+            f"{target}; a larger --train-iters, as --train-iters {2 * state.step}, trains on"
+        ]
     return Began(news, manifest, manifest.get("weights_of"))
-
-
-def newest_whole(folders: Sequence[Path], mesh: Mesh) -> tuple[Path, dict[str, Any], list[str]]:
-    """(folder, manifest, what is wrong with each that was passed over) of the first whole one.
-
-    Every rank calls this and gets the same; of `folders` those of the first rank hold for all.
-    Raises ValueError with every reason where there is none.
-    """
-    folders = mesh.control.gather(list(folders))[0]
-    reasons: list[str] = []
-    for path in folders:
-        manifest, reason = examine(path)
-        seen = mesh.control.gather((reason, manifest.get("checksum")))
-        found = [each for each, _ in seen if each]
-        if not found and len(set(seen)) > 1:
-            found = [f"{path} is not the same on all ranks; a shared directory would work"]
-        found = found or verify(path, mesh)
-        if not found:
-            return path, manifest, reasons
-        reasons.append(found[0])
-    raise ValueError(no_whole_one(folders, reasons))
 
 
 def choose_precision(given: str | None, saved: str | None, mesh: Mesh) -> str:
@@ -109,25 +95,3 @@ def choose_precision(given: str | None, saved: str | None, mesh: Mesh) -> str:
             "would work"
         )
     return chosen[0]
-
-
-def environment(mesh: Mesh) -> dict[str, Any]:
-    """The program, and what else decides the last bits of a sum: kept in every checkpoint."""
-    device = mesh.device
-    return {
-        "commit": commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "layout": {axis.name: axis.size for axis in (mesh.data, mesh.tensor)},
-    }
-
-
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return [
-        f"warning: {name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: "
-        "the last bits may differ from those of an undisturbed run"
-        for name in ("torch", "threads", "device", "layout")
-        if saved[name] != now[name]
-    ]

@@ -1,8 +1,9 @@
-"""What a training run holds: built here, changed by step.py, kept by checkpoint.py."""
+"""What a training run holds: built here, changed by step.py, kept by megatron/checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import platform
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,17 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.checkpoint.load import TensorSlice, load, load_weights
+from megatron.checkpoint.save import save
 from megatron.config.model import ModelConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
+from megatron.models.registry import build_model
 from megatron.optim.loss_scaler import LossScaler
 from megatron.optim.master_weights import MasterWeights
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs
-from megatron.train.checkpoint import Piece, load, read_manifest, save
 from megatron.train.compiled import compile_layers
-from megatron.train.models import build_model
 from megatron.train.objectives import OBJECTIVES, Objective
 from megatron.train.source import commit
 
@@ -48,11 +50,11 @@ class TrainState:
         """Steps that changed the weights: what the learning rate's schedule counts."""
         return self.step - self.skipped
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorSlice]:
         """Every tensor of a checkpoint: parameters, Adam's moments, masters of narrow weights."""
         yield from model_pieces(self.model)
         for kind, slot, local in self.optimizer.tensors():
-            yield Piece(f"{kind}.{slot.name}", slot.spec, local)
+            yield TensorSlice(f"{kind}.{slot.name}", slot.spec, local)
 
     def counters(self) -> dict[str, Any]:
         """All of a checkpoint that is no tensor, as JSON. No random state: streams are derived."""
@@ -63,13 +65,23 @@ class TrainState:
             "loss_scaler": self.scaler.counters(),
         }
 
+    def facts(self) -> dict[str, Any]:
+        """What a manifest says of this step: counters, precision, environment."""
+        dtype = next(self.model.parameters()).dtype
+        names = {wide: name for name, wide in DTYPES.items()}
+        return {
+            "counters": self.counters(),
+            "precision": names.get(dtype, str(dtype).removeprefix("torch.")),
+            "environment": environment(self.mesh),
+        }
+
     def save(self, directory: str, facts: dict[str, Any]) -> None:
         """Write a checkpoint of this step into the --save directory; `facts` go with it."""
         facts = {"counters": self.counters(), **facts}
         save(directory, self.step, self.pieces(), facts, self.mesh)
 
     def load(self, path: Path, *, verified: bool = False) -> None:
-        """Take up the checkpoint at `path`, saved at any layout; verified: as checkpoint.load."""
+        """Resume from the checkpoint at `path`, saved at any layout; verified: as of `load`."""
         counters = load(path, self.pieces(), self.mesh, verified=verified)["counters"]
         self.step, self.samples, self.skipped = (
             counters[name] for name in ("step", "samples", "skipped")
@@ -77,24 +89,23 @@ class TrainState:
         self.scaler.load(counters["loss_scaler"])
         self.optimizer.loaded(self.updates)
 
-    def load_weights(self, path: Path, *, verified: bool = False) -> None:
+    def load_weights(
+        self,
+        path: Path,
+        *,
+        missing: Collection[str] = (),
+        surplus: Collection[str] = (),
+        verified: bool = False,
+    ) -> None:
         """Start from the weights alone of the checkpoint at `path`, at whatever precision.
 
-        Raises ValueError where that model has weights that this one has not, or the other way.
+        missing, surplus, errors: as of megatron.checkpoint.load.load_weights.
         """
-        saved = read_manifest(path)["tensors"]
-        weights = {
-            slot.name: (slot, slot.view(master.detach())) for slot, master in self.optimizer.slots()
-        }
-        surplus = {key.removeprefix("model.") for key in saved if key.startswith("model.")}
-        if surplus := surplus - weights.keys():
-            raise ValueError(f"{path} has weights that this model has not: {sorted(surplus)[0]}")
-        pieces = [
-            # Masters are more exact than the weights that were rounded from them.
-            Piece(key if (key := f"master.{name}") in saved else f"model.{name}", slot.spec, own)
-            for name, (slot, own) in weights.items()
+        weights = [
+            TensorSlice(slot.name, slot.spec, slot.view(master.detach()))
+            for slot, master in self.optimizer.slots()
         ]
-        load(path, pieces, self.mesh, verified=verified)
+        load_weights(path, weights, self.mesh, missing=missing, surplus=surplus, verified=verified)
         self.optimizer.publish()
 
     def describe(self) -> dict[str, Any]:
@@ -114,10 +125,23 @@ class TrainState:
         }
 
 
-def model_pieces(model: nn.Module) -> Iterator[Piece]:
+def model_pieces(model: nn.Module) -> Iterator[TensorSlice]:
     parameters = dict(model.named_parameters())
     for name, spec in sharding_specs(model).items():
-        yield Piece(f"model.{name}", spec, parameters[name].detach())
+        yield TensorSlice(f"model.{name}", spec, parameters[name].detach())
+
+
+def environment(mesh: Mesh) -> dict[str, Any]:
+    """The program, and what else decides the last bits of a sum: kept in every checkpoint."""
+    device = mesh.device
+    return {
+        "commit": commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "layout": {axis.name: axis.size for axis in (mesh.data, mesh.tensor)},
+    }
 
 
 # Of weights and activations; masters and gradients are never narrower than fp32.

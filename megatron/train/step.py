@@ -20,8 +20,9 @@ from torch import Tensor
 from megatron.data.batch import Batch
 from megatron.parallel.collectives import all_reduce
 from megatron.train.diagnose import non_finite
-from megatron.train.on_device import on_device
+from megatron.train.loader import to_device
 from megatron.train.state import TrainState
+from megatron.train.watch import note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ def count(state: TrainState, micro_batches: Sequence[Batch]) -> Tensor:
     """[tokens read, then what the mean of each of the k terms is over] of the global batch: fp64
     [1 + k], on the device and not waited for."""
     own = [[batch.num_tokens, *state.objective.counts(batch)] for batch in micro_batches]
-    (sums,) = on_device(state.mesh.device, np.array(own, dtype=np.float64).sum(axis=0))
+    (sums,) = to_device(state.mesh.device, np.array(own, dtype=np.float64).sum(axis=0))
     return all_reduce(sums, state.mesh.data)
 
 
@@ -85,6 +86,7 @@ def train_step(
     rank is skipped on all: it changes no weight, moment or learning rate, and its samples are not
     read again. Raises NonFiniteError on every rank where that may not be, or not once more.
     """
+    note("train step", state.step)
     state.model.train()
     counts = count(state, micro_batches)
     totals = forward_backward(state, micro_batches, counts)

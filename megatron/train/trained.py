@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.checkpoint.resume import check_kind, find_start, newest_readable
+from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
 from megatron.config.model import ModelConfig
-from megatron.config.resume import check_kind, find_start, newest_readable
-from megatron.config.trained import TrainedConfig
 from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import (
     Tokenizer,
@@ -66,6 +65,13 @@ def _open_tokenizer(section: TrainedConfig, path: Path, manifest: Mapping[str, A
 
 def _check_same(what: str, tokenizer: Tokenizer, path: Path, manifest: Mapping[str, Any]) -> None:
     trained_with = manifest["tokenizer"]
+    if not trained_with:  # imported without a tokenizer
+        if tokenizer.vocab_size != manifest["vocab_size"]:
+            raise ValueError(
+                f"{what} has {tokenizer.vocab_size} ids, but the model of {path} has "
+                f"{manifest['vocab_size']}; the model's own tokenizer would work"
+            )
+        return
     if trained_with != tokenizer.fingerprint:
         raise ValueError(
             f"{what} is not the one that {path} was trained with: fingerprint "

@@ -1,13 +1,12 @@
 """Figures, rows and picture of the scaling study, from seconds that are given."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.scaling_configurations import STRONG_SCALING, studies
 from benchmarks.scaling_figures import Account, Peak, Result, find_peak, record, shares
-from benchmarks.scaling_report import draw, page, tables
+from benchmarks.scaling_report import tables
 from tools.planning.figure5 import Study
 from tools.planning.hardware import load_hardware
 from tools.planning.parameters import whole
@@ -128,20 +127,3 @@ def test_a_peak_is_only_that_of_a_known_device() -> None:
     assert len(known.source) > 10
     with pytest.raises(ValueError, match="no peak in bf16"):
         find_peak("cuda", load_hardware("dgx2h"), "bf16")
-
-
-@pytest.mark.parametrize("hardware", [None, "cpu"])
-def test_page_and_picture(tmp_path: Path, hardware: str | None) -> None:
-    chosen = load_hardware(hardware) if hardware else None
-    peak = find_peak("cpu", chosen, "fp32")
-    found = {**ABOUT, **record(account(hardware=chosen, peak=peak), POINTS, results())}
-    draw(tmp_path / "scaling.png", found)
-    assert (tmp_path / "scaling.png").stat().st_size > 10_000
-    text = page(found, "scaling.png")
-    assert "![Measured beside the paper's figure 5](scaling.png)" in text
-    assert "| 2.5B | 10 | 9.4M | 2 x 1 | 2.500 (2.500 to 2.500) |" in text
-    assert "| 25.0 % (10.0 %) |  |" in text
-    assert ("No peak is known" in text) == (hardware is None)
-    assert ("Predicted by tools/plan.py" in text) == (hardware is not None)
-    assert (" s) | 95.0 % |" in text) == (hardware is not None)
-    assert all(len(line.split(" | ")) == 12 for line in text.splitlines() if line.startswith("| "))

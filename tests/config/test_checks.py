@@ -122,7 +122,6 @@ NO_CURE = [
     ("--seq-length --lr 1", "--seq-length"),
     ("--lr 1e", "--lr"),
     ("extra", "extra"),
-    ("--save a --load a --finetune", "--finetune"),
 ]
 
 

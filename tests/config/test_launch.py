@@ -1,9 +1,13 @@
 """The world size, and launchers that start processes which do not know of each other."""
 
+import json
+from pathlib import Path
+
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron.config import UsageError
-from megatron.config.launch import world_size
+from megatron.config.launch import world_size, write_error_file
 
 
 @pytest.mark.parametrize(
@@ -19,15 +23,28 @@ def test_processes_of_the_run(environ: dict[str, str], expected: int) -> None:
     assert world_size(environ) == expected
 
 
-@pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
-def test_several_processes_without_ranks(variable: str) -> None:
-    with pytest.raises(UsageError, match=f"{variable} is 8, .*torchrun --nproc-per-node 8"):
-        world_size({variable: "8"})
+@pytest.mark.parametrize(
+    ("environ", "flag"),
+    [
+        # Several processes without ranks.
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS"),
+        ({"OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE"),
+        # No number of processes.
+        ({"RANK": "0"}, "WORLD_SIZE"),
+        *(({"RANK": "0", "WORLD_SIZE": size}, "WORLD_SIZE") for size in ("two", "0", "-1", "")),
+    ],
+)
+def test_processes_that_do_not_know_of_each_other(environ: dict[str, str], flag: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        world_size(environ)
+    assert refusal.value.flag == flag
+    assert refusal.value.works[:2] == ("torchrun", "--nproc-per-node")
 
 
-@pytest.mark.parametrize("size", ["two", "0", "-1", ""])
-def test_a_world_that_is_no_number(size: str) -> None:
-    with pytest.raises(UsageError, match=f"WORLD_SIZE is '{size}', which is no number"):
-        world_size({"RANK": "0", "WORLD_SIZE": size})
-    with pytest.raises(UsageError, match="WORLD_SIZE is ''"):
-        world_size({"RANK": "0"})
+def test_the_error_file_is_as_torchrun_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    write_error_file(str(path), "rank 1 failed")
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(path))
+    assert failure.timestamp > 0
+    assert json.loads(path.read_text())["message"]["message"] == "rank 1 failed"

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
+from megatron.data.batch import micro_batches
 from megatron.data.description import Description
 from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import IndexedDatasetWriter, token_dtype
-from megatron.data.sampler import micro_batches
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.data.wordpiece import MARKS
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.blocks import Blocks
-from megatron.data.description import join_descriptions
+from megatron.data.description import join_descriptions, place
 from megatron.data.indexed import IndexedDataset
-from megatron.data.placing import place
+from megatron.data.pairs import Blocks
 from tests.data.samples import write_sentences
 
 Sizes = Sequence[Sequence[int]]  # tokens of each sentence of each document

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megatron.data.blend import LONGEST_PERIOD, Blend
+from megatron.data.order import LONGEST_PERIOD, Blend
 
 
 def random_weights(generator: random.Random) -> list[Fraction]:

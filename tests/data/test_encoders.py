@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.encoders import PROBES, Gigatoken, Reference, build_encoder, find_difference
+from megatron.data.encoders import PROBES, Encoder, Gigatoken, build_encoder, find_difference
 from megatron.data.tokenizer import GPT2BPETokenizer
 from tests.data.samples import write_tokenizer
 from tools.train_tokenizer import train_tokenizer
@@ -57,9 +57,9 @@ def fuzz(seed: int, count: int) -> list[str]:
     return ["".join(piece() for _ in range(draw.randint(1, 30))) for _ in range(count)]
 
 
-def both(files: tuple[str, str]) -> tuple[Gigatoken, Reference]:
-    bpe = GPT2BPETokenizer(*files)._library
-    return Gigatoken(bpe), Reference(bpe)
+def both(files: tuple[str, str]) -> tuple[Gigatoken, Encoder]:
+    bpe = GPT2BPETokenizer(*files).library
+    return Gigatoken(bpe), Encoder(bpe)
 
 
 def check_equal(files: tuple[str, str], texts: Sequence[str]) -> None:
@@ -129,7 +129,7 @@ def test_no_texts_and_empty_texts(tmp_path: Path) -> None:
 
 @pytest.fixture
 def bpe(tmp_path: Path) -> Any:
-    return GPT2BPETokenizer(*write_tokenizer(tmp_path))._library
+    return GPT2BPETokenizer(*write_tokenizer(tmp_path)).library
 
 
 def test_auto_is_gigatoken_and_each_can_be_forced(bpe: Any) -> None:
@@ -173,9 +173,9 @@ def test_an_encoder_of_other_ids_is_not_taken(bpe: Any, monkeypatch: pytest.Monk
 
 def test_the_probes_tell_encoders_apart(bpe: Any) -> None:
     """A text that is lost, changed or swapped is found."""
-    reference = Reference(bpe)
+    reference = Encoder(bpe)
 
-    class Changed(Reference):
+    class Changed(Encoder):
         def lists(self, texts: Sequence[str]) -> list[list[int]]:
             return super().lists([text.replace("\r", "\n") for text in texts])
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.blend import Blend
-from megatron.data.gpt2 import Boundaries, GPT2Dataset, Part, open_splits
+from megatron.data.gpt2 import Boundaries, GPT2Dataset, TokenRange, open_splits
 from megatron.data.indexed import IndexedDataset
+from megatron.data.order import Blend
 from megatron.data.sources import open_corpus
 from tests.data.samples import PlainTokenizer, read_by_ranks, write_data, write_sparse
 
@@ -200,6 +200,6 @@ def test_past_2_to_the_31_tokens(tmp_path: Path) -> None:
     """The last sample of a sparse data set above 4 GiB."""
     last = list(range(1, 12))
     tokens = range(write_sparse(tmp_path / "p", last) + len(last))
-    part = Part(IndexedDataset(str(tmp_path / "p")), tokens, 4)
+    part = TokenRange(IndexedDataset(str(tmp_path / "p")), tokens, 4)
     assert len(part) == (2**31 + 10) // 4
     assert part.read([len(part) - 1]).tolist() == [last[4:9]]

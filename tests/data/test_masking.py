@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.data.masking import Masking
+from megatron.data.bert import Masking
 
 SPECIAL = [0, 1, 2, 3]  # the last one is [MASK]
 VOCABULARY = 1000

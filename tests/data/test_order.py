@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.data.order import FEW, permute
-from megatron.data.sampler import micro_batches
+from megatron.data.batch import micro_batches
+from megatron.data.order import permute
 
 
 def epoch(size: int, seed: int, number: int) -> NDArray[np.int64]:
@@ -44,8 +44,8 @@ def test_any_number_alone_gives_what_all_together_give() -> None:
     """Few are permuted by Python's integers, many as arrays."""
     rng = np.random.default_rng(0)
     for size, seed in ((2**40 + 3, 1), (65_537, -1), (5, 2**63)):
-        epochs = np.array([0, 5, 5, 10**6] * FEW)
-        numbers = np.concatenate([[0, size - 1], rng.integers(0, size, 4 * FEW - 2)])
+        epochs = np.array([0, 5, 5, 10**6] * 64)
+        numbers = np.concatenate([[0, size - 1], rng.integers(0, size, 4 * 64 - 2)])
         together = permute(numbers, size, seed=seed, epochs=epochs)
         alone = [
             permute(numbers[i : i + 1], size, seed=seed, epochs=epochs[i : i + 1])[0]

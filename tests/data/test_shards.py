@@ -8,11 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.description import Description, join_descriptions
+from megatron.data.description import Description, join_descriptions, place
 from megatron.data.gpt2 import open_splits
-from megatron.data.indexed import IndexedDataset
-from megatron.data.joined import Joined, join
-from megatron.data.placing import place
+from megatron.data.indexed import IndexedDataset, Joined, join
 from megatron.data.sources import open_corpus
 from megatron.data.verify import verify
 from tests.data.samples import PlainTokenizer, write_data, write_sentences

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron.data.splits import split_documents
+from megatron.data.order import split_documents
 
 
 def test_every_document_is_in_one_split_in_proportion() -> None:

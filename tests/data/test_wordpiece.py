@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron.data import encoders
-from megatron.data.encoders import Reference, Words, build_encoder
+from megatron.data.encoders import Encoder, Words, build_encoder
 from megatron.data.tokenizer import (
     GPT2BPETokenizer,
     build_tokenizer,
@@ -127,7 +127,7 @@ def test_the_same_ids_as_transformers(test_data: Path) -> None:
     texts = [*real_texts(test_data), *TRICKY, *fuzz(1, 4000)]
     expected = transformers_ids(vocab_file, texts, lower=True)
     assert ours.encode_batch(texts) == expected
-    for encoder in (ours.encoder, Reference(ours._library)):
+    for encoder in (ours.encoder, Encoder(ours.library)):
         ids, sizes = encoder.arrays(texts)
         assert sizes.tolist() == [len(each) for each in expected]
         assert ids.tolist() == [number for each in expected for number in each]
@@ -153,11 +153,11 @@ def test_the_same_ids_as_transformers_with_capitals(test_data: Path, tmp_path: P
 def test_each_word_is_encoded_once(tokenizer: BertWordPieceLowerCase) -> None:
     assert isinstance(tokenizer.encoder, Words)
     assert tokenizer.encoder.said.endswith(", once for each word")
-    assert build_encoder("tokenizers", tokenizer._library).name == "tokenizers"
+    assert build_encoder("tokenizers", tokenizer.library).name == "tokenizers"
     with pytest.raises(
         ValueError, match="--encoder gigatoken: .*WordPiece.*; --encoder tokenizers"
     ):
-        build_encoder("gigatoken", tokenizer._library)
+        build_encoder("gigatoken", tokenizer.library)
 
 
 def test_only_so_many_words_are_remembered(
@@ -165,7 +165,7 @@ def test_only_so_many_words_are_remembered(
 ) -> None:
     monkeypatch.setattr(encoders, "REMEMBERED", 50)
     texts = [f"the things {number}s in inn{number}" for number in range(30)]
-    expected = build_encoder("tokenizers", tokenizer._library).lists(texts)
+    expected = build_encoder("tokenizers", tokenizer.library).lists(texts)
     assert isinstance(tokenizer.encoder, Words)
     for start in range(0, 30, 3):
         assert tokenizer.encode_batch(texts[start : start + 3]) == expected[start : start + 3]
@@ -175,7 +175,7 @@ def test_only_so_many_words_are_remembered(
 def test_words_are_not_for_a_bpe(tmp_path: Path) -> None:
     bpe = GPT2BPETokenizer(*write_tokenizer(tmp_path))
     with pytest.raises(ValueError, match="--encoder words: .* for a WordPiece, and this is a BPE"):
-        build_encoder("words", bpe._library)
+        build_encoder("words", bpe.library)
 
 
 def test_from_its_files_it_is_made_again(tokenizer: BertWordPieceLowerCase, tmp_path: Path) -> None:

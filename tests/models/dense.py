@@ -34,7 +34,7 @@ class PlainHead(nn.Module):
         x: Tensor,
         embedding: nn.Embedding,
         labels: Tensor | None = None,
-        factors: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         logits = x @ embedding.weight.T
         if self.bias is not None:
@@ -42,7 +42,7 @@ class PlainHead(nn.Module):
         if labels is None:
             return logits
         losses = F.cross_entropy(logits, labels, reduction="none")
-        return losses if factors is None else (losses * factors).sum()
+        return losses if scales is None else (losses * scales).sum()
 
 
 def recompute(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -56,8 +56,8 @@ DENSE_KIT = LayerFactory(
     word_embedding=lambda vocabulary, hidden, divisible_by, std: nn.Embedding(vocabulary, hidden),
     position_embedding=lambda positions, hidden, std: nn.Embedding(positions, hidden),
     norm=lambda hidden, epsilon: nn.LayerNorm(hidden, eps=epsilon),
-    dropout=lambda p, place: nn.Dropout(p),
-    attention_core=lambda dropout, place: PlainAttention(),
+    dropout=lambda p, name: nn.Dropout(p),
+    attention_core=lambda dropout, name: PlainAttention(),
     head=PlainHead,
     checkpoint=recompute,
 )

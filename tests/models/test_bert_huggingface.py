@@ -9,9 +9,9 @@ import transformers
 from torch import Tensor
 
 from megatron.config.model import BertConfig
+from megatron.models.registry import build_model
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.sharding import sharding_specs
-from megatron.train.models import build_model
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.tiny import (

@@ -118,7 +118,7 @@ def test_every_dropout_has_its_own_place_and_probability() -> None:
     attention = [each for each in model.modules() if isinstance(each, AttentionCore)]
     assert [each.p for each in residual] == [0.2] * (1 + 2 * 3)
     assert [each.dropout for each in attention] == [0.1] * 3
-    places = {each.place for each in residual + attention}
+    places = {each.name for each in residual + attention}
     assert len(places) == 1 + 3 * 3
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron.config import ModelConfig, OptimizerConfig, PretrainGPT2Config, TrainingConfig
 from megatron.config.checks import UsageError
 from megatron.config.pretrain import require_apex
+from megatron.parallel.layers import ApexLayerNorm
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.norm import ApexLayerNorm
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.tiny import assert_relative, samples, tiny_section, tiny_state

@@ -17,9 +17,10 @@ from megatron.parallel.collectives import all_reduce, begin_all_reduce
 from megatron.parallel.gradients import BUCKET_BYTES, GradientBuffers
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mesh import Axis, Mesh, serial_mesh
-from megatron.parallel.sharding import ShardedModule, ShardingSpec, sharding_specs
+from megatron.parallel.sharding import ShardedModule, ShardingSpec, materialize, sharding_specs
 from tests.dist import Pool
 from tests.tiny import (
+    SEED,
     assert_gradients,
     assert_relative,
     gather_whole,
@@ -43,12 +44,12 @@ def losses(model: nn.Module, mesh: Mesh, step: int) -> Iterator[tuple[bool, Tens
         yield number == 1, summed_loss(model, each, CPU)[0]
 
 
-def check_against_ddp(bucket_bytes: int) -> None:
+def check_against_ddp(bucket_bytes: int, direct: bool) -> None:
     mesh = mesh_of_ranks(1)
     model, plain = tiny_model(mesh)[0], tiny_model(mesh)[0]
     table = sharding_specs(model)
     replica = DistributedDataParallel(plain)
-    buffers = GradientBuffers(model, bucket_bytes)
+    buffers = GradientBuffers(model, bucket_bytes, direct=direct)
     assert len(buffers.buckets) > 10 or bucket_bytes == BUCKET_BYTES
     for step in range(2):
         buffers.start()
@@ -69,8 +70,52 @@ def check_against_ddp(bucket_bytes: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_they_equal_distributed_data_parallel(gloo: Pool, size: int) -> None:
-    for bucket_bytes in (BUCKET_BYTES, 4096):
-        gloo.run(size, check_against_ddp, bucket_bytes)
+    for bucket_bytes, direct in ((BUCKET_BYTES, True), (4096, True), (4096, False)):
+        gloo.run(size, check_against_ddp, bucket_bytes, direct)
+
+
+class Mixed(nn.Module):
+    """Our layers beside torch's."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(mesh, 4, 8, std=1.0)
+        self.down = RowParallelLinear(mesh, 8, 4, std=1.0)
+        materialize(self, device=CPU, dtype=torch.float64, seed=SEED)
+        torch.manual_seed(SEED)
+        self.norm, self.probe = nn.LayerNorm(4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.probe(self.norm(self.down(self.up(x)))).square().sum()
+
+
+def check_a_mixed_model() -> None:
+    mesh = mesh_of_ranks(2)
+    model, plain = Mixed(mesh), Mixed(mesh)
+    with pytest.raises(ValueError, match=r"'norm.weight' of LayerNorm"):
+        sharding_specs(model)
+    others = {
+        name: ShardingSpec(shape=tuple(each.shape), partial=(mesh.data,))
+        for name, each in model.named_parameters()
+        if name.startswith(("norm", "probe"))
+    }
+    buffers = GradientBuffers(model, specs=sharding_specs(model, others))
+    buffers.start()
+    for number in range(2):
+        generator = torch.Generator().manual_seed(2 * mesh.data.rank + number)
+        x = torch.randn(3, 4, dtype=torch.float64, generator=generator)
+        with buffers.accumulate(is_last=number == 1):
+            model(x).backward()
+        plain(x).backward()
+    parameters = dict(plain.named_parameters())
+    for buffer in buffers.buffers:
+        for view in buffer.views:
+            expected = all_reduce(parameters[view.name].grad, mesh.data)
+            torch.testing.assert_close(view.gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_torchs_modules_may_stand_beside_ours(gloo: Pool) -> None:
+    gloo.run(4, check_a_mixed_model)
 
 
 class Branches(nn.Module):
@@ -80,6 +125,7 @@ class Branches(nn.Module):
         super().__init__()
         self.first = RowParallelLinear(mesh, 4, 4, std=1.0)
         self.second = RowParallelLinear(mesh, 4, 4, std=1.0)
+        materialize(self, device=CPU, dtype=torch.float32, seed=None)
         weights = {name: torch.ones(spec.shape) for name, spec in sharding_specs(self).items()}
         scatter_weights(self, weights)
 
@@ -150,9 +196,9 @@ def norms(tensor_size: int) -> tuple[float, float]:
     mesh = mesh_of_ranks(tensor_size)
     state = tiny_state(mesh)
     for buffer in state.gradients.buffers:
-        for slot in buffer.slots:
-            value = 1.0 if slot.name.endswith("norm.bias") else 0.5
-            slot.spec.real(slot.view(buffer.flat)).fill_(value)
+        for view in buffer.views:
+            value = 1.0 if view.name.endswith("norm.bias") else 0.5
+            view.spec.real(view.view(buffer.flat)).fill_(value)
     whole = whole_gradients(state.gradients).values()
     expected = torch.nn.utils.get_total_norm(whole)
     squares = all_reduce(state.gradients.squares(mesh.model), mesh.model)
@@ -192,8 +238,9 @@ def test_reduction_overlaps_the_backward(gloo: Pool) -> None:
 def order_of_a_layer() -> list[str]:
     """What the backward of a layer cut by columns does, in order."""
     layer = ColumnParallelLinear(mesh_of_ranks(dist.get_world_size()), 4, 8, std=1.0)
+    materialize(layer, device=CPU, dtype=torch.float32, seed=0)
     buffers, seen = GradientBuffers(layer), []
-    slot = layer.slots["weight"]
+    view = layer.gradient_views["weight"]
 
     def begin(dx: Tensor, axis: Axis) -> Callable[[], Tensor]:
         wait = begin_all_reduce(dx, axis)
@@ -205,11 +252,11 @@ def order_of_a_layer() -> list[str]:
 
         return end
 
-    def add_product(dy: Tensor, x: Tensor) -> None:
+    def add_matmul(dy: Tensor, x: Tensor) -> None:
         seen.append("dW")
-        type(slot).add_product(slot, dy, x)
+        type(view).add_matmul(view, dy, x)
 
-    slot.add_product = add_product
+    view.add_matmul = add_matmul
     x = torch.randn(3, 4, requires_grad=True)
     with buffers.accumulate(is_last=True), patch.object(linear, "begin_all_reduce", begin):
         layer(x).sum().backward()
@@ -224,6 +271,7 @@ def order_of_a_compiled_layer() -> list[str]:
     """What a compiler is given as the backward of a layer cut by columns."""
     mesh, seen = mesh_of_ranks(dist.get_world_size()), list[str]()
     layer = ColumnParallelLinear(mesh, 4, 8, std=1.0)
+    materialize(layer, device=CPU, dtype=torch.float32, seed=0)
     assert mesh.tensor.group  # looked up, as by the embedding of a model
 
     def keep(backward: GraphModule, _: object) -> GraphModule:
@@ -259,7 +307,7 @@ class Long(ShardedModule):
 
 
 def test_the_norm_of_a_long_buffer_keeps_its_digits() -> None:
-    buffers = GradientBuffers(Long())
+    buffers = GradientBuffers(materialize(Long(), device=CPU, dtype=torch.float32, seed=None))
     (buffer,) = buffers.buffers
     buffer.flat.normal_(generator=torch.Generator().manual_seed(0))
     expected = buffer.flat.double().square().sum().sqrt().item()

@@ -1,5 +1,6 @@
 """Each parallel layer against its dense twin in fp64: output, input gradient, weight gradients."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 from megatron.parallel.collectives import gather_from, scatter_to
 from megatron.parallel.layers import (
     ColumnParallelLinear,
+    PositionEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.sharding import sharding_specs
+from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.parallel.sharding import materialize, sharding_specs
 from tests.dist import Pool
 from tests.tiny import gather_whole, mesh_of_ranks, scatter_weights
 
@@ -35,7 +37,7 @@ def mesh_of_all() -> Mesh:
 
 def dense(module: nn.Module) -> dict[str, Tensor]:
     """Random whole weights, put into the module; leaves to differentiate by."""
-    module.double()
+    materialize(module, device=torch.device("cpu"), dtype=torch.float64, seed=None)
     shapes = {name: spec.shape for name, spec in sharding_specs(module).items()}
     weights = {name: random(number, *shape) for number, (name, shape) in enumerate(shapes.items())}
     scatter_weights(module, weights)
@@ -142,3 +144,30 @@ def check_layers() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_layers_equal_their_dense_twins(gloo: Pool, size: int) -> None:
     gloo.run(size, check_layers)
+
+
+def layers() -> dict[str, tuple[nn.Module, Tensor]]:
+    """Each layer, and a stream [b, s, h] or ids [b, s] that it does not take."""
+    mesh = serial_mesh()
+    stream, ids = torch.ones(2, 3, HIDDEN), torch.ones(2, 3, dtype=torch.int64)
+    return {
+        "column": (ColumnParallelLinear(mesh, HIDDEN, OUT, std=1.0), stream),
+        "row": (RowParallelLinear(mesh, HIDDEN, OUT, std=1.0), stream),
+        "words": (VocabParallelEmbedding(mesh, VOCABULARY, HIDDEN, divisible_by=1, std=1.0), ids),
+        "positions": (PositionEmbedding(mesh, 8, HIDDEN, std=1.0), ids),
+    }
+
+
+@pytest.mark.parametrize("name", layers())
+def test_misuse_is_an_error_of_one_line(name: str) -> None:
+    layer, x = layers()[name]
+    flat = x.flatten(0, 1)
+    with pytest.raises(RuntimeError, match="materialize") as error:
+        layer(flat)
+    assert "\n" not in str(error.value)
+    for use in (layer, copy.deepcopy(layer)):
+        materialize(use, device=torch.device("cpu"), dtype=torch.float32, seed=0)
+        assert use(flat).isfinite().all()
+        with pytest.raises(ValueError, match=r"flatten\(0, 1\)") as error:
+            use(x)
+        assert "\n" not in str(error.value)

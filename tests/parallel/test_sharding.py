@@ -12,7 +12,7 @@ from megatron.models.gpt2 import GPT2
 from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.random import RandomStreams
-from megatron.parallel.sharding import materialize, sharding_specs
+from megatron.parallel.sharding import ShardingSpec, load_whole, materialize, sharding_specs
 from tests.dist import Pool
 from tests.tiny import (
     SEED,
@@ -98,6 +98,21 @@ def padding(tensor_size: int) -> tuple[int, int]:
 
 def test_padding_rows_are_zero_and_a_rank_may_hold_nothing_else(gloo: Pool) -> None:
     assert gloo.run(2, padding, 2) == [(128 - VOCABULARY, 0), (128, 0)]
+
+
+def check_two_cuts_of_one_dim() -> None:
+    """Row r of a dim cut over data, then tensor, is on the rank (r // 4, r // 2 % 2)."""
+    mesh = mesh_of_ranks(2)
+    spec = ShardingSpec(shape=(7, 2), padded_rows=8, cuts=((0, mesh.data), (0, mesh.tensor)))
+    whole, local = torch.arange(14.0).view(7, 2), torch.empty(spec.local_shape)
+    load_whole(local, whole, spec)
+    first = 4 * mesh.data.rank + 2 * mesh.tensor.rank
+    assert torch.equal(spec.real(local), whole[first : first + 2])
+    assert torch.equal(gather_whole(local, spec), whole)
+
+
+def test_two_axes_may_cut_one_dim(gloo: Pool) -> None:
+    gloo.run(4, check_two_cuts_of_one_dim)
 
 
 def check_layouts_survive(tensor_size: int) -> None:

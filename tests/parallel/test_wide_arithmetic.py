@@ -12,22 +12,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel import attention
+from megatron.parallel import kernels
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.layers import (
     AttentionCore,
+    LayerNorm,
     PositionEmbedding,
     VocabParallelEmbedding,
 )
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.norm import LayerNorm
 from megatron.parallel.random import RandomStreams
+from megatron.parallel.sharding import materialize
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
 
+CPU = torch.device("cpu")
 FEW = 32
 HALF = [torch.float16, torch.bfloat16]
 DTYPES = [*HALF, torch.float32, torch.float64]
+BY_CPU_KERNELS = pytest.mark.skipif(not kernels.use_cpu_kernels, reason="torch's are less exact")
 LARGE = {torch.float16: 30_000.0, torch.bfloat16: 30_000.0}  # the sum of three overflows fp16
 
 
@@ -62,7 +65,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def norm_case(dtype: torch.dtype, offset: float, spread: float) -> tuple[LayerNorm, Tensor]:
-    norm = LayerNorm(serial_mesh(), 256, epsilon=1e-5).to(dtype)
+    norm = LayerNorm(serial_mesh(), 256, epsilon=1e-5)
+    materialize(norm, device=CPU, dtype=dtype, seed=None)
     with torch.no_grad():
         norm.weight.copy_(1 + 0.1 * random(1, 256))
         norm.bias.copy_(0.1 * random(2, 256))
@@ -83,7 +87,9 @@ def test_layer_norm(dtype: torch.dtype, offset: float, spread: float) -> None:
         assert not excess(narrow, expected, size, torch.float32) <= 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [*(pytest.param(each, marks=BY_CPU_KERNELS) for each in HALF), *DTYPES[2:]]
+)
 def test_gradients_of_layer_norm(dtype: torch.dtype) -> None:
     """Those of weight and bias are sums over 512 tokens."""
     norm, x = norm_case(dtype, 0.0, 1.0)
@@ -109,7 +115,7 @@ def test_gradients_of_embeddings(dtype: torch.dtype) -> None:
         VocabParallelEmbedding(mesh, 3, 16, divisible_by=1, std=1.0),
         PositionEmbedding(mesh, 3, 16, std=1.0),
     ):
-        layer.to(dtype)
+        materialize(layer, device=CPU, dtype=dtype, seed=0)
         index = torch.arange(2048) % 2
         dy = (1 + 0.1 * random(5, 2048, 16)).to(dtype)
         layer(index).backward(dy)
@@ -148,7 +154,10 @@ def documents(is_cut: bool) -> Tensor | None:
     return torch.tril(starts[:, :, None] == starts[:, None, :])[:, None]
 
 
-@pytest.mark.parametrize(("dropout", "in_blocks"), [(0.0, False), (0.0, True), (0.5, False)])
+@pytest.mark.parametrize(
+    ("dropout", "in_blocks"),
+    [(0.0, False), pytest.param(0.0, True, marks=BY_CPU_KERNELS), (0.5, False)],
+)
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,7 +170,8 @@ def test_softmax(
     in_blocks: bool,
 ) -> None:
     """One rounding of the probabilities too: they are the softmax's result, and meet v rounded."""
-    monkeypatch.setattr(attention, "BLOCK", 16)
+    if in_blocks:
+        monkeypatch.setattr("megatron.parallel.cpu.block_attention.BLOCK", 16)
     q, k, v = attention_case(dtype, large)
     q.requires_grad_(in_blocks)  # where that pays, which tests of their own say
     streams = RandomStreams(1, serial_mesh())

@@ -8,6 +8,7 @@ steps and ranks inherit.
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import signal
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 NODES = ("first", "second")  # which no resolver knows
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
 PATH = f"/usr/sbin:/sbin:{os.environ['PATH']}"  # of the daemons
+PORTS = range(20_000, 32_000)  # below those that the kernel gives to clients
 PATIENCE = 240.0  # seconds; starts of six processes on two cores take ten
 
 CONF = """
@@ -82,26 +84,47 @@ class Cluster:
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Cluster:
-        (self.folder / "state").mkdir()
-        self.file.write_text(
-            CONF.format(host=socket.gethostname(), folder=self.folder, ports=free_ports(3))
-        )
+        attempts = 0
         try:
             self._start_munge()
-            self._start("slurmctld", "slurmctld", "-D")
-            for node in NODES:
-                self.start_node(node)
-            self.wait_for(lambda: self.states() == ["idle"] * len(NODES), "idle nodes")
+            while not self._has_started():
+                attempts += 1
+                assert attempts < 5, self.told()
+                self._stop(*NODES, "slurmctld")
         except BaseException:
             self.__exit__()
             raise
         return self
 
+    def _has_started(self) -> bool:
+        """Whether all daemons came up; False where a port that one drew is in use."""
+        ports = random.SystemRandom().sample(PORTS, 3)
+        self.file.write_text(
+            CONF.format(host=socket.gethostname(), folder=self.folder, ports=ports)
+        )
+        shutil.rmtree(self.folder / "state", ignore_errors=True)
+        (self.folder / "state").mkdir()
+        self._start("slurmctld", "slurmctld", "-D")
+        for node in NODES:
+            self.start_node(node)
+
+        def is_up() -> bool:
+            return self.states() == ["idle"] * len(NODES)
+
+        def has_failed() -> bool:
+            return any(daemon.poll() is not None for daemon in self.daemons.values())
+
+        self.wait_for(lambda: is_up() or has_failed(), "idle nodes")
+        return not has_failed()
+
     def __exit__(self, *_: object) -> None:
-        for daemon in self.daemons.values():
+        self._stop(*self.daemons)
+        self.kill_members()
+
+    def _stop(self, *names: str) -> None:
+        for daemon in [self.daemons.pop(name) for name in names]:
             daemon.kill()
             daemon.wait()
-        self.kill_members()
 
     def _start_munge(self) -> None:
         key, kept = self.folder / "munge.key", self.folder / "munge"
@@ -195,14 +218,6 @@ class Cluster:
         """The last lines of the daemons' logs."""
         files = [*self.folder.glob("*.log"), *self.folder.glob("*.out")]
         return "\n".join(f"{file.name}\n{file.read_text()[-2000:]}" for file in files)
-
-
-def free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
 
 
 def environments() -> Iterator[tuple[int, set[bytes]]]:

@@ -1,7 +1,7 @@
 """Tasks made of numbers, that a small BERT learns in a second, and the BERT."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -9,13 +9,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from megatron.checkpoint.load import TensorSlice
+from megatron.checkpoint.save import save
 from megatron.config.model import BertConfig, ModelConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec
-from megatron.train.checkpoint import Piece, save
-from megatron.train.start import environment
-from megatron.train.state import build_model, model_pieces
+from megatron.train.state import build_model, environment, model_pieces
+from tasks.checks import ChecksConfig
 from tasks.finetuning import Encoding, Example, FinetuneSettings, Finetuning, Head
 from tests.data.samples import write_wordpiece
 
@@ -38,6 +39,7 @@ class Settings(FinetuneSettings):
     """Of the classes."""
     answers: Path | None = None
     """Judged without a model."""
+    checks: ChecksConfig = field(default_factory=ChecksConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,18 @@ class Made(Finetuning):
     def combined(self, figures: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
         right = sum(each["parts"]["right"] for each in figures.values())
         return {"accuracy": right / sum(each["examples"] for each in figures.values())}
+
+
+class Watched(list[Example]):
+    """Examples that a test sees being read in training."""
+
+    def __getitem__(self, number: Any) -> Any:
+        on_read()
+        return super().__getitem__(number)
+
+
+def on_read() -> None:
+    """What tests put something else in place of."""
 
 
 def make_examples(head: Head, count: int, seed: int) -> list[Example]:
@@ -97,7 +111,7 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Any) -> Mad
     return Made(
         head=settings.head,
         labels=classes if settings.head == "classifier" else (),
-        train=[each for file in settings.train_data for each in _read(settings.head, file)],
+        train=Watched(each for file in settings.train_data for each in _read(settings.head, file)),
         evaluations={file.stem: _read(settings.head, file) for file in settings.valid_data},
     )
 
@@ -144,7 +158,7 @@ def write_model(
     pieces = [each for each in model_pieces(model) if each.key != f"model.{without}"]
     if beside is not None:
         pieces.append(
-            Piece(f"model.{beside}", ShardingSpec(shape=(2,), decay=False), torch.zeros(2))
+            TensorSlice(f"model.{beside}", ShardingSpec(shape=(2,), decay=False), torch.zeros(2))
         )
     facts = {
         "kind": section.kind,

@@ -22,11 +22,14 @@ def result(words: list[str], capsys: Capture) -> dict[str, Any]:
 
 
 def refusal(words: list[str], capsys: Capture, task: str = TASK) -> str:
-    """What is said on stderr of a command that ends with status 2."""
+    """What a command that ends with status 2 says on stderr."""
     capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):
         main(["--task", task, *words], {})
-    return capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1
+    assert "Traceback" not in said
+    return said
 
 
 def told(words: list[str], capsys: Capture, task: str = TASK) -> list[str]:

@@ -1,283 +1,482 @@
-"""The engine of fine-tuning: loss, order, layouts, padding, and what a start needs."""
+"""Fine-tuned tasks through tasks/main.py: seeds, epochs, what is kept, reused and stopped."""
 
+import json
+import signal
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
+from shutil import copy, copytree
+from statistics import median
+from types import SimpleNamespace
 from typing import Any, get_args
-from unittest.mock import patch
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
-from torch import Tensor
 
-from megatron.config.model import FinetunedConfig, ResidualOrder
-from megatron.data.examples import Example, make_batch
-from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.sharding import ShardingSpec
-from megatron.train.checkpoint import Piece, read_manifest, save
-from megatron.train.finetune import (
-    Course,
-    begin,
-    finetuned_section,
-    load_pretrained,
-    logits_of,
-    micro_batches,
-    steps_of,
-    train_epoch,
-)
-from megatron.train.objectives import OBJECTIVES
-from megatron.train.state import DTYPES, TrainState, model_pieces
+from megatron.checkpoint.format import read_manifest, step_folders
+from megatron.config.model import ResidualOrder
+from megatron.config.parse import parse
+from megatron.optim.loss_scaler import LossScaler
+from megatron.train.loop import Loop, train
+from megatron.train.metrics import read_metrics
+from megatron.train.objectives import answer_scores
+from megatron.train.replicas import ReplicaDrift
+from tasks import finetune
+from tasks.checks import ChecksConfig
+from tasks.finetune import evaluate_models, fine_tune, mean_logits, medians, summarise, with_dtype
 from tasks.finetuning import Head
+from tasks.main import main
+from tasks.plan import checks_of, dtype_of, hyper_parameters, make_plan
 from tests.dist import Pool
-from tests.tasks.made import make_examples, small_section, write_model
-from tests.tiny import (
-    assert_relative,
-    mesh_of_ranks,
-    scatter_weights,
-    tiny_model,
-    tiny_weights,
-    whole_weights,
-)
+from tests.tasks import made
+from tests.tasks.made import COUNT, small_section, write_files, write_model
+from tests.tasks.program import FEW, TASK, Capture, evaluating, refusal, result, told
+from tests.tiny import mesh_of_ranks
 
 HEADS: tuple[Head, ...] = get_args(Head)
-ORDERS: tuple[ResidualOrder, ...] = get_args(ResidualOrder)
-LABELS = {"classifier": ("key", "alike"), "choice": (), "span": ()}
-EXAMPLES, BATCH, EPOCHS = 21, 8, 2  # the last step of an epoch has 5
-
-
-def section_of(head: Head, **changes: Any) -> FinetunedConfig:
-    return finetuned_section(small_section(**changes), head, LABELS[head])
-
-
-def still(head: Head, **changes: Any) -> FinetunedConfig:
-    """A section without dropout."""
-    return section_of(head, hidden_dropout=0.0, attention_dropout=0.0, **changes)
-
-
-def course(head: Head, micro_batch_size: int = BATCH, **changes: Any) -> Course:
-    settings: dict[str, Any] = {
-        "examples": make_examples(head, EXAMPLES, 1),
-        "epochs": EPOCHS,
-        "seed": 5,
-        "global_batch_size": BATCH,
-        "micro_batch_size": micro_batch_size,
-        "lr": 1e-3,
-        "lr_warmup_fraction": 0.25,
-        "weight_decay": 0.1,
-        "clip_grad": 1.0,
-        "dtype": "fp32",
-    }
-    return Course(**(settings | changes))
-
-
-Outcome = tuple[list[float], list[NDArray[np.float32]], dict[str, Tensor]]
-
-
-def outcome(folder: Path, head: Head, tensor_size: int, micro: int) -> Outcome:
-    """(the loss of each epoch, logits after the last, weights whole) of a run in fp64."""
-    mesh, section = mesh_of_ranks(tensor_size), still(head)
-    one = course(head, micro, dtype="fp64")
-    with patch.dict(DTYPES, {"fp64": torch.float64}):  # of no program: exact enough to compare
-        state = begin(folder, section, one, mesh)
-    scatter_weights(state.model, tiny_weights(state.model))
-    for slot, master in state.optimizer.slots():
-        slot.view(master.detach()).copy_(slot.parameter.detach())
-    losses = [train_epoch(state, one, epoch) for epoch in range(EPOCHS)]
-    logits = logits_of(state.model, section, mesh, make_examples(head, 7, 2), micro, "")
-    return losses, logits, whole_weights(state.model)
-
-
-@cache
-def alone(folder: Path, head: Head) -> Outcome:
-    return outcome(folder, head, 1, BATCH)
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize(("world", "tensor_size", "micro"), [(1, 1, 3), (2, 2, 4), (2, 1, 2)])
-def test_every_layout_and_split_gives_the_same_run(
-    gloo: Pool, pretrained: Path, head: Head, world: int, tensor_size: int, micro: int
-) -> None:
-    losses, logits, weights = alone(pretrained, head)
-    work = (outcome, pretrained, head, tensor_size, micro)
-    outcomes = [outcome(*work[1:])] if world == 1 else gloo.run(world, *work)
-    for each in outcomes:
-        assert each[0] == pytest.approx(losses, rel=1e-10)
-        for one, other in zip(each[1], logits, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-        for name, weight in each[2].items():
-            assert_relative(weight, weights[name], 1e-9, name)
-
-
-def one_by_one(model: Any, example: Example) -> Tensor:
-    """The loss of an example whose sequences are read alone and without padding."""
-    rows = []
-    for each in example.options:
-        tokens = torch.tensor([list(each.tokens)])
-        types = (torch.arange(len(each.tokens)) >= each.second).long()[None]
-        rows.append(model(tokens, types, torch.ones_like(tokens, dtype=torch.bool)))
-    if rows[0].dim() == 3:  # [1, s, 2]
-        ends = zip(rows[0][0].T, example.label, strict=True)
-        return torch.stack([F.cross_entropy(x, torch.tensor(y)) for x, y in ends]).mean()
-    scores = torch.cat([row.flatten() for row in rows])
-    return F.cross_entropy(scores, torch.tensor(example.label[0]))
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("head", HEADS)
-def test_the_loss_is_the_mean_of_examples_read_alone_and_padding_does_not_count(
-    head: Head, order: ResidualOrder
-) -> None:
-    mesh, section = serial_mesh(), still(head, residual_order=order)
-    model, _ = tiny_model(mesh, section)
-    objective, examples = OBJECTIVES[section.kind], make_examples(head, 6, 3)
-    batch = make_batch([*examples, examples[0]], counted=6)
-    assert batch.tokens.shape[-1] == max(each.longest for each in examples)
-    loss = objective.sums(model, batch, mesh.device, torch.ones(1)) / objective.counts(batch)[0]
-    expected = torch.stack([one_by_one(model, each) for each in examples]).mean()
-    assert_relative(loss, expected[None], 1e-12)
-    assert batch.num_tokens == sum(len(o.tokens) for each in examples for o in each.options)
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_answers_do_not_depend_on_the_batch(head: Head) -> None:
-    mesh, section = serial_mesh(), section_of(head)
-    model, _ = tiny_model(mesh, section, dtype=torch.float32)
-    model.train()
-    examples = make_examples(head, 9, 4)
-    examples[3] = replace(examples[3], label=())
-    one, all_ = (logits_of(model, section, mesh, examples, size, "") for size in (1, 9))
-    assert model.training, "left as it was found"
-    for example, alone_, together in zip(examples, one, all_, strict=True):
-        shape = {"classifier": (2,), "choice": (3,), "span": (example.longest, 2)}[head]
-        assert alone_.shape == together.shape == shape
-        np.testing.assert_allclose(alone_, together, rtol=1e-4, atol=1e-5)
-
-
-def test_numbers_that_are_none_are_told() -> None:
-    mesh, section = serial_mesh(), section_of("choice")
-    model, _ = tiny_model(mesh, section, dtype=torch.float32)
-    with torch.no_grad():
-        model.head.bias.fill_(torch.inf)
-    with pytest.raises(ValueError, match=r"far: logits are not numbers; .* --dtype bf16"):
-        logits_of(model, section, mesh, make_examples("choice", 2, 1), 2, "far")
-
-
-def test_an_epoch_has_every_example_once_in_an_order_of_its_own() -> None:
-    runs = [course("classifier"), course("classifier", seed=6)]
-    orders = [
-        np.concatenate(list(steps_of(run, epoch))).tolist() for run in runs for epoch in (0, 1)
-    ]
-    assert all(sorted(each) == list(range(EXAMPLES)) for each in orders)
-    assert len({tuple(each) for each in orders}) == 4
-    assert orders[0] == np.concatenate(list(steps_of(runs[0], 0))).tolist()
-    assert [len(each) for each in steps_of(runs[0], 0)] == [8, 8, 5]
-
-
-class Axis:
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("micro", [1, 2, 3])
-@pytest.mark.parametrize("count", [1, 5, 8])
-def test_ranks_have_as_many_batches_of_one_size_and_every_example_once(
-    ranks: int, micro: int, count: int
-) -> None:
-    run = course("choice", micro)
-    numbers = np.arange(count) + 3
-    meshes: list[Any] = [
-        replace(serial_mesh(), data=Axis(rank, ranks))  # type: ignore[arg-type]
-        for rank in range(ranks)
-    ]
-    shares = [micro_batches(run, numbers, mesh) for mesh in meshes]
-    assert len({len(share) for share in shares}) == 1
-    (size,) = {len(batch.tokens) for share in shares for batch in share}
-    assert size <= micro
-    found = [
-        tuple(row[row > 0])
-        for share in shares
-        for batch in share
-        for row in batch.tokens[batch.counted > 0].reshape(-1, batch.tokens.shape[-1])
-    ]
-    wanted = [tuple(o.tokens) for number in numbers for o in run.examples[number].options]
-    assert sorted(found) == sorted(wanted)
-
-
-def test_the_learning_rate_rises_and_falls_to_zero_after_the_last_step() -> None:
-    run = course("classifier")
-    assert run.steps == 6
-    rates = [run.rate(update) for update in range(1, 8)]
-    assert rates == pytest.approx([5e-4, 1e-3, 8e-4, 6e-4, 4e-4, 2e-4, 0.0])
-
-
-def start(path: Path, head: Head, seed: int = 5, **changes: Any) -> TrainState:
-    return begin(path, section_of(head, **changes), course(head, seed=seed), serial_mesh())
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("head", HEADS)
-def test_all_but_the_head_is_of_the_checkpoint_and_the_head_of_the_seed(
-    tmp_path: Path, head: Head, order: ResidualOrder
-) -> None:
-    path = write_model(tmp_path, small_section(residual_order=order))
-    one, other = (
-        whole_weights(start(path, head, seed, residual_order=order).model) for seed in (5, 6)
-    )
-    kept = {name for name in one if torch.equal(one[name], other[name])}
-    assert one.keys() - kept == {"head.weight"}
-    assert ("pooler.dense.weight" in one) == (head != "span")
-    assert ("encoder.embedding_norm.weight" in one) == (order == "post-ln")
-    theirs = start(path, "choice", residual_order=order)
-    word = "encoder.word_embedding.weight"
-    assert torch.equal(whole_weights(theirs.model)[word], one[word])
+TRAIN = 64  # examples, in steps of 16
+Tuned = tuple[Path, Any]
 
 
 @pytest.mark.parametrize(
-    ("head", "without", "beside", "message"),
-    [
-        ("span", "encoder.final_norm.bias", None, r"has no encoder\.final_norm\.bias, which"),
-        ("classifier", "pooler.dense.weight", None, r"has no pooler\.dense\.weight, which"),
-        ("choice", None, "encoder.odd.weight", r"has encoder\.odd\.weight, for which"),
-        ("choice", None, "head.weight", r"has head\.weight, for which"),
-        ("span", None, "extra", r"has extra, for which"),
-    ],
+    ("head", "order"), [*((head, "pre-ln") for head in HEADS), ("classifier", "post-ln")]
 )
-def test_a_weight_too_few_or_too_many_is_named(
-    tmp_path: Path, head: Head, without: str | None, beside: str | None, message: str
+def test_every_head_learns_its_task(
+    tmp_path: Path, capsys: Capture, head: Head, order: ResidualOrder
 ) -> None:
-    path = write_model(tmp_path, without=without, beside=beside)
-    with pytest.raises(ValueError, match=message):
-        start(path, head)
+    # Of smaller random weights [CLS] of post-LN is all but its own embedding, and learns nothing.
+    model = write_model(tmp_path, small_section(residual_order=order, init_method_std=0.1))
+    words = ["--load", str(model), *write_files(tmp_path, 400), *FEW, "--head", head]
+    record = result([*words, "--epochs", "4"], capsys)
+    losses = [epoch["train_loss"] for epoch in record["seeds"][0]["epochs"]]
+    assert losses[-1] < 0.4 * losses[0]
+    assert record["accuracy"] > 0.85, "by chance a half, a third and less"
+    assert (record["model"]["head"], record["model"]["residual_order"]) == (head, order)
 
 
-def test_a_span_s_model_needs_no_pooler_and_no_model_the_pretraining_heads(
-    tmp_path: Path,
+def test_the_record_says_what_was_trained_and_how(tuned: Tuned, pretrained: Path) -> None:
+    save, record = tuned
+    assert [*record][:4] == ["task", "conventions", "protocol", "labels"]
+    assert (record["task"], record["labels"], record["dtype"]) == (TASK, ["key", "alike"], "fp32")
+    assert (record["notes"], record["layout"]) == ({"made": True}, {"data": 1, "tensor": 1})
+    assert record["checkpoint_hash"] == read_manifest(pretrained)["checksum"]
+    assert record["checkpoint"] == str(pretrained)
+    tensors = read_manifest(step_folders(save / "seed_1234")[0])["tensors"]
+    assert record["model"]["parameters"] == sum(
+        int(np.prod(each["shape"])) for each in tensors.values()
+    )
+    assert [Path(each["file"]).name for each in record["data"]] == ["train", "near", "far"]
+    chosen = {"lr": 1e-2, "epochs": 3, "head": "classifier"}
+    assert record["hyper_parameters"] | chosen == record["hyper_parameters"]
+    assert not {"load", "seed", "save", "train_data"} & record["hyper_parameters"].keys()
+    assert [each["seed"] for each in record["seeds"]] == [1234, 1235]
+    assert all(len(each["epochs"]) == 3 for each in record["seeds"])
+
+
+def test_median_and_spread_are_of_the_seeds_and_the_best_epoch_is_the_highest(
+    tuned: Tuned,
 ) -> None:
-    start(write_model(tmp_path / "a", without="pooler.dense.bias"), "span")
-    start(write_model(tmp_path / "b", without="mlm.dense.weight"), "classifier")
+    _, record = tuned
+    runs = [[epoch["figures"] for epoch in each["epochs"]] for each in record["seeds"]]
+    assert runs[0] != runs[1]
+    for each, run in zip(record["seeds"], runs, strict=True):
+        values = [figures["accuracy"] for figures in run]
+        assert each["best_epoch"] == 1 + values.index(max(values))
+    for name, rows in {
+        "last_epoch": [run[-1] for run in runs],
+        "best_epoch": [max(run, key=lambda figures: figures["accuracy"]) for run in runs],
+    }.items():
+        values = [row["near_accuracy"] for row in rows]
+        spread = {"median": median(values), "min": min(values), "max": max(values)}
+        assert record[name]["near_accuracy"] == spread
+    assert record["accuracy"] == record["last_epoch"]["accuracy"]["median"]
+    near, far = record["near_accuracy"], record["far_accuracy"]
+    assert record["accuracy"] == pytest.approx((2 * near + far) / 3)
+    assert record["near_examples"] == COUNT
 
 
-def test_another_shape_is_refused(pretrained: Path) -> None:
-    mesh = serial_mesh()
-    section = finetuned_section(small_section(hidden_size=64), "choice", ())
-    with pytest.raises(ValueError, match=r"\.bias is \[32\], this model's \[64\]"):
-        begin(pretrained, section, course("choice"), mesh)
+def test_figures_are_summarised_one_by_one() -> None:
+    rows = [
+        {"f1": each, "n": 7, "parts": {"em": each + 1, "words": "none"}, "best": each == 2}
+        for each in (3.0, 1.0, 2.0, 9.0, 5.0)
+    ]
+    assert summarise(rows) == {
+        "f1": {"median": 3.0, "min": 1.0, "max": 9.0},
+        "parts": {"em": {"median": 4.0, "min": 2.0, "max": 10.0}},
+    }
+    assert medians(rows) == {"f1": 3.0, "n": 7, "parts": {"em": 4.0}}
 
 
-def test_masters_are_taken_up_where_the_checkpoint_has_them(tmp_path: Path) -> None:
-    """A pretrained model in bf16 keeps fp32 masters, which are more exact."""
-    mesh = serial_mesh()
-    state = start(write_model(tmp_path / "a"), "span")
-    manifest = read_manifest(tmp_path / "a" / "checkpoints" / "step_00000000")
-    pieces = [each for each in model_pieces(state.model) if not each.key.startswith("model.head")]
-    exact = torch.full((32,), 0.3)
-    layout = ShardingSpec(shape=(32,), decay=False)
-    pieces.append(Piece("master.encoder.final_norm.bias", layout, exact))
-    facts = {key: manifest[key] for key in manifest if key not in ("files", "tensors", "checksum")}
-    path = save(tmp_path / "b", 0, pieces, facts, mesh)
-    load_pretrained(state, path)
-    assert torch.equal(state.model.get_parameter("encoder.final_norm.bias"), exact)
+def test_checkpoints_of_the_last_and_the_best_epoch_give_the_figures_of_that_time(
+    tuned: Tuned, capsys: Capture
+) -> None:
+    save, record = tuned
+    for each in record["seeds"]:
+        paths = each["checkpoints"]
+        kept = step_folders(save / f"seed_{each['seed']}")
+        assert {str(path) for path in kept} == {*paths.values()}
+        for which, epoch in (("last", 3), ("best", each["best_epoch"])):
+            found = result(["--load", paths[which], *evaluating(save)], capsys)
+            figures = each["epochs"][epoch - 1]["figures"]
+            assert {name: found[name] for name in figures} == figures
+            assert (found["finetuned"]["epoch"], found["finetuned"]["task"]) == (epoch, TASK)
+            assert "lr" not in found["hyper_parameters"], "nothing is trained"
+            assert found["finetuned"]["hyper_parameters"]["lr"] == 1e-2
+
+
+def test_an_ensemble_is_the_mean_of_the_logits(tuned: Tuned, capsys: Capture) -> None:
+    save, trained = tuned
+    loads = [str(save / "seed_1234"), str(save / "seed_1235")]
+    record = result(["--ensemble", *loads, *evaluating(save)], capsys)
+    figures = [each["epochs"][-1]["figures"] for each in trained["seeds"]]
+    assert [each["figures"] for each in record["models"]] == figures
+    assert [each["finetuned"]["seed"] for each in record["models"]] == [1234, 1235]
+    assert [each["dtype"] for each in record["models"]] == ["fp32", "fp32"]
+    twice = result(["--ensemble", loads[0], loads[0], *evaluating(save)], capsys)
+    assert twice["accuracy"] == figures[0]["accuracy"]
+    rows: Any = [
+        {"a": [np.array([0.0, 1.0]), np.array([[4.0]])]},
+        {"a": [np.array([4.0, 2.0]), np.array([[0.0]])]},
+    ]
+    assert [each.tolist() for each in mean_logits(rows)["a"]] == [[2.0, 1.5], [[2.0]]]
+
+
+def test_metrics_come_a_few_times_an_epoch(tuned: Tuned) -> None:
+    save, record = tuned
+    lines = read_metrics(save / "seed_1235" / "metrics.jsonl")
+    steps = [line for line in lines if "lr" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13)), "four an epoch, all are logged"
+    assert [(line["seed"], line["epoch"]) for line in steps] == [
+        (1235, epoch) for epoch in (1, 2, 3) for _ in range(4)
+    ]
+    ends = [line for line in lines if "train_loss" in line]
+    for line, epoch in zip(ends, record["seeds"][1]["epochs"], strict=True):
+        assert line["near_accuracy"] == epoch["figures"]["near_accuracy"]
+        own = [each["loss"] for each in steps if each["epoch"] == line["epoch"]]
+        assert line["train_loss"] == pytest.approx(np.mean(own), rel=1e-12), "steps of one size"
+
+
+def test_the_loss_of_an_epoch_weighs_examples_alike(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train").write_text("21 1", encoding="utf-8")  # steps of 16 and 5
+    main(["--task", TASK, *words, "--save", str(tmp_path / "save")], {})
+    lines = read_metrics(tmp_path / "save" / "seed_1234" / "metrics.jsonl")
+    losses = [line["loss"] for line in lines if "lr" in line]
+    found = [line["train_loss"] for line in lines if "train_loss" in line]
+    assert found == pytest.approx([(16 * a + 5 * b) / 21 for a, b in (losses[:2], losses[2:])])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_narrow_formats_train_and_are_evaluated_as_they_were(
+    words: list[str], tmp_path: Path, capsys: Capture, dtype: str
+) -> None:
+    save = tmp_path / "save"
+    record = result([*words, "--dtype", dtype, "--save", str(save)], capsys)
+    manifest = read_manifest(Path(record["seeds"][0]["checkpoints"]["last"]))
+    assert manifest["precision"] == record["dtype"] == dtype
+    evaluated = ["--load", str(save / "seed_1234"), *evaluating(save)]
+    again = result(evaluated, capsys)
+    assert (again["accuracy"], again["dtype"]) == (record["accuracy"], dtype)
+    assert result([*evaluated, "--dtype", "fp32"], capsys)["dtype"] == "fp32"
+
+
+def test_devices_that_would_compute_in_two_formats_are_refused() -> None:
+    plan: Any = SimpleNamespace(settings=SimpleNamespace(dtype=None))
+    peers = SimpleNamespace(gather=lambda own: [own, {"bf16": "fp32", "fp32": "bf16"}[own]])
+    mesh: Any = SimpleNamespace(control=peers, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="--dtype"):
+        with_dtype(plan, mesh)
+
+
+def test_training_takes_the_precision_of_the_device(
+    words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*words[: words.index("--dtype")], "--epochs", "1", "--save", str(tmp_path / "save")]
+    monkeypatch.setattr(finetune, "default_precision", lambda device: "bf16")
+    record = result(words, capsys)
+    assert record["dtype"] == record["hyper_parameters"]["dtype"] == "bf16"
+    folder = Path(record["seeds"][0]["checkpoints"]["last"])
+    assert read_manifest(folder)["precision"] == "bf16"
+    assert "--save" in refusal([*words, "--dtype", "fp32"], capsys)
+
+
+def test_every_seed_has_a_head_an_order_and_dropout_of_its_own(
+    words: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, masks, orders = [], [], []
+
+    def looks(state: Any, loop: Any) -> str:
+        heads.append(state.model.head.weight.detach().clone())
+        with state.streams.at(0, 0):
+            masks.append(state.model.dropout(torch.ones(4, 32)))
+        orders.append(torch.from_numpy(next(loop.batches)[0].tokens))
+        loop.evaluate(state)
+        return "train_iters"
+
+    monkeypatch.setattr(finetune, "train", looks)
+    result([*words, "--epochs", "1", "--seeds", "3"], capsys)
+    for each in (heads, masks, orders):
+        pairs = [(one, other) for one in range(3) for other in range(one)]
+        assert not any(torch.equal(each[one], each[other]) for one, other in pairs)
+
+
+def ranks(words: list[str], tensor_size: int) -> dict[str, Any]:
+    mesh = mesh_of_ranks(tensor_size)
+    plan = make_plan(TASK, made, parse(made.Settings, words, {}), ["a test"], mesh.size)
+    act = fine_tune if plan.settings.train_data else evaluate_models
+    return act(plan, mesh, {})[0]
+
+
+@pytest.mark.filterwarnings("ignore:nothing of the models")
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_several_processes_train_keep_and_evaluate(
+    gloo: Pool, words: list[str], tmp_path: Path, tensor_size: int
+) -> None:
+    save = tmp_path / "save"
+    words = [*words, "--hidden-dropout", "0", "--attention-dropout", "0", "--seeds", "2"]
+    cut = ["--tensor-model-parallel-size", str(tensor_size)]
+    record, nothing = gloo.run(2, ranks, [*words, *cut, "--save", str(save)], tensor_size)
+    assert nothing == {}
+    alone = ranks(words, 1)
+    for one, other in zip(record["seeds"], alone["seeds"], strict=True):
+        for epoch, expected in zip(one["epochs"], other["epochs"], strict=True):
+            assert epoch["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-4)
+    again, _ = gloo.run(2, ranks, [*words, *cut, "--save", str(save)], tensor_size)
+    assert again["seeds"] == record["seeds"]
+    models = ["--ensemble", str(save / "seed_1234"), str(save / "seed_1235"), *evaluating(save)]
+    both, _ = gloo.run(2, ranks, [*models, *cut], tensor_size)
+    expected = ranks(models, 1)
+    assert [each["figures"] for each in both["models"]] == [
+        each["epochs"][-1]["figures"] for each in record["seeds"]
+    ]
+    assert both["accuracy"] == expected["accuracy"]
+
+
+def drift(words: list[str]) -> str:
+    """Training in which a weight of the second rank changes before the last step of an epoch."""
+    mesh = mesh_of_ranks(1)
+    plan = make_plan(TASK, made, parse(made.Settings, words, {}), ["a test"], mesh.size)
+
+    def drifts(state: Any, loop: Loop) -> str:
+        def learning_rate(number: int) -> float:
+            if mesh.data.rank and number == 4:
+                with torch.no_grad():
+                    state.model.head.bias.add_(1)
+            return 1e-3
+
+        return train(state, replace(loop, learning_rate=learning_rate))
+
+    with mock.patch("tasks.finetune.train", drifts):
+        try:
+            fine_tune(plan, mesh, {})
+        except ReplicaDrift as error:
+            return str(error)
+    return "unseen"
+
+
+@pytest.mark.filterwarnings("ignore:nothing of the models")
+def test_ranks_that_differ_after_an_epoch_end_the_run(gloo: Pool, words: list[str]) -> None:
+    for error in gloo.run(2, drift, words):
+        assert "head.bias" in error
+
+
+def test_a_run_that_diverges_ends_with_one_message(
+    words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wild = [*words, "--seed", "1235", "--clip-grad", "0", "--lr-warmup-fraction", "0"]
+    error = refusal([*wild, "--lr", "1e30", "--save", str(tmp_path / "wild")], capsys)
+    assert "error: seed 1235, epoch 1, step 2: " in error
+    assert "--lr-warmup-fraction" in error
+    assert "--dtype" not in error
+    monkeypatch.setattr(LossScaler, "may_skip", lambda self: False)
+    assert "--dtype bf16" in refusal([*wild, "--lr", "1e30", "--dtype", "fp16"], capsys)
+
+
+def test_logits_that_are_no_numbers_are_one_message(
+    tuned: Tuned, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, _ = tuned
+
+    def broken(model: Any, batch: Any, device: Any) -> Any:
+        return answer_scores(model, batch, device) * torch.nan
+
+    monkeypatch.setattr("tasks.training.answer_scores", broken)
+    error = refusal(["--load", str(save / "seed_1234"), *evaluating(save)], capsys)
+    assert f"error: {TASK} near: " in error
+
+
+def at_epoch(number: int, act: Callable[[], None]) -> Callable[[], None]:
+    """A function that acts when the first example of an epoch is read; epochs of all seeds count,
+    from 0."""
+    reads = iter(range(10**9))
+    return lambda: act() if next(reads) == number * TRAIN else None
+
+
+def test_a_seed_that_fails_loses_no_other(
+    words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = tmp_path / "save"
+    words = [*words, "--save", str(save)]
+    whole = result([*words[:-1], str(tmp_path / "whole"), "--seeds", "2"], capsys)
+
+    def fails() -> None:
+        raise RuntimeError("a node died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "on_read", at_epoch(3, fails))  # the second one of the second seed
+        with pytest.raises(RuntimeError, match="a node died"):
+            main(["--task", TASK, *words, "--seeds", "2"], {})
+    (first,) = step_folders(save / "seed_1235")  # its first epoch, the best so far
+    copytree(first, first.with_name("step_00000099"))
+    before = (save / "seed_1234" / "metrics.jsonl").stat().st_mtime_ns
+    record = result([*words, "--seeds", "2"], capsys)
+    assert (save / "seed_1234" / "metrics.jsonl").stat().st_mtime_ns == before
+    assert record["last_epoch"] == whole["last_epoch"]
+    one, other = ([{**seed, "checkpoints": 0} for seed in x["seeds"]] for x in (record, whole))
+    assert one == other
+    kept = {path for path in (save / "seed_1235").iterdir() if path.is_dir()}
+    assert kept == {Path(path) for path in record["seeds"][1]["checkpoints"].values()}
+
+    result([*words, "--seeds", "1", "--seed", "1235"], capsys)
+    near, renamed = str(tmp_path / "near"), str(copy(tmp_path / "far", tmp_path / "farther"))
+    for more, differs in [
+        (["--lr", "1e-3"], "--lr 0.003"),
+        (["--head", "span"], "--head classifier"),
+        (["--valid-data", near], "--valid-data: far"),
+        (["--train-data", near], "--train-data: train"),
+        (["--valid-data", near, renamed], "farther"),
+    ]:
+        error = refusal([*words, *more], capsys)
+        assert f"--save {save}" in error
+        assert differs in error
+    (tmp_path / "far").write_text("7 9", encoding="utf-8")
+    assert "--valid-data: far" in refusal(words, capsys)
+    (save / "seed_1234" / "result.json").write_text("{", encoding="utf-8")
+    assert "result.json" in refusal(words, capsys)
+
+
+def stop(
+    words: list[str],
+    number: signal.Signals,
+    epoch: int,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[object, str]:
+    """(the status, the last line on stderr) of a run that a signal reaches at an epoch's start."""
+    capsys.readouterr()
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "on_read", at_epoch(epoch, lambda: signal.raise_signal(number)))
+        with pytest.raises(SystemExit) as ended:
+            main(["--task", TASK, *words], {})
+    assert signal.getsignal(number) is before
+    return ended.value.code, capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_stopped_seed_is_told_of_when_it_stops_is_loaded_and_begins_anew(
+    words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = tmp_path / "save"
+    words = [*words, "--epochs", "3", "--seeds", "2", "--save", str(save)]
+    assert stop(words, signal.SIGTERM, 4, capsys, monkeypatch) == (
+        75,
+        "seed 1235 stopped in epoch 2: the same command begins it anew; finished: 1234",
+    )
+    seed = save / "seed_1235"
+    assert read_metrics(seed / "metrics.jsonl")[-1]["exit_code"] == 75
+    (step,) = step_folders(seed)
+    for flag in ("--load", "--ensemble"):
+        line = told([flag, str(seed), *evaluating(save)], capsys)[-1]
+        assert f"{flag} {seed}" in line
+        assert f"{flag} {step}" in line
+    assert told(["--load", str(step), *evaluating(save)], capsys) == []
+    assert told(["--load", str(save / "seed_1234"), *evaluating(save)], capsys) == []
+    main(["--task", TASK, *words], {})
+    error = capsys.readouterr().err
+    assert f"seed 1234 is finished in {save / 'seed_1234'}" in error
+    assert f"{seed}: this seed was interrupted and begins anew" in error
+    assert told(["--load", str(seed), *evaluating(save)], capsys) == []
+
+
+def test_without_save_a_stopped_run_keeps_nothing(
+    words: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stop(words, signal.SIGINT, 0, capsys, monkeypatch) == (
+        130,
+        "seed 1234 stopped in epoch 1: without --save nothing is kept",
+    )
+
+
+def test_a_log_has_labels_and_speed_and_no_progress_bar(words: list[str], capsys: Capture) -> None:
+    result(words, capsys)
+    main(["--task", TASK, *words], {})
+    said = capsys.readouterr()
+    assert said.err.index("labels: 0 key, 1 alike\n") < said.err.index("seed 1234 | epoch 1 |")
+    assert " tokens/s" in said.err
+    assert "%|" not in said.err
+    json.loads(said.out)  # the record alone
+
+
+def test_one_model_alone_or_twice_in_an_ensemble_is_told(tuned: Tuned, capsys: Capture) -> None:
+    save, _ = tuned
+    one, two = str(save / "seed_1234"), str(save / "seed_1235")
+    assert told(["--ensemble", one, two, *evaluating(save)], capsys) == []
+    (line,) = told(["--ensemble", one, *evaluating(save)], capsys)
+    assert f"--ensemble {one}" in line
+    step = str(step_folders(save / "seed_1234")[0])
+    (line,) = told(["--ensemble", one, two, step, *evaluating(save)], capsys)
+    assert f"--ensemble {step}" in line
+
+
+def test_other_settings_than_those_of_training_are_told(
+    tuned: Tuned, tmp_path: Path, capsys: Capture
+) -> None:
+    save, _ = tuned
+    words = ["--load", str(save / "seed_1234"), *evaluating(save)]
+    changed = ["--seq-length", "20", "--micro-batch-size", "3", "--dtype", "bf16"]
+    (line,) = told([*words, *changed], capsys)
+    assert "--seq-length 24" in line
+    preset = tmp_path / "preset.toml"
+    preset.write_text("lr = 1e-3\nepochs = 7\nglobal_batch_size = 9\n", encoding="utf-8")
+    (line,) = told(["--preset", str(preset), *words], capsys)
+    assert "--epochs and --lr and --global-batch-size" in line
+
+
+def test_answers_in_a_file_are_judged_without_a_model(tmp_path: Path, capsys: Capture) -> None:
+    files = write_files(tmp_path)
+    (tmp_path / "answers").write_text("four", encoding="utf-8")
+    words = [*files[2:], "--answers", str(tmp_path / "answers")]
+    record = result(words, capsys)
+    assert record["answers"] == 4
+    assert [Path(each["file"]).name for each in record["data"]] == ["near", "far", "answers"]
+    assert record["conventions"] == {"answers": "in the file"}
+    assert len(told([*words, "--lr", "3", "--epochs", "9"], capsys)) == 1
+
+
+def test_hyper_parameters_are_what_decides_and_no_place_of_a_file() -> None:
+    places: dict[str, Any] = {
+        "valid_data": (Path("v"),), "answers": Path("a"), "save": Path("s"), "load": "l",
+        "vocab_file": "w", "seeds": 2, "seed": 3,
+    }  # fmt: skip
+    checks = ChecksConfig(max_truncated=0.75)
+    places["recompute_granularity"] = "full"  # by which no number changes
+    trained = made.Settings(**places, train_data=(Path("t"),), checks=checks, lr=0.25, dtype="bf16")
+    found = hyper_parameters(trained)
+    assert not {*places, "train_data", "ensemble", "output", "checks"} & found.keys()
+    assert found | {"lr": 0.25, "dtype": "bf16", "head": "classifier"} == found
+    assert checks_of(trained) == {
+        "max_truncated": 0.75, "max_unknown": 0.05, "allow_lower_case": False,
+    }  # fmt: skip
+    assert not checks_of(trained).keys() & found.keys(), "they say nothing of the figures"
+    assert json.loads(json.dumps(found)) == found
+    alone = hyper_parameters(made.Settings(**places, checks=checks))
+    assert found.keys() - alone.keys() == {
+        "epochs", "lr", "lr_warmup_fraction", "weight_decay", "clip_grad", "hidden_dropout",
+        "attention_dropout", "global_batch_size", "dtype",
+    }  # fmt: skip
+
+
+def test_an_imported_model_is_evaluated_in_fp32() -> None:
+    assert dtype_of({"precision": "bf16"}) == "bf16"
+    assert dtype_of({"precision": "bf16", "imported_from": "elsewhere"}) == "fp32"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.trained import TrainedConfig
+from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer, read_tokenizer
 from tasks.lambada import Settings, prepare, spells
 from tests.data.samples import write_tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.checkpoints import read_manifest
+from megatron.checkpoint.format import read_manifest
 from megatron.data.files import temporary
 from tasks.main import ROOT, main
 from tests.data.samples import write_data

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config.trained import TrainedConfig
+from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer
 from tasks.common import Joined, Scores, Sliding, Window, score_windows
 from tasks.heldout import Settings, cloze_windows, read_texts, training_tokens

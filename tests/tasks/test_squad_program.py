@@ -47,7 +47,7 @@ def test_without_a_model_predictions_are_offered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dev = str(write_questions(tmp_path / "dev.json", 1, 0))
-    assert "or --predictions, answers in a file" in refusal(["--valid-data", dev], capsys, "SQUAD")
+    assert "--predictions" in refusal(["--valid-data", dev], capsys, "SQUAD")
 
 
 def test_a_model_is_trained_then_evaluated_and_its_answers_are_scored_alone(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.trained import TrainedConfig
+from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import read_tokenizer
 from tasks.wikitext103 import Settings, choose_window, cut_articles, detokenise, prepare
 from tests.dist import Pool

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.whole import FILES, make_checkpoint
+from tests.checkpoint.files import FILES, make_checkpoint
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "checkpoint.py"
 
@@ -100,25 +100,26 @@ def test_show_tells_settings_counters_and_tensors(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (["ls", "nowhere"], "nowhere is no directory; one given to --save would work"),
-        (["ls", "empty"], "empty holds no checkpoint; a directory given to --save would work"),
-        (["show", "empty"], "empty holds no checkpoint; a directory given to --save would work"),
-        (["verify", "some", "--step", "3"], "--step 3: must be one of step_00000007"),
-        (["show", "bad"], "bad/step_00000001/manifest.json is damaged: JSONDecodeError"),
+        (["ls", "nowhere"], "nowhere"),
+        (["ls", "empty"], "empty"),
+        (["show", "empty"], "empty"),
+        (["verify", "some", "--step", "3"], "--step 3"),
+        (["show", "bad"], "bad/step_00000001/manifest.json"),
     ],
 )
 def test_bad_input_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], named: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     make_checkpoint(tmp_path / "some", 7)
     (make_checkpoint(tmp_path / "bad", 1) / "manifest.json").write_text("{")
     error = run(*words, status=2)
-    assert error.startswith(f"error: {message}")
+    assert error.startswith(f"error: {named}")
     assert error.count("\n") == 1
+    run("verify", "some", "--step", 7)
 
 
 def test_who_reads_the_first_lines_alone_gets_no_error(directory: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.parallel import product
+from megatron.parallel.kernels import use_cpu_kernels
 from megatron.train import compiled
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
@@ -103,8 +103,13 @@ def by_layer(dtype: torch.dtype) -> dict[str, Fact]:
     return found
 
 
+BY_CPU_KERNELS = pytest.mark.skipif(not use_cpu_kernels, reason="plain torch has other kernels")
+FASTER_BY_ONEDNN = "megatron.parallel.cpu.onednn.is_faster_by_onednn"
+
+
+@BY_CPU_KERNELS
 def test_each_layer_is_run_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "is_faster_by_onednn", lambda: False)
+    monkeypatch.setattr(FASTER_BY_ONEDNN, lambda: False)
     found = by_layer(torch.float32)
     operators = {name: fact.value["operators"] for name, fact in found.items()}
     assert {"aten::addmm", "aten::mm"} <= set(operators["column-parallel linear"])
@@ -121,8 +126,9 @@ def test_each_layer_is_run_forward_and_backward(monkeypatch: pytest.MonkeyPatch)
     assert str(found["attention, dropout, documents"]).startswith("block attention (stores")
 
 
+@BY_CPU_KERNELS
 def test_products_that_onednn_takes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "is_faster_by_onednn", lambda: True)
+    monkeypatch.setattr(FASTER_BY_ONEDNN, lambda: True)
     found = by_layer(torch.float32)
     for name in "column-parallel linear", "row-parallel linear", "output layer and loss":
         assert "_linear_pointwise" in str(found[name])
@@ -134,16 +140,6 @@ def test_the_routine_behind_a_product_is_named() -> None:
     routines = by_layer(torch.float32)["column-parallel linear"].value["libraries"]
     names = "MKL SGEMM", "oneDNN matmul", "oneDNN inner_product"
     assert any(each.startswith(names) for each in routines), routines
-
-
-def test_names_are_cut_to_what_tells() -> None:
-    line = "onednn_verbose,v1,primitive,exec,cpu,matmul,brg_matmul:avx512_core_bf16,undef,src:bf16"
-    assert kernels._routine(line) == "oneDNN matmul brg_matmul:avx512_core_bf16"
-    assert kernels._routine("MKL_VERBOSE SGEMM(T,N,256,64) 12.02ms") == "MKL SGEMM"
-    assert kernels._routine("MKL_VERBOSE oneMKL 2024.0 Update 2") is None
-    name = "void at::native::(anonymous namespace)::layer_norm_kernel<float, float>(int, float*)"
-    assert kernels._short(name) == "layer_norm_kernel"
-    assert kernels._short("sm90_xmma_gemm_bf16bf16_tn_n") == "sm90_xmma_gemm_bf16bf16_tn_n"
 
 
 def test_a_broken_kernel_is_told_and_the_rest_goes_on(

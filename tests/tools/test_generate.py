@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.checkpoints import read_manifest
+from megatron.checkpoint.format import read_manifest
 from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from megatron.train.evaluate import load_newest

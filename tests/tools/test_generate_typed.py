@@ -92,7 +92,7 @@ def test_a_blank_line_at_a_terminal_ends_in_silence(
     assert read_until(typed, "> ") == "in\n> "
     os.write(typed, b"\n")
     assert rest(typed) == "\n"
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     words = ["--prompt", "in", "--max-new-tokens", "8", "--greedy"]
     assert process.communicate()[0] == generated(capsys, trained, *words)[0]["text"] + "\n"
 
@@ -102,7 +102,7 @@ def test_ctrl_c_at_a_terminal_ends_with_a_word(terminal: Terminal) -> None:
     read_until(typed, "> ")
     process.send_signal(signal.SIGINT)
     assert rest(typed) == "\ninterrupted\n"
-    assert process.wait(60) == 130
+    assert process.wait(300) == 130
 
 
 def test_a_pipe_that_stays_open_does_not_keep_the_program(trained: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_pipe_that_stays_open_does_not_keep_the_program(trained: Path) -> None
         assert process.stdin is not None
         process.stdin.write(b"in\n\n")
         process.stdin.flush()
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
         assert process.stderr is not None
         assert process.stderr.read() == b""
 

@@ -3,36 +3,28 @@
 import json
 import os
 import subprocess
-import sys
 import time
 import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import gpu
-from benchmarks.cases import FLOOR, FULL, OURS
+from benchmarks.cases import COMPILED, FLOOR, FULL, OURS
 from benchmarks.comparison import ROOT
-
-PARENT = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-print(child.pid, flush=True)
-time.sleep(60)
-"""
 
 
 def test_what_takes_too_long_is_ended_whole() -> None:
-    status, printed = gpu.done([sys.executable, "-c", PARENT], 5.0)
+    status, printed = gpu.done(["bash", "-c", "sleep 600 & echo $!; sleep 600"], 5.0)
     assert status is None
-    assert printed
     state = Path(f"/proc/{printed.strip()}/stat")
-    for _ in range(50):
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            return
+    deadline = time.monotonic() + 60
+    while state.exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "a process of the run is still there"
         time.sleep(0.1)
-    raise AssertionError("a process of the run is still there")
 
 
 def figures(seconds: float, **utilisation: float) -> dict[str, Any]:
@@ -83,7 +75,30 @@ def test_all_of_it_may_take_no_longer_than_its_limit() -> None:
     assert sum(first) < 560
 
 
-@pytest.mark.slow
+def check(runs: dict[str, Any], page: str, expected: Sequence[gpu.Run]) -> None:
+    assert list(runs) == [run.name for run in expected]
+    for run in expected:
+        names = [name for name in run.contenders if name != COMPILED]
+        assert list(runs[run.name]["contenders"]) == names
+        if run.preset is not None:
+            assert runs[run.name]["tensor_parallel"] == run.one_rank_of
+    assert "bf16, 64 tokens, hidden 32, vocabulary 512." in page
+    assert "### Where the time goes: this project" in page
+
+
+def test_runs_of_each_kind_in_miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiled, of the output layer, and of one rank of many."""
+    first = replace(gpu.RUNS[0], contenders=(OURS, COMPILED))
+    others = [run for run in gpu.RUNS if run.preset is None or run.one_rank_of > 1]
+    patient = tuple(replace(run, seconds=3600.0) for run in (first, *others))
+    monkeypatch.setattr(gpu, "RUNS", patient)
+    gpu.main(tmp_path, device="cpu", small=True, seconds=3600.0)
+    runs = json.loads((tmp_path / "gpu.json").read_text())["runs"]
+    check(runs, (tmp_path / "gpu.md").read_text(), gpu.RUNS)
+    assert len(runs) == 3
+
+
+@pytest.mark.sweep
 def test_all_of_it_runs_in_miniature(tmp_path: Path) -> None:
     command = ["bash", "benchmarks/gpu.sh", "--device", "cpu", "--small"]
     environ = {**os.environ, "OUT": str(tmp_path)}
@@ -92,16 +107,6 @@ def test_all_of_it_runs_in_miniature(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr
     runs = json.loads((tmp_path / "gpu.json").read_text())["runs"]
-    assert list(runs) == [run.name for run in gpu.RUNS]
-    for run in gpu.RUNS:
-        names = [name for name in run.contenders if name != "transformers, compiled"]
-        assert list(runs[run.name]["contenders"]) == names
-        if run.preset is None:
-            continue
-        assert runs[run.name]["tensor_parallel"] == run.one_rank_of
+    check(runs, (tmp_path / "gpu.md").read_text(), gpu.RUNS)
     hardware = tomllib.loads((tmp_path / "hardware.toml").read_text())
     assert hardware["peak"]["bf16"]["value"] > 0
-    page = (tmp_path / "gpu.md").read_text()
-    assert "bf16, 64 tokens, hidden 32, vocabulary 512." in page
-    assert "### Where the time goes: this project" in page
-    assert "| 1.2B: this project, MFU | at least 55.0 % | not measured |  |" in page

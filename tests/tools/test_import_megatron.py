@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.config.checkpoints import read_manifest
+from megatron.checkpoint.format import read_manifest
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, whole_logits
 from tests.data.samples import write_tokenizer

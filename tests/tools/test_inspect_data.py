@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from megatron.data.bert import open_bert_splits
+from megatron.data.bert import Masking, open_bert_splits
 from megatron.data.files import tokenizer_folder
-from megatron.data.masking import Masking
+from megatron.data.gpt2 import open_splits
+from megatron.data.indexed import IndexedDataset
 from megatron.data.sources import open_corpus
+from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.data.wordpiece import BertWordPieceLowerCase
 from tests.data.samples import write_data_of_tokenizer, write_sentences, write_wordpiece
 from tools.inspect_data import main
@@ -41,16 +44,18 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BertWordPi
     return prefix, tokenizer
 
 
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, GPT2BPETokenizer]:
+    """300 documents of 5 to 44 tokens and an end mark."""
+    prefix = tmp_path_factory.mktemp("data") / "p_text_document"
+    draw = random.Random(2)
+    content = [[*draw.choices(range(40, 90), k=5 + number % 40), 260] for number in range(300)]
+    return str(prefix), write_data_of_tokenizer(prefix, content)
+
+
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     main(arguments, {})
     return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments, {})
-    assert stop.value.code == 2
-    return capsys.readouterr().err
 
 
 def table(text: str) -> dict[str, list[float]]:
@@ -149,7 +154,7 @@ def test_padding_is_what_the_blocks_leave(
         open_corpus([prefix], None), tokenizer, split="1,0,0", seq_length=64, seed=1, **settings
     )
     assert data is not None
-    (part,) = data.parts
+    (part,) = data.blocks
     blocks = [block for number in range(len(part)) if (block := part.block(number)) is not None]
     used = [3 + min(61, int(block[-1] - block[0])) for block in blocks]
     padding = 100 * (1 - sum(used) / (64 * len(used)))
@@ -192,19 +197,94 @@ def test_longer_n_grams_and_another_share(
     assert rows["tokens to be predicted"] == [pytest.approx(30, abs=1), 30]
 
 
-def test_bad_input_is_refused_with_its_flag(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    sentences: tuple[str, BertWordPieceLowerCase],
+def test_a_sample_of_gpt2_is_shown_document_by_document(
+    capsys: pytest.CaptureFixture[str], documents: tuple[str, GPT2BPETokenizer]
 ) -> None:
-    assert "--data-path is missing" in refused(capsys)
-    assert "--samples -1 should be 0 or above" in refused(capsys, "--samples", "-1")
-    path = ["--data-path", sentences[0]]
-    assert "--split 0,1,1 keeps nothing for training" in refused(capsys, *path, "--split", "0,1,1")
-    assert "--mask-prob 0.9" in refused(capsys, *path, "--mask-prob", "0.9")
-    write_data_of_tokenizer(tmp_path / "p", [[1, 2, 260]] * 60, beside=False)
-    message = refused(capsys, "--data-path", str(tmp_path / "p"))
-    assert "holds whole documents, where sentences are read" in message
+    """With the flags of pretrain_gpt2.py; {text} counts in no loss."""
+    prefix, tokenizer = documents
+    flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    training, _, _ = open_splits(
+        open_corpus([prefix], None), split="29,1,0", seq_length=32, seed=5, **flags
+    )
+    batch = training.batch(range(3, 7))
+    words = [
+        "--data-path",
+        prefix,
+        "--seq-length",
+        "32",
+        "--seed",
+        "5",
+        "--statistics",
+        "0",
+        "--samples",
+        "4",
+        "--first",
+        "3",
+        *(f"--{name.replace('_', '-')}" for name in flags),
+    ]
+    text = printed(capsys, *words)
+    assert f"{prefix}: 300 documents of " in text
+    shown = re.split(r"sample (\d+): ", text)[1:]
+    assert shown[::2] == ["3", "4", "5", "6"]
+    for row, (facts, *lines) in enumerate(each.strip().splitlines() for each in shown[1::2]):
+        tokens, starts = batch.tokens[row], batch.document_starts[row]
+        firsts = np.unique(starts).tolist()
+        counted = int(batch.loss_mask[row].sum())
+        assert facts == f"32 tokens of {len(firsts)} documents, {counted} count in the loss"
+        ends = [*firsts[1:], 32]
+        assert [line for line in lines if line.startswith("  tokens ")] == [
+            f"  tokens {first} to {end - 1}, positions 0 to {end - first - 1}, attends from token "
+            f"{first} on:"
+            for first, end in zip(firsts, ends, strict=True)
+        ]
+        shown_text = "".join(line.strip() for line in lines if line.startswith("    "))
+        assert (
+            shown_text.count("{<|endoftext|>}") == 32 - counted == (tokens == tokenizer.eod).sum()
+        )
+        whole = tokenizer.decode(tokens.tolist()).replace(" ", "")
+        assert re.sub("[{} ]", "", shown_text) == whole
+        assert lines[-1].endswith(repr(tokenizer.decode([batch.labels[row, -1]])))
+
+
+def test_statistics_of_gpt2_are_near_what_is_expected(
+    capsys: pytest.CaptureFixture[str], documents: tuple[str, GPT2BPETokenizer]
+) -> None:
+    words = ["--data-path", documents[0], "--seq-length", "32", "--samples", "0"]
+    rows = table(printed(capsys, *words, "--statistics", "400", "--eod-mask-loss"))
+    share = 100 * 300 / len(IndexedDataset(documents[0]).tokens)
+    assert rows["end marks"] == [pytest.approx(share, abs=0.5), pytest.approx(share, abs=0.01)]
+    assert sum(rows["end marks"]) + sum(rows["tokens that count in the loss"]) == pytest.approx(200)
+    assert 50 < rows["samples of several documents"][0] < 100
+    assert table(printed(capsys, *words))["tokens that count in the loss"] == [100, 100]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "bad", "works"),
+    [
+        ("sentences", "--data-path", ["nowhere"], None),
+        ("sentences", "--samples", ["-1"], ["1"]),
+        ("sentences", "--split", ["0,1,1"], ["29,1,0"]),
+        ("sentences", "--mask-prob", ["0.9"], ["0.15"]),
+        ("sentences", "--eod-mask-loss", [], None),
+        ("documents", "--split", ["0,1,1"], ["29,1,0"]),
+        ("documents", "--seq-length", ["9999"], ["32"]),
+        ("documents", "--vocab-file", ["nowhere"], None),
+    ],
+)
+def test_bad_input_is_refused_with_its_flag(
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    flag: str,
+    bad: list[str],
+    works: list[str] | None,
+) -> None:
+    words = ["--data-path", request.getfixturevalue(kind)[0], "--statistics", "5"]
+    words += ["--seq-length", "64"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, flag, *bad], {})
+    assert flag in capsys.readouterr().err
+    main([*words, flag, *works] if works else words, {})
 
 
 def test_it_runs_as_a_program_without_torch(sentences: tuple[str, BertWordPieceLowerCase]) -> None:

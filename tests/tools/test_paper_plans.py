@@ -1,8 +1,6 @@
 """The plans of scripts/paper: every command is one that its program takes; what is refused."""
 
-import contextlib
 import functools
-import io
 import subprocess
 import tarfile
 from dataclasses import replace
@@ -135,17 +133,6 @@ def test_both_orders_are_trained_alike_but_for_the_order() -> None:
             assert differing == {"--residual-order", "--metrics-file"}
 
 
-def test_the_planned_minutes_are_of_the_stages_and_within_45() -> None:
-    assert list(miniature_plan.BUDGET) == [stage.name for stage in miniature_stages()]
-    assert sum(miniature_plan.BUDGET.values()) <= 45
-
-
-def test_another_number_of_cores_repeats_no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.stages.digest", str)
-    few, many = ([stage.fingerprint() for stage in miniature_stages(cores)] for cores in (2, 16))
-    assert few == many
-
-
 def test_what_is_trained_on_holds_no_text_that_is_evaluated_on() -> None:
     clean = miniature_stages()[1]
     cut = next(c for c in clean.commands if c.argv[2] == "tools.corpus.decontaminate")
@@ -214,16 +201,6 @@ def test_depths_and_rates_are_checked(changes: dict[str, Any], message: str) -> 
         figure7_plan.check_settings(replace(FIGURE7, **changes))
 
 
-def test_a_plan_is_told_and_nothing_is_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    miniature(write_folder(tmp_path / "data"), output=tmp_path / "out", plan_only=True)
-    told = capsys.readouterr().out
-    assert "[4/12] gpt2, 12 min" in told
-    assert "pretrain_bert.py --preset scripts/presets/miniature_bert.toml" in told
-    assert not (tmp_path / "out").exists()
-
-
 def test_fewer_passages_are_part_of_more_and_of_both_levels(tmp_path: Path) -> None:
     archive = tmp_path / "race.tar.xz"
     write_race(archive, "RACE/train", iter(["text"] * 40))
@@ -245,12 +222,3 @@ def test_an_archive_without_passages_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.tar.xz").write_bytes(b"no archive")
     with pytest.raises(ValueError, match="--archive .*: must be a whole archive"):
         passages(tmp_path / "cut.tar.xz", 1, tmp_path / "out")
-
-
-def test_help_of_both_scripts_names_their_flags() -> None:
-    for function in (miniature, figure7):
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
-            tyro.cli(function, args=["--help"])
-        assert "--data" in text.getvalue()
-        assert "--plan-only" in text.getvalue()

@@ -53,14 +53,19 @@ ENDS = """
 import json, os, pathlib, sys
 file, word, status = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 file.parent.mkdir(parents=True)
-file.write_text(json.dumps({"step": 7, "ended": word, "exit_code": 1}) if word else "")
+text = json.dumps({"step": 7, "ended": word, "exit_code": 1}) if word else ""
+file.with_name("pid").write_text(str(os.getpid()))
+file.write_text(text)
 os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
 """
+# It goes on once the first has ended, or where that ends all, would for ever.
 GOES_ON = """
 import pathlib, sys, time
-first, own = map(pathlib.Path, sys.argv[1:])
+first, own = map(pathlib.Path, sys.argv[1:3])
 while not first.exists(): time.sleep(0.01)
-time.sleep(0.5)
+stat = pathlib.Path("/proc", first.with_name("pid").read_text(), "stat")
+while stat.exists() and stat.read_text().split()[2] != "Z": time.sleep(0.01)
+if sys.argv[3] == "for ever": time.sleep(600)
 own.parent.mkdir(parents=True)
 own.touch()
 """
@@ -84,7 +89,9 @@ def test_a_training_that_diverges_is_a_result_and_one_that_fails_is_none(
         figure7_plan.metrics_file(settings.output, run)
         for run in figure7_plan.runs_of(settings)[:2]
     )
-    instead = script(ENDS, str(one), word, str(status)), script(GOES_ON, str(one), str(other))
+    how_long = "a while" if is_result else "for ever"
+    waits = script(GOES_ON, str(one), str(other), how_long)
+    instead = script(ENDS, str(one), word, str(status)), waits
     pair = zip(stage.commands, instead, strict=True)
     stage = replace(stage, commands=tuple(replace(a, argv=b.argv) for a, b in pair))
     own_folder(settings.output, [stage], fresh=False)

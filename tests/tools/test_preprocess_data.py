@@ -18,6 +18,7 @@ from backports import zstd
 from megatron.data.description import Description
 from megatron.data.indexed import IndexedDataset
 from megatron.data.tokenizer import GPT2BPETokenizer
+from megatron.data.verify import verify
 from tests.data.samples import write_tokenizer
 from tests.tools.corpus.lines import content, manifest, write_jsonl
 from tools import preprocess_data
@@ -25,51 +26,50 @@ from tools.corpus import split
 from tools.corpus.shards import cut
 from tools.tokenise import LARGEST_UNIT, SMALLEST_UNIT, deal, unit_bytes
 
-ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
 TEXTS = [f"the thing number {i} in the inn. " * (1 + i % 9) for i in range(200)]
 TOKENIZER = ["--vocab-file", "vocab.json", "--merge-file", "merges.txt"]
 BESIDE = {f"_text_document.tokenizer/{name}" for name in ("vocab.json", "merges.txt")}
 
 
-def start(folder: Path, *words: str, **environ: str) -> subprocess.Popen[str]:
-    """Run the command in the folder, which gets a tokenizer."""
-    write_tokenizer(folder)
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *words],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={"PATH": os.environ["PATH"], **environ},
-        start_new_session=True,
-    )
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command is given, with a tokenizer and some text."""
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS))
+    return tmp_path
 
 
-def preprocess(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    process = start(folder, *words, **environ)
-    stdout, stderr = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
-
-
-def tokenise(folder: Path, *words: str) -> str:
+def tokenise(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What a run that succeeds says; of one worker, if not told otherwise."""
-    done = preprocess(folder, "--workers", "1", *words, *TOKENIZER)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    capsys.readouterr()
+    preprocess_data.main(["--workers", "1", *words, *TOKENIZER])
+    return capsys.readouterr().err
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, tuple[str, ...]]:
+    """(what a refused run says, the arguments that work in place of the bad one)."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2") as stop:
+        preprocess_data.main(list(words))
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1].startswith("error: ")
+    return said, getattr(stop.value.__cause__, "works", ())
 
 
 def lines(texts: list[str]) -> bytes:
     return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
 
 
-def read(prefix: Path) -> list[list[int]]:
-    data = IndexedDataset(str(prefix))
+def read(prefix: str) -> list[list[int]]:
+    data = IndexedDataset(prefix)
     ranges = [data.token_range(range(i, i + 1)) for i in range(len(data.documents) - 1)]
     return [data.tokens[each.start : each.stop].tolist() for each in ranges]
 
 
-def encoded(folder: Path, texts: list[str]) -> list[list[int]]:
-    return GPT2BPETokenizer(*write_tokenizer(folder), "tokenizers").encode_batch(texts)
+def encoded(texts: list[str]) -> list[list[int]]:
+    return GPT2BPETokenizer("vocab.json", "merges.txt", "tokenizers").encode_batch(texts)
 
 
 def outputs(folder: Path, prefix: str) -> dict[str, bytes]:
@@ -81,87 +81,63 @@ def outputs(folder: Path, prefix: str) -> dict[str, bytes]:
     }
 
 
-def test_documents_in_order_with_end_marks(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS[:100]))
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS[100:150])))
-    (tmp_path / "c.jsonl.zst").write_bytes(zstd.compress(lines(TEXTS[150:])))
-    files = ["--input", "a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "--json-key", "text"]
-    said = tokenise(tmp_path, *files, "--output-prefix", "p", "--append-eod")
-    assert "p_text_document: 200 documents" in said
-    assert "no line set aside" in said
-    assert "warning" not in said
-    assert "p_text_document.work" not in said  # which goes at the end
-    assert "encoder: gigatoken" in said
-    expected = [[*ids, 260] for ids in encoded(tmp_path, TEXTS)]
-    assert read(tmp_path / "p_text_document") == expected
-    found = outputs(tmp_path, "p")
+def test_documents_in_order_with_end_marks(folder: Path) -> None:
+    """As a program, and checked by its second command."""
+    (folder / "a.jsonl").write_bytes(lines(TEXTS[:100]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS[100:150])))
+    (folder / "c.jsonl.zst").write_bytes(zstd.compress(lines(TEXTS[150:])))
+    words = ["--input", "a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "--json-key", "text",
+             "--output-prefix", "p", "--append-eod", "--workers", "1", *TOKENIZER]  # fmt: skip
+    command = [sys.executable, str(PROGRAM)]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, check=True)
+    assert "p_text_document: 200 documents" in done.stderr
+    assert "warning" not in done.stderr
+    assert "encoder: gigatoken" in done.stderr
+    assert read("p_text_document") == [[*ids, 260] for ids in encoded(TEXTS)]
+    found = outputs(folder, "p")
     assert set(found) == {f"_text_document{s}" for s in (".bin", ".idx", ".json")} | BESIDE
     for name in ("vocab.json", "merges.txt"):
-        assert found[f"_text_document.tokenizer/{name}"] == (tmp_path / name).read_bytes()
-    checked = preprocess(tmp_path, "verify", "p_text_document")
-    assert checked.returncode == 0, checked.stderr
-    assert "sound, as its .json says; 200 documents" in checked.stdout
+        assert found[f"_text_document.tokenizer/{name}"] == (folder / name).read_bytes()
+    check = [*command, "verify", "p_text_document"]
+    done = subprocess.run(check, capture_output=True, text=True, check=True)
+    assert "sound, as its .json says; 200 documents" in done.stdout
 
 
-def test_documents_that_run_into_each_other_are_said_once(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS))
-    said = tokenise(tmp_path, "--input", "a.jsonl", "--output-prefix", "p")
-    assert said.count("warning: without --append-eod documents run into each other") == 1
-
-
-def test_help_mentions_the_second_command(tmp_path: Path) -> None:
-    told = preprocess(tmp_path, "--help").stdout.replace("│", " ")
-    assert "`verify P_text_document`" in " ".join(told.split())
-
-
-def test_the_encoder_can_be_forced(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS))
+def test_the_encoder_can_be_forced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for encoder in ("tokenizers", "gigatoken"):
         words = ["--input", "a.jsonl", "--output-prefix", encoder, "--encoder", encoder]
-        assert f"encoder: {encoder}" in tokenise(tmp_path, *words)
-        found.append(outputs(tmp_path, encoder))
+        assert f"encoder: {encoder}" in tokenise(capsys, *words)
+        found.append(outputs(folder, encoder))
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("size", [[], ["--shard-size", "150KB"]])
-def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path, size: list[str]) -> None:
+def test_the_same_bytes_for_any_number_of_workers_and_shards(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Lines for several units, some of them bad, of files of several kinds."""
-    texts = lines(TEXTS * 40).splitlines(keepends=True)
-    texts[5::100] = [b"bad\n"] * len(texts[5::100])
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_bytes(b"".join(texts[:6000]))
-    (tmp_path / "in" / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(texts[6000:])))
-    found = []
-    for workers in ("1", "3"):
-        words = ["--input", "in", "--output-prefix", f"w{workers}", "--workers", workers]
-        tokenise(tmp_path, *words, *size)
-        found.append(outputs(tmp_path, f"w{workers}"))
-    assert len(found[0]) > 14 if size else len(found[0]) == 6
-    assert found[0] == found[1]
-    good = [orjson.loads(line)["text"] for line in texts if line != b"bad\n"]
-    assert read(tmp_path / "w1_text_document") == encoded(tmp_path, good)
-
-
-def test_shards_hold_what_one_shard_holds(tmp_path: Path) -> None:
-    texts = [f"{number} {text}" for number, text in enumerate(TEXTS * 5)]
-    (tmp_path / "a.jsonl").write_bytes(lines(texts))
-    tokenise(tmp_path, "--input", "a.jsonl", "--output-prefix", "one")
-    said = tokenise(
-        tmp_path, "--input", "a.jsonl", "--output-prefix", "many", "--shard-size", "40KB"
-    )
-    assert f"{len(texts)} documents" in said
-    one, many = tmp_path / "one_text_document", tmp_path / "many_text_document"
-    listed = Description.read(str(many))
-    assert listed is not None
-    assert len(listed.shards) == 5
-    assert f"in {len(listed.shards)} shards" in said
-    assert read(many) == read(one)
-    pairs = [Path(f"{many}{shard.name}.bin").read_bytes() for shard in listed.shards]
-    assert b"".join(pairs) == Path(f"{one}.bin").read_bytes()
-    assert preprocess(tmp_path, "verify", many.name).returncode == 0
-    said = tokenise(tmp_path, "--input", "a.jsonl", "--output-prefix", "many")
-    assert len(outputs(tmp_path, "many")) == 5, "the shards of the run before are gone"
+    texts = lines([f"{number} {text}" for number, text in enumerate(TEXTS * 20)])
+    each = texts.splitlines(keepends=True)
+    each[5::100] = [b"bad\n"] * len(each[5::100])
+    (folder / "in").mkdir()
+    (folder / "in" / "a.jsonl").write_bytes(b"".join(each[:3000]))
+    (folder / "in" / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(each[3000:])))
+    good = encoded([orjson.loads(line)["text"] for line in each if line != b"bad\n"])
+    pairs = []
+    for size in ([], ["--shard-size", "75KB"]):
+        found = []
+        for workers in ("1", "3"):
+            prefix = f"w{workers}{len(size)}"
+            words = ["--input", "in", "--output-prefix", prefix, "--workers", workers, *size]
+            tokenise(capsys, *words)
+            found.append(outputs(folder, prefix))
+        assert found[0] == found[1]
+        assert read(f"{prefix}_text_document") == good
+        pairs.append(sorted(name for name in found[0] if name.endswith(".bin")))
+    assert (len(pairs[0]), len(pairs[1]) > 4) == (1, True)
+    verify("w12_text_document")
+    whole = b"".join((folder / f"w12{name}").read_bytes() for name in pairs[1])
+    assert whole == (folder / "w10_text_document.bin").read_bytes()
 
 
 BAD = [
@@ -177,16 +153,17 @@ BAD = [
 ]
 
 
-def test_bad_lines_are_set_aside_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_bad_lines_are_set_aside_and_the_run_goes_on(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = ["first", "nul \x00 and \r alone", "last"]
-    middle = [line for line, _ in BAD]
-    content = [json.dumps({"text": texts[0]}).encode(), b"", *middle]
+    content = [json.dumps({"text": texts[0]}).encode(), b"", *(line for line, _ in BAD)]
     content += [json.dumps({"text": text}).encode() for text in texts[1:]]
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join(content))
-    said = tokenise(tmp_path, "--input", "a.jsonl", "--output-prefix", "p")
-    assert read(tmp_path / "p_text_document") == encoded(tmp_path, texts)
-    rejected = (tmp_path / "p_text_document.rejected.jsonl").read_text().splitlines()
-    whole = (tmp_path / "a.jsonl").read_bytes()
+    (folder / "a.jsonl").write_bytes(b"\n".join(content))
+    said = tokenise(capsys, "--input", "a.jsonl", "--output-prefix", "p")
+    assert read("p_text_document") == encoded(texts)
+    rejected = (folder / "p_text_document.rejected.jsonl").read_text().splitlines()
+    whole = (folder / "a.jsonl").read_bytes()
     for line, (bad, reason) in zip(map(json.loads, rejected), BAD, strict=True):
         assert line["file"] == "a.jsonl"
         assert line["reason"].startswith(reason)
@@ -195,189 +172,213 @@ def test_bad_lines_are_set_aside_and_the_run_goes_on(tmp_path: Path) -> None:
     assert '9 lines set aside in p_text_document.rejected.jsonl (3 no "text" string, 2' in said
 
 
-def test_a_gzip_file_cut_in_the_middle_costs_its_end_only(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS))[:-200])
-    (tmp_path / "b.jsonl").write_bytes(lines(["last"]))
-    said = tokenise(tmp_path, "--input", "a.jsonl.gz", "b.jsonl", "--output-prefix", "p")
-    found = read(tmp_path / "p_text_document")
+def test_a_gzip_file_cut_in_the_middle_costs_its_end_only(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS))[:-200])
+    (folder / "b.jsonl").write_bytes(lines(["last"]))
+    tokenise(capsys, "--input", "a.jsonl.gz", "b.jsonl", "--output-prefix", "p")
+    found = read("p_text_document")
     assert 10 < len(found) < len(TEXTS)
-    assert found == encoded(tmp_path, [*TEXTS[: len(found) - 1], "last"])
-    assert "1 lines set aside in p_text_document.rejected.jsonl (1 damaged or cut short" in said
-    bad = json.loads((tmp_path / "p_text_document.rejected.jsonl").read_text())
+    assert found == encoded([*TEXTS[: len(found) - 1], "last"])
+    bad = json.loads((folder / "p_text_document.rejected.jsonl").read_text())
     assert bad["file"] == "a.jsonl.gz"
     assert lines(TEXTS)[: bad["offset"]] == lines(TEXTS[: len(found) - 1])
 
 
-def test_an_earlier_output_is_replaced_or_left_whole(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines(["one", "two"]) + b"bad\n")
-    (tmp_path / "b.jsonl").write_bytes(lines(["three"]))
-    (tmp_path / "c.jsonl").write_bytes(b"bad\n")
-    tokenise(tmp_path, "--input", "a.jsonl", "--output-prefix", "p")
-    before = outputs(tmp_path, "p")
-    broken = preprocess(tmp_path, "--input", "c.jsonl", "--output-prefix", "p", *TOKENIZER)
-    assert broken.returncode == 2
-    assert "error: --input c.jsonl holds no document; 1 lines set aside" in broken.stderr
-    assert outputs(tmp_path, "p") == before
-    tokenise(tmp_path, "--input", "b.jsonl", "--output-prefix", "p")
-    after = outputs(tmp_path, "p")
-    assert before.keys() - after.keys() == {"_text_document.rejected.jsonl"}
-    assert read(tmp_path / "p_text_document") == encoded(tmp_path, ["three"])
+def test_a_wrong_json_key_is_named_once_with_the_keys_that_are_there(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"content": text, "id": str(number)} for number, text in enumerate(TEXTS * 10)]
+    write_jsonl(folder / "b.jsonl", records)
+    words = ["--input", "b.jsonl", "--output-prefix", "p", "--append-eod"]
+    said, works = refusal(capsys, *words, *TOKENIZER, "--json-key", "body")
+    assert works == ("--json-key", "content")
+    assert said.count("body") == 1
+    assert "2000 lines" in said
+    assert "content, id" in said
+    assert not outputs(folder, "p")
+    assert "warning" not in tokenise(capsys, *words, *works)
+    write_jsonl(folder / "b.jsonl", [*records, {"body": "the inn"}])
+    said = tokenise(capsys, *words, "--json-key", "body")
+    (warning,) = [line for line in said.splitlines() if line.startswith("warning: ")]
+    assert "--json-key body: 2000 lines" in warning
+    assert read("p_body_document") == [[*encoded(["the inn"])[0], 260]]
 
 
-def test_an_earlier_output_that_is_replaced_is_said(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines(["one", "two"]))
-    (tmp_path / "b.jsonl").write_bytes(lines(["three"]))
+def test_an_earlier_output_is_kept_or_with_overwrite_replaced_whole(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "a.jsonl").write_bytes(lines(["one", "two"] * 2000) + b"bad\n")
+    (folder / "b.jsonl").write_bytes(lines(["three"]))
+    (folder / "c.jsonl").write_bytes(b"bad\n")
     words = ["--output-prefix", "p", "--append-eod", "--input"]
-    assert "replaced" not in tokenise(tmp_path, *words, "a.jsonl")
-    assert "replaced" not in tokenise(tmp_path, *words, "a.jsonl"), "the same again"
-    tokens = sum(map(len, read(tmp_path / "p_text_document")))
-    said = tokenise(tmp_path, *words, "b.jsonl").splitlines()
-    assert said[-2] == f"replaced p_text_document, which held 2 documents and {tokens} tokens"
-    (tmp_path / "p_text_document.json").write_text("{}")
-    assert tokenise(tmp_path, *words, "a.jsonl").splitlines()[-2] == "replaced p_text_document"
+    tokenise(capsys, *words, "a.jsonl", "--shard-size", "20KB")
+    before = outputs(folder, "p")
+    assert len(before) > 8
+    said, works = refusal(capsys, *words, "b.jsonl", *TOKENIZER)
+    assert "--output-prefix p: " in said
+    assert "4000 documents" in said
+    said, _ = refusal(capsys, *words, "c.jsonl", *TOKENIZER, "--overwrite")
+    assert "--input c.jsonl holds no document" in said
+    assert outputs(folder, "p") == before
+    assert "replaced p_text_document, of 4000 documents" in tokenise(
+        capsys, *works, "--append-eod", "--input", "b.jsonl"
+    )
+    assert set(outputs(folder, "p")) == {
+        "_text_document" + s for s in (".bin", ".idx", ".json")
+    } | (BESIDE)
+    (folder / "p_text_document.json").write_text("{}")
+    assert "replaced" in tokenise(capsys, *words, "b.jsonl", "--overwrite")
+    assert read("p_text_document") == [[*encoded(["three"])[0], 260]]
 
 
-def test_a_folder_is_filled_as_by_a_step_and_once(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS) + b"bad\n")
+def test_a_folder_is_filled_as_by_a_step_and_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "a.jsonl").write_bytes(lines(TEXTS) + b"bad\n")
     words = ["--input", "a.jsonl", "--output", "out", "--append-eod"]
-    tokenise(tmp_path, *words)
-    assert set(content(tmp_path / "out")) == {
+    tokenise(capsys, *words)
+    assert set(content(folder / "out")) == {
         "manifest.json", "rejected.jsonl",
         "text_document.bin", "text_document.idx", "text_document.json",
         "text_document.tokenizer/vocab.json", "text_document.tokenizer/merges.txt",
     }  # fmt: skip
-    facts = manifest(tmp_path / "out")
+    facts = manifest(folder / "out")
     assert (facts["step"], facts["output"]["documents"]) == ("tokenise", len(TEXTS))
     assert facts["dropped"]["bad line"]["documents"] == 1
-    assert facts["tokens"] == sum(map(len, read(tmp_path / "out" / "text_document")))
-    stamps = [file.stat().st_mtime_ns for file in sorted((tmp_path / "out").iterdir())]
-    assert "nothing is left to do" in tokenise(tmp_path, *words)
-    assert [file.stat().st_mtime_ns for file in sorted((tmp_path / "out").iterdir())] == stamps
-    other = preprocess(tmp_path, *words, *TOKENIZER, "--no-append-eod")
-    assert other.returncode == 2
-    assert "--overwrite" in other.stderr
-    (tmp_path / "out" / "text_document.tokenizer" / "mine.txt").touch()
-    refused = preprocess(tmp_path, *words, *TOKENIZER, "--no-append-eod", "--overwrite")
-    assert "mine.txt in it is no step's, and is never removed" in refused.stderr
-    (tmp_path / "out" / "text_document.tokenizer" / "mine.txt").unlink()
-    tokenise(tmp_path, *words, "--no-append-eod", "--overwrite")
-    assert len(content(tmp_path / "out")) == 7
+    assert facts["tokens"] == sum(map(len, read("out/text_document")))
+    stamps = [file.stat().st_mtime_ns for file in sorted((folder / "out").iterdir())]
+    assert "nothing is left to do" in tokenise(capsys, *words)
+    assert [file.stat().st_mtime_ns for file in sorted((folder / "out").iterdir())] == stamps
+    other = [*words, *TOKENIZER, "--no-append-eod"]
+    assert "--overwrite" in refusal(capsys, *other)[0]
+    (folder / "out" / "text_document.tokenizer" / "mine.txt").touch()
+    assert "mine.txt" in refusal(capsys, *other, "--overwrite")[0]
+    (folder / "out" / "text_document.tokenizer" / "mine.txt").unlink()
+    tokenise(capsys, *words, "--no-append-eod", "--overwrite")
+    assert len(content(folder / "out")) == 7
 
 
-def test_job_arrays_fill_the_folder_together(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS * 20))
-    words = ["--input", "a.jsonl", "--shard-size", "100KB", "--workers", "1"]
-    tokenise(tmp_path, *words, "--output-prefix", "alone")
+def test_job_arrays_fill_the_folder_together(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "a.jsonl").write_bytes(lines(TEXTS * 20))
+    words = ["--input", "a.jsonl", "--shard-size", "100KB"]
+    tokenise(capsys, *words, "--output-prefix", "alone")
     for _ in range(2):  # encoding, joining
         for share in ("0/2", "1/2"):
-            assert "--shard" in tokenise(
-                tmp_path, *words, "--output-prefix", "array", "--shard", share
-            )
-    assert not list(tmp_path.glob("array_*.json"))
-    tokenise(tmp_path, *words, "--output-prefix", "array")
-    assert outputs(tmp_path, "array") == outputs(tmp_path, "alone")
+            said = tokenise(capsys, *words, "--output-prefix", "array", "--shard", share)
+            assert "--shard" in said
+    assert not list(folder.glob("array_*.json"))
+    tokenise(capsys, *words, "--output-prefix", "array")
+    assert outputs(folder, "array") == outputs(folder, "alone")
 
 
-def test_two_runs_with_one_prefix(tmp_path: Path) -> None:
+def test_two_runs_with_one_prefix(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """While one is at work, its folder is locked; the other is refused by name."""
-    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS))
-    folder = tmp_path / "p_text_document.work"
-    folder.mkdir()
-    lock = os.open(folder, os.O_RDONLY)
+    (folder / "p_text_document.work").mkdir()
+    lock = os.open(folder / "p_text_document.work", os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    words = ["--input", "a.jsonl", "--output-prefix", "p", *TOKENIZER]
-    done = preprocess(tmp_path, *words)
+    said, _ = refusal(capsys, "--input", "a.jsonl", "--output-prefix", "p", *TOKENIZER)
     os.close(lock)
-    assert done.returncode == 2
-    assert "p_text_document.work: another run is filling it" in done.stderr
-    assert not (tmp_path / "p_text_document.bin").exists()
+    assert "p_text_document.work: another run is filling it" in said
+    assert not (folder / "p_text_document.bin").exists()
 
 
-def kill_at_random(folder: Path, words: list[str], seconds: float) -> bool:
-    """Start the command and kill it and its workers; whether it had not ended by then."""
-    process = start(folder, *words)
-    time.sleep(seconds)
-    alive = process.poll() is None
-    if alive:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    return alive
+def kill_after(folder: Path, words: list[str], tasks: int) -> bool:
+    """Start the command and kill it and its workers as soon as so many tasks have left their
+    markers; whether it had not ended by then."""
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAM), *words], stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    while process.poll() is None:
+        if len(list(folder.glob("p_*.work/.work/*/*.done.json"))) >= tasks:
+            os.killpg(process.pid, signal.SIGKILL)
+            break
+        time.sleep(0.002)
+    return process.wait() == -signal.SIGKILL
 
 
-def test_killed_anywhere_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_anywhere_the_same_command_gives_the_same_bytes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the slow encoder, for there to be time to kill it in."""
     content = lines([f"{number} {text}" for number, text in enumerate(TEXTS * 30)]) + b"bad\n"
-    (tmp_path / "a.jsonl").write_bytes(content)
-    words = ["--input", "a.jsonl", "--shard-size", "500KB", "--workers", "2", "--encoder",
-             "tokenizers", *TOKENIZER, "--output-prefix"]  # fmt: skip
-    began = time.monotonic()
-    assert preprocess(tmp_path, *words, "whole").returncode == 0
-    took = time.monotonic() - began
-    expected = outputs(tmp_path, "whole")
+    (folder / "a.jsonl").write_bytes(content)
+    words = ["--input", "a.jsonl", "--shard-size", "500KB", "--encoder", "tokenizers",
+             *TOKENIZER, "--overwrite", "--output-prefix"]  # fmt: skip
+    preprocess_data.main([*words, "whole", "--workers", "1"])
+    expected = outputs(folder, "whole")
     assert len(expected) == 2 + 2 * 3 + 2
-    killed = sum(kill_at_random(tmp_path, [*words, "p"], took * k / 6) for k in range(2, 6))
-    assert killed
-    assert preprocess(tmp_path, *words, "p").returncode == 0
-    assert outputs(tmp_path, "p") == expected
+    assert sum(kill_after(folder, [*words, "p", "--workers", "2"], n) for n in (0, 1, 3, 5))
+    preprocess_data.main([*words, "p", "--workers", "1"])
+    assert outputs(folder, "p") == expected
 
 
-def test_what_was_done_before_a_kill_is_not_done_again(tmp_path: Path) -> None:
+def test_what_was_done_before_a_kill_is_not_done_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The books of a unit come from its marker."""
-    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS * 20))
-    words = ["--input", "a.jsonl", "--output", "out", "--workers", "1"]
-    tokenise(tmp_path, *words, "--shard", "0/1")
-    markers = sorted((tmp_path / "out" / ".work" / "encode-00000").glob("*.done.json"))
+    (folder / "a.jsonl").write_bytes(lines(TEXTS * 20))
+    words = ["--input", "a.jsonl", "--output", "out"]
+    tokenise(capsys, *words, "--shard", "0/1")
+    markers = sorted((folder / "out" / ".work" / "encode-00000").glob("*.done.json"))
     assert len(markers) > 1
     for marker in markers:
         outcome = json.loads(marker.read_bytes())
         outcome["result"]["funnel"]["output"]["sources"]["unnamed"]["bytes"] = 77
         marker.write_text(json.dumps(outcome))
-    tokenise(tmp_path, *words)
-    assert manifest(tmp_path / "out")["output"]["bytes"] == 77 * len(markers)
-    assert read(tmp_path / "out" / "text_document") == encoded(tmp_path, TEXTS * 20)
+    tokenise(capsys, *words)
+    assert manifest(folder / "out")["output"]["bytes"] == 77 * len(markers)
+    assert read("out/text_document") == encoded(TEXTS * 20)
 
 
-def test_cut_off_while_it_is_put_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_off_while_it_is_put_in_place(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When all is done in the work folder, the same command takes out what is left there."""
-    texts = TEXTS * 5
-    (tmp_path / "a.jsonl").write_bytes(lines(texts) + b"bad\n")
-    words = ["--input", "a.jsonl", "--shard-size", "40KB", "--workers", "1", "--output-prefix"]
-    tokenise(tmp_path, *words, "whole")
-    tokenise(tmp_path, "--input", "a.jsonl", "--output-prefix", "p")
-    vocab, merges = (str(tmp_path / name) for name in ("vocab.json", "merges.txt"))
-    monkeypatch.chdir(tmp_path)
-    argv = [*words, "p", "--vocab-file", vocab, "--merge-file", merges]
+    (folder / "a.jsonl").write_bytes(lines(TEXTS * 5) + b"bad\n")
+    words = ["--input", "a.jsonl", "--shard-size", "40KB", "--output-prefix"]
+    tokenise(capsys, *words, "whole")
+    tokenise(capsys, "--input", "a.jsonl", "--output-prefix", "p")
     move = Path.replace
 
     def fail(self: Path, target: Path) -> Path:
-        if str(target).endswith("p_text_document_00002.bin"):
+        if str(target).endswith(cut_off[-1]):
             raise KeyboardInterrupt
         return move(self, target)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", fail)
-        with pytest.raises(SystemExit, match="130"):
-            preprocess_data.main(argv)
-    assert not (tmp_path / "p_text_document.idx").exists()
-    preprocess_data.main(argv)
-    assert outputs(tmp_path, "p") == outputs(tmp_path, "whole")
-    assert not (tmp_path / "p_text_document.work").exists()
+    cut_off = []
+    for name in ("p_text_document_00002.bin", "p_text_document_00003.idx"):
+        cut_off.append(name)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", fail)
+            with pytest.raises(SystemExit, match="130"):
+                preprocess_data.main([*words, "p", "--workers", "1", *TOKENIZER, "--overwrite"])
+        with pytest.raises((FileNotFoundError, ValueError)):
+            IndexedDataset("p_text_document")
+    tokenise(capsys, *words, "p")
+    assert outputs(folder, "p") == outputs(folder, "whole")
+    assert not (folder / "p_text_document.work").exists()
 
 
-def test_whether_documents_were_shuffled_is_noted(tmp_path: Path) -> None:
+def test_whether_documents_were_shuffled_is_noted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     records = [{"text": text, "id": str(number)} for number, text in enumerate(TEXTS)]
-    source = write_jsonl(tmp_path / "in.jsonl", records)
-    split.run(split.Settings(input=(source,), output=tmp_path / "split", workers=1, ratio="3:1"))
-    shard = next((tmp_path / "split" / "train").glob("*.jsonl"))
+    source = write_jsonl(folder / "in.jsonl", records)
+    split.run(split.Settings(input=(source,), output=folder / "split", workers=1, ratio="3:1"))
+    shard = next((folder / "split" / "train").glob("*.jsonl"))
     for prefix, given, expected in [
         ("a", ["split/train"], True),
         ("b", ["split/train", "split/valid"], True),
-        ("c", [str(shard.relative_to(tmp_path))], True),
+        ("c", [str(shard.relative_to(folder))], True),
         ("d", ["in.jsonl"], None),
         ("e", ["split/train", "in.jsonl"], None),
     ]:
-        tokenise(tmp_path, "--input", *given, "--output-prefix", prefix)
-        described = Description.read(str(tmp_path / f"{prefix}_text_document"))
+        tokenise(capsys, "--input", *given, "--output-prefix", prefix)
+        described = Description.read(f"{prefix}_text_document")
         assert described is not None
         assert described.shuffled is expected
 
@@ -396,56 +397,61 @@ def test_units_and_shards_are_cut_by_the_input_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("flag", "bad", "works"),
     [
-        (["--input", "nowhere.jsonl"], "--input nowhere.jsonl: no such file"),
-        (["--input", "empty.jsonl"], "--input empty.jsonl is empty"),
-        (["--input", "good.jsonl", "--workers", "0"], "--workers 0 should be above 0"),
-        (["--input", "good.jsonl", "--vocab-file", "no.json"], "--vocab-file no.json: no such"),
-        (["--input", "good.jsonl", "--tokenizer-type", "T5"], "--tokenizer-type T5 is unknown"),
-        (["--input", "good.jsonl", "--max-unknown", "5"], "--max-unknown 5.0 should be in [0, 1]"),
-        (["--input", "good.jsonl", "--encoder", "fast"], "--encoder fast is unknown; known: auto"),
-        (["--input", "good.jsonl", "--shard-size", "x"], "--shard-size x: a size such as 500KB"),
-        (["--input", "good.jsonl", "--output", "o"], "--output-prefix P, for files P_text"),
-        (["verify"], "verify takes one prefix"),
-        (["verify", "nowhere"], "error: nowhere.idx is not there"),
+        ("--input", ["nowhere.jsonl"], ["a.jsonl"]),
+        ("--input", ["empty.jsonl"], ["a.jsonl"]),
+        ("--workers", ["0"], ["1"]),
+        ("--vocab-file", ["no.json"], ["vocab.json"]),
+        ("--tokenizer-type", ["T5"], ["GPT2BPETokenizer"]),
+        ("--max-unknown", ["5"], ["0.05"]),
+        ("--encoder", ["fast"], ["auto"]),
+        ("--shard-size", ["x"], ["500KB"]),
+        ("--output", ["o"], None),
+        ("--split-sentences", [], None),
     ],
 )
-def test_bad_input_is_one_message(tmp_path: Path, words: list[str], message: str) -> None:
-    (tmp_path / "good.jsonl").write_bytes(lines(["one"]))
-    (tmp_path / "empty.jsonl").touch()
-    settings = [] if words[0] == "verify" else ["--output-prefix", "p", *TOKENIZER, *words]
-    done = preprocess(tmp_path, *(settings or words))
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: ")
-    assert not [name for name in outputs_names(tmp_path) if name.startswith("p_")]
+def test_bad_input_is_one_message(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    flag: str,
+    bad: list[str],
+    works: list[str] | None,
+) -> None:
+    (folder / "empty.jsonl").touch()
+    words = ["--input", "a.jsonl", "--output-prefix", "p", *TOKENIZER, "--workers", "1"]
+    said, _ = refusal(capsys, *words, flag, *bad)
+    assert flag in said.splitlines()[-1]
+    assert not list(folder.glob("p_*"))
+    preprocess_data.main([*words, flag, *works] if works else words)
+    assert verify("p_text_document").documents == 200
 
 
-def outputs_names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
+@pytest.mark.parametrize("words", [["verify"], ["verify", "nowhere"]])
+def test_verify_takes_one_data_set(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    refusal(capsys, *words)
 
 
-def test_an_empty_shard_among_others_is_said_and_passed_over(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "in" / "a.jsonl", [{"text": "one"}])
-    (tmp_path / "in" / "b.jsonl").touch()
-    said = tokenise(tmp_path, "--input", "in", "--output-prefix", "p")
-    assert "warning: --input in/b.jsonl is empty" in said
-    assert read(tmp_path / "p_text_document") == encoded(tmp_path, ["one"])
+def test_an_empty_shard_among_others_is_said_and_passed_over(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(folder / "in" / "a.jsonl", [{"text": "one"}])
+    (folder / "in" / "b.jsonl").touch()
+    said = tokenise(capsys, "--input", "in", "--output-prefix", "p")
+    assert "in/b.jsonl is empty" in said
+    assert read("p_text_document") == encoded(["one"])
 
 
-def test_real_text(tmp_path: Path, test_data: Path) -> None:
+def test_real_text(folder: Path, test_data: Path) -> None:
     """A thousand web pages with GPT-2's own vocabulary, there and back."""
     source = test_data / "neardup" / "c4_sample.jsonl.gz"
     files = [str(test_data / "gpt2" / name) for name in ("vocab.json", "merges.txt")]
     words = ["--input", str(source), "--output-prefix", "p", "--append-eod", "--workers", "2"]
-    done = preprocess(tmp_path, *words, "--vocab-file", files[0], "--merge-file", files[1])
-    assert done.returncode == 0, done.stderr
+    preprocess_data.main([*words, "--vocab-file", files[0], "--merge-file", files[1]])
     texts = [json.loads(line)["text"] for line in gzip.decompress(source.read_bytes()).splitlines()]
     tokenizer = GPT2BPETokenizer(files[0], files[1], "tokenizers")
-    found = read(tmp_path / "p_text_document")
+    found = read("p_text_document")
     assert {document[-1] for document in found} == {50_256}
     assert [tokenizer.decode(document[:-1]) for document in found] == texts
-    sizes = np.diff([0, *np.cumsum([len(each) for each in found])])
-    assert sizes.min() > 1
-    assert preprocess(tmp_path, "verify", "p_text_document").returncode == 0
+    assert min(map(len, found)) > 1
+    assert np.max(verify("p_text_document").highest_id) == 50_256

@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from megatron.config import PretrainGPT2Config, parse
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from tools.command import ROOT, Command, cause
 from tools.processes import Processes
-from tools.quickstart.__main__ import quickstart, warn_of_weak_model
+from tools.quickstart.__main__ import quickstart
 from tools.quickstart.enough import check_samples
 from tools.quickstart.plan import Settings, choose_processes, plan, pretrain_stage
 from tools.quickstart.report import report
@@ -164,14 +163,6 @@ def test_the_training_command_fits_its_processes() -> None:
         assert config.global_batch_size(world) == 4
 
 
-def test_another_number_of_cores_repeats_no_stage() -> None:
-    def fingerprints(cores: int) -> list[str]:
-        stages = plan(SETTINGS, choose_processes(SETTINGS, 0, cores), cores)
-        return [stage.fingerprint() for stage in stages]
-
-    assert fingerprints(2) == fingerprints(16)
-
-
 def test_the_corpus_goes_through_the_steps_and_each_reads_what_the_last_one_wrote() -> None:
     clean = plan(SETTINGS, Processes(2, 1, 4, "cpu", 1), 2)[1]
     assert [command.argv[2] for command in clean.commands] == [
@@ -186,18 +177,6 @@ def test_the_corpus_goes_through_the_steps_and_each_reads_what_the_last_one_wrot
     tokenizer, preprocess = plan(SETTINGS, Processes(2, 1, 4, "cpu", 1), 2)[2:4]
     for command in (*tokenizer.commands, *preprocess.commands):
         assert flags[-1]["--output"] + "/train" in command.argv
-
-
-def test_only_preprocessing_names_the_tokenizer_which_the_data_brings_to_the_rest() -> None:
-    stages = {stage.name: stage for stage in plan(SETTINGS, Processes(2, 1, 4, "cpu", 1), 2)}
-    named = [
-        name
-        for name, stage in stages.items()
-        if any("--vocab-file" in command.argv for command in stage.commands)
-    ]
-    assert named == ["preprocess"]
-    # A folder without it, of an earlier version, is not reused.
-    assert SETTINGS.out / "data" / "train_text_document.tokenizer" in stages["preprocess"].outputs
 
 
 @pytest.mark.parametrize(("positions", "count"), [(256, 96), (64, 35), (20, 1)])
@@ -231,13 +210,6 @@ def test_a_corpus_too_small_for_a_sample_is_told_how_much_is_needed(tmp_path: Pa
     check_samples(data_set(tmp_path, [257] * 2), 256)
     with pytest.raises(ValueError, match="gets 256 tokens"):
         check_samples(data_set(tmp_path, [256] * 2), 256)
-
-
-def test_a_model_no_better_than_bigrams_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    warn_of_weak_model({"token_perplexity": 49.0, "bigram_perplexity": 50.0})
-    assert not capsys.readouterr().err
-    warn_of_weak_model({"token_perplexity": 51.0, "bigram_perplexity": 50.0})
-    assert "does not beat the bigram model: perplexity 51.00" in capsys.readouterr().err
 
 
 def test_a_folder_with_tools_of_its_own_and_a_relative_corpus(tmp_path: Path) -> None:
@@ -332,59 +304,6 @@ def finished_run(out: Path) -> None:
     (out / "samples.json").write_text(json.dumps(samples))
 
 
-class Links(HTMLParser):
-    """Everything that a browser would fetch, and the text that it would show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.tags: set[str] = set()
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        names = ("src", "href", "xlink:href", "action")
-        self.links += [value or "" for name, value in attrs if name in names]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_the_report_has_the_contracts_keys_and_opens_offline(tmp_path: Path) -> None:
-    finished_run(tmp_path)
-    report(tmp_path)
-    facts = json.loads((tmp_path / "report.json").read_text())
-    assert {"corpus", "layout", "seconds", "training", "evaluation", "samples"} <= set(facts)
-    assert facts["training"]["tokens_per_second"] == 200
-    assert facts["training"]["train_loss"] == 3
-    assert facts["training"]["validation_loss"] == 3.5
-    assert facts["layout"] == {
-        "device": "cpu",
-        "tensor_parallel_size": 2,
-        "data_parallel_size": 1,
-        "parameters": 5_000_000,
-        "torch": "2.13.0",
-    }
-    html = (tmp_path / "report.html").read_text()
-    seen = Links()
-    seen.feed(html)
-    assert all(link.startswith("#") for link in seen.links)
-    assert "svg" in seen.tags
-    assert "script" not in seen.tags
-    assert "url(http" not in html
-    assert "@import" not in html
-    assert "shards" not in facts["corpus"]["clean"]
-    for text in (
-        "not <English>: 9",
-        "raw.jsonl, byte 70: not JSON",
-        "In order to <script>&",
-        "torch.distributed.run",
-        "25.0 %",
-        "model beats a bigram model",
-    ):
-        assert text in seen.text
-
-
 def test_the_report_leaves_out_the_steps_that_were_rewound(tmp_path: Path) -> None:
     finished_run(tmp_path)
     line = {"step": 4, "samples": 32, "loss": 1.0, "tokens_per_second": 9e9, "rewound": True}
@@ -393,21 +312,6 @@ def test_the_report_leaves_out_the_steps_that_were_rewound(tmp_path: Path) -> No
     report(tmp_path)
     training = json.loads((tmp_path / "report.json").read_text())["training"]
     assert (training["steps"], training["tokens_per_second"]) == (3, 200)
-
-
-def test_the_report_says_where_the_model_does_not_beat_the_bigrams(tmp_path: Path) -> None:
-    finished_run(tmp_path)
-    scores = json.loads((tmp_path / "evaluation.json").read_text())
-    scores["token_perplexity"] = scores["bigram_perplexity"]
-    (tmp_path / "evaluation.json").write_text(json.dumps(scores))
-    report(tmp_path)
-    seen = Links()
-    seen.feed((tmp_path / "report.html").read_text())
-    assert "the trained model does not beat a bigram model" in seen.text
-
-
-def test_a_report_of_an_unfinished_run_says_which_stage(tmp_path: Path) -> None:
-    finished_run(tmp_path)
-    stamp_file(tmp_path, "evaluate").unlink()
-    with pytest.raises(ValueError, match="stage evaluate has not finished"):
-        report(tmp_path)
+    html = (tmp_path / "report.html").read_text()
+    assert "&lt;script&gt;" in html
+    assert "<script" not in html

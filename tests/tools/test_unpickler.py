@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tools.convert.torch_file import MAGIC, VERSION, read_saved
-from tools.convert.unpickler import NAMES, Placeholder, StoredTensor
+from tools.convert.torch_file import MAGIC, NAMES, VERSION, Placeholder, StoredTensor, read_saved
 
 Write = Callable[[Path, bytes], Path]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron.config import OptimizerConfig
 from megatron.data.bert import BertBatch
 from megatron.models.bert import BERT
+from megatron.parallel.kernels import ROW_MULTIPLE
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.product import STEP
 from megatron.train.evaluate import mean_losses
 from megatron.train.objectives import MaskedTokensAndOrder
 from megatron.train.step import StepResult, count, forward_backward, train_step
@@ -116,7 +116,7 @@ def test_masked_tokens_come_in_few_sizes() -> None:
         MaskedTokensAndOrder().sums(model, batch, torch.device("cpu"), torch.ones(2))
     masked = [int(batch.loss_mask.sum()) for batch in batches]
     assert len(set(masked)) > 5
-    assert sizes == [-(-each // STEP) * STEP for each in masked]
+    assert sizes == [-(-each // ROW_MULTIPLE) * ROW_MULTIPLE for each in masked]
 
 
 class Split:

@@ -52,15 +52,15 @@ def infinite_gradient(state: TrainState, module: nn.Module) -> None:
 
 
 def infinite_weight_gradient(state: TrainState, module: nn.Module) -> None:
-    slot = module.slots["weight"]
-    right = slot.add_product
+    view = module.gradient_views["weight"]
+    right = view.add_matmul
 
     def spoil(dy: Tensor, x: Tensor) -> None:
         right(dy, x)
         if is_third_micro_batch(state):
-            slot.place[0, 0] -= torch.inf
+            view.gradient[0, 0] -= torch.inf
 
-    slot.add_product = spoil
+    view.add_matmul = spoil
 
 
 @torch.no_grad()

@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.format import step_folders
 from megatron.config import ModelConfig
-from megatron.config.checkpoints import step_folders
 from megatron.data.gpt2 import GPT2Batch
+from megatron.models.registry import section_of
 from megatron.train import evaluate
 from megatron.train.evaluate import load_model, load_newest, mean_losses, score
-from megatron.train.models import section_of
 from megatron.train.objectives import NextToken
 from tests.dist import Pool
 from tests.tiny import (

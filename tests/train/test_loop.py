@@ -10,9 +10,12 @@ import torch
 
 from megatron.config import PrecisionConfig, TrainingConfig
 from megatron.train import loop as loop_module
+from megatron.train.loader import prefetch
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
 from megatron.train.signals import StopSignals
+from pretrain_gpt2 import main
+from tests.data.samples import write_data
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks, tiny_state
 from tests.train.test_evaluate import Split
@@ -77,19 +80,31 @@ def run(
         state = tiny_state(mesh, precision=precision, dtype=torch.float16)
     data, saves = Recorded(), Saves()
     signals = StopSignals() if signal_at is None else SignalAt(*signal_at, state)
+    training = TrainingConfig(**{"train_iters": 6, "eval_interval": 4} | settings)
+    batches = prefetch(
+        data,
+        range(0, 4 * training.train_iters, 4),
+        micro_batch_size=1,
+        data_rank=mesh.data.rank,
+        data_size=mesh.data.size,
+    )
     with Metrics(directory / "m.jsonl", mesh, start=0, steps=6) as metrics:
+
+        def evaluate(state: Any) -> float:
+            metrics.write({"step": state.step, "validation_loss": 1.0})
+            return 1.0
+
         loop = Loop(
-            training=TrainingConfig(
-                **{"train_iters": 6, "eval_interval": 4, "eval_iters": 1} | settings
-            ),
-            log_interval=2,
-            global_batch_size=4,
+            training=training,
+            batches=batches,
             learning_rate=lambda step: 1e-3 * step,
-            train_data=data,
-            validation_data=Split(),
+            evaluate=evaluate,
+            save=saves.save,
+            saver=saves,
             metrics=metrics,
             signals=signals,
-            saver=saves,
+            facts=lambda state: {"samples": state.samples},
+            log_interval=2,
             save_interval=5,
         )
         end = train(state, loop)
@@ -106,14 +121,13 @@ def test_it_logs_evaluates_and_saves_at_its_intervals(tmp_path: Path) -> None:
     assert saved == [(5, False), (6, True)]
     steps_of = {
         key: [line["step"] for line in lines(tmp_path) if key in line]
-        for key in ("loss", "validation_loss", "ended")
+        for key in ("loss", "validation_loss")
     }
-    assert steps_of == {"loss": [2, 4, 6], "validation_loss": [4, 6], "ended": [6]}
-    first, last = lines(tmp_path)[0], lines(tmp_path)[-1]
+    assert steps_of == {"loss": [2, 4, 6], "validation_loss": [4, 6]}
+    first = lines(tmp_path)[0]
     keys = {"step", "samples", "loss", "lr", "grad_norm", "tokens_per_second", "elapsed_seconds"}
     assert keys == first.keys()
     assert (first["samples"], first["lr"]) == (8, pytest.approx(2e-3))
-    assert last == {"step": 6, "ended": "train_iters", "exit_code": 0}
 
 
 def test_layouts_read_the_same_samples_and_write_the_same_numbers(
@@ -130,7 +144,7 @@ def test_layouts_read_the_same_samples_and_write_the_same_numbers(
         assert len(ranks[0][0]) == 24 // (world // tensor_size)
         for line, wanted in zip(lines(directory), expected, strict=True):
             assert line.keys() == wanted.keys()
-            for key in {"loss", "grad_norm", "validation_loss"} & line.keys():
+            for key in {"loss", "grad_norm"} & line.keys():
                 assert line[key] == pytest.approx(wanted[key], rel=1e-10)
 
 
@@ -138,7 +152,7 @@ def test_it_leaves_when_told_to_and_saves(tmp_path: Path) -> None:
     assert run(1, tmp_path, exit_interval=3)[1:] == ([(3, True)], 3, "exit_interval")
     late = run(1, tmp_path, exit_duration_in_mins=1e-9)
     assert late[1:] == ([(1, True)], 1, "exit_duration_in_mins")
-    assert not [each for each in threading.enumerate() if each.name.startswith("feed")]
+    assert not [each for each in threading.enumerate() if each.name.startswith("prefetch")]
 
 
 @pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), (2, 1), (4, 2)])
@@ -148,7 +162,6 @@ def test_a_signal_to_any_rank_ends_all_after_the_step_with_a_save_and_no_evaluat
     rank = world // tensor_size - 1
     for answer in gloo.run(world, run, tensor_size, tmp_path, (3, rank)):
         assert answer[1:] == ([(3, False)], 3, "SIGUSR1")
-    assert lines(tmp_path)[-1] == {"step": 3, "ended": "SIGUSR1", "exit_code": 75}
 
 
 def test_what_the_data_set_raises_ends_the_step_that_reads_it(
@@ -164,9 +177,9 @@ def test_what_the_data_set_raises_ends_the_step_that_reads_it(
 
     monkeypatch.setattr(Split, "batch", broken)
     with pytest.raises(OSError, match="no such disk"):
-        run(1, tmp_path, eval_iters=0)
+        run(1, tmp_path)
     assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [2]
-    assert run(1, tmp_path, train_iters=2, eval_iters=0)[2:] == (2, "train_iters")
+    assert run(1, tmp_path, train_iters=2)[2:] == (2, "train_iters")
 
 
 def test_replicas_are_compared_at_their_interval_and_before_each_save(
@@ -189,3 +202,18 @@ def test_with_fp16_every_line_has_the_scale_and_the_steps_skipped(tmp_path: Path
     assert [line["skipped_steps"] for line in steps] == [2, 4, 6]
     assert [line["loss_scale"] for line in steps] == [2.0**38, 2.0**36, 2.0**34]
     assert [line["lr"] for line in steps] == pytest.approx([1e-3] * 3), "the schedule stands still"
+
+
+def test_only_a_run_that_saved_says_that_load_resumes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = tmp_path / "some_text_document"
+    write_data(prefix, [[*range(1, 40), 0]] * 4)
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --max-position-embeddings 16"
+    words = f"{shape} --seq-length 16 --train-iters 2 --exit-interval 1 --data-path {prefix}"
+    for more, says_load in (([], False), (["--save", str(tmp_path / "saved")], True)):
+        metrics = tmp_path / "metrics.jsonl"
+        main([*words.split(), "--no-bf16", "--metrics-file", str(metrics), *more], {})
+        assert ("--load" in capsys.readouterr().out.splitlines()[-1]) == says_load
+        last = {"step": 1, "ended": "exit_interval", "exit_code": 0}
+        assert json.loads(metrics.read_text().splitlines()[-1]) == last

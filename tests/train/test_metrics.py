@@ -189,7 +189,7 @@ def test_an_error_is_the_last_line(tmp_path: Path) -> None:
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with metrics(tmp_path / "metrics.jsonl", is_first=False) as file:
         file.write({"step": 1})
-        file.say("a word")
+        file.log("a word")
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
 

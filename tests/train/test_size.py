@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.config.checkpoints import read_manifest, step_folders
+from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.data.bert import open_bert_splits
 from megatron.data.gpt2 import open_splits
 from megatron.data.indexed import IndexedDatasetWriter, token_dtype
@@ -131,7 +131,7 @@ def check(save: Path, parameters: int, first: float) -> Path:
     return step_folders(save)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_gpt2_355m_trains_at_2_and_is_the_same_model_at_1(tmp_path: Path, save: Path) -> None:
     prefix = str(tmp_path / "ids_text_document")
     write_documents(prefix)
@@ -145,7 +145,7 @@ def test_gpt2_355m_trains_at_2_and_is_the_same_model_at_1(tmp_path: Path, save: 
     tell(seconds, peak, save, loss)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_bert_336m_trains_at_2_is_the_same_at_1_and_in_transformers(
     tmp_path: Path, save: Path, test_data: Path
 ) -> None:

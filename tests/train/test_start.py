@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.resume import Start
-from megatron.parallel.mesh import Mesh
-from megatron.train import checkpoint, start
-from megatron.train.start import Began, begin, choose_precision, environment
-from megatron.train.state import TrainState
+from megatron.checkpoint import load
+from megatron.checkpoint.resume import Start
+from megatron.train import start
+from megatron.train.start import Began, begin, choose_precision
+from megatron.train.state import TrainState, environment
 from tests.config.test_checks import settings
 from tests.dist import Pool
 from tests.tiny import VOCABULARY, mesh_of_ranks, tiny_section, tiny_state
@@ -40,13 +40,6 @@ def save(directory: Path, *steps: int, **facts: Any) -> tuple[Path, ...]:
     return tuple(directory / f"step_{step:08d}" for step in reversed(steps))
 
 
-def outcome(state: TrainState, begins_at: Start) -> str:
-    try:
-        return begin(state, begins_at, accept, FACTS).news[-1]
-    except (ValueError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def test_from_scratch_there_is_nothing_to_tell() -> None:
     assert begin(fresh(), Start(), accept, FACTS) == Began(["starting from scratch"])
 
@@ -60,10 +53,19 @@ def test_a_resumed_run_is_told_where_it_is_and_what_has_changed(tmp_path: Path) 
     assert (state.step, state.samples) == (2, 8)
     assert began.manifest is not None
     assert (began.manifest["run"], began.weights_of) == ("one", "before")
-    passed, where, changed = began.news
+    passed, where, changed, *_ = began.news
     assert passed.startswith(f"passed over: {folders[0]}/manifest.json is not there")
     assert where == f"going on from {folders[1]}"
     assert changed == "changed: --lr is 3.0 (was 0.00015)"
+
+
+def test_a_checkpoint_at_the_target_leaves_nothing_to_train(tmp_path: Path) -> None:
+    """CONFIG trains to step 3."""
+    for step, is_done in ((2, False), (3, True), (40, True)):
+        folders = save(tmp_path / str(step), step)
+        news = begin(fresh(), Start(folders=folders), accept, FACTS).news
+        told = [line for line in news if "--train-iters is 3" in line]
+        assert [f"at step {step}" in line for line in told] == [True] * is_done
 
 
 def test_fine_tuning_knows_whose_weights_it_has_and_tells_no_changes(tmp_path: Path) -> None:
@@ -95,13 +97,11 @@ def test_the_folders_that_the_first_rank_finds_hold_for_all(gloo: Pool, tmp_path
 def begin_where_folders_differ(other: Path, folders: tuple[Path, ...]) -> tuple[list[str], int]:
     """The second rank finds in `other` what the first finds beside the folders."""
     state = fresh()
-    examine = start.examine
-    if state.mesh.control.rank == 1:
-        start.examine = lambda path: examine(other / path.name)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if state.mesh.control.rank == 1:
+            examine = load.examine
+            patch.setattr(load, "examine", lambda path: examine(other / path.name))
         return begin(state, Start(folders=folders), accept, FACTS).news[:2], state.step
-    finally:
-        start.examine = examine
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -115,30 +115,25 @@ def test_what_is_not_the_same_to_all_ranks_is_passed_over_by_all(
     ours, theirs = gloo.run(2, begin_where_folders_differ, tmp_path / "other", folders)
     assert ours == theirs
     (passed, where), step = ours
-    reason = f"{newest} is not the same on all ranks; a shared" if is_there else "json is not there"
+    reason = f"{newest} is not the same on all ranks" if is_there else "json is not there"
     assert reason in passed
     assert (where, step) == (f"going on from {oldest}", 2)
 
 
 def with_one_rank_broken(folders: tuple[Path, ...], broken: str, finetune: bool) -> str:
     state = fresh()
+    is_broken = state.mesh.control.rank == 1
 
     def refuse(*_: Any) -> None:
         raise ValueError("it does not fit")
 
-    def check(*_: Any) -> None:
-        if broken == "check" and state.mesh.control.rank == 1:
-            refuse()
-
-    safe_open = checkpoint.safe_open
-    if broken == "safe_open" and state.mesh.control.rank == 1:
-        checkpoint.safe_open = refuse
-    try:
-        return str(begin(state, Start(folders=folders, finetune=finetune), check, FACTS))
-    except ValueError as error:
-        return str(error)
-    finally:
-        checkpoint.safe_open = safe_open
+    check = refuse if broken == "check" and is_broken else accept
+    with pytest.MonkeyPatch.context() as patch:
+        if broken == "safe_open" and is_broken:
+            patch.setattr(load, "safe_open", refuse)
+        with pytest.raises(ValueError, match="fit") as error:
+            begin(state, Start(folders=folders, finetune=finetune), check, FACTS)
+    return str(error.value)
 
 
 @pytest.mark.parametrize("finetune", [False, True])
@@ -152,26 +147,24 @@ def test_what_one_rank_refuses_is_refused_by_all(
 
 
 def into_a_larger_model(folders: tuple[Path, ...]) -> str:
-    return outcome(fresh(num_layers=3), Start(folders=folders))
+    with pytest.raises(ValueError, match=r"has no tensor model\.transformer\.layers\.2") as error:
+        begin(fresh(num_layers=3), Start(folders=folders), accept, FACTS)
+    return str(error.value)
 
 
-def test_a_missing_tensor_is_told_alike(gloo: Pool, tmp_path: Path) -> None:
-    told = gloo.run(2, into_a_larger_model, save(tmp_path, 2))
-    assert told[0] == told[1]
-    assert "ValueError: " in told[0]
-    assert "has no tensor model.transformer.layers.2" in told[0]
+def test_a_missing_tensor_is_the_same_error_on_all_ranks(gloo: Pool, tmp_path: Path) -> None:
+    first, second = gloo.run(2, into_a_larger_model, save(tmp_path, 2))
+    assert first == second
 
 
 def chosen(given: str | None, saved: list[str | None], devices: list[str]) -> str:
-    mesh: Mesh = mesh_of_ranks(1)
-    rank, own = mesh.control.rank, start.default_precision
-    start.default_precision = lambda device: devices[rank]
-    try:
-        return choose_precision(given, saved[rank], mesh)
-    except ValueError as error:
-        return str(error)
-    finally:
-        start.default_precision = own
+    mesh = mesh_of_ranks(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "default_precision", lambda _: devices[mesh.control.rank])
+        try:
+            return choose_precision(given, saved[mesh.control.rank], mesh)
+        except ValueError as error:
+            return str(error)
 
 
 def test_ranks_compute_in_one_precision_or_not_at_all(gloo: Pool) -> None:

@@ -6,12 +6,13 @@ import sys
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.checkpoint.format import seal
 from megatron.config import ParallelConfig
-from megatron.config.checkpoints import seal
-from megatron.config.trained import TrainedConfig
+from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer
 from megatron.train.trained import open_trained
 from tests.config.test_checks import settings
@@ -83,54 +84,26 @@ def test_flags_win_over_the_tokenizer_of_the_checkpoint(
     assert open_trained(section, ParallelConfig(), 1)[1].fingerprint == tokenizer.fingerprint
 
 
-def test_one_flag_of_two_is_refused(trained: TrainedConfig) -> None:
-    for field, flag in (("vocab_file", "--vocab-file"), ("merge_file", "--merge-file")):
-        with pytest.raises(ValueError, match=f"{flag} is missing"):
-            open_trained(replace(trained, **{field: None}), ParallelConfig(), 1)
-
-
-def test_without_any_tokenizer_both_flags_are_asked_for(trained: TrainedConfig) -> None:
-    message = "step_00000002 holds no tokenizer .*--vocab-file and --merge-file, .* would work"
-    with pytest.raises(ValueError, match=message):
-        open_trained(TrainedConfig(load=trained.load), ParallelConfig(), 1)
-
-
-def test_a_kind_of_tokenizer_that_is_not_known(trained: TrainedConfig) -> None:
-    with pytest.raises(ValueError, match="--tokenizer-type T5 is unknown; known: GPT2BPE"):
-        open_trained(replace(trained, tokenizer_type="T5"), ParallelConfig(), 1)
-
-
 @pytest.mark.parametrize(
-    ("size", "world", "message"),
+    ("changes", "parallel", "flag"),
     [
-        (2, 1, "--tensor-model-parallel-size 2: must be a divisor"),
-        (
-            3,
-            3,
-            "--tensor-model-parallel-size 3: must be a divisor",
-        ),
+        ({"vocab_file": None}, (1, 1), "--vocab-file"),
+        ({"merge_file": None}, (1, 1), "--merge-file"),
+        ({"vocab_file": None, "merge_file": None}, (1, 1), "--vocab-file and --merge-file"),
+        ({"tokenizer_type": "T5"}, (1, 1), "--tokenizer-type T5"),
+        ({}, (2, 1), "--tensor-model-parallel-size 2"),
+        ({}, (3, 3), "--tensor-model-parallel-size 3"),
     ],
 )
-def test_refuses_a_layout_that_does_not_fit(
-    trained: TrainedConfig, size: int, world: int, message: str
+def test_what_does_not_fit_is_refused(
+    trained: TrainedConfig, changes: dict[str, Any], parallel: tuple[int, int], flag: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        open_trained(trained, ParallelConfig(tensor_model_parallel_size=size), world)
-
-
-@pytest.mark.parametrize(
-    ("file", "program"),
-    [
-        ("config.json", "convert_hf.py import"),
-        ("latest_checkpointed_iteration.txt", "import_megatron.py"),
-    ],
-)
-def test_a_folder_of_another_program_is_told_what_converts_it(
-    tmp_path: Path, file: str, program: str
-) -> None:
-    (tmp_path / file).write_text("{}")
-    with pytest.raises(FileNotFoundError, match=f"`python tools/{program} --from {tmp_path} --to"):
-        open_trained(TrainedConfig(load=str(tmp_path)), ParallelConfig(), 1)
+    """parallel: tensor-parallel size and number of processes."""
+    size, world = parallel
+    with pytest.raises(ValueError, match=flag):
+        open_trained(
+            replace(trained, **changes), ParallelConfig(tensor_model_parallel_size=size), world
+        )
 
 
 def test_refuses_another_tokenizer(trained: TrainedConfig) -> None:

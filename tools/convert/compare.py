@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.config.checkpoints import read_manifest
+from megatron.checkpoint.format import read_manifest
 from megatron.data.encoders import PROBES
 from megatron.data.tokenizer import Tokenizer
 from megatron.parallel.mesh import serial_mesh

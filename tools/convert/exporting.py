@@ -12,12 +12,12 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from megatron.checkpoint.load import TensorSlice, load
+from megatron.checkpoint.save import reason
 from megatron.config.model import ModelConfig
 from megatron.data.tokenizer import Tokenizer
+from megatron.models.registry import section_of
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.checkpoint import Piece, load
-from megatron.train.folder import reason
-from megatron.train.models import section_of
 from tools.convert.table import Family
 from tools.convert.weights import Entry, Weights, resolve, to_theirs
 
@@ -65,7 +65,7 @@ def _read_parameters(
     if len(dtypes := set(saved.values())) > 1:
         raise ValueError(f"{checkpoint} has weights of several dtypes: {sorted(map(str, dtypes))}")
     pieces = [
-        Piece(f"model.{name}", spec, torch.empty(spec.shape, dtype=saved[name]))
+        TensorSlice(f"model.{name}", spec, torch.empty(spec.shape, dtype=saved[name]))
         for name, spec in layouts.items()
     ]
     load(checkpoint, pieces, serial_mesh(), verified=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.config.resume import kind_of
+from megatron.checkpoint.resume import kind_of
 from tools.convert.bert import BERTS
 from tools.convert.gpt2 import GPT2
 from tools.convert.table import Family

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.checkpoints import one_step, step_folders
+from megatron.checkpoint.format import one_step, step_folders
 from megatron.config.checks import flag
 from megatron.config.model import ModelConfig
 from tools.convert.families import FAMILIES

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.model import ModelConfig
 from tools.convert.ranks import Rank
 from tools.convert.stored_args import section_of
-from tools.convert.unpickler import StoredTensor
+from tools.convert.torch_file import StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor

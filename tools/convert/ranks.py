@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.checks import UsageError
-from tools.convert.torch_file import read_saved
-from tools.convert.unpickler import Placeholder, StoredTensor
+from tools.convert.torch_file import Placeholder, StoredTensor, read_saved
 
 POINTER = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"

@@ -1,8 +1,14 @@
-"""The files of torch.save, with their tensors where they are.
+"""The files of torch.save, read as data: nothing that they name is imported, and nothing called.
 
-torch.load is not used, not even with an unpickler of our own: it hands archives that look like
-TorchScript to torch.jit.load, unpacks tar files, and looks for the source of the classes that a
-file names. The two formats are few lines each:
+The one place of this project that reads pickle. A pickle is a program that looks up names, and
+calls, builds and fills what it finds. Here it finds only what rebuilds tensors (NAMES), and for
+every other name a `Placeholder`, which keeps what it is given. A tensor is a `StoredTensor`, which
+says where its elements are, so that a file is looked at and refused before torch is imported or a
+weight is read.
+
+torch.load is not used, not even with this unpickler: it hands archives that look like TorchScript
+to torch.jit.load, unpacks tar files, and looks for the source of the classes that a file names. The
+two formats are few lines each:
 
     old   pickles of a magic number, a version, facts of the machine, the object, and the storages'
           keys; then of each storage its number of elements (int64) and its elements
@@ -12,16 +18,288 @@ file names. The two formats are few lines each:
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
-from tools.convert.unpickler import unpickle
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAGIC = 0x1950A86A20F9469CFC6C
 VERSION = 1001
+
+# Storage class, (name of the dtype in torch, bytes of an element).
+STORAGES = {
+    "DoubleStorage": ("float64", 8),
+    "FloatStorage": ("float32", 4),
+    "HalfStorage": ("float16", 2),
+    "BFloat16Storage": ("bfloat16", 2),
+    "LongStorage": ("int64", 8),
+    "IntStorage": ("int32", 4),
+    "ShortStorage": ("int16", 2),
+    "CharStorage": ("int8", 1),
+    "ByteStorage": ("uint8", 1),
+    "BoolStorage": ("bool", 1),
+}
+
+
+class SavedFile:
+    """A file, and by their keys the bytes of its storages; in the old format where they start."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.archive: zipfile.ZipFile | None = None
+        self.root = ""  # of the names in the archive
+        self.nbytes: dict[str, int] = {}
+        self.starts: dict[str, int] = {}
+
+    def open_archive(self) -> BinaryIO:
+        """The pickle of the zip format; ValueError for an archive that torch.save did not write."""
+        try:
+            self.archive = archive = zipfile.ZipFile(self.file)
+            sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
+            roots = [name.removesuffix("data.pkl") for name in sizes if name.endswith("/data.pkl")]
+            if len(roots) != 1 or f"{roots[0]}constants.pkl" in sizes:
+                raise ValueError(f"{self.file} is a zip archive, but none of torch.save's")
+            if any(e.compress_type or e.flag_bits & 1 for e in archive.infolist()):
+                raise ValueError(f"{self.file} is packed again; unpacked it would work")
+            self.root, order = roots[0], f"{roots[0]}byteorder"
+            if order in sizes and archive.read(order) != b"little":
+                raise ValueError(f"{self.file} is of a big-endian machine; only little can be read")
+            data = f"{self.root}data/"
+            self.nbytes = {
+                n.removeprefix(data): size for n, size in sizes.items() if n.startswith(data)
+            }
+            return io.BytesIO(archive.read(f"{self.root}data.pkl"))
+        except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+            raise ValueError(f"{self.file} is damaged: {error}") from error
+
+    def locate(self, stream: BinaryIO, keys: Any, itemsizes: Mapping[str, int]) -> None:
+        """Find the storages of the old format, which begin where the stream is."""
+        if not isinstance(keys, list):
+            raise ValueError(f"{self.file} is damaged: it has no list of storages")
+        end = self.file.stat().st_size
+        for key in keys:
+            head = stream.read(8)
+            if len(head) < 8 or not isinstance(key, str) or key not in itemsizes:
+                raise ValueError(f"{self.file} is damaged: it has no storage {key!r:.50}")
+            nbytes = struct.unpack("<q", head)[0] * itemsizes[key]
+            if not 0 <= nbytes <= end - stream.tell():
+                raise ValueError(f"{self.file} is damaged: it ends within storage {key!r:.50}")
+            self.starts[key], self.nbytes[key] = stream.tell(), nbytes
+            stream.seek(nbytes, 1)
+
+    def check(self, key: str, nbytes: int) -> None:
+        """Raise ValueError where the storage is missing or is shorter."""
+        if self.nbytes.get(key, -1) < nbytes:
+            raise ValueError(f"{self.file} is damaged: storage {key!r:.50} is not whole")
+
+    def read(self, key: str, start: int, nbytes: int) -> bytearray:
+        """Bytes of a storage from `start` on; ValueError where they are damaged, as the checksum of
+        an archive's entry says that is read to its end."""
+        self.check(key, start + nbytes)
+        try:
+            if self.archive is None:
+                with self.file.open("rb") as stream:
+                    stream.seek(self.starts[key] + start)
+                    return bytearray(stream.read(nbytes))
+            with self.archive.open(f"{self.root}data/{key}") as entry:
+                entry.seek(start)
+                return bytearray(entry.read(nbytes))
+        except (zipfile.BadZipFile, EOFError) as error:
+            raise ValueError(f"{self.file} is damaged: {error}") from error
+
+
+class Sealed:
+    """What a file can make but not change."""
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise pickle.UnpicklingError(f"{type(self).__name__} is given a state")
+
+
+@dataclass(frozen=True)
+class Storage(Sealed):
+    """Elements one after another; `start` is not 0 where it is a view of another storage."""
+
+    saved: SavedFile
+    key: str
+    dtype: str
+    itemsize: int
+    numel: int
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class StoredTensor(Sealed):
+    """A tensor that is not read yet; offset and stride are in elements of its storage."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype in torch."""
+        return self.storage.dtype
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last."""
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+
+    def check(self) -> None:
+        """Raise ValueError where the file is too short to hold it."""
+        storage = self.storage
+        storage.saved.check(storage.key, (storage.start + storage.numel) * storage.itemsize)
+
+    def read(self) -> Tensor:
+        """The tensor, contiguous, on the CPU; ValueError where the file is damaged."""
+        import torch
+
+        dtype, storage = getattr(torch, self.dtype), self.storage
+        if not prod(self.shape):
+            return torch.empty(self.shape, dtype=dtype)
+        start = (storage.start + self.offset) * storage.itemsize
+        content = storage.saved.read(storage.key, start, self.span * storage.itemsize)
+        flat = torch.frombuffer(content, dtype=dtype)
+        return flat.as_strided(self.shape, self.stride).contiguous()
+
+
+class Placeholder:
+    """Stands for anything that a file names, of which `stands_for` is the name.
+
+    arguments: of its construction; state: what it was given to be restored from, such as the
+    attributes of an argparse.Namespace. What is put into it is dropped.
+    """
+
+    stands_for = ""
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __new__(cls, *arguments: Any, **_: Any) -> Placeholder:
+        new = super().__new__(cls)
+        new.arguments = arguments
+        return new
+
+    def __call__(self, *arguments: Any) -> Placeholder:
+        return Placeholder(self, *arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        pass
+
+    extend = add = append
+
+
+@cache
+def _placeholder(module: str, name: str) -> type[Placeholder]:
+    return type("Placeholder", (Placeholder,), {"stands_for": f"{module}.{name}"})
+
+
+class Table(dict[Any, Any]):
+    """Stands for collections.OrderedDict; the attributes of a state dict, versions, are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class StorageType(Sealed):
+    """Stands for a storage class of torch, of which a storage names its own."""
+
+    dtype: str
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Builder(Sealed):
+    """Stands for a function of torch; called with its arguments it returns data of this module."""
+
+    build: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.build(*arguments)
+
+
+def _build_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+    """As torch's: what follows (gradient, hooks, conjugation) is not of weights."""
+    numbers = (offset, *shape, *stride)
+    if not isinstance(storage, Storage) or any(type(number) is not int for number in numbers):
+        raise pickle.UnpicklingError("a tensor is made of something other than a storage and sizes")
+    if len(shape) != len(stride) or any(number < 0 for number in numbers):
+        raise pickle.UnpicklingError(f"no tensor has shape {shape}, stride {stride}")
+    tensor = StoredTensor(storage, offset, tuple(shape), tuple(stride))
+    last = offset + tensor.span if prod(shape) else 0
+    if max(last, prod(shape)) > storage.numel:  # nor one element many times
+        raise pickle.UnpicklingError(
+            f"a tensor of shape {shape} lies beyond the {storage.numel} elements of storage "
+            f"{storage.key}"
+        )
+    return tensor
+
+
+def _build_parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+NAMES: Mapping[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): Builder(Table),
+    ("torch", "Size"): Builder(tuple),
+    ("torch._utils", "_rebuild_tensor"): Builder(_build_tensor),
+    ("torch._utils", "_rebuild_tensor_v2"): Builder(_build_tensor),
+    ("torch._utils", "_rebuild_parameter"): Builder(_build_parameter),
+    **{("torch", name): StorageType(*kind) for name, kind in STORAGES.items()},
+}
+
+
+class Unpickler(pickle.Unpickler):
+    """Finds no class, imports no module. Texts of Python 2 are read as Latin-1, which is total."""
+
+    def __init__(self, stream: BinaryIO, saved: SavedFile) -> None:
+        super().__init__(stream, encoding="latin1")
+        self.saved = saved
+        self.itemsizes: dict[str, int] = {}  # of the storages that were named, by their keys
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The name is a key of a table and is never resolved, dots in it included."""
+        return NAMES.get((module, name)) or _placeholder(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        """A storage, or the class of a module that is kept with its source in the old format."""
+        start = 0
+        match pid:
+            case ("module", kind, _, _):
+                return kind
+            case ("storage", StorageType() as kind, str(key), str(), int(numel)):
+                pass
+            case ("storage", StorageType() as kind, str(key), str(), int(numel), None):
+                pass
+            case ("storage", StorageType() as kind, str(key), str(), int(), view):
+                match view:
+                    case (_, int(start), int(numel)):
+                        pass
+                    case _:
+                        raise pickle.UnpicklingError(f"{view!r:.200} is no view of a storage")
+            case _:
+                raise pickle.UnpicklingError(f"{pid!r:.200} is no storage of a kind that is known")
+        if start < 0 or numel < 0:
+            raise pickle.UnpicklingError(f"storage {key} has {numel} elements from {start} on")
+        self.itemsizes.setdefault(key, kind.itemsize)
+        return Storage(self.saved, key, kind.dtype, kind.itemsize, numel, start)
 
 
 def read_saved(file: Path) -> Any:
@@ -29,100 +307,27 @@ def read_saved(file: Path) -> Any:
 
     Raises ValueError for any other file and for one that is damaged, OSError where it is not there.
     """
+    saved = SavedFile(file)
     with file.open("rb") as stream:
-        if stream.peek(4)[:4] != b"PK\x03\x04":
-            return _read_old(stream, file)
-    archive = ZipFile(file)
-    content, _ = unpickle(io.BytesIO(archive.record("data.pkl")), file, archive)
-    return content
-
-
-def _read_old(stream: BinaryIO, file: Path) -> Any:
-    elements = OldFile(file)
-    for expected in (MAGIC, VERSION):
-        if unpickle(stream, file, elements)[0] != expected:
-            raise ValueError(f"{file} was not written by torch.save, or by a version unknown here")
-    unpickle(stream, file, elements)  # facts of the machine that wrote it
-    content, itemsizes = unpickle(stream, file, elements)
-    keys, _ = unpickle(stream, file, elements)
-    if not isinstance(keys, list):
-        raise ValueError(f"{file} is damaged: it has no list of storages")
-    elements.locate(stream, keys, itemsizes)
-    return content
-
-
-class OldFile:
-    """The storages of the old format; `locate` is called when what comes before them is read."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.places: dict[str, tuple[int, int]] = {}  # where a storage starts, and its bytes
-
-    def locate(self, stream: BinaryIO, keys: Iterable[Any], itemsizes: Mapping[str, int]) -> None:
-        end = self.file.stat().st_size
-        for key in keys:
-            head = stream.read(8)
-            if len(head) < 8 or not isinstance(key, str) or key not in itemsizes:
-                raise ValueError(f"{self.file} is damaged: it has no storage {key!r:.50}")
-            nbytes = struct.unpack("<q", head)[0] * itemsizes[key]
-            place = stream.tell()
-            if not 0 <= nbytes <= end - place:
-                raise ValueError(f"{self.file} is damaged: it ends within storage {key!r:.50}")
-            self.places[key] = place, nbytes
-            stream.seek(nbytes, 1)
-
-    def check(self, key: str, nbytes: int) -> None:
-        if self.places.get(key, (0, 0))[1] < nbytes:
-            raise ValueError(f"{self.file} is damaged: storage {key!r:.50} is not whole")
-
-    def read(self, key: str, start: int, nbytes: int) -> bytearray:
-        self.check(key, start + nbytes)
-        with self.file.open("rb") as stream:
-            stream.seek(self.places[key][0] + start)
-            return bytearray(stream.read(nbytes))
-
-
-class ZipFile:
-    """The storages of the zip format."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        try:
-            self.archive = zipfile.ZipFile(file)
-        except (zipfile.BadZipFile, NotImplementedError) as error:
-            raise ValueError(f"{file} is damaged: {error}") from error
-        names = self.archive.namelist()
-        roots = [n.removesuffix("data.pkl") for n in names if n.endswith("/data.pkl")]
-        if len(roots) != 1 or f"{roots[0]}constants.pkl" in names:
-            raise ValueError(f"{file} is a zip archive, but none of torch.save's; unpack it first")
-        self.root = roots[0]
-        if f"{self.root}byteorder" in names and self.record("byteorder") != b"little":
-            raise ValueError(f"{file} was written on a big-endian machine; only little can be read")
-
-    def _entry(self, name: str, nbytes: int) -> zipfile.ZipInfo:
-        try:
-            entry = self.archive.getinfo(self.root + name)
-        except KeyError:
-            raise ValueError(f"{self.file} is damaged: it has no {name:.50}") from None
-        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
-            raise ValueError(f"{self.file} is packed again: {name:.50} is not as torch.save writes")
-        if entry.file_size < nbytes:
-            raise ValueError(f"{self.file} is damaged: {name:.50} is not whole")
-        return entry
-
-    def record(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """An entry's bytes; what is read to its end is compared with its checksum."""
-        entry = self._entry(name, start + (nbytes or 0))
-        try:
-            with self.archive.open(entry) as stream:
-                stream.seek(start)
-                content = stream.read(entry.file_size if nbytes is None else nbytes)
-        except (zipfile.BadZipFile, EOFError) as error:
-            raise ValueError(f"{self.file} is damaged: {error}") from error
+        if stream.peek(4)[:4] == b"PK\x03\x04":
+            return _unpickle(saved.open_archive(), saved)[0]
+        for expected in (MAGIC, VERSION):
+            if _unpickle(stream, saved)[0] != expected:
+                raise ValueError(
+                    f"{file} was not written by torch.save, or by a version unknown here"
+                )
+        _unpickle(stream, saved)  # facts of the machine that wrote it
+        content, itemsizes = _unpickle(stream, saved)
+        saved.locate(stream, _unpickle(stream, saved)[0], itemsizes)
         return content
 
-    def check(self, key: str, nbytes: int) -> None:
-        self._entry(f"data/{key}", nbytes)
 
-    def read(self, key: str, start: int, nbytes: int) -> bytearray:
-        return bytearray(self.record(f"data/{key}", start, nbytes))
+def _unpickle(stream: BinaryIO, saved: SavedFile) -> tuple[Any, dict[str, int]]:
+    """(the next object of the stream, the item sizes of its storages by their keys)."""
+    unpickler = Unpickler(stream, saved)
+    try:
+        return unpickler.load(), unpickler.itemsizes
+    except Exception as error:  # a damaged pickle stumbles over whatever its instructions do
+        raise ValueError(
+            f"{saved.file} is damaged, or was not written by torch.save: {error}"
+        ) from error

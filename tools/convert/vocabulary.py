@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,25 +32,49 @@ class Given:
     vocab_file: str | None = None
     merge_file: str | None = None
     tokenizer_type: str | None = None
+    no_tokenizer: bool = False
 
     @property
     def has_files(self) -> bool:
         return self.vocab_file is not None or self.merge_file is not None
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoTokenizer:
+    """In place of a tokenizer that nobody has: of its kind and size, but without ids of any text.
+
+    Its fingerprint is empty, which agrees with that of every tokenizer of its size.
+    """
+
+    kind: str
+    vocab_size: int
+    fingerprint: str = ""
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        return {}
+
+
 def find_tokenizer(
     folder: Path, tokenizing: Tokenizing, given: Given, vocab_size: int
-) -> Tokenizer:
+) -> Tokenizer | NoTokenizer:
     """The folder's tokenizer, or that of the given files; where there are both they have to agree.
+    With --no-tokenizer the folder's is left alone.
 
     vocab_size: of the model. Raises ValueError or OSError, naming the file, for a tokenizer that
     is missing, of another kind, or of another size.
     """
+    if given.no_tokenizer:
+        if given.has_files:
+            raise UsageError("--no-tokenizer is given with --vocab-file or --merge-file; one works")
+        kind = given.tokenizer_type or tokenizing.kind_of({})
+        _check_kind(kind, tokenizing)
+        return NoTokenizer(kind=kind, vocab_size=vocab_size)
     found = dict(_tokenizers(folder, tokenizing, given))
     if not found:
         raise FileNotFoundError(
             f"{folder} has no tokenizer, neither {' and '.join(tokenizing.files)} nor {JSON}; "
-            f"{file_flags(tokenizing.kinds[0])} would work"
+            f"{file_flags(tokenizing.kinds[0])} would work, or --no-tokenizer for the weights alone"
         )
     (name, tokenizer), *others = found.items()
     for other, another in others:
@@ -111,11 +135,15 @@ def _check_beside(folder: Path, tokenizing: Tokenizing, tokenizer_type: str | No
             f"that of {folder / CONFIG}",
             works=("--tokenizer-type", kind),
         )
-    if tokenizer_type not in tokenizing.kinds:
+    _check_kind(tokenizer_type, tokenizing)
+    return tokenizer_type
+
+
+def _check_kind(kind: str, tokenizing: Tokenizing) -> None:
+    if kind not in tokenizing.kinds:
         raise UsageError(
             "--tokenizer-type",
-            tokenizer_type,
+            kind,
             f"{tokenizing.whose}: {' or '.join(tokenizing.kinds)}",
             works=("--tokenizer-type", tokenizing.kinds[0]),
         )
-    return tokenizer_type

@@ -11,21 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config.checkpoints import read_manifest
+from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.load import TensorSlice
+from megatron.checkpoint.save import save
 from megatron.config.checks import flag
 from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
 from megatron.config.training import BertDataConfig, DataConfig, GPT2DataConfig, PrecisionConfig
 from megatron.data.tokenizer import Tokenizer
+from megatron.models.registry import MODELS
 from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs
-from megatron.train.checkpoint import Piece, save
-from megatron.train.models import MODELS
-from megatron.train.start import environment
-from megatron.train.state import DTYPES
+from megatron.train.state import DTYPES, environment
 from tools.convert.staging import staged
+from tools.convert.vocabulary import NoTokenizer
 
 DATA: dict[str, type[DataConfig]] = {
     ModelConfig.kind: GPT2DataConfig,
@@ -47,7 +48,7 @@ def write_checkpoint(
     section: ModelConfig,
     weights: Mapping[str, Tensor],
     vocab_size: int,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | NoTokenizer,
     imported_from: str,
     check: Callable[[Path], object],
 ) -> Path:
@@ -69,7 +70,7 @@ def write_checkpoint(
         "tokenizer": tokenizer.fingerprint,
         "imported_from": imported_from,
     }
-    pieces = [Piece(f"model.{name}", table[name], weights[name]) for name in table]
+    pieces = [TensorSlice(f"model.{name}", table[name], weights[name]) for name in table]
     with staged(to) as staging:
         path = save(staging, 0, pieces, facts, serial_mesh(), tokenizer.files)
         check(path)

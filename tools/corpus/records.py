@@ -55,10 +55,14 @@ def parse_record(line: bytes, key: str = "text") -> Record:
     record = parse_json(line)
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise ValueError(f'no "{key}" string')
+        raise ValueError(no_text_reason(key))
     if not text or text.isspace():
         raise ValueError(f'empty "{key}"')
     return record  # type: ignore[no-any-return]
+
+
+def no_text_reason(key: str) -> str:
+    return f'no "{key}" string'
 
 
 def parse_json(line: bytes) -> Any:

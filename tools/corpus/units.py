@@ -52,13 +52,15 @@ def sum_funnels(results: Sequence[dict[str, Any]]) -> Funnel:
     return funnel
 
 
-def keep_rejected(settings: StepSettings, unit: Unit, funnel: Funnel) -> None:
+def keep_rejected(
+    settings: StepSettings, unit: Unit, funnel: Funnel, shown: int = REJECTED_SHOWN
+) -> None:
     """Write the lines that were set aside where finish() collects them, and show a few."""
     target = settings.output / WORK / "rejected" / f"{unit.name}.jsonl"
     if not funnel.rejected:
         target.unlink(missing_ok=True)  # of an earlier run, on what was there then
         return
-    for bad in itertools.islice(funnel.rejected, REJECTED_SHOWN):
+    for bad in itertools.islice(funnel.rejected, shown):
         say("warning: {file}, byte {offset}: {reason}: line set aside".format(**bad))
     with placed(target) as file:
         for bad in funnel.rejected:

@@ -1,10 +1,11 @@
-"""What the programs here have in common: their stages are told, or run to a page."""
+"""What the programs here have in common: checks, and stages that are printed, or run to a page."""
 
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from megatron.config.checks import UsageError, flag
 from tools.command import ROOT
 from tools.stages import Stage, own_folder, run_stages, tell_plan
 
@@ -33,3 +34,9 @@ def carry_out(
     run_stages(stages, output, ROOT)
     print((output / page).read_text())
     print(f"done in {(time.monotonic() - start) / 60:.1f} min: open {output / to_open}")
+
+
+def check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise UsageError(flag(name), count, "1 or more", works=(flag(name), "1"))

@@ -1,15 +1,18 @@
-"""The stages that make a data set of text, and that train a model of it."""
+"""The stages that make a data set of text and train a model of it, and table 3's evaluations."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from tools.command import Command, on_all, python
+from tools.paper.corpus import evaluation_files
 from tools.processes import Processes
 from tools.stages import Stage
 
 TASKS = {"gpt2": ("pretrain_gpt2.py", PretrainGPT2Config, "train_text_document"),
          "bert": ("pretrain_bert.py", PretrainBertConfig, "train_text_sentence")}  # fmt: skip
+ZERO_SHOT = ("wikitext103", "lambada")
+Flags = list[str | Path]
 TOKENIZERS = {"gpt2": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
 
 
@@ -66,3 +69,21 @@ def pretrain_stage(
         "--data-path", data, "--save", outputs[0], "--metrics-file", outputs[1],
     )  # fmt: skip
     return Stage(name=name, commands=(pretrain,), inputs=(preset,), outputs=outputs)
+
+
+def zero_shot_flags(data: Path, overlapping_eval: int) -> dict[str, Flags]:
+    """Of both evaluations, by name.  overlapping_eval: the stride of WikiText103's window."""
+    files = evaluation_files(data)
+    stride = ["--overlapping-eval", str(overlapping_eval)]
+    return {
+        "wikitext103": ["--valid-data", files["wikitext103"], *stride, "--compare-paper"],
+        "lambada": ["--valid-data", files["lambada"], "--compare-paper"],
+    }
+
+
+def evaluate(task: str, checkpoints: Path, flags: Flags, result: Path, cores: int) -> Command:
+    """result: the record that it leaves (JSON)."""
+    return python(
+        "tasks/main.py", "--task", task.upper(), "--load", checkpoints, *flags,
+        "--output", result, OMP_NUM_THREADS=str(cores),
+    )  # fmt: skip

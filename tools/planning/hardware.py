@@ -73,11 +73,16 @@ ABSENT = {"multiprocessors": 0, "tile": [1, 1], "attained_share": 1.0}
 APART = ("name", "is_cpu", "peaks", "anchor", "sources")
 
 
+def known_hardware() -> list[str]:
+    """Names of the files in scripts/hardware/."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
 def load_hardware(name: str) -> Hardware:
     """name: of a file in scripts/hardware/, or a file. ValueError, with a cure, for others."""
     file = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not file.is_file():
-        known = sorted(path.stem for path in FOLDER.glob("*.toml"))
+        known = known_hardware()
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
         raise UsageError(
             "--hardware",

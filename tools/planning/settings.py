@@ -11,14 +11,17 @@ from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, Pretrai
 
 Kind = Literal["gpt2", "bert"]
 
+DEFAULT_HARDWARE = "dgx2h"
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionConfig:
     gpus: int
     """Devices of the job."""
 
-    hardware: str = "dgx2h"
-    """Name of a file in scripts/hardware/, or a file like them."""
+    hardware: str | None = None
+    """Name of a file in scripts/hardware/, or a file like them; if not given, dgx2h, the machine
+    of the paper (2018), with a warning."""
 
     kind: Kind | None = None
     """Kind of model; if not given, bert where the preset's name says so, else gpt2."""
@@ -50,7 +53,7 @@ class PlanBertConfig(PretrainBertConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig:
-    hardware: str = "dgx2h"
+    hardware: str = DEFAULT_HARDWARE
     """Name of a file in scripts/hardware/ that has an anchor, or a file like it."""
 
     json: Path | None = None

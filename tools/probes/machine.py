@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.product import product
+from megatron.parallel.kernels import matmul
 from megatron.train.launch import default_precision
 from megatron.train.state import DTYPES
 from tools.probes.findings import Fact, Finding, Problem
@@ -180,11 +180,11 @@ def speed(device: torch.device) -> Iterator[Finding]:
 
 def _product_rate(matrix: torch.Tensor) -> float:
     """Operations a second, over at least SECONDS."""
-    product(matrix, matrix)  # the first makes what later ones use again
+    matmul(matrix, matrix)  # the first makes what later ones use again
     count, spent = 0, 0.0
     start = time.perf_counter()
     while spent < SECONDS:
-        product(matrix, matrix)
+        matmul(matrix, matrix)
         count += 1
         if matrix.is_cuda:
             torch.cuda.synchronize()

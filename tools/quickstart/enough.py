@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.config.parse import parse, parse_call, user_errors
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.indexed import IndexedDataset
-from megatron.data.splits import split_documents
+from megatron.data.order import split_documents
 from tools.quickstart.plan import SPLIT
 
 

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from tools.funnel import FUNNEL_STYLE, funnel
-from tools.learning import CURVE_STYLE
 from tools.page import (
+    CURVE_STYLE,
+    FUNNEL_STYLE,
     NONE,
     commands,
     decimal,
     document,
     duration,
+    funnel,
     megabytes,
     percent,
     row,
@@ -27,6 +28,8 @@ STYLE = (
     f"{FUNNEL_STYLE}{CURVE_STYLE}"
     """
 tr.ours td { font-weight: 600; }
+.pair td { white-space: normal; }
+.pair td:last-child { overflow-wrap: anywhere; }
 blockquote { margin: .8rem 0; padding: .7rem .9rem; background: var(--card);
   border-left: 3px solid var(--accent); border-radius: 0 .4rem .4rem 0; white-space: pre-wrap;
   overflow-wrap: anywhere; font: .92rem/1.5 ui-serif, Georgia, serif; }
@@ -112,6 +115,9 @@ def samples(texts: Sequence[Facts]) -> str:
 
 def layout(facts: Facts) -> str:
     settings = facts["layout"] | facts["training"]
+    if commit := settings.get("commit"):
+        name, dirty, _ = commit.partition("-dirty")
+        settings["commit"] = name[:12] + dirty
     rows = [row((key.replace("_", " "), shown(value))) for key, value in settings.items()]
     times = [row((name, duration(seconds))) for name, seconds in facts["seconds"].items()]
     tables = table(("run", ""), rows) + table(("stage", "time"), times)
@@ -124,6 +130,8 @@ def device(layout: Facts) -> str:
 
 
 def shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.4f}" if value < 100 else whole(value)
     return f"{value:,}" if isinstance(value, int) else str(value)

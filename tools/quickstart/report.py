@@ -9,8 +9,7 @@ from typing import Any
 from megatron.config.parse import parse_call, user_errors
 from megatron.train.metrics import read_metrics
 from tools.corpus.shards import MANIFEST, placed
-from tools.funnel import step_facts
-from tools.learning import loss_curve, training
+from tools.page import loss_curve, step_facts, training
 from tools.quickstart.page import page
 from tools.stages import finished_stamps
 

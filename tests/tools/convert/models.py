@@ -12,10 +12,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
-from megatron.config.checkpoints import read_manifest
+from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.load import load
+from megatron.checkpoint.save import save
 from megatron.data.tokenizer import file_names
-from megatron.train.checkpoint import load, save
-from megatron.train.models import build_model, section_of
+from megatron.models.registry import build_model, section_of
 from megatron.train.state import DTYPES, model_pieces
 from tests.data.samples import write_tokenizer
 from tests.tiny import mesh_of_ranks

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForPreTraining, AutoTokenizer
 
-from megatron.config.checkpoints import read_manifest
+from megatron.checkpoint.format import read_manifest
 from megatron.config.model import BertConfig, FinetunedConfig
 from megatron.data.tokenizer import read_tokenizer
+from megatron.models.registry import section_of
 from megatron.models.transformer import RESIDUAL_ORDERS
-from megatron.train.models import section_of
 from tests.dist import Pool
 from tests.tools.convert.berts import NAMES, change_tensors, make_tokenizer, write_bert
 from tests.tools.convert.models import (

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.checkpoints import read_manifest
+from megatron.checkpoint.format import read_manifest
 from megatron.data.tokenizer import build_tokenizer
 from tests.data.samples import write_sentences
 from tests.programs import newest, pretrain

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron.config.checkpoints import read_manifest
+from megatron.checkpoint.format import read_manifest
 from megatron.config.model import ModelConfig
 from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import GPT2BPETokenizer

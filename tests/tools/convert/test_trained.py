@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron.config.checkpoints import read_manifest
+from megatron.checkpoint.format import read_manifest
 from megatron.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.parallel.mesh import serial_mesh

@@ -17,8 +17,8 @@ import pytest
 from ftfy.badness import is_bad
 from tokenizers import ByteLevelBPETokenizer
 
-from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
-from tools.corpus.clean import Settings, count_pieces, has_tokens, octave, run, token_counter
+from tests.tools.corpus.lines import manifest, read_jsonl, write_jsonl
+from tools.corpus.clean import Settings, count_pieces, has_tokens, run, token_counter
 from tools.corpus.language import REFUSED, identify
 from tools.corpus.repair import CURLY, EASY, UNTOUCHED, mend_newlines, repair
 
@@ -368,22 +368,6 @@ def test_a_source_without_newlines_to_remove_is_said_if_it_was_asked_for(
         "warning: --newlines boks: no document is of this source; there are books, news"
         in capsys.readouterr().err
     )
-
-
-def test_workers_change_nothing(tmp_path: Path) -> None:
-    source = write_jsonl(
-        tmp_path / "in.jsonl", [{"id": name, "text": text} for name, text in topics.items()]
-    )
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for workers, folder in enumerate(folders, start=1):
-        run(Settings(input=(source,), output=folder, workers=workers, unit="100KB"))
-    assert content(folders[0]) == content(folders[1])
-    assert len(manifest(folders[0])["shards"]) > 2
-    assert sum(manifest(folders[0])["lengths"]["before"].values()) == len(topics)
-
-
-def test_octaves_begin_at_powers_of_two() -> None:
-    assert [octave("x" * n) for n in (1, 2, 3, 4, 1023, 1024)] == [1, 2, 2, 4, 512, 1024]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
+from tests.tools.corpus.lines import manifest, read_jsonl, write_jsonl
 from tools.corpus.decontaminate import Settings, run
 from tools.corpus.evaluation import hash_passage, load_evaluation, read_passages
 from tools.corpus.ngrams import split_words
@@ -233,39 +233,6 @@ def test_evaluation_articles_leave_wikipedia_by_title_and_by_overlap(tmp_path: P
     }
     assert found["titles"] == {"known": 1, "with_unk": 0}
     assert found["leakage"]["wiki.tokens"]["before"] > found["leakage"]["wiki.tokens"]["after"] == 0
-
-
-def test_a_table_of_leakage_and_sources_without_a_document_are_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    records = [{"text": "x " * 20, "source": "web"}]
-    decontaminate(tmp_path, records, evaluation_file(tmp_path))
-    head, line = capsys.readouterr().err.partition("distinct ones:\n")[2].splitlines()[:2]
-    assert head.split() == ["before", "before", "distinct", "after", "after", "distinct"]
-    assert line.split() == ["test.txt", *["0.000%"] * 4]
-    assert len(head) == len(line)
-    flags = {"article_sources": ("wiki",), "output": tmp_path / "b"}
-    decontaminate(tmp_path, records, evaluation_file(tmp_path), **flags)
-    assert "warning: --article-sources wiki: no document is" in capsys.readouterr().err
-
-
-def test_workers_and_units_change_nothing(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    records = [
-        {"text": f"{filler(rng, 150)} {' '.join(GRAM[: rng.choice((9, 13))])} {filler(rng, 150)}"}
-        for _ in range(40)
-    ]
-    path = evaluation_file(tmp_path)
-    outputs = [
-        decontaminate(tmp_path, records, path, output=tmp_path / f"{k}", workers=k, unit="20KB")
-        for k in (1, 2)
-    ]
-    assert content(tmp_path / "1") == content(tmp_path / "2")
-    whole, found = decontaminate(tmp_path, records, path, output=tmp_path / "whole")
-    assert whole == outputs[0][0]
-    assert found["leakage"] == outputs[0][1]["leakage"]
-    assert found["leakage"]["test.txt"]["before"] == 1.0
-    assert found["leakage"]["test.txt"]["after"] == pytest.approx(2 / 6)
 
 
 def test_ngrams_found_in_different_units_add_up(tmp_path: Path) -> None:

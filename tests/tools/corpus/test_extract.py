@@ -15,7 +15,7 @@ import pytest
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tools.corpus import extract as module
 from tools.corpus import formats
-from tools.corpus.extract import Settings, run, shape
+from tools.corpus.extract import Settings, run
 from tools.corpus.parts import Part, group, walk
 from tools.corpus.shards import Unit
 
@@ -230,30 +230,6 @@ def test_a_folder_of_texts_is_read_in_groups_that_no_worker_count_changes(tmp_pa
         "bad.txt",
         "gone.txt",
     ]
-
-
-def test_an_interrupted_run_goes_on_to_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = folder_of_texts(tmp_path / "in", 40)
-    (folder / "d1" / "bad.txt").write_bytes(b"\xff")
-    (folder / "a.tar").write_bytes(tar_of({f"{k}.txt": b"text " * 50 for k in range(40)}))
-    extract(tmp_path / "whole", folder, format="text", unit="2KB")
-    shaped = []
-
-    def dies(record: Any, settings: Settings) -> Any:
-        shaped.append(record["id"])
-        if len(shaped) == 70:
-            raise KeyboardInterrupt
-        return shape(record, settings)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "shape", dies)
-        with pytest.raises(KeyboardInterrupt):
-            extract(tmp_path / "out", folder, format="text", unit="2KB")
-        extract(tmp_path / "out", folder, format="text", unit="2KB")
-    assert len(set(shaped)) == 80 < len(shaped) < 100  # done again is one group alone
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_a_change_in_a_folder_of_texts_is_no_longer_the_same_input(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.tools.corpus.lines import manifest, read_jsonl, write_jsonl
 from tools.corpus import plan as module
 from tools.corpus.estimate import removal
 from tools.corpus.pipeline import read_description
-from tools.corpus.plan import Settings, amount, duration, free_disk, free_memory, run
+from tools.corpus.plan import Settings, free_disk, free_memory, run
 from tools.corpus.program import program
 from tools.corpus.sample import PLACES, File, draw, input_files
 
@@ -270,10 +270,3 @@ def test_free_space_is_that_of_the_place_to_be_and_memory_that_of_the_limit(
     assert free_memory() == 3000  # the cache of files can go
     limit.write_text("max\n")
     assert free_memory() == pytest.approx(free, rel=0.3)
-
-
-def test_sizes_and_times_are_shown_in_units_that_fit() -> None:
-    assert [amount(size) for size in (0, 999, 1500, 2.5e10, 3e12)] == [
-        "0 B", "999 B", "1.5 kB", "25 GB", "3 TB",
-    ]  # fmt: skip
-    assert [duration(s) for s in (3, 300, 360_000)] == ["3 s", "5 min", "100 h"]

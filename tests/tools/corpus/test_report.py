@@ -15,11 +15,7 @@ from tests.tools.corpus.lines import write_jsonl
 from tools.corpus import clean, decontaminate, dedup, split
 from tools.corpus.records import Count, Funnel
 from tools.corpus.report import Settings, run
-from tools.corpus.report.charts import Axis, Bar, Segment, count_axis, flow, histogram, portion
-from tools.corpus.report.clusters import WORDS, differences, mark, side_by_side, split_words
-from tools.corpus.report.funnel import size
 from tools.corpus.report.steps import Loss, follow, read_steps
-from tools.page import NONE
 
 VOID = {"meta", "br"}
 STAGE = {"stage": "shards", "tasks": 2, "seconds": 4.0, "cpu_seconds": 8.0, "peak_bytes": 5 * 10**7}
@@ -119,21 +115,6 @@ def test_the_page_is_one_file_that_runs_nothing_and_asks_no_network(tmp_path: Pa
     assert "prefers-color-scheme: dark" in content
 
 
-def test_every_step_reason_and_source_is_told_with_its_numbers(tmp_path: Path) -> None:
-    text = report(tmp_path, write_pipeline(tmp_path / "run")).text
-    assert "3 steps read 1,000 documents of 2 sources, 12.0 MB of text, and left 399" in text
-    for row in (
-        "Clean1,00069969.90 %12.0 MB8.9 MB74.17 %",  # of the table of totals
-        "Cleanunder 128 tokens3003.0 MB25.00 %",
-        "Cleancut or repaired within documents" + NONE + "40.0 kB0.33 %",
-        "Dedupnear-duplicate3003.0 MB33.71 %",
-        "news900100.00 %66.67 %33.33 %",  # of what is left of each source
-        "wiki100100.00 %99.00 %99.00 %",
-        "all12.0 MB100.00 %74.17 %49.17 %",
-    ):
-        assert row in text
-
-
 def test_a_run_folder_is_read_in_the_order_of_the_pipeline(tmp_path: Path) -> None:
     root = write_pipeline(tmp_path)
     assert [step.name for step in read_steps([root])] == ["extract", "clean", "dedup"]
@@ -190,25 +171,6 @@ def test_documents_that_a_step_was_not_given_are_no_silent_loss(tmp_path: Path) 
     assert follow(read_steps([a, b]))[1].losses == [Loss("not given to this step", 1, 100)]
 
 
-def test_tokens_of_all_sides_are_added_up(tmp_path: Path) -> None:
-    root = tmp_path / "run" / "tokenise"
-    for side, text_size, tokens in (("train", 5_900_000, 1_490_000), ("valid", 100_000, 10_000)):
-        some: Sources = {"a": (1, text_size)}
-        write_step(root / side, "tokenise", some, some, tokens=tokens)
-    text = report(tmp_path, tmp_path / "run").text
-    assert "1.5 milliontokens4.00 bytes of text each" in text
-    assert "1,500,000 tokens" in text
-
-
-def test_urls_have_a_funnel_of_their_own(tmp_path: Path) -> None:
-    urls = write_step(tmp_path / "a", "urls", {"unnamed": (70, 700)}, {"unnamed": (60, 600)})
-    texts = write_step(tmp_path / "b", "clean", {"news": (10, 100)}, {"news": (9, 90)})
-    text = report(tmp_path, urls, texts).text
-    assert "1 step read 10 documents of 1 source" in text
-    assert "Urls7060" in text
-    assert "1 step read 70 documents" in report(tmp_path, urls).text
-
-
 HOSTILE = "<script>alert(1)</script>\"'&amp;<img src=x onerror=y>"
 
 
@@ -228,77 +190,12 @@ def test_whatever_the_corpus_holds_is_shown_as_text(tmp_path: Path) -> None:
     assert page.text.count(HOSTILE) > 10
 
 
-def test_next_to_no_leakage_does_not_fill_its_bar(tmp_path: Path) -> None:
-    some: Sources = {"web": (2, 20)}
-    facts = {"ngrams": 100_000, "distinct_ngrams": 90_000, "before": 0.00004, "after": 0.00002,
-             "before_distinct": 0.5, "after_distinct": 0.25}  # fmt: skip
-    folder = write_step(tmp_path / "a", "decontaminate", some, some, leakage={"test": facts})
-    report(tmp_path, folder)
-    written = (tmp_path / "report.html").read_text()
-    assert 'class="pale" style="width:0.4%"' in written
-    assert 'class="pale" style="width:100.0%"' in written  # of the distinct ones
-
-
 def test_what_is_no_unicode_does_not_end_the_report(tmp_path: Path) -> None:
     member = {"id": "a", "source": "s", "jaccard": None, "text": "half \ud800 of a pair, \x00"}
     cluster = {"size": 1, "kept_id": "a", "members": [member]}
     some: Sources = {"s": (1, 10)}
     folder = write_step(tmp_path / "dedup", "dedup", some, some, largest_clusters=[cluster])
     assert "half ? of a pair" in report(tmp_path, folder).text
-
-
-def test_what_a_manifest_does_not_tell_the_page_says_it_lacks(tmp_path: Path) -> None:
-    root = write_pipeline(tmp_path / "run")
-    (root / "dedup" / "run.json").unlink()
-    text = report(tmp_path, root).text
-    for key in ("lengths", "languages", "leakage", "largest_clusters", "recall_curve"):
-        assert f"No manifest of these has '{key}'." in text
-    assert "Dedup: no run.json" in text
-    assert "Clean4.0 s8.0 s1.550.0 MB" in text  # 12 MB of text in 8 s
-
-
-def test_words_that_differ_are_marked_and_the_kept_text_stands_first() -> None:
-    texts = {"b": "one two  four five", "a": "one two three\nfour five"}
-    members = [{"id": k, "source": "s", "jaccard": 0.75, "text": t} for k, t in texts.items()]
-    html = side_by_side({"size": 2, "kept_id": "a", "members": members})
-    assert html.index("kept") < html.index("Jaccard 0.750")
-    assert "one two <mark>three</mark>\nfour five" in html
-    assert "one two  four five" in html
-
-
-def test_a_comparison_is_bounded_and_loses_no_text() -> None:
-    words = split_words("a " * WORDS + "end")
-    gone, new = differences(words, split_words("a " * WORDS + "other end"))
-    assert not any(gone + new)  # what comes after the first WORDS is not compared
-    assert "".join(words) == "a " * WORDS + "end"
-    assert mark(words, gone) == "a " * WORDS + "end"
-
-
-def test_a_share_that_is_not_all_or_nothing_does_not_look_like_it() -> None:
-    shares = (None, 0, 1e-7, 0.5, 1 - 1e-7, 1)
-    shown = [NONE, "0.00 %", "&lt; 0.01 %", "50.00 %", "&gt; 99.99 %", "100.00 %"]
-    assert [portion(share) for share in shares] == shown
-
-
-def test_sizes_are_in_powers_of_a_thousand() -> None:
-    numbers = (0, 999, 1000, 999_960, 174e9, 15e12, 2e16)
-    shown = ["0 B", "999 B", "1.0 kB", "1.0 MB", "174.0 GB", "15.0 TB", "20,000.0 TB"]
-    assert [size(number) for number in numbers] == shown
-
-
-def test_bars_are_as_high_as_what_they_count() -> None:
-    axis = Axis(0, 2, (0, 1, 2), ("0", "1", "2"), "x")
-    svg = histogram([Bar(0, 1, 100, ""), Bar(1, 2, 50, "")], axis, "documents")
-    first, second = (float(part.split('"')[0]) for part in svg.split('height="')[1:])
-    assert first == pytest.approx(2 * second)
-    assert count_axis(730, "").ticks == [0, 200, 400, 600, 800]
-
-
-def test_the_stream_keeps_its_widths_and_what_is_lost_fills_the_rest() -> None:
-    svg = flow([Segment(80, "a"), Segment(20, "b")], [Segment(40, "a"), Segment(20, "b")],
-               [Segment(30, "x"), Segment(10, "y")], 100)  # fmt: skip
-    ends = [path.split("84V100H")[1].split("V")[0] for path in svg.split("<path")[1:]]
-    assert ends == ["400.0", "600.0", "900.0", "1000.0"]
 
 
 def test_shards_that_changed_or_are_gone_are_found_by_verify(tmp_path: Path) -> None:
@@ -310,14 +207,6 @@ def test_shards_that_changed_or_are_gone_are_found_by_verify(tmp_path: Path) -> 
         report(tmp_path, root, verify=True)
     assert "dedup/part-00000.jsonl: gone" in (tmp_path / "report.html").read_text()
     assert "not read again" in report(tmp_path, root).text
-
-
-def test_the_same_manifests_give_the_same_page(tmp_path: Path) -> None:
-    root = write_pipeline(tmp_path / "run")
-    report(tmp_path, root)
-    first = (tmp_path / "report.html").read_bytes()
-    report(tmp_path, root)
-    assert (tmp_path / "report.html").read_bytes() == first
 
 
 def test_bad_input_is_named_with_what_would_work(tmp_path: Path) -> None:

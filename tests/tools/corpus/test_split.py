@@ -3,12 +3,7 @@
 import gzip
 import itertools
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -155,18 +150,6 @@ def test_a_side_that_is_not_whole_cannot_be_read(tmp_path: Path) -> None:
         find_shards([tmp_path / "out" / "train"])
 
 
-def test_shards_of_a_run_on_other_input_that_was_cut_short_go(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", records(600))
-    with pytest.raises(Unfinished):
-        split(tmp_path, source, shard="0/1")
-    assert len(list((tmp_path / "out" / "train").glob("part-*"))) > 3
-    write_jsonl(source, records(200))
-    out = split(tmp_path, source)
-    assert len(list((out / "train").glob("part-*"))) <= 3
-    fresh = split(tmp_path / "fresh", source)
-    assert content(out) == content(fresh)
-
-
 def test_an_empty_side_is_refused_with_a_ratio_that_works(tmp_path: Path) -> None:
     for name, ratio in (("valid", "500:1"), ("train", "1:500")):
         source = write_jsonl(tmp_path / f"{name}.jsonl", records(7))
@@ -201,31 +184,6 @@ def test_the_ratio_that_is_advised_is_just_enough(parts: int) -> None:
 def test_settings_that_cannot_be_are_refused(more: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Settings(input=(Path("x"),), output=Path("y"), **more)
-
-
-def test_bad_lines_are_set_aside(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", records(200))
-    with source.open("ab") as file:
-        file.write(b'{"text": 5}\nnot json\n')
-    out = split(tmp_path, source)
-    assert manifest(out)["dropped"]["bad line"]["documents"] == 2
-    assert len(read_jsonl(out / "rejected.jsonl")) == 2
-
-
-def test_kill_9_and_the_same_command_again(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", records(20_000))
-    whole = split(tmp_path / "whole", source, shard_size="20KB")
-    command = [sys.executable, "-m", "tools.corpus.split", "--input", str(source), "--output",
-               str(tmp_path / "out"), "--shard-size", "20KB", "--workers", "1"]  # fmt: skip
-    killed = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    while not list((tmp_path / "out" / "train").glob("part-*.jsonl")):
-        assert killed.poll() is None
-        time.sleep(0.002)
-    os.kill(killed.pid, signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    assert content(tmp_path / "out") == content(whole)
 
 
 def test_places_are_fair_and_known() -> None:

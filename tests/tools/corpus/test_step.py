@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import gzip
 import itertools
 import json
 import os
@@ -94,19 +93,6 @@ def test_a_step_writes_shards_a_manifest_and_what_it_set_aside(tmp_path: Path) -
     [bad] = read_jsonl(tmp_path / "out" / "rejected.jsonl")
     assert bad["file"].endswith("in/0.jsonl")
     assert bad["reason"].startswith("not JSON")
-
-
-def test_what_is_written_depends_neither_on_time_nor_place_nor_workers(
-    tmp_path: Path, expected: dict[str, bytes]
-) -> None:
-    run(toy(tmp_path / "in", tmp_path / "elsewhere" / "out", workers=3, memory="9MB"))
-    assert content(tmp_path / "elsewhere" / "out") == expected
-    assert str(tmp_path) not in expected["manifest.json"].decode()
-    assert str(os.getpid()) not in re.split(r"\D+", _without_hashes(expected["manifest.json"]))
-
-
-def _without_hashes(content: bytes) -> str:
-    return re.sub(r'"[0-9a-f]{64}"', "", content.decode())
 
 
 def test_a_finished_step_calls_nothing_again(
@@ -280,13 +266,6 @@ def test_a_finished_step_that_has_lost_a_shard_says_so(
     assert content(tmp_path / "expected") == expected
 
 
-def test_the_output_of_another_step_is_refused(tmp_path: Path) -> None:
-    folder = corpus(tmp_path / "in")
-    run(toy(folder, tmp_path / "out"))
-    with pytest.raises(ValueError, match="holds the output of the step toy"):
-        StepRun("other", toy(folder, tmp_path / "out")).__enter__()
-
-
 @pytest.mark.parametrize("name", ["mine.txt", "manifest.json", "part-00000.jsonl"])
 def test_files_of_others_are_refused_and_kept(name: str, tmp_path: Path) -> None:
     folder, output = corpus(tmp_path / "in"), tmp_path / "out"
@@ -375,35 +354,6 @@ def test_input_that_is_given_twice_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_input_without_a_document_is_told_with_the_first_line_that_is_none(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n\n")
-    with pytest.raises(ValueError, match="toy: --input holds no document$"):
-        run(toy(tmp_path, tmp_path / "out"))
-    (tmp_path / "a.jsonl").write_text("\nno json\n[]\n")
-    told = r"holds no document; the first of 2 lines .*a\.jsonl, byte 1: not JSON"
-    with pytest.raises(ValueError, match=told):
-        run(toy(tmp_path, tmp_path / "out"))
-
-
-def test_a_file_that_is_cut_short_is_told_apart_from_a_bad_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = b"".join(b'{"text": "document %d"}\n' % k for k in range(50))
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines, 0, mtime=0)[:-400])
-    (tmp_path / "b.jsonl").write_bytes(b"bad\n" * 9 + lines)
-    inputs = (tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl")
-    run(Settings(input=inputs, output=tmp_path / "out", workers=1))
-    found = manifest(tmp_path / "out")
-    lost = {why: each["documents"] for why, each in found["dropped"].items()}
-    assert lost == {"bad line": 9, "file cut short or damaged": 1}
-    assert found["input"]["documents"] == found["output"]["documents"] + 10
-    last = capsys.readouterr().err.splitlines()[-2:]
-    assert "dropped: 9 bad line, 1 file cut short or damaged" in last[0]
-    assert re.match(
-        r"warning: .*a\.jsonl\.gz, byte \d+: damaged or cut short, the rest is", last[1]
-    )
-
-
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_that_is_stopped_ends_with_one_line_and_no_worker_left(
@@ -424,7 +374,7 @@ def test_a_run_that_is_stopped_ends_with_one_line_and_no_worker_left(
         os.killpg(stopped.pid, number)
     else:
         stopped.send_signal(number)
-    _, said = stopped.communicate(timeout=60)
+    _, said = stopped.communicate(timeout=300)
     assert stopped.returncode == status
     assert said.splitlines()[-1] == "stopped; the same command goes on from there"
     assert "Traceback" not in said
@@ -456,20 +406,6 @@ def test_shares_and_a_whole_run_do_not_work_side_by_side(tmp_path: Path) -> None
     refused = pytest.raises(ValueError, match="a run is filling")
     with StepRun("toy", first), StepRun("toy", second), refused:
         run(toy(folder, output))
-
-
-def test_no_input_at_all_is_refused_and_an_empty_file_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    empty = tmp_path / "in" / "0.jsonl"
-    empty.parent.mkdir()
-    empty.touch()
-    with pytest.raises(ValueError, match=rf"--input {empty}: must be"):
-        run(toy(tmp_path / "in", tmp_path / "out"))
-    write_jsonl(tmp_path / "in" / "1.jsonl", [{"text": "a"}])
-    run(toy(tmp_path / "in", tmp_path / "out"))
-    assert f"warning: --input {empty} is empty" in capsys.readouterr().err
-    assert len(read_jsonl(tmp_path / "out")) == 1
 
 
 def all_shares(folder: Path, output: Path, order: list[str], **more: Any) -> list[str]:
@@ -515,12 +451,6 @@ def test_shares_do_every_task_once_and_say_what_is_left(
     assert len(done) == len(set(done))
     run(toy(tmp_path / "in", tmp_path / "out"))
     assert calls(tmp_path / "in") == []
-
-
-def test_a_share_that_is_done_ends_in_peace(tmp_path: Path) -> None:
-    ended = command(toy(corpus(tmp_path / "in"), tmp_path / "out"), "--shard", "0/2")
-    assert ended.returncode == 0
-    assert ended.stderr.splitlines()[-1].startswith("toy: --shard 0/2 has done its share")
 
 
 def test_shards_are_compressed_on_demand(tmp_path: Path, expected: dict[str, bytes]) -> None:

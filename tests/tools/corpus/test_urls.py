@@ -1,6 +1,5 @@
 """Lists of URLs: what is dropped for which reason, and repeats found in parts."""
 
-import functools
 import gzip
 import random
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 from tests.tools.corpus.lines import content, manifest, read_jsonl
 from tools.corpus import repeats
-from tools.corpus import urls as module
 from tools.corpus.shards import open_shard
 from tools.corpus.urls import Settings, judge, load_blacklists, run
 
@@ -142,32 +140,6 @@ def test_workers_memory_and_compression_change_no_line(tmp_path: Path) -> None:
     assert results[0] == results[1]
     packed = urls(tmp_path / "packed", path, unit="10KB", compress="zstd")
     assert packed == list(dict.fromkeys(path.read_text().split()))
-
-
-@pytest.mark.parametrize("stage", ["hash_unit", "judge_part", "write_unit"])
-def test_an_interrupted_run_goes_on_to_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
-) -> None:
-    path = write_list(tmp_path / "in.txt", random_list(1000, 500, seed=3))
-    limits = {"unit": "8KB", "memory": "30KB"}
-    urls(tmp_path / "whole", path, **limits)
-    real, calls = getattr(module, stage), []
-
-    @functools.wraps(real)
-    def dies(*arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, stage, dies)
-        with pytest.raises(KeyboardInterrupt):
-            urls(tmp_path / "out", path, **limits)
-        patch.setattr(module, stage, real)
-        urls(tmp_path / "out", path, **limits)
-    assert len(calls) == 2
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_small_memory_means_more_parts() -> None:

@@ -60,12 +60,6 @@ def test_each_evaluation_is_of_every_size_by_one_convention() -> None:
             ]
 
 
-def test_another_number_of_cores_repeats_no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.stages.digest", str)
-    few, many = ([stage.fingerprint() for stage in plan(FIGURE6, 0, cores)] for cores in (2, 16))
-    assert few == many
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

@@ -2,17 +2,16 @@
 
 import json
 from collections.abc import Sequence
-from math import exp, log
+from math import log
 from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from tasks.paper import compare
 from tools.page import decimal
 from tools.paper.figure6 import report as figure6
-from tools.paper.figure6.findings import NOISE, findings, of_lambada_order, of_order
+from tools.paper.figure6.findings import NOISE, findings, of_order
 from tools.paper.figure6.plan import parse_name, result_file, run_folder
 
 SIZES = ("2x64", "4x128", "6x256")
@@ -66,16 +65,6 @@ def whole_run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_tables_stand_beside_the_papers(whole_run: Path) -> None:
-    text = (whole_run / "figure6.md").read_text()
-    assert "| 2x64 | 1,000,000 | 995,000 | 300 | 5.715 | 6.215 | 500.00 | 3.0 min |" in text
-    assert (
-        "| paper, 8.3B | 10.81 | 66.5 % |\n| **2x64, 1.0 M** | **9,000.00** | **1.0 %** |" in text
-    )
-    assert "| **6x256, 1.0 M** | **6,000.00** | **10.0 %** |" in text
-    assert "in windows of 256 with a stride of 64; the paper's are of the test file" in text
-
-
 def test_what_is_seen_is_told_from_the_numbers(whole_run: Path) -> None:
     runs = json.loads((whole_run / "figure6.json").read_text())["runs"]
     said = dict(findings(runs))
@@ -105,33 +94,6 @@ def test_another_order_is_told() -> None:
         "4x128 is no better than 2x64, 6x256 is no better than 4x128."
     )
     assert "6x256 is no better" in of_order(SIZES, [3.0, 2.0, float("nan")], less, decimal)
-
-
-def test_no_passage_is_no_order() -> None:
-    records = [{"strict_accuracy": 0.0, "num_examples": 500}] * 3
-    assert of_lambada_order(SIZES, records) == "none of 500 passages by any: no order is seen."
-
-
-def test_a_size_that_never_gets_there_is_told(tmp_path: Path) -> None:
-    for name, end in zip(SIZES, (300, 400, 500), strict=True):
-        trained(tmp_path, name, [log(2 * end), log(end)], 10.0 * end, 0.0)
-    runs = [figure6.describe(tmp_path, parse_name(name)) for name in SIZES]
-    said = dict(findings(runs))
-    assert "At 0 of 2 evaluations" in said["While training"]
-    assert "4x128 reaches the end of 2x64 at no evaluation." in said["While training"]
-    assert "not the paper's order" in said["WikiText103, perplexity per word"]
-
-
-def test_the_picture_has_a_curve_of_perplexities_for_each_size(whole_run: Path) -> None:
-    assert (whole_run / "figure6.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    runs = json.loads((whole_run / "figure6.json").read_text())["runs"]
-    axes = Figure().subplots()
-    figure6.fill(axes, runs)
-    assert axes.get_yscale() == "log"
-    for line, run in zip(axes.get_lines(), runs, strict=True):
-        assert list(line.get_xdata()) == [100, 200, 300]
-        losses = [loss for _, loss in run["validation_curve"]]
-        assert list(line.get_ydata()) == pytest.approx([exp(loss) for loss in losses])
 
 
 def test_the_numbers_name_no_path_of_the_machine(whole_run: Path) -> None:

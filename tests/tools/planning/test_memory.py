@@ -129,7 +129,7 @@ def most_allocated(step: Callable[[], object]) -> int:
     return max(accumulate(size for _, size in changes))
 
 
-MEDIUM = replace(SHAPE, hidden=512, heads=8, vocabulary=4000)
+MEDIUM = replace(SHAPE, hidden=256, sequence=128, positions=128, vocabulary=4000)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -147,16 +147,14 @@ def test_a_step_allocates_what_is_planned(
     assert most == pytest.approx(kinds["total"], rel=0.05)
 
 
-# 177 million parameters: 2.8 GB of weights, gradients and moments.
-LARGE = replace(SHAPE, layers=12, hidden=1024, heads=16, batch=1, sequence=512, positions=512,
-                vocabulary=24_000, recompute="full")  # fmt: skip
+# 37 million parameters: 600 MB of weights, gradients and moments, far above what libraries take.
+LARGE = replace(SHAPE, layers=8, hidden=512, heads=8, batch=1, vocabulary=24_000,
+                recompute="full")  # fmt: skip
 
 
 def grow(device: str, precision: str) -> int:
-    """Bytes that a run of the large model takes at most beside what its libraries do.
-
-    To be called in a process of its own.
-    """
+    """Bytes that a run of the large model takes at most beside what its libraries do; in a process
+    of its own."""
     torch.set_num_threads(1)
     small = replace(SHAPE, sequence=LARGE.sequence, positions=LARGE.positions, recompute="full")
     train_step(state_of(small, precision, device), [micro_batch(small)], 1e-4)
@@ -181,11 +179,9 @@ def grown(device: str, precision: str) -> int:
     return int(ran.stdout.split()[-1])
 
 
-@pytest.mark.slow
 def test_resident_memory_grows_as_planned() -> None:
     planned, taken = memory(LARGE, CPU)["total"], grown("cpu", "fp32")
-    print(f"planned {planned / 1e9:.3f} GB, grown by {taken / 1e9:.3f} GB")
-    assert planned > 1e9
+    assert planned > 6e8
     assert taken == pytest.approx(planned, rel=0.15)
 
 

@@ -5,12 +5,12 @@ from math import prod
 import pytest
 import torch
 
+from megatron.models.registry import MODELS
 from megatron.parallel.factory import factory_1d
 from megatron.parallel.gradients import GradientBuffers
-from megatron.parallel.product import STEP
+from megatron.parallel.kernels import ROW_MULTIPLE
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs
-from megatron.train.models import MODELS
 from tests.tools.planning.counted import fake_ranks
 from tests.tools.planning.presets import NAMES, planned, preset
 from tools.planning.parameters import buckets, local, table, whole
@@ -42,7 +42,7 @@ def test_parameters_are_those_of_the_model(name: str, flags: tuple[str, ...]) ->
     assert [each.name for each in plan] == list(found)
     assert whole(shape) == sum(numbers for numbers, _, _ in found.values())
     assert local(shape) == sum(parameter.numel() for parameter in model.parameters())
-    names = [[slot.name for slot in bucket.slots] for bucket in gradients.buckets]
+    names = [[view.name for view in bucket.views] for bucket in gradients.buckets]
     most = THIS_PROJECT.bucket_bytes // 4
     assert [[each.name for each in bucket] for bucket in buckets(plan, most)] == names
     assert whole(shape) == pytest.approx(PAPER.get(name, whole(shape)), rel=0.02)
@@ -68,10 +68,10 @@ def test_flops_are_those_of_the_products(tensor: int) -> None:
 def test_flops_of_a_bert_are_those_of_its_products() -> None:
     shape = planned(preset("bert_336m", "--recompute-granularity", "none"), 128)
     assert shape.predicted == round(0.15 * shape.tokens)
-    assert FILLED == STEP
-    assert shape.scored % STEP == 0
+    assert FILLED == ROW_MULTIPLE
+    assert shape.scored % ROW_MULTIPLE == 0
     filled = shape.scored - shape.predicted
-    assert 0 < filled < STEP
+    assert 0 < filled < ROW_MULTIPLE
     h, padding = shape.hidden, shape.padded - shape.vocabulary
     of_no_use = shape.scored * h * padding + filled * (h * shape.vocabulary + h**2)
     more = 6 * of_no_use * shape.micro_batches * shape.data

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from megatron.config.parse import find_preset
 from tools.command import ROOT
-from tools.paper.checks import check_counts
 from tools.paper.data import FILES, check_files
 from tools.paper.figure6.plan import Settings, check_settings, plan
-from tools.paper.program import carry_out
+from tools.paper.program import carry_out, check_counts
 from tools.processes import count_gpus
 from tools.stages import run_program
 from tools.train_tokenizer import check_vocab_size

@@ -10,8 +10,14 @@ from megatron.config.pretrain import PretrainGPT2Config
 from tools.command import python, shown
 from tools.paper.corpus import corpus_stages, evaluation_files, training_text
 from tools.paper.results import result_files
-from tools.paper.training import data_prefix, data_stage, pretrain_stage
-from tools.paper.zero_shot import ZERO_SHOT, evaluate, zero_shot_flags
+from tools.paper.training import (
+    ZERO_SHOT,
+    data_prefix,
+    data_stage,
+    evaluate,
+    pretrain_stage,
+    zero_shot_flags,
+)
 from tools.processes import fit_processes
 from tools.stages import Stage
 

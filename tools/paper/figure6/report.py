@@ -14,7 +14,7 @@ from tools.paper.figure6.findings import findings
 from tools.paper.figure6.plan import Size, parse_name, result_file, run_folder
 from tools.paper.results import BLACK, BLUE, GREEN, ORANGE, Facts, as_png, points, write_results
 from tools.paper.tables import Table, listed, millions, of_lambada, of_wikitext, table_3
-from tools.paper.zero_shot import ZERO_SHOT
+from tools.paper.training import ZERO_SHOT
 
 COLORS = (ORANGE, GREEN, BLUE, BLACK)
 STYLES = ("-", "--", "-.", ":")

@@ -4,9 +4,18 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from tools.funnel import FUNNEL_STYLE, funnel
-from tools.learning import CURVE_STYLE
-from tools.page import commands, decimal, document, duration, percent, section, tiles
+from tools.page import (
+    CURVE_STYLE,
+    FUNNEL_STYLE,
+    commands,
+    decimal,
+    document,
+    duration,
+    funnel,
+    percent,
+    section,
+    tiles,
+)
 from tools.paper.miniature import tables
 from tools.paper.tables import millions
 

@@ -8,8 +8,16 @@ from megatron.config.pretrain import PretrainConfig
 from tools.command import python, shown
 from tools.paper.corpus import corpus_stages, evaluation_files, heldout_text, training_text
 from tools.paper.data import RACE_DEV, RACE_TRAIN
-from tools.paper.training import TASKS, data_prefix, data_stage, pretrain_stage, under_torchrun
-from tools.paper.zero_shot import Flags, evaluate, zero_shot_flags
+from tools.paper.training import (
+    TASKS,
+    Flags,
+    data_prefix,
+    data_stage,
+    evaluate,
+    pretrain_stage,
+    under_torchrun,
+    zero_shot_flags,
+)
 from tools.processes import Processes, fit_processes
 from tools.stages import Stage
 

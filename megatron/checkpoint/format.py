@@ -1,0 +1,177 @@
+"""A checkpoint as files: names, manifest, slices, and whether all of it is whole. No torch.
+
+    SAVE/latest                                  name of the newest one
+    SAVE/step_00000100/manifest.json             settings, counters, every tensor and its slices
+    SAVE/step_00000100/shard_00000.safetensors   the slices that global rank 0 wrote
+    SAVE/step_00000100/vocab.json, merges.txt    the tokenizer, if the run knew it
+    SAVE/step_00000200.abandoned                 whole, of a run that went back to an earlier step
+    SAVE/.step_00000300.partial                  being written, or its writer was killed
+    SAVE/.step_00000050.removed                  being removed
+
+A folder named step_XXXXXXXX is a whole checkpoint at every moment. A manifest holds a checksum of
+itself and those of all other files. A tensor's slices are boxes that tile its true shape, without
+padding, so that a rank of any layout finds its own part.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.data.files import sha256
+
+FORMAT = 2
+STEP_FOLDER = "step_[0-9]{8}"
+Box = tuple[slice, ...]
+
+
+def step_folders(directory: str | Path) -> list[Path]:
+    """The folders step_XXXXXXXX of a --save directory, the highest step first."""
+    found = Path(directory).glob("step_*")
+    folders = [path for path in found if re.fullmatch(STEP_FOLDER, path.name) and path.is_dir()]
+    return sorted(folders, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's folder is named after."""
+    return int(path.name.removeprefix("step_"))
+
+
+def one_step(load: str | Path) -> Path | None:
+    """The checkpoint's folder that `load` names, or that a link of any name leads to; None where
+    it names a directory of checkpoints."""
+    paths = Path(load), Path(load).resolve()
+    return next((path for path in paths if re.fullmatch(STEP_FOLDER, path.name)), None)
+
+
+def save_directory(load: str | Path) -> Path:
+    """The directory of the checkpoints that `load` names all or one of, however it is spelt."""
+    return Path(load).resolve() if one_step(load) is None else Path(load).resolve().parent
+
+
+def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest with a checksum of all of it, which finds a flipped bit in a counter."""
+    plain: dict[str, Any] = json.loads(json.dumps(manifest))
+    return {**plain, "checksum": _checksum(plain)}
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "checksum"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of one checkpoint folder, checked against itself and the sizes of the files.
+
+    Raises FileNotFoundError where it or a file is missing, ValueError where one is damaged. What
+    is in the files is not read: see `damage`.
+    """
+    file = path / "manifest.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is not there, so that {path} is no whole checkpoint")
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_bytes())
+        found = manifest["format"]
+        is_sealed = manifest.get("checksum") == _checksum(manifest)
+        if found == FORMAT and is_sealed:
+            check_tiling(manifest["tensors"], manifest["files"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+    if found != FORMAT:
+        raise ValueError(f"{file}: its format is {found!r}, only {FORMAT} is read here")
+    if not is_sealed:
+        raise ValueError(f"{file} is damaged: its checksum is not that of the rest of it")
+    for name, facts in manifest["files"].items():
+        _check_size(path / name, facts["bytes"])
+    return manifest
+
+
+def _check_size(file: Path, expected: int) -> None:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is not there, but its manifest lists it")
+    size = file.stat().st_size
+    if size != expected:
+        raise ValueError(f"{file}: {size} bytes, its manifest says {expected}")
+
+
+def examine(folder: Path) -> tuple[dict[str, Any], str]:
+    """(manifest, "") of a checkpoint that `read_manifest` accepts, else ({}, what is wrong)."""
+    try:
+        return read_manifest(folder), ""
+    except (ValueError, OSError) as error:
+        return {}, str(error)
+
+
+def damage(
+    path: Path,
+    manifest: Mapping[str, Any],
+    share: tuple[int, int] = (0, 1),
+    progress: Callable[[int], object] = lambda count: None,
+) -> list[str]:
+    """Hash the files of a checkpoint; one line for each that is missing, short or changed.
+
+    share: (rank, size), to hash every size-th file only. progress: called with the bytes of each
+    file that was hashed.
+    """
+    rank, size = share
+    found = []
+    for name, facts in list(manifest["files"].items())[rank::size]:
+        try:
+            _check_size(path / name, facts["bytes"])
+            if sha256(path / name) != facts["sha256"]:
+                found.append(f"{path / name} is damaged: its checksum is not that of the manifest")
+        except (ValueError, FileNotFoundError) as error:
+            found.append(str(error))
+        except OSError as error:  # a disk that cannot read it
+            found.append(f"{path / name} is damaged: {error.strerror or error}")
+        progress(facts["bytes"])
+    return found
+
+
+def check_tiling(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the slices of each tensor lie in these files and cover it exactly
+    once; in time linear in their number.
+
+    How many boxes cover each element follows from the sum of their signed corners: a corner counts
+    -1 for each dim in which it is the box's upper end. So boxes tile the whole exactly where their
+    corners sum to those of the whole.
+    """
+    for key, tensor in tensors.items():
+        slices = tensor["slices"]
+        if missing := {each["file"] for each in slices} - files.keys():
+            raise ValueError(f"a slice of {key} is in {min(missing)}, which is not listed")
+        corners: Counter[tuple[int, ...]] = Counter()
+        for each in slices:
+            _add_corners(corners, each["offset"], each["shape"], 1)
+        _add_corners(corners, [0] * len(tensor["shape"]), tensor["shape"], -1)
+        if any(corners.values()) or any(size < 0 for each in slices for size in each["shape"]):
+            raise ValueError(f"the slices of {key} do not cover it exactly once")
+
+
+def _add_corners(
+    corners: Counter[tuple[int, ...]], offset: list[int], shape: list[int], weight: int
+) -> None:
+    points: list[tuple[tuple[int, ...], int]] = [((), weight)]
+    for start, size in zip(offset, shape, strict=True):
+        ends = ((start, 1), (start + size, -1))
+        points = [((*point, at), value * sign) for point, value in points for at, sign in ends]
+    for point, value in points:
+        corners[point] += value
+
+
+def box_of(saved: Mapping[str, Any]) -> Box:
+    """Where a slice of the manifest lies in its tensor."""
+    pairs = zip(saved["offset"], saved["shape"], strict=True)
+    return tuple(slice(start, start + size) for start, size in pairs)
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """What both have in common; None if that is nothing."""
+    common = tuple(
+        slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)
+    )
+    return common if all(each.start < each.stop for each in common) else None

@@ -1,0 +1,293 @@
+"""What a run starts from, and whether it may: known before anything slow starts. No torch."""
+
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.format import (
+    examine,
+    one_step,
+    save_directory,
+    step_folders,
+    step_of,
+)
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checks import UsageError, flag
+from megatron.config.model import ModelConfig
+from megatron.config.pretrain import PretrainConfig
+from megatron.config.training import sample_settings
+
+# A resumed run is compared with its checkpoint by the settings of these parts of its config; what
+# the others hold (where files are, how fast it runs, what it logs) changes no result.
+COMPARED = ("model", "data", "optimizer", "training", "precision")
+# Of those, these may not change, as they make another model. What decides which sample comes when
+# changes only with --override-data: see `check_start`. The rest may change, and is said.
+FIXED = {
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--max-position-embeddings",
+    "--layernorm-epsilon",
+    "--residual-order",
+    "vocabulary",
+}
+PRECISIONS = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
+# What the directories of other programs have, and what makes a checkpoint of them.
+FOREIGN = {
+    "config.json": "convert_hf.py import",
+    "latest_checkpointed_iteration.txt": "import_megatron.py",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The checkpoints a run may start from, the furthest first; none for a start from scratch."""
+
+    folders: tuple[Path, ...] = ()
+    finetune: bool = False
+    """Take the weights alone and begin at step 0."""
+
+
+def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
+    """Where --load, --save and --finetune say to begin.
+
+    --load and --save of the same directory is how a job is queued that restarts itself: its first
+    start finds nothing to load, and that is no error. given: the flag that --load is of, for
+    messages. Raises FileNotFoundError where --load holds no checkpoint, UsageError where --save
+    holds those of another run than --load, or fine-tuning would save into --load.
+    """
+    saved = step_folders(config.save) if config.save is not None else []
+    if config.load is None:
+        if saved:
+            raise UsageError(
+                "--save",
+                config.save,
+                f"a directory without checkpoints (it has {saved[0].name}) or that of --load",
+                works=("--save", str(config.save), "--load", str(config.save)),
+            )
+        return Start()
+    one = one_step(config.load)
+    is_same = config.save is not None and save_directory(config.load) == Path(config.save).resolve()
+    if config.finetune and is_same:
+        raise UsageError(
+            "--save",
+            config.save,
+            f"another directory than --load {config.load}, whose weights --finetune takes",
+            works=("--save", f"{config.save}_finetuned"),
+        )
+    if is_same and one is not None:
+        saved = []  # going back on purpose, in the same directory
+    folders = [one] if one is not None and one.is_dir() else step_folders(config.load)
+    if not folders and not saved and (one is not None or not is_same):
+        cure = _what_would_work(config.load, given)
+        raise FileNotFoundError(f"{given} {config.load}: no checkpoint there; {cure}")
+    if not is_same:
+        _check_one_run(config, saved, folders)
+    if config.finetune and saved:
+        return Start(folders=tuple(saved))
+    both = {folder.resolve(): folder for folder in (*saved, *folders)}.values()
+    ordered = sorted(both, key=step_of, reverse=True)
+    return Start(folders=tuple(ordered), finetune=config.finetune)
+
+
+def _what_would_work(load: str, given: str) -> str:
+    """Instead of a --load without a checkpoint of this project."""
+    for file, program in FOREIGN.items():
+        if Path(load, file).is_file():
+            new = f"then {given} NEW"
+            return f"it has a {file}: `python tools/{program} --from {load} --to NEW`, {new}"
+    if seeds := sorted(each.name for each in Path(load).glob("seed_*") if step_folders(each)):
+        return f"it holds {', '.join(seeds)}: {given} {Path(load, seeds[0])} works"
+    return "the directory given to an earlier --save works"
+
+
+def _check_one_run(
+    config: CheckpointConfig, saved: Sequence[Path], folders: Sequence[Path]
+) -> None:
+    """What --save holds has to continue the run of --load, or to be fine-tuned from it."""
+    ours, theirs = (
+        next(filter(None, (examine(folder)[0] for folder in each)), None)
+        for each in (saved, folders)
+    )
+    if ours is None or theirs is None:
+        return
+    if ours.get("weights_of" if config.finetune else "run") != theirs.get("run"):
+        kind = "fine-tuned from" if config.finetune else "of the run of"
+        raise UsageError(
+            "--save",
+            config.save,
+            f"without checkpoints or with ones {kind} --load {config.load}, which "
+            f"{saved[0].name} there is not (--load {config.save} resumes that run)",
+            works=("--save", f"{config.save}_2"),
+        )
+
+
+def newest_readable(
+    folders: Sequence[Path], look: Callable[[Path], tuple[dict[str, Any], str]] = examine
+) -> tuple[Path, dict[str, Any], list[str]]:
+    """(folder, manifest, what is wrong with each folder passed over) of the first in which `look`
+    finds nothing wrong: `examine`, where all files are there at their sizes.
+
+    Raises ValueError with every reason where there is none.
+    """
+    reasons: list[str] = []
+    for folder in folders:
+        manifest, reason = look(folder)
+        if not reason:
+            return folder, manifest, reasons
+        reasons.append(reason)
+    places = list(dict.fromkeys(str(folder.parent) for folder in folders))
+    lists = " and ".join(f"`python tools/checkpoint.py ls {place}`" for place in places)
+    lines = "".join(f"\n  {reason}" for reason in reasons)
+    raise ValueError(
+        f"--load: no whole checkpoint in {' and '.join(places)}; {lists} shows what is there{lines}"
+    )
+
+
+def run_id(manifest: Mapping[str, Any] | None) -> str:
+    """Of the run that the checkpoint continues, else a new one: `run` in every manifest.
+
+    A new one is random, so that ranks draw different ones; that of the first rank is saved.
+    """
+    return (manifest or {}).get("run") or secrets.token_hex(8)
+
+
+def kind_of(manifest: Mapping[str, Any]) -> str:
+    """The kind of model that a checkpoint holds; the first ones held GPT-2 and did not say so."""
+    kind: str = manifest.get("kind", ModelConfig.kind)
+    return kind
+
+
+def check_kind(path: Path, manifest: Mapping[str, Any], *wanted: str) -> None:
+    """Raise ValueError where the checkpoint's model is of none of the kinds that are wanted."""
+    if (kind := kind_of(manifest)) not in wanted:
+        raise ValueError(
+            f"{path} holds a model of the kind {kind}; a checkpoint of the kind "
+            f"{' or '.join(wanted)} works"
+        )
+
+
+def check_start(
+    config: PretrainConfig,
+    path: Path,
+    manifest: Mapping[str, Any],
+    *,
+    identity: Mapping[str, Any],
+    finetune: bool = False,
+) -> None:
+    """Raise UsageError naming both values where the checkpoint's run differs in what may not
+    change: the model, and without --override-data what decides which sample comes when.
+
+    identity: that of the data sets: "vocab_size", "tokenizer" and "data", one text for each.
+    finetune: the run takes the weights alone; then it may have other data, but not another
+    tokenizer.
+    """
+    check_kind(path, manifest, config.model.kind)
+    if "imported_from" in manifest and not finetune:
+        raise UsageError(
+            "--load",
+            path,
+            f"a run to resume; it holds weights alone, imported from {manifest['imported_from']}, "
+            "from which --finetune starts at step 0, with a --save of its own",
+            works=("--load", str(path), "--finetune"),
+        )
+    fixed = FIXED | (set() if finetune else {"precision"})
+    overridable = {"tokenizer"}
+    if not finetune:
+        overridable |= {"--seed", "data sets", *map(flag, sample_settings(config.data))}
+    if config.checkpoint.override_data:
+        overridable = set()
+    precision = config.precision.name or manifest["precision"]
+    differing = differences(
+        manifest, {"config": asdict(config), **identity, "precision": precision}
+    )
+    wrong = [name for name in differing if name in fixed] + [
+        name for name in differing if name.partition(":")[0] in overridable
+    ]
+    if not wrong:
+        return
+    saved, now = differing[wrong[0]]
+    unless = "" if wrong[0] in fixed else ", unless --override-data is given"
+    if words := _arguments(wrong[0], now):
+        must = " ".join(_arguments(wrong[0], saved))
+        works = tuple(word for name in wrong for word in _arguments(name, differing[name][0]))
+    else:  # not a setting, but what is at --data-path
+        words = ("--data-path", *config.data.data_path)
+        must = f"of {wrong[0]} {saved} (not {now})"
+        works = ("--override-data",) if unless else ()
+    value = " ".join(words[1:]) or None
+    raise UsageError(words[0], value, f"{must}, as in {path}{unless}", works=works)
+
+
+def _arguments(name: str, value: Any) -> tuple[str, ...]:
+    """A setting as it is given on the command line; () for what is none."""
+    if name == "precision":
+        return (PRECISIONS[value],)
+    if not name.startswith("--"):
+        return ()
+    if isinstance(value, bool):
+        return (name if value else f"--no-{name[2:]}",)
+    return (name, *map(str, value if isinstance(value, list) else [value]))
+
+
+def changes(facts: Mapping[str, Any], manifest: Mapping[str, Any], data_size: int) -> list[str]:
+    """A line for each setting and data set that is not what it was when the checkpoint was saved.
+
+    facts: of this run, as its own manifests have them. data_size: its data-parallel size.
+    """
+    sizes = manifest["environment"]["layout"]["data"], data_size
+    return [
+        f"changed: {name} is {_text(now)} (was {_text(saved)})"
+        for name, (saved, now) in differences(manifest, facts, sizes).items()
+    ]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "not given"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], data_sizes: tuple[int, int] = (1, 1)
+) -> dict[str, tuple[Any, Any]]:
+    """{name: (saved, now)} of the settings that both runs know and that differ; a run is the facts
+    of its manifests and its data-parallel size."""
+    ours, theirs = _settings(saved, data_sizes[0]), _settings(now, data_sizes[1])
+    return {
+        name: (ours[name], value)
+        for name, value in theirs.items()
+        if name in ours and ours[name] != value
+    }
+
+
+def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
+    """{"--seed": 1234, ..., "precision": "fp32", "vocabulary": 50257, "tokenizer": its fingerprint,
+    "data sets": their number, "data sets: 1": its SHA-256, ...}, as JSON has them. What was left
+    open is what it comes to."""
+    parts = json.loads(json.dumps({part: facts["config"].get(part, {}) for part in COMPARED}))
+    found = {flag(name): value for part in parts.values() for name, value in part.items()}
+    if parts["training"]:
+        micro_batches = found["--micro-batch-size"] * data_size
+        found["--global-batch-size"] = found["--global-batch-size"] or micro_batches
+        if found["--lr-decay-style"] != "constant":
+            found["--lr-decay-iters"] = found["--lr-decay-iters"] or found["--train-iters"]
+    for name in ("--bf16", "--fp16"):  # compared by what they come to
+        found.pop(name, None)
+    if "precision" in facts:
+        found["precision"] = facts["precision"]
+    if facts["tokenizer"]:  # weights may be imported without one
+        found["tokenizer"] = facts["tokenizer"][:12]
+    found |= {"vocabulary": facts["vocab_size"], "data sets": len(facts["data"])}
+    texts = (text.removeprefix("1 of ") for text in facts["data"])
+    return found | {f"data sets: {number}": text for number, text in enumerate(texts, start=1)}
+
+
+def data_fingerprint(facts: Mapping[str, Any]) -> str:
+    """Twelve digits for vocabulary, tokenizer and data sets together, as a manifest has them."""
+    identity = {key: facts[key] for key in ("vocab_size", "tokenizer", "data")}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,197 @@
+"""The folders of a --save directory: who may write there, what is removed, and what is kept.
+
+One run writes to a directory at a time. The newest checkpoints that can be read back and the best
+one are kept; what may still be wanted is renamed, not removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+from megatron.checkpoint.format import examine, step_folders, step_of
+from megatron.checkpoint.load import verify
+from megatron.parallel.agree import agree, refuse_alike
+from megatron.parallel.mesh import Mesh
+
+# What a file system says that has no locks, or none for folders.
+_NO_LOCKS = (errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS)
+# What killed saves leave behind.
+_LEFTOVERS = (".step_*.partial", ".step_*.removed", "latest.tmp*")
+
+
+@contextmanager
+def claim(directory: str | None, mesh: Mesh) -> Iterator[None]:
+    """Hold a --save directory for this run: the first rank makes it, locks it and writes there.
+
+    None claims nothing. The lock ends with the process, however it ends. Raises OSError, the same
+    on every rank, where another run holds the directory or nothing can be written to it; then
+    nothing is left of the attempt. Every rank calls this.
+    """
+    with ExitStack() as held:
+
+        def take() -> None:
+            if directory is not None and mesh.is_first:
+                _take(directory, held)
+
+        refuse_alike(mesh, take)
+        yield
+
+
+def _take(directory: str, held: ExitStack) -> None:
+    path = Path(directory)
+    missing = list[Path]()  # the folders to make, the innermost first
+    try:
+        missing += [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY)
+        held.callback(os.close, descriptor)
+        _lock(descriptor, directory)
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".claim-") as file:
+            file.write(b"something\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except BlockingIOError as error:
+        raise OSError(
+            f"--save {directory}: another run is writing there; another directory works, or this "
+            "one when that run has ended"
+        ) from error
+    except OSError as error:
+        held.close()
+        for folder in missing:
+            with suppress(OSError):  # never made, or another process has written there since
+                folder.rmdir()
+        raise OSError(
+            f"--save {directory}: {error.strerror or error}; it must be a directory that can be "
+            "written to"
+        ) from error
+
+
+def _lock(descriptor: int, directory: str) -> None:
+    """Raises BlockingIOError where another process holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        warnings.warn(
+            f"--save {directory}: this file system has no locks; another run that writes there "
+            "would not be noticed",
+            stacklevel=2,
+        )
+
+
+def remove_leftovers(directory: Path) -> tuple[str, ...]:
+    """Remove what killed saves left; a line for each that cannot be removed."""
+    failures = []
+    for leftover in (path for pattern in _LEFTOVERS for path in directory.glob(pattern)):
+        try:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        except OSError as error:
+            failures.append(f"{leftover}, of a former save, is not removed: {error}")
+    return tuple(failures)
+
+
+def set_aside(final: Path, went_back_to: int | None) -> tuple[str, ...]:
+    """Rename the checkpoints beyond the step that the run went back to, so that no later run
+    resumes from them, and whatever has the name of the new one; a line for each."""
+    folders = step_folders(final.parent) if went_back_to is not None else []
+    notes = [
+        f"{_abandon(folder)}: this run went on from step {went_back_to}"
+        for folder in folders
+        if went_back_to is not None and step_of(folder) > went_back_to
+    ]
+    if final.exists():
+        notes.append(f"{_abandon(final)}: this run saved that step again")
+    return tuple(notes)
+
+
+def _abandon(folder: Path) -> str:
+    names = (f"{folder.name}.abandoned{'' if n == 1 else f'-{n}'}" for n in count(1))
+    aside = next(path for path in map(folder.with_name, names) if not path.exists())
+    folder.rename(aside)
+    return f"{folder} is now {aside.name}"
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, which is gone at once for whoever looks for whole ones."""
+    removed = folder.with_name(f".{folder.name}.removed")
+    folder.rename(removed)
+    shutil.rmtree(removed)
+
+
+class Retention:
+    """Keeps the newest `keep` whole checkpoints of `run` and the one with the lowest validation
+    loss; all where `keep` is None.
+
+    Each is read back once before it counts. A damaged one, and one of another run, neither counts
+    nor is removed.
+    """
+
+    def __init__(self, keep: int | None, mesh: Mesh, run: str | None) -> None:
+        self._keep = keep
+        self._mesh = mesh
+        self._run = run
+        # By (folder's name, manifest's checksum): a step that is saved again is read again.
+        self._faults: dict[tuple[str, str | None], list[str]] = {}
+
+    def apply(self, directory: Path) -> tuple[list[str], list[str]]:
+        """(names removed, notes for the user), the same on every rank; every rank calls this.
+
+        A failure is a note and ends no run: the checkpoint that was just saved is on disk.
+        """
+        if self._keep is None:
+            return [], []
+        try:
+            # The first rank lists: over a network the others may see a folder later.
+            found = agree(self._mesh, lambda: self._list(directory), f"listing {directory}")[0]
+            whole, notes = [], []
+            for name, checksum, loss, fault in found:
+                key = (name, checksum)
+                if key not in self._faults:
+                    faults = [fault] if fault else verify(directory / name, self._mesh)
+                    self._faults[key] = faults
+                    notes += [f"{each}; it is kept, and does not count as one" for each in faults]
+                if not self._faults[key]:
+                    whole.append((name, loss))
+            surplus = surplus_of(whole, self._keep)
+            failures = agree(self._mesh, lambda: self._remove(directory, surplus), "removing")[0]
+        except OSError as error:  # on every rank alike
+            return [], [f"no older checkpoint is removed: {error}"]
+        return [name for name in surplus if name not in failures], [*notes, *failures.values()]
+
+    def _list(self, directory: Path) -> list[tuple[str, str | None, float | None, str]]:
+        """(name, checksum, validation loss, why it does not count) of each, the newest first."""
+        rows = []
+        for folder in step_folders(directory) if self._mesh.is_first else ():
+            manifest, fault = examine(folder)
+            if not fault and manifest.get("run") != self._run:
+                fault = f"{folder} is of another run"
+            loss = manifest.get("validation_loss")
+            rows.append((folder.name, manifest.get("checksum"), loss, fault))
+        return rows
+
+    def _remove(self, directory: Path, names: Sequence[str]) -> dict[str, str]:
+        """{name: why it could not be removed}"""
+        failures = {}
+        for name in names if self._mesh.is_first else ():
+            try:
+                remove(directory / name)
+            except OSError as error:
+                failures[name] = f"{directory / name} is not removed: {error}"
+        return failures
+
+
+def surplus_of(whole: Sequence[tuple[str, float | None]], keep: int) -> list[str]:
+    """Of (name, validation loss) of whole checkpoints, the newest first: those to remove."""
+    measured = [(loss, name) for name, loss in whole if loss is not None]
+    best = min(measured, key=lambda pair: pair[0])[1] if measured else None
+    return [name for name, _ in whole[keep:] if name != best]

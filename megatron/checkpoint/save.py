@@ -1,0 +1,350 @@
+"""Writing checkpoints, in the loop or beside it.
+
+    training    step | copy | step | step | step |
+    writer            | write, fsync, rename | read back, remove |
+
+A checkpoint is staged beside its final name and renamed when everything is on disk, the manifest
+last; or it fails on every rank and leaves nothing. With --async-save the loop waits only for a copy
+to host memory: a thread writes it, and talks to the other ranks over a group of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+from threading import Thread
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron.checkpoint.format import FORMAT, check_tiling, seal
+from megatron.checkpoint.load import TensorSlice
+from megatron.checkpoint.retention import Retention, remove_leftovers, set_aside
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.data.files import flush_directory, room, sha256, write_atomically
+from megatron.parallel.agree import agree
+from megatron.parallel.mesh import Mesh
+
+NOTHING: Mapping[str, bytes] = MappingProxyType({})
+GRACE = 5.0  # seconds that an error in training waits for a save to finish
+
+
+def save(
+    directory: str | Path,
+    step: int,
+    slices: Iterable[TensorSlice],
+    facts: Mapping[str, Any],
+    mesh: Mesh,
+    attached: Mapping[str, bytes] = NOTHING,
+) -> Path:
+    """Write SAVE/step_XXXXXXXX with every tensor, `facts` (JSON) and the files {name: content} that
+    are attached on the first rank; return its path.
+
+    Every rank calls this and has to see one directory. Raises OSError on every rank where one
+    fails; then nothing of this checkpoint is left.
+    """
+    return _write(directory, step, own_slices(slices, mesh), facts, mesh, attached)[0]
+
+
+def own_slices(slices: Iterable[TensorSlice], mesh: Mesh) -> list[TensorSlice]:
+    """What this rank writes: each slice is written once, by the first of the ranks that hold it."""
+
+    def is_first_holder(each: TensorSlice) -> bool:
+        cut = {axis.name for _, axis in each.spec.cuts}
+        return not any(rank for name, rank in mesh.coordinates.items() if name not in cut)
+
+    return [s for s in slices if s.spec.real(s.local).numel() and is_first_holder(s)]
+
+
+def _write(
+    directory: str | Path,
+    step: int,
+    slices: Sequence[TensorSlice],
+    facts: Mapping[str, Any],
+    mesh: Mesh,
+    attached: Mapping[str, bytes],
+    went_back_to: int | None = None,
+) -> tuple[Path, int, tuple[str, ...]]:
+    """As `save`, of the slices that each rank writes: (path, bytes of all files but the manifest,
+    notes for the user). went_back_to: checkpoints beyond this step are set aside."""
+    final = Path(directory) / f"step_{step:08d}"
+    staging = final.with_name(f".{final.name}.partial")
+
+    def prepare() -> tuple[str, ...]:
+        notes = remove_leftovers(staging.parent)
+        staging.mkdir(parents=True)
+        return notes
+
+    def commit() -> tuple[int, tuple[str, ...]]:
+        manifest = _manifest(shares, facts)
+        write_atomically(staging / "manifest.json", json.dumps(seal(manifest), indent=1).encode())
+        notes = set_aside(final, went_back_to)
+        staging.rename(final)
+        flush_directory(final.parent)
+        write_atomically(final.with_name("latest"), f"{final.name}\n".encode())
+        return sum(file["bytes"] for file in manifest["files"].values()), notes
+
+    try:
+        left = agree(mesh, lambda: prepare() if mesh.is_first else ())[0]
+        extra = attached if mesh.is_first else NOTHING
+        shares = agree(mesh, lambda: _write_share(staging, slices, extra, mesh.control.rank))
+        size, notes = agree(mesh, lambda: commit() if mesh.is_first else (0, ()))[0]
+    except BaseException:
+        if mesh.is_first:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return final, size, (*left, *notes)
+
+
+def _write_share(
+    staging: Path, slices: Sequence[TensorSlice], attached: Mapping[str, bytes], rank: int
+) -> dict[str, Any]:
+    """Write the files of this rank; return what the manifest says of them."""
+    files = {}
+    for name, content in attached.items():
+        write_atomically(staging / name, content)
+        files[name] = {"bytes": len(content), "sha256": sha256(staging / name)}
+    shard = staging / f"shard_{rank:05d}.safetensors"
+    if slices:
+        tensors = {each.key: each.spec.real(each.local).contiguous() for each in slices}
+        files[shard.name] = _write_shard(shard, tensors)
+    return {"files": files, "tensors": {each.key: _entry(each, shard.name) for each in slices}}
+
+
+def _write_shard(file: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    try:
+        save_file(tensors, file)
+        file.chmod(0o644)  # like every other file: the library leaves it to its owner
+        facts = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            if hasattr(os, "posix_fadvise"):  # who reads it back reads the disk, not the memory
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    except (OSError, SafetensorError) as error:
+        file.unlink(missing_ok=True)  # what it took is free again
+        raise OSError(f"{file}: {reason(error)}; {room(file, needed)}") from error
+    return facts
+
+
+def reason(error: OSError | SafetensorError) -> str:
+    """Why the system refused, without what led there."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error).rpartition(": ")[2]
+
+
+def _entry(each: TensorSlice, file: str) -> dict[str, Any]:
+    box = each.spec.place
+    offset, shape = [cut.start for cut in box], [cut.stop - cut.start for cut in box]
+    return {
+        "dtype": str(each.local.dtype).removeprefix("torch."),
+        "shape": list(each.spec.shape),
+        "slices": [{"file": file, "offset": offset, "shape": shape}],
+    }
+
+
+def _manifest(shares: Sequence[dict[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
+    files: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    for share in shares:
+        files |= share["files"]
+        for key, entry in share["tensors"].items():
+            if key in tensors:
+                tensors[key]["slices"] += entry["slices"]
+            else:
+                tensors[key] = entry
+    check_tiling(tensors, files)
+    return {"format": FORMAT, **facts, "files": files, "tensors": tensors}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """One finished save.
+
+    stall_seconds: that this rank's loop waited. save_seconds: from the call until the checkpoint
+    was on disk under its name. bytes: of all its files. removed: names of older checkpoints.
+    notes: what else the user has to know: checkpoints found damaged (and kept), or set aside.
+    """
+
+    step: int
+    path: Path
+    stall_seconds: float
+    save_seconds: float
+    bytes: int
+    removed: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON, for a line of metrics."""
+        return {
+            "checkpoint": str(self.path),
+            "checkpoint_bytes": self.bytes,
+            "stall_seconds": self.stall_seconds,
+            "save_seconds": self.save_seconds,
+            "removed": list(self.removed),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        removed = f", removed {', '.join(self.removed)}" if self.removed else ""
+        return (
+            f"saved {self.path} | {self.bytes / 1e6:,.1f} MB in {self.save_seconds:.1f} s, "
+            f"training waited {self.stall_seconds:.2f} s{removed}"
+        ) + "".join(f"\nwarning: {note}" for note in self.notes)
+
+
+class Saver:
+    """Writes the checkpoints of one run; every rank has one, and calls it at the same steps.
+
+    config: without its `save` nothing is saved. facts: for every manifest; "run" is the id by which
+    older checkpoints are known to be this run's own, and may be removed. attached: {name: content}
+    of files that every checkpoint holds beside the tensors. start_step: of the checkpoint that this
+    run resumed from; those beyond it are renamed at the first save. A save that failed raises its
+    OSError on every rank, in whichever of save(), reports() and close() comes next.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: CheckpointConfig,
+        facts: Mapping[str, Any],
+        *,
+        attached: Mapping[str, bytes] = NOTHING,
+        start_step: int = 0,
+    ) -> None:
+        self._config = config
+        self._facts = facts
+        self._attached = attached
+        self._mesh = replace(mesh, control=mesh.control.another())
+        self._retention = Retention(config.keep_checkpoints, self._mesh, facts.get("run"))
+        self._went_back_to: int | None = start_step
+        self._host: dict[str, Tensor] = {}  # kept, so that only the first save allocates
+        self._pending: tuple[Future[SaveReport], float] | None = None
+        self._finished: list[SaveReport] = []
+
+    def save(
+        self,
+        step: int,
+        slices: Iterable[TensorSlice],
+        facts: Mapping[str, Any],
+        validation_loss: float | None,
+    ) -> None:
+        """Save the tensors as they are now; returns when they may change.
+
+        facts: of this step, for its manifest. validation_loss: of these weights, if it was
+        measured. Waits for the save before.
+        """
+        if self._config.save is None:
+            return
+        start = time.monotonic()
+        self.close()
+        directory, own = Path(self._config.save), own_slices(slices, self._mesh)
+        if self._config.async_save:
+            own = self._copy_to_host(own)
+        if validation_loss is not None and not isfinite(validation_loss):
+            validation_loss = None  # JSON has no word for it, and it is not the best
+        facts = {**facts, "validation_loss": validation_loss, **self._facts}
+        future: Future[SaveReport] = Future()
+
+        def write() -> None:
+            try:
+                future.set_result(self._write(directory, step, own, facts, start))
+            except BaseException as error:
+                future.set_exception(error)
+
+        if self._config.async_save:
+            # A daemon, so that a process whose peers are gone can still end.
+            Thread(target=write, name="save", daemon=True).start()
+        else:
+            write()
+        self._pending = future, time.monotonic() - start
+        if not self._config.async_save:
+            self.close()
+
+    def _copy_to_host(self, slices: Sequence[TensorSlice]) -> list[TensorSlice]:
+        """Copies in host memory; those of the save before are overwritten."""
+        for each in slices:
+            if each.key not in self._host:
+                self._host[each.key] = torch.empty(
+                    each.local.shape, dtype=each.local.dtype, pin_memory=each.local.is_cuda
+                )
+            self._host[each.key].copy_(each.local, non_blocking=True)
+        for device in {each.local.device for each in slices if each.local.is_cuda}:
+            torch.cuda.synchronize(device)
+        return [replace(each, local=self._host[each.key]) for each in slices]
+
+    def _write(
+        self,
+        directory: Path,
+        step: int,
+        slices: Sequence[TensorSlice],
+        facts: Mapping[str, Any],
+        start: float,
+    ) -> SaveReport:
+        path, size, notes = _write(
+            directory, step, slices, facts, self._mesh, self._attached, self._went_back_to
+        )
+        self._went_back_to = None
+        seconds = time.monotonic() - start
+        removed, more = self._retention.apply(directory)
+        return SaveReport(
+            step=step,
+            path=path,
+            stall_seconds=0.0,  # known to the caller alone
+            save_seconds=seconds,
+            bytes=size,
+            removed=tuple(removed),
+            notes=(*notes, *more),
+        )
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save has failed whose error is still to be raised."""
+        future = self._pending and self._pending[0]
+        return bool(future and future.done() and future.exception())
+
+    def reports(self) -> list[SaveReport]:
+        """The saves that have finished since the last call."""
+        if self._pending and self._pending[0].done():
+            self.close()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for the save that is being written, if there is one; `timeout` in seconds."""
+        if self._pending is None:
+            return
+        (future, stall), self._pending = self._pending, None
+        self._finished.append(replace(future.result(timeout), stall_seconds=stall))
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Let the last save finish; an error in training waits GRACE seconds for it."""
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(GRACE)
+        except TimeoutError:
+            error.add_note("the save that was being written was given up")
+        except Exception as failure:
+            error.add_note(f"the save that was being written failed, too: {failure}")

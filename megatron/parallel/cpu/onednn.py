@@ -1,0 +1,100 @@
+"""Matrix multiplication by the faster of the two libraries that torch has on a CPU.
+
+torch multiplies fp32 by MKL, which uses AVX-512 on Intel's processors only; oneDNN, which torch
+uses for narrow dtypes, uses it on all that have it. AMD's Zen 5 computes 512 bits at once, so that
+oneDNN is twice as fast there (docs/results/speed.md); Zen 4 computes them in halves.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ZEN_5 = 26  # cpu family in /proc/cpuinfo
+SMALL = 2**20  # multiplications; below, the call of oneDNN costs more than it saves
+ROW_MULTIPLE = 16  # oneDNN compiles and keeps a megabyte of code for each size it has met
+TRANSPOSED_BYTES = 2**22  # of dy that are transposed at once; more are transposed chunk by chunk
+CHUNK_BYTES = 2**20  # of a weight's gradient, on its way to the buffer
+
+
+@cache
+def is_faster_by_onednn() -> bool:
+    """Whether oneDNN is faster than MKL on this processor."""
+    return (
+        torch.backends.mkl.is_available()
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and _cpuinfo("vendor_id") == "AuthenticAMD"
+        and int(_cpuinfo("cpu family") or 0) >= ZEN_5
+    )
+
+
+def _cpuinfo(name: str) -> str:
+    """The value of the first processor in /proc/cpuinfo, or ""."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    line = re.search(rf"^{name}\s*: (\S+)", text, re.MULTILINE)
+    return line[1] if line else ""
+
+
+def _goes_to_onednn(x: Tensor, weight: Tensor) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and len(x) * weight.numel() >= SMALL
+        and len(x) % ROW_MULTIPLE == x.shape[1] % ROW_MULTIPLE == 0
+        and is_faster_by_onednn()
+        # With any other strides oneDNN runs its reference, a thousand times as slow.
+        and (weight.is_contiguous() or weight.T.is_contiguous())
+    )
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As kernels.matmul."""
+    if _goes_to_onednn(x, weight):
+        # torch 2.11 to 2.13 have no public function that multiplies fp32 by oneDNN.
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return result
+    return F.linear(x, weight, bias)
+
+
+def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:
+    """As kernels.add_matmul_."""
+    if not _goes_to_onednn(dy.T, x.T):
+        if accumulate:
+            out.addmm_(dy.T, x)
+        else:
+            torch.mm(dy.T, x, out=out)
+        return
+    # oneDNN cannot write into an existing tensor and copies a transposed one: both are kept small.
+    transposed, multiples = dy.T, CHUNK_BYTES // (max(x.shape) * x.itemsize * ROW_MULTIPLE)
+    chunk = ROW_MULTIPLE * max(1, multiples)
+    if dy.nbytes <= TRANSPOSED_BYTES:
+        transposed = transposed.contiguous()
+    for start in range(0, len(transposed), chunk):
+        rows = slice(start, start + chunk)
+        gradient = matmul(transposed[rows], x.T)
+        if accumulate:
+            out[rows].add_(gradient)
+        else:
+            out[rows].copy_(gradient)
+
+
+def matmul_few_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """As kernels.matmul_few_rows.
+
+    In fp32 the library multiplies a large matrix by two to eight columns at the speed of memory,
+    but takes 2 to 8 times as long for one column, or with the operands exchanged.
+    """
+    if x.dtype != torch.float32:
+        return F.linear(x, weight)
+    columns = x.T if x.shape[0] > 1 else x.repeat(2, 1).T
+    return (weight @ columns).T[: x.shape[0]]

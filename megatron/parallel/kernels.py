@@ -1,0 +1,85 @@
+"""The kernels that the layers run on: torch's, and on CPUs those of parallel/cpu/.
+
+The latter are faster, and exact where torch adds up many numbers in bf16 or fp16. They are used
+where the folder is there and `use_cpu_kernels` is True; otherwise all is plain torch, whose results
+differ by rounding and whose dropout draws other numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    from megatron.parallel import cpu
+
+    use_cpu_kernels = True
+except ImportError:
+    use_cpu_kernels = False
+
+ROW_MULTIPLE = 16
+"""What counts of rows that vary are padded to, so that kernels meet few sizes."""
+
+FEW_ROWS = 8
+
+
+def _by_cpu_kernels(x: Tensor) -> bool:
+    return use_cpu_kernels and not x.is_cuda
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear of two matrices [n, in] and [out, in], in any strides; not differentiable."""
+    if _by_cpu_kernels(x):
+        return cpu.matmul(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def matmul_few_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """F.linear(x, weight) of at most FEW_ROWS rows and a large weight, as generation takes."""
+    if _by_cpu_kernels(x):
+        return cpu.matmul_few_rows(x, weight)
+    return F.linear(x, weight)
+
+
+def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:
+    """Add dy' x to `out`, or overwrite it; dy [n, out] and x [n, in], all of one dtype."""
+    if _by_cpu_kernels(x):
+        cpu.add_matmul_(out, dy, x, accumulate=accumulate)
+    elif accumulate:
+        out.addmm_(dy.T, x)
+    else:
+        torch.mm(dy.T, x, out=out)
+
+
+def add_rows_(table: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """Add rows [n, h] to those of `table` at `index` [n], in an order that is always the same."""
+    rows = rows.to(table.dtype)
+    # torch has two ways, and each is deterministic on one kind of device only.
+    if table.is_cuda:
+        return table.index_put_((index,), rows, accumulate=True)
+    return table.index_add_(0, index, rows)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
+) -> Tensor:
+    """As F.scaled_dot_product_attention, on q, k, v [b, a, s, d].
+
+    mask: bool [b or 1, 1, 1 or s, s], True where a query may look.
+    """
+    if _by_cpu_kernels(q) and cpu.pays_in_blocks(q, is_causal, dropout):
+        return cpu.attention(q, k, v, mask, dropout, is_causal)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """F.dropout, drawn from the default generator."""
+    return cpu.dropout(x, p) if _by_cpu_kernels(x) else F.dropout(x, p)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """F.layer_norm over the last dim of x."""
+    if _by_cpu_kernels(x):
+        return cpu.layer_norm(x, weight, bias, epsilon)
+    return F.layer_norm(x, weight.shape, weight, bias, epsilon)

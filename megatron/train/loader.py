@@ -1,0 +1,79 @@
+"""From samples to tensors: sharded over the data-parallel ranks, prefetched, moved to the device.
+
+Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from megatron.data.batch import Batch, Samples, micro_batches
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron.parallel.mesh import Mesh
+
+
+def shard(lengths: Sequence[int], size: int, mesh: Mesh, name: str) -> Iterator[list[int]]:
+    """The numbers of the texts of each batch of this rank, with a progress bar called `name`.
+
+    lengths: of texts, in tokens. The longest come first: texts of equal length need little padding,
+    and what does not fit in memory fails at once. size: texts of a batch.
+    """
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    own = batches[mesh.data.rank :: mesh.data.size]
+    is_shown = mesh.is_first and sys.stderr.isatty()  # a log would be full of it
+    with tqdm(total=sum(map(len, own)), desc=name, disable=not is_shown) as bar:
+        for numbers in own:
+            yield numbers
+            bar.update(len(numbers))
+
+
+def prefetch(
+    data: Samples, starts: range, *, micro_batch_size: int, data_rank: int, data_size: int
+) -> Generator[list[Batch]]:
+    """This rank's micro-batches of step after step, each made while the step before is computed.
+
+    starts: the first sample of each step; its stride is the global batch size. What the data set
+    raises is raised in its step. The thread that reads ends with the iterator, so close an iterator
+    that is left early.
+    """
+
+    def read(start: int) -> list[Batch]:
+        numbers = micro_batches(
+            start,
+            global_batch_size=starts.step,
+            micro_batch_size=micro_batch_size,
+            data_rank=data_rank,
+            data_size=data_size,
+        )
+        return [data.batch(each) for each in numbers]
+
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
+        ahead: Future[list[Batch]] | None = None
+        for start in starts:
+            due, ahead = ahead, thread.submit(read, start)
+            if due is not None:
+                yield due.result()
+        if ahead is not None:
+            yield ahead.result()
+
+
+def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
+    """Copies of the arrays on the device; the host does not wait for a GPU's, which needs pinned
+    memory."""
+    import torch
+
+    tensors = map(torch.from_numpy, arrays)
+    if device.type == "cuda":
+        return [each.pin_memory().to(device, non_blocking=True) for each in tensors]
+    return [each.to(device) for each in tensors]

@@ -1,0 +1,300 @@
+"""What a command of fine-tuning asks for: settings, models and input, checked without torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from megatron.checkpoint.format import one_step
+from megatron.config.checkpoint import TrainedConfig
+from megatron.config.checks import UsageError, flag
+from megatron.config.model import BertConfig, FinetunedConfig
+from megatron.config.training import ParallelConfig
+from megatron.data.tokenizer import Tokenizer
+from megatron.train.trained import open_trained
+from tasks import paper
+from tasks.checks import ChecksConfig
+from tasks.common import ReportConfig
+from tasks.finetuning import FinetuneSettings, Finetuning
+from tasks.record import identify
+
+RESULT = "result.json"  # of a seed that is finished
+TABLE_6 = ("epochs", "lr", "global_batch_size")  # set by presets, which evaluations may name, too
+TRAINING = (
+    *TABLE_6,
+    "lr_warmup_fraction",
+    "weight_decay",
+    "clip_grad",
+    "hidden_dropout",
+    "attention_dropout",
+    "recompute_granularity",
+)
+ROUNDING = ("micro_batch_size", "dtype")  # change an evaluation by rounding alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that a run needs beside the mesh."""
+
+    name: str
+    settings: FinetuneSettings
+    task: Finetuning
+    tokenizer: Tokenizer
+    models: Sequence[Sequence[Path]]
+    """Of each model that was given, its checkpoint and older ones, should that be damaged."""
+    dtypes: Sequence[str]
+    """What each of these is evaluated in."""
+    facts: Mapping[str, Any]
+    """For the record: input, command, hyper-parameters, what the checks of the input allowed."""
+
+
+def make_plan(
+    name: str, module: Any, settings: FinetuneSettings, command: Sequence[str], world: int
+) -> Plan:
+    """Read and check all input; raises ValueError or OSError that names the flag."""
+    check_models(settings)
+    opened = open_models(settings, world)
+    for folders, tokenizer, manifest in opened:
+        check_kind(settings, folders[0], manifest)
+        if tokenizer.fingerprint != opened[0][1].fingerprint:
+            raise UsageError(
+                "--ensemble",
+                folders[0],
+                f"a model of the same tokenizer as {opened[0][0][0]}",
+            )
+    _, tokenizer, manifest = opened[0]
+    task = module.prepare(settings, manifest, tokenizer)
+    if settings.evaluation.compare_paper:
+        paper.check_figures(task.paper or name, task.conventions)
+    check_examples(settings, task)
+    for folders, _, manifest in opened if not settings.train_data else ():
+        check_head(task, folders[0], manifest)
+        warn_of_changes(settings, folders[0], manifest.get("finetuned", {}))
+    if settings.train_data and settings.save is None:
+        warnings.warn(
+            "nothing of the models is kept, and no seed if a later one fails; --save DIRECTORY "
+            "would keep them",
+            stacklevel=2,
+        )
+    facts = {
+        "data": [identify(each) for each in settings.files],
+        "hyper_parameters": hyper_parameters(settings),
+        "checks": checks_of(settings),
+        "command": command,
+    }
+    return Plan(
+        name=name,
+        settings=settings,
+        task=task,
+        tokenizer=tokenizer,
+        models=[folders for folders, _, _ in opened],
+        dtypes=[settings.dtype or dtype_of(manifest) for _, _, manifest in opened],
+        facts=facts,
+    )
+
+
+def check_models(settings: FinetuneSettings) -> None:
+    """Raise UsageError where no model is given, or a setting would be ignored."""
+    given, trains = settings.ensemble, bool(settings.train_data)
+    if given and settings.load is not None:
+        raise UsageError("--load", settings.load, "left out beside --ensemble")
+    if not given and settings.load is None:
+        answers = f", or {flag(settings.judged)} FILE" if settings.judged and not trains else ""
+        raise UsageError("--load", None, f"given, or --ensemble{answers}")
+    if given and trains:
+        raise UsageError(
+            "--ensemble", " ".join(given), "left out beside --train-data, which trains one model"
+        )
+    if len(given) == 1:
+        warnings.warn(
+            f"--ensemble {given[0]} is a single model, whose figures --load would give; several, "
+            "such as the seeds of one --save, would work as an ensemble",
+            stacklevel=2,
+        )
+    if not trains:
+        unused = (*TRAINING, "seed", "seeds", "save")
+        _refuse([each for each in settings_of(settings) if each.name in unused], "--train-data")
+
+
+def check_judged(settings: FinetuneSettings) -> None:
+    """Raise UsageError for settings of a model where answers in a file are judged without one."""
+    if settings.evaluation.compare_paper:
+        raise UsageError(
+            "--compare-paper",
+            None,
+            "left out where answers in a file are judged: it compares models",
+            works=("--no-compare-paper",),
+        )
+    every = {field.name for field in fields(FinetuneSettings)}
+    own = {field.name for field in fields(settings)} - every
+    _refuse([each for each in settings_of(settings) if each.name not in own], "a model")
+
+
+def _refuse(settings: Sequence[Setting], needed: str) -> None:
+    """Raise UsageError for the first setting that is not at its default, and does nothing without
+    what is `needed`; those that presets of table 6 set are a warning."""
+    changed = [each for each in settings if each.is_changed]
+    for each in changed:
+        if each.name not in TABLE_6:
+            raise UsageError(flag(each.name), each.value, f"left out without {needed}")
+    if changed:
+        names = " and ".join(flag(each.name) for each in changed)
+        does = "does" if len(changed) == 1 else "do"
+        warnings.warn(f"{names} {does} nothing here, where nothing is trained", stacklevel=4)
+
+
+def open_models(
+    settings: FinetuneSettings, world: int
+) -> list[tuple[Sequence[Path], Tokenizer, dict[str, Any]]]:
+    """Of each model that is given what `open_trained` says; warns where one is given twice."""
+    name, loads = "--ensemble", settings.ensemble
+    if settings.load is not None:
+        name, loads = "--load", (settings.load,)
+    opened, known = [], set()
+    for load in loads:
+        config = TrainedConfig(load=load, vocab_file=settings.vocab_file)
+        kinds = (BertConfig.kind, FinetunedConfig.kind)
+        opened.append(open_trained(config, settings.parallel, world, kinds, given=name))
+        folders, _, manifest = opened[-1]
+        warn_unfinished(name, load, folders[0], manifest.get("finetuned", {}))
+        if manifest["checksum"] in known:
+            warnings.warn(
+                f"{name} {load} is the same model as one before it, so that it counts twice",
+                stacklevel=2,
+            )
+        known.add(manifest["checksum"])
+    return opened
+
+
+def dtype_of(manifest: Mapping[str, Any]) -> str:
+    """What a model was fine-tuned in; fp32 for one that was imported, where it is not known."""
+    precision: str = manifest["precision"]
+    return "fp32" if "imported_from" in manifest else precision
+
+
+def check_kind(settings: FinetuneSettings, path: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise UsageError where the checkpoint is not of the kind that is trained or evaluated."""
+    is_finetuned = manifest["kind"] == FinetunedConfig.kind
+    if is_finetuned and settings.train_data:
+        raise UsageError(
+            "--load", path, "not fine-tuned yet; without --train-data, it is evaluated"
+        )
+    if not is_finetuned and not settings.train_data:
+        name = "--ensemble" if settings.ensemble else "--load"
+        raise UsageError(name, path, "fine-tuned, or given with --train-data: its head is random")
+    positions = manifest["config"]["model"]["max_position_embeddings"]
+    if settings.seq_length > positions:
+        raise UsageError(
+            "--seq-length",
+            settings.seq_length,
+            f"at most the {positions} positions of {path}",
+            works=("--seq-length", str(positions)),
+        )
+
+
+def check_examples(settings: FinetuneSettings, task: Finetuning) -> None:
+    """Raise UsageError where nothing is left of the data of a flag."""
+    for name, files, sets in (
+        ("--train-data", settings.train_data, [task.train]),
+        ("--valid-data", settings.valid_data, task.evaluations.values()),
+    ):
+        if files and not all(map(len, sets)):
+            given = " ".join(map(str, files))
+            raise UsageError(name, given, "data of which an example is left")
+    assert settings.train_data or not len(task.train)
+
+
+def check_head(task: Finetuning, path: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise ValueError where the model was fine-tuned for another task than this one."""
+    config = manifest["config"]["model"]
+    theirs, ours = (config["head"], tuple(config["labels"])), (task.head, tuple(task.labels))
+    if theirs != ours:
+        then = manifest.get("finetuned", {}).get("task", "another task")
+        raise ValueError(
+            f"{path} was fine-tuned on {then}: its head is a {_head(*theirs)}, and that of this "
+            f"task a {_head(*ours)}; a model that was fine-tuned on this task, with the same "
+            "labels in the same order, would work"
+        )
+
+
+def _head(head: str, labels: Sequence[str]) -> str:
+    return f"{head} ({', '.join(labels)})" if labels else head
+
+
+def warn_unfinished(given: str, load: str, path: Path, finetuned: Mapping[str, Any]) -> None:
+    """Of the checkpoint of a seed that did not come to its end, where `load` does not name it.
+
+    given: the flag of `load`. finetuned: how the model at `path` was, of its manifest. A folder
+    that has been copied elsewhere is as it was meant to be.
+    """
+    seed, epoch = finetuned.get("seed"), finetuned.get("epoch")
+    if path.parent.resolve().name != f"seed_{seed}" or (path.parent / RESULT).exists():
+        return
+    epochs = finetuned["hyper_parameters"]["epochs"]
+    if epoch != epochs and one_step(load) is None:
+        warnings.warn(
+            f"{given} {load}: seed {seed} is not finished, and this is its epoch {epoch} of "
+            f"{epochs}; its command, repeated, finishes it, and {given} {path} takes that epoch as "
+            "it is",
+            stacklevel=3,
+        )
+
+
+def warn_of_changes(settings: FinetuneSettings, path: Path, finetuned: Mapping[str, Any]) -> None:
+    """Of settings that change the figures, and are not those that the model was fine-tuned with.
+
+    finetuned: how the model of the checkpoint at `path` was, of its manifest.
+    """
+    then = finetuned.get("hyper_parameters", {})
+    for name, now in hyper_parameters(settings).items():
+        if name not in ROUNDING and then.get(name, now) != now:
+            warnings.warn(
+                f"{flag(name)} is {now}, but {path} was fine-tuned with {then[name]}; "
+                f"{flag(name)} {then[name]} would give the figures of that time",
+                stacklevel=2,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    name: str
+    value: Any
+    is_changed: bool  # from its default
+    decides: bool  # what is learned or said; else it says where things are, or how much is run
+
+
+def settings_of(config: Any) -> Iterator[Setting]:
+    """Every setting, those of configs in it included, but of the report and of the layout."""
+    hints = get_type_hints(type(config))
+    for field in fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        if is_dataclass(value):
+            if not isinstance(value, ReportConfig | ParallelConfig):
+                yield from settings_of(value)
+            continue
+        yield Setting(
+            name=field.name,
+            value=value,
+            is_changed=field.default is not MISSING and value != field.default,
+            decides=Path not in (hint, *get_args(hint)) and field.metadata.get("decides", True),
+        )
+
+
+def hyper_parameters(settings: FinetuneSettings) -> dict[str, Any]:
+    """What, beside data, model and seed, decides a result, as JSON; training's where it trains. The
+    precision of an evaluation is that of each model."""
+    left_out = () if settings.train_data else (*TRAINING, "dtype")
+    return {
+        each.name: each.value if isinstance(each.value, int | float | None) else str(each.value)
+        for each in settings_of(settings)
+        if each.decides and each.name not in left_out
+    }
+
+
+def checks_of(settings: FinetuneSettings) -> dict[str, Any]:
+    """What the checks of the input allow; nothing of a task without them."""
+    names = {field.name for field in fields(ChecksConfig)}
+    return {each.name: each.value for each in settings_of(settings) if each.name in names}

@@ -1,0 +1,205 @@
+"""A pretrained BERT with the head of a task (paper, section 5.2): its data, weights and answers.
+
+The order of an epoch's examples is a function of (seed, epoch). A step takes the next ones of the
+global batch size, and the last step of an epoch those that are left: every example is seen once an
+epoch, and weighs as much as the others of its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.save import save
+from megatron.config.model import FinetunedConfig, Head, ModelConfig
+from megatron.config.training import OptimizerConfig, PrecisionConfig
+from megatron.data.examples import Example, ExampleBatch, make_batch
+from megatron.data.order import permute
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.mesh import Mesh
+from megatron.train.generate import DivergedError
+from megatron.train.loader import shard
+from megatron.train.objectives import answer_scores
+from megatron.train.state import DTYPES, TrainState, build_state, environment, model_pieces
+from tasks.finetuning import FinetuneSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """The examples of each optimizer step of a training, a function of the step's number."""
+
+    examples: Sequence[Example]
+    seed: int
+    epochs: int
+    global_batch_size: int
+    micro_batch_size: int
+
+    @property
+    def per_epoch(self) -> int:
+        return -(-len(self.examples) // self.global_batch_size)
+
+    def __len__(self) -> int:
+        return self.epochs * self.per_epoch
+
+    def numbers(self, step: int) -> NDArray[np.int64]:
+        """The numbers of the examples of a step, counted from 0."""
+        epoch, place = divmod(step, self.per_epoch)
+        start, size = place * self.global_batch_size, len(self.examples)
+        places = np.arange(start, min(start + self.global_batch_size, size))
+        return permute(places, size, seed=self.seed, epochs=np.full_like(places, epoch))
+
+    def micro_batches(self, step: int, mesh: Mesh) -> list[ExampleBatch]:
+        """This rank's share of a step, as many batches of one size as every rank has.
+
+        Examples of similar length go together, so that there is little padding. Where they do not
+        go round, what is short is filled with one that does not count.
+        """
+        rows = [self.examples[number] for number in self.numbers(step)]
+        rows.sort(key=lambda example: -example.longest)
+        rounds = -(-len(rows) // (self.micro_batch_size * mesh.data.size))
+        shares = rounds * mesh.data.size
+        size = -(-len(rows) // shares)
+        cuts = [len(rows) * number // shares for number in range(shares + 1)]
+        own = range(mesh.data.rank, shares, mesh.data.size)
+        parts = [rows[cuts[number] : cuts[number + 1]] for number in own]
+        return [make_batch([*part, *[rows[-1]] * (size - len(part))], len(part)) for part in parts]
+
+
+def finetuned_config(
+    pretrained: ModelConfig, head: Head, labels: Sequence[str], **changes: Any
+) -> FinetunedConfig:
+    """The config of a pretrained BERT with this head in place of its own; changes: of dropout
+    and the like, which belong to the run and not to the weights."""
+    # Other kernels compute the same model, and need not be installed where it is fine-tuned.
+    settings = {**asdict(pretrained), "layernorm_impl": "torch", **changes}
+    return FinetunedConfig(head=head, labels=tuple(labels), **settings)
+
+
+def optimizer_config(settings: FinetuneSettings, steps: int) -> OptimizerConfig:
+    return OptimizerConfig(
+        lr=settings.lr,
+        min_lr=0.0,
+        lr_decay_style="linear",
+        lr_decay_iters=steps + 1,  # the rate reaches 0 after the last step
+        lr_warmup_iters=round(settings.lr_warmup_fraction * steps),
+        weight_decay=settings.weight_decay,
+        clip_grad=settings.clip_grad,
+    )
+
+
+def start(
+    path: Path,
+    config: FinetunedConfig,
+    optimizer: OptimizerConfig,
+    dtype: str,
+    seed: int,
+    mesh: Mesh,
+) -> TrainState:
+    """A run at step 0 with the weights of the pretrained BERT at `path`, which has been verified,
+    and a head drawn from the seed. Raises ValueError as `load_pretrained` does."""
+    state = build_state(
+        config,
+        optimizer,
+        PrecisionConfig(fp16=dtype == "fp16"),
+        mesh,
+        read_manifest(path)["vocab_size"],
+        seed=seed,
+        dtype=DTYPES[dtype],
+    )
+    load_pretrained(state, path)
+    return state
+
+
+def load_pretrained(state: TrainState, path: Path) -> None:
+    """Load all weights but those of the head from the checkpoint at `path`.
+
+    Raises ValueError, naming the first one, where the checkpoint lacks one of them, or has another
+    one than those of the pretraining heads and, for a span's model, of the pooler.
+    """
+    modules = {name.partition(".")[0] for name, _ in state.model.named_parameters()}
+    surplus = {"mlm", "sop", "pooler"} - modules
+    state.load_weights(path, missing={"head"}, surplus=surplus, verified=True)
+
+
+def save_finetuned(
+    state: TrainState,
+    config: FinetunedConfig,
+    directory: Path,
+    pretrained: Path,
+    attached: Mapping[str, bytes],
+    facts: Mapping[str, Any],
+) -> Path:
+    """Write the weights as a checkpoint of this step, without the optimizer's state: an epoch is
+    not resumed. It returns its folder; every rank calls this.
+
+    pretrained: the checkpoint that was fine-tuned. attached: files of the tokenizer. facts: of the
+    fine-tuning, for the manifest.
+    """
+    manifest = read_manifest(pretrained)
+    dtype = next(state.model.parameters()).dtype
+    every = {
+        "kind": config.kind,
+        "config": {"model": asdict(config), "data": manifest["config"]["data"]},
+        "precision": next(name for name, each in DTYPES.items() if each == dtype),
+        **{key: manifest[key] for key in ("vocab_size", "tokenizer", "data")},
+        "run": None,
+        "weights_of": manifest.get("run"),
+        "counters": state.counters(),
+        "environment": environment(state.mesh),
+        "validation_loss": None,
+        "finetuned": dict(facts),
+    }
+    return save(directory, state.step, model_pieces(state.model), every, state.mesh, attached)
+
+
+@torch.no_grad()
+def logits_of(
+    model: nn.Module,
+    config: FinetunedConfig,
+    mesh: Mesh,
+    examples: Sequence[Example],
+    micro_batch_size: int,
+    name: str,
+) -> list[NDArray[np.float32]]:
+    """The model's answer to each example: [classes], [options], or [n, 2] for the n tokens of its
+    sequence; the same on every rank, with a progress bar called `name`.
+
+    Neither batch size nor padding nor layout changes it but for rounding. Raises DivergedError
+    where logits are not numbers.
+    """
+    was_training = model.training
+    model.eval()
+    shapes = [_shape_of(each, config) for each in examples]
+    ends = np.cumsum([prod(shape) for shape in shapes])
+    flat = torch.zeros(int(ends[-1]) if len(ends) else 0)
+    for numbers in shard([each.longest for each in examples], micro_batch_size, mesh, name):
+        batch = make_batch([replace(examples[number], label=()) for number in numbers])
+        logits = answer_scores(model, batch, mesh.device).float().cpu()
+        for number, row in zip(numbers, logits, strict=True):
+            count = prod(shapes[number])
+            flat[ends[number] - count : ends[number]] = row.flatten()[:count]
+    model.train(was_training)
+    whole = all_reduce(flat.to(mesh.device), mesh.data).cpu().numpy()
+    if not np.isfinite(whole).all():
+        raise DivergedError(
+            f"{name}: logits are not numbers; a model that has not diverged would work, and in "
+            "place of --dtype fp16 --dtype bf16 or fp32"
+        )
+    parts = np.split(whole, ends[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _shape_of(example: Example, config: FinetunedConfig) -> tuple[int, ...]:
+    """Of the logits of this example."""
+    if config.head == "span":
+        return (len(example.options[0].tokens), 2)
+    return (len(config.labels) if config.head == "classifier" else len(example.options),)

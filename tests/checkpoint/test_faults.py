@@ -1,0 +1,358 @@
+"""Everything that can go wrong on a disk, while saving, after it, and in the writer's own process.
+
+A save that fails leaves the former checkpoint, a name without a dot is whole, and every rank is
+told (promises 5 and 19).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint import load as loading
+from megatron.checkpoint import save as saving
+from megatron.checkpoint.format import seal, step_folders
+from megatron.checkpoint.load import load, newest_whole, verify
+from megatron.train.state import TrainState
+from tests.checkpoint.saving import (
+    BOTH,
+    contents,
+    fail,
+    flip,
+    fresh,
+    names,
+    save,
+    save_steps,
+    saver_into,
+)
+from tests.dist import Pool
+from tests.tiny import mesh_of_ranks, tiny_section, tiny_state
+
+# Every call that a save makes on the file system, and the name it is known by.
+CALLS = {
+    "remove_leftovers": (saving, "remove_leftovers"),
+    "mkdir": (Path, "mkdir"),
+    "write_atomically": (saving, "write_atomically"),
+    "save_file": (saving, "save_file"),
+    "chmod": (Path, "chmod"),
+    "sha256": (saving, "sha256"),
+    "fsync": (os, "fsync"),
+    "set_aside": (saving, "set_aside"),
+    "rename": (Path, "rename"),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("call", CALLS)
+def test_a_failure_anywhere_leaves_the_former_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, asynchronous: bool
+) -> None:
+    state = fresh()
+    save_steps(saver_into(tmp_path, state), state, [1, 2])
+    before = names(tmp_path), contents(tmp_path / "step_00000001")
+    saver = saver_into(tmp_path, state, asynchronous=asynchronous, start_step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(*CALLS[call], fail)
+        with pytest.raises(OSError, match="on rank data 0, tensor 0: .*no luck"):
+            save_steps(saver, state, [3])
+    if call == "rename":  # nothing was; also where checkpoints were to be set aside
+        assert names(tmp_path) == before[0]
+    assert (tmp_path / "latest").read_text() == "step_00000002\n"
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+    assert contents(tmp_path / "step_00000001") == before[1]
+    (report,) = save_steps(saver, state, [3])  # and what it did not set aside, this one does
+    assert names(tmp_path) == [
+        "latest",
+        "step_00000001",
+        "step_00000002.abandoned",
+        "step_00000003",
+    ]
+    assert len(report.notes) == 1
+    state.load(report.path)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_kill_between_any_two_renames_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """While step 1 is saved again: former one aside, new one in; `latest`."""
+    state = fresh()
+    saver = saver_into(tmp_path, state)
+    save_steps(saver, state, [1])
+    calls = iter(range(100))
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Path, target: Path) -> Any:
+            counts = ".tmp" not in self.name or self.name.startswith("latest")
+            if counts and next(calls) == number:
+                raise KeyboardInterrupt
+            return function(self, target)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", counted(Path.rename))
+        patch.setattr(Path, "replace", counted(Path.replace))
+        try:
+            save_steps(saver, state, [1])
+            assert number == 3
+        except KeyboardInterrupt:
+            assert number < 3
+    former = "step_00000001" if number == 0 else "step_00000001.abandoned"
+    state.load(tmp_path / former)
+    there = {former} | ({"step_00000001"} if number > 1 else set())
+    assert {path.name for path in tmp_path.glob("*step_*")} == there
+    save_steps(saver, state, [2])
+    assert not list(tmp_path.glob("latest.*"))
+    assert (tmp_path / "latest").read_text() == "step_00000002\n"
+
+
+def fail_on_rank_1(directory: Path, asynchronous: bool) -> str:
+    state = fresh(2)
+    saver = saver_into(directory, state, asynchronous=asynchronous)
+    save_steps(saver, state, [1])
+    with pytest.MonkeyPatch.context() as patch:
+        if state.mesh.control.rank == 1:
+            patch.setattr(saving, "save_file", fail)
+        with pytest.raises(OSError, match="no luck") as caught:
+            save_steps(saver, state, [2])
+    return str(caught.value)
+
+
+@BOTH
+def test_a_failure_on_one_rank_is_one_on_all(
+    gloo: Pool, tmp_path: Path, asynchronous: bool
+) -> None:
+    for message in gloo.run(2, fail_on_rank_1, tmp_path, asynchronous):
+        assert "on rank data 0, tensor 1" in message
+        assert "shard_00001.safetensors" in message
+    assert names(tmp_path) == ["latest", "step_00000001"]
+
+
+@BOTH
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_full_disk_is_an_error_with_what_is_needed_and_free(
+    small_disk: Path, asynchronous: bool, attached: bool
+) -> None:
+    small, large = fresh(num_layers=1, hidden_size=8), fresh(hidden_size=96, num_layers=4)
+    save_steps(saver_into(small_disk, small), small, [1])
+    before = contents(small_disk / "step_00000001")
+    needed = sum(each.spec.real(each.local).nbytes for each in large.pieces())
+    extra, state, file = {}, large, "shard_00000.safetensors"
+    if attached:
+        extra, state, file = {"vocab.json": b"x" * 2_000_000}, small, "vocab.json"
+        needed = 2_000_000
+    saver = saver_into(small_disk, state, asynchronous=asynchronous, start_step=1, attached=extra)
+    with pytest.raises(OSError, match=rf"{file}: .*it needs {needed:,} bytes, ") as error:
+        save_steps(saver, state, [2])
+    free = int(str(error.value).split("bytes, ")[1].split(" are free")[0].replace(",", ""))
+    assert "too large" in str(error.value) or 0 < free < needed
+    assert names(small_disk) == ["latest", "step_00000001"]
+    assert contents(small_disk / "step_00000001") == before
+    save_steps(saver_into(small_disk, small, start_step=1), small, [3])  # this one has room
+    small.load(small_disk / "step_00000003")
+
+
+KILLED = """
+import os, sys, threading
+from pathlib import Path
+from megatron.checkpoint import save as saving
+from tests.checkpoint.saving import fail, fresh, save, save_steps, saver_into
+
+state, directory, stage = fresh(), Path(sys.argv[1]), sys.argv[2]
+saver = saver_into(directory, state, asynchronous=True, attached={"vocab.json": b"{}"})
+save_steps(saver, state, [1])
+function = getattr(saving, stage)
+
+def half(*arguments):
+    if stage == "save_file":
+        function(*arguments)
+        content = arguments[1].read_bytes()
+        arguments[1].write_bytes(content[: len(content) // 2])
+    os.write(1, b"half\\n")  # not print, which would write the line and its end apart
+    threading.Event().wait()
+
+setattr(saving, stage, half)
+state.step = 2
+save(saver, state)
+os.write(1, b"training goes on\\n")
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("stage", ["write_atomically", "save_file", "seal", "set_aside"])
+def test_a_writer_killed_at_any_stage_leaves_the_former_checkpoint(
+    tmp_path: Path, stage: str
+) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), stage]
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        assert process.stdout is not None
+        lines = {process.stdout.readline().strip() for _ in range(2)}
+        process.send_signal(signal.SIGKILL)
+    assert lines == {"half", "training goes on"}
+    assert names(tmp_path) == [".step_00000002.partial", "latest", "step_00000001"]
+    (tmp_path / ".step_00000007.removed").mkdir()  # and of one killed while it removed
+    (tmp_path / "latest.tmp123").touch()
+    state = fresh()
+    state.load(step_folders(tmp_path)[0])
+    save_steps(saver_into(tmp_path, state, start_step=1), state, [2])
+    assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
+    state.load(tmp_path / "step_00000002")
+
+
+def save_and_fail(directory: Path) -> None:
+    state = fresh()
+    with saver_into(directory, state, asynchronous=True) as saver:
+        save(saver, state)
+        raise ZeroDivisionError
+
+
+def test_an_error_in_training_waits_for_the_save_and_carries_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        save_and_fail(tmp_path / "a")
+    assert names(tmp_path / "a") == ["latest", "step_00000000"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "save"]
+    monkeypatch.setattr(saving, "save_file", fail)
+    with pytest.raises(ZeroDivisionError) as caught:
+        save_and_fail(tmp_path / "b")
+    assert any("no luck" in note for note in caught.value.__notes__)
+    assert names(tmp_path / "b") == []
+
+
+def test_a_failed_save_is_seen_before_it_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = fresh()
+    monkeypatch.setattr(saving, "save_file", fail)
+    saver = saver_into(tmp_path, state, asynchronous=True)
+    assert not saver.failed
+    save(saver, state)
+    for thread in threading.enumerate():
+        if thread.name == "save":
+            thread.join()
+    assert saver.failed
+    with pytest.raises(OSError, match="no luck"):
+        saver.reports()
+    assert not saver.failed
+    saver.close()
+
+
+# What happens to a checkpoint after it was saved. {name: (what does it, what the error says)}
+SHARD, MANIFEST = "shard_00000.safetensors", "manifest.json"
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def repeat_slices(path: Path, times: int) -> None:
+    """Another number of slices, in a manifest that is sealed none the less."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["tensors"]["model.final_norm.bias"]["slices"] *= times
+    (path / MANIFEST).write_text(json.dumps(seal(manifest)))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "short shard": (lambda path: cut(path / SHARD), f"{SHARD}: .* bytes"),
+    "flipped header": (lambda path: flip(path / SHARD, 20), f"{SHARD} is damaged"),
+    "flipped byte": (lambda path: flip(path / SHARD, 40_000), f"{SHARD} is damaged"),
+    "flipped last byte": (lambda path: flip(path / SHARD), f"{SHARD} is damaged"),
+    "no shard": (lambda path: (path / SHARD).unlink(), f"{SHARD} is not there"),
+    "unreadable shard": (
+        lambda path: ((path / SHARD).unlink(), (path / SHARD).mkdir()),
+        f"{SHARD} is not there",
+    ),
+    "flipped tokenizer": (lambda path: flip(path / "vocab.json", 0), "vocab.json is damaged"),
+    "short manifest": (lambda path: cut(path / MANIFEST), f"{MANIFEST} is damaged"),
+    "no manifest": (lambda path: (path / MANIFEST).unlink(), f"{MANIFEST} is not there"),
+    "hole": (lambda path: repeat_slices(path, 0), "exactly once"),
+    "overlap": (lambda path: repeat_slices(path, 2), "exactly once"),
+}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
+    """The files of two checkpoints of `plain`, by folder."""
+    directory, state = tmp_path_factory.mktemp("saved"), plain()
+    save_steps(saver_into(directory, state, attached={"vocab.json": b"{}"}), state, [1, 2])
+    return {path.name: contents(path) for path in step_folders(directory)}
+
+
+def plain(**changes: Any) -> TrainState:
+    return tiny_state(mesh_of_ranks(1), tiny_section(**changes), dtype=torch.float32)
+
+
+def write_steps(directory: Path, folders: dict[str, dict[str, bytes]]) -> Path:
+    """The later of the two."""
+    for folder, files in folders.items():
+        (directory / folder).mkdir(parents=True)
+        for name, content in files.items():
+            (directory / folder / name).write_bytes(content)
+    return directory / "step_00000002"
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_damaged_is_named_and_passed_over(
+    tmp_path: Path, two_steps: dict[str, dict[str, bytes]], damage: str
+) -> None:
+    path, (spoil, message) = write_steps(tmp_path, two_steps), DAMAGE[damage]
+    state = plain()
+    assert verify(path, state.mesh) == []
+    spoil(path)
+    with pytest.raises((ValueError, OSError), match=message) as caught:
+        state.load(path)
+    assert str(path) in str(caught.value)
+    assert verify(path, state.mesh) == [str(caught.value)]
+    newest, manifest, passed_over = newest_whole(step_folders(tmp_path), state.mesh)
+    assert (newest.name, manifest["counters"]["step"]) == ("step_00000001", 1)
+    assert passed_over == [str(caught.value)]
+    spoil(newest)
+    with pytest.raises(ValueError, match="no whole checkpoint") as caught:
+        newest_whole(step_folders(tmp_path), state.mesh)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def refusal(path: Path) -> tuple[str, list[str]]:
+    mesh = mesh_of_ranks(2)
+    with pytest.raises(ValueError, match="damaged") as caught:
+        tiny_state(mesh, tiny_section(), dtype=torch.float32).load(path)
+    return str(caught.value), verify(path, mesh)
+
+
+def test_damage_that_one_rank_finds_is_known_to_all(
+    gloo: Pool, tmp_path: Path, two_steps: dict[str, dict[str, bytes]]
+) -> None:
+    path = write_steps(tmp_path, two_steps)
+    flip(path / SHARD)
+    answers = gloo.run(4, refusal, path)
+    assert answers == [answers[0]] * 4
+    assert [str(path / SHARD) in line for line in answers[0][1]] == [True]
+
+
+def test_another_model_is_refused(tmp_path: Path, two_steps: dict[str, dict[str, bytes]]) -> None:
+    path = write_steps(tmp_path, two_steps)
+    with pytest.raises(ValueError, match=r"word_embedding.weight is \[101, 32\].*\[101, 64\]"):
+        plain(hidden_size=64).load(path)
+    with pytest.raises(ValueError, match=r"has no tensor model\.transformer\.layers\.2"):
+        plain(num_layers=3).load(path)
+
+
+def test_what_was_verified_just_now_is_not_read_again(
+    tmp_path: Path, two_steps: dict[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, state = write_steps(tmp_path, two_steps), plain()
+    monkeypatch.setattr(loading, "damage", lambda *_: ["read again"])
+    with pytest.raises(ValueError, match="read again"):
+        load(path, state.pieces(), state.mesh)
+    load(path, state.pieces(), state.mesh, verified=True)

@@ -1,0 +1,196 @@
+"""Checkpoint folders as files: which are there, and every way in which one is not whole."""
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.format import (
+    check_tiling,
+    damage,
+    overlap,
+    read_manifest,
+    seal,
+    step_folders,
+)
+from tests.checkpoint.files import FILES, make_checkpoint
+
+
+def test_step_folders_are_those_of_steps_the_highest_first(tmp_path: Path) -> None:
+    for name in (
+        "step_00000009",
+        "step_00000100",
+        "step_00000010",
+        "step_00000011.abandoned",
+        ".step_00000012.partial",
+        "step_13",
+        "step_0000001x",
+    ):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_00000200").write_text("a file")
+    found = [path.name for path in step_folders(tmp_path)]
+    assert found == ["step_00000100", "step_00000010", "step_00000009"]
+    assert step_folders(tmp_path / "nowhere") == []
+
+
+def test_a_whole_checkpoint_is_read_and_nothing_is_found(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 5)
+    manifest = read_manifest(path)
+    assert manifest["counters"]["step"] == 5
+    hashed: list[int] = []
+    assert damage(path, manifest, progress=hashed.append) == []
+    assert sum(hashed) == sum(map(len, FILES.values()))
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
+    """Or it changes nothing that is read: a space that became another kind of space."""
+    path = make_checkpoint(tmp_path, 5)
+    file = path / "manifest.json"
+    good, manifest = file.read_bytes(), read_manifest(path)
+    errors = []
+    for bit in range(0, 8 * len(good), 7):
+        content = bytearray(good)
+        content[bit // 8] ^= 1 << (bit % 8)
+        file.write_bytes(content)
+        try:
+            assert read_manifest(path) == manifest, content
+        except ValueError as error:
+            errors.append(str(error))
+    assert all(str(file) in error for error in errors)
+    assert len(errors) > 0.9 * len(good) * 8 / 7
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"counters": {"step": 6}},
+        {"format": 1},
+        {"checksum": None},
+        *("", "[]", "{}", '{"format": 2', "null", '"text"'),
+    ],
+)
+def test_what_is_no_manifest_is_named(tmp_path: Path, change: dict[str, Any] | str) -> None:
+    file = make_checkpoint(tmp_path, 5) / "manifest.json"
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(file.read_text()) | change)
+    file.write_text(change)
+    with pytest.raises(ValueError, match=f"{file}"):
+        read_manifest(file.parent)
+
+
+def test_missing_and_short_files_are_named(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 5)
+    manifest = read_manifest(path)
+    second = path / "shard_00001.safetensors"
+    content = second.read_bytes()
+    second.write_bytes(content[:-1])
+    expected = f"{second}: {len(content) - 1} bytes, its manifest says {len(content)}"
+    with pytest.raises(ValueError, match="bytes, its manifest says") as error:
+        read_manifest(path)
+    assert str(error.value) == expected
+    assert damage(path, manifest) == [expected]
+
+    second.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{second} is not there, but its manifest lists"):
+        read_manifest(path)
+    assert damage(path, manifest) == [f"{second} is not there, but its manifest lists it"]
+
+    (path / "manifest.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"manifest\.json is not there"):
+        read_manifest(path)
+
+
+def test_a_flipped_byte_is_found_by_whoever_hashes_that_file(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 5)
+    manifest = read_manifest(path)
+    file = path / "shard_00001.safetensors"
+    good = file.read_bytes()
+    for place in range(len(good)):
+        content = bytearray(good)
+        content[place] ^= 0x10
+        file.write_bytes(content)
+        assert read_manifest(path) == manifest  # its size is right
+        (line,) = damage(path, manifest, (1, 2))
+        assert line.startswith(f"{file} is damaged")
+        assert damage(path, manifest, (0, 2)) == []
+
+
+def test_a_file_that_cannot_be_read_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path, 5)
+    manifest = read_manifest(path)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    lines = damage(path, manifest)
+    assert len(lines) == len(FILES)
+    assert all("Input/output error" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [],
+        [([0, 0], [2, 3]), ([0, 0], [2, 3])],
+        [([0, 0], [2, 2])],
+        [([0, 0], [2, 2]), ([0, 1], [2, 2])],
+        [([0, 0], [3, 2])],  # as many elements, outside
+        [([0, 0], [1, 3]), ([2, 0], [1, 3])],
+        [([0, 0], [2, 4]), ([0, 4], [2, -1])],
+        [([0, 0], [2, 1]), ([0, 2], [2, 1]), ([0, 0], [1, 2]), ([1, 1], [1, 2])],
+        [([0], [6])],
+    ],
+)
+def test_slices_that_do_not_tile_their_tensor_are_refused(
+    boxes: list[tuple[list[int], list[int]]],
+) -> None:
+    slices = [{"file": "a", "offset": offset, "shape": shape} for offset, shape in boxes]
+    with pytest.raises(ValueError, match="slices of weight do not cover it exactly once"):
+        check_tiling({"weight": {"shape": [2, 3], "slices": slices}}, {"a": {}})
+
+
+@pytest.mark.parametrize("tile", [(1, 1, 3), (3, 1, 1), (2, 3, 7)])
+def test_a_hundred_thousand_slices_are_checked_in_seconds(tile: tuple[int, ...]) -> None:
+    """In time linear in their number; comparing each pair would take hours."""
+    shape = [6 * each for each in tile[:2]] + [2800 * tile[2]]
+    corners = product(*(range(0, size, each) for size, each in zip(shape, tile, strict=True)))
+    slices = [{"file": "a", "offset": list(each), "shape": list(tile)} for each in corners]
+    assert len(slices) == 100_800
+    check_tiling({"weight": {"shape": shape, "slices": slices}}, {"a": {}})
+    slices[50_000] = slices[50_001]
+    with pytest.raises(ValueError, match="weight do not cover it"):
+        check_tiling({"weight": {"shape": shape, "slices": slices}}, {"a": {}})
+
+
+def test_a_slice_in_a_file_that_is_not_listed_is_refused() -> None:
+    tensors = {"w": {"shape": [1], "slices": [{"file": "b", "offset": [0], "shape": [1]}]}}
+    check_tiling(tensors, {"b": {}})
+    with pytest.raises(ValueError, match="w is in b, which is not listed"):
+        check_tiling(tensors, {"a": {}})
+
+
+def test_the_overlap_of_two_places() -> None:
+    whole = (slice(0, 4), slice(0, 4))
+    assert overlap((slice(1, 6), slice(2, 3)), whole) == (slice(1, 4), slice(2, 3))
+    assert overlap((slice(4, 6), slice(2, 3)), whole) is None
+    assert overlap((), ()) == ()
+
+
+def test_a_seal_does_not_depend_on_how_the_file_is_spaced() -> None:
+    manifest = seal({"b": 1.5, "a": [1, None, "ü"], "n": {1: 2}})
+    assert seal(manifest) == manifest
+    assert seal({"n": {"1": 2}, "a": [1, None, "ü"], "b": 1.5})["checksum"] == manifest["checksum"]
+    assert seal({"b": 1.25})["checksum"] != seal({"b": 1.5})["checksum"]
+
+
+def test_a_checkpoint_is_looked_at_without_torch() -> None:
+    code = "import megatron.checkpoint.resume, sys; print({'torch', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,299 @@
+"""Where a run starts, and what a resumed run may not change."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.format import seal
+from megatron.checkpoint.resume import (
+    Start,
+    changes,
+    check_start,
+    find_start,
+    newest_readable,
+    run_id,
+)
+from megatron.config import CheckpointConfig, PretrainGPT2Config, UsageError, parse
+from tests.config.test_checks import settings
+
+IDENTITY = {"vocab_size": 100, "tokenizer": "f", "data": ["1/4 of SHA-256 a", "3/4 of SHA-256 b"]}
+PATH = Path("somewhere/step_00000004")
+
+
+def manifest(**changes: Any) -> dict[str, Any]:
+    facts = {"config": asdict(settings(**changes)), "precision": "fp32", **IDENTITY}
+    environment = {"layout": {"data": 2, "tensor": 1}}
+    return {"format": 2, **facts, "environment": environment, "files": {}, "tensors": {}}
+
+
+def write(directory: Path, *steps: int, **facts: str) -> None:
+    for step in steps:
+        folder = directory / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(json.dumps(seal(manifest() | facts)))
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that tests work in: "one" and "ahead" hold the same run, "two" another, "tuned"
+    one that was fine-tuned from "one"; "link" leads to "one", "straight" to a checkpoint in it."""
+    monkeypatch.chdir(tmp_path)
+    write(Path("one"), 4, 8, run="one")
+    write(Path("ahead"), 10, run="one")
+    write(Path("two"), 9, run="two")
+    write(Path("tuned"), 2, run="three", weights_of="one")
+    write(Path("seeds/seed_1"), 3)
+    Path("link").symlink_to("one")
+    Path("straight").symlink_to("one/step_00000004")
+    for file in ("config.json", "latest_checkpointed_iteration.txt"):
+        Path(f"with_{file}").mkdir()
+        Path(f"with_{file}", file).write_text("{}")
+    return tmp_path
+
+
+def start_of(arguments: str) -> Start:
+    words = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --train-iters 3"
+    config = parse(PretrainGPT2Config, [*words.split(), *arguments.split()], {})
+    return find_start(config.checkpoint)
+
+
+ONE, AHEAD = ["one/step_00000008", "one/step_00000004"], ["ahead/step_00000010"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folders"),
+    [
+        ("", []),
+        ("--save new", []),
+        ("--save new --load new", []),  # a job that restarts itself finds nothing at first
+        ("--save one --load one", ONE),
+        ("--save one --load link", ONE),
+        ("--save ./one/ --load one/", ONE),
+        ("--load one", ONE),
+        ("--load one --save new", ONE),
+        ("--load one --save ahead", AHEAD + ONE),
+        ("--load ahead --save one", AHEAD + ONE),
+        ("--load one/step_00000004 --save one", ONE[1:]),  # going back on purpose
+        ("--load link/step_00000004 --save one", ONE[1:]),
+        ("--load straight --save one", ONE[1:]),
+        ("--load one/step_00000004 --save new", ONE[1:]),
+        ("--load one/step_00000004 --save ahead", AHEAD + ONE[1:]),
+        ("--load one --save new --finetune", ONE),
+        ("--load one --save one/finer --finetune", ONE),
+        ("--load one --save tuned --finetune", ["tuned/step_00000002"]),
+    ],
+)
+def test_a_run_starts_from_the_furthest_checkpoint(
+    runs: Path, arguments: str, folders: list[str]
+) -> None:
+    start = start_of(arguments)
+    assert [each.resolve() for each in start.folders] == [runs / each for each in folders]
+    assert start.finetune == ("--finetune" in arguments and "tuned" not in arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        ("--save one", "--save"),  # from scratch, into another run
+        ("--load one --save two", "--save"),
+        ("--load two --save one", "--save"),
+        ("--load one --save two --finetune", "--save"),
+        ("--load one --save ahead --finetune", "--save"),  # not fine-tuned from it
+        ("--load one --save tuned", "--save"),
+        *(
+            (f"--load {load} --save one --finetune", "--save")
+            for load in ("one", "one/", "./one", "link", "one/step_00000004", "straight")
+        ),
+        ("--finetune", "--finetune"),
+        ("--save-interval 5", "--save-interval"),
+        ("--keep-checkpoints 5", "--keep-checkpoints"),
+        ("--async-save", "--async-save"),
+        ("--save new --keep-checkpoints 1", "--keep-checkpoints"),
+        ("--save new --save-interval 0", "--save-interval"),
+    ],
+)
+def test_runs_are_not_mixed(runs: Path, arguments: str, flag: str) -> None:
+    words = arguments.split()
+    with pytest.raises(UsageError) as error:
+        start_of(arguments)
+    if not error.value.works:  # an error of config.checks
+        assert str(error.value).startswith(flag)
+        return
+    assert error.value.flag == flag
+    at = words.index(flag)
+    after = next((n for n in range(at + 1, len(words)) if words[n].startswith("--")), len(words))
+    works = " ".join([*words[:at], *error.value.works, *words[after:]])
+    start_of(works.replace("--load checkpoints", "--load one"))
+
+
+@pytest.mark.parametrize(
+    ("load", "save", "cure"),
+    [
+        ("new", "other", "--save"),
+        ("one/step_00000003", "one", "--save"),
+        ("one/step_00000003", "other", "--save"),
+        ("with_config.json", "new", "tools/convert_hf.py import"),
+        ("with_latest_checkpointed_iteration.txt", "new", "tools/import_megatron.py"),
+        ("seeds", "new", "seeds/seed_1"),
+    ],
+)
+def test_nothing_to_load_is_an_error(runs: Path, load: str, save: str, cure: str) -> None:
+    with pytest.raises(FileNotFoundError, match=f"^--load {load}: .*{cure}"):
+        start_of(f"--load {load} --save {save}")
+
+
+def test_the_newest_that_can_be_read_is_taken_and_the_others_are_named(runs: Path) -> None:
+    write(Path("one"), 12, 16, run="one")
+    Path("one/step_00000016/manifest.json").unlink()
+    Path("one/step_00000012/manifest.json").write_text("{")
+    assert start_of("--load one --save ahead").folders  # the newest readable is of the same run
+    folders = start_of("--load one").folders
+    path, found, reasons = newest_readable(folders)
+    assert (path.name, found["precision"]) == ("step_00000008", "fp32")
+    assert [str(folder) in reason for folder, reason in zip(folders, reasons, strict=False)] == [
+        True,
+        True,
+    ]
+    for folder in folders:
+        (folder / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match="no whole checkpoint") as caught:
+        newest_readable(folders)
+    assert len(str(caught.value).splitlines()) == 5
+
+
+def test_a_run_keeps_its_id() -> None:
+    assert run_id({"run": "abc"}) == "abc"
+    ids = {run_id(None), run_id({}), run_id(None)}
+    assert len(ids) == 3
+    assert all(len(bytes.fromhex(each)) == 8 for each in ids)
+
+
+def check(identity: dict[str, Any] | None = None, finetune: bool = False, **changes: Any) -> None:
+    """changes: of settings; the checkpoint has those of `settings()`."""
+    identity = IDENTITY | (identity or {})
+    check_start(settings(**changes), PATH, manifest(), identity=identity, finetune=finetune)
+
+
+OVERRIDE = ("--override-data",)
+OTHER_DATA: list[dict[str, Any]] = [
+    {"data": ["1/4 of SHA-256 a", "3/4 of SHA-256 c"]},
+    {"data": ["1/4 of SHA-256 a"]},
+    {"data": []},
+    {"tokenizer": "g"},
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag", "works"),
+    [
+        ({"num_layers": 3}, "--num-layers", ("--num-layers", "2")),
+        ({"num_layers": 3, "override_data": True}, "--num-layers", ("--num-layers", "2")),
+        ({"num_layers": 3, "finetune": True}, "--num-layers", ("--num-layers", "2")),
+        ({"seed": 5}, "--seed", ("--seed", "1234")),
+        ({"split": "1,1,1"}, "--split", ("--split", "29,1,0")),
+        ({"seq_length": 8}, "--seq-length", ("--seq-length", "1024")),
+        ({"eod_mask_loss": True}, "--eod-mask-loss", ("--no-eod-mask-loss",)),
+        ({"bf16": True}, "--bf16", ("--no-bf16",)),
+        ({"bf16": True, "override_data": True}, "--bf16", ("--no-bf16",)),
+        (
+            {"seed": 5, "num_layers": 3},
+            "--num-layers",
+            ("--num-layers", "2", "--seed", "1234"),
+        ),
+        *(({"identity": other}, "--data-path", OVERRIDE) for other in OTHER_DATA),
+        ({"identity": {"vocab_size": 90}}, "--data-path", ()),
+        ({"identity": {"vocab_size": 90}, "override_data": True}, "--data-path", ()),
+        ({"identity": {"tokenizer": "g"}, "finetune": True}, "--data-path", OVERRIDE),
+    ],
+)
+def test_what_may_not_change(changes: dict[str, Any], flag: str, works: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError) as error:
+        check(**changes)
+    assert (error.value.flag, set(error.value.works)) == (flag, set(works))
+    assert str(PATH) in str(error.value)
+    if works == OVERRIDE:
+        check(**changes, override_data=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train_iters": 9, "tensor_model_parallel_size": 2, "lr": 0.1, "save": "s"},
+        {"override_data": True, "seed": 5, "seq_length": 8},
+        *({"override_data": True, "identity": other} for other in OTHER_DATA),
+        {"finetune": True, "seed": 5, "bf16": True, "identity": {"data": []}},
+    ],
+)
+def test_what_may_change(changes: dict[str, Any]) -> None:
+    check(**changes)
+
+
+def test_both_values_are_named() -> None:
+    for given, values in (
+        ({"seed": 5}, ("5", "1234")),
+        ({"identity": {"tokenizer": "g" * 64}}, ("g" * 12, "f")),
+        ({"identity": OTHER_DATA[0]}, ("3/4 of SHA-256 c", "3/4 of SHA-256 b")),
+    ):
+        with pytest.raises(UsageError) as error:
+            check(**given)
+        assert all(value in str(error.value) for value in values)
+
+
+def test_imported_weights_are_no_run_to_go_on_with() -> None:
+    """Such a manifest has the settings of the model and the data alone."""
+    config = {part: asdict(settings())[part] for part in ("model", "data")}
+    imported = manifest() | {"config": config, "imported_from": "gpt2"}
+    with pytest.raises(UsageError) as error:
+        check_start(settings(), PATH, imported, identity=IDENTITY)
+    assert error.value.works == ("--load", str(PATH), "--finetune")
+    check_start(settings(), PATH, imported, identity=IDENTITY, finetune=True)
+    check_start(settings(), PATH, imported | {"tokenizer": ""}, identity=IDENTITY, finetune=True)
+    with pytest.raises(UsageError, match="--num-layers 3"):
+        check_start(settings(num_layers=3), PATH, imported, identity=IDENTITY, finetune=True)
+
+
+def changed(before: dict[str, Any], data_size: int = 2, **now: Any) -> Sequence[str]:
+    facts = {"config": asdict(settings(**now)), **IDENTITY}
+    return changes(facts, manifest(**before), data_size)
+
+
+def test_what_has_changed_is_said() -> None:
+    assert changed({}) == []
+    assert changed({}, lr=3.0) == ["changed: --lr is 3.0 (was 0.00015)"]
+    assert changed({"clip_grad": 0.5}, data_path=("0.3", "a"), save="s", log_interval=3) == [
+        "changed: --data-path is 0.3 a (was )",
+        "changed: --clip-grad is 1.0 (was 0.5)",
+    ]
+    # What was left open is compared by what it comes to.
+    assert changed({"train_iters": 5}, train_iters=9) == [
+        "changed: --lr-decay-iters is 9 (was 5)",
+        "changed: --train-iters is 9 (was 5)",
+    ]
+    for fixed in ({"lr_decay_iters": 5}, {"lr_decay_style": "constant"}):
+        only = ["changed: --train-iters is 9 (was 5)"]
+        assert changed({"train_iters": 5, **fixed}, train_iters=9, **fixed) == only
+    assert changed({}, data_size=4) == ["changed: --global-batch-size is 4 (was 2)"]
+    assert changed({}, data_size=4, global_batch_size=2) == []
+    assert changed({"bf16": None}, bf16=False) == []  # compared by its name elsewhere
+    other = {"config": asdict(settings()), **IDENTITY, "tokenizer": "g"}
+    assert len(changes(other, manifest(), 2)) == 1
+
+
+def test_a_setting_that_the_checkpoint_does_not_know_is_not_compared() -> None:
+    old = manifest()
+    del old["config"]["model"]["layernorm_epsilon"], old["config"]["training"]["seed"]
+    check_start(settings(), PATH, old, identity=IDENTITY)
+    assert changes({"config": asdict(settings()), **IDENTITY}, old, 2) == []
+
+
+@pytest.mark.parametrize("train_iters", [2, 5, 260, 1_000_000])
+def test_an_interval_is_suggested_that_the_run_reaches(train_iters: int) -> None:
+    (line,) = CheckpointConfig(save="s").warnings(train_iters)
+    assert 0 < int(line.split("--save-interval ")[1].split()[0]) < train_iters
+    assert CheckpointConfig(save="s", save_interval=1).warnings(train_iters) == []
+    assert len(CheckpointConfig().warnings(train_iters)) == 1

@@ -1,0 +1,34 @@
+"""Without megatron/parallel/cpu all runs in plain torch, and the equalities still hold."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron.parallel import kernels
+
+ROOT = Path(__file__).parents[2]
+TESTS = (
+    "tests/parallel/test_layers.py",
+    "tests/parallel/test_linear_cross_entropy.py::test_the_incoming_gradient_may_be_any_number",
+    "tests/models/test_gpt2.py::test_it_equals_plain_modules",
+    "tests/train/test_layouts_agree.py::test_every_layout_gives_one_answer[t2]",
+    "tests/train/test_layouts_agree.py::test_every_layout_gives_one_answer[t2-d2]",
+)
+
+
+def test_the_equality_tests_pass_without_the_folder(tmp_path: Path) -> None:
+    """A copy, since the ranks that a test starts import the folder, too."""
+    for name in ("megatron", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__", "cpu" if name == "megatron" else "")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    plain = "from megatron.parallel import kernels; raise SystemExit(kernels.use_cpu_kernels)"
+    assert subprocess.run([sys.executable, "-c", plain], cwd=tmp_path, check=False).returncode == 0
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout
+
+
+def test_this_run_has_the_kernels() -> None:
+    assert kernels.use_cpu_kernels == (ROOT / "megatron" / "parallel" / "cpu").is_dir()

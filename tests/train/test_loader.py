@@ -1,0 +1,77 @@
+"""Prefetching: the sampler's batches step by step, one step ahead, errors where they belong."""
+
+import threading
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from megatron.data.batch import Batch
+from megatron.train.loader import prefetch
+
+
+class Numbers:
+    """Samples of one token, their number; tells of each batch that is made, and of the end."""
+
+    samples_per_epoch = 10**9
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.broken = broken
+        self.made: list[list[int]] = []
+        self.changed = threading.Condition()
+
+    def batch(self, numbers: range) -> Batch:
+        with self.changed:
+            self.made.append(list(numbers))
+            self.changed.notify_all()
+        if self.broken in numbers:
+            raise ValueError(f"sample {self.broken} is broken")
+        return Batch(tokens=np.array(numbers)[:, None])
+
+    def wait_for(self, made: list[list[int]]) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: self.made == made, timeout=20)
+
+
+def is_running() -> bool:
+    return any(thread.name.startswith("prefetch") for thread in threading.enumerate())
+
+
+def read(data: Numbers, starts: range, rank: int = 0, size: int = 1) -> list[list[list[int]]]:
+    steps = prefetch(data, starts, micro_batch_size=2, data_rank=rank, data_size=size)
+    return [[batch.tokens[:, 0].tolist() for batch in step] for step in steps]
+
+
+def test_steps_hold_the_micro_batches_of_this_rank() -> None:
+    assert read(Numbers(), range(4, 12, 4)) == [[[4, 5], [6, 7]], [[8, 9], [10, 11]]]
+    assert read(Numbers(), range(4, 12, 4), rank=1, size=2) == [[[6, 7]], [[10, 11]]]
+    assert read(Numbers(), range(4, 4, 4)) == []
+    assert not is_running()
+
+
+def test_the_next_step_and_no_other_is_made_while_one_is_used() -> None:
+    data = Numbers()
+    with closing(
+        prefetch(data, range(0, 100, 2), micro_batch_size=2, data_rank=0, data_size=1)
+    ) as steps:
+        assert data.made == []
+        next(steps)
+        assert data.wait_for([[0, 1], [2, 3]])
+        next(steps)
+        assert data.wait_for([[0, 1], [2, 3], [4, 5]])
+        assert is_running()
+    assert not is_running()
+    assert len(data.made) == 3
+
+
+def test_an_error_of_the_data_set_is_raised_in_its_step() -> None:
+    data = Numbers(broken=5)
+    steps = prefetch(data, range(0, 100, 2), micro_batch_size=2, data_rank=0, data_size=1)
+    assert [next(steps)[0].tokens[0, 0] for _ in range(2)] == [0, 2]
+    with pytest.raises(ValueError, match="sample 5 is broken"):
+        next(steps)
+    assert not is_running()
+
+
+def test_what_is_broken_after_the_last_step_is_not_read() -> None:
+    assert len(read(Numbers(broken=4), range(0, 4, 2))) == 2
