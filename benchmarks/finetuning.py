@@ -24,10 +24,10 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import facts, markdown, told
-from megatron.config.bert import BertConfig
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.model import BertConfig
 from megatron.config.parse import user_errors
+from megatron.config.training import ParallelConfig
 from megatron.models.registry import section_of
 from megatron.parallel.sharding import initial_value, sharding_specs
 from megatron.train.trained import open_trained

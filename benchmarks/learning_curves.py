@@ -26,12 +26,14 @@ from benchmarks import transformers_gpt2
 from benchmarks.curves import gap_table
 from benchmarks.curves_page import BF16, LAYOUTS, PEER, SERIAL, about, gaps_to_serial, renew
 from benchmarks.program import pretrain, setting_flags, step_lines
-from megatron.config.data import GPT2DataConfig
-from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.precision import PrecisionConfig
-from megatron.config.training import TrainingConfig
+from megatron.config.training import (
+    GPT2DataConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
 from megatron.data.gpt2 import open_splits
 from megatron.data.sources import Corpus, open_corpus
 from megatron.models.registry import build_model

@@ -31,8 +31,8 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 from benchmarks.machine import JsonFile, facts, markdown, told
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import user_errors
+from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.train.trained import open_trained
 from tasks import lambada

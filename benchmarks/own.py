@@ -9,8 +9,7 @@ from torch import Tensor
 
 from benchmarks.cases import SEED, Case
 from megatron.config.model import ModelConfig, RecomputeGranularity
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.gpt2 import GPT2
 from megatron.parallel.factory import factory_1d

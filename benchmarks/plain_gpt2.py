@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 
 
 class FusedProjections(nn.Module):

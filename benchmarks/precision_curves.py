@@ -26,12 +26,14 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 from benchmarks.curves_page import PRECISION, about, renew
 from benchmarks.precision_report import Followed, Run, followed, scaling, table
 from benchmarks.program import pretrain, setting_flags, step_lines
-from megatron.config.data import GPT2DataConfig
-from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.precision import PrecisionConfig
-from megatron.config.training import TrainingConfig
+from megatron.config.training import (
+    GPT2DataConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
 from megatron.data.sources import open_corpus
 
 # Small, because CPUs multiply fp16 matrices some fifty times slower than fp32 ones.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.cases import LEARNING_RATE, SEED, Case
 from benchmarks.own import make_batch, model_section, optimizer_section
 from benchmarks.turns import ResidentMemory, Stopwatch, serve
-from megatron.config.precision import PrecisionConfig
+from megatron.config.training import PrecisionConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import DTYPES, build_state
 from megatron.train.step import train_step

@@ -33,8 +33,8 @@ from benchmarks.scaling_worlds import Failed, Worlds
 from benchmarks.turns import Stopwatch
 from megatron.config.checks import writable
 from megatron.config.launch import world_size
-from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import user_errors
+from megatron.config.training import ParallelConfig
 from megatron.parallel.mesh import Mesh
 from megatron.train.compiled import choose_compile
 from megatron.train.launch import default_precision, launch

@@ -28,7 +28,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 from benchmarks.cases import LEARNING_RATE, Case
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
 from benchmarks.own import build, make_batch
-from megatron.config.parallel import ParallelConfig
+from megatron.config.training import ParallelConfig
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.train.launch import launch
 from megatron.train.step import train_step

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.checkpoint.load import newest_whole
 from megatron.checkpoint.retention import claim, remove
-from megatron.config.bert import FinetunedConfig
 from megatron.config.checks import UsageError, flag
+from megatron.config.model import FinetunedConfig
 from megatron.config.parse import user_errors
 from megatron.config.training import TrainingConfig
 from megatron.data.examples import ExampleBatch

@@ -20,10 +20,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.bert import Head
 from megatron.config.checks import UsageError, fraction, non_negative, positive
-from megatron.config.model import RecomputeGranularity
-from megatron.config.parallel import ParallelConfig
+from megatron.config.model import Head, RecomputeGranularity
+from megatron.config.training import ParallelConfig
 from megatron.data.examples import Encoding, Example
 from tasks.common import ReportConfig
 

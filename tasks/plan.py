@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from megatron.checkpoint.format import one_step
-from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError, flag
-from megatron.config.parallel import ParallelConfig
+from megatron.config.model import BertConfig, FinetunedConfig
+from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.train.trained import open_trained
 from tasks import paper

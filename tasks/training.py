@@ -20,10 +20,8 @@ from torch import nn
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.save import save
-from megatron.config.bert import FinetunedConfig, Head
-from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.model import FinetunedConfig, Head, ModelConfig
+from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.examples import Example, ExampleBatch, make_batch
 from megatron.data.order import permute
 from megatron.parallel.collectives import all_reduce

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron.config.bert import BertConfig
+from megatron.config.model import BertConfig
 from megatron.data.bert import BertBatch
 from megatron.parallel.mesh import Mesh
 from tests.models.dense import DENSE_KIT

@@ -26,9 +26,9 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checks import flag, non_negative
-from megatron.config.data import BertDataConfig
 from megatron.config.launch import interruptible
 from megatron.config.parse import parse, user_errors
+from megatron.config.training import BertDataConfig
 from megatron.data.bert import HIDDEN, RANDOM, BertDataset, BertSample
 from megatron.data.description import Description
 from megatron.data.gpt2 import GPT2Batch, GPT2Dataset, open_splits

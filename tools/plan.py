@@ -23,8 +23,8 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checks import UsageError
-from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
+from megatron.config.training import ParallelConfig
 from tools.planning import figure5, record, search
 from tools.planning.anchor import find_hardware
 from tools.planning.hardware import known_hardware

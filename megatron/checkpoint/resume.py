@@ -17,9 +17,9 @@ from megatron.checkpoint.format import (
 )
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError, flag
-from megatron.config.data import sample_settings
 from megatron.config.model import ModelConfig
 from megatron.config.pretrain import PretrainConfig
+from megatron.config.training import sample_settings
 
 # A resumed run is compared with its checkpoint by the settings of these parts of its config; what
 # the others hold (where files are, how fast it runs, what it logs) changes no result.

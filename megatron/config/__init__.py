@@ -8,18 +8,21 @@ if find_spec("tyro") is None:  # the first import of every program
         "`source .venv/bin/activate`"
     )
 
-from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError
-from megatron.config.data import BertDataConfig, DataConfig, GPT2DataConfig
-from megatron.config.logging import LoggingConfig
-from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
 from megatron.config.parse import parse, user_errors
-from megatron.config.precision import PrecisionConfig
 from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
-from megatron.config.training import TrainingConfig
+from megatron.config.training import (
+    BertDataConfig,
+    DataConfig,
+    GPT2DataConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
 
 __all__ = [
     "BertConfig",

@@ -334,17 +334,18 @@ def _split_presets(
 
 
 def find_preset(name: str, known: Collection[str] = ()) -> Path:
-    """The file of this path, or the preset of this name in scripts/presets and its folders.
+    """The file of this path, or the preset of this name in scripts/presets and its folders:
+    mnli_336m or finetune/mnli_336m.
 
     Raises UsageError, naming the nearest presets whose keys are all known (any where known is
     empty), where there is neither.
     """
     if Path(name).is_file():
         return Path(name)
-    file = next((each for each in PRESETS.rglob("*.toml") if each.stem == name), None)
-    if file is None:
-        raise _no_preset(name, known)
-    return file
+    for file in PRESETS.rglob("*.toml"):
+        if name in (file.stem, str(file.relative_to(PRESETS).with_suffix(""))):
+            return file
+    raise _no_preset(name, known)
 
 
 def _no_preset(name: str, known: Collection[str]) -> UsageError:

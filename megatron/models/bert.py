@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.bert import TOKEN_TYPES, BertConfig
+from megatron.config.model import TOKEN_TYPES, BertConfig
 from megatron.models.transformer import Transformer
 from megatron.parallel.factory import LayerFactory
 

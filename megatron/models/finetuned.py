@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megatron.config.bert import FinetunedConfig
+from megatron.config.model import FinetunedConfig
 from megatron.models.bert import BertEncoder, Pooler
 from megatron.parallel.factory import LayerFactory
 

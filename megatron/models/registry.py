@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.config.bert import BertConfig, FinetunedConfig
-from megatron.config.model import ModelConfig
+from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
 from megatron.models.bert import BERT
 from megatron.models.finetuned import FinetunedBert
 from megatron.models.gpt2 import GPT2

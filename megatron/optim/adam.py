@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 
 
 class Adam(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.config.precision import PrecisionConfig
+from megatron.config.training import PrecisionConfig
 
 
 @dataclass

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.optim.adam import ADAMS, Adam
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.sharding import GradientView

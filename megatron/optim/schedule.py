@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import cos, pi
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 
 DECAY = {
     "cosine": lambda progress: 0.5 * (1.0 + cos(pi * progress)),

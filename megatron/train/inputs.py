@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.config.data import BertDataConfig, DataConfig
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
+from megatron.config.training import BertDataConfig, DataConfig
 from megatron.data.batch import Samples
 from megatron.data.bert import open_bert_splits
 from megatron.data.gpt2 import open_splits

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config.bert import BertConfig, FinetunedConfig
-from megatron.config.model import ModelConfig
+from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
 from megatron.parallel.kernels import ROW_MULTIPLE
 from megatron.train.loader import to_device
 

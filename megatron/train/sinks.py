@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-from megatron.config.logging import LoggingConfig
+from megatron.config.training import LoggingConfig
 from megatron.data.files import write_atomically
 
 if TYPE_CHECKING:  # read_metrics needs no torch

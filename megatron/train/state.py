@@ -15,8 +15,7 @@ from torch import nn
 from megatron.checkpoint.load import TensorSlice, load, load_weights
 from megatron.checkpoint.save import save
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.models.registry import build_model
 from megatron.optim.loss_scaler import LossScaler
 from megatron.optim.master_weights import MasterWeights

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.checkpoint.resume import check_kind, find_start, newest_readable
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import (
     Tokenizer,
     build_tokenizer,

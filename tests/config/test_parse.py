@@ -111,7 +111,8 @@ def test_bad_presets_name_file_and_key(tmp_path: Path, text: str, key: str) -> N
 
 
 def test_a_preset_is_found_by_path_or_by_name(tmp_path: Path) -> None:
-    assert find_preset("mnli_336m") == PRESETS / "finetune" / "mnli_336m.toml"
+    for name in ("mnli_336m", "finetune/mnli_336m"):
+        assert find_preset(name) == PRESETS / "finetune" / "mnli_336m.toml"
     assert find_preset("gpt2_2.5b") == PRESETS / "gpt2_2.5b.toml"
     own = preset(tmp_path, "lr = 1\n")
     assert find_preset(own) == Path(own)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config.bert import FinetunedConfig
+from megatron.config.model import FinetunedConfig
 from megatron.models.bert import BERT
 from megatron.models.finetuned import FinetunedBert
 from megatron.parallel.collectives import gather_from

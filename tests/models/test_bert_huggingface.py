@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from megatron.config.bert import BertConfig
+from megatron.config.model import BertConfig
 from megatron.models.registry import build_model
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.sharding import sharding_specs

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig, OptimizerConfig, PretrainGPT2Config, TrainingConfig
-from megatron.config.apex import require_apex
 from megatron.config.checks import UsageError
+from megatron.config.pretrain import require_apex
 from megatron.parallel.layers import ApexLayerNorm
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import TrainState

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron.config.precision import PrecisionConfig
+from megatron.config.training import PrecisionConfig
 from megatron.optim.loss_scaler import LossScaler
 
 

@@ -11,8 +11,7 @@ import torch
 
 from megatron.checkpoint.load import TensorSlice
 from megatron.checkpoint.save import save
-from megatron.config.bert import BertConfig
-from megatron.config.model import ModelConfig
+from megatron.config.model import BertConfig, ModelConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.format import read_manifest, step_folders
-from megatron.config.bert import ResidualOrder
+from megatron.config.model import ResidualOrder
 from megatron.config.parse import parse
 from megatron.optim.loss_scaler import LossScaler
 from megatron.train.loop import Loop, train

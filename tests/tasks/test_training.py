@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import TensorSlice
 from megatron.checkpoint.save import save
-from megatron.config.bert import FinetunedConfig, ResidualOrder
+from megatron.config.model import FinetunedConfig, ResidualOrder
 from megatron.data.examples import Example, make_batch
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.mesh import serial_mesh

@@ -249,7 +249,7 @@ def test_a_table_of_a_corpus_run_takes_the_same_flags(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "flag"),
     [
-        (["--append-eod"], "--split-sentences"),
+        (["--append-eod"], "--append-eod"),
         (["--tokenizer-type", "BertWordPieceCase"], "--tokenizer-type BertWordPieceLowerCase"),
         (["--vocab-file", "vocab.json"], "--vocab-file"),
         (["--merge-file", "merges.txt"], "--merge-file"),

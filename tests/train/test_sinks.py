@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.config import LoggingConfig, UsageError
-from megatron.config.logging import require_sinks
+from megatron.config.pretrain import require_sinks
 from megatron.train.metrics import read_metrics
 from megatron.train.sinks import TensorBoardSink, open_sinks, run_of, wandb_mode
 
@@ -294,7 +294,7 @@ def test_a_run_without_sinks_imports_neither_library(tmp_path: Path) -> None:
     program = (
         "import sys; from types import SimpleNamespace; from megatron.config import LoggingConfig;"
         "from megatron.train.sinks import open_sinks;"
-        "from megatron.config.logging import require_sinks;"
+        "from megatron.config.pretrain import require_sinks;"
         "require_sinks(LoggingConfig(wandb_project='a', tensorboard_dir='b'), 'm.jsonl');"
         "mesh = SimpleNamespace(is_first=True);"
         "assert open_sinks(LoggingConfig(), None, {}, 0, {}, mesh, print) == [];"

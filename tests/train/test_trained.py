@@ -92,7 +92,7 @@ def test_flags_win_over_the_tokenizer_of_the_checkpoint(
         ({"vocab_file": None, "merge_file": None}, (1, 1), "--vocab-file and --merge-file"),
         ({"tokenizer_type": "T5"}, (1, 1), "--tokenizer-type T5"),
         ({}, (2, 1), "--tensor-model-parallel-size 2"),
-        ({}, (3, 3), "--num-attention-heads 4"),
+        ({}, (3, 3), "--tensor-model-parallel-size 3"),
     ],
 )
 def test_what_does_not_fit_is_refused(

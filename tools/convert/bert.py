@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron.config.bert import TOKEN_TYPES, BertConfig, FinetunedConfig, ResidualOrder
+from megatron.config.model import TOKEN_TYPES, BertConfig, FinetunedConfig, ResidualOrder
 from tools.convert.table import (
     AS_IS,
     Family,

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import TensorSlice
 from megatron.checkpoint.save import save
-from megatron.config.bert import BertConfig, FinetunedConfig
 from megatron.config.checks import flag
-from megatron.config.data import BertDataConfig, DataConfig, GPT2DataConfig
-from megatron.config.model import ModelConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
+from megatron.config.training import BertDataConfig, DataConfig, GPT2DataConfig, PrecisionConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.models.registry import MODELS
 from megatron.optim.loss_scaler import LossScaler

@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron.config.checks import UsageError
-
 RACE_TRAIN = "race/RACE_train.tar.xz"
 RACE_DEV = "race/RACE_dev.tar.xz"
 WIKITEXT103 = "wikitext103/wiki.valid.tokens"
@@ -20,7 +18,7 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
     found = [folder / name for name in names]
     missing = [str(path) for path in found if not path.is_file() or not path.stat().st_size]
     if missing:
-        raise UsageError("--data", folder, f"a folder with {', '.join(missing)}; {expected(names)}")
+        raise FileNotFoundError(f"--data {folder} lacks {', '.join(missing)}; {expected(names)}")
 
 
 def expected(names: Iterable[str]) -> str:

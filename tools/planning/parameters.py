@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.config.bert import TOKEN_TYPES
+from megatron.config.model import TOKEN_TYPES
 from tools.planning.shape import Shape
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.bert import BertConfig
-from megatron.config.data import BertDataConfig
-from megatron.config.model import RecomputeGranularity
+from megatron.config.model import BertConfig, RecomputeGranularity
 from megatron.config.pretrain import PretrainConfig
+from megatron.config.training import BertDataConfig
 
 GPT2_VOCABULARY = 50_257  # where a preset leaves it to the tokenizer
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight and of an activation

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.models.gpt2 import document_mask
 from megatron.optim.adam import ADAMS
 from megatron.parallel.factory import LayerFactory, factory_1d

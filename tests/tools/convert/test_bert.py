@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForPreTraining, AutoTokenizer
 
 from megatron.checkpoint.format import read_manifest
-from megatron.config.bert import BertConfig, FinetunedConfig
+from megatron.config.model import BertConfig, FinetunedConfig
 from megatron.data.tokenizer import read_tokenizer
 from megatron.models.registry import section_of
 from megatron.models.transformer import RESIDUAL_ORDERS

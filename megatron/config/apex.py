@@ -1,1 +1,0 @@
-from megatron.config.pretrain import require_apex as require_apex

@@ -1,1 +1,0 @@
-from megatron.config.training import ParallelConfig as ParallelConfig
