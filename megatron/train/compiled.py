@@ -36,10 +36,10 @@ def choose_compile(asked: bool | None, mesh: Mesh) -> tuple[bool, list[str]]:
     lacks = [each for each in mesh.control.gather(lack_of_compiler(mesh.device)) if each]
     if not lacks:
         return True, []
-    what = f"torch.compile does not work here: {lacks[0]}; {CURE}"
+    what = f"torch.compile does not work here: {lacks[0]}"
     if asked:
-        raise UsageError(f"--compile: {what}")
-    return False, [f"warning: layers are not compiled, which is slower: {what}"]
+        raise UsageError("--compile", None, f"left out: {what}; {CURE}", works=("--no-compile",))
+    return False, [f"warning: layers are not compiled, which is slower: {what}; {CURE}"]
 
 
 def lack_of_compiler(device: torch.device) -> str | None:
