@@ -128,9 +128,9 @@ def test_rare_letters_are_unknown_to_a_wordpiece(
 
 def test_a_wordpiece_that_cannot_be(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "all in lower case"}])
-    with pytest.raises(ValueError, match="--vocab-size 99: must be at least 100, for 5 marks"):
+    with pytest.raises(ValueError, match="--vocab-size 99: .*100"):
         train_tokenizer((source,), 99, tmp_path, "BertWordPieceCase")
-    with pytest.raises(ValueError, match="--tokenizer-type T5: must be one of GPT2BPE.*Case"):
+    with pytest.raises(ValueError, match="--tokenizer-type T5.*GPT2BPE.*Case"):
         train_tokenizer((source,), 100, tmp_path, "T5")
     with pytest.raises(ValueError, match="--tokenizer-type BertWordPieceLowerCase would work"):
         train_tokenizer((source,), 100, tmp_path, "BertWordPieceCase")
@@ -167,5 +167,5 @@ def test_bad_input_is_one_message(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: --input none.jsonl: ")
+    assert done.stderr.startswith("error: --input none.jsonl")
+    assert done.stderr.count("\n") == 1
