@@ -244,7 +244,7 @@ def test_folders_that_are_no_checkpoint_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     to = tmp_path / "new"
-    assert "--from " in failure(capsys, tmp_path / "old", to)
+    assert "--from" in failure(capsys, tmp_path / "old", to)
     old = write_old(tmp_path / "old", old_weights(4), args=old_args(4))
     folder = old / "iter_0250000"
     (folder / "mp_rank_02" / "model_optim_rng.pt").unlink()

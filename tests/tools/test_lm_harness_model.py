@@ -109,5 +109,5 @@ def test_an_unknown_task_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return SimpleNamespace(task_index={})
 
     monkeypatch.setattr("lm_eval.tasks.TaskManager", empty)  # the real one reads 14,000 files
-    with pytest.raises(ValueError, match="no_such_task is not known"):
+    with pytest.raises(ValueError, match="--tasks no_such_task"):
         find_tasks(["no_such_task"], [tmp_path])

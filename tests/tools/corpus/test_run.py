@@ -183,9 +183,9 @@ def test_both_sides_are_tokenised_and_the_report_reads_every_folder(tmp_path: Pa
     ("steps", "head", "message"),
     [
         ("[dedup]\njacard = 0.8\n", "", r"corpus.toml: \[dedup\] jacard .* did you mean jaccard"),
-        ("[dedup]\njaccard = 1.8\n", "", r"corpus.toml: \[dedup\] jaccard 1.8: must be"),
-        ("[dedup]\nseed = 'x'\n", "", r"corpus.toml: \[dedup\] seed x: must be a whole number"),
-        ("[clean]\n[dedup]\nengine = 'x'\n", "", r"\[dedup\] engine x: must be"),
+        ("[dedup]\njaccard = 1.8\n", "", r"corpus.toml: \[dedup\] jaccard 1.8"),
+        ("[dedup]\nseed = 'x'\n", "", r"corpus.toml: \[dedup\] seed"),
+        ("[clean]\n[dedup]\nengine = 'x'\n", "", r"\[dedup\] engine"),
         ("[tokenise]\nappend_eod = 'true'\n", "", r"\[tokenise\] append_eod: true or false"),
         ("[extract.c4]\nformat = 'wet'\ninput = ['x']\n", "", r"\[extract.c4\] needs source"),
         ("[decontaminate]\n", "", r"\[decontaminate\] needs evaluation"),
