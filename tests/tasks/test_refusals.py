@@ -150,8 +150,13 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("arguments", "named"), ROWS, ids=[row[0][:40] for row in ROWS])
 def test_refused_and_what_works_instead_is_accepted(
-    paths: Paths, capsys: pytest.CaptureFixture[str], arguments: str, named: str
+    paths: Paths,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    named: str,
 ) -> None:
+    monkeypatch.chdir(paths.words["folder"])  # in which what works may write
     words = paths.fill(arguments)
     error, said = refused(words, capsys)
     assert named.format(**paths.words) in said
