@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Usage: scripts/setup.sh [--test] [--with-apex DIR]
-# Makes .venv beside this folder with what the project needs (--test: and its tests).
+# Makes .venv in the root of the repository with what the project needs (--test: and its tests).
 # Does nothing where that is done already.
 # --with-apex: also builds NVIDIA's apex, with its CUDA extensions, from the checkout DIR of
 # https://github.com/NVIDIA/apex. It needs nvcc of the CUDA version that torch was built with.
@@ -31,7 +31,7 @@ done
 
 # What the environment is made from. A stamp holding the same says that it is complete; the
 # folder is part of it because an environment that has been moved does not work.
-made_from() { pwd && cat requirements.txt "${requirements}"; }
+made_from() { pwd && cat requirements.txt requirements-test.txt; }
 is_complete() { made_from | cmp --silent - "${stamps[-1]}"; }
 
 find_python() {

@@ -150,7 +150,7 @@ def test_refuses_an_unknown_key_of_a_preset(data: Path, tmp_path: Path) -> None:
     preset = tmp_path / "mine.toml"
     preset.write_text("num_layers = 2\nhiden_size = 32\n")
     message = refusal(data, f"--preset {preset}")
-    assert "mine.toml, line 2" in message
+    assert "mine.toml: hiden_size" in message
     assert "hidden_size" in message
 
 

@@ -87,12 +87,15 @@ def _write(
         return notes
 
     def commit() -> tuple[int, tuple[str, ...]]:
+        # All that takes room comes before the rename.
         manifest = _manifest(shares, facts)
         write_atomically(staging / "manifest.json", json.dumps(seal(manifest), indent=1).encode())
+        write_atomically(staging / "latest", f"{final.name}\n".encode())
         notes = set_aside(final, went_back_to)
         staging.rename(final)
         flush_directory(final.parent)
-        write_atomically(final.with_name("latest"), f"{final.name}\n".encode())
+        (final / "latest").replace(final.with_name("latest"))
+        flush_directory(final.parent)
         return sum(file["bytes"] for file in manifest["files"].values()), notes
 
     try:

@@ -1,4 +1,4 @@
-"""Settings: one frozen section per owner, programs compose them, parse() fills them."""
+"""Settings: one frozen dataclass per component, programs compose them, parse() fills them."""
 
 from importlib.util import find_spec
 

@@ -143,10 +143,11 @@ def parse(
     arguments = [_without_alias(word, aliases) for word in from_presets + own]
     try:
         return _run_tyro(
-            functools.partial(tyro.cli, program, prog=prog, description=description),
+            functools.partial(tyro.cli, program, description=description),
             arguments,
             environ,
             [*known, "preset"],
+            prog,
         )
     except UsageError:
         for preset in presets:
@@ -175,11 +176,11 @@ def parse_call(
     if isinstance(functions, Mapping):
         commands = {name: later(function) for name, function in functions.items()}
         known = [name for each in functions.values() for name in inspect.signature(each).parameters]
-        call = functools.partial(tyro.extras.subcommand_cli_from_dict, commands, prog=prog)
+        call = functools.partial(tyro.extras.subcommand_cli_from_dict, commands)
     else:
         known = list(inspect.signature(functions).parameters)
-        call = functools.partial(tyro.cli, later(functions), prog=prog)
-    bound: Callable[[], Any] = _run_tyro(call, argv, environ, known)
+        call = functools.partial(tyro.cli, later(functions))
+    bound: Callable[[], Any] = _run_tyro(call, argv, environ, known, prog)
     return bound
 
 
@@ -188,6 +189,7 @@ def _run_tyro(
     arguments: Sequence[str],
     environ: Mapping[str, str],
     known: Collection[str],
+    prog: str | None = None,
 ) -> Any:
     """known: the names of all settings, for what an unknown flag may have been meant to be."""
     import tyro
@@ -196,6 +198,7 @@ def _run_tyro(
     try:
         with contextlib.redirect_stderr(message):
             return call(
+                prog=prog,
                 args=arguments,
                 console_outputs=_is_first(environ) or "--help" not in arguments,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
@@ -208,19 +211,22 @@ def _run_tyro(
             cause = cause.__context__
         if not stop.code:
             raise
-    raise _refusal(message.getvalue(), arguments, known)
+    help_command = f"{prog} --help" if prog else "--help"
+    raise _refusal(message.getvalue(), arguments, known, help_command)
 
 
-def _refusal(box: str, arguments: Sequence[str], known: Collection[str]) -> UsageError:
+def _refusal(
+    box: str, arguments: Sequence[str], known: Collection[str], help_command: str
+) -> UsageError:
     """The error that tyro's own message comes to."""
     lines = [line.strip("│| ") for line in box.splitlines()[1:]]
     text = " ".join(line for line in lines if line)
     named = re.findall(r"--[a-z][\w-]*", text)
     if unknown := re.search(r"Unrecognized options: ([^\s,]+)", text):
-        return _unknown(unknown[1], arguments, known)
+        return _unknown(unknown[1], arguments, known, help_command)
     if "Required options" in box.splitlines()[0]:
         missing = [line.split()[0] for line in lines if re.match(r"--(?!help)|[A-Z]{2}", line)]
-        return UsageError(" ".join(missing), allowed="given; --help says what it is")
+        return UsageError(" ".join(missing), allowed=f"given; {help_command} says what it is")
     name = named[0] if named else ""
     value = " ".join(_values(name, arguments)) or None
     if choices := re.search(r"[Ee]xpected one of \((.*?)\)", text):
@@ -231,18 +237,20 @@ def _refusal(box: str, arguments: Sequence[str], known: Collection[str]) -> Usag
     return UsageError(name, value, _KINDS.get(kind, kind))
 
 
-def _unknown(word: str, arguments: Sequence[str], known: Collection[str]) -> UsageError:
+def _unknown(
+    word: str, arguments: Sequence[str], known: Collection[str], help_command: str
+) -> UsageError:
     if not word.startswith("--"):
-        return UsageError(word, allowed="the value of a flag; --help lists the flags")
+        return UsageError(word, allowed=f"the value of a flag; {help_command} lists the flags")
     name = word.partition("=")[0].replace("_", "-")
     values = _values(name, arguments)
     flags = [flag(field) for field in known]
     near = [each for each in _SYNONYMS.get(name, ()) if each in flags]
-    near += difflib.get_close_matches(name, flags, n=1)
+    near += difflib.get_close_matches(name, flags, n=1, cutoff=0.75)
     return UsageError(
         name,
         " ".join(values) or None,
-        "a flag of this program; --help lists them",
+        f"a flag of this program; {help_command} lists them",
         works=(near[0], *values) if near else (),
     )
 
@@ -354,8 +362,9 @@ def _no_preset(name: str, known: Collection[str]) -> UsageError:
     fitting = [stem for stem, (_, file) in files.items() if not known or _fits(file, known)]
     stem = Path(name).name.removesuffix(".toml")
     near = [files[each][0] for each in difflib.get_close_matches(stem, fitting, n=3, cutoff=0)]
-    allowed = f"a TOML file, or a preset's name such as {', '.join(near)}"
-    return UsageError("--preset", name or None, allowed, works=("--preset", near[0]))
+    allowed = "a TOML file" + (f", or a preset's name such as {', '.join(near)}" if near else "")
+    works = ("--preset", near[0]) if near else ()
+    return UsageError("--preset", name or None, allowed, works=works)
 
 
 def _fits(file: Path, known: Collection[str]) -> bool:

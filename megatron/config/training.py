@@ -101,7 +101,7 @@ class BertDataConfig(DataConfig):
         fraction(self, "short_seq_prob")
 
 
-# Where the data lies and what made it, of which a data set's own identity tells.
+# Fields that say where the data lies and what made it; the data set's fingerprint covers these.
 _WHERE = ("data_path", "tokenizer_type", "vocab_file", "merge_file")
 
 

@@ -1,4 +1,4 @@
-"""What one rank fails at, all fail at: no rank goes on alone, and none waits for one that left."""
+"""If any rank raises, every rank raises: none goes on alone or waits for one that left."""
 
 from __future__ import annotations
 

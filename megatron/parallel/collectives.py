@@ -42,6 +42,7 @@ def begin_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     if axis.size == 1:
         return lambda: x
     if torch.compiler.is_compiling():
+        # torch has no public function that a compiler keeps asynchronous (2.11 to 2.13).
         functional = torch.ops._c10d_functional
         summed = functional.all_reduce(x, "sum", axis.group.group_name)
         return lambda: functional.wait_tensor(summed)

@@ -87,7 +87,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, db, *inputs = ctx.saved_tensors
         # The view already holds dW for a d_total of 1, which is what training has; for another one
-        # the difference is computed in a second pass over the logits.
+        # the difference is computed in a second pass over the logits. On a GPU the comparison waits
+        # for the forward.
         if ctx.is_in_view and not d_total.is_meta and d_total != 1:
             x, weight, bias, labels, scales = inputs
             scales = scales * (d_total - 1)

@@ -21,7 +21,6 @@ from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_
 from megatron.parallel.mesh import Mesh
 from megatron.train.objectives import Objective
 from megatron.train.state import model_pieces
-from megatron.train.watch import note
 
 SCORED_AT_ONCE = 1024  # rows of logits that are in memory together; at GPT-2's vocabulary 0.2 GB
 
@@ -67,7 +66,6 @@ def mean_losses(
 
     Does not depend on the micro-batch size or on the layout but for rounding.
     """
-    note("evaluation")
     was_training = model.training
     model.eval()
     k = len(objective.terms)

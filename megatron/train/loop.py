@@ -19,6 +19,7 @@ from megatron.train.replicas import check_replicas
 from megatron.train.signals import SIGNALS, StopSignals
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, train_step
+from megatron.train.watch import note
 
 
 class Checkpoints(Protocol):
@@ -86,8 +87,10 @@ def train(state: TrainState, loop: Loop) -> str:
             with clock.paused():
                 validation_loss = None
                 if end not in SIGNALS and _is_due(state, training.eval_interval, end):
+                    note("evaluation")
                     validation_loss = loop.evaluate(state)
                 if saves:
+                    note("save")
                     loop.save(state, validation_loss)
                 if end is not None:
                     loop.saver.close()

@@ -152,7 +152,6 @@ def open_loop(
     from megatron.train.loop import Loop
     from megatron.train.metrics import Metrics
     from megatron.train.sinks import open_sinks
-    from megatron.train.watch import note
 
     config, mesh = plan.config, state.mesh
     file, at, steps = config.metrics_file(), state.step, config.training.train_iters
@@ -163,7 +162,6 @@ def open_loop(
 
     def save(state: TrainState, validation_loss: float | None) -> None:
         if config.checkpoint.save is not None:
-            note("save")
             saver.save(state.step, state.pieces(), state.facts(), validation_loss)
 
     size = config.global_batch_size(plan.world)

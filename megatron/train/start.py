@@ -71,7 +71,7 @@ def begin(
     if state.step >= (target := facts["config"]["training"]["train_iters"]):
         news += [
             f"nothing is trained: {path} is already at step {state.step} and --train-iters is "
-            f"{target}; a larger --train-iters, as --train-iters {2 * state.step}, trains on"
+            f"{target}; a larger one continues, such as --train-iters {2 * state.step}"
         ]
     return Began(news, manifest, manifest.get("weights_of"))
 

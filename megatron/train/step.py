@@ -43,8 +43,8 @@ class StepResult:
 
 
 def count(state: TrainState, micro_batches: Sequence[Batch]) -> Tensor:
-    """[tokens read, then what the mean of each of the k terms is over] of the global batch: fp64
-    [1 + k], on the device and not waited for."""
+    """Returns fp64 [1 + k]: tokens read, then the k loss denominators, of the global batch. The
+    host does not wait for it."""
     own = [[batch.num_tokens, *state.objective.counts(batch)] for batch in micro_batches]
     (sums,) = to_device(state.mesh.device, np.array(own, dtype=np.float64).sum(axis=0))
     return all_reduce(sums, state.mesh.data)
@@ -57,7 +57,7 @@ def forward_backward(state: TrainState, micro_batches: Sequence[Batch], counts: 
     loss scale, reduced over the axes on which they are partial.
     """
     totals = torch.zeros_like(counts[1:])
-    # A term that nothing counts towards is told of when the step is over.
+    # A term whose denominator is zero is reported after the step.
     factors = state.scaler.scale / counts[1:].clamp(min=1)
     state.gradients.start()
     for number, batch in enumerate(micro_batches):

@@ -41,6 +41,7 @@ BEAT = 1.0  # seconds between two reports
 ECHO = 5.0  # seconds for which an error that may be an echo waits for a better cause
 ANSWER = 5.0  # a rank that does not answer within these seconds is stopped
 ROUNDS = 6  # limits that a rank may work without a collective while others wait for it
+_START = 240.0  # seconds before the mesh is built in which waiting for ranks is no stall
 _SLACK = 3.0  # ranks that stop together see it within so many seconds
 _GATHER = 3.0  # seconds in which the ranks that end dump their stacks, before the table
 _YIELD = 4.0  # seconds by which the rank that tells the cause ends first, for torchrun's summary
@@ -220,15 +221,18 @@ class Watch:
             return
         verdict = json.loads(self._store.get("verdict"))
         self._prepare_exit()
-        if verdict["dumps"]:
-            self._dump()
-        self._store.add("gone", 1)
-        if verdict["dumps"]:  # an end breaks the connections of who has not dumped yet
-            self._await_gone(self._size - 1 - verdict["absent"], _GATHER, everywhere=True)
-        if self._error_file is not None:
-            write_error_file(self._error_file, verdict["headline"])
-            time.sleep(_YIELD)
-        self._exit(verdict["status"], verdict["absent"])
+        try:
+            if verdict["dumps"]:
+                self._dump()
+            self._store.add("gone", 1)
+            if verdict["dumps"]:  # an end breaks the connections of who has not dumped yet
+                self._await_gone(self._size - 1 - verdict["absent"], _GATHER, everywhere=True)
+            if self._error_file is not None:
+                write_error_file(self._error_file, verdict["headline"])
+                time.sleep(_YIELD)
+            self._await_gone(self._size - verdict["absent"])
+        finally:
+            _exit_now(verdict["status"])
 
     def _leave(self, stop: SystemExit | None, name: str) -> None:
         """Wait until all have left, so that nobody waits for who is gone."""
@@ -261,6 +265,7 @@ class Watch:
     def _fail(self, error: BaseException, name: str) -> NoReturn:
         """End with this rank's traceback, unless another rank's end is the cause of it."""
         summary = f"{type(error).__name__}: {error}".splitlines()[0]
+        trace = "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, RuntimeError):  # as a broken connection is
             before, deadline = self._reports(), time.monotonic() + ECHO
             while time.monotonic() < deadline:
@@ -271,9 +276,8 @@ class Watch:
             if dead:
                 headline = f"{name_ranks(after, dead)} vanished: its process was killed or crashed"
                 places = [f"  {after[each].who} was last at {after[each].place()}" for each in dead]
-                echo = f"  {name} was at {self._report().place()}: {summary}"
+                echo = f"  {name} was at {self._report().place()}:\n{trace}"
                 self._end(headline, "\n".join([headline, *places, echo]), absent=len(dead))
-        trace = "".join(traceback.format_exception(error)).rstrip()
         self._end(f"{name} failed: {summary}", f"{name} failed:\n{trace}")
 
     # How a process ends.
@@ -306,24 +310,23 @@ class Watch:
         """
         self._claim()
         self._prepare_exit()
-        write_error_file(self._error_file, headline)
-        if not dumps:
-            print(text or headline, file=sys.stderr, flush=True)
-        self._announce(headline, status, dumps, absent)
-        if dumps:
-            self._dump()
-            self._await_gone(self._size - 1 - absent, _GATHER, everywhere=True)
-            print(text or headline, file=sys.stderr, flush=True)
-        self._store.add("gone", 1)
-        self._exit(status, absent)
+        try:
+            write_error_file(self._error_file, headline)
+            if not dumps:
+                print(text or headline, file=sys.stderr, flush=True)
+            self._announce(headline, status, dumps, absent)
+            if dumps:
+                self._dump()
+                self._await_gone(self._size - 1 - absent, _GATHER, everywhere=True)
+                print(text or headline, file=sys.stderr, flush=True)
+            self._store.add("gone", 1)
+            self._await_gone(self._size - absent)
+        finally:
+            _exit_now(status)
 
     def _prepare_exit(self) -> None:
         self._ends.acquire()  # of two threads, one ends the process
         faulthandler.dump_traceback_later(30, exit=True)  # in case that ending hangs, too
-
-    def _exit(self, status: int, absent: int = 0) -> NoReturn:
-        self._await_gone(self._size - absent)
-        _exit_now(status)
 
     def _await_gone(self, count: int, seconds: float = ANSWER, *, everywhere: bool = False) -> None:
         """Who keeps the store lets the others go first."""
@@ -356,7 +359,8 @@ class Watch:
             self._answer()
         if not self._left:
             self._find_leaver(report)
-            if time.monotonic() - max(self._moved, self._asked) > self._limit:
+            limit = self._limit if self._is_built else max(self._limit, _START)
+            if time.monotonic() - max(self._moved, self._asked) > limit:
                 self._store.set(f"stall/{self._stalls}", "")
         if self._is_kept and self._rank == 1:
             self._first = self._reports(ranks=[0])[0]

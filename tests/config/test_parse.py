@@ -16,6 +16,7 @@ from megatron.config import (
     parse,
     user_errors,
 )
+from megatron.config.checkpoint import TrainedConfig
 from megatron.config.parse import PRESETS, find_preset, parse_call
 
 MODEL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4"]
@@ -134,6 +135,12 @@ def test_a_missing_preset_names_one_that_this_program_reads(
     with pytest.raises(UsageError) as refused:
         pretrain("--preset", given.format(tmp_path))
     assert refused.value.works == ("--preset", nearest.format(tmp_path))
+
+
+def test_a_missing_preset_of_a_program_that_none_fits() -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(TrainedConfig, ["--preset", "quickstrat", "--load", "x"], {})
+    assert (refused.value.flag, refused.value.works) == ("--preset", ())
 
 
 def test_a_preset_that_is_no_text_file(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_the_loss_is_the_mean_over_masked_tokens_and_that_over_samples() -> None
 
 
 def test_masked_tokens_come_in_few_sizes() -> None:
-    """Or a step would be slower, and memory would grow with every new one (product.py)."""
+    """Or steps would be slower, and memory would grow with each new size (kernels.ROW_MULTIPLE)."""
     sizes = []
 
     def model(*inputs: Tensor) -> tuple[Tensor, Tensor]:

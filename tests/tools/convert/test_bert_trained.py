@@ -55,7 +55,7 @@ def test_an_import_is_trained_on_and_never_resumed(
     words = f"{flags} --save {tmp_path}/trained --lr 1e-30 --min-lr 0 --weight-decay 0"
     codes, said = run(data, words)
     assert codes == [2]
-    assert "--finetune, which starts at step 0 from them, would work" in said
+    assert "--finetune works" in said
     codes, said = run(data, f"--finetune {words.replace('--residual-order post-ln', '')}")
     assert codes == [2]
     assert "residual-order" in said

@@ -64,7 +64,7 @@ def test_an_import_is_fine_tuned_and_never_resumed(tmp_path: Path, flags: str) -
     words = f"{flags} --load {tmp_path / 'ours'}"
     with pretrain(words, folder=tmp_path) as run:
         assert run.wait(200) == [2]
-        assert "--finetune, which starts at step 0 from them, would work" in run.text()
+        assert "--finetune works" in run.text()
     with pretrain(
         f"{words} --finetune --lr 1e-30 --min-lr 0 --weight-decay 0", folder=tmp_path
     ) as run:

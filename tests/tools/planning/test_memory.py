@@ -22,6 +22,7 @@ from megatron.models.transformer import Transformer
 from megatron.parallel.factory import factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
+from megatron.parallel.sharding import materialize
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step
 from tests.tools.planning.counted import micro_batch
@@ -87,7 +88,7 @@ def test_layers_keep_what_is_planned(
     )
     mesh = serial_mesh()
     layers = Transformer(section, factory_1d(mesh, RandomStreams(0, mesh)), range(shape.layers))
-    layers.to(DTYPES[precision]).train()
+    materialize(layers, device=mesh.device, dtype=DTYPES[precision], seed=0).train()
     x = torch.randn(shape.tokens, shape.hidden, dtype=DTYPES[precision], requires_grad=True)
     each = shape.width * x.numel() if granularity == "full" else kept(shape, CPU)
     assert saved_bytes(layers, x, shape.batch, None) == pytest.approx(2 * each, rel=0.01)
