@@ -103,9 +103,9 @@ def make_plan(
     plan = Plan(config=config, world=world, inputs=inputs, start=start, saved_precision=None)
     if not start.folders:
         return plan
-    path, manifest, _ = newest_readable(start.folders)
-    plan.check(path, manifest)
-    saved = None if start.finetune else manifest["precision"]
+    newest, _ = newest_readable(start.folders)
+    plan.check(newest.path, newest.manifest)
+    saved = None if start.finetune else newest.manifest["precision"]
     return Plan(config=config, world=world, inputs=inputs, start=start, saved_precision=saved)
 
 

@@ -51,14 +51,15 @@ def begin(
     start = mesh.control.gather(start)[0]
     if not start.folders:
         return Began(["starting from scratch"])
-    path, manifest, passed_over = newest_whole(start.folders, mesh)
+    newest, passed_over = newest_whole(start.folders, mesh)
+    path, manifest = newest.path, newest.manifest
     news = [f"passed over: {reason}" for reason in passed_over]
     refuse_alike(mesh, lambda: check(path, manifest))
     if start.finetune:
-        refuse_alike(mesh, lambda: state.load_weights(path, verified=True))
+        refuse_alike(mesh, lambda: state.load_weights(newest))
         news += [f"starting at step 0 from the weights of {path}"]
         return Began(news, weights_of=manifest.get("run"))
-    refuse_alike(mesh, lambda: state.load(path, verified=True))
+    refuse_alike(mesh, lambda: state.load(newest))
     news += [f"going on from {path}"]
     news += changes(facts, manifest, mesh.data.size)
     saved, now = manifest["environment"], environment(mesh)

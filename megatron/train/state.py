@@ -6,12 +6,12 @@ import platform
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import TensorSlice, load, load_weights
 from megatron.checkpoint.save import save
 from megatron.config.model import ModelConfig
@@ -80,9 +80,10 @@ class TrainState:
         facts = {"counters": self.counters(), **facts}
         save(directory, self.step, self.pieces(), facts, self.mesh)
 
-    def load(self, path: Path, *, verified: bool = False) -> None:
-        """Resume from the checkpoint at `path`, saved at any layout; verified: as of `load`."""
-        counters = load(path, self.pieces(), self.mesh, verified=verified)["counters"]
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Resume from a checkpoint that is whole, saved at any layout."""
+        load(checkpoint, self.pieces())
+        counters = checkpoint.manifest["counters"]
         self.step, self.samples, self.skipped = (
             counters[name] for name in ("step", "samples", "skipped")
         )
@@ -91,13 +92,12 @@ class TrainState:
 
     def load_weights(
         self,
-        path: Path,
+        checkpoint: Checkpoint,
         *,
         missing: Collection[str] = (),
         surplus: Collection[str] = (),
-        verified: bool = False,
     ) -> None:
-        """Start from the weights alone of the checkpoint at `path`, at whatever precision.
+        """Start from the weights alone of a checkpoint that is whole, at whatever precision.
 
         missing, surplus, errors: as of megatron.checkpoint.load.load_weights.
         """
@@ -105,7 +105,7 @@ class TrainState:
             TensorSlice(slot.name, slot.spec, slot.view(master.detach()))
             for slot, master in self.optimizer.slots()
         ]
-        load_weights(path, weights, self.mesh, missing=missing, surplus=surplus, verified=verified)
+        load_weights(checkpoint, weights, missing=missing, surplus=surplus)
         self.optimizer.publish()
 
     def describe(self) -> dict[str, Any]:

@@ -99,8 +99,8 @@ def begin_where_folders_differ(other: Path, folders: tuple[Path, ...]) -> tuple[
     state = fresh()
     with pytest.MonkeyPatch.context() as patch:
         if state.mesh.control.rank == 1:
-            examine = load.examine
-            patch.setattr(load, "examine", lambda path: examine(other / path.name))
+            read = load.read_checkpoint
+            patch.setattr(load, "read_checkpoint", lambda path: read(other / path.name))
         return begin(state, Start(folders=folders), accept, FACTS).news[:2], state.step
 
 
