@@ -51,12 +51,7 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
     error_file = environ.get("TORCHELASTIC_ERROR_FILE")
     try:
         size = world_size(environ)
-        if size % parallel.tensor_model_parallel_size:
-            raise ValueError(
-                f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size} does not "
-                f"divide the number of processes, {size}; start them with "
-                f"torchrun --nproc-per-node {parallel.tensor_model_parallel_size}"
-            )
+        parallel.check(size)
         if size == 1:
             yield serial_mesh(_own_device(environ))
             return

@@ -15,14 +15,10 @@ from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import TensorSlice, verify
 from megatron.checkpoint.resume import check_start, find_start
 from megatron.checkpoint.save import save
-from megatron.config import (
-    CheckpointConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    PretrainGPT2Config,
-    TrainingConfig,
-)
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.model import ModelConfig
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.config.training import OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.parallel.layers import VocabParallelEmbedding
 from megatron.parallel.sharding import materialize, sharding_specs
 from megatron.train.start import begin

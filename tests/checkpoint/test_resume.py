@@ -17,7 +17,10 @@ from megatron.checkpoint.resume import (
     newest_readable,
     run_id,
 )
-from megatron.config import CheckpointConfig, PretrainGPT2Config, UsageError, parse
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checks import UsageError
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainGPT2Config
 from tests.config.test_checks import settings
 
 IDENTITY = {"vocab_size": 100, "tokenizer": "f", "data": ["1/4 of SHA-256 a", "3/4 of SHA-256 b"]}

@@ -7,15 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron.config import (
-    PrecisionConfig,
-    PretrainBertConfig,
-    PretrainConfig,
-    PretrainGPT2Config,
-    UsageError,
-    parse,
-)
-from megatron.config.checks import at_least, share, writable
+from megatron.config.checks import UsageError, at_least, share, writable
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
+from megatron.config.training import PrecisionConfig
 from tools.planning.settings import PlanGPT2Config
 
 SMALL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4", "--train-iters=300"]

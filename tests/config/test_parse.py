@@ -8,23 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import (
-    DataConfig,
-    ModelConfig,
-    PretrainGPT2Config,
-    UsageError,
-    parse,
-    user_errors,
-)
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.parse import PRESETS, find_preset, parse_call
+from megatron.config.checks import UsageError
+from megatron.config.model import ModelConfig
+from megatron.config.parse import PRESETS, find_preset, parse, parse_call, user_errors
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.config.training import DataConfig
 
 MODEL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4"]
 SMALL = [*MODEL, "--train-iters=3"]
 
 PROGRAM = """
 import os, sys
-from megatron.config import PretrainGPT2Config, parse, user_errors
+from megatron.config.parse import parse, user_errors
+from megatron.config.pretrain import PretrainGPT2Config
 from megatron.config.launch import world_size
 with user_errors(os.environ):
     config = parse(PretrainGPT2Config, sys.argv[1:], os.environ)

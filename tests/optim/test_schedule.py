@@ -2,7 +2,7 @@ from math import cos, pi
 
 import pytest
 
-from megatron.config import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.optim.schedule import learning_rate
 
 WARMUP, END = 100, 1100

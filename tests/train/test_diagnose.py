@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config import PrecisionConfig
+from megatron.config.training import PrecisionConfig
 from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError, non_finite

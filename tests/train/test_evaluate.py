@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron.checkpoint.format import step_folders
 from megatron.checkpoint.load import verify
-from megatron.config import ModelConfig
+from megatron.config.model import ModelConfig
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.registry import section_of
 from megatron.train import evaluate

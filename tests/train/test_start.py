@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,8 @@ def begin_where_folders_differ(other: Path, folders: tuple[Path, ...]) -> tuple[
     with pytest.MonkeyPatch.context() as patch:
         if state.mesh.control.rank == 1:
             read = load.read_checkpoint
-            patch.setattr(load, "read_checkpoint", lambda path: read(other / path.name))
+            elsewhere = lambda path: replace(read(other / path.name), path=path)  # noqa: E731
+            patch.setattr(load, "read_checkpoint", elsewhere)
         return begin(state, Start(folders=folders), accept, FACTS).news[:2], state.step
 
 

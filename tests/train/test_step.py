@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from megatron.config import PrecisionConfig
+from megatron.config.training import PrecisionConfig
 from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError
