@@ -89,6 +89,7 @@ def test_the_last_word_wins_and_presets_come_first(tmp_path: Path) -> None:
         ("seed = 1\n[model]\nnum_layers = 4\n", "model"),
         ('seed = "x"\n', "seed"),
         ("seed = 4.0\n", "seed"),
+        ("bf16 = true\nseed = 'x'\n", "seed ="),
         ("seed = true\n", "seed"),
         ("lr = [1, 2]\n", "lr"),
         ("bf16 = 1\n", "bf16"),
