@@ -18,34 +18,30 @@ try:
 except ImportError:
     use_cpu_kernels = False
 
-ROW_MULTIPLE = 16
-"""What counts of rows that vary are padded to, so that kernels meet few sizes."""
-
-FEW_ROWS = 8
-
 
 def _by_cpu_kernels(x: Tensor) -> bool:
     return use_cpu_kernels and not x.is_cuda
 
 
+def padded_rows(rows: int) -> int:
+    """To how many rows a matrix of varying height is padded, so that kernels meet few sizes."""
+    return cpu.padded_rows(rows) if use_cpu_kernels else rows
+
+
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear of two matrices [n, in] and [out, in], in any strides; not differentiable."""
     if _by_cpu_kernels(x):
-        return cpu.matmul(x, weight, bias)
+        if cpu.goes_to_onednn(x, weight):
+            return cpu.matmul_onednn(x, weight, bias)
+        if bias is None and cpu.has_few_rows(x, weight):
+            return cpu.matmul_few_rows(x, weight)
     return F.linear(x, weight, bias)
-
-
-def matmul_few_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """F.linear(x, weight) of at most FEW_ROWS rows and a large weight, as generation takes."""
-    if _by_cpu_kernels(x):
-        return cpu.matmul_few_rows(x, weight)
-    return F.linear(x, weight)
 
 
 def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:
     """Add dy' x to `out`, or overwrite it; dy [n, out] and x [n, in], all of one dtype."""
-    if _by_cpu_kernels(x):
-        cpu.add_matmul_(out, dy, x, accumulate=accumulate)
+    if _by_cpu_kernels(x) and cpu.goes_to_onednn(dy.T, x.T):
+        cpu.add_matmul_onednn_(out, dy, x, accumulate=accumulate)
     elif accumulate:
         out.addmm_(dy.T, x)
     else:

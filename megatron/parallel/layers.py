@@ -13,7 +13,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from importlib import import_module
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -203,9 +202,6 @@ class VocabParallelHead(ShardedModule):
         if labels is not None and scales is not None:
             others = (self.axis, self.vocab_size, view)
             return linear_cross_entropy(x, weight, self.bias, labels, scales, *others)
-        is_generation = labels is None and not torch.is_grad_enabled()
-        if is_generation and self.bias is None and x.shape[0] <= kernels.FEW_ROWS:
-            return kernels.matmul_few_rows(x, weight)
         logits = linear(x, weight, self.bias, axis=self.axis, view=view)
         if labels is None:
             return logits

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.parallel.collectives import begin_all_reduce
 from megatron.parallel.cross_entropy import softmax
-from megatron.parallel.kernels import ROW_MULTIPLE, matmul
+from megatron.parallel.kernels import matmul, padded_rows
 from megatron.parallel.linear import require_dims
 from megatron.parallel.mesh import Axis
 from megatron.parallel.sharding import GradientView
@@ -28,13 +28,12 @@ CHUNK_BYTES = 2**27  # of a chunk's logits in fp32
 
 
 def chunks(tokens: int, columns: int, wide: torch.dtype) -> Iterator[slice]:
-    """Of nearly equal length, each with at most CHUNK_BYTES of logits and those of ROW_MULTIPLE
-    tokens; large ones, but for the last, are multiples of that."""
+    """Of one length but for the last, each with at most about CHUNK_BYTES of logits."""
     at_once = max(1, CHUNK_BYTES // (columns * wide.itemsize))
     count = max(1, -(-tokens // at_once))
-    multiple = ROW_MULTIPLE if tokens >= ROW_MULTIPLE * ROW_MULTIPLE * count else 1
-    bounds = [tokens * number // count // multiple * multiple for number in range(count)]
-    yield from map(slice, bounds, [*bounds[1:], tokens])
+    length = padded_rows(max(1, -(-tokens // count)))
+    for start in range(0, tokens, length):
+        yield slice(start, min(start + length, tokens))
 
 
 def _loss_and_gradients(
