@@ -65,7 +65,7 @@ def attention(
     mask: bool [b or 1, 1, 1 or s, s], True where a query may look.
     """
     if _by_cpu_kernels(q) and cpu.pays_in_blocks(q, is_causal, dropout):
-        return cpu.attention(q, k, v, mask, dropout, is_causal)
+        return cpu.block_attention(q, k, v, mask, dropout, is_causal)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
 
 
@@ -76,6 +76,6 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """F.layer_norm over the last dim of x."""
-    if _by_cpu_kernels(x):
-        return cpu.layer_norm(x, weight, bias, epsilon)
+    if _by_cpu_kernels(x) and x.dtype in cpu.NARROW and torch.is_grad_enabled():
+        return cpu.narrow_layer_norm(x, weight, bias, epsilon)
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)
