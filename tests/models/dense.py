@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
 from megatron.models.gpt2 import GPT2
-from megatron.parallel.factory import LayerFactory
+from megatron.parallel.layers import LayerFactory
 
 
 class PlainAttention(nn.Module):

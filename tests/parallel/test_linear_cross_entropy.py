@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.parallel import linear_cross_entropy as fused
+from megatron.parallel import cross_entropy as fused
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.kernels import padded_rows

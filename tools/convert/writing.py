@@ -20,7 +20,7 @@ from megatron.config.training import BertDataConfig, DataConfig, GPT2DataConfig,
 from megatron.data.tokenizer import Tokenizer
 from megatron.models.registry import MODELS
 from megatron.optim.loss_scaler import LossScaler
-from megatron.parallel.factory import factory_1d
+from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs

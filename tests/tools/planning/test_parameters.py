@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron.models.registry import MODELS
-from megatron.parallel.factory import factory_1d
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.kernels import padded_rows, use_cpu_kernels
+from megatron.parallel.layers import factory_1d
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs
 from tests.tools.planning.counted import fake_ranks
