@@ -73,7 +73,7 @@ def build(
 @torch.no_grad()
 def draw_there(state: TrainState) -> None:
     torch.manual_seed(SEED)
-    for slot, master in state.optimizer.slots():
+    for slot, master in state.optimizer.views():
         own, spec = slot.view(master), slot.spec
         if spec.std is None:
             own.fill_(spec.fill)
