@@ -49,7 +49,7 @@ def _cpuinfo(name: str) -> str:
     return line[1] if line else ""
 
 
-def goes_to_onednn(x: Tensor, weight: Tensor) -> bool:
+def is_faster(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN multiplies x [n, in] by weight [out, in] faster than torch's own."""
     return (
         not torch.compiler.is_compiling()
@@ -63,15 +63,15 @@ def goes_to_onednn(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def matmul_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As kernels.matmul, of what goes to oneDNN."""
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As kernels.matmul, where oneDNN is faster."""
     # torch 2.11 to 2.13 have no public function that multiplies fp32 by oneDNN.
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
 
 
-def add_matmul_onednn_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:
-    """As kernels.add_matmul_, where dy' and x' go to oneDNN."""
+def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:
+    """As kernels.add_matmul_, where oneDNN is faster at dy' and x'."""
     # oneDNN cannot write into an existing tensor and copies a transposed one: both are kept small.
     transposed, multiples = dy.T, CHUNK_BYTES // (max(x.shape) * x.itemsize * ROW_MULTIPLE)
     chunk = ROW_MULTIPLE * max(1, multiples)
@@ -79,7 +79,7 @@ def add_matmul_onednn_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) 
         transposed = transposed.contiguous()
     for start in range(0, len(transposed), chunk):
         rows = slice(start, start + chunk)
-        gradient = matmul_onednn(transposed[rows], x.T, None)
+        gradient = matmul(transposed[rows], x.T, None)
         if accumulate:
             out[rows].add_(gradient)
         else:

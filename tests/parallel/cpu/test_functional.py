@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel import cpu
+from megatron.parallel.cpu import functional
 from megatron.parallel.cpu.functional import (
     BLOCK,
     STEPS,
@@ -129,7 +129,7 @@ def test_where_it_takes_less_time_training_uses_it(
         calls.append(arguments)
         return attention(*arguments)
 
-    monkeypatch.setattr(cpu, "block_attention", spy)
+    monkeypatch.setattr(functional, "block_attention", spy)
     core = AttentionCore(RandomStreams(0, serial_mesh()), dropout, "core").train()
     q, k, v = draw(length, dtype)
     mask = None if is_causal else key_mask(length)
