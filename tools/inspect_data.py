@@ -30,13 +30,11 @@ from megatron.config.launch import interruptible
 from megatron.config.parse import parse, user_errors
 from megatron.config.training import BertDataConfig
 from megatron.data.bert import HIDDEN, RANDOM, BertDataset, BertSample
-from megatron.data.description import Description
 from megatron.data.gpt2 import GPT2Batch, GPT2Dataset, open_splits
 from megatron.data.indexed import IndexedDataset
 from megatron.data.pairs import SPECIAL
 from megatron.data.sources import Corpus, find_tokenizer, open_corpus, require_sequences
 from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer, build_tokenizer
-from megatron.data.verify import has_sentences
 from megatron.data.wordpiece import BertTokenizer
 from megatron.train.inputs import open_bert_data
 
@@ -116,8 +114,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 def reads_documents(data_path: Sequence[str]) -> bool:
     """Whether the last data set is one of whole documents; False where it cannot be opened."""
     try:
-        prefix = data_path[-1]
-        return not has_sentences(IndexedDataset(prefix), Description.read(prefix))
+        return not IndexedDataset(data_path[-1]).has_sentences
     except (IndexError, ValueError, OSError):
         return False
 
@@ -125,16 +122,15 @@ def reads_documents(data_path: Sequence[str]) -> bool:
 def described(corpus: Corpus, tokenizer: Tokenizer) -> str:
     lines = [f"tokenizer {tokenizer.kind}, {tokenizer.vocab_size:,} ids"]
     for source in corpus.sources:
-        data, known = source.data, source.description
-        documents, sequences, tokens = len(data.documents) - 1, len(data.sizes), len(data.tokens)
+        data, known = source.data, source.data.description
         lines.append(
-            f"{data.prefix}: {documents:,} documents of {sequences:,} sequences and {tokens:,} "
-            "tokens"
+            f"{data.prefix}: {data.num_documents:,} documents of {data.num_sequences:,} sequences "
+            f"and {data.num_tokens:,} tokens"
         )
         if known is not None and known.one_sentence is not None:
             lines.append(f"  {known.one_sentence:,} of the documents have one sentence only")
         if known is not None and known.unknown_tokens is not None:
-            share = known.unknown_tokens / tokens
+            share = known.unknown_tokens / data.num_tokens
             lines.append(f"  {known.unknown_tokens:,} of the tokens are [UNK] ({share:.2%})")
     return "\n".join(lines)
 
@@ -213,8 +209,9 @@ def gpt2_statistics(data: GPT2Dataset, corpus: Corpus, settings: Settings) -> It
     if corpus.eod is not None:
         total = sum(source.weight for source in corpus.sources)
         for source in corpus.sources:
-            documents = len(source.data.documents) - 1
-            marks += float(source.weight / total) * documents / len(source.data.tokens)
+            data_set = source.data
+            share = float(source.weight / total)
+            marks += share * data_set.num_documents / data_set.num_tokens
     yield Row(name="end marks", found=is_mark.mean(), expected=marks)
     counted = 1 - marks if settings.eod_mask_loss else 1
     yield Row(name="tokens that count in the loss", found=in_loss.mean(), expected=counted)

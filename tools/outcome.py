@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.data.description import Description, ShardFacts, place
 from megatron.data.files import with_suffix
+from megatron.data.indexed import Description
 from megatron.data.wordpiece import UNKNOWN
 from tools.corpus.program import say
 from tools.corpus.records import BAD_LINE, DAMAGED_FILE
 from tools.corpus.shards import MANIFEST
+from tools.data_files import move_data_set
 from tools.tokenise import NO_TOKEN
 
 REJECTED = ".rejected.jsonl"
@@ -33,11 +34,11 @@ def take_out(folder: Path, filled: str, prefix: str, tokenizer: Mapping[str, byt
         beside.unlink(missing_ok=True)
     elif inside.exists():  # or else it was moved before a crash
         inside.replace(beside)
-    names = [shard.name for shard in description.shards] or [""]
     told = summary(manifest, description, beside)
     if (replaced := held(prefix, unless=description)) is not None:
         say(f"replaced {replaced}")
-    place([filled + name for name in names], prefix, description, tokenizer)
+    staged = [filled + name for name in description.pairs]
+    move_data_set(staged, prefix, description, tokenizer)
     shutil.rmtree(folder)
     return told
 
@@ -72,13 +73,13 @@ def held(prefix: str, unless: Description | None = None) -> str | None:
 
 def shard_facts(description: Description, data_path: str) -> Iterator[dict[str, Any]]:
     """The .bin files, for a manifest."""
-    for shard in description.shards or [description]:
-        name = data_path + (shard.name if isinstance(shard, ShardFacts) else "") + ".bin"
+    for name, facts in description.pairs.items():
+        file = with_suffix(data_path + name, ".bin")
         yield {
-            "name": Path(name).name,
-            "documents": shard.documents,
-            "bytes": Path(name).stat().st_size,
-            "sha256": shard.bin_sha256,
+            "name": file.name,
+            "documents": facts.documents,
+            "bytes": file.stat().st_size,
+            "sha256": facts.bin_sha256,
         }
 
 

@@ -31,9 +31,8 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.config.checks import UsageError, positive, share
 from megatron.config.parse import parse
-from megatron.data.description import NOTED, Description, join_descriptions, place
+from megatron.data.indexed import OPTIONAL_COUNTS, Description
 from megatron.data.tokenizer import Tokenizer
-from megatron.data.verify import verify
 from megatron.data.wordpiece import (
     MAX_UNKNOWN,
     BertTokenizer,
@@ -49,6 +48,7 @@ from tools.corpus.shards import MANIFEST, Unit, find_shards
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import sum_funnels
+from tools.data_files import join_descriptions, move_data_set, verify
 from tools.outcome import held, left_out, shard_facts, summary, take_out
 from tools.sentences import SPLITTER
 from tools.tokenise import (
@@ -305,14 +305,14 @@ def tokenise(step: StepRun, settings: Settings) -> None:
     goes_on = f"; nothing was put in place, and with the latter the run goes on from {step.output}"
     unknown = description.unknown_tokens or 0
     check_unknown(settings, settings.given, unknown, description.tokens, after=goes_on)
-    place(staged, settings.filled, description, settings.tokenizer.files)
+    move_data_set(staged, settings.filled, description, settings.tokenizer.files)
     manifest = step.finish(
         funnel,
         list(shard_facts(description, settings.filled)),
         place=settings.data_path,
         tokens=description.tokens,
         shuffled=description.shuffled,
-        **{name: getattr(description, name) for name in NOTED},
+        **{name: getattr(description, name) for name in OPTIONAL_COUNTS},
         empty_sentences=sum(result["empty_sentences"] for result in results),
     )
     if settings.output is not None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron.data.indexed import token_dtype
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from tools.corpus.records import (
     Count,
@@ -33,6 +33,7 @@ from tools.corpus.records import (
 from tools.corpus.settings import StepSettings
 from tools.corpus.shards import WORK, Unit, placed, read_lines
 from tools.corpus.units import keep_rejected
+from tools.data_files import IndexedDatasetWriter
 from tools.sentences import split_sentences
 
 BATCH_DOCUMENTS, BATCH_BYTES = 500, 1 << 22  # that are encoded at a time, whichever comes first

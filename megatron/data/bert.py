@@ -26,11 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.batch import Batch
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed import IndexedDataset, check_highest_id
 from megatron.data.order import Series, open_series
 from megatron.data.pairs import SPECIAL, Blocks, Pair, draw_pair
 from megatron.data.sources import Corpus
-from megatron.data.verify import check_highest_id
 from megatron.data.wordpiece import BertTokenizer
 
 HIDDEN, RANDOM = 0.8, 0.1  # shares of [MASK] and of random ids; the others stay
@@ -86,8 +85,8 @@ class Masking:
     def __post_init__(self) -> None:
         if not 0 < self.mask_prob <= 0.5:
             raise ValueError(
-                f"--mask-prob {self.mask_prob} should be above 0 and at most 0.5, since n-grams do "
-                "not touch; --mask-prob 0.15 would work"
+                f"--mask-prob {self.mask_prob} is not above 0 and at most 0.5; --mask-prob 0.15 "
+                "would work"
             )
         assert self.max_ngram_size >= 1
 
@@ -236,7 +235,7 @@ class BertDataset:
         rng = np.random.Generator(np.random.Philox(key=key))
         block, is_spare = blocks.draw(place, rng)
         pair = draw_pair(block, blocks.length, self._short_seq_prob, rng)
-        tokens = [blocks.data.tokens[each.start : each.stop] for each in (pair.first, pair.second)]
+        tokens = [blocks.data.read(each.start, each.stop) for each in (pair.first, pair.second)]
         stands = [each.astype(np.int64) for each in tokens]
         highest = max(int(each.max()) for each in stands)
         check_highest_id(blocks.data.prefix, highest, len(self._masking.is_continuation))
@@ -266,15 +265,14 @@ def open_bert_splits(
     """
     if seq_length < SPECIAL + 2:
         raise ValueError(
-            f"--seq-length {seq_length} has no room for two segments and their marks; "
-            f"--seq-length {SPECIAL + 2} would work"
+            f"--seq-length {seq_length} is too short for two segments; --seq-length {SPECIAL + 2} "
+            "would work"
         )
     for source in corpus.sources:
-        if source.description is not None and source.description.eod is not None:
+        if (known := source.data.description) is not None and known.eod is not None:
             raise ValueError(
-                f"--data-path: the documents of {source.data.prefix} end with the mark "
-                f"{source.description.eod}, which BERT does not read; one that "
-                "tools/preprocess_data.py wrote without --append-eod would work"
+                f"--data-path: the documents of {source.data.prefix} end with a mark; data of "
+                "tools/preprocess_data.py without --append-eod would work"
             )
     marks = [tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask]
     masking = Masking(

@@ -37,16 +37,16 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
         weights = []
     if len(weights) != 3 or min(weights) < 0 or sum(weights) == 0:
         raise ValueError(
-            f"--split {split} should be three weights of 0 or more, for training, validation and "
-            "test; --split 29,1,0 would work"
+            f"--split {split} is no three weights (training, validation, test) of 0 or more; "
+            "--split 29,1,0 would work"
         )
     bounds = [floor(documents * sum(weights[:end]) / sum(weights)) for end in range(4)]
     training, validation, test = (range(start, stop) for start, stop in pairwise(bounds))
     for name, weight, found in zip(SPLITS, weights, (training, validation, test), strict=True):
         if weight and not found:
             raise ValueError(
-                f"--split {split} leaves no document for {name}: there are only {documents}; "
-                "give it a larger weight, a weight of 0, or more documents"
+                f"--split {split} leaves no document of {documents} for {name}; a larger weight, "
+                "or 0, would work"
             )
     return training, validation, test
 
@@ -115,8 +115,7 @@ class Blend:
             rounded = _whole_numbers([Fraction(max(1, share)) for share in nearest])
             given, used = (" : ".join(map(str, each)) for each in (shares, rounded))
             warnings.warn(
-                f"--data-path: weights in the ratio {given} are too fine for an exact order, so "
-                f"that {used} is used",
+                f"--data-path: weights {given} are too fine for an exact order; {used} is used",
                 stacklevel=2,
             )
             shares = rounded
@@ -190,9 +189,8 @@ class Series(Generic[SplitOfOne]):
         asked = max(numbers) + 1
         if self._name != "training" and asked > self.samples_per_epoch:
             raise ValueError(
-                f"the {self._name} split ends after {self.samples_per_epoch} samples, and {asked} "
-                f"were asked for; fewer --eval-iters, or a larger weight for {self._name} in "
-                "--split, would work"
+                f"the {self._name} split ends after {self.samples_per_epoch} samples, not {asked}; "
+                "fewer --eval-iters, or a larger part of --split, would work"
             )
         sources, local = self._blend.locate(np.asarray(numbers, np.int64))
         for source in np.unique(sources).tolist():
@@ -214,7 +212,7 @@ def open_series(
     """
     blend = Blend([source.weight for source in corpus.sources])
     datasets = [source.data for source in corpus.sources]
-    shares = [split_documents(split, len(data.documents) - 1) for data in datasets]
+    shares = [split_documents(split, data.num_documents) for data in datasets]
     opened: list[Series[SplitOfOne] | None] = []
     for name, ranges in zip(SPLITS, zip(*shares, strict=True), strict=True):
         if not all(ranges):

@@ -3,20 +3,21 @@
 import json
 import string
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron.data.batch import micro_batches
-from megatron.data.description import Description
 from megatron.data.files import tokenizer_folder
-from megatron.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron.data.indexed import Description, token_dtype
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.data.wordpiece import MARKS
+from tools.data_files import IndexedDatasetWriter, join_descriptions, move_data_set
 
 MERGES = ["t h", "th e", "i n", "Ġ the"]
 
@@ -87,6 +88,32 @@ def write_data(
             eod=eod,
             shuffled=shuffled,
         )
+
+
+def stage_shards(
+    folder: Path, shards: Sequence[Sequence[Any]], write: Callable[..., Description] = write_data
+) -> tuple[list[str], Description]:
+    """(prefixes of pairs that move_data_set() can join, the Description of the whole)."""
+    (folder / "staged").mkdir(exist_ok=True)
+    prefixes = [folder / "staged" / str(number) for number in range(len(shards))]
+    found = [write(prefix, shard) for prefix, shard in zip(prefixes, shards, strict=True)]
+    return [str(prefix) for prefix in prefixes], join_descriptions(found)
+
+
+def write_shards(
+    prefix: Path, shards: Sequence[Sequence[Any]], tokenizer: Mapping[str, bytes] | None = None
+) -> str:
+    """A data set of these documents of each shard."""
+    staged, description = stage_shards(prefix.parent, shards)
+    move_data_set(staged, str(prefix), description, tokenizer or {})
+    return str(prefix)
+
+
+def change(prefix: Path, suffix: str, position: int, content: bytes) -> None:
+    """Overwrite bytes of a file in place."""
+    with Path(f"{prefix}{suffix}").open("r+b") as stream:
+        stream.seek(position)
+        stream.write(content)
 
 
 def write_data_of_tokenizer(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.sources import GLANCE, GLANCES, find_tokenizer, open_corpus
+from megatron.data.sources import SAMPLED_CHUNK, SAMPLED_CHUNKS, find_tokenizer, open_corpus
 from tests.data.samples import PlainTokenizer, write_data, write_data_of_tokenizer
 
 
@@ -92,9 +92,9 @@ def test_without_sidecar_one_warning_and_the_highest_id(prefix: str) -> None:
         open_corpus([prefix], None)
 
 
-@pytest.mark.parametrize("place", [0, 30 * GLANCE, -1])
+@pytest.mark.parametrize("place", [0, 30 * SAMPLED_CHUNK, -1])
 def test_without_sidecar_ids_from_end_to_end_are_looked_at(tmp_path: Path, place: int) -> None:
-    ids = [1] * (GLANCES * GLANCE)
+    ids = [1] * (SAMPLED_CHUNKS * SAMPLED_CHUNK)
     ids[place] = 99
     write_data(tmp_path / "p", [ids])
     (tmp_path / "p.json").unlink()

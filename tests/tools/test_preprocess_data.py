@@ -15,15 +15,14 @@ import orjson
 import pytest
 from backports import zstd
 
-from megatron.data.description import Description
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed import Description, IndexedDataset
 from megatron.data.tokenizer import GPT2BPETokenizer
-from megatron.data.verify import verify
 from tests.data.samples import write_tokenizer
 from tests.tools.corpus.lines import content, manifest, write_jsonl
 from tools import preprocess_data
 from tools.corpus import split
 from tools.corpus.shards import cut
+from tools.data_files import verify
 from tools.tokenise import LARGEST_UNIT, SMALLEST_UNIT, deal, unit_bytes
 
 PROGRAM = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
@@ -64,8 +63,8 @@ def lines(texts: list[str]) -> bytes:
 
 def read(prefix: str) -> list[list[int]]:
     data = IndexedDataset(prefix)
-    ranges = [data.token_range(range(i, i + 1)) for i in range(len(data.documents) - 1)]
-    return [data.tokens[each.start : each.stop].tolist() for each in ranges]
+    ranges = [data.token_range(range(i, i + 1)) for i in range(data.num_documents)]
+    return [data.read(each.start, each.stop).tolist() for each in ranges]
 
 
 def encoded(texts: list[str]) -> list[list[int]]:
