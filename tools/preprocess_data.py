@@ -57,6 +57,7 @@ from tools.tokenise import (
     deal,
     encode_unit,
     join_shard,
+    load_encoder,
     load_tokenizer,
     sample_texts,
     unit_bytes,
@@ -171,8 +172,7 @@ class Settings:
     @property
     def tokenizer(self) -> Tokenizer:
         """One for each process."""
-        files = self.vocab_file, self.merge_file
-        return load_tokenizer(self.tokenizer_type, *files, self.encoder)
+        return load_tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file)
 
 
 def run(settings: Settings) -> None:
@@ -229,7 +229,8 @@ def token_settings(settings: Settings) -> TokenSettings:
     shard_bytes = parse_size("--shard-size", settings.shard_size)
     total = sum(file.stat().st_size for file in find_shards(settings.input))
     tokenizer = settings.tokenizer
-    encoder = tokenizer.encoder
+    files = settings.vocab_file, settings.merge_file
+    encoder = load_encoder(settings.tokenizer_type, *files, settings.encoder)
     chosen = TokenSettings(
         input=settings.input,
         output=settings.folder,
@@ -251,7 +252,8 @@ def token_settings(settings: Settings) -> TokenSettings:
         shard_bytes=shard_bytes,
         shuffled=are_shuffled(settings.input),
     )
-    say(f"encoder: {encoder.said}{f'; sentences: {SPLITTER}' if settings.split_sentences else ''}")
+    sentences = f"; sentences: {SPLITTER}" if settings.split_sentences else ""
+    say(f"encoder: {encoder.description}{sentences}")
     return chosen
 
 
@@ -264,19 +266,16 @@ def check_sample(settings: Settings, chosen: TokenSettings) -> None:
     cure = f"--tokenizer-type {BertWordPieceLowerCase.kind} with a vocabulary without capitals"
     allow, casing = settings.allow_lower_case, count_casing(texts)
     tell(judge_casing(where, casing, tokenizer, allow=allow, cure=cure))
-    ids, _ = tokenizer.encode_arrays(texts)
+    ids, _ = chosen.load_encoder().arrays(texts)
     count = int((ids == tokenizer.unknown).sum())
     if count > MARGIN * settings.max_unknown * len(ids):
         check_unknown(settings, where, count, len(ids))
 
 
-def check_unknown(
-    settings: Settings, where: str, count: int, tokens: int, *, after: str = ""
-) -> None:
-    why = f"which teaches nothing: --vocab-file {settings.vocab_file} lacks letters of this text"
-    cure = "a vocabulary of its language (tools/train_tokenizer.py makes one of the same input)"
-    most = settings.max_unknown
-    tell(judge_unknown(where, count, tokens, most, why=why, cure=cure, after=after))
+def check_unknown(settings: Settings, where: str, count: int, tokens: int) -> None:
+    why = f"letters that --vocab-file {settings.vocab_file} lacks"
+    cure = "a vocabulary that tools/train_tokenizer.py makes of the same input"
+    tell(judge_unknown(where, count, tokens, settings.max_unknown, why=why, cure=cure))
 
 
 def are_shuffled(paths: Sequence[Path]) -> bool | None:
@@ -304,7 +303,10 @@ def tokenise(step: StepRun, settings: Settings) -> None:
     description = join_descriptions([Description.from_json(part) for part in parts if part])
     goes_on = f"; nothing was put in place, and with the latter the run goes on from {step.output}"
     unknown = description.unknown_tokens or 0
-    check_unknown(settings, settings.given, unknown, description.tokens, after=goes_on)
+    try:
+        check_unknown(settings, settings.given, unknown, description.tokens)
+    except ValueError as error:
+        raise ValueError(f"{error}{goes_on}") from error
     move_data_set(staged, settings.filled, description, settings.tokenizer.files)
     manifest = step.finish(
         funnel,

@@ -34,6 +34,7 @@ from tools.corpus.settings import StepSettings
 from tools.corpus.shards import WORK, Unit, placed, read_lines
 from tools.corpus.units import keep_rejected
 from tools.data_files import IndexedDatasetWriter
+from tools.encoders import Encoder, build_encoder
 from tools.sentences import split_sentences
 
 BATCH_DOCUMENTS, BATCH_BYTES = 500, 1 << 22  # that are encoded at a time, whichever comes first
@@ -70,11 +71,10 @@ class TokenSettings(StepSettings):
 
     no_parameters: ClassVar = frozenset({"unknown"})  # which the fingerprint says, too
 
-    @property
-    def tokenizer(self) -> Tokenizer:
+    def load_encoder(self) -> Encoder:
         """One for each process."""
         files = self.vocab_file, self.merge_file
-        return load_tokenizer(self.tokenizer_type, *files, self.encoder)
+        return load_encoder(self.tokenizer_type, *files, self.encoder)
 
     def part(self, unit: str, suffix: str) -> Path:
         """A file that holds what a unit was encoded to."""
@@ -85,22 +85,24 @@ class TokenSettings(StepSettings):
         return str(self.output / WORK / "staged" / f"{shard:05}")
 
 
-def load_tokenizer(
-    kind: str, vocab_file: Path | None, merge_file: Path | None, encoder: str
-) -> Tokenizer:
-    """Made once in a process, whether the encoder is named or left to choose."""
-    tokenizer = _build(kind, vocab_file, merge_file, "auto")
-    if encoder in ("auto", tokenizer.encoder.name):
-        return tokenizer
-    return _build(kind, vocab_file, merge_file, encoder)
-
-
 @cache
-def _build(kind: str, vocab_file: Path | None, merge_file: Path | None, encoder: str) -> Tokenizer:
+def load_tokenizer(kind: str, vocab_file: Path | None, merge_file: Path | None) -> Tokenizer:
     # A worker is one of --workers: the tokenizers library would take all cores for each.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     files = [str(file) if file else None for file in (vocab_file, merge_file)]
-    return build_tokenizer(kind, *files, encoder)
+    return build_tokenizer(kind, *files)
+
+
+@cache
+def load_encoder(
+    kind: str, vocab_file: Path | None, merge_file: Path | None, choice: str
+) -> Encoder:
+    """Made once in a process, whether it is named or left to choose."""
+    if choice != "auto":
+        chosen = load_encoder(kind, vocab_file, merge_file, "auto")
+        if chosen.name == choice:
+            return chosen
+    return build_encoder(choice, load_tokenizer(kind, vocab_file, merge_file).library)
 
 
 class Passage(NamedTuple):
@@ -167,7 +169,7 @@ def encode(texts: Sequence[str], settings: TokenSettings) -> Encoded:
     """The tokens of documents, cut into sentences and ended by marks as the settings say."""
     is_split = settings.sentences is not None
     parts = [split_sentences(text) if is_split else [text] for text in texts]
-    ids, sizes = settings.tokenizer.encode_arrays(list(chain.from_iterable(parts)))
+    ids, sizes = settings.load_encoder().arrays(list(chain.from_iterable(parts)))
     document = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     assert len(sizes) == len(document)
     real = sizes > 0

@@ -68,7 +68,7 @@ def read(prefix: str) -> list[list[int]]:
 
 
 def encoded(texts: list[str]) -> list[list[int]]:
-    return GPT2BPETokenizer("vocab.json", "merges.txt", "tokenizers").encode_batch(texts)
+    return GPT2BPETokenizer("vocab.json", "merges.txt").encode_batch(texts)
 
 
 def outputs(folder: Path, prefix: str) -> dict[str, bytes]:
@@ -448,7 +448,7 @@ def test_real_text(folder: Path, test_data: Path) -> None:
     words = ["--input", str(source), "--output-prefix", "p", "--append-eod", "--workers", "2"]
     preprocess_data.main([*words, "--vocab-file", files[0], "--merge-file", files[1]])
     texts = [json.loads(line)["text"] for line in gzip.decompress(source.read_bytes()).splitlines()]
-    tokenizer = GPT2BPETokenizer(files[0], files[1], "tokenizers")
+    tokenizer = GPT2BPETokenizer(files[0], files[1])
     found = read("p_text_document")
     assert {document[-1] for document in found} == {50_256}
     assert [tokenizer.decode(document[:-1]) for document in found] == texts
