@@ -2,14 +2,15 @@
 
 A split's documents stand one after another; sample k of an epoch is its tokens [k s, k s + s], in
 file order, so that neighbours share one token and every token but the first is a label once. An
-epoch takes the samples in an order of its own, a blend takes them from several data sets (see
-order.py); nothing is built beforehand and nothing is stored.
+epoch takes the samples in an order of its own, a blend takes them from several data sets
+(order.py).
 
 b: samples of a batch; s: tokens of a sample (--seq-length).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -153,10 +154,5 @@ def open_splits(
             )
         return found
 
-    training, validation, test = (
-        GPT2Dataset(series, vocab_size=corpus.vocab_size, boundaries=boundaries)
-        if series is not None
-        else None
-        for series in open_series(corpus, split, seed, cut)
-    )
-    return training, validation, test
+    make = partial(GPT2Dataset, vocab_size=corpus.vocab_size, boundaries=boundaries)
+    return open_series(corpus, split, seed, cut, make)

@@ -402,7 +402,7 @@ def test_the_highest_mask_prob_has_room(longest: int) -> None:
 def test_what_hides_a_token_is_drawn_80_10_10() -> None:
     rng = np.random.default_rng(8)
     ids, chosen = rng.integers(4, 1000, 400_000), rng.random(400_000) < 0.5
-    read = masking().hide(ids, chosen, rng)
+    read = masking().replace(ids, chosen, rng)
     assert np.array_equal(read[~chosen], ids[~chosen])
     was, now = ids[chosen], read[chosen]
     shares = [(now == 3).mean(), ((now != 3) & (now != was)).mean(), (now == was).mean()]
