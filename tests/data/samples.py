@@ -3,8 +3,8 @@
 import json
 import string
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megatron.data.batch import micro_batches
 from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import Description, token_dtype
 from megatron.data.tokenizer import GPT2BPETokenizer
@@ -155,28 +154,11 @@ def write_sparse(prefix: Path, last: Sequence[int]) -> int:
     return 2 * zeros
 
 
+@dataclass
 class PlainTokenizer:
-    """Says of itself what write_data() says of its tokenizer; encodes nothing."""
+    """Has the name, size and fingerprint of write_data()'s tokenizer; encodes nothing."""
 
-    kind = "test"
-    vocab_size = 100
-    eod = 0
-    fingerprint = "f"
-
-
-def read_by_ranks(data_size: int, micro_batch_size: int) -> Iterator[range]:
-    """The sample numbers of four steps of 4 samples, as all ranks read them, micro-batch by
-    micro-batch; every step is read as if it were the first of a resume."""
-    for consumed in range(0, 16, 4):
-        ranks = [
-            micro_batches(
-                consumed,
-                global_batch_size=4,
-                micro_batch_size=micro_batch_size,
-                data_rank=rank,
-                data_size=data_size,
-            )
-            for rank in range(data_size)
-        ]
-        for at_once in zip(*ranks, strict=True):
-            yield from at_once
+    kind: str = "test"
+    vocab_size: int = 100
+    eod: int = 0
+    fingerprint: str = "f"

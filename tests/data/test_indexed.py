@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.data.gpt2 import open_splits
-from megatron.data.indexed import Description, IndexedDataset, check_highest_id, token_dtype
+from megatron.data.indexed import Description, IndexedDataset, token_dtype
 from megatron.data.sources import open_corpus
 from tests.data.samples import (
     PlainTokenizer,
@@ -220,9 +220,3 @@ def test_more_than_2_to_the_31_tokens(tmp_path: Path) -> None:
     change(prefix, ".idx", 34 + 12 + 16, struct.pack("<q", 2 * first - 2**32))
     with pytest.raises(ValueError, match=r"p\.bin is too long"):
         verify(str(prefix))
-
-
-def test_ids_outside_the_vocabulary() -> None:
-    check_highest_id("p", 99, 100)
-    with pytest.raises(ValueError, match="p .*100"):
-        check_highest_id("p", 100, 100)

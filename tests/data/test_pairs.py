@@ -10,8 +10,7 @@ import pytest
 
 from megatron.data.indexed import IndexedDataset
 from megatron.data.pairs import Blocks, Pair, draw_pair, lengths_kept
-from tests.data.samples import stage_shards, write_index, write_sentences
-from tools.data_files import move_data_set
+from tests.data.samples import write_index, write_sentences
 
 Sizes = Sequence[Sequence[int]]  # tokens of each sentence of each document
 
@@ -79,17 +78,6 @@ def test_a_split_has_the_blocks_of_its_documents(tmp_path: Path, cut: range) -> 
     assert [pair for block in found for pair in pairwise(block)] == [
         pair for each in expected if len(each) > 2 for pair in pairwise(each)
     ]
-
-
-def test_shards_have_the_blocks_of_the_whole(tmp_path: Path) -> None:
-    documents = [[[1] * size for size in document] for document in USUAL]
-    shards = [documents[:1], documents[1:90], documents[90:]]
-    staged, description = stage_shards(tmp_path, shards, write_sentences)
-    move_data_set(staged, str(tmp_path / "p"), description, {})
-    whole = Blocks(write(tmp_path / "whole", USUAL), range(len(USUAL)), 20)
-    sharded = Blocks(IndexedDataset(str(tmp_path / "p")), range(len(USUAL)), 20)
-    assert len(sharded.data.shards) == 3
-    assert (len(sharded), all_of(sharded)) == (len(whole), all_of(whole))
 
 
 def test_blocks_of_a_document_are_about_as_long(tmp_path: Path) -> None:
