@@ -117,7 +117,7 @@ def unit_bytes(total: int, shard_bytes: int) -> int:
     return min(max(total // UNITS, SMALLEST_UNIT), LARGEST_UNIT, shard_bytes)
 
 
-def deal(units: Sequence[Unit], shard_bytes: int) -> list[list[Unit]]:
+def group_units(units: Sequence[Unit], shard_bytes: int) -> list[list[Unit]]:
     """The units of each shard: even shares of the input, of shard_bytes at most as units go."""
     sizes = [unit.stop - unit.start for unit in units]
     total = sum(sizes)
@@ -139,7 +139,7 @@ class Encoded(NamedTuple):
 
 
 def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
-    """Write the tokens of the unit's documents and their sizes; keep the books."""
+    """Write the tokens of the unit's documents and their sizes; returns its counts, for JSON."""
     funnel, empty, other_keys = Funnel(), 0, Counter[str]()
     dtype = token_dtype(settings.vocab_size)
     with ExitStack() as stack:
@@ -258,12 +258,12 @@ def join_shard(
             eod=settings.eod,
             shuffled=settings.shuffled,
         )
-    noted = replace(
+    complete = replace(
         description,
         one_sentence=single if is_split else None,
         unknown_tokens=unknown if settings.unknown is not None else None,
     )
-    return asdict(noted)
+    return asdict(complete)
 
 
 def _read_part(

@@ -44,7 +44,7 @@ def test_the_identity_is_of_shares_and_content(tmp_path: Path, prefix: str) -> N
 @pytest.mark.parametrize(
     ("paths", "tokenizer", "size", "message"),
     [
-        ("p", {"fingerprint": "other"}, None, "--data-path: .*other by --vocab-file.*f by .*p.json"),
+        ("p", {"fingerprint": "other"}, None, "--data-path: .*other by --vocab-file.*p.json"),
         ("p", {"vocab_size": 200}, None, "--data-path: .*200 by --vocab-file.*100 by .*p.json"),
         ("p", {"kind": "words"}, None, "--data-path: .*words by --vocab-file.*test by .*p.json"),
         ("1 p 1 q", None, None, "--data-path: .*100 by .*p.json.*300 by .*q.json"),
@@ -66,8 +66,8 @@ def test_what_does_not_fit_together_names_both_values(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_data(Path("q"), [[1]], vocab_size=300)
+    made = None if tokenizer is None else PlainTokenizer(**tokenizer)
     with pytest.raises(ValueError, match=message):
-        made = None if tokenizer is None else PlainTokenizer(**tokenizer)
         open_corpus(paths.split(), made, size)
 
 

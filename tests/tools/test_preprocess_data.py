@@ -23,7 +23,7 @@ from tools import preprocess_data
 from tools.corpus import split
 from tools.corpus.shards import cut
 from tools.data_files import verify
-from tools.tokenise import LARGEST_UNIT, SMALLEST_UNIT, deal, unit_bytes
+from tools.tokenise import LARGEST_UNIT, SMALLEST_UNIT, group_units, unit_bytes
 
 PROGRAM = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
 TEXTS = [f"the thing number {i} in the inn. " * (1 + i % 9) for i in range(200)]
@@ -389,10 +389,10 @@ def test_units_and_shards_are_cut_by_the_input_alone(tmp_path: Path) -> None:
     for name, size in (("a", 700), ("b", 0), ("c", 300)):
         (tmp_path / name).write_bytes(bytes(size))
     units = cut([tmp_path / name for name in "abc"], 100)
-    shards = deal(units, 400)
+    shards = group_units(units, 400)
     assert [unit for shard in shards for unit in shard] == units
     assert [sum(unit.stop - unit.start for unit in shard) for shard in shards] == [400, 300, 300]
-    assert len(deal(units, 1000)) == 1
+    assert len(group_units(units, 1000)) == 1
 
 
 @pytest.mark.parametrize(
