@@ -26,7 +26,7 @@ from megatron.config.checks import UsageError, flag
 from megatron.config.model import FinetunedConfig
 from megatron.config.parse import user_errors
 from megatron.config.training import TrainingConfig
-from megatron.data.examples import ExampleBatch
+from megatron.data.batch import ExampleBatch
 from megatron.data.files import write_atomically
 from megatron.models.registry import MODELS, section_of
 from megatron.optim.schedule import learning_rate
