@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.checks import UsageError, positive
-from megatron.data.examples import Example
 from megatron.data.wordpiece import BertTokenizer
 from tasks.checks import (
     TELL_CUT_QUESTIONS,
@@ -27,6 +26,7 @@ from tasks.checks import (
     majority,
     tell_cut,
 )
+from tasks.examples import Example
 from tasks.finetuning import FinetuneSettings, Finetuning, name_conventions
 from tasks.pairs import SPECIAL, Ragged, Shape, encode, shape_of
 from tasks.race_files import LETTERS, LEVELS, Passage, find_levels, read_levels

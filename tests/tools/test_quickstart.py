@@ -15,8 +15,9 @@ import pytest
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 from tools.command import ROOT, Command, cause
+from tools.data_files import IndexedDatasetWriter
 from tools.processes import Processes
 from tools.quickstart.__main__ import quickstart
 from tools.quickstart.enough import check_samples
