@@ -27,7 +27,7 @@ MODELS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
 }
 
 
-def section_of(manifest: Mapping[str, Any]) -> ModelConfig:
+def config_of(manifest: Mapping[str, Any]) -> ModelConfig:
     """The config of the model of a checkpoint, from its manifest."""
     config, _ = MODELS[manifest["kind"]]
     settings: dict[str, Any] = {

@@ -41,6 +41,8 @@ LAST = """
 --fp16 --loss-scale 8 --hysteresis 1 | --fp16 --loss-scale 8 --loss-scale-window 9
 --fp16 --max-consecutive-skips 0 | --lr-warmup-iters 400
 --num-layer 3 | --batch-size 4 | --n-layer 3 | --lr-decay-style cos
+--save a --save-interval 0 | --save-interval 5 | --async-save | --keep-checkpoints 5
+--save a --keep-checkpoints 1 | --finetune
 --layernorm-impl apex | --optimizer-impl apex | --preset gpt2_365m | --preset
 """
 # Arguments, number of processes, and the flag that is refused; the error says what works.
@@ -62,11 +64,6 @@ REFUSED = [
 NO_CURE = [
     ("--hidden-size 0", "--hidden-size"),
     ("--max-position-embeddings -1", "--max-position-embeddings"),
-    ("--save a --save-interval 0", "--save-interval"),
-    ("--save-interval 5", "--save-interval"),
-    ("--async-save", "--async-save"),
-    ("--save a --keep-checkpoints 1", "--keep-checkpoints"),
-    ("--save a --finetune", "--finetune"),
     ("--seq-length x", "--seq-length"),
     ("--seq-length --lr 1", "--seq-length"),
     ("--lr 1e", "--lr"),
