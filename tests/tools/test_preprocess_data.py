@@ -17,13 +17,13 @@ from backports import zstd
 
 from megatron.data.description import Description
 from megatron.data.indexed import IndexedDataset
+from megatron.data.json_lines import cut
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.data.verify import verify
 from tests.data.samples import write_tokenizer
 from tests.tools.corpus.lines import content, manifest, write_jsonl
 from tools import preprocess_data
 from tools.corpus import split
-from tools.corpus.shards import cut
 from tools.tokenise import LARGEST_UNIT, SMALLEST_UNIT, deal, unit_bytes
 
 PROGRAM = Path(__file__).parents[2] / "tools" / "preprocess_data.py"

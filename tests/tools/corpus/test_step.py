@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 
+from megatron.data.files import sha256
+from megatron.data.json_lines import cut, find_shards
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tests.tools.corpus.steps_of_tests import Settings, run
-from tools.corpus import extract, shards
+from tools.corpus import extract
 from tools.corpus.program import Unfinished, program
 from tools.corpus.records import Count, Funnel
 from tools.corpus.settings import StepSettings, parse_size
@@ -84,8 +86,7 @@ def test_a_step_writes_shards_a_manifest_and_what_it_set_aside(tmp_path: Path) -
     assert found["dropped"]["bad line"]["documents"] == 1
     assert [each["name"] for each in found["inputs"]] == ["0.jsonl", "1.jsonl", "2.jsonl"]
     assert [each["sha256"] for each in found["inputs"]] == [
-        shards.hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted((tmp_path / "in").glob("*.jsonl"))
+        sha256(path) for path in sorted((tmp_path / "in").glob("*.jsonl"))
     ]
     assert {each["name"] for each in found["shards"]} | {
         "manifest.json", "run.json", "rejected.jsonl",
@@ -133,7 +134,7 @@ def test_a_run_that_was_stopped_goes_on_and_repeats_nothing(tmp_path: Path) -> N
         did = interrupt(folder, output)
         assert 0 < did < len(every)
         with pytest.raises(ValueError, match="--input"):
-            shards.find_shards([output])
+            find_shards([output])
         run(toy(folder, output, workers=workers))
         assert len(calls(folder)) == len(every) - did
         assert content(output) == content(tmp_path / "expected")
@@ -148,7 +149,7 @@ def test_a_changed_file_redoes_its_units_and_all_that_follows(tmp_path: Path) ->
     os.utime(path, (1, 1))
     run(toy(folder, tmp_path / "out"))
     again = calls(folder)
-    units = shards.cut(sorted(folder.glob("*.jsonl")), 500)
+    units = cut(sorted(folder.glob("*.jsonl")), 500)
     mine = [unit.name for unit in units if unit.file == str(path)]
     assert again == [f"count {name}" for name in mine] + [f"number {unit.name}" for unit in units]
     run(toy(folder, tmp_path / "fresh"))
@@ -248,7 +249,7 @@ def test_the_same_content_is_the_same_input_wherever_it_lies(
 def test_a_relative_path_is_recognised_without_reading_the_input(
     tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.corpus.manifest.checksum", None)
+    monkeypatch.setattr("tools.corpus.manifest.sha256", None)
     monkeypatch.chdir(tmp_path)
     run(toy(Path("in"), Path("expected")))
     assert content(tmp_path / "expected") == expected
@@ -465,7 +466,7 @@ def test_shards_are_compressed_on_demand(tmp_path: Path, expected: dict[str, byt
 def test_a_step_reads_what_a_step_wrote_and_takes_its_checksums(
     tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.corpus.manifest.checksum", None)
+    monkeypatch.setattr("tools.corpus.manifest.sha256", None)
     second = Settings(input=(tmp_path / "expected",), output=tmp_path / "out", workers=1)
     run(second)
     first = json.loads(expected["manifest.json"])["shards"]
@@ -490,7 +491,7 @@ def test_a_checksum_is_not_taken_for_a_file_that_was_changed(
         file.write('{"text": "more"}\n')
     run(Settings(input=(tmp_path / "expected",), output=tmp_path / "out", workers=1))
     [first, *_] = manifest(tmp_path / "out")["inputs"]
-    assert first["sha256"] == shards.hashlib.sha256(shard.read_bytes()).hexdigest()
+    assert first["sha256"] == sha256(shard)
 
 
 def test_input_that_changes_while_it_is_read_is_no_result(tmp_path: Path) -> None:
