@@ -28,11 +28,14 @@ def question(name: str, answers: dict[str, int], **more: Any) -> dict[str, Any]:
     return {"id": name, "question": "Where does it stay?", "answers": found, **more}
 
 
-def write_squad(file: Path, *questions: dict[str, Any], passage: str = PASSAGE) -> Path:
+def squad_of(*questions: dict[str, Any], passage: str = PASSAGE) -> dict[str, Any]:
     """One article of one paragraph."""
     paragraphs = [{"context": passage, "qas": questions}]
-    content = {"version": "any", "data": [{"title": "Rain", "paragraphs": paragraphs}]}
-    file.write_text(json.dumps(content), encoding="utf-8")
+    return {"version": "any", "data": [{"title": "Rain", "paragraphs": paragraphs}]}
+
+
+def write_squad(file: Path, *questions: dict[str, Any], passage: str = PASSAGE) -> Path:
+    file.write_text(json.dumps(squad_of(*questions, passage=passage)), encoding="utf-8")
     return file
 
 

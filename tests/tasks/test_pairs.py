@@ -8,7 +8,7 @@ import pytest
 from megatron.data.examples import make_batch
 from megatron.data.wordpiece import BertWordPieceLowerCase
 from tasks import pairs
-from tasks.pairs import PairExamples, Ragged, Shape, encode, shape_of
+from tasks.pairs import PairExamples, Shape, encode, shape_of
 from tests.data.samples import write_wordpiece
 
 
@@ -89,6 +89,8 @@ def test_texts_are_encoded_in_portions_with_the_same_tokens(
     assert parts.tokens.tolist() == whole.tokens.tolist()
     assert parts.starts.tolist() == whole.starts.tolist() == [0, 1, 1, 5, 7, 8]
     assert [parts[row].tolist() for row in range(5)] == tokenizer.encode_batch(texts)
+    assert parts.lengths.tolist() == [1, 0, 4, 2, 1]
+    assert np.shares_memory(parts[2], parts.tokens)
     assert (len(encode([], tokenizer)), parts.tokens.dtype) == (0, np.int32)
 
 
@@ -97,9 +99,3 @@ def test_white_space_of_any_kind_parts_words(tokenizer: BertWordPieceLowerCase) 
     rows = encode(texts, tokenizer)
     assert rows[0].tolist() == rows[1].tolist() == rows[2].tolist()
     assert len(rows[0]) == 3
-
-
-def test_rows_of_tokens_are_views() -> None:
-    rows = Ragged(tokens(6, 0), np.array([0, 2, 2, 6]))
-    assert rows.lengths.tolist() == [2, 0, 4]
-    assert np.shares_memory(rows[2], rows.tokens)

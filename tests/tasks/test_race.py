@@ -32,6 +32,9 @@ OTHER = PASSAGE | {
 }
 
 
+NONE = PASSAGE | {"questions": [], "options": [], "answers": []}
+
+
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> BertWordPieceLowerCase:
     return BertWordPieceLowerCase(write_wordpiece(tmp_path))
@@ -67,20 +70,13 @@ def test_a_sequence_is_the_filled_question_and_then_the_passage(
         for option in ("a tree", "the car", "bed", "the house")
     ]
     assert (asked.label, filled.label) == ((0,), (3,))
+    blanks = OTHER | {"questions": ["_ is _"]}
+    (twice,) = race(tokenizer, write(tmp_path / "high", blanks)).evaluations["high"]
+    assert tokenizer.decode(twice.options[2].tokens.tolist()).startswith("[CLS] dog is dog [SEP]")
     first = asked.options[0]
     assert first.tokens.dtype == np.int32
     assert tokenizer.decode(first.tokens[first.second :].tolist()) == passage.removeprefix("[SEP] ")
     assert (task.head, task.labels, list(task.train)) == ("choice", (), [])
-
-
-def test_every_blank_of_a_question_is_filled(
-    tokenizer: BertWordPieceLowerCase, tmp_path: Path
-) -> None:
-    passage = OTHER | {"questions": ["_ is _"]}
-    (question,) = race(tokenizer, write(tmp_path / "high", passage)).evaluations["high"]
-    assert tokenizer.decode(question.options[2].tokens.tolist()).startswith(
-        "[CLS] dog is dog [SEP]"
-    )
 
 
 @pytest.mark.filterwarnings("ignore:.* lose their end")
@@ -89,8 +85,6 @@ def test_the_passage_loses_its_end_and_a_long_question_its_own(
 ) -> None:
     long = OTHER | {"article": "b " * 99, "options": [["x " * 30, "y", "z", "z"]]}
     folder = write(tmp_path / "high", long)
-    with pytest.raises(ValueError, match=r"4 of 4 sequences \(100.0%\).*--max-truncated 1.00"):
-        race(tokenizer, folder, max_qa_length=20)
     with pytest.warns(UserWarning, match=r"4 of 4 sequences"):
         task = race(tokenizer, folder, max_qa_length=20, checks=ChecksConfig(max_truncated=1))
     options = task.evaluations["high"][0].options
@@ -114,14 +108,10 @@ def test_options_that_are_cut_are_told_or_refused(
     folder = write(tmp_path / "high", PASSAGE, OTHER)
     longest = max(race(tokenizer, folder).evaluations["high"].options.lengths)
     count = "11 of 12 questions with an option"
-    with pytest.raises(ValueError, match=count) as refused:
+    helps = f"--valid-data {folder}: {count} .*--max-qa-length {longest} .*--max-truncated 0.92"
+    with pytest.raises(ValueError, match=helps):
         race(tokenizer, folder, max_qa_length=6)
-    assert str(refused.value) == (
-        f"--valid-data {folder}: {count} (91.7%) are longer than --max-qa-length 6 and lose their "
-        f"end; --max-qa-length {longest} would cut none, or --max-truncated 0.92 would let them be "
-        "cut"
-    )
-    with pytest.warns(UserWarning, match=f"{count} .* and lose their end; --max-qa-length"):
+    with pytest.warns(UserWarning, match=count):
         task = race(tokenizer, folder, max_qa_length=6, checks=ChecksConfig(max_truncated=1))
     assert task.notes["input"]["valid"]["high"]["truncated_options"] == 11
 
@@ -198,56 +188,21 @@ def test_figures_are_of_each_level_and_of_all_questions(
     assert equal["accuracy"] == pytest.approx(1 / 3), "of equal scores the first option counts"
 
 
-@pytest.mark.parametrize(
-    ("passage", "message"),
-    [
-        (b"{", "is not one JSON object"),
-        (b"{} {}", "is not one JSON object .*Extra data"),
-        (b"\xff", "is not one JSON object"),
-        (b"[]", "is no JSON object"),
-        (PASSAGE | {"article": None}, "its article is NoneType; text would work"),
-        ({"article": "a", "questions": []}, "has no 'options' and no 'answers'"),
-        (PASSAGE | {"answers": ["A"]}, "has 2 questions, 2 lists of options and 1 answers"),
-        (PASSAGE | {"questions": "Who?"}, "has str questions, 2 lists"),
-        (OTHER | {"options": [["a", "b", "c"]]}, "question 1: 3 options; 4 would work"),
-        (OTHER | {"options": ["abcd"]}, "question 1: str options; 4 would work"),
-        (PASSAGE | {"answers": ["A", "E"]}, "question 2: the answer 'E' is not one of A, B, C, D"),
-        (OTHER | {"answers": [2]}, "question 1: the answer 2 is not one of A"),
-        (OTHER | {"questions": [1]}, "question 1: its text is int"),
-        (OTHER | {"options": [["a", "b", "c", None]]}, "question 1: an option is NoneType"),
-        (PASSAGE | {"article": "\ud800"}, "its article has half of a surrogate pair; a folder as"),
-        (OTHER | {"options": [["a", "b", "c", "\udfff"]]}, "question 1: an option has half of a"),
-    ],
-)
-def test_a_bad_file_is_named_with_its_question(
-    tokenizer: BertWordPieceLowerCase, tmp_path: Path, passage: object, message: str
-) -> None:
-    folder = write(tmp_path / "middle", PASSAGE, passage)
-    with pytest.raises(ValueError, match=f"^--valid-data {folder / '2.txt'}[:, ].*{message}"):
-        race(tokenizer, folder)
-
-
 @pytest.mark.filterwarnings("ignore:.*has no question")
 def test_passages_without_questions_and_blank_texts_are_told(
     tokenizer: BertWordPieceLowerCase, tmp_path: Path
 ) -> None:
-    none = PASSAGE | {"questions": [], "options": [], "answers": []}
-    folder = write(tmp_path / "high", none, OTHER, none, OTHER | {"article": " \n"})
+    folder = write(tmp_path / "high", NONE, OTHER, NONE, OTHER | {"article": " \n"})
     with pytest.warns(UserWarning, match="has ") as told:
         task = race(tokenizer, folder)
-    assert [str(each.message) for each in told] == [
-        f"--valid-data {folder}/1.txt has no question, and is left out, and 1 more",
-        f"--valid-data {folder}/4.txt has a blank text",
-    ]
+    assert [str(each.message).split()[1] for each in told] == [f"{folder}/1.txt", f"{folder}/4.txt"]
     counted = task.notes["input"]["valid"]["high"]
     assert counted["passages"] == 2
     assert counted["passages_without_a_question_left_out"] == 2
     assert counted["passages_with_a_blank_text"] == 1
-    alone = write(tmp_path / "other" / "high", none)
-    with pytest.raises(ValueError, match="holds no question in 1 files"):
-        race(tokenizer, alone)
 
 
+@pytest.mark.filterwarnings("ignore:.*has no question")
 def test_what_is_no_such_folder_is_refused_with_what_would_work(
     tokenizer: BertWordPieceLowerCase, tmp_path: Path
 ) -> None:
@@ -265,19 +220,17 @@ def test_what_is_no_such_folder_is_refused_with_what_would_work(
     (tmp_path / "one").mkdir()
     other = tmp_path / "one" / "RACE.tar.gz"
     other.write_bytes(b"")
-    for path, message in (
-        (both, f"holds an archive; what `tar xf {both / 'RACE_dev.tar.xz'}` unpacks"),
-        (other.parent, f"holds an archive; what `tar xf {other}` unpacks"),
-        (archive, f"is a file; what `tar xf {archive}` unpacks would work"),
-        (tmp_path, f"holds an archive; what `tar xf {archive}` unpacks"),
-        (text, "is a file; a folder as released, with middle/ and high/"),
-        (tmp_path / "none", "no such folder"),
-        (empty, "holds no .txt file"),
-        (bare, "has neither middle/ nor high/; a folder as released"),
+    unanswered = write(tmp_path / "unanswered" / "high", NONE)
+    for path, helps in (
+        (both, f"tar xf {both / 'RACE_dev.tar.xz'}"),
+        (other.parent, f"tar xf {other}"),
+        (archive, f"tar xf {archive}"),
+        (tmp_path, f"tar xf {archive}"),
+        *((path, "") for path in (text, tmp_path / "none", empty, bare, unanswered)),
     ):
-        with pytest.raises((ValueError, OSError), match=f"^--valid-data {path}:? {message}"):
+        with pytest.raises((ValueError, OSError), match=f"^--valid-data {path}.*{helps}"):
             race(tokenizer, path)
-    with pytest.raises(ValueError, match=rf"^--train-data {both} .* {both / 'RACE_train.tar.xz'}`"):
+    with pytest.raises(ValueError, match=rf"^--train-data {both} .*{both / 'RACE_train.tar.xz'}"):
         race(tokenizer, empty, train_data=(both,))
 
 
@@ -288,14 +241,12 @@ def test_answers_that_are_all_one_letter_are_told(
         race(tokenizer, write(tmp_path / "high", *[OTHER] * 20))
 
 
-def test_data_given_twice_is_refused_and_training_on_it_told(
+def test_data_given_twice_by_other_paths_is_refused(
     tokenizer: BertWordPieceLowerCase, tmp_path: Path
 ) -> None:
     folder = write(tmp_path / "dev" / "middle", OTHER)
-    with pytest.raises(ValueError, match="--valid-data .*is given twice"):
+    with pytest.raises(ValueError, match="^--valid-data "):
         race(tokenizer, folder, tmp_path / "dev")
-    with pytest.warns(UserWarning, match="is trained on as well"):
-        race(tokenizer, folder, train_data=(folder,))
 
 
 def test_the_program_fine_tunes_and_reports_every_level(

@@ -49,21 +49,12 @@ def test_the_task_has_what_is_trained_and_evaluated(
     assert task.paper == "SQUAD 2.0"
     assert all(len(example.label) == 2 for example in task.train)
     assert task.notes["squad_version"] == "2.0"
-    assert task.notes["input"]["train"] == {
-        "texts_with_letters": 2,
-        "texts_with_capitals": 2,
-        "tokens": 15,
-        "unknown_tokens": 0,
-        "questions": 1,
-        "blank_questions": 0,
-        "moved_answers": 0,
-        "answers_not_in_passage": 0,
-        "left_out_questions": 0,
-        "truncated_questions": 0,
-        "cut_answers": 0,
-        "windows": 2,
-        "windows_without_answer": 1,
-    }
+    counted = task.notes["input"]["train"]
+    assert {name: count for name, count in counted.items() if count} == {
+        "texts_with_letters": 2, "texts_with_capitals": 2, "tokens": 15, "questions": 1,
+        "windows": 2, "windows_without_answer": 1,
+    }  # fmt: skip
+    assert len(counted) == 13
     counted = task.notes["input"]["valid"][""]
     assert counted["questions"] == 4
     assert counted["windows"] == len(task.evaluations[""]) == 8
@@ -75,7 +66,9 @@ def test_every_figure_has_a_meaning(tmp_path: Path, tokenizer: BertTokenizer) ->
     file = write_squad(tmp_path / "dev.json", question("q", {"Spain": 12}))
     first = prepare(Settings(valid_data=(file,), **SMALL), MANIFEST, tokenizer)
     assert first.paper == "SQUAD 1.1"
-    assert first.figures("", logits_of(first, 0)).keys() == first.conventions.keys()
+    every = {"questions": 1, "exact_match": 100, "f1": 100}
+    assert first.figures("", logits_of(first, -9)) == every, "every question is answered"
+    assert first.conventions.keys() == every.keys()
 
 
 def test_the_threshold_decides_what_is_answered(tmp_path: Path, tokenizer: BertTokenizer) -> None:
@@ -90,13 +83,6 @@ def test_the_threshold_decides_what_is_answered(tmp_path: Path, tokenizer: BertT
     threshold = figures["best_f1_threshold"]
     task = make_task(tmp_path, tokenizer, null_score_diff_threshold=threshold)
     assert task.figures("", logits_of(task, 3))["f1"] == 100
-
-
-def test_the_first_version_answers_every_question(tmp_path: Path, tokenizer: BertTokenizer) -> None:
-    file = write_squad(tmp_path / "dev.json", question("q", {"Spain": 12}))
-    task = prepare(Settings(valid_data=(file,), **SMALL), MANIFEST, tokenizer)
-    figures = task.figures("", logits_of(task, -9))
-    assert figures == {"questions": 1, "exact_match": 100, "f1": 100}
 
 
 def test_saved_answers_score_the_same_without_a_model(
@@ -126,34 +112,25 @@ def test_saved_answers_score_the_same_without_a_model(
     assert settings.files == [*settings.valid_data, *saved.values()]
 
 
-def test_official_predictions_are_scored_by_the_task(test_data: Path) -> None:
-    folder = test_data / "squad"
-    predictions = folder / "bert_single_v2.0_predictions.json"
-    found = score_only(Settings(valid_data=(folder / "dev-v2.0.json",), predictions=predictions))
-    assert (round(found["exact_match"], 3), round(found["f1"], 3)) == (78.742, 81.775)
-
-
 def test_a_file_of_predictions_is_scored_wherever_the_right_answers_stand(tmp_path: Path) -> None:
     file = write_squad(tmp_path / "dev.json", question("q", {"snow": 3}))
     said = tmp_path / "said.json"
     said.write_text('{"q": "Snow"}', encoding="utf-8")
-    with pytest.warns(UserWarning, match="1 of 1 answers are not at their answer_start"):
+    with pytest.warns(UserWarning, match="1 of 1 answers"):
         found = score_only(Settings(valid_data=(file,), predictions=said))
     assert found["exact_match"] == 100
 
 
 def test_what_is_lost_is_told(tmp_path: Path, tokenizer: BertTokenizer) -> None:
-    with pytest.raises(
-        ValueError, match=r"4 of 4 questions \(100.0%\) are longer than --max-query"
-    ):
+    with pytest.raises(ValueError, match=r"4 of 4 questions .*--max-query-length 4"):
         make_task(tmp_path, tokenizer, max_query_length=4)
-    with pytest.warns(UserWarning, match=r"longer than --max-query-length 4") as told:
+    with pytest.warns(UserWarning, match=r"--max-query-length 4") as told:
         task = make_task(
             tmp_path, tokenizer, max_query_length=4, checks=ChecksConfig(max_truncated=1.0)
         )
     assert len(told) == 1
     assert task.notes["input"]["valid"][""]["truncated_questions"] == 4
-    with pytest.warns(UserWarning, match="1 of 4 questions have an answer that no window has"):
+    with pytest.warns(UserWarning, match="1 of 4 questions"):
         make_task(tmp_path, tokenizer, seq_length=12, doc_stride=99, max_query_length=8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -170,7 +147,7 @@ def test_questions_without_words_and_answers_not_in_their_passage_are_in_the_rec
     with pytest.warns(UserWarning, match="dev.json: ") as told:
         task = prepare(Settings(valid_data=(file,), **SMALL), MANIFEST, tokenizer)
     assert len(told) == 2
-    assert "1 of 200 questions have no words, such as blank" in str(told[1].message)
+    assert "1 of 200 questions" in str(told[1].message)
     counted = task.notes["input"]["valid"][""]
     assert counted["blank_questions"] == counted["moved_answers"] == 1
     assert counted["answers_not_in_passage"] == 1
