@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.checks import LabelMap
-from tasks.reading import check_characters, read_marked
+from tasks.reading import read_marked
 
 SIMPLE = ("text_a", "text_b", "label")
 MOST_BAD = 0.01  # of the rows; GLUE's own QQP has about one of 100,000 that a line end has torn
@@ -137,7 +137,6 @@ def parse_json(place: str, text: str, form: Form) -> Iterator[tuple[str, list[An
             if not isinstance(record[key], str):
                 kind = type(record[key]).__name__
                 raise ValueError(f"{where}: {key} is {kind}; text would work")
-            check_characters(f"{where}: {key}", record[key], form.cure)
         yield where, [record[key] for key in keys]
 
 
@@ -165,16 +164,6 @@ def _is_record(line: str) -> bool:
 
 def _parse(place: str, text: str, form: Form) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{place} is not JSON ({error}); {form.cure}") from error
-
-
-def _unique(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of these; JSON would keep the last of two with one key and drop the other."""
-    found = dict(items)
-    if len(found) < len(items):
-        names = [key for key, _ in items]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} stands twice")
-    return found
