@@ -10,10 +10,16 @@ from numpy.typing import NDArray
 
 from megatron.data.tokenizer import read_tokenizer
 from tasks.pairs import Shape, shape_of
-from tasks.squad.answers import best_contexts, best_span, read_answers
 from tasks.squad.files import Squad, read_squad
 from tasks.squad.score import figures, mark, unanswered
-from tasks.squad.windows import Windows, cut_passage, make_windows
+from tasks.squad.windows import (
+    Windows,
+    best_contexts,
+    best_span,
+    cut_passage,
+    make_windows,
+    read_answers,
+)
 from tests.tasks.squads import PASSAGE, TOKENIZER, question, write_squad, write_v2
 
 
