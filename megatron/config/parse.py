@@ -206,12 +206,21 @@ def _run_tyro(
 def _refusal(
     box: str, arguments: Sequence[str], known: Collection[str], help_command: str
 ) -> UsageError:
-    """The error that tyro's own message comes to."""
+    """The error that tyro's own message comes to; of an unknown flag, what was meant by it."""
     lines = [line.strip("│| ") for line in box.splitlines()[1:]]
     text = " ".join(line for line in lines if line)
     named = re.findall(r"--[a-z][\w-]*", text)
     if unknown := re.search(r"Unrecognized options: ([^\s,]+)", text):
-        return _unknown(unknown[1], arguments, known, help_command)
+        if not unknown[1].startswith("--"):
+            allowed = f"the value of a flag; {help_command} lists the flags"
+            return UsageError(unknown[1], allowed=allowed)
+        name = unknown[1].partition("=")[0].replace("_", "-")
+        values, flags = _values(name, arguments), [flag(field) for field in known]
+        near = [each for each in _SYNONYMS.get(name, ()) if each in flags]
+        near += difflib.get_close_matches(name, flags, n=1, cutoff=0.75)
+        works = (near[0], *values) if near else ()
+        allowed = f"a flag of this program; {help_command} lists them"
+        return UsageError(name, " ".join(values) or None, allowed, works=works)
     if "Required options" in box.splitlines()[0]:
         missing = [line.split()[0] for line in lines if re.match(r"--(?!help)|[A-Z]{2}", line)]
         return UsageError(" ".join(missing), allowed=f"given; {help_command} says what it is")
@@ -223,24 +232,6 @@ def _refusal(
     wanted = re.search(rf"helptext: .*?{re.escape(name)} (INT|FLOAT|\S+)", text)
     kind = wanted[1] if wanted and value else "followed by a value"
     return UsageError(name, value, _KINDS.get(kind, kind))
-
-
-def _unknown(
-    word: str, arguments: Sequence[str], known: Collection[str], help_command: str
-) -> UsageError:
-    if not word.startswith("--"):
-        return UsageError(word, allowed=f"the value of a flag; {help_command} lists the flags")
-    name = word.partition("=")[0].replace("_", "-")
-    values = _values(name, arguments)
-    flags = [flag(field) for field in known]
-    near = [each for each in _SYNONYMS.get(name, ()) if each in flags]
-    near += difflib.get_close_matches(name, flags, n=1, cutoff=0.75)
-    return UsageError(
-        name,
-        " ".join(values) or None,
-        f"a flag of this program; {help_command} lists them",
-        works=(near[0], *values) if near else (),
-    )
 
 
 def _values(name: str, arguments: Sequence[str]) -> list[str]:
