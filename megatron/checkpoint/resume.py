@@ -86,14 +86,15 @@ def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
     folders = [one] if one is not None and one.is_dir() else step_folders(config.load)
     if not folders and not saved and (one is not None or not is_same):
         raise _nothing_to_load(config.load, given)
-    ours, theirs = _newest_manifest(saved), _newest_manifest(folders)
-    if ours and theirs and not is_same:
-        key, kind = ("weights_of", "fine-tuned from") if config.finetune else ("run", "of the run")
-        if ours.get(key) != theirs.get("run"):
+    if not is_same:
+        ours, theirs = _newest_manifest(saved), _newest_manifest(folders)
+        key = "weights_of" if config.finetune else "run"
+        if ours and theirs and ours.get(key) != theirs.get("run"):
+            kind = "fine-tuned from" if config.finetune else "of the run of"
             raise UsageError(
                 "--save",
                 config.save,
-                f"without checkpoints, or with ones {kind} in --load {config.load}, which "
+                f"without checkpoints, or with ones {kind} --load {config.load}, which "
                 f"{saved[0].name} is not (--load {config.save} resumes that run)",
                 works=("--save", f"{config.save}_2"),
             )
@@ -140,8 +141,8 @@ def newest_readable(
             reasons.append(str(error))
     directories = " and ".join(dict.fromkeys(str(folder.parent) for folder in folders))
     lines = "".join(f"\n  {reason}" for reason in reasons)
-    allowed = "a directory with a whole checkpoint; `python tools/checkpoint.py ls` lists them"
-    raise UsageError(given, directories, f"{allowed}:{lines}")
+    see = f"`python tools/checkpoint.py ls {folders[0].parent}` shows what is there"
+    raise UsageError(given, directories, f"a directory with a whole checkpoint; {see}{lines}")
 
 
 def run_id(manifest: Mapping[str, Any] | None) -> str:
