@@ -28,7 +28,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
-from megatron.checkpoint.save import Saver, SaveReport
+from megatron.checkpoint.save import Saver, SaveReport, save
 from megatron.config import CheckpointConfig, ModelConfig, OptimizerConfig, PrecisionConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import TrainState, build_state
@@ -61,7 +61,7 @@ class Bench:
     def save(self, kind: str) -> SaveReport:
         """Save and wait; the checkpoint is removed again."""
         saver = self.savers[kind]
-        saver.save(self.state.step, self.state.pieces(), self.state.facts(), None)
+        saver.save(self.state.step, self.state.slices(), self.state.facts(), None)
         saver.close()
         (report,) = saver.reports()
         shutil.rmtree(report.path)
@@ -136,7 +136,7 @@ def open_bench(directory: Path, memory: Path, layers: int) -> Bench:
         )
         for kind in ("sync", "async")
     }
-    state.save(str(directory / "kept"), {})
+    save(directory / "kept", state.step, state.slices(), {}, state.mesh)
     shard = directory / "kept" / "step_00000000" / "shard_00000.safetensors"
     shutil.copy(shard, memory)
     return Bench(state, savers, directory, shard, memory / shard.name)

@@ -28,7 +28,7 @@ from megatron.config.parse import user_errors
 from megatron.config.training import TrainingConfig
 from megatron.data.examples import ExampleBatch
 from megatron.data.files import write_atomically
-from megatron.models.registry import MODELS, section_of
+from megatron.models.registry import MODELS, model_config
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.agree import agree, refuse_alike
 from megatron.parallel.factory import factory_1d
@@ -167,7 +167,7 @@ def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> Run:
     for reason in passed_over if mesh.is_first else ():
         print(f"warning: passed over: {reason}", file=sys.stderr)
     config = finetuned_config(
-        section_of(manifest),
+        model_config(manifest),
         task.head,
         task.labels,
         hidden_dropout=settings.hidden_dropout,
@@ -492,7 +492,7 @@ def evaluate_models(
             path, model = load_newest(folders, mesh, DTYPES[dtype])
         manifest, size = read_manifest(path), plan.settings.micro_batch_size
         with divergence_reported(environ):
-            every.append(ask(plan.task, model, section_of(manifest), mesh, size, plan.name))
+            every.append(ask(plan.task, model, model_config(manifest), mesh, size, plan.name))
         facts = describe(path, model, mesh, dtype)
         rows.append({**facts, "finetuned": manifest.get("finetuned", {})})
     if not mesh.is_first:

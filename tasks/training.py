@@ -29,7 +29,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.train.generate import DivergedError
 from megatron.train.loader import shard
 from megatron.train.objectives import answer_scores
-from megatron.train.state import DTYPES, TrainState, build_state, environment, model_pieces
+from megatron.train.state import DTYPES, TrainState, build_state, environment, model_slices
 from tasks.finetuning import FinetuneSettings
 
 
@@ -145,11 +145,10 @@ def save_finetuned(
     fine-tuning, for the manifest.
     """
     manifest = read_manifest(pretrained)
-    dtype = next(state.model.parameters()).dtype
     every = {
         "kind": config.kind,
         "config": {"model": asdict(config), "data": manifest["config"]["data"]},
-        "precision": next(name for name, each in DTYPES.items() if each == dtype),
+        "precision": state.precision,
         **{key: manifest[key] for key in ("vocab_size", "tokenizer", "data")},
         "run": None,
         "weights_of": manifest.get("run"),
@@ -158,7 +157,7 @@ def save_finetuned(
         "validation_loss": None,
         "finetuned": dict(facts),
     }
-    return save(directory, state.step, model_pieces(state.model), every, state.mesh, attached)
+    return save(directory, state.step, model_slices(state.model), every, state.mesh, attached)
 
 
 @torch.no_grad()

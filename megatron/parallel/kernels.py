@@ -28,6 +28,11 @@ def _by_cpu_kernels(x: Tensor) -> bool:
     return use_cpu_kernels and not x.is_cuda
 
 
+def padded_rows(rows: int) -> int:
+    """To how many rows a matrix of varying height is padded, so that kernels meet few sizes."""
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if use_cpu_kernels else rows
+
+
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear of two matrices [n, in] and [out, in], in any strides; not differentiable."""
     if _by_cpu_kernels(x):

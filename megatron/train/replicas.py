@@ -33,20 +33,25 @@ CHUNK = {"cpu": 2**18, "cuda": 2**22}
 # Odd, and so a bijection of 64 bits: what one chunk adds to the hash is not lost in the next.
 FACTOR = 0x9E3779B97F4A7C15 - 2**64
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes of an element
-BATCH = "batch."
-WHY_TENSOR = (
-    "a bit has flipped or a computation went wrong on a rank, and its hardware is suspect; other "
-    "versions, another kind of processor or another number of threads there do the same"
-)
-WHY_BATCH = (
-    "the tensor-parallel ranks of one model read other samples, so the files behind --data-path "
-    "are not the same on their machines, or a bit has flipped on one of them"
-)
 NAMED = 5  # tensors or ranks that a message names; of more it gives the number
 
 
 class ReplicaDrift(RuntimeError):  # noqa: N818
-    """Ranks that should hold the same hold different values; every rank raises the same message."""
+    """Ranks that should hold the same hold different values; every rank raises the same error.
+
+    names: of all that differs, tensors first. axes: along which the first of them differs. camps:
+    the ranks that agree with each other in it, the largest camp first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        names: Sequence[str],
+        axes: Sequence[str],
+        camps: Sequence[Sequence[str]],
+    ) -> None:
+        super().__init__(message)
+        self.names, self.axes, self.camps = names, axes, camps
 
 
 @dataclass(frozen=True)
@@ -70,48 +75,81 @@ def check_replicas(state: TrainState, batches: Sequence[Batch], passed: int | No
     entries = list(_entries(state, batches))
     if _is_equal(entries, mesh):
         return
-    digests = {entry.name: int(entry.digest) for entry in entries}
-    ranks = mesh.control.gather((mesh.coordinates, socket.gethostname(), digests))
-    drifts = []  # (entry, labels of the ranks that agree with each other, the most first)
+    own = {entry.name: int(entry.digest) for entry in entries}
+    name = f"({mesh.describe_rank()}) on {socket.gethostname()}"
+    ranks = mesh.control.gather((mesh.coordinates, name, own))
+    drifts = []  # (entry, camps of ranks)
     for entry in entries:
         groups: dict[tuple[int, ...], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for coordinates, host, its_digests in ranks:
-            label = ", ".join(f"{name} {rank}" for name, rank in coordinates.items())
-            elsewhere = tuple(rank for name, rank in coordinates.items() if name not in entry.axes)
-            groups[elsewhere][its_digests[entry.name]].append(f"({label}) on {host}")
-        for by_digest in groups.values():
-            if len(by_digest) > 1:
-                drifts.append((entry, sorted(by_digest.values(), key=len, reverse=True)))
-    first, camps = drifts[0]
+        for coordinates, name, digests in ranks:
+            elsewhere = tuple(rank for axis, rank in coordinates.items() if axis not in entry.axes)
+            groups[elsewhere][digests[entry.name]].append(name)
+        for camps in groups.values():
+            if len(camps) > 1:
+                drifts.append((entry, sorted(camps.values(), key=len, reverse=True)))
+    first, camps_of_first = drifts[0]
     names = list(dict.fromkeys(entry.name for entry, _ in drifts))
+    cause = "a rank's hardware, or its versions and threads, are suspect"
+    if first.name.startswith("batch."):
+        cause = "the files behind --data-path differ between machines, or a bit has flipped"
+    cure = f"resume from the checkpoint of step {passed}, when ranks were equal, or an earlier one"
+    if passed is None:
+        cure = "ranks were never seen equal in this run: start again from what it started from"
     raise ReplicaDrift(
-        f"replica drift at step {state.step}: {first.name} is not the same along the "
-        f"{' and '.join(first.axes)} {'axis' if len(first.axes) == 1 else 'axes'}\n"
-        f"  who: {_who(camps)}\n"
-        f"  what: {len(names)} in all: {_listed(names)}\n"
-        f"  why: {WHY_BATCH if first.name.startswith(BATCH) else WHY_TENSOR}\n"
-        f"  cure: {_cure(passed)}"
+        f"replica drift at step {state.step} along the {' and '.join(first.axes)} axes in "
+        f"{_listed(names)}; of the first: {_odd_ranks(camps_of_first)}\n{cause}; {cure}, without "
+        "the hosts of the ranks that differ",
+        names,
+        first.axes,
+        camps_of_first,
     )
+
+
+def _odd_ranks(camps: Sequence[Sequence[str]]) -> str:
+    majority, *odd = camps
+    if 2 * len(majority) > sum(map(len, camps)):
+        ranks = [rank for camp in odd for rank in camp]
+        return f"the {len(majority)} other ranks agree, but not {_listed(ranks)}"
+    return f"{' against '.join(map(_listed, camps))}, without a majority"
+
+
+def _listed(words: Sequence[str]) -> str:
+    more = len(words) - NAMED
+    return ", ".join(words[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _entries(state: TrainState, batches: Sequence[Batch]) -> Iterator[Entry]:
     """All tensors of a checkpoint, padding rows included; the batches; the counters."""
     mesh = state.mesh
-    axes = tuple(axis.name for axis in (mesh.data, mesh.tensor) if axis.size > 1)
-    for piece in state.pieces():
-        cut = {axis.name for _, axis in piece.spec.cuts}
+    axes = tuple(axis.name for axis in mesh.axes if axis.size > 1)
+    for each in state.slices():
+        cut = {axis.name for _, axis in each.spec.cuts}
         if shared := tuple(axis for axis in axes if axis not in cut):
-            yield Entry(piece.key, shared, digest(piece.local))
-    for field in fields(batches[0]) if batches and mesh.tensor.size > 1 else ():
+            yield Entry(each.key, shared, digest(each.local))
+    for field in fields(batches[0]) if batches and mesh.model.size > 1 else ():
         arrays = [getattr(batch, field.name) for batch in batches]
         content = b"".join(
             b"none" if array is None else repr(array.shape).encode() + array.tobytes()
             for array in arrays
         )
-        yield Entry(BATCH + field.name, (mesh.tensor.name,), _digest_bytes(content, mesh))
+        yield Entry(f"batch.{field.name}", (mesh.model.name,), _digest_bytes(content, mesh))
     for name, value in state.counters().items():
         content = json.dumps(value, sort_keys=True).encode()
         yield Entry(f"counters.{name}", axes, _digest_bytes(content, mesh))
+
+
+def _is_equal(entries: Sequence[Entry], mesh: Mesh) -> bool:
+    """Whether no rank of the run sees a difference: two small all-reduces an axis."""
+    axes = [axis for axis in mesh.axes if axis.size > 1]
+    differs = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    for axis in axes:
+        own = torch.stack([entry.digest for entry in entries if axis.name in entry.axes])
+        # The largest hash h, and the largest ~h, which is the complement of the smallest h.
+        largest, smallest = all_reduce(torch.stack([own, ~own]), axis, ReduceOp.MAX)
+        differs |= (largest != ~smallest).any()
+    for axis in axes:  # ranks that share no axis with the odd one have to know as well
+        all_reduce(differs, axis, ReduceOp.MAX)
+    return not differs.item()
 
 
 @torch.no_grad()
@@ -143,45 +181,3 @@ def _weights(device: torch.device, chunk: int) -> Tensor:
 def _digest_bytes(content: bytes, mesh: Mesh) -> Tensor:
     number = hashlib.blake2b(content, digest_size=8).digest()
     return torch.tensor(int.from_bytes(number, "little", signed=True), device=mesh.device)
-
-
-def _is_equal(entries: Sequence[Entry], mesh: Mesh) -> bool:
-    """Whether no rank of the run sees a difference: two small all-reduces an axis."""
-    axes = [axis for axis in (mesh.data, mesh.tensor) if axis.size > 1]
-    differs = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    for axis in axes:
-        own = torch.stack([entry.digest for entry in entries if axis.name in entry.axes])
-        # The largest hash h, and the largest ~h, which is the complement of the smallest h.
-        largest, smallest = all_reduce(torch.stack([own, ~own]), axis, ReduceOp.MAX)
-        differs |= (largest != ~smallest).any()
-    for axis in axes:  # ranks that share no axis with the odd one have to know as well
-        all_reduce(differs, axis, ReduceOp.MAX)
-    return not differs.item()
-
-
-def _who(camps: Sequence[Sequence[str]]) -> str:
-    majority, *odd = camps
-    if 2 * len(majority) > sum(len(camp) for camp in camps):
-        ranks = [rank for camp in odd for rank in camp]
-        verb = "differs" if len(ranks) == 1 else "differ"
-        others = f"the {len(majority)} others" if len(majority) > 1 else "the other"
-        return f"{_listed(ranks)} {verb} from {others}, which agree"
-    return f"{' against '.join(map(_listed, camps))}; no majority tells which of them is wrong"
-
-
-def _listed(words: Sequence[str]) -> str:
-    more = len(words) - NAMED
-    return ", ".join(words[:NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _cure(passed: int | None) -> str:
-    if passed is None:
-        return (
-            "no check has passed since this run started, so start again from what it started from, "
-            "on other hardware than that of the rank that differs"
-        )
-    return (
-        f"the last check passed at step {passed}: resume from the checkpoint of that step or an "
-        "earlier one, on other hardware than that of the rank that differs; later checkpoints may "
-        "hold the fault"
-    )

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.model import FinetunedConfig
-from megatron.models.bert import BERT
-from megatron.models.finetuned import FinetunedBert
+from megatron.models.bert import BERT, FinetunedBert
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.layers import SharedDropout
 from megatron.parallel.mesh import serial_mesh

@@ -104,7 +104,7 @@ def train(state: TrainState, steps: int) -> None:
 
 
 def tensors(state: TrainState) -> dict[str, Tensor]:
-    return {piece.key: piece.local.clone() for piece in state.pieces()}
+    return {piece.key: piece.local.clone() for piece in state.slices()}
 
 
 def assert_same(actual: TrainState, expected: TrainState) -> None:
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_one_goes_on_in_the_other(saver: str, loader: str) -> No
     train(straight, 6)
     train(first, 3)
     saved = tensors(first)
-    for piece in second.pieces():
+    for piece in second.slices():
         piece.local.copy_(saved[piece.key])
     second.step, second.samples = first.step, first.samples
     second.optimizer.loaded(second.updates)

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron.checkpoint.format import step_folders
 from megatron.config import ModelConfig
 from megatron.data.gpt2 import GPT2Batch
-from megatron.models.registry import section_of
+from megatron.models.registry import model_config
 from megatron.train import evaluate
 from megatron.train.evaluate import load_model, load_newest, mean_losses, score
 from megatron.train.objectives import NextToken
@@ -18,6 +18,7 @@ from tests.tiny import (
     mesh_of_ranks,
     rows,
     samples,
+    save_state,
     tiny_model,
     tiny_section,
     tiny_state,
@@ -113,7 +114,8 @@ def test_a_model_is_rebuilt_from_its_checkpoint_alone(gloo: Pool, tmp_path: Path
     section = tiny_section(num_layers=1, hidden_dropout=0.1)
     state = tiny_state(mesh_of_ranks(1), section)
     assert ModelConfig(**asdict(section)) == section
-    state.save(str(tmp_path), {"config": {"model": asdict(section)}, "vocab_size": VOCABULARY})
+    facts = {"config": {"model": asdict(section)}, "vocab_size": VOCABULARY}
+    save_state(state, tmp_path, **facts)
     expected = whole_weights(state.model)
     for training, vocab_size, weights in gloo.run(2, loaded, 2, tmp_path / "step_00000000"):
         assert (training, vocab_size) == (False, VOCABULARY)
@@ -126,7 +128,7 @@ def test_recomputation_in_the_words_of_the_first_checkpoints(was: bool, granular
     settings = asdict(tiny_section()) | {"checkpoint_activations": was}
     del settings["recompute_granularity"]
     manifest = {"config": {"model": settings}}
-    assert section_of(manifest) == tiny_section(recompute_granularity=granularity)
+    assert model_config(manifest) == tiny_section(recompute_granularity=granularity)
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_name(
@@ -135,7 +137,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(
     state = tiny_state(mesh_of_ranks(1))
     facts = {"config": {"model": asdict(tiny_section())}, "vocab_size": VOCABULARY}
     for state.step in (1, 2):
-        state.save(str(tmp_path), facts)
+        save_state(state, tmp_path, **facts)
     damaged = tmp_path / "step_00000002" / "shard_00000.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1

@@ -16,7 +16,7 @@ from megatron.checkpoint.load import TensorSlice, load
 from megatron.checkpoint.save import reason
 from megatron.config.model import ModelConfig
 from megatron.data.tokenizer import Tokenizer
-from megatron.models.registry import section_of
+from megatron.models.registry import model_config
 from megatron.parallel.mesh import serial_mesh
 from tools.convert.table import Family
 from tools.convert.weights import Entry, Weights, resolve, to_theirs
@@ -34,7 +34,7 @@ def write_model(
     checkpoint: known to be whole. Raises ValueError for a checkpoint of another model, OSError
     where a file cannot be written.
     """
-    section = section_of(manifest)
+    section = model_config(manifest)
     entries = resolve(family, section, manifest["vocab_size"])
     weights = _read_parameters(checkpoint, manifest, entries)
     (dtype,) = {weight.dtype for weight in weights.values()}
