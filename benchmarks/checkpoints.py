@@ -28,6 +28,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
+from megatron.checkpoint.load import verify
 from megatron.checkpoint.save import Saver, SaveReport, save
 from megatron.config import CheckpointConfig, ModelConfig, OptimizerConfig, PrecisionConfig
 from megatron.parallel.mesh import serial_mesh
@@ -75,7 +76,7 @@ class Bench:
 
     def load(self) -> float:
         drop_from_memory(self.shard)
-        return timed(lambda: self.state.load(self.shard.parent))
+        return timed(lambda: self.state.load(verify(self.shard.parent, self.state.mesh)))
 
     def dd_read(self) -> float:
         drop_from_memory(self.shard)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.checkpoint.format import read_manifest, step_folders
+from megatron.checkpoint.format import Checkpoint, step_folders
 from megatron.checkpoint.load import newest_whole
 from megatron.checkpoint.retention import claim, remove
 from megatron.config.checks import UsageError, flag
@@ -79,7 +79,7 @@ class Run:
     plan: Plan
     mesh: Mesh
     environ: Mapping[str, str]
-    pretrained: Path
+    pretrained: Checkpoint
     config: FinetunedConfig
     identity: Mapping[str, Any]
     """What a finished seed must have in common with this command to be reused."""
@@ -163,7 +163,8 @@ def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
 def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> Run:
     """Find the newest whole checkpoint to start from."""
     settings, task = plan.settings, plan.task
-    pretrained, manifest, passed_over = newest_whole(plan.models[0], mesh)
+    pretrained, passed_over = newest_whole(plan.models[0], mesh)
+    manifest = pretrained.manifest
     for reason in passed_over if mesh.is_first else ():
         print(f"warning: passed over: {reason}", file=sys.stderr)
     config = finetuned_config(
@@ -432,7 +433,7 @@ def report(run: Run, results: Sequence[Result]) -> tuple[dict[str, Any], dict[st
     last = [each["epochs"][-1]["figures"] for each in results]
     best = [each["epochs"][each["best_epoch"] - 1]["figures"] for each in results]
     here = {"last_epoch": medians(last), "best_epoch": medians(best)}
-    vocab_size = read_manifest(run.pretrained)["vocab_size"]
+    vocab_size = run.pretrained.manifest["vocab_size"]
     _, make = MODELS[run.config.kind]
     with torch.device("meta"):  # without memory: its shapes are asked for
         model = make(run.config, factory_1d(run.mesh, RandomStreams(0, run.mesh)), vocab_size)
@@ -489,11 +490,11 @@ def evaluate_models(
     rows, every = [], []
     for folders, dtype in zip(plan.models, plan.dtypes, strict=True):
         with user_errors(environ, agreed=True):
-            path, model = load_newest(folders, mesh, DTYPES[dtype])
-        manifest, size = read_manifest(path), plan.settings.micro_batch_size
+            checkpoint, model = load_newest(folders, mesh, DTYPES[dtype])
+        manifest, size = checkpoint.manifest, plan.settings.micro_batch_size
         with divergence_reported(environ):
             every.append(ask(plan.task, model, model_config(manifest), mesh, size, plan.name))
-        facts = describe(path, model, mesh, dtype)
+        facts = describe(checkpoint, model, mesh, dtype)
         rows.append({**facts, "finetuned": manifest.get("finetuned", {})})
     if not mesh.is_first:
         return {}, {}

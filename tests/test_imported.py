@@ -52,7 +52,7 @@ def imported(folder: Path) -> Path:
         "imported_from": "a folder of theirs",
     }
     files = write_data_of_tokenizer(folder / "other", [[1, 260]]).files
-    return save(folder / "imported", 0, model_slices(model), facts, mesh, files).parent
+    return save(folder / "imported", 0, model_slices(model), facts, mesh, files).path.parent
 
 
 def train(words: str, folder: Path, code: int = 0) -> str:

@@ -68,11 +68,12 @@ def check(path: Path, model: Model, weights: Mapping[str, Tensor]) -> None:
     """Raise ValueError where the checkpoint at `path` has other weights, or logits not finite."""
     import torch
 
+    from megatron.checkpoint.load import verify
     from megatron.parallel.mesh import serial_mesh
     from megatron.train.evaluate import load_model, whole_logits
 
     mesh = serial_mesh()
-    loaded = load_model(path, mesh)
+    loaded = load_model(verify(path, mesh), mesh)
     for name, parameter in loaded.named_parameters():
         whole = weights[name].float()
         if not torch.equal(parameter[: len(whole)], whole):

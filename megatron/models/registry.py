@@ -28,8 +28,7 @@ MODELS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
 
 def model_config(manifest: Mapping[str, Any]) -> ModelConfig:
     """The config of the model of a checkpoint, from its manifest."""
-    # The first checkpoints held GPT-2 and did not say so.
-    config, _ = MODELS[manifest.get("kind", ModelConfig.kind)]
+    config, _ = MODELS[manifest["kind"]]
     settings: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in manifest["config"]["model"].items()

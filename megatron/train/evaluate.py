@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load, newest_whole
 from megatron.data.batch import Samples
 from megatron.models.gpt2 import GPT2
@@ -27,29 +27,24 @@ SCORED_AT_ONCE = 1024  # rows of logits that are in memory together; at GPT-2's 
 
 def load_newest(
     folders: Sequence[Path], mesh: Mesh, dtype: torch.dtype = torch.float32
-) -> tuple[Path, Any]:
+) -> tuple[Checkpoint, Any]:
     """(checkpoint, its model) of the first that is whole; the first rank says what it passed over.
 
     dtype: of weights and activations, whatever the checkpoint's. Raises ValueError where none is.
     """
-    path, _, passed_over = newest_whole(folders, mesh)
+    newest, passed_over = newest_whole(folders, mesh)
     for reason in passed_over if mesh.is_first else ():
         print(f"warning: passed over: {reason}", file=sys.stderr)
-    return path, load_model(path, mesh, dtype, verified=True)
+    return newest, load_model(newest, mesh, dtype)
 
 
-def load_model(
-    path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32, *, verified: bool = False
-) -> Any:
-    """The model of the checkpoint directory `path`, sharded over this mesh, in evaluation mode.
-
-    verified: as checkpoint.load.
-    """
-    manifest = read_manifest(path)
+def load_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a checkpoint that is whole, sharded over this mesh, in evaluation mode."""
+    manifest = checkpoint.manifest
     # Other kernels compute the same model, and need not be installed where it is used.
     config = replace(model_config(manifest), layernorm_impl="torch")
     model, _ = build_model(config, mesh, manifest["vocab_size"], seed=None, dtype=dtype)
-    load(path, model_slices(model), mesh, verified=verified)
+    load(checkpoint, model_slices(model))
     return model.eval()
 
 

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from math import exp, inf
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.resume import (
     Start,
     changes,
@@ -97,8 +97,8 @@ def make_plan(
     inputs, start = open_inputs(config), find_start(config.checkpoint)
     check = partial(check_start, config, identity=inputs.corpus.identity)
     if start.folders:
-        path, manifest, _ = newest_readable(start.folders)
-        check(path, manifest, finetune=start.finetune)
+        newest, _ = newest_readable(start.folders)
+        check(newest.path, newest.manifest, finetune=start.finetune)
     return Plan(config=config, world=world, inputs=inputs, start=start, check=check)
 
 
@@ -106,8 +106,7 @@ def make_plan(
 class ResumePoint:
     """The checkpoint that a run starts from, the same on every rank."""
 
-    path: Path
-    manifest: dict[str, Any]
+    checkpoint: Checkpoint
     passed_over: list[str]
     """What is wrong with each newer checkpoint."""
     finetune: bool
@@ -132,7 +131,7 @@ def build(plan: Plan, mesh: Mesh) -> Run:
 
     config, identity = plan.config, plan.inputs.corpus.identity
     point = find_resume_point(plan.start, plan.check, mesh)
-    resumed = None if point is None or point.finetune else point.manifest
+    resumed = None if point is None or point.finetune else point.checkpoint.manifest
     saved = None if resumed is None else resumed["precision"]
     precision = choose_precision(config.precision.name or saved, mesh, "--bf16", "--no-bf16")
     compiled, warnings = choose_compile(config.training.compile, mesh)
@@ -153,7 +152,8 @@ def build(plan: Plan, mesh: Mesh) -> Run:
         **identity,
         "run": run_id(resumed),
         # The id of the run whose weights were fine-tuned, now or before.
-        "weights_of": point and point.manifest.get("run" if point.finetune else "weights_of"),
+        "weights_of": point
+        and point.checkpoint.manifest.get("run" if point.finetune else "weights_of"),
     }
     return Run(
         plan=plan,
@@ -181,11 +181,9 @@ def find_resume_point(start: Start, check: Callable[..., None], mesh: Mesh) -> R
     start = mesh.control.gather(start)[0]
     if not start.folders:
         return None
-    path, manifest, passed_over = newest_whole(start.folders, mesh)
-    refuse_alike(mesh, lambda: check(path, manifest, finetune=start.finetune))
-    return ResumePoint(
-        path=path, manifest=manifest, passed_over=passed_over, finetune=start.finetune
-    )
+    newest, passed_over = newest_whole(start.folders, mesh)
+    refuse_alike(mesh, lambda: check(newest.path, newest.manifest, finetune=start.finetune))
+    return ResumePoint(checkpoint=newest, passed_over=passed_over, finetune=start.finetune)
 
 
 def resume(state: TrainState, point: ResumePoint | None, facts: Mapping[str, Any]) -> list[str]:
@@ -198,12 +196,12 @@ def resume(state: TrainState, point: ResumePoint | None, facts: Mapping[str, Any
 
     if point is None:
         return ["starting from scratch"]
-    path, manifest, mesh = point.path, point.manifest, state.mesh
+    path, manifest, mesh = point.checkpoint.path, point.checkpoint.manifest, state.mesh
     messages = [f"passed over: {reason}" for reason in point.passed_over]
     if point.finetune:
-        refuse_alike(mesh, lambda: state.load_weights(path, verified=True))
+        refuse_alike(mesh, lambda: state.load_weights(point.checkpoint))
         return [*messages, f"starting at step 0 from the weights of {path}"]
-    refuse_alike(mesh, lambda: state.load(path, verified=True))
+    refuse_alike(mesh, lambda: state.load(point.checkpoint))
     messages += [f"going on from {path}", *changes(facts, manifest, mesh.data.size)]
     saved, now = manifest["environment"], environment(mesh)
     messages += [

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import TensorSlice, load, load_weights
 from megatron.config.checks import UsageError
 from megatron.config.model import ModelConfig
@@ -86,9 +87,10 @@ class TrainState:
             "environment": environment(self.mesh),
         }
 
-    def load(self, path: Path, *, verified: bool = False) -> None:
-        """Resume from the checkpoint at `path`, saved at any layout; verified: as of `load`."""
-        counters = load(path, self.slices(), self.mesh, verified=verified)["counters"]
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Resume from a checkpoint that is whole, saved at any layout."""
+        load(checkpoint, self.slices())
+        counters = checkpoint.manifest["counters"]
         self.step, self.samples, self.skipped = (
             counters[name] for name in ("step", "samples", "skipped")
         )
@@ -97,13 +99,12 @@ class TrainState:
 
     def load_weights(
         self,
-        path: Path,
+        checkpoint: Checkpoint,
         *,
         missing: Collection[str] = (),
         surplus: Collection[str] = (),
-        verified: bool = False,
     ) -> None:
-        """Start from the weights alone of the checkpoint at `path`, at whatever precision.
+        """Start from the weights alone of a checkpoint that is whole, at whatever precision.
 
         missing, surplus, errors: as of megatron.checkpoint.load.load_weights.
         """
@@ -111,7 +112,7 @@ class TrainState:
             TensorSlice(view.name, view.spec, view.view(master.detach()))
             for view, master in self.optimizer.slots()
         ]
-        load_weights(path, weights, self.mesh, missing=missing, surplus=surplus, verified=verified)
+        load_weights(checkpoint, weights, missing=missing, surplus=surplus)
         self.optimizer.publish()
 
     def describe(self) -> dict[str, Any]:

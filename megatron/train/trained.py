@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.resume import check_kind, find_start, newest_readable
+from megatron.checkpoint.resume import find_start, newest_readable
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
+from megatron.config.checks import UsageError
 from megatron.config.model import ModelConfig
 from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import (
@@ -31,15 +32,17 @@ def open_trained(
 
     kinds: of model that the program can use. given: the flag that names the checkpoint. The
     tokenizer is that of the flags, or else the checkpoint's own. Warns of checkpoints that are
-    passed over. Raises FileNotFoundError without a checkpoint, ValueError where none is whole,
-    where the model is of another kind or cannot be cut over the processes, and where the tokenizer
-    is another one, or neither in the checkpoint nor given.
+    passed over. Raises ValueError without a checkpoint or where none is whole, where
+    the model is of another kind or cannot be cut over the processes, and where the tokenizer is
+    another one, or neither in the checkpoint nor given.
     """
     start = find_start(CheckpointConfig(load=section.load), given)
-    path, manifest, passed_over = newest_readable(start.folders)
+    newest, passed_over = newest_readable(start.folders, given)
+    path, manifest = newest.path, newest.manifest
     for reason in passed_over:
         warnings.warn(f"passed over: {reason}", stacklevel=2)
-    check_kind(path, manifest, *kinds)
+    if (kind := manifest["kind"]) not in kinds:
+        raise UsageError(given, path, f"a model of the kind {' or '.join(kinds)}, not {kind}")
     parallel.check(manifest["config"]["model"]["num_attention_heads"], world_size)
     tokenizer = _open_tokenizer(section, path, manifest)
     return start.folders[start.folders.index(path) :], tokenizer, manifest

@@ -11,8 +11,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megatron.checkpoint import load as loading
 from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.load import TensorSlice, load
+from megatron.checkpoint.load import TensorSlice, verify
 from megatron.checkpoint.resume import check_start, find_start
 from megatron.checkpoint.save import save
 from megatron.config import (
@@ -28,7 +29,7 @@ from megatron.parallel.sharding import materialize, sharding_specs
 from megatron.train.pretrain import find_resume_point, resume
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step
-from tests.checkpoint.saving import names, train
+from tests.checkpoint.saving import load, names, train
 from tests.dist import Pool
 from tests.tiny import (
     SEED,
@@ -63,7 +64,7 @@ def load_whole_state(tensor_size: int, path: Path, dtype: torch.dtype) -> tuple[
     with torch.no_grad():
         for each in state.slices():
             each.local.fill_(7.0)
-    state.load(path)
+    load(state, path)
     return whole(state), state.samples
 
 
@@ -108,7 +109,7 @@ def resumed(
     section = tiny_section(hidden_dropout=dropout, attention_dropout=dropout)
     state = tiny_state(mesh_of_ranks(tensor_size), section)
     if path is not None:
-        state.load(path)
+        load(state, path)
     losses = train(state, 3)
     if save_to is not None:
         save_state(state, save_to, **FACTS)
@@ -148,9 +149,9 @@ def embedding_round_trip(directory: Path) -> bool:
     value = torch.arange(20.0).view(5, 4)
     weight.fill_(9.0)
     spec.real(weight).copy_(value[spec.place])
-    path = save(directory, 1, [TensorSlice("weight", spec, weight)], {}, mesh)
+    report = save(directory, 1, [TensorSlice("weight", spec, weight)], {}, mesh)
     loaded = torch.full_like(weight, 8.0)
-    load(path, [TensorSlice("weight", spec, loaded)], mesh)
+    loading.load(verify(report.path, mesh), [TensorSlice("weight", spec, loaded)])
     return torch.equal(gather_whole(loaded, spec), value)
 
 
@@ -165,7 +166,7 @@ def test_a_checkpoint_knows_nothing_of_where_it_lies(tmp_path: Path) -> None:
     state.scaler.scale, state.scaler.good_steps = 64.0, 5
     save_state(state, tmp_path, **FACTS)
     shutil.move(tmp_path / "step_00000009", tmp_path / "moved")
-    other.load(tmp_path / "moved")
+    load(other, tmp_path / "moved")
     assert (other.step, other.samples, other.skipped) == (9, 36, 2)
     assert other.scaler == state.scaler
     assert {each.item() for each in other.optimizer.adam.updates} == {7}
@@ -175,7 +176,8 @@ def test_weights_match_by_name_but_for_what_is_allowed(tmp_path: Path) -> None:
     saved = tiny_state(mesh_of_ranks(1), dtype=torch.bfloat16)
     train(saved, 1)
     save_state(saved, tmp_path, **FACTS)
-    path, state = tmp_path / "step_00000001", tiny_state(mesh_of_ranks(1), seed=SEED + 1)
+    state = tiny_state(mesh_of_ranks(1), seed=SEED + 1)
+    path = verify(tmp_path / "step_00000001", state.mesh)
     before, masters = whole(state), whole(saved)
     with pytest.raises(ValueError, match=r"has final_norm\.bias"):
         state.load_weights(path, missing=["final_norm"])

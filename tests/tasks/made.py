@@ -175,4 +175,4 @@ def write_model(
         "environment": environment(mesh),
         "validation_loss": None,
     }
-    return save(folder / "checkpoints", 0, pieces, facts, mesh, tokenizer.files)
+    return save(folder / "checkpoints", 0, pieces, facts, mesh, tokenizer.files).path

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.load import TensorSlice
+from megatron.checkpoint.load import TensorSlice, verify
 from megatron.checkpoint.save import save
 from megatron.config.model import FinetunedConfig, ResidualOrder
 from megatron.data.examples import Example, make_batch
@@ -84,7 +84,8 @@ def begin(
     config: FinetunedConfig | None = None,
     dtype: str = "fp32",
 ) -> TrainState:
-    return start(path, config or config_of(head), OPTIMIZER, "fp32", seed, serial_mesh())
+    pretrained = verify(path, serial_mesh())
+    return start(pretrained, config or config_of(head), OPTIMIZER, "fp32", seed, serial_mesh())
 
 
 OPTIMIZER = optimizer_config(SETTINGS, 6)
@@ -95,7 +96,7 @@ def outcome(folder: Path, head: Head, tensor_size: int, micro: int) -> Outcome:
     """(the loss of each step, logits after the last, weights whole) of a run in fp64."""
     mesh, config, steps = mesh_of_ranks(tensor_size), still(head), steps_of(head, micro)
     with patch.dict(DTYPES, {"fp64": torch.float64}):  # of no program: exact enough to compare
-        state = start(folder, config, OPTIMIZER, "fp64", 5, mesh)
+        state = start(verify(folder, mesh), config, OPTIMIZER, "fp64", 5, mesh)
     scatter_weights(state.model, tiny_weights(state.model))
     for slot, master in state.optimizer.slots():
         slot.view(master.detach()).copy_(slot.parameter.detach())
@@ -294,6 +295,6 @@ def test_masters_are_taken_up_where_the_checkpoint_has_them(tmp_path: Path) -> N
     layout = ShardingSpec(shape=(32,), decay=False)
     pieces.append(TensorSlice("master.encoder.final_norm.bias", layout, exact))
     facts = {key: manifest[key] for key in manifest if key not in ("files", "tensors", "checksum")}
-    path = save(tmp_path / "b", 0, pieces, facts, mesh)
-    load_pretrained(state, path)
+    path = save(tmp_path / "b", 0, pieces, facts, mesh).path
+    load_pretrained(state, verify(path, mesh))
     assert torch.equal(state.model.get_parameter("encoder.final_norm.bias"), exact)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import step_folders
+from megatron.checkpoint.load import verify
 from megatron.config import ModelConfig
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.registry import model_config
@@ -106,7 +107,8 @@ def test_the_best_token_is_the_one_of_highest_probability() -> None:
 
 
 def loaded(tensor_size: int, path: Path) -> tuple[bool, int, dict[str, Tensor]]:
-    model = load_model(path, mesh_of_ranks(tensor_size), torch.float64)
+    mesh = mesh_of_ranks(tensor_size)
+    model = load_model(verify(path, mesh), mesh, torch.float64)
     return model.training, model.vocab_size, whole_weights(model)
 
 
@@ -127,7 +129,7 @@ def test_a_model_is_rebuilt_from_its_checkpoint_alone(gloo: Pool, tmp_path: Path
 def test_recomputation_in_the_words_of_the_first_checkpoints(was: bool, granularity: str) -> None:
     settings = asdict(tiny_section()) | {"checkpoint_activations": was}
     del settings["recompute_granularity"]
-    manifest = {"config": {"model": settings}}
+    manifest = {"kind": "gpt2", "config": {"model": settings}}
     assert model_config(manifest) == tiny_section(recompute_granularity=granularity)
 
 
@@ -142,6 +144,6 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    path, _ = load_newest(step_folders(tmp_path), mesh_of_ranks(1))
-    assert path == tmp_path / "step_00000001"
+    checkpoint, _ = load_newest(step_folders(tmp_path), mesh_of_ranks(1))
+    assert checkpoint.path == tmp_path / "step_00000001"
     assert f"warning: passed over: {damaged} is damaged" in capsys.readouterr().err

@@ -57,12 +57,12 @@ def test_a_run_starts_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     newest, oldest = folders = save(tmp_path, 2, 4)
     state = fresh()
     point, messages = start(state, folders, finetune=True)
-    assert (point.path, point.finetune, state.step) == (newest, True, 0)
+    assert (point.checkpoint.path, point.finetune, state.step) == (newest, True, 0)
     assert not any("--lr" in each for each in messages)
 
     (newest / "manifest.json").unlink()
     point, messages = start(state, folders)
-    assert (point.path, point.manifest["run"]) == (oldest, "one")
+    assert (point.checkpoint.path, point.checkpoint.manifest["run"]) == (oldest, "one")
     assert (state.step, state.samples) == (2, 8)
     passed_over, where, changed, *_ = messages
     assert str(newest / "manifest.json") in passed_over
@@ -80,7 +80,7 @@ def start_from(lists: list[tuple[Path, ...]]) -> tuple[Path | None, int]:
     """lists: the folders that each rank finds."""
     state = fresh()
     point, _ = start(state, lists[state.mesh.control.rank])
-    return point and point.path, state.step
+    return point and point.checkpoint.path, state.step
 
 
 def test_the_folders_that_the_first_rank_finds_hold_for_all(gloo: Pool, tmp_path: Path) -> None:
@@ -99,10 +99,10 @@ def start_where_folders_differ(other: Path, folders: tuple[Path, ...]) -> tuple[
     state = fresh()
     with pytest.MonkeyPatch.context() as patch:
         if state.mesh.control.rank == 1:
-            examine = load.examine
-            patch.setattr(load, "examine", lambda path: examine(other / path.name))
+            read = load.read_checkpoint
+            patch.setattr(load, "read_checkpoint", lambda path: read(other / path.name))
         point, _ = start(state, folders)
-    return point.path, point.passed_over[0], state.step
+    return point.checkpoint.path, point.passed_over[0], state.step
 
 
 @pytest.mark.parametrize("is_there", [False, True])

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.load import load
+from megatron.checkpoint.load import load, verify
 from megatron.checkpoint.save import save
 from megatron.data.tokenizer import file_names
 from megatron.models.registry import build_model, model_config
@@ -82,7 +82,7 @@ def load_and_save(checkpoint: Path, to: Path, tensor_size: int) -> None:
     dtype = DTYPES[manifest["precision"]]
     section, size = model_config(manifest), manifest["vocab_size"]
     model, _ = build_model(section, mesh, size, seed=None, dtype=dtype)
-    load(checkpoint, model_slices(model), mesh)
+    load(verify(checkpoint, mesh), model_slices(model))
     names = file_names(manifest["config"]["data"]["tokenizer_type"])
     files = {name: (checkpoint / name).read_bytes() for name in names}
     own = ("files", "tensors", "checksum", "format")
