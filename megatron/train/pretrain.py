@@ -103,35 +103,36 @@ def make_plan(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumePoint:
-    """The checkpoint that a run starts from, the same on every rank."""
-
-    checkpoint: Checkpoint
-    passed_over: list[str]
-    """What is wrong with each newer checkpoint."""
-    finetune: bool
-    """Take the weights alone and start at step 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     plan: Plan
     state: TrainState
     facts: dict[str, Any]
     """Of the run, for the manifest of each checkpoint."""
     messages: list[str]
-    """What the user should know of the start."""
+    """What the user should know of its start."""
     evaluate_first: bool
     """A signal kept the checkpoint that is resumed from being evaluated when that was due."""
 
 
 def build(plan: Plan, mesh: Mesh) -> Run:
-    """Raises ValueError or OSError, on every rank alike."""
+    """The run at its start: from scratch, or from the newest checkpoint of `plan.start` that every
+    rank finds whole, byte for byte.
+
+    The first rank's `start` holds for all: over a network the others may see other folders. Raises
+    ValueError or OSError, on every rank alike.
+    """
+    from megatron.checkpoint.load import newest_whole
+    from megatron.parallel.agree import refuse_alike
     from megatron.train.state import DTYPES, build_state, choose_compile, choose_precision
 
-    config, identity = plan.config, plan.inputs.corpus.identity
-    point = find_resume_point(plan.start, plan.check, mesh)
-    resumed = None if point is None or point.finetune else point.checkpoint.manifest
+    config, start = plan.config, mesh.control.gather(plan.start)[0]
+    found: Checkpoint | None = None
+    passed_over: list[str] = []
+    if start.folders:
+        found, passed_over = newest_whole(start.folders, mesh)
+        check = partial(plan.check, found.path, found.manifest, finetune=start.finetune)
+        refuse_alike(mesh, check)
+    resumed = None if found is None or start.finetune else found.manifest
     saved = None if resumed is None else resumed["precision"]
     precision = choose_precision(config.precision.name or saved, mesh, "--bf16", "--no-bf16")
     compiled, warnings = choose_compile(config.training.compile, mesh)
@@ -149,61 +150,38 @@ def build(plan: Plan, mesh: Mesh) -> Run:
         "kind": config.model.kind,
         "config": asdict(config),
         "precision": precision,
-        **identity,
+        **plan.inputs.corpus.identity,
         "run": run_id(resumed),
         # The id of the run whose weights were fine-tuned, now or before.
-        "weights_of": point
-        and point.checkpoint.manifest.get("run" if point.finetune else "weights_of"),
+        "weights_of": found and found.manifest.get("run" if start.finetune else "weights_of"),
     }
+    messages = [f"passed over: {reason}" for reason in passed_over]
+    if found is None:
+        messages.append("starting from scratch")
+    elif resumed is None:
+        refuse_alike(mesh, partial(state.load_weights, found))
+        messages.append(f"starting at step 0 from the weights of {found.path}")
+    else:
+        refuse_alike(mesh, partial(state.load, found))
+        messages += [f"going on from {found.path}", *differences_from(found, state, facts)]
+    evaluation_is_due = state.step % config.training.eval_interval == 0
     return Run(
         plan=plan,
         state=state,
         facts=facts,
-        messages=[*resume(state, point, facts), *warnings],
-        evaluate_first=(
-            resumed is not None
-            and resumed["validation_loss"] is None
-            and state.step % config.training.eval_interval == 0
-        ),
+        messages=[*messages, *warnings],
+        evaluate_first=bool(resumed and resumed["validation_loss"] is None and evaluation_is_due),
     )
 
 
-def find_resume_point(start: Start, check: Callable[..., None], mesh: Mesh) -> ResumePoint | None:
-    """The newest checkpoint of `start` that every rank finds whole, byte for byte; None for a start
-    from scratch.
-
-    check: check_start of this run. The first rank's `start` holds for all: over a network others
-    may see other folders. Raises ValueError, on every rank alike.
-    """
-    from megatron.checkpoint.load import newest_whole
-    from megatron.parallel.agree import refuse_alike
-
-    start = mesh.control.gather(start)[0]
-    if not start.folders:
-        return None
-    newest, passed_over = newest_whole(start.folders, mesh)
-    refuse_alike(mesh, lambda: check(newest.path, newest.manifest, finetune=start.finetune))
-    return ResumePoint(checkpoint=newest, passed_over=passed_over, finetune=start.finetune)
-
-
-def resume(state: TrainState, point: ResumePoint | None, facts: Mapping[str, Any]) -> list[str]:
-    """Load the checkpoint; return what the user should know of it and of what has changed since.
-
-    facts: of this run, as they go into its manifests. Raises ValueError or OSError, on every rank.
-    """
-    from megatron.parallel.agree import refuse_alike
+def differences_from(
+    checkpoint: Checkpoint, state: TrainState, facts: Mapping[str, Any]
+) -> list[str]:
+    """What the user should know of a run that is resumed; facts: as its own manifests have them."""
     from megatron.train.state import environment
 
-    if point is None:
-        return ["starting from scratch"]
-    path, manifest, mesh = point.checkpoint.path, point.checkpoint.manifest, state.mesh
-    messages = [f"passed over: {reason}" for reason in point.passed_over]
-    if point.finetune:
-        refuse_alike(mesh, lambda: state.load_weights(point.checkpoint))
-        return [*messages, f"starting at step 0 from the weights of {path}"]
-    refuse_alike(mesh, lambda: state.load(point.checkpoint))
-    messages += [f"going on from {path}", *changes(facts, manifest, mesh.data.size)]
-    saved, now = manifest["environment"], environment(mesh)
+    saved, now = checkpoint.manifest["environment"], environment(state.mesh)
+    messages = changes(facts, checkpoint.manifest, state.mesh.data.size)
     messages += [
         f"warning: {name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: "
         "the last bits may differ from those of an undisturbed run"
@@ -212,8 +190,9 @@ def resume(state: TrainState, point: ResumePoint | None, facts: Mapping[str, Any
     ]
     if state.step >= (target := facts["config"]["training"]["train_iters"]):
         messages.append(
-            f"nothing is trained: {path} is already at step {state.step} and --train-iters is "
-            f"{target}; a larger one continues, such as --train-iters {2 * state.step}"
+            f"nothing is trained: {checkpoint.path} is already at step {state.step} and "
+            f"--train-iters is {target}; a larger one continues, such as --train-iters "
+            f"{2 * state.step}"
         )
     return messages
 

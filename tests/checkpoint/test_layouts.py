@@ -1,9 +1,10 @@
 """Any layout saves, any layout loads, and a resumed run is the undisturbed one (promises 4, 5)."""
 
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +21,13 @@ from megatron.config import (
     CheckpointConfig,
     ModelConfig,
     OptimizerConfig,
-    PrecisionConfig,
     PretrainGPT2Config,
     TrainingConfig,
 )
 from megatron.parallel.layers import VocabParallelEmbedding
 from megatron.parallel.sharding import materialize, sharding_specs
-from megatron.train.pretrain import find_resume_point, resume
-from megatron.train.state import TrainState, build_state
+from megatron.train.pretrain import Plan, build
+from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.checkpoint.saving import load, names, train
 from tests.dist import Pool
@@ -215,26 +215,22 @@ OLD_CONFIG = PretrainGPT2Config(
 
 
 def resume_old(tensor_size: int, directory: Path) -> tuple[list[str], list[float]]:
-    mesh = mesh_of_ranks(tensor_size)
-    state = build_state(
-        OLD_CONFIG.model,
-        OLD_CONFIG.optimizer,
-        PrecisionConfig(),
-        mesh,
-        51,
-        seed=SEED + 1,
-        dtype=torch.float32,
+    mesh, identity = mesh_of_ranks(tensor_size), {"vocab_size": 51, "tokenizer": "f", "data": []}
+    plan = Plan(
+        config=OLD_CONFIG,
+        world=mesh.size,
+        inputs=SimpleNamespace(corpus=SimpleNamespace(vocab_size=51, identity=identity)),
+        start=find_start(CheckpointConfig(load=str(directory))),
+        check=partial(check_start, OLD_CONFIG, identity=identity),
     )
-    identity = {"vocab_size": 51, "tokenizer": "f", "data": []}
-    start = find_start(CheckpointConfig(load=str(directory)))
-    point = find_resume_point(start, partial(check_start, OLD_CONFIG, identity=identity), mesh)
-    messages = resume(state, point, {"config": asdict(OLD_CONFIG), **identity})
+    run = build(plan, mesh)
+    state = run.state
     losses = []
     for _ in range(3):
         batch = samples(4, first=state.samples)
         batch = replace(batch, tokens=batch.tokens // 2, labels=batch.labels // 2)
         losses.append(train_step(state, micro_batches(batch, mesh, 4), 1e-2).loss)
-    return messages, losses
+    return run.messages, losses
 
 
 @pytest.mark.parametrize("directory", ["one", "tensor_2"])
