@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.data.batch import Batch, micro_batches
-from megatron.optim.loss_scaler import LossScaler
 from megatron.parallel.sharding import GradientView
 from megatron.train.state import TrainState
 
@@ -75,23 +74,16 @@ def non_finite(
             f"First seen in {found.what}, on the rank at {found.place}, in samples {own[0]} to "
             f"{own[-1]} (the step reads {step})"
         )
-    scale, cures = "", "a lower --lr or a longer --lr-warmup-iters"
+    scale, cures = "", "a lower --lr, a longer --lr-warmup-iters"
     if scaler.is_scaling:
         scale = f" at loss scale {scaler.scale:g}, overflow {scaler.skips + 1} in a row"
-        cures = f"{_scaling_cure(scaler)}, {cures}, or --bf16"
+        flags = "--initial-loss-scale, more --max-consecutive-skips"
+        cures += f", --bf16, a smaller {'--loss-scale' if scaler.window is None else flags}"
     error = NonFiniteError(
         f"step {state.step + 1}: the {what} is not finite{scale}. {where}. May help: {cures}"
     )
     error.what, error.found = what, found
     return error
-
-
-def _scaling_cure(scaler: LossScaler) -> str:
-    if scaler.window is None:
-        return "a smaller --loss-scale"
-    if scaler.scale > scaler.smallest:
-        return "a smaller --initial-loss-scale or more --max-consecutive-skips"
-    return "a smaller --min-loss-scale"
 
 
 def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | None:

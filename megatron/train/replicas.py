@@ -15,7 +15,7 @@ import json
 import socket
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 
 import torch
@@ -43,24 +43,9 @@ class ReplicaDrift(RuntimeError):  # noqa: N818
     the ranks that agree with each other in it, the largest camp first.
     """
 
-    def __init__(
-        self,
-        message: str,
-        names: Sequence[str],
-        axes: Sequence[str],
-        camps: Sequence[Sequence[str]],
-    ) -> None:
-        super().__init__(message)
-        self.names, self.axes, self.camps = names, axes, camps
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One thing that the ranks of `axes` hold in common, and its hash here: int64 scalar."""
-
-    name: str
+    names: list[str]
     axes: tuple[str, ...]
-    digest: Tensor
+    camps: list[list[str]]
 
 
 def check_replicas(state: TrainState, batches: Sequence[Batch], passed: int | None = None) -> None:
@@ -70,47 +55,46 @@ def check_replicas(state: TrainState, batches: Sequence[Batch], passed: int | No
     nothing, for the message. Raises ReplicaDrift, on every rank.
     """
     mesh = state.mesh
-    if mesh.size == 1:
+    axes = [axis for axis in mesh.axes if axis.size > 1]
+    if not axes:
         return
-    entries = list(_entries(state, batches))
-    if _is_equal(entries, mesh):
+    shared = list(_shared(state, batches))
+    differs = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    for axis in axes:
+        own = torch.stack([digest for _, along, digest in shared if axis.name in along])
+        # The largest hash h, and the largest ~h, which is the complement of the smallest h.
+        largest, smallest = all_reduce(torch.stack([own, ~own]), axis, ReduceOp.MAX)
+        differs |= (largest != ~smallest).any()
+    for axis in axes:  # ranks that share no axis with the odd one have to know as well
+        all_reduce(differs, axis, ReduceOp.MAX)
+    if not differs.item():
         return
-    own = {entry.name: int(entry.digest) for entry in entries}
-    name = f"({mesh.describe_rank()}) on {socket.gethostname()}"
-    ranks = mesh.control.gather((mesh.coordinates, name, own))
-    drifts = []  # (entry, camps of ranks)
-    for entry in entries:
+
+    rank = f"({mesh.describe_rank()}) on {socket.gethostname()}"
+    digests = {name: int(digest) for name, _, digest in shared}
+    ranks = mesh.control.gather((mesh.coordinates, rank, digests))
+    drifts = []  # (name, axes, camps)
+    for name, along, _ in shared:
         groups: dict[tuple[int, ...], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for coordinates, name, digests in ranks:
-            elsewhere = tuple(rank for axis, rank in coordinates.items() if axis not in entry.axes)
-            groups[elsewhere][digests[entry.name]].append(name)
-        for camps in groups.values():
-            if len(camps) > 1:
-                drifts.append((entry, sorted(camps.values(), key=len, reverse=True)))
-    first, camps_of_first = drifts[0]
-    names = list(dict.fromkeys(entry.name for entry, _ in drifts))
-    cause = "a rank's hardware, or its versions and threads, are suspect"
-    if first.name.startswith("batch."):
-        cause = "the files behind --data-path differ between machines, or a bit has flipped"
-    cure = f"resume from the checkpoint of step {passed}, when ranks were equal, or an earlier one"
-    if passed is None:
-        cure = "ranks were never seen equal in this run: start again from what it started from"
-    raise ReplicaDrift(
-        f"replica drift at step {state.step} along the {' and '.join(first.axes)} axes in "
-        f"{_listed(names)}; of the first: {_odd_ranks(camps_of_first)}\n{cause}; {cure}, without "
-        "the hosts of the ranks that differ",
-        names,
-        first.axes,
-        camps_of_first,
+        for coordinates, rank, digests in ranks:
+            elsewhere = tuple(place for axis, place in coordinates.items() if axis not in along)
+            groups[elsewhere][digests[name]].append(rank)
+        for by_digest in groups.values():
+            if len(by_digest) > 1:
+                drifts.append((name, along, sorted(by_digest.values(), key=len, reverse=True)))
+    names = list(dict.fromkeys(name for name, *_ in drifts))
+    _, along, camps = drifts[0]
+    cure = "no check of this run had passed: start again from what it started from"
+    if passed is not None:
+        cure = f"all were equal at step {passed}: resume from the checkpoint of then"
+    error = ReplicaDrift(
+        f"replica drift at step {state.step} in {_listed(names)}; in the first, along "
+        f"{' and '.join(along)}: {' against '.join(map(_listed, camps))}\n"
+        "a rank has another processor, versions, threads or files behind --data-path, or a bit "
+        f"flipped there; {cure}, without that host"
     )
-
-
-def _odd_ranks(camps: Sequence[Sequence[str]]) -> str:
-    majority, *odd = camps
-    if 2 * len(majority) > sum(map(len, camps)):
-        ranks = [rank for camp in odd for rank in camp]
-        return f"the {len(majority)} other ranks agree, but not {_listed(ranks)}"
-    return f"{' against '.join(map(_listed, camps))}, without a majority"
+    error.names, error.axes, error.camps = names, along, camps
+    raise error
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -118,38 +102,27 @@ def _listed(words: Sequence[str]) -> str:
     return ", ".join(words[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _entries(state: TrainState, batches: Sequence[Batch]) -> Iterator[Entry]:
-    """All tensors of a checkpoint, padding rows included; the batches; the counters."""
+def _shared(
+    state: TrainState, batches: Sequence[Batch]
+) -> Iterator[tuple[str, tuple[str, ...], Tensor]]:
+    """(name, axes whose ranks hold it in common, hash) of all tensors of a checkpoint, padding rows
+    included, of the batches and of the counters."""
     mesh = state.mesh
     axes = tuple(axis.name for axis in mesh.axes if axis.size > 1)
     for each in state.slices():
         cut = {axis.name for _, axis in each.spec.cuts}
-        if shared := tuple(axis for axis in axes if axis not in cut):
-            yield Entry(each.key, shared, digest(each.local))
+        if along := tuple(axis for axis in axes if axis not in cut):
+            yield each.key, along, digest(each.local)
     for field in fields(batches[0]) if batches and mesh.model.size > 1 else ():
         arrays = [getattr(batch, field.name) for batch in batches]
         content = b"".join(
             b"none" if array is None else repr(array.shape).encode() + array.tobytes()
             for array in arrays
         )
-        yield Entry(f"batch.{field.name}", (mesh.model.name,), _digest_bytes(content, mesh))
+        yield f"batch.{field.name}", (mesh.model.name,), _digest_bytes(content, mesh)
     for name, value in state.counters().items():
         content = json.dumps(value, sort_keys=True).encode()
-        yield Entry(f"counters.{name}", axes, _digest_bytes(content, mesh))
-
-
-def _is_equal(entries: Sequence[Entry], mesh: Mesh) -> bool:
-    """Whether no rank of the run sees a difference: two small all-reduces an axis."""
-    axes = [axis for axis in mesh.axes if axis.size > 1]
-    differs = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    for axis in axes:
-        own = torch.stack([entry.digest for entry in entries if axis.name in entry.axes])
-        # The largest hash h, and the largest ~h, which is the complement of the smallest h.
-        largest, smallest = all_reduce(torch.stack([own, ~own]), axis, ReduceOp.MAX)
-        differs |= (largest != ~smallest).any()
-    for axis in axes:  # ranks that share no axis with the odd one have to know as well
-        all_reduce(differs, axis, ReduceOp.MAX)
-    return not differs.item()
+        yield f"counters.{name}", axes, _digest_bytes(content, mesh)
 
 
 @torch.no_grad()
