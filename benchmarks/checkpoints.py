@@ -30,7 +30,9 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
 from megatron.checkpoint.load import verify
 from megatron.checkpoint.save import Saver, SaveReport, save
-from megatron.config import CheckpointConfig, ModelConfig, OptimizerConfig, PrecisionConfig
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.model import ModelConfig
+from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import TrainState, build_state
 

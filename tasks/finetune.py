@@ -26,12 +26,12 @@ from megatron.config.checks import UsageError, flag
 from megatron.config.model import FinetunedConfig
 from megatron.config.parse import user_errors
 from megatron.config.training import TrainingConfig
-from megatron.data.examples import ExampleBatch
+from megatron.data.batch import ExampleBatch
 from megatron.data.files import write_atomically
-from megatron.models.registry import MODELS, model_config
+from megatron.models.registry import MODELS, config_of
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.agree import agree, refuse_alike
-from megatron.parallel.factory import factory_1d
+from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
 from megatron.train.diagnose import NonFiniteError
@@ -168,7 +168,7 @@ def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> Run:
     for reason in passed_over if mesh.is_first else ():
         print(f"warning: passed over: {reason}", file=sys.stderr)
     config = finetuned_config(
-        model_config(manifest),
+        config_of(manifest),
         task.head,
         task.labels,
         hidden_dropout=settings.hidden_dropout,
@@ -485,7 +485,7 @@ def evaluate_models(
             checkpoint, model = load_newest(folders, mesh, DTYPES[dtype])
         manifest, size = checkpoint.manifest, plan.settings.micro_batch_size
         with divergence_reported(environ):
-            every.append(ask(plan.task, model, model_config(manifest), mesh, size, plan.name))
+            every.append(ask(plan.task, model, config_of(manifest), mesh, size, plan.name))
         facts = describe(checkpoint, model, mesh, dtype)
         rows.append({**facts, "finetuned": manifest.get("finetuned", {})})
     if not mesh.is_first:

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import UsageError, optional_positive
-from megatron.data.examples import Example
+from megatron.config.checks import UsageError, positive
 from megatron.data.wordpiece import BertTokenizer
 from tasks.checks import (
     TELL_CUT_QUESTIONS,
@@ -27,6 +26,7 @@ from tasks.checks import (
     majority,
     tell_cut,
 )
+from tasks.examples import Example
 from tasks.finetuning import FinetuneSettings, Finetuning, name_conventions
 from tasks.pairs import SPECIAL, Ragged, Shape, encode, shape_of
 from tasks.race_files import LETTERS, LEVELS, Passage, find_levels, read_levels
@@ -65,7 +65,7 @@ class Settings(FinetuneSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        optional_positive(self, "max_qa_length")
+        positive(self, "max_qa_length")
         if self.kept_qa + SPECIAL >= self.seq_length:
             raise UsageError(
                 "--seq-length",

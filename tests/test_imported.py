@@ -10,9 +10,10 @@ import torch
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.save import save
-from megatron.config import GPT2DataConfig, ModelConfig, PrecisionConfig
+from megatron.config.model import ModelConfig
+from megatron.config.training import GPT2DataConfig, PrecisionConfig
 from megatron.models.registry import build_model
-from megatron.optim.loss_scaler import LossScaler
+from megatron.optim.schedule import LossScaler
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import environment, model_slices
 from tests.data.samples import write_data_of_tokenizer

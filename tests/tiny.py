@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.save import save
-from megatron.config import ModelConfig, OptimizerConfig, PrecisionConfig
-from megatron.config.model import RecomputeGranularity
+from megatron.config.model import ModelConfig, RecomputeGranularity
+from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.gpt2 import GPT2

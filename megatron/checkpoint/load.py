@@ -75,7 +75,7 @@ def load(checkpoint: Checkpoint, slices: Iterable[TensorSlice]) -> None:
             shape, wanted = saved[each.key]["shape"], list(each.spec.shape)
             if shape != wanted:
                 raise ValueError(f"{path}: {each.key} is {shape}, this model's {wanted}")
-            own = each.spec.place
+            own = each.spec.local_slices
             each.local[len(each.spec.real(each.local)) :].zero_()
             for one in saved[each.key]["slices"]:
                 box, name = box_of(one), one["file"]

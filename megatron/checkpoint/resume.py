@@ -94,7 +94,7 @@ def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
                 "--save",
                 config.save,
                 f"without checkpoints, or with ones {kind} in --load {config.load}, which "
-                f"{saved[0].name} is not",
+                f"{saved[0].name} is not (--load {config.save} resumes that run)",
                 works=("--save", f"{config.save}_2"),
             )
     if config.finetune and saved:

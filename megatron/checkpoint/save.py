@@ -173,7 +173,7 @@ def _write_files(
         raise OSError(f"{shard}: {reason(error)}; {room(shard, needed)}") from error
     entries = {}
     for each in slices:
-        box = each.spec.place
+        box = each.spec.local_slices
         offset, shape = [cut.start for cut in box], [cut.stop - cut.start for cut in box]
         entries[each.key] = {
             "dtype": str(each.local.dtype).removeprefix("torch."),

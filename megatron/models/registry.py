@@ -11,7 +11,7 @@ from torch import nn
 from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
 from megatron.models.bert import BERT, FinetunedBert
 from megatron.models.gpt2 import GPT2
-from megatron.parallel.factory import factory_1d
+from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import materialize
@@ -26,7 +26,7 @@ MODELS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
 }
 
 
-def model_config(manifest: Mapping[str, Any]) -> ModelConfig:
+def config_of(manifest: Mapping[str, Any]) -> ModelConfig:
     """The config of the model of a checkpoint, from its manifest."""
     config, _ = MODELS[manifest["kind"]]
     settings: dict[str, Any] = {

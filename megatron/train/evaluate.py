@@ -15,7 +15,7 @@ from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load, newest_whole
 from megatron.data.batch import Samples
 from megatron.models.gpt2 import GPT2
-from megatron.models.registry import build_model, model_config
+from megatron.models.registry import build_model, config_of
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh
@@ -42,7 +42,7 @@ def load_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype = torch.fl
     """The model of a checkpoint that is whole, sharded over this mesh, in evaluation mode."""
     manifest = checkpoint.manifest
     # Other kernels compute the same model, and need not be installed where it is used.
-    config = replace(model_config(manifest), layernorm_impl="torch")
+    config = replace(config_of(manifest), layernorm_impl="torch")
     model, _ = build_model(config, mesh, manifest["vocab_size"], seed=None, dtype=dtype)
     load(checkpoint, model_slices(model))
     return model.eval()

@@ -21,8 +21,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.models.registry import build_model
 from megatron.models.transformer import TransformerLayer
-from megatron.optim.loss_scaler import LossScaler
-from megatron.optim.master_weights import MasterWeights
+from megatron.optim.adam import MasterWeights
+from megatron.optim.schedule import LossScaler
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
@@ -110,7 +110,7 @@ class TrainState:
         """
         weights = [
             TensorSlice(view.name, view.spec, view.view(master.detach()))
-            for view, master in self.optimizer.slots()
+            for view, master in self.optimizer.views()
         ]
         load_weights(checkpoint, weights, missing=missing, surplus=surplus)
         self.optimizer.publish()

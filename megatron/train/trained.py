@@ -42,7 +42,7 @@ def open_trained(
         warnings.warn(f"passed over: {reason}", stacklevel=2)
     if (kind := manifest["kind"]) not in kinds:
         raise UsageError(given, path, f"a model of the kind {' or '.join(kinds)}, not {kind}")
-    parallel.check(manifest["config"]["model"]["num_attention_heads"], world_size)
+    parallel.check(world_size, manifest["config"]["model"]["num_attention_heads"])
     tokenizer = _open_tokenizer(config, path, manifest)
     return start.folders[start.folders.index(path) :], tokenizer, manifest
 

@@ -34,7 +34,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron.config.launch import Place, write_error_file
+from megatron.config.launch import RankInfo, write_error_file
 from megatron.parallel.mesh import CALLS, Mesh
 
 BEAT = 1.0  # seconds between two reports
@@ -162,7 +162,7 @@ class Watch:
     """
 
     def __init__(
-        self, store: dist.Store, place: Place, limit: float, error_file: str | None
+        self, store: dist.Store, place: RankInfo, limit: float, error_file: str | None
     ) -> None:
         self._store, self._place, self._limit, self._error_file = store, place, limit, error_file
         self._rank, self._size, self._is_kept = place.rank, place.size, place.is_host

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.examples import Example
 from megatron.data.wordpiece import BertTokenizer
+from tasks.examples import Example
 from tasks.pairs import Ragged, Shape, encode
 from tasks.squad.files import Question, Squad
 

@@ -17,13 +17,10 @@ from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import TensorSlice, verify
 from megatron.checkpoint.resume import check_start, find_start
 from megatron.checkpoint.save import save
-from megatron.config import (
-    CheckpointConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PretrainGPT2Config,
-    TrainingConfig,
-)
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.model import ModelConfig
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.parallel.layers import VocabParallelEmbedding
 from megatron.parallel.sharding import materialize, sharding_specs
 from megatron.train.pretrain import Plan, build
@@ -148,7 +145,7 @@ def embedding_round_trip(directory: Path) -> bool:
     weight = layer.weight.detach()
     value = torch.arange(20.0).view(5, 4)
     weight.fill_(9.0)
-    spec.real(weight).copy_(value[spec.place])
+    spec.real(weight).copy_(value[spec.local_slices])
     report = save(directory, 1, [TensorSlice("weight", spec, weight)], {}, mesh)
     loaded = torch.full_like(weight, 8.0)
     loading.load(verify(report.path, mesh), [TensorSlice("weight", spec, loaded)])

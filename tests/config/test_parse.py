@@ -8,23 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import (
-    DataConfig,
-    ModelConfig,
-    PretrainGPT2Config,
-    UsageError,
-    parse,
-    user_errors,
-)
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.parse import PRESETS, find_preset, parse_call
+from megatron.config.checks import UsageError
+from megatron.config.model import ModelConfig
+from megatron.config.parse import PRESETS, find_preset, parse, parse_call, user_errors
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.config.training import DataConfig
 
 MODEL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4"]
 SMALL = [*MODEL, "--train-iters=3"]
 
 PROGRAM = """
 import os, sys
-from megatron.config import PretrainGPT2Config, parse, user_errors
+from megatron.config.parse import parse, user_errors
+from megatron.config.pretrain import PretrainGPT2Config
 from megatron.config.launch import world_size
 with user_errors(os.environ):
     config = parse(PretrainGPT2Config, sys.argv[1:], os.environ)
@@ -92,6 +89,7 @@ def test_the_last_word_wins_and_presets_come_first(tmp_path: Path) -> None:
         ("seed = 1\n[model]\nnum_layers = 4\n", "model"),
         ('seed = "x"\n', "seed"),
         ("seed = 4.0\n", "seed"),
+        ("bf16 = true\nseed = 'x'\n", "seed ="),
         ("seed = true\n", "seed"),
         ("lr = [1, 2]\n", "lr"),
         ("bf16 = 1\n", "bf16"),

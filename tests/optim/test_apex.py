@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config import ModelConfig, OptimizerConfig, PretrainGPT2Config, TrainingConfig
 from megatron.config.checks import UsageError
-from megatron.config.pretrain import require_apex
+from megatron.config.model import ModelConfig
+from megatron.config.pretrain import PretrainGPT2Config, require_apex
+from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.parallel.layers import ApexLayerNorm
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import TrainState

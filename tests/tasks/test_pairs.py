@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.examples import make_batch
 from megatron.data.wordpiece import BertWordPieceLowerCase
 from tasks import pairs
+from tasks.examples import make_batch
 from tasks.pairs import PairExamples, Ragged, Shape, encode, shape_of
 from tests.data.samples import write_wordpiece
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.examples import make_batch
 from megatron.data.wordpiece import BertWordPieceLowerCase
 from tasks.checks import ChecksConfig
+from tasks.examples import make_batch
 from tasks.main import main
 from tasks.race import Race, Settings, prepare
 from tests.data.samples import write_wordpiece

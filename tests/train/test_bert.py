@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.data.bert import BertBatch
 from megatron.models.bert import BERT
 from megatron.parallel.kernels import padded_rows

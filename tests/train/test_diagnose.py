@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config import PrecisionConfig
-from megatron.optim.loss_scaler import LossScaler
+from megatron.config.training import PrecisionConfig
+from megatron.optim.schedule import LossScaler
 from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError, non_finite
 from megatron.train.state import TrainState

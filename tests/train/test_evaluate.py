@@ -8,10 +8,10 @@ from torch import Tensor
 
 from megatron.checkpoint.format import step_folders
 from megatron.checkpoint.load import verify
-from megatron.config import ModelConfig
+from megatron.config.model import ModelConfig
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
-from megatron.models.registry import model_config
+from megatron.models.registry import config_of
 from megatron.train import evaluate
 from megatron.train.evaluate import load_model, load_newest, mean_losses, score
 from tests.bert import bert_samples, bert_section
@@ -148,7 +148,7 @@ def test_recomputation_in_the_words_of_the_first_checkpoints(was: bool, granular
     settings = asdict(tiny_section()) | {"checkpoint_activations": was}
     del settings["recompute_granularity"]
     manifest = {"kind": "gpt2", "config": {"model": settings}}
-    assert model_config(manifest) == tiny_section(recompute_granularity=granularity)
+    assert config_of(manifest) == tiny_section(recompute_granularity=granularity)
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_name(

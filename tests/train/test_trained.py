@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.format import seal
-from megatron.config import ParallelConfig
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError
+from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer
 from megatron.train.trained import open_trained
 from tests.config.test_checks import settings

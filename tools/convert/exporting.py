@@ -17,7 +17,7 @@ from megatron.checkpoint.load import TensorSlice, load
 from megatron.checkpoint.save import reason
 from megatron.config.model import ModelConfig
 from megatron.data.tokenizer import Tokenizer
-from megatron.models.registry import model_config
+from megatron.models.registry import config_of
 from tools.convert.table import Family
 from tools.convert.weights import Entry, Weights, resolve, to_theirs
 
@@ -34,7 +34,7 @@ def write_model(
     where a file cannot be written.
     """
     manifest = checkpoint.manifest
-    section = model_config(manifest)
+    section = config_of(manifest)
     entries = resolve(family, section, manifest["vocab_size"])
     weights = _read_parameters(checkpoint, entries)
     (dtype,) = {weight.dtype for weight in weights.values()}

@@ -16,7 +16,7 @@ from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import load, verify
 from megatron.checkpoint.save import save
 from megatron.data.tokenizer import file_names
-from megatron.models.registry import build_model, model_config
+from megatron.models.registry import build_model, config_of
 from megatron.train.state import DTYPES, model_slices
 from tests.data.samples import write_tokenizer
 from tests.tiny import mesh_of_ranks
@@ -80,7 +80,7 @@ def load_and_save(checkpoint: Path, to: Path, tensor_size: int) -> None:
     """What a run at this layout would do with the weights; makes to/step_00000001."""
     mesh, manifest = mesh_of_ranks(tensor_size), read_manifest(checkpoint)
     dtype = DTYPES[manifest["precision"]]
-    section, size = model_config(manifest), manifest["vocab_size"]
+    section, size = config_of(manifest), manifest["vocab_size"]
     model, _ = build_model(section, mesh, size, seed=None, dtype=dtype)
     load(verify(checkpoint, mesh), model_slices(model))
     names = file_names(manifest["config"]["data"]["tokenizer_type"])
