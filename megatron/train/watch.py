@@ -258,9 +258,11 @@ class Watch:
             thread.join()
 
     def _part(self) -> None:
-        """Go on without the others; who keeps the store lets them go first."""
-        self._store.add("gone", 1)
-        self._await_gone(self._size)
+        """Go on without the others once all know that they may: the store may end with rank 0, or
+        with the launcher of any rank, which ends with its ranks."""
+        with suppress(dist.DistError):  # others knew before
+            self._store.add("gone", 1)
+            self._await_gone(self._size, everywhere=not self._is_kept)
 
     def _fail(self, error: BaseException, name: str) -> NoReturn:
         """End with this rank's traceback, unless another rank's end is the cause of it."""
@@ -348,7 +350,8 @@ class Watch:
             while not self._closed.wait(BEAT if self._number else 0):
                 self._beat()
         except dist.DistError:
-            self._lose_store("vanished: its process was killed or crashed")
+            if not self._closed.is_set():
+                self._lose_store("vanished: its process was killed or crashed")
 
     def _beat(self) -> None:
         self._number += 1
