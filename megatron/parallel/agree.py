@@ -20,8 +20,7 @@ def agree(mesh: Mesh, action: Callable[[], T], what: str = "saving") -> list[T]:
         value = action()
     except Exception as error:
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-        place = ", ".join(f"{axis} {rank}" for axis, rank in mesh.coordinates.items())
-        failure, cause = f"on rank {place}: {kind}{error}", error
+        failure, cause = f"on rank {mesh.describe_rank()}: {kind}{error}", error
     outcomes: list[Any] = mesh.control.gather((value, failure))
     if failures := [text for _, text in outcomes if text is not None]:
         more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""

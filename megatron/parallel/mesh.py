@@ -137,8 +137,17 @@ class Mesh:
         return self.tensor
 
     @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Every axis, the slowest first."""
+        return self.data, self.tensor
+
+    @property
     def coordinates(self) -> dict[str, int]:
-        return {axis.name: axis.rank for axis in (self.data, self.tensor)}
+        return {axis.name: axis.rank for axis in self.axes}
+
+    def describe_rank(self) -> str:
+        """This rank's coordinates for messages: "data 0, tensor 1"."""
+        return ", ".join(f"{name} {rank}" for name, rank in self.coordinates.items())
 
     @property
     def is_first(self) -> bool:

@@ -54,7 +54,7 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
     finite in them, so that only the sum over micro-batches and ranks is not.
     """
     mesh, looked, own = state.mesh, 0, list[Finding]()
-    place = ", ".join(f"{axis} {rank}" for axis, rank in mesh.coordinates.items())
+    place = mesh.describe_rank()
 
     def look(what: str, value: Tensor, micro_batch: int | None = None) -> None:
         nonlocal looked
