@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.train.watch import Report, Wait, find_behind
+from megatron.train.stall import Report, Wait, find_behind
 from tests.train.ranks import Ended, run_ranks, write_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -301,8 +301,5 @@ ALONE = [stand(rank, 5, 5) for rank in range(4)]
 def test_waits_lead_to_the_ranks_that_are_behind(
     reports: list[Report], working: tuple[int, ...], silent: tuple[int, ...], behind: list[int]
 ) -> None:
-    given = {
-        rank: replace(each, is_working=rank in working, answered=rank not in silent)
-        for rank, each in enumerate(reports)
-    }
-    assert find_behind(given)[0] == behind
+    given = {rank: replace(each, is_working=rank in working) for rank, each in enumerate(reports)}
+    assert find_behind(given, silent)[0] == behind
