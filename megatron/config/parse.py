@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from megatron.config.checks import UsageError, flag, switch
-from megatron.config.launch import write_error_file
+from megatron.config.launch import is_first, write_error_file
 
 Program = TypeVar("Program")
 
@@ -78,7 +78,7 @@ def user_errors(environ: Mapping[str, str], *, agreed: bool = False) -> Iterator
     """
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        if _is_first(environ):
+        if is_first(environ):
             print(f"warning: {message}", file=sys.stderr)
 
     try:
@@ -92,7 +92,7 @@ def user_errors(environ: Mapping[str, str], *, agreed: bool = False) -> Iterator
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered
             raise SystemExit(CLOSED) from None
-        if not agreed or _is_first(environ):
+        if not agreed or is_first(environ):
             _print_error(error, environ)
         raise SystemExit(2) from error
 
@@ -105,15 +105,11 @@ def _stdout_is_closed() -> bool:
 
 def _print_error(error: Exception, environ: Mapping[str, str]) -> None:
     text = f"error: {error}"
-    if not _is_first(environ):
+    if not is_first(environ):
         time.sleep(PATIENCE)
         text = f"rank {environ['RANK']}: {text}"
     print(text, file=sys.stderr, flush=True)
     write_error_file(environ.get("TORCHELASTIC_ERROR_FILE"), text)
-
-
-def _is_first(environ: Mapping[str, str]) -> bool:
-    return environ.get("RANK", "0") == "0"
 
 
 def parse(
@@ -200,7 +196,7 @@ def _run_tyro(
             return call(
                 prog=prog,
                 args=arguments,
-                console_outputs=_is_first(environ) or "--help" not in arguments,
+                console_outputs=is_first(environ) or "--help" not in arguments,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
             )
     except SystemExit as stop:
