@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config import ModelConfig, OptimizerConfig, PretrainGPT2Config, TrainingConfig
+from megatron.config import OptimizerConfig
 from megatron.config.checks import UsageError
 from megatron.config.pretrain import require_apex
 from megatron.parallel.layers import ApexLayerNorm
@@ -172,15 +172,3 @@ def test_what_is_lacking_is_refused(
     install(tmp_path / "whole", NVIDIA, monkeypatch)
     require_apex(**asked)
     assert "apex" not in sys.modules
-
-
-def test_a_run_asks_before_torch_is_imported() -> None:
-    """`check` is what a program calls before anything slow starts."""
-    config = PretrainGPT2Config(
-        model=ModelConfig(
-            num_layers=1, hidden_size=8, num_attention_heads=2, layernorm_impl="apex"
-        ),
-        training=TrainingConfig(train_iters=1),
-    )
-    with pytest.raises(UsageError, match="^--layernorm-impl apex: "):
-        config.check(world_size=1)
