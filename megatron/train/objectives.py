@@ -19,8 +19,8 @@ from megatron.parallel.kernels import padded_rows
 from megatron.train.loader import to_device
 
 if TYPE_CHECKING:
+    from megatron.data.batch import ExampleBatch
     from megatron.data.bert import BertBatch
-    from megatron.data.examples import ExampleBatch
     from megatron.data.gpt2 import GPT2Batch
 
 

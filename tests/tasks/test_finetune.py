@@ -344,7 +344,7 @@ def test_a_seed_that_fails_loses_no_other(
         (["--lr", "1e-3"], "--lr 0.003"),
         (["--head", "span"], "--head classifier"),
         (["--valid-data", near], "--valid-data: far"),
-        (["--train-data", near], "--train-data: train"),
+        (["--train-data", near], "--train-data: near, train"),
         (["--valid-data", near, renamed], "farther"),
     ]:
         error = refusal([*words, *more], capsys)
