@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import share
+from megatron.config.checks import UsageError, share
 from megatron.data.wordpiece import (
     MAX_UNKNOWN,
     BertTokenizer,
@@ -140,11 +140,10 @@ def check_casing(
 def check_apart(train: Sequence[Path], valid: Sequence[Path]) -> None:
     """Nothing is given twice; warns of what is both trained and evaluated on."""
     for name, paths in (("--train-data", train), ("--valid-data", valid)):
-        known: set[Path] = set()
-        for path in paths:
-            if path.resolve() in known:
-                raise ValueError(f"{name} {path} is given twice; once would work")
-            known.add(path.resolve())
+        once = {path.resolve(): path for path in paths}
+        if len(once) < len(paths):
+            works = (name, *map(str, once.values()))
+            raise UsageError(name, " ".join(map(str, paths)), "different paths", works=works)
     for path in {each.resolve() for each in train} & {each.resolve() for each in valid}:
         warnings.warn(
             f"--valid-data {path} is trained on as well: its figures say what the model has "

@@ -31,7 +31,7 @@ from megatron.data.files import write_atomically
 from megatron.models.registry import MODELS, section_of
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.agree import agree, refuse_alike
-from megatron.parallel.factory import factory_1d
+from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
 from megatron.train.diagnose import NonFiniteError
@@ -400,31 +400,14 @@ def read_result(file: Path, run: Run) -> Result:
             what = f"with {name} {then.get(name)}, and here it is {now}"
             if name in DATA:
                 files = [each.name for each in getattr(run.plan.settings, DATA[name])]
-                old = _named(then.get(name, []), names.get(name))
-                what = f"with other {name}: {_compare(old, _named(now, files))}"
+                old = zip(names.get(name, []), then.get(name, []), strict=False)
+                differing = {file for file, _ in {*old} ^ {*zip(files, now, strict=True)}}
+                what = f"with other {name}: {', '.join(sorted(differing)) or 'in another order'}"
             what = re.sub("([0-9a-f]{12})[0-9a-f]{52}", r"\1", what)
             raise UsageError(
                 "--save", file.parents[1], f"another folder: this holds seeds of a run {what}"
             )
     return result
-
-
-def _named(hashes: Sequence[str], names: Sequence[str] | None) -> dict[str, str]:
-    """{hash: what to call the file}; results of earlier versions have no names."""
-    return dict(zip(hashes, names or [f"a file ({each})" for each in hashes], strict=True))
-
-
-def _compare(then: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """What has become of the files; both are {hash: name}."""
-    gone = {name: digest for digest, name in then.items() if digest not in now}
-    new = {name: digest for digest, name in now.items() if digest not in then}
-    found = [
-        f"{name} has changed (sha256 {gone[name]} then, {new[name]} now)"
-        for name in gone.keys() & new.keys()
-    ]
-    found += [f"{name} is missing" for name in gone if name not in new]
-    found += [f"{name} is new" for name in new if name not in gone]
-    return ", ".join(found) or "the same files, in another order or number"
 
 
 def report(run: Run, results: Sequence[Result]) -> tuple[dict[str, Any], dict[str, Any]]:

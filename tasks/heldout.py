@@ -22,12 +22,11 @@ from numpy.typing import NDArray
 
 from megatron.config.checks import positive
 from megatron.data.indexed import IndexedDataset
+from megatron.data.json_lines import cut, find_shards, parse_line, read_lines
 from megatron.data.order import split_documents
 from megatron.data.tokenizer import Tokenizer
 from tasks.common import Scores, Sliding, Task, TaskSettings, Window
 from tasks.ngram import bigram_perplexity, unigram_perplexity
-from tools.corpus.records import parse_line
-from tools.corpus.shards import cut, find_shards, read_lines
 
 CONVENTIONS = {
     "documents": "lines with a text",

@@ -32,6 +32,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 from megatron.config.checks import UsageError, positive, share
 from megatron.config.parse import parse
 from megatron.data.indexed import OPTIONAL_COUNTS, Description
+from megatron.data.json_lines import MANIFEST, Unit, find_shards
 from megatron.data.tokenizer import Tokenizer
 from megatron.data.wordpiece import (
     MAX_UNKNOWN,
@@ -44,7 +45,6 @@ from megatron.data.wordpiece import (
 from tools.corpus.manifest import read_manifest
 from tools.corpus.program import Unfinished, running, say
 from tools.corpus.settings import parse_size
-from tools.corpus.shards import MANIFEST, Unit, find_shards
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import sum_funnels

@@ -20,18 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.indexed import token_dtype
+from megatron.data.json_lines import WORK, Unit, no_text_reason, parse_json, parse_line, read_lines
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from tools.corpus.records import (
-    Count,
-    Counts,
-    Funnel,
-    no_text_reason,
-    parse_json,
-    parse_line,
-    source_of,
-)
+from tools.corpus.records import Count, Counts, Funnel, source_of
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import WORK, Unit, placed, read_lines
+from tools.corpus.shards import placed
 from tools.corpus.units import keep_rejected
 from tools.data_files import IndexedDatasetWriter
 from tools.encoders import Encoder, build_encoder

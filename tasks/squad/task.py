@@ -31,10 +31,9 @@ from tasks.checks import (
 from tasks.examples import Example
 from tasks.finetuning import BESIDE, FinetuneSettings, Finetuning
 from tasks.pairs import SPECIAL, shape_of
-from tasks.squad.answers import read_answers
 from tasks.squad.files import Squad, read_squad
 from tasks.squad.score import best_figures, conventions, figures, mark, score_file, unanswered
-from tasks.squad.windows import Windows, make_windows
+from tasks.squad.windows import Windows, make_windows, read_answers
 
 OF_MODELS = (
     "doc_stride",

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from megatron.checkpoint.load import TensorSlice
 from megatron.checkpoint.save import save
 from megatron.config.model import BertConfig, ModelConfig
 from megatron.data.tokenizer import build_tokenizer
+from megatron.data.wordpiece import BertWordPieceLowerCase
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec
 from megatron.train.state import build_model, environment, model_pieces
@@ -63,6 +65,11 @@ class Made(Finetuning):
     def combined(self, figures: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
         right = sum(each["parts"]["right"] for each in figures.values())
         return {"accuracy": right / sum(each["examples"] for each in figures.values())}
+
+
+def wordpiece(*words: str) -> BertWordPieceLowerCase:
+    with TemporaryDirectory() as folder:
+        return BertWordPieceLowerCase(write_wordpiece(Path(folder), *words))
 
 
 class Watched(list[Example]):

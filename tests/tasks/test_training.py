@@ -97,7 +97,7 @@ def outcome(folder: Path, head: Head, tensor_size: int, micro: int) -> Outcome:
     with patch.dict(DTYPES, {"fp64": torch.float64}):  # of no program: exact enough to compare
         state = start(folder, config, OPTIMIZER, "fp64", 5, mesh)
     scatter_weights(state.model, tiny_weights(state.model))
-    for slot, master in state.optimizer.slots():
+    for slot, master in state.optimizer.views():
         slot.view(master.detach()).copy_(slot.parameter.detach())
     losses = []
     for step in range(len(steps)):

@@ -20,11 +20,11 @@ import pytest
 from backports import zstd
 
 from megatron.data.indexed import IndexedDataset
+from megatron.data.json_lines import LONGEST_LINE, find_shards, open_shard
 from tests.data.samples import write_tokenizer
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tests.tools.corpus.test_records import BAD
 from tools.corpus.program import program
-from tools.corpus.shards import LONGEST_LINE, find_shards, open_shard
 from tools.corpus.tasks import execute
 
 ROOT = Path(__file__).parents[3]
