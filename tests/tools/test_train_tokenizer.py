@@ -10,8 +10,7 @@ from pydoc_data.topics import topics
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 
-from megatron.data.tokenizer import read_tokenizer
-from megatron.data.wordpiece import MARKS, BertWordPieceCase, BertWordPieceLowerCase
+from megatron.data.tokenizer import MARKS, BertWordPieceCase, BertWordPieceLowerCase, read_tokenizer
 from tests.tools.corpus.lines import write_jsonl
 from tools.train_tokenizer import SAMPLE, SAMPLE_CHARACTERS, sampled, train_tokenizer
 
