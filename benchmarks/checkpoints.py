@@ -29,7 +29,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
 from megatron.checkpoint.load import verify
-from megatron.checkpoint.save import Saver, SaveReport
+from megatron.checkpoint.save import Saver, SaveReport, save
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import ModelConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
@@ -64,7 +64,7 @@ class Bench:
     def save(self, kind: str) -> SaveReport:
         """Save and wait; the checkpoint is removed again."""
         saver = self.savers[kind]
-        saver.save(self.state.step, self.state.pieces(), self.state.facts(), None)
+        saver.save(self.state.step, self.state.slices(), self.state.facts(), None)
         saver.close()
         (report,) = saver.reports()
         shutil.rmtree(report.path)
@@ -139,7 +139,7 @@ def open_bench(directory: Path, memory: Path, layers: int) -> Bench:
         )
         for kind in ("sync", "async")
     }
-    state.save(str(directory / "kept"), {})
+    save(directory / "kept", state.step, state.slices(), {}, state.mesh)
     shard = directory / "kept" / "step_00000000" / "shard_00000.safetensors"
     shutil.copy(shard, memory)
     return Bench(state, savers, directory, shard, memory / shard.name)

@@ -224,7 +224,6 @@ def train_seed(run: Run, seed: int) -> None:
             learning_rate=partial(learning_rate, optimizer, decay_iters=len(steps) + 1),
             evaluate=epochs.evaluate,
             save=epochs.save,
-            saver=epochs,
             metrics=metrics,
             signals=StopSignals(),
             facts=lambda state: {"seed": seed, "epoch": run.epoch},
@@ -265,8 +264,6 @@ def _remove(folders: Sequence[Path]) -> None:
 class Epochs:
     """The epochs of a seed for the loop: the batches, the evaluation at the end of each, and the
     checkpoints of the last and the best one."""
-
-    failed = False
 
     def __init__(self, run: Run, steps: Steps, metrics: Metrics) -> None:
         self.run, self.steps, self.metrics = run, steps, metrics
@@ -325,11 +322,6 @@ class Epochs:
             folders = [Path(epoch["checkpoint"])] if run.mesh.is_first else []
             agree(run.mesh, partial(_remove, folders), "removing")
             epoch["checkpoint"] = None
-
-    def reports(self) -> list[Any]:
-        return []
-
-    def close(self) -> None: ...
 
     def best(self) -> int:
         """The place of the first epoch with the highest figure."""

@@ -29,7 +29,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.train.generate import DivergedError
 from megatron.train.loader import shard
 from megatron.train.objectives import answer_scores
-from megatron.train.state import DTYPES, TrainState, build_state, environment, model_pieces
+from megatron.train.state import DTYPES, TrainState, build_state, environment, model_slices
 from tasks.examples import Example, make_batch
 from tasks.finetuning import FinetuneSettings
 
@@ -148,11 +148,10 @@ def save_finetuned(
     fine-tuning, for the manifest.
     """
     manifest = pretrained.manifest
-    dtype = next(state.model.parameters()).dtype
     every = {
         "kind": config.kind,
         "config": {"model": asdict(config), "data": manifest["config"]["data"]},
-        "precision": next(name for name, each in DTYPES.items() if each == dtype),
+        "precision": state.precision,
         **{key: manifest[key] for key in ("vocab_size", "tokenizer", "data")},
         "run": None,
         "weights_of": manifest.get("run"),
@@ -161,8 +160,8 @@ def save_finetuned(
         "validation_loss": None,
         "finetuned": dict(facts),
     }
-    pieces = model_pieces(state.model)
-    return save(directory, state.step, pieces, every, state.mesh, attached).path
+    slices = model_slices(state.model)
+    return save(directory, state.step, slices, every, state.mesh, attached).path
 
 
 @torch.no_grad()

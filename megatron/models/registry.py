@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
-from megatron.models.bert import BERT
-from megatron.models.finetuned import FinetunedBert
+from megatron.models.bert import BERT, FinetunedBert
 from megatron.models.gpt2 import GPT2
 from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import Mesh
@@ -43,8 +42,8 @@ def config_of(manifest: Mapping[str, Any]) -> ModelConfig:
 def build_model(
     config: ModelConfig, mesh: Mesh, vocab_size: int, *, seed: int | None, dtype: torch.dtype
 ) -> tuple[Any, RandomStreams]:
-    """A materialised model of the config's kind on this rank's device, and the random streams it
-    draws from.
+    """A model of the config's kind on this rank's device, with its initial weights, and the random
+    streams it draws from.
 
     seed: None for a model that is loaded next and draws nothing.
     """

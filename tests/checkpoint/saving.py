@@ -45,7 +45,7 @@ def train(state: TrainState, steps: int = 1) -> list[float]:
 
 
 def save(saver: Saver, state: TrainState, validation_loss: float | None = None) -> None:
-    saver.save(state.step, state.pieces(), state.facts(), validation_loss)
+    saver.save(state.step, state.slices(), state.facts(), validation_loss)
 
 
 def load(state: TrainState, path: Path) -> None:

@@ -153,7 +153,7 @@ def test_a_full_disk_is_an_error_with_what_is_needed_and_free(
     small, large = fresh(num_layers=1, hidden_size=8), fresh(hidden_size=96, num_layers=4)
     save_steps(saver_into(small_disk, small), small, [1])
     before = contents(small_disk / "step_00000001")
-    needed = sum(each.spec.real(each.local).nbytes for each in large.pieces())
+    needed = sum(each.spec.real(each.local).nbytes for each in large.slices())
     extra, state, file = {}, large, "shard_00000.safetensors"
     if attached:
         extra, state, file = {"vocab.json": b"x" * 2_000_000}, small, "vocab.json"

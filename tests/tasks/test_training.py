@@ -22,7 +22,7 @@ from megatron.optim.schedule import learning_rate
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec
 from megatron.train.objectives import OBJECTIVES
-from megatron.train.state import DTYPES, TrainState, model_pieces
+from megatron.train.state import DTYPES, TrainState, model_slices
 from megatron.train.step import train_step
 from tasks.examples import Example, make_batch
 from tasks.finetuning import Head
@@ -153,7 +153,8 @@ def test_the_loss_is_the_mean_of_examples_read_alone_and_padding_does_not_count(
     objective, examples = OBJECTIVES[config.kind], make_examples(head, 6, 3)
     batch = make_batch([*examples, examples[0]], counted=6)
     assert batch.tokens.shape[-1] == max(each.longest for each in examples)
-    loss = objective.sums(model, batch, mesh.device, torch.ones(1)) / objective.counts(batch)[0]
+    total = objective.sums(model, batch, mesh.device, torch.ones(1))
+    loss = total / objective.denominators(batch)[0]
     expected = torch.stack([one_by_one(model, each) for each in examples]).mean()
     assert_relative(loss, expected[None], 1e-12)
     assert batch.num_tokens == sum(len(o.tokens) for each in examples for o in each.options)
@@ -289,7 +290,7 @@ def test_masters_are_taken_up_where_the_checkpoint_has_them(tmp_path: Path) -> N
     mesh = serial_mesh()
     state = begin(write_model(tmp_path / "a"), "span")
     manifest = read_manifest(tmp_path / "a" / "checkpoints" / "step_00000000")
-    pieces = [each for each in model_pieces(state.model) if not each.key.startswith("model.head")]
+    pieces = [each for each in model_slices(state.model) if not each.key.startswith("model.head")]
     exact = torch.full((32,), 0.3)
     layout = ShardingSpec(shape=(32,), decay=False)
     pieces.append(TensorSlice("master.encoder.final_norm.bias", layout, exact))

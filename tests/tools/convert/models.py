@@ -17,7 +17,7 @@ from megatron.checkpoint.load import load, verify
 from megatron.checkpoint.save import save
 from megatron.data.tokenizer import file_names
 from megatron.models.registry import build_model, config_of
-from megatron.train.state import DTYPES, model_pieces
+from megatron.train.state import DTYPES, model_slices
 from tests.data.samples import write_tokenizer
 from tests.tiny import mesh_of_ranks
 
@@ -82,12 +82,12 @@ def load_and_save(checkpoint: Path, to: Path, tensor_size: int) -> None:
     dtype = DTYPES[manifest["precision"]]
     section, size = config_of(manifest), manifest["vocab_size"]
     model, _ = build_model(section, mesh, size, seed=None, dtype=dtype)
-    load(verify(checkpoint, mesh), model_pieces(model))
+    load(verify(checkpoint, mesh), model_slices(model))
     names = file_names(manifest["config"]["data"]["tokenizer_type"])
     files = {name: (checkpoint / name).read_bytes() for name in names}
     own = ("files", "tensors", "checksum", "format")
     facts = {key: value for key, value in manifest.items() if key not in own}
-    save(to, 1, model_pieces(model), facts, mesh, files)
+    save(to, 1, model_slices(model), facts, mesh, files)
 
 
 def change_json(file: Path, **changes: Any) -> None:
