@@ -119,11 +119,11 @@ def require_apex(*, optimizer_impl: str, layernorm_impl: str) -> None:
         if given != "apex":
             continue
         file, extension = _APEX[name]
-        if not _is_installed("apex"):
+        if (where := _origin("apex")) is None:
             reason = "NVIDIA's apex is not installed"
-        elif not _is_installed("apex", file):
-            reason = "the apex here is not NVIDIA's but most likely PyPI's (pip uninstall apex)"
-        elif not _is_installed(extension):
+        elif not (where.parent / file).is_file():
+            reason = f"{where} is not NVIDIA's but most likely PyPI's apex (pip uninstall apex)"
+        elif _origin(extension) is None:
             reason = f"apex is installed without its extension {extension}"
         else:
             continue
@@ -134,7 +134,7 @@ def require_apex(*, optimizer_impl: str, layernorm_impl: str) -> None:
 def require_sinks(logging: LoggingConfig, metrics_file: str | None) -> None:
     """Raise UsageError if a sink's library is missing, or wandb has no folder for its run."""
     for name, library in (("wandb_project", "wandb"), ("tensorboard_dir", "tensorboard")):
-        if (value := getattr(logging, name)) is not None and not _is_installed(library):
+        if (value := getattr(logging, name)) is not None and _origin(library) is None:
             allowed = f"left out where {library} is not installed (pip install {library})"
             raise UsageError(flag(name), value, allowed)
     if (project := logging.wandb_project) is not None and metrics_file is None:
@@ -143,10 +143,8 @@ def require_sinks(logging: LoggingConfig, metrics_file: str | None) -> None:
         raise UsageError("--wandb-project", project, allowed, works=works)
 
 
-def _is_installed(package: str, file: str = "") -> bool:
-    """Whether the package, which is not imported, is there with this file. A stray folder of its
-    name has no origin."""
+def _origin(package: str) -> Path | None:
+    """The file by which a package would be imported, which it is not; None where it is not
+    installed, and for a stray folder of its name."""
     spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        return False
-    return not file or (Path(spec.origin).parent / file).is_file()
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
