@@ -26,12 +26,12 @@ from megatron.config.checks import UsageError, flag
 from megatron.config.model import FinetunedConfig
 from megatron.config.parse import user_errors
 from megatron.config.training import TrainingConfig
-from megatron.data.examples import ExampleBatch
+from megatron.data.batch import ExampleBatch
 from megatron.data.files import write_atomically
 from megatron.models.registry import MODELS, section_of
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.agree import agree, refuse_alike
-from megatron.parallel.factory import factory_1d
+from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
 from megatron.train.diagnose import NonFiniteError

@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.checks import UsageError, optional_positive
-from megatron.data.examples import Example
 from megatron.data.wordpiece import BertTokenizer
 from tasks.checks import (
     WARN_CUT_QUESTIONS,
@@ -33,6 +32,7 @@ from tasks.checks import (
     check_cut,
     majority,
 )
+from tasks.examples import Example
 from tasks.finetuning import FinetuneSettings, Finetuning, name_conventions
 from tasks.pairs import SPECIAL, Ragged, Shape, encode, shape_of
 

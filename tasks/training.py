@@ -22,7 +22,7 @@ from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.save import save
 from megatron.config.model import FinetunedConfig, Head, ModelConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
-from megatron.data.examples import Example, ExampleBatch, make_batch
+from megatron.data.batch import ExampleBatch
 from megatron.data.order import permute
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
@@ -30,6 +30,7 @@ from megatron.train.generate import DivergedError
 from megatron.train.loader import shard
 from megatron.train.objectives import answer_scores
 from megatron.train.state import DTYPES, TrainState, build_state, environment, model_pieces
+from tasks.examples import Example, make_batch
 from tasks.finetuning import FinetuneSettings
 
 

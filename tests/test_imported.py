@@ -12,7 +12,7 @@ from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.save import save
 from megatron.config import GPT2DataConfig, ModelConfig, PrecisionConfig
 from megatron.models.registry import build_model
-from megatron.optim.loss_scaler import LossScaler
+from megatron.optim.schedule import LossScaler
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import environment, model_pieces
 from tests.data.samples import write_data_of_tokenizer

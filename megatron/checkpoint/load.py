@@ -74,7 +74,7 @@ def load(
     with ExitStack() as opened, torch.no_grad():
         files: dict[str, Any] = {}
         for each in slices:
-            own = each.spec.place
+            own = each.spec.local_slices
             each.local[len(each.spec.real(each.local)) :].zero_()
             for saved in _saved_slices(path, manifest, each):
                 box, name = box_of(saved), saved["file"]

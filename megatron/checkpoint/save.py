@@ -149,7 +149,7 @@ def reason(error: OSError | SafetensorError) -> str:
 
 
 def _entry(each: TensorSlice, file: str) -> dict[str, Any]:
-    box = each.spec.place
+    box = each.spec.local_slices
     offset, shape = [cut.start for cut in box], [cut.stop - cut.start for cut in box]
     return {
         "dtype": str(each.local.dtype).removeprefix("torch."),

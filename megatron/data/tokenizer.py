@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron.data.encoders import Tokenizer as Tokenizer  # for all who take one
-from megatron.data.encoders import read_given
+from megatron.data.base_tokenizer import Tokenizer as Tokenizer  # for all who take one
+from megatron.data.base_tokenizer import read_given
 from megatron.data.wordpiece import BertTokenizer, BertWordPieceCase, BertWordPieceLowerCase
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -22,13 +22,8 @@ class GPT2BPETokenizer(Tokenizer):
     kind = "GPT2BPETokenizer"
     names: ClassVar[Mapping[str, str]] = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
 
-    def __init__(
-        self, vocab_file: str | None, merge_file: str | None, encoder: str = "auto"
-    ) -> None:
-        """Raises ValueError or OSError, naming the flag, for a file that is not as it should be.
-
-        encoder: which library encodes; see encoders.py.
-        """
+    def __init__(self, vocab_file: str | None, merge_file: str | None) -> None:
+        """Raises ValueError or OSError, naming the flag, for a file that is not as it should be."""
         import tokenizers
 
         vocab_content = read_given("--vocab-file", vocab_file)
@@ -36,9 +31,8 @@ class GPT2BPETokenizer(Tokenizer):
         missing = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing or END_OF_DOCUMENT not in vocabulary:
             raise ValueError(
-                f"--vocab-file {vocab_file} has {len(vocabulary)} tokens and lacks "
-                f"{END_OF_DOCUMENT} or some of the 256 bytes, so it is no vocabulary of a GPT-2 "
-                "tokenizer; take GPT-2's own vocab.json, or one that tools/train_tokenizer.py wrote"
+                f"--vocab-file {vocab_file} lacks {END_OF_DOCUMENT} or some of the 256 bytes; "
+                "GPT-2's own vocab.json, or one of tools/train_tokenizer.py, would work"
             )
         merge_content = read_given("--merge-file", merge_file)
         merges = _parse_merges(merge_content, f"--merge-file {merge_file}", vocabulary)
@@ -51,7 +45,7 @@ class GPT2BPETokenizer(Tokenizer):
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
         bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = tokenizers.decoders.ByteLevel()
-        super().__init__(bpe, encoder)
+        self.library = bpe
 
 
 def _parse_vocabulary(content: bytes, given: str) -> dict[str, int]:
@@ -62,10 +56,7 @@ def _parse_vocabulary(content: bytes, given: str) -> dict[str, int]:
         raise ValueError(f"{given} is not JSON: {error}") from error
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [None]
     if any(type(each) is not int for each in ids) or set(ids) != set(range(len(ids))):
-        raise ValueError(
-            f"{given} should be one JSON object of tokens with the ids 0, 1, 2, ... "
-            "without gaps, such as GPT-2's vocab.json"
-        )
+        raise ValueError(f"{given} is no JSON object of tokens with the ids 0, 1, 2, ...")
     return vocabulary
 
 
@@ -76,9 +67,7 @@ def _parse_merges(
         # Any line end, as when a file is read as text.
         lines = content.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{given} is not UTF-8 text; a file such as GPT-2's merges.txt would work"
-        ) from error
+        raise ValueError(f"{given} is not UTF-8 text: {error}") from error
     merges = []
     for number, line in enumerate(lines, start=1):
         if not line or line.startswith("#version"):
@@ -86,8 +75,8 @@ def _parse_merges(
         left, _, right = line.partition(" ")
         if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
             raise ValueError(
-                f"{given}, line {number}: {line!r} does not merge tokens of the "
-                "vocabulary; --vocab-file and --merge-file should belong together"
+                f"{given}, line {number}: {line!r} merges no tokens of --vocab-file; files that "
+                "belong together would work"
             )
         merges.append((left, right))
     return merges
@@ -98,19 +87,17 @@ TOKENIZERS: dict[str, type[GPT2BPETokenizer] | type[BertTokenizer]] = {
 }
 
 
-def build_tokenizer(
-    kind: str, vocab_file: str | None, merge_file: str | None, encoder: str = "auto"
-) -> Tokenizer:
+def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tokenizer:
     """The tokenizer of this kind; ValueError or OSError, naming the flag, where it cannot be."""
     maker = _maker(kind)
     given = {"vocab_file": vocab_file, "merge_file": merge_file}
     for parameter, file in given.items():
         if file is not None and parameter not in maker.names:
             raise ValueError(
-                f"{_flag(parameter)} {file} is no part of --tokenizer-type {kind}, which takes "
-                f"{file_flags(kind)} only"
+                f"{_flag(parameter)} {file} is not for --tokenizer-type {kind}; {file_flags(kind)} "
+                "alone would work"
             )
-    return maker(**{parameter: given[parameter] for parameter in maker.names}, encoder=encoder)
+    return maker(**{parameter: given[parameter] for parameter in maker.names})
 
 
 def file_names(kind: str) -> tuple[str, ...]:
@@ -123,7 +110,7 @@ def file_flags(kind: str) -> str:
     return " and ".join(map(_flag, _maker(kind).names))
 
 
-def read_tokenizer(kind: str, folder: Path, encoder: str = "auto") -> Tokenizer:
+def read_tokenizer(kind: str, folder: Path) -> Tokenizer:
     """The tokenizer of this kind whose files are in the folder, as Tokenizer.files names them.
 
     Raises ValueError, naming the folder and the file, where one is missing or damaged.
@@ -133,11 +120,10 @@ def read_tokenizer(kind: str, folder: Path, encoder: str = "auto") -> Tokenizer:
         parameter: str(folder / name) for parameter, name in maker.names.items()
     }
     try:
-        return maker(**files, encoder=encoder)
+        return maker(**files)
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"the tokenizer in {folder} cannot be read: {error}; {file_flags(kind)} "
-            "would work in its place"
+            f"the tokenizer in {folder} cannot be read: {error}; {file_flags(kind)} would work"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """BERT's WordPiece: text is cut at blanks and punctuation, and each word into known pieces.
 
-Whether texts fit a vocabulary is judged here for all who encode some: their casing, and how much of
-them is [UNK]. A judge returns what to warn of, if anything; what is worse raises ValueError.
+With checks of whether texts fit a vocabulary: their casing, and how much of them is [UNK]. They
+return a warning, if any; what is worse raises ValueError.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.encoders import Tokenizer, read_given
+from megatron.data.base_tokenizer import Tokenizer, read_given
 
 PAD, UNKNOWN, CLS, SEP, MASK = MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUATION = "##"
@@ -45,15 +45,12 @@ class BertTokenizer(Tokenizer):
     is_lower_case: ClassVar[bool]
     """Whether text is put into lower case, and its accents taken away, before it is encoded."""
 
-    def __init__(self, vocab_file: str | None, encoder: str = "auto") -> None:
-        """Raises ValueError or OSError, naming the flag, for a file that is not as it should be.
-
-        encoder: which library encodes; see encoders.py.
-        """
+    def __init__(self, vocab_file: str | None) -> None:
+        """Raises ValueError or OSError, naming the flag, for a file that is not as it should be."""
         content, given = read_given("--vocab-file", vocab_file), f"--vocab-file {vocab_file}"
         tokens = _parse_tokens(content, given)
         _check_casing(tokens, self.is_lower_case, given)
-        super().__init__(build_wordpiece(tokens, is_lower_case=self.is_lower_case), encoder)
+        self.library = build_wordpiece(tokens, is_lower_case=self.is_lower_case)
         self.files = {self.names["vocab_file"]: content}
         self.vocab_size = len(tokens)
         numbers = map(tokens.index, (PAD, UNKNOWN, CLS, SEP, MASK))
@@ -115,43 +112,38 @@ def count_casing(texts: Iterable[str]) -> Casing:
 
 
 def judge_casing(
-    place: str, casing: Casing, tokenizer: BertTokenizer, *, allow: bool, cure: str
+    name: str, casing: Casing, tokenizer: BertTokenizer, *, allow: bool, cure: str
 ) -> str | None:
-    """What to warn of where text for a vocabulary with capitals has few of them, else None.
+    """A warning where text for a vocabulary with capitals has few of them, else None.
 
-    ValueError where it has next to none, unless that is allowed (--allow-lower-case). The
-    vocabulary without capitals takes any text. place: what the texts are, for messages; cure: what
-    else would take text in lower case.
+    ValueError where it has next to none, unless `allow`: --allow-lower-case. A vocabulary without
+    capitals takes any text. name: of the texts; cure: what else would take text in lower case.
     """
     if tokenizer.is_lower_case or casing.texts < ENOUGH_TEXTS:
         return None
     share = casing.with_capitals / casing.texts
-    said = (
-        f"{place}: {casing.with_capitals} of {casing.texts} texts ({share:.1%}) have a capital "
-        f"letter, and {tokenizer.kind} is made for text as it is written"
+    message = (
+        f"{name}: {casing.with_capitals} of {casing.texts} texts ({share:.1%}) have a capital "
+        f"letter, as {tokenizer.kind} needs"
     )
     if share < LEAST_CAPITALS and not allow:
-        raise ValueError(
-            f"{said}; the text before it was put into lower case, {cure}, or --allow-lower-case, "
-            "would work"
-        )
-    return said if share < TELL_CAPITALS else None
+        raise ValueError(f"{message}; {cure}, or --allow-lower-case, would work")
+    return message if share < TELL_CAPITALS else None
 
 
 def judge_unknown(
-    place: str, count: int, tokens: int, most: float, *, why: str, cure: str, after: str = ""
+    name: str, count: int, tokens: int, most: float, *, why: str, cure: str
 ) -> str | None:
-    """What to warn of where more than TELL_UNKNOWN of the tokens are [UNK], else None.
+    """A warning where more than TELL_UNKNOWN of the tokens are [UNK], else None.
 
-    ValueError where more than `most` are, which is --max-unknown. place: what the tokens are of;
-    why: what that means; cure: what would help; after: what to add to the error.
+    ValueError where more than `most`, --max-unknown, are. name: of what the tokens are of.
     """
     share = count / max(1, tokens)
-    said = f"{place}: {count} of {tokens} tokens ({share:.1%}) are {UNKNOWN}, {why}"
+    message = f"{name}: {count} of {tokens} tokens ({share:.1%}) are {UNKNOWN}, {why}"
     if share > most:
         allowed = f"--max-unknown {math.ceil(100 * share) / 100:.2f}"
-        raise ValueError(f"{said}; {cure}, or {allowed}, would work{after}")
-    return f"{said}; {cure} would work" if share > TELL_UNKNOWN else None
+        raise ValueError(f"{message}; {cure}, or {allowed}, would work")
+    return f"{message}; {cure} would work" if share > TELL_UNKNOWN else None
 
 
 def _parse_tokens(content: bytes, given: str) -> list[str]:
@@ -161,21 +153,16 @@ def _parse_tokens(content: bytes, given: str) -> list[str]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{given} is not UTF-8 text; BERT's own vocab.txt would work") from error
     if missing := [mark for mark in MARKS if mark not in lines]:
-        is_json = content.lstrip()[:1] == b"{"
         raise ValueError(
-            f"{given} {'is JSON, and' if is_json else f'has {len(lines)} lines and'} lacks "
-            f"{' '.join(missing)}: it is no vocabulary of a WordPiece; a vocab.txt with a token "
-            "a line would work, BERT's own or one of tools/train_tokenizer.py"
+            f"{given} lacks the lines {' '.join(missing)} of a WordPiece's vocabulary; a vocab.txt "
+            "of BERT or of tools/train_tokenizer.py would work"
         )
     first: dict[str, int] = {}
     for number, token in enumerate(lines, start=1):
         if not token:
             raise ValueError(f"{given}, line {number}: empty; every line should hold a token")
         if first.setdefault(token, number) != number:
-            raise ValueError(
-                f"{given}, line {number}: {token!r} stands in line {first[token]} too, so that it "
-                "has two ids; every token should stand once"
-            )
+            raise ValueError(f"{given}, line {number}: {token!r} is in line {first[token]}, too")
     return lines
 
 
@@ -185,13 +172,12 @@ def _check_casing(tokens: Sequence[str], is_lower_case: bool, given: str) -> Non
     upper = [token for token in cased if token != token.lower()]
     if not cased or (len(upper) <= CASED * len(cased)) == is_lower_case:
         return
-    other = BertWordPieceCase if is_lower_case else BertWordPieceLowerCase
-    lost = "which lower-case text never needs" if is_lower_case else "so that capitals are [UNK]"
-    kind = "without capitals" if is_lower_case else "with capitals"
+    other, kind = (
+        (BertWordPieceCase, "without") if is_lower_case else (BertWordPieceLowerCase, "with")
+    )
     raise ValueError(
-        f"{given}: {len(upper)} of {len(cased)} tokens with letters hold upper-case ones, {lost}; "
-        f"--tokenizer-type {other.kind} would work where data is made, and a vocabulary {kind} "
-        "elsewhere"
+        f"{given}: {len(upper)} of {len(cased)} tokens with letters have capitals; a vocabulary "
+        f"{kind} capitals, or --tokenizer-type {other.kind} where data is made, would work"
     )
 
 
@@ -201,6 +187,6 @@ def _could_have_capitals(text: str) -> bool:
     Not those of Chinese that names an address of the web, nor of Georgian, whose capitals begin no
     word, so that title() leaves its letters as they are.
     """
-    if text.isascii():  # told in a hundredth of the time
+    if text.isascii():  # takes a hundredth of the time
         return text != text.upper()
     return 2 * sum(map(ne, map(str.title, text), text)) > sum(map(str.isalpha, text))

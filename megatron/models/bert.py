@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import TOKEN_TYPES, BertConfig
 from megatron.models.transformer import Transformer
-from megatron.parallel.factory import LayerFactory
+from megatron.parallel.layers import LayerFactory
 
 
 class BertEncoder(nn.Module):

@@ -8,7 +8,7 @@ from torch.func import functional_call
 
 from megatron.config.model import FinetunedConfig
 from megatron.models.bert import BertEncoder, Pooler
-from megatron.parallel.factory import LayerFactory
+from megatron.parallel.layers import LayerFactory
 
 SPAN_ENDS = 2  # scores of a token as the first and as the last one of a span
 

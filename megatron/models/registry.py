@@ -12,7 +12,7 @@ from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
 from megatron.models.bert import BERT
 from megatron.models.finetuned import FinetunedBert
 from megatron.models.gpt2 import GPT2
-from megatron.parallel.factory import factory_1d
+from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import materialize

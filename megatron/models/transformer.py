@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, RecomputeGranularity
 from megatron.models.cache import KeyValueCache
-from megatron.parallel.factory import LayerFactory
+from megatron.parallel.layers import LayerFactory
 
 
 def _run(function: Callable[..., Tensor], *arguments: Any) -> Tensor:

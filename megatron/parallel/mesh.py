@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Calls:
-    """The collectives that this rank has begun over one group, noted for the failure watch.
+    """The collectives that this rank has started over one group, noted for the failure watch.
 
     begun: how many. waits: (its number from 1, its name, the shape) of the one in which a thread
-    waits, or None. It stays set where a collective raises. ranks: the members of the group.
+    waits, or None; it stays set where a collective raises. ranks: the members of the group.
     """
 
     __slots__ = ("begun", "ranks", "waits")
@@ -137,8 +137,17 @@ class Mesh:
         return self.tensor
 
     @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Every axis, the slowest first."""
+        return self.data, self.tensor
+
+    @property
     def coordinates(self) -> dict[str, int]:
-        return {axis.name: axis.rank for axis in (self.data, self.tensor)}
+        return {axis.name: axis.rank for axis in self.axes}
+
+    def describe_rank(self) -> str:
+        """This rank's coordinates for messages: "data 0, tensor 1"."""
+        return ", ".join(f"{name} {rank}" for name, rank in self.coordinates.items())
 
     @property
     def is_first(self) -> bool:
@@ -157,31 +166,27 @@ def build_mesh(
 
     timeout: after which torch gives up a collective; None for torch's default.
     """
-    world = dist.get_world_size()
-    if world % tensor_parallel_size:
-        raise ValueError(
-            f"--tensor-model-parallel-size {tensor_parallel_size} does not divide the "
-            f"{world} processes that were started"
-        )
-    shape = {"data": world // tensor_parallel_size, "tensor": tensor_parallel_size}
-    names = tuple(name for name, size in shape.items() if size > 1)
-    ranks = torch.arange(world).view([shape[name] for name in names])
+    world, tensor = dist.get_world_size(), tensor_parallel_size
+    assert world % tensor == 0, f"tensor axis of {tensor} in a world of {world} ranks"
+    sizes = {"data": world // tensor, "tensor": tensor}
+    names = tuple(name for name, size in sizes.items() if size > 1)
+    ranks = torch.arange(world).view([sizes[name] for name in names])
     grid = None
     if names:
         # init_device_mesh has no argument for the groups' timeout.
         groups = [
             dist.new_subgroups_by_enumeration(
-                ranks.movedim(dim, -1).reshape(-1, shape[name]).tolist(), timeout=timeout
+                ranks.movedim(dim, -1).reshape(-1, sizes[name]).tolist(), timeout=timeout
             )[0]
             for dim, name in enumerate(names)
         ]
         only = groups[0] if len(groups) == 1 else groups
         grid = DeviceMesh.from_group(only, device.type, ranks, mesh_dim_names=names)
-    data, tensor = (Axis(name, grid if name in names else None) for name in ("data", "tensor"))
-    for axis in (data, tensor):
+    axes = {name: Axis(name, grid if name in names else None) for name in sizes}
+    for axis in axes.values():
         # Looked up now: torch.compile cannot trace the first access to a cached property.
         _ = (axis.size, axis.rank, axis.group, axis.calls) if axis.size > 1 else axis.rank
-    return Mesh(tensor=tensor, data=data, device=device, control=connect_control(timeout))
+    return Mesh(**axes, device=device, control=connect_control(timeout))
 
 
 def serial_mesh(device: torch.device | str = "cpu") -> Mesh:

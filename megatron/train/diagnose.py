@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.data.batch import Batch, micro_batches
-from megatron.optim.loss_scaler import LossScaler
+from megatron.optim.schedule import LossScaler
 from megatron.parallel.sharding import GradientView
 from megatron.train.state import TrainState
 

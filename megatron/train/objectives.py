@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
-from megatron.parallel.kernels import ROW_MULTIPLE
+from megatron.parallel.kernels import padded_rows
 from megatron.train.loader import to_device
 
 if TYPE_CHECKING:
+    from megatron.data.batch import ExampleBatch
     from megatron.data.bert import BertBatch
-    from megatron.data.examples import ExampleBatch
     from megatron.data.gpt2 import GPT2Batch
 
 
@@ -69,7 +69,7 @@ class MaskedTokensAndOrder:
 
     def sums(self, model: Any, batch: BertBatch, device: torch.device, factors: Tensor) -> Tensor:
         picked = np.flatnonzero(batch.loss_mask)
-        is_picked = np.arange(-(-len(picked) // ROW_MULTIPLE) * ROW_MULTIPLE) < len(picked)
+        is_picked = np.arange(padded_rows(len(picked))) < len(picked)
         # Others count nothing, so that products of few sizes come again and again.
         picked = np.pad(picked, (0, len(is_picked) - len(picked)))
         labels = batch.labels.reshape(-1)[picked]

@@ -17,8 +17,8 @@ from megatron.checkpoint.save import save
 from megatron.config.model import ModelConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.models.registry import build_model
-from megatron.optim.loss_scaler import LossScaler
-from megatron.optim.master_weights import MasterWeights
+from megatron.optim.adam import MasterWeights
+from megatron.optim.schedule import LossScaler
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
@@ -103,7 +103,7 @@ class TrainState:
         """
         weights = [
             TensorSlice(slot.name, slot.spec, slot.view(master.detach()))
-            for slot, master in self.optimizer.slots()
+            for slot, master in self.optimizer.views()
         ]
         load_weights(path, weights, self.mesh, missing=missing, surplus=surplus, verified=verified)
         self.optimizer.publish()

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.checks import UsageError, flag, positive, writable
-from megatron.data.examples import Example
 from megatron.data.files import write_atomically
 from megatron.data.wordpiece import BertTokenizer
 from tasks.checks import (
@@ -29,6 +28,7 @@ from tasks.checks import (
     check_cut,
     check_unknown,
 )
+from tasks.examples import Example
 from tasks.finetuning import BESIDE, FinetuneSettings, Finetuning
 from tasks.pairs import SPECIAL, shape_of
 from tasks.squad.files import Squad, read_squad

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from megatron.data.examples import Example
 from megatron.data.wordpiece import BertTokenizer
+from tasks.examples import Example
 from tasks.pairs import Ragged, Shape, encode
 from tasks.squad.files import Question, Squad
 

@@ -145,7 +145,7 @@ def embedding_round_trip(directory: Path) -> bool:
     weight = layer.weight.detach()
     value = torch.arange(20.0).view(5, 4)
     weight.fill_(9.0)
-    spec.real(weight).copy_(value[spec.place])
+    spec.real(weight).copy_(value[spec.local_slices])
     path = save(directory, 1, [TensorSlice("weight", spec, weight)], {}, mesh)
     loaded = torch.full_like(weight, 8.0)
     load(path, [TensorSlice("weight", spec, loaded)], mesh)

@@ -1,4 +1,4 @@
-"""BERT against plain modules; test_bert_huggingface.py compares it with transformers."""
+"""BERT and its heads for tasks; test_huggingface.py compares it with transformers."""
 
 from dataclasses import replace
 from math import sqrt
@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.model import FinetunedConfig
-from megatron.models.bert import BERT
 from megatron.models.finetuned import FinetunedBert
-from megatron.parallel.collectives import gather_from
 from megatron.parallel.layers import SharedDropout
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs
@@ -21,7 +18,6 @@ from tests.bert import bert_model, bert_samples, bert_section, whole_bert
 from tests.dist import Pool
 from tests.tiny import (
     SEQUENCE,
-    VOCABULARY,
     Communication,
     mesh_of_ranks,
     tiny_model,
@@ -36,69 +32,6 @@ ORDERS = ("pre-ln", "post-ln")
 def inputs(count: int) -> list[Tensor]:
     batch = bert_samples(count)
     return [torch.from_numpy(each) for each in (batch.tokens, batch.token_types, batch.is_real)]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_it_equals_plain_modules(order: str) -> None:
-    model = bert_model(serial_mesh(), order).eval()
-    dense = whole_bert(BERT, bert_section(order), tiny_weights(model))
-    masked, of_order = model(*inputs(3))
-    expected_masked, expected_order = dense(*inputs(3))
-    torch.testing.assert_close(masked[:, :VOCABULARY], expected_masked, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(of_order, expected_order, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_norms_stand_where_the_order_says(order: str) -> None:
-    names = {
-        name.removeprefix("encoder.") for name in sharding_specs(bert_model(serial_mesh(), order))
-    }
-    assert ("final_norm.weight" in names) == (order == "pre-ln")
-    assert ("embedding_norm.weight" in names) == (order == "post-ln")
-
-
-def test_padding_is_not_seen() -> None:
-    """What stands at padding changes nothing at the tokens that are real."""
-    model = bert_model(serial_mesh()).eval()
-    tokens, types, is_real = inputs(3)
-    assert not is_real.all()
-    other = tokens.where(is_real, (tokens + 7) % VOCABULARY)
-    (first, order), (second, other_order) = (
-        model(each, types, is_real) for each in (tokens, other)
-    )
-    rows = is_real.flatten()
-    torch.testing.assert_close(first[rows], second[rows], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(order, other_order, rtol=1e-12, atol=1e-12)
-    assert (first[~rows] - second[~rows]).abs().max() > 1e-3
-
-
-def test_every_token_sees_both_ways_and_its_segment() -> None:
-    model = bert_model(serial_mesh()).eval()
-    tokens, types, is_real = inputs(1)
-    first = model(tokens, types, is_real)[0][0]
-    changed = tokens.clone()
-    changed[0, int(is_real.sum()) - 1] += 1
-    assert (model(changed, types, is_real)[0][0] - first).abs().max() > 1e-6
-    assert (model(tokens, 1 - types, is_real)[0][0] - first).abs().max() > 1e-6
-
-
-def losses_of_picked(tensor_size: int) -> tuple[Tensor, Tensor]:
-    """(losses of the masked places, what the whole logits give), of one rank."""
-    mesh = mesh_of_ranks(tensor_size)
-    model = bert_model(mesh).eval()
-    batch = bert_samples(3)
-    picked = torch.from_numpy(batch.loss_mask).flatten().nonzero()[:, 0]
-    labels = torch.from_numpy(batch.labels).flatten()[picked]
-    logits = gather_from(model(*inputs(3))[0], -1, mesh.tensor)[:, :VOCABULARY]
-    losses, _ = model(*inputs(3), picked, labels)
-    return losses, F.cross_entropy(logits[picked], labels, reduction="none")
-
-
-def test_losses_are_of_the_picked_places_at_every_layout(gloo: Pool) -> None:
-    expected, whole = losses_of_picked(1)
-    torch.testing.assert_close(expected, whole, rtol=1e-12, atol=1e-12)
-    for losses, _ in gloo.run(2, losses_of_picked, 2):
-        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
 
 
 def training_loss(order: str, **dropout: float) -> Tensor:

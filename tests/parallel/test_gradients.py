@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron.parallel import gradients, linear
+from megatron.parallel import gradients, layers
 from megatron.parallel.collectives import all_reduce, begin_all_reduce
 from megatron.parallel.gradients import BUCKET_BYTES, GradientBuffers
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -258,7 +258,7 @@ def order_of_a_layer() -> list[str]:
 
     view.add_matmul = add_matmul
     x = torch.randn(3, 4, requires_grad=True)
-    with buffers.accumulate(is_last=True), patch.object(linear, "begin_all_reduce", begin):
+    with buffers.accumulate(is_last=True), patch.object(layers, "begin_all_reduce", begin):
         layer(x).sum().backward()
     return seen
 
@@ -302,8 +302,8 @@ class Long(ShardedModule):
     """One parameter of ten million elements."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.add_parameter("weight", ShardingSpec(shape=(10**7,)))
+        super().__init__(serial_mesh())
+        self.add_parameter("weight", (10**7,))
 
 
 def test_the_norm_of_a_long_buffer_keeps_its_digits() -> None:

@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.parallel import linear_cross_entropy as fused
+from megatron.parallel import cross_entropy as fused
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.gradients import GradientBuffers
-from megatron.parallel.kernels import ROW_MULTIPLE
+from megatron.parallel.kernels import padded_rows
 from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 from megatron.parallel.mesh import Axis, Mesh, serial_mesh
 from megatron.parallel.sharding import materialize
 from tests.dist import Pool
 from tests.tiny import Communication, assert_relative, mesh_of_ranks, whole_gradients
 
-TOKENS, HIDDEN, VOCABULARY = 7, 6, 13
+TOKENS, HIDDEN, VOCABULARY = 35, 6, 13
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def example(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     numbers = torch.Generator().manual_seed(0)
     shapes = (TOKENS, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,)
     x, weight, bias = (torch.randn(*s, generator=numbers, dtype=torch.float64) for s in shapes)
-    labels = torch.tensor([0, 12, 6, 3, 12, 7, 1])
-    scales = torch.tensor([1.0, 0.0, -2.0, 0.5, 3.0, 0.25, 1.0], dtype=torch.float64)
+    labels = torch.tensor([0, 12, 6, 3, 12, 7, 1] * 5)
+    scales = torch.tensor([1.0, 0.0, -2.0, 0.5, 3.0, 0.25, 1.0] * 5, dtype=torch.float64)
     return *(each.to(dtype).requires_grad_() for each in (x, weight, bias)), labels, scales
 
 
@@ -176,10 +176,10 @@ def traffic(chunk_bytes: int) -> list[tuple[str, tuple[int, ...]]]:
 
 def test_what_is_communicated_has_the_size_of_the_tokens(gloo: Pool) -> None:
     """Of the softmax, and of x what the backward of any layer cut by columns sums."""
-    for calls in gloo.run(2, traffic, 4 * 7 * 4):
+    for calls in gloo.run(2, traffic, 4 * 7 * 18):
         assert calls == [
             ("allreduce_", shape)
-            for rows in (3, 4)
+            for rows in (padded_rows(18), TOKENS - padded_rows(18))
             for shape in ((rows,), (2, rows), (rows, HIDDEN))
         ]
 
@@ -197,12 +197,11 @@ def test_no_tokens_are_no_loss() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "pieces"), [(1, 1), (4096, 7), (4099, 7), (5000, 8)])
-def test_large_chunks_are_whole_steps(
-    tokens: int, pieces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_are_of_few_sizes(tokens: int, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "CHUNK_BYTES", 2**27)
     found = list(fused.chunks(tokens, 50304, torch.float32))
     assert len(found) == pieces
     assert [number for rows in found for number in range(tokens)[rows]] == list(range(tokens))
-    assert all(rows.start % ROW_MULTIPLE == 0 for rows in found)
-    assert max(rows.stop - rows.start for rows in found) <= 2**27 // (4 * 50304) + ROW_MULTIPLE
+    lengths = [rows.stop - rows.start for rows in found]
+    assert set(lengths[:-1]) <= {padded_rows(lengths[0])}
+    assert max(lengths) <= padded_rows(2**27 // (4 * 50304))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from megatron.models.gpt2 import GPT2
-from megatron.parallel.factory import factory_1d
+from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import ShardingSpec, load_whole, materialize, sharding_specs

@@ -18,7 +18,7 @@ import torch
 from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.config.model import ResidualOrder
 from megatron.config.parse import parse
-from megatron.optim.loss_scaler import LossScaler
+from megatron.optim.schedule import LossScaler
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import read_metrics
 from megatron.train.objectives import answer_scores

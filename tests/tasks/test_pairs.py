@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron.data.examples import make_batch
 from tasks import pairs
+from tasks.examples import make_batch
 from tasks.pairs import PairExamples, Shape, encode, shape_of
 from tests.tasks.made import wordpiece
 

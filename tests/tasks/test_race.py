@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.examples import make_batch
 from megatron.data.wordpiece import BertWordPieceLowerCase
 from tasks.checks import ChecksConfig
+from tasks.examples import make_batch
 from tasks.race import Race, Settings, prepare
 from tests.tasks.made import small_section, wordpiece, write_model
 from tests.tasks.program import result

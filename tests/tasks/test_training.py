@@ -18,13 +18,13 @@ from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import TensorSlice
 from megatron.checkpoint.save import save
 from megatron.config.model import FinetunedConfig, ResidualOrder
-from megatron.data.examples import Example, make_batch
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec
 from megatron.train.objectives import OBJECTIVES
 from megatron.train.state import DTYPES, TrainState, model_pieces
 from megatron.train.step import train_step
+from tasks.examples import Example, make_batch
 from tasks.finetuning import Head
 from tasks.training import (
     Steps,
@@ -97,7 +97,7 @@ def outcome(folder: Path, head: Head, tensor_size: int, micro: int) -> Outcome:
     with patch.dict(DTYPES, {"fp64": torch.float64}):  # of no program: exact enough to compare
         state = start(folder, config, OPTIMIZER, "fp64", 5, mesh)
     scatter_weights(state.model, tiny_weights(state.model))
-    for slot, master in state.optimizer.slots():
+    for slot, master in state.optimizer.views():
         slot.view(master.detach()).copy_(slot.parameter.detach())
     losses = []
     for step in range(len(steps)):

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from megatron.config import PretrainGPT2Config, parse
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 from tools.command import ROOT, Command, cause
+from tools.data_files import IndexedDatasetWriter
 from tools.processes import Processes
 from tools.quickstart.__main__ import quickstart
 from tools.quickstart.enough import check_samples

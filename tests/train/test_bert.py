@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.config import OptimizerConfig
 from megatron.data.bert import BertBatch
 from megatron.models.bert import BERT
-from megatron.parallel.kernels import ROW_MULTIPLE
+from megatron.parallel.kernels import padded_rows
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import mean_losses
 from megatron.train.objectives import MaskedTokensAndOrder
@@ -104,7 +104,7 @@ def test_the_loss_is_the_mean_over_masked_tokens_and_that_over_samples() -> None
 
 
 def test_masked_tokens_come_in_few_sizes() -> None:
-    """Or steps would be slower, and memory would grow with each new size (kernels.ROW_MULTIPLE)."""
+    """Or steps would be slower, and memory would grow with each new size (kernels.padded_rows)."""
     sizes = []
 
     def model(*inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ def test_masked_tokens_come_in_few_sizes() -> None:
         MaskedTokensAndOrder().sums(model, batch, torch.device("cpu"), torch.ones(2))
     masked = [int(batch.loss_mask.sum()) for batch in batches]
     assert len(set(masked)) > 5
-    assert sizes == [-(-each // ROW_MULTIPLE) * ROW_MULTIPLE for each in masked]
+    assert sizes == [padded_rows(each) for each in masked]
 
 
 class Split:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import PrecisionConfig
-from megatron.optim.loss_scaler import LossScaler
+from megatron.optim.schedule import LossScaler
 from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError, non_finite
 from megatron.train.state import TrainState

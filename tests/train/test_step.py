@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron.config import PrecisionConfig
-from megatron.optim.loss_scaler import LossScaler
+from megatron.optim.schedule import LossScaler
 from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.state import TrainState

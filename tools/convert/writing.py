@@ -19,8 +19,8 @@ from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
 from megatron.config.training import BertDataConfig, DataConfig, GPT2DataConfig, PrecisionConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.models.registry import MODELS
-from megatron.optim.loss_scaler import LossScaler
-from megatron.parallel.factory import factory_1d
+from megatron.optim.schedule import LossScaler
+from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs

@@ -76,7 +76,7 @@ def encoder() -> Iterator[Finding]:
     from tokenizers.pre_tokenizers import ByteLevel
     from tokenizers.trainers import BpeTrainer
 
-    from megatron.data.encoders import PROBES, build_encoder
+    from tools.encoders import PROBES, build_encoder
 
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -85,7 +85,7 @@ def encoder() -> Iterator[Finding]:
     )
     bpe.train_from_iterator(PROBES, trainer)
     found = build_encoder("auto", bpe)
-    yield Fact("tokenizer", {"name": found.name, "said": found.said}, found.said)
+    yield Fact("tokenizer", {"name": found.name, "said": found.description}, found.description)
 
 
 PROBES: dict[str, Callable[[], Iterator[Finding]]] = {

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron.checkpoint.format import read_manifest
-from megatron.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron.data.indexed import token_dtype
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, whole_logits
@@ -16,6 +16,7 @@ from tests.data.samples import write_tokenizer
 from tests.programs import newest, pretrain
 from tests.tools.convert.models import weights_of, write_model
 from tools.convert_hf import export_model, import_model
+from tools.data_files import IndexedDatasetWriter
 
 
 @pytest.fixture

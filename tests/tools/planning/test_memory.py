@@ -19,7 +19,7 @@ from benchmarks.turns import ResidentMemory
 from megatron.config import OptimizerConfig, PrecisionConfig
 from megatron.config.model import ModelConfig, RecomputeGranularity
 from megatron.models.transformer import Transformer
-from megatron.parallel.factory import factory_1d
+from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import materialize
