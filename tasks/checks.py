@@ -22,10 +22,10 @@ from tasks.finetuning import BESIDE
 
 # RACE cut at the paper's 512 tokens is the case that has to pass: 7 % of its sequences are longer,
 # of the high schools' 10 %. At 384 it would be 42 %.
-TELL_TRUNCATED = 0.05
+WARN_TRUNCATED = 0.05
 # Of questions, whose end says more than that of a passage. Of RACE's development set, with an
 # option, none has over 48 tokens, and the paper's share is 128; of SQuAD's none has over 64.
-TELL_CUT_QUESTIONS = 0.01
+WARN_CUT_QUESTIONS = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def check_truncation(
         better = min(longest, positions)
         left = int((lengths > better).sum())
         cure = f"--seq-length {better} would cut {left or 'none'}"
-    tell_cut(said, share, cure, tell=TELL_TRUNCATED, most=most)
+    check_cut(said, share, cure, WARN_TRUNCATED, most)
     return {
         "sequences": len(lengths),
         "truncated": count,
@@ -92,13 +92,13 @@ def check_truncation(
     }
 
 
-def tell_cut(said: str, share: float, cure: str, *, tell: float, most: float) -> None:
-    """Warn where more than a share of `tell` is cut; ValueError where more than `most` is, which is
+def check_cut(said: str, share: float, cure: str, warn_above: float, most: float) -> None:
+    """Warn above one share of what is cut; ValueError above the other, `most`, which is
     --max-truncated. said: what is cut, with the number."""
     if share > most:
         allowed = f"--max-truncated {np.ceil(100 * share) / 100:.2f} would let them be cut"
         raise ValueError(f"{said}; {cure}, or {allowed}")
-    if share > tell:
+    if share > warn_above:
         warnings.warn(f"{said}; {cure}", stacklevel=3)
 
 

@@ -79,7 +79,7 @@ def read_pairs(flag: str, file: Path, form: Form) -> Pairs:
     for where, row in rows:
         count += 1
         _add(pairs, where, row, form)
-    _tell_bad(place, pairs.bad, count, form.cure)
+    _check_bad(place, pairs.bad, count, form.cure)
     if not pairs.ids:
         raise ValueError(f"{place} has no pair with a label in {count} rows; {form.cure}")
     return pairs
@@ -101,7 +101,7 @@ def _add(pairs: Pairs, where: str, row: list[Any] | str, form: Form) -> None:
         pairs.second.append(second)
 
 
-def _tell_bad(place: str, bad: Sequence[str], count: int, cure: str) -> None:
+def _check_bad(place: str, bad: Sequence[str], count: int, cure: str) -> None:
     if not bad:
         return
     said = f"{place}: {len(bad)} of {count} rows are left out: {'; '.join(bad[:3])}"

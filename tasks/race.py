@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from megatron.config.checks import UsageError, positive
 from megatron.data.tokenizer import BertTokenizer
 from tasks.checks import (
-    TELL_CUT_QUESTIONS,
+    WARN_CUT_QUESTIONS,
     ChecksConfig,
     InputChecks,
     check_apart,
+    check_cut,
     majority,
-    tell_cut,
 )
 from tasks.examples import Example
 from tasks.finetuning import FinetuneSettings, Finetuning, name_conventions
@@ -333,7 +333,7 @@ def read(
 
 
 def check_options(place: str, lengths: NDArray[np.int64], shape: Shape, checks: InputChecks) -> int:
-    """How many questions with an option lose their end, as check_truncation tells of sequences.
+    """How many questions with an option lose their end, as check_truncation does of sequences.
 
     lengths: [4 x questions]. What is lost is mostly the option itself: of a question without a
     blank to fill the four would be one and the same.
@@ -349,7 +349,7 @@ def check_options(place: str, lengths: NDArray[np.int64], shape: Shape, checks: 
     left = int((lengths > better).sum())
     cure = f"--max-qa-length {better} would cut {left or 'none'}"
     most = checks.config.max_truncated
-    tell_cut(said, share, cure, tell=TELL_CUT_QUESTIONS, most=most)
+    check_cut(said, share, cure, WARN_CUT_QUESTIONS, most)
     return count
 
 

@@ -51,10 +51,10 @@ def describe(checkpoint: Checkpoint, model: Any, mesh: Mesh, dtype: str) -> dict
     from megatron.train.state import environment
 
     manifest = checkpoint.manifest
-    section = manifest["config"]["model"]
+    config = manifest["config"]["model"]
     return {
         "model": {
-            **{key: section[key] for key in (*SHAPE, *FURTHER) if key in section},
+            **{key: config[key] for key in (*SHAPE, *FURTHER) if key in config},
             "vocab_size": model.vocab_size,
             "parameters": sum(prod(each.shape) for each in sharding_specs(model).values()),
         },
@@ -74,7 +74,7 @@ def version() -> dict[str, str]:
 
 
 def publish(
-    record: dict[str, Any], section: ReportConfig, comparison: Mapping[str, Any] | None = None
+    record: dict[str, Any], report: ReportConfig, comparison: Mapping[str, Any] | None = None
 ) -> None:
     """Print the record, then the paper beside it, and write it whole or not at all.
 
@@ -86,5 +86,5 @@ def publish(
     print(text, flush=True)
     if comparison is not None:
         print(paper.as_text(comparison, record["model"]["parameters"]), file=sys.stderr)
-    if section.output is not None:
-        write_atomically(section.output, text.encode() + b"\n")
+    if report.output is not None:
+        write_atomically(report.output, text.encode() + b"\n")

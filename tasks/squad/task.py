@@ -21,12 +21,12 @@ from megatron.config.checks import UsageError, flag, positive, writable
 from megatron.data.files import write_atomically
 from megatron.data.tokenizer import BertTokenizer
 from tasks.checks import (
-    TELL_CUT_QUESTIONS,
+    WARN_CUT_QUESTIONS,
     ChecksConfig,
     check_apart,
     check_casing,
+    check_cut,
     check_unknown,
-    tell_cut,
 )
 from tasks.examples import Example
 from tasks.finetuning import BESIDE, FinetuneSettings, Finetuning
@@ -252,11 +252,11 @@ def make_examples(
         "windows": len(windows),
         "windows_without_answer": windows.without_answer,
     }
-    _tell(windows, counts, settings)
+    _check_losses(windows, counts, settings)
     return windows, {**casing, **unknown, **counts}
 
 
-def _tell(windows: Windows, counts: Mapping[str, int], settings: Settings) -> None:
+def _check_losses(windows: Windows, counts: Mapping[str, int], settings: Settings) -> None:
     """Warn of what is lost of the data; raises ValueError where too many questions are cut."""
     place, questions, cut = windows.squad.place, counts["questions"], counts["truncated_questions"]
     said = (
@@ -264,7 +264,9 @@ def _tell(windows: Windows, counts: Mapping[str, int], settings: Settings) -> No
         f"--max-query-length {settings.max_query_length}, and their end is cut"
     )
     most = settings.checks.max_truncated
-    tell_cut(said, cut / questions, "a larger one would help", tell=TELL_CUT_QUESTIONS, most=most)
+    check_cut(
+        said, cut / questions, "a larger one would help", warn_above=WARN_CUT_QUESTIONS, most=most
+    )
     losses = {
         "blank_questions": f"have no words, such as {', '.join(windows.blank[:3])}",
         "cut_answers": "have an answer that no window has whole; a smaller --doc-stride or a "

@@ -14,9 +14,10 @@ FEW = ["--epochs", "2", "--lr", "3e-3", *SIZES, "--dtype", "fp32"]
 Capture = pytest.CaptureFixture[str]
 
 
-def result(words: list[str], capsys: Capture) -> dict[str, Any]:
+def result(words: list[str], capsys: Capture, task: str = TASK) -> dict[str, Any]:
+    """The record that a command prints."""
     capsys.readouterr()
-    main(["--task", TASK, *words], {})
+    main(["--task", task, *words], {})
     record: dict[str, Any] = json.loads(capsys.readouterr().out)
     return record
 

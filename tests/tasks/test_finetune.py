@@ -409,7 +409,6 @@ def test_without_save_a_stopped_run_keeps_nothing(
 
 
 def test_a_log_has_labels_and_speed_and_no_progress_bar(words: list[str], capsys: Capture) -> None:
-    result(words, capsys)
     main(["--task", TASK, *words], {})
     said = capsys.readouterr()
     assert said.err.index("labels: 0 key, 1 alike\n") < said.err.index("seed 1234 | epoch 1 |")

@@ -9,8 +9,8 @@ import pytest
 
 from megatron.data.tokenizer import BertWordPieceLowerCase
 from tasks.glue import MNLI, QQP, Classified
-from tasks.main import main
 from tests.tasks.made import small_section, wordpiece, write_model
+from tests.tasks.program import result, told
 
 TOKENIZER = wordpiece()
 MANIFEST = {"config": {"model": {"max_position_embeddings": 64}}}
@@ -238,18 +238,16 @@ def test_the_program_fine_tunes_and_evaluates_what_it_saved(
     pretrained = write_model(tmp_path / "bert", small_section(max_position_embeddings=64))
     valid = str(write_tsv(tmp_path / "dev.tsv", QQP_COLUMNS, QQP_ROWS))
     train = str(write_tsv(tmp_path / "train.tsv", QQP_COLUMNS, QQP_ROWS * 4))
-    words = ["--task", "QQP", "--valid-data", valid, "--seq-length", "64"]
+    words = ["--valid-data", valid, "--seq-length", "64"]
     save = ["--train-data", train, "--epochs", "2", "--save", str(tmp_path / "save")]
-    main([*words, "--load", str(pretrained), *save], {})
-    trained = json.loads(capsys.readouterr().out)
+    trained = result([*words, "--load", str(pretrained), *save], capsys, "QQP")
     assert trained["notes"]["labels"] == {str(n): each for n, each in enumerate(trained["labels"])}
     assert trained["model"]["labels"] == trained["labels"]
-    main([*words, "--load", trained["seeds"][0]["checkpoints"]["last"]], {})
-    again = json.loads(capsys.readouterr().out)
+    again = result([*words, "--load", trained["seeds"][0]["checkpoints"]["last"]], capsys, "QQP")
     figures = ["accuracy", "f1", "majority_accuracy", "pairs"]
     assert {key: again[key] for key in figures} == {key: trained[key] for key in figures}
     assert set(figures) == set(again["conventions"])
     more = str(write_tsv(tmp_path / "more.tsv", QQP_COLUMNS, QQP_ROWS))
     loads = ["--load", str(tmp_path / "save" / "seed_1234"), "--compare-paper"]
-    main([*words, *loads, "--valid-data", valid, more], {})
-    assert "warning: --compare-paper: " in capsys.readouterr().err
+    (line,) = told([*words, *loads, "--valid-data", valid, more], capsys, "QQP")
+    assert "--compare-paper" in line

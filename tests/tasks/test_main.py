@@ -17,6 +17,7 @@ from tests.data.samples import write_data
 from tests.tasks.figures import figures_of, without_words
 from tests.tasks.passages import passages, some_articles
 from tests.tasks.peer import POSITIONS, Peer
+from tests.tasks.program import refusal, result
 
 
 @pytest.fixture
@@ -29,8 +30,11 @@ def plain(tmp_path: Path, test_data: Path) -> Path:
 
 
 def flags(task: str, file: Path, peer: Peer, *more: str) -> list[str]:
-    words = ["--task", task, "--valid-data", str(file), "--load", str(peer.checkpoint)]
-    return [*words, *more]
+    return ["--task", task, *of_file(file, peer, *more)]
+
+
+def of_file(file: Path, peer: Peer, *more: str) -> list[str]:
+    return ["--valid-data", str(file), "--load", str(peer.checkpoint), *more]
 
 
 def test_the_record_says_what_was_evaluated_and_how_and_two_processes_write_the_same(
@@ -88,16 +92,10 @@ def test_wikitext103_is_evaluated_in_bf16_beside_the_paper(
 ) -> None:
     file = tmp_path / "wiki.tokens"
     file.write_text(some_articles(test_data, 2), encoding="utf-8")
-    main(flags("WIKITEXT103", file, peer, "--compare-paper", "--dtype", "bf16"), {})
-    record = json.loads(capsys.readouterr().out)
+    words = of_file(file, peer, "--compare-paper", "--dtype", "bf16")
+    record = result(words, capsys, "WIKITEXT103")
     here = {"this_model": {"word_perplexity": record["word_perplexity"]}}
     assert (record["paper"]["here"], record["dtype"]) == (here, "bf16")
-
-
-def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit, match="2"):
-        main(words, {})
-    return capsys.readouterr().err
 
 
 def test_input_is_refused_before_torch_is_imported(peer: Peer, tmp_path: Path) -> None:
@@ -149,20 +147,19 @@ def test_the_task_of_the_readme_runs(
     lines = ["\t".join(pair) for pair in pairs]
     file.write_text("\n".join([*lines, ""]), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    main(flags("mine.answers", file, peer), {})
-    own = json.loads(capsys.readouterr().out)
+    own = result(of_file(file, peer), capsys, "mine.answers")
     assert own["conventions"].keys() == {"accuracy", "num_examples"}
     assert own["data"][0]["sha256"] == sha256(file.read_bytes()).hexdigest()
 
     plain = tmp_path / "plain.txt"
     plain.write_text("\n".join([*map(" ".join, pairs), ""]), encoding="utf-8")
-    lambada = figures_of("LAMBADA", 1, *flags("LAMBADA", plain, peer)[2:])
+    lambada = figures_of("LAMBADA", 1, *of_file(plain, peer))
     assert own["accuracy"] == lambada["strict_accuracy"] > 0
     assert own["num_examples"] == lambada["num_examples"] == len(pairs)
 
     for line in ("no tab", "\tno question", "no answer\t", "a\tb\tc"):
         file.write_text("\n".join([*lines, line, ""]), encoding="utf-8")
-        error = refusal(flags("mine.answers", file, peer), capsys)
+        error = refusal(of_file(file, peer), capsys, "mine.answers")
         assert f"--valid-data {file}, line {len(lines) + 1}: " in error
 
 
@@ -225,7 +222,8 @@ def test_a_result_that_cannot_be_written_is_one_line(
     peer: Peer, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     temporary(tmp_path / "x.json").mkdir()
-    error = refusal(flags("LAMBADA", plain, peer, "--output", str(tmp_path / "x.json")), capsys)
+    output = ["--output", str(tmp_path / "x.json")]
+    error = refusal(of_file(plain, peer, *output), capsys, "LAMBADA")
     assert error.splitlines()[-1].startswith("error: [Errno 21] Is a directory")
 
 

@@ -11,9 +11,9 @@ import pytest
 from megatron.data.tokenizer import BertWordPieceLowerCase
 from tasks.checks import ChecksConfig
 from tasks.examples import make_batch
-from tasks.main import main
 from tasks.race import Race, Settings, prepare
 from tests.tasks.made import small_section, wordpiece, write_model
+from tests.tasks.program import result
 
 TOKENIZER = wordpiece()
 MANIFEST = {"config": {"model": {"max_position_embeddings": 64}}}
@@ -232,8 +232,8 @@ def test_the_program_fine_tunes_and_reports_every_level(
             write(tmp_path / "RACE" / split / level, PASSAGE, OTHER)
     folder = str(tmp_path / "RACE")
     words = ["--load", str(pretrained), "--train-data", folder, "--valid-data", folder]
-    main(["--task", "RACE", *words, "--epochs", "2", "--seq-length", "64", "--compare-paper"], {})
-    record = json.loads(capsys.readouterr().out)
+    words += ["--epochs", "2", "--seq-length", "64", "--compare-paper"]
+    record = result(words, capsys, "RACE")
     assert (record["questions"], record["middle_questions"], record["high_questions"]) == (6, 3, 3)
     levels = [record["middle_accuracy"], record["high_accuracy"]]
     assert record["accuracy"] == pytest.approx(sum(levels) / 2)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.main import main
 from tests.tasks.made import write_model
+from tests.tasks.program import result
 from tests.tasks.squads import question
 
 WORDS = ["rain", *(f"w{each}" for each in "abcdefghijklmnopqrst")]
@@ -35,13 +35,6 @@ def paragraph(random: np.random.Generator, name: str) -> dict[str, Any]:
     return {"context": passage, "qas": [{**asked, "question": "Rain?"}]}
 
 
-def result(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    capsys.readouterr()
-    main(["--task", "SQUAD", *words], {})
-    record: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return record
-
-
 def test_a_model_is_trained_then_evaluated_and_its_answers_are_scored_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,17 +46,17 @@ def test_a_model_is_trained_then_evaluated_and_its_answers_are_scored_alone(
     save, said, odds = tmp_path / "save", tmp_path / "said.json", tmp_path / "odds.json"
     flags = ["--load", str(model), "--train-data", train, "--valid-data", dev, *CUT, "--lr", "3e-3"]
     sizes = ["--global-batch-size", "16", "--micro-batch-size", "16"]
-    tuned = result([*flags, *sizes, "--epochs", "3", "--save", str(save)], capsys)
+    tuned = result([*flags, *sizes, "--epochs", "3", "--save", str(save)], capsys, "SQUAD")
     assert tuned["notes"]["input"]["train"]["windows"] > 200
     assert tuned["f1"] > 60 > 100 * tuned["no_answer_questions"] / tuned["questions"]
 
     flags = ["--load", tuned["seeds"][0]["checkpoints"]["last"], "--valid-data", dev, *CUT]
     saves = ["--save-predictions", str(said), "--save-null-odds", str(odds)]
-    asked = result([*flags, *saves], capsys)
+    asked = result([*flags, *saves], capsys, "SQUAD")
     assert {key: asked[key] for key in asked["conventions"]} == pytest.approx(
         {key: tuned[key] for key in asked["conventions"]}, rel=1e-5
     )
-    alone = result(["--valid-data", dev, "--predictions", str(said)], capsys)
+    alone = result(["--valid-data", dev, "--predictions", str(said)], capsys, "SQUAD")
     shared = alone["conventions"].keys() & asked.keys()
     assert {"f1", "has_answer_f1", "no_answer_f1", "exact_match"} < shared
     assert {key: asked[key] for key in shared} == {key: alone[key] for key in shared}

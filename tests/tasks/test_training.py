@@ -175,15 +175,6 @@ def test_answers_do_not_depend_on_the_batch(head: Head) -> None:
         np.testing.assert_allclose(alone_, together, rtol=1e-4, atol=1e-5)
 
 
-def test_numbers_that_are_none_are_told() -> None:
-    mesh, config = serial_mesh(), config_of("choice")
-    model, _ = tiny_model(mesh, config, dtype=torch.float32)
-    with torch.no_grad():
-        model.head.bias.fill_(torch.inf)
-    with pytest.raises(ValueError, match=r"far: logits are not numbers; .* --dtype bf16"):
-        logits_of(model, config, mesh, make_examples("choice", 2, 1), 2, "far")
-
-
 def test_an_epoch_has_every_example_once_in_an_order_of_its_own() -> None:
     orders = []
     for steps in (steps_of("classifier"), steps_of("classifier", seed=6)):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -182,14 +183,30 @@ def tasks_of(output: Path) -> int:
     return sum(stage["tasks"] for stage in stages)
 
 
+Undisturbed = Callable[[Step], tuple[list[Path], Path]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Of a step its input, and the output of a run that nothing disturbs, which is made once."""
+
+    @cache
+    def run(step: Step) -> tuple[list[Path], Path]:
+        folder = tmp_path_factory.mktemp(step.name)
+        inputs = write_input(step, folder / "in")
+        step.run(inputs, folder / "out")
+        return inputs, folder / "out"
+
+    return run
+
+
 @every_step
 def test_a_step_that_is_killed_again_and_again_ends_with_the_same_bytes(
-    step: Step, tmp_path: Path
+    step: Step, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     """At a finished task and while a file is written; three workers finish it."""
-    inputs, output = write_input(step, tmp_path / "in"), tmp_path / "out"
-    step.run(inputs, tmp_path / "undisturbed")
-    tasks = tasks_of(tmp_path / "undisturbed")
+    (inputs, whole), output = undisturbed(step), tmp_path / "out"
+    tasks = tasks_of(whole)
     assert tasks > 8
     kills = 0
     for at, open_file in ((1, False), (tasks // 3, True), (tasks // 2, True), (tasks - 2, False)):
@@ -199,14 +216,15 @@ def test_a_step_that_is_killed_again_and_again_ends_with_the_same_bytes(
                 find_shards([output], (".jsonl", ".txt"))
     assert kills >= 2
     step.run(inputs, output, workers=3)
-    assert content(output) == content(tmp_path / "undisturbed")
+    assert content(output) == content(whole)
 
 
-def test_a_run_that_is_killed_with_its_workers_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_with_its_workers_goes_on(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
     step, output = STEPS["dedup"], tmp_path / "out"
-    inputs = write_input(step, tmp_path / "in")
-    step.run(inputs, tmp_path / "undisturbed")
-    half = tasks_of(tmp_path / "undisturbed") // 2
+    inputs, whole = undisturbed(step)
+    half = tasks_of(whole) // 2
     running = subprocess.Popen(
         [sys.executable, "-m", step.module, *step.argv(inputs, output, workers=3)],
         cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -217,7 +235,7 @@ def test_a_run_that_is_killed_with_its_workers_goes_on(tmp_path: Path) -> None:
         os.killpg(running.pid, signal.SIGKILL)
     assert running.wait() in (-signal.SIGKILL, 0)
     step.run(inputs, output, workers=3)
-    assert content(output) == content(tmp_path / "undisturbed")
+    assert content(output) == content(whole)
 
 
 class Killed(BaseException):
@@ -265,14 +283,15 @@ def test_input_that_changed_after_a_crash_leaves_no_trace_of_what_it_was(
 
 
 @every_step
-def test_shares_and_a_last_run_write_what_one_run_writes(step: Step, tmp_path: Path) -> None:
-    inputs = write_input(step, tmp_path / "in")
-    step.run(inputs, tmp_path / "whole")
+def test_shares_and_a_last_run_write_what_one_run_writes(
+    step: Step, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    inputs, whole = undisturbed(step)
     for name, shares in (("a", ["1/2", "0/2"] * 4), ("b", ["2/3"])):
         for share in shares:
             assert not step.run(inputs, tmp_path / name, "--shard", share)
         step.run(inputs, tmp_path / name)
-        assert content(tmp_path / name) == content(tmp_path / "whole")
+        assert content(tmp_path / name) == content(whole)
 
 
 def kept(output: Path) -> list[Any]:
