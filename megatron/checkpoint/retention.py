@@ -37,44 +37,42 @@ def claim(directory: str | None, mesh: Mesh) -> Iterator[None]:
     on every rank, where another run holds the directory or nothing can be written to it; then
     nothing is left of the attempt. Every rank calls this.
     """
-    with ExitStack() as held:
+    path, held = Path(directory or ""), ExitStack()
+    missing = list[Path]()  # the folders to make, the innermost first
 
-        def take() -> None:
-            if directory is not None and mesh.is_first:
-                _take(Path(directory), held)
+    def take() -> None:
+        if directory is None or not mesh.is_first:
+            return
+        try:
+            missing.extend(folder for folder in (path, *path.parents) if not folder.exists())
+            path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDONLY)
+            held.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                text = f"--save {path}: this file system has no locks: keep other runs away"
+                warnings.warn(text, stacklevel=2)
+            with tempfile.NamedTemporaryFile(dir=path, prefix=".claim-") as file:
+                file.write(b"something\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except BlockingIOError as error:
+            busy = f"--save {path}: another run is writing there; wait for its end"
+            raise OSError(busy) from error
+        except OSError as error:
+            held.close()
+            for folder in missing:
+                with suppress(OSError):  # never made, or another process has written there since
+                    folder.rmdir()
+            cause = error.strerror or error
+            raise OSError(f"--save {path}: {cause}; must be a directory to write to") from error
 
+    with held:
         refuse_alike(mesh, take)
         yield
-
-
-def _take(path: Path, held: ExitStack) -> None:
-    missing = list[Path]()  # the folders to make, the innermost first
-    try:
-        missing += [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDONLY)
-        held.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            warnings.warn(
-                f"--save {path}: this file system has no locks: keep other runs away", stacklevel=2
-            )
-        with tempfile.NamedTemporaryFile(dir=path, prefix=".claim-") as file:
-            file.write(b"something\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except BlockingIOError as error:
-        raise OSError(f"--save {path}: another run is writing there; wait for its end") from error
-    except OSError as error:
-        held.close()
-        for folder in missing:
-            with suppress(OSError):  # never made, or another process has written there since
-                folder.rmdir()
-        cause = error.strerror or error
-        raise OSError(f"--save {path}: {cause}; must be a directory to write to") from error
 
 
 def remove_leftovers(directory: Path) -> tuple[str, ...]:

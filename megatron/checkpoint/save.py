@@ -235,17 +235,24 @@ class Saver:
             return
         start = time.monotonic()
         self.close()
-        own = own_slices(slices, self._mesh)
         if self._config.async_save:
-            own = self._copy_to_host(own)
+            slices = self._copy_to_host(own_slices(slices, self._mesh))
         if validation_loss is not None and not isfinite(validation_loss):
             validation_loss = None  # JSON has no word for it, and it is not the best
         facts = {**facts, "validation_loss": validation_loss, **self._facts}
+        directory, mesh, attached = Path(self._config.save), self._mesh, self._attached
         future: Future[SaveReport] = Future()
 
         def write() -> None:
             try:
-                future.set_result(self._write(step, own, facts, start))
+                back = self._went_back_to
+                report = save(directory, step, slices, facts, mesh, attached, went_back_to=back)
+                self._went_back_to = None
+                seconds = time.monotonic() - start
+                removed, notes = self._retention.apply(directory)
+                notes = (*report.notes, *notes)
+                report = replace(report, save_seconds=seconds, removed=removed, notes=notes)
+                future.set_result(report)
             except BaseException as error:
                 future.set_exception(error)
 
@@ -269,18 +276,6 @@ class Saver:
         for device in {each.local.device for each in slices if each.local.is_cuda}:
             torch.cuda.synchronize(device)
         return [replace(each, local=self._host[each.key]) for each in slices]
-
-    def _write(
-        self, step: int, slices: Sequence[TensorSlice], facts: Mapping[str, Any], start: float
-    ) -> SaveReport:
-        directory, back = Path(str(self._config.save)), self._went_back_to
-        mesh, attached = self._mesh, self._attached
-        report = save(directory, step, slices, facts, mesh, attached, went_back_to=back)
-        self._went_back_to = None
-        seconds = time.monotonic() - start
-        removed, notes = self._retention.apply(directory)
-        notes = (*report.notes, *notes)
-        return replace(report, save_seconds=seconds, removed=removed, notes=notes)
 
     @property
     def failed(self) -> bool:

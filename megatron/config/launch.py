@@ -86,6 +86,11 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
     return RankInfo(int(rank), size, address, int(port), is_host, restarts)
 
 
+def is_first(environ: Mapping[str, str]) -> bool:
+    """Whether this process, of those that a launcher started, is the one that speaks for all."""
+    return environ.get("RANK", "0") == "0"
+
+
 @contextlib.contextmanager
 def interruptible(environ: Mapping[str, str]) -> Iterator[None]:
     """Around the whole of a program: Ctrl-C prints "interrupted" and ends it with status 130.
@@ -97,7 +102,7 @@ def interruptible(environ: Mapping[str, str]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough, and ending takes a moment
-        if environ.get("RANK", "0") == "0":
+        if is_first(environ):
             above = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C in its line
             print(f"{above}interrupted", file=sys.stderr, flush=True)
         raise SystemExit(INTERRUPTED) from None

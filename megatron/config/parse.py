@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from megatron.config.checks import UsageError, flag, switch
-from megatron.config.launch import write_error_file
+from megatron.config.launch import is_first, write_error_file
 
 Program = TypeVar("Program")
 
@@ -78,7 +78,7 @@ def user_errors(environ: Mapping[str, str], *, agreed: bool = False) -> Iterator
     """
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        if _is_first(environ):
+        if is_first(environ):
             print(f"warning: {message}", file=sys.stderr)
 
     try:
@@ -97,17 +97,13 @@ def user_errors(environ: Mapping[str, str], *, agreed: bool = False) -> Iterator
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise SystemExit(CLOSED) from None
         text = f"error: {error}"
-        if not _is_first(environ) and not agreed:
+        if not is_first(environ) and not agreed:
             time.sleep(PATIENCE)
             text = f"rank {environ['RANK']}: {text}"
-        if _is_first(environ) or not agreed:
+        if is_first(environ) or not agreed:
             print(text, file=sys.stderr, flush=True)
             write_error_file(environ.get("TORCHELASTIC_ERROR_FILE"), text)
         raise SystemExit(2) from error
-
-
-def _is_first(environ: Mapping[str, str]) -> bool:
-    return environ.get("RANK", "0") == "0"
 
 
 def parse(
@@ -188,7 +184,7 @@ def _run_tyro(
             return call(
                 prog=prog,
                 args=arguments,
-                console_outputs=_is_first(environ) or "--help" not in arguments,
+                console_outputs=is_first(environ) or "--help" not in arguments,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
             )
     except SystemExit as stop:

@@ -218,12 +218,12 @@ def most_probable(logits: Tensor, axis: Axis, vocab_size: int) -> Tensor:
     start, columns = _own_columns(logits, axis, vocab_size)
     wide = torch.promote_types(logits.dtype, torch.float32)
     best = logits.new_full((logits.shape[0],), -torch.inf, dtype=wide)
-    place = torch.zeros_like(best, dtype=torch.int64)
+    column = torch.zeros_like(best, dtype=torch.int64)
     if columns:
-        values, place = logits[:, :columns].max(dim=1)
+        values, column = logits[:, :columns].max(dim=1)
         best = values.to(wide)
     own = best
     # Above all: which of a number and NaN is the larger depends on the backend.
     best = all_reduce(best.where(~best.isnan(), torch.inf), axis, ReduceOp.MAX)
-    candidate = (place + start).where(own == best, vocab_size)
+    candidate = (column + start).where(own == best, vocab_size)
     return all_reduce(candidate, axis, ReduceOp.MIN)

@@ -20,6 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+CALLS: dict[str, Calls] = {}
+"""Of each axis and control group over which this process has communicated, by name."""
+
 
 class Calls:
     """The collectives that this rank has started over one group, noted for the failure watch.
@@ -30,18 +33,15 @@ class Calls:
 
     __slots__ = ("begun", "ranks", "waits")
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self.begun = 0
         self.waits: tuple[int, str, object] | None = None
         self.ranks = [] if group is None else dist.get_process_group_ranks(group)
+        CALLS[name] = self
 
     def begin(self, name: str, shape: object) -> tuple[int, str, object]:
         self.begun += 1
         return self.begun, name, shape
-
-
-CALLS: dict[str, Calls] = {}
-"""Those of each axis and control group over which this process has communicated, by name."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ class Axis:
 
     @cached_property
     def calls(self) -> Calls:
-        CALLS[self.name] = Calls(self.group)
-        return CALLS[self.name]
+        return Calls(self.name, self.group)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         return self
@@ -94,8 +93,7 @@ class ControlGroup:
 
     @cached_property
     def calls(self) -> Calls:
-        CALLS[self.name] = Calls(self.group)
-        return CALLS[self.name]
+        return Calls(self.name, self.group)
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank, on every rank."""

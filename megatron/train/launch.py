@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from tempfile import gettempdir
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,8 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
         raise
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # where gloo aborts a process, it shows its stacks
-    watch = Watch(dist.PrefixStore("watch", store), place, limit, error_file)
+    dump_prefix = environ.get("TORCH_FR_DUMP_TEMP_FILE", f"{gettempdir()}/flight_recorder_")
+    watch = Watch(dist.PrefixStore("watch", store), place, limit, error_file, dump_prefix)
     with watch:
         if not is_first:
             raise UsageError("RANK", place.rank, "the rank of one process; two were given it")

@@ -59,6 +59,8 @@ REFUSED = [
     ("--learning-rate=1e-3", 1, "--learning-rate"),
     ("--warmup_steps 3", 1, "--warmup-steps"),
     ("--tp 2", 2, "--tp"),
+    ("--preset=", 1, "--preset"),
+    ("--preset --lr=1", 1, "--preset"),
 ]  # fmt: skip
 # Refused without one value that would do.
 NO_CURE = [

@@ -2,7 +2,7 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,13 +146,6 @@ def test_a_preset_that_is_no_text_file(tmp_path: Path) -> None:
     for file in (tmp_path / "model.bin", tmp_path):
         with pytest.raises(UsageError, match=str(file)):
             pretrain("--preset", str(file))
-
-
-@pytest.mark.parametrize("arguments", [["--preset"], ["--preset="], ["--preset", "--lr=1"]])
-def test_a_preset_without_a_file(arguments: Sequence[str]) -> None:
-    with pytest.raises(UsageError) as refused:
-        pretrain(*arguments)
-    assert refused.value.flag == "--preset"
 
 
 def convert(source: str, count: int = 1, *, quiet: bool = False) -> tuple[str, int, bool]:

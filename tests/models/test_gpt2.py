@@ -11,7 +11,6 @@ import torch
 
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.gpt2 import document_mask
-from megatron.parallel.layers import AttentionCore, SharedDropout
 from megatron.parallel.mesh import serial_mesh
 from tests.models.dense import dense_gpt2
 from tests.tiny import (
@@ -90,15 +89,3 @@ def test_the_mask_is_causal_and_within_documents() -> None:
     mask = document_mask(torch.tensor([[0, 0, 2, 2]]))
     expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     assert mask.tolist() == [[[[bool(each) for each in row] for row in expected]]]
-
-
-def test_every_dropout_has_its_own_place_and_probability() -> None:
-    model, _ = tiny_model(
-        serial_mesh(), tiny_section(attention_dropout=0.1, hidden_dropout=0.2, num_layers=3)
-    )
-    residual = [each for each in model.modules() if isinstance(each, SharedDropout)]
-    attention = [each for each in model.modules() if isinstance(each, AttentionCore)]
-    assert [each.p for each in residual] == [0.2] * (1 + 2 * 3)
-    assert [each.dropout for each in attention] == [0.1] * 3
-    places = {each.name for each in residual + attention}
-    assert len(places) == 1 + 3 * 3

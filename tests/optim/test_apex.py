@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.checks import UsageError
-from megatron.config.model import ModelConfig
-from megatron.config.pretrain import PretrainGPT2Config, require_apex
-from megatron.config.training import OptimizerConfig, TrainingConfig
+from megatron.config.pretrain import require_apex
+from megatron.config.training import OptimizerConfig
 from megatron.parallel.layers import ApexLayerNorm
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import TrainState
@@ -173,15 +172,3 @@ def test_what_is_lacking_is_refused(
     install(tmp_path / "whole", NVIDIA, monkeypatch)
     require_apex(**asked)
     assert "apex" not in sys.modules
-
-
-def test_a_run_asks_before_torch_is_imported() -> None:
-    """`check` is what a program calls before anything slow starts."""
-    config = PretrainGPT2Config(
-        model=ModelConfig(
-            num_layers=1, hidden_size=8, num_attention_heads=2, layernorm_impl="apex"
-        ),
-        training=TrainingConfig(train_iters=1),
-    )
-    with pytest.raises(UsageError, match="^--layernorm-impl apex: "):
-        config.check(world_size=1)

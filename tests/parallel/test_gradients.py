@@ -289,15 +289,6 @@ def test_a_compiled_layer_does_it_in_the_same_order(gloo: Pool) -> None:
     assert gloo.run(2, order_of_a_compiled_layer) == [[product, begun, product, ended]] * 2
 
 
-def test_nothing_is_reduced_alone() -> None:
-    assert not dist.is_initialized()
-    state = tiny_state(mesh := serial_mesh())
-    for is_last, loss in losses(state.model, mesh, 0):
-        with state.gradients.accumulate(is_last=is_last):
-            loss.backward()
-    assert all(each.any() for each in whole_gradients(state.gradients).values())
-
-
 class Long(ShardedModule):
     """One parameter of ten million elements."""
 
