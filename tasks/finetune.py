@@ -37,11 +37,10 @@ from megatron.parallel.random import RandomStreams
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.evaluate import load_newest
 from megatron.train.generate import DivergedError
-from megatron.train.launch import default_precision
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
 from megatron.train.signals import SIGNALS, StopSignals
-from megatron.train.state import DTYPES, TrainState
+from megatron.train.state import DTYPES, TrainState, choose_precision
 from megatron.train.step import StepResult
 from tasks.finetuning import Finetuning, figure_name
 from tasks.plan import RESULT, Plan
@@ -147,16 +146,9 @@ def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
 
     Raises ValueError, on every rank, where the devices of the ranks differ in that.
     """
-    chosen = mesh.control.gather(plan.settings.dtype or default_precision(mesh.device))
-    if len(set(chosen)) > 1:
-        raise UsageError(
-            "--dtype",
-            None,
-            f"given: the ranks' devices would compute in {' and '.join(sorted(set(chosen)))}",
-            works=("--dtype", "fp32"),
-        )
-    settings: Any = replace(plan.settings, dtype=chosen[0])
-    parameters = {**plan.facts["hyper_parameters"], "dtype": chosen[0]}
+    dtype = choose_precision(plan.settings.dtype, mesh, "--dtype", "--dtype fp32")
+    settings: Any = replace(plan.settings, dtype=dtype)
+    parameters = {**plan.facts["hyper_parameters"], "dtype": dtype}
     return replace(plan, settings=settings, facts={**plan.facts, "hyper_parameters": parameters})
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import copy, copytree
 from statistics import median
-from types import SimpleNamespace
 from typing import Any, get_args
 from unittest import mock
 
@@ -25,7 +24,7 @@ from megatron.train.objectives import answer_scores
 from megatron.train.replicas import ReplicaDrift
 from tasks import finetune
 from tasks.checks import ChecksConfig
-from tasks.finetune import evaluate_models, fine_tune, mean_logits, medians, summarise, with_dtype
+from tasks.finetune import evaluate_models, fine_tune, mean_logits, medians, summarise
 from tasks.finetuning import Head
 from tasks.main import main
 from tasks.plan import checks_of, dtype_of, hyper_parameters, make_plan
@@ -181,19 +180,11 @@ def test_narrow_formats_train_and_are_evaluated_as_they_were(
     assert result([*evaluated, "--dtype", "fp32"], capsys)["dtype"] == "fp32"
 
 
-def test_devices_that_would_compute_in_two_formats_are_refused() -> None:
-    plan: Any = SimpleNamespace(settings=SimpleNamespace(dtype=None))
-    peers = SimpleNamespace(gather=lambda own: [own, {"bf16": "fp32", "fp32": "bf16"}[own]])
-    mesh: Any = SimpleNamespace(control=peers, device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="--dtype"):
-        with_dtype(plan, mesh)
-
-
 def test_training_takes_the_precision_of_the_device(
     words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*words[: words.index("--dtype")], "--epochs", "1", "--save", str(tmp_path / "save")]
-    monkeypatch.setattr(finetune, "default_precision", lambda device: "bf16")
+    monkeypatch.setattr("megatron.train.state.default_precision", lambda device: "bf16")
     record = result(words, capsys)
     assert record["dtype"] == record["hyper_parameters"]["dtype"] == "bf16"
     folder = Path(record["seeds"][0]["checkpoints"]["last"])

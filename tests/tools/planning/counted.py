@@ -75,7 +75,9 @@ class Traffic:
             self.phase = "backward"
             return result
 
-        followed: Any = SimpleNamespace(terms=objective.terms, counts=objective.counts, sums=sums)
+        followed: Any = SimpleNamespace(
+            terms=objective.terms, denominators=objective.denominators, sums=sums
+        )
         return followed
 
     def _refuse(self, *arguments: Any, **named: Any) -> None:
