@@ -33,7 +33,7 @@ from benchmarks.comparison import ROOT
 from benchmarks.machine import JsonFile, facts, markdown, told, write_json
 from benchmarks.train_step import read_case
 from benchmarks.turns import Contender
-from megatron.data.indexed import IndexedDatasetWriter
+from tools.data_files import IndexedDatasetWriter
 
 PRESETS = {"gpt2_30m": 8192, "quickstart": 2048}  # and the size of the vocabulary
 WARM_UP_STEPS = 3

@@ -37,11 +37,11 @@ from numpy.typing import NDArray
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.data.json_lines import find_shards, open_shard, parse_record
 from tools.corpus.program import progress
-from tools.corpus.records import parse_record
 from tools.corpus.scheduler import Call, open_scheduler
 from tools.corpus.settings import parse_size
-from tools.corpus.shards import concatenate, find_shards, open_shard, placed, write_shard
+from tools.corpus.shards import concatenate, placed, write_shard
 
 TARGETS = (0.6, 0.66, 0.72, 0.78, 0.85, 0.92, 1.0)
 SHORTEST_SENTENCE, LONGEST_SENTENCE = 40, 160  # characters

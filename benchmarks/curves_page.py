@@ -33,7 +33,7 @@ def about(corpus: Corpus, seen: int, **versions: str) -> Record:
     return {
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "machine": f"{os.cpu_count()} cores, {cpu_name()}, {idle}",
-        "tokens": sum(len(source.data.tokens) for source in corpus.sources),
+        "tokens": sum(source.data.num_tokens for source in corpus.sources),
         "vocab_size": corpus.vocab_size,
         "seen": seen,
     }

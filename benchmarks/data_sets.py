@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.description import Description
-from megatron.data.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDatasetWriter, token_dtype
+from megatron.data.indexed import HEADER, Description, token_dtype
 from megatron.data.order import split_documents
-from megatron.data.wordpiece import MARKS, BertWordPieceLowerCase
+from megatron.data.tokenizer import MARKS, BertWordPieceLowerCase
+from tools.data_files import IndexedDatasetWriter, pack_header
 
 DOCUMENT = 1100  # tokens of one, on average; OpenWebText has 9.0e9 in 8.0e6
 SENTENCE = 25
@@ -82,7 +82,7 @@ def write_sparse(prefix: Path, tokens: int) -> int:
     counts = (4 * documents, 8 * documents, 8 * (documents + 1))
     ends = list(accumulate(counts, initial=HEADER.size))
     with index.open("wb") as stream:
-        stream.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], documents, documents + 1))
+        stream.write(pack_header(dtype, documents, documents))
         stream.truncate(ends[-1])
     whole = np.memmap(index, np.uint8, "r+")
     sizes, pointers, starts = (

@@ -12,7 +12,7 @@ from megatron.config.model import ModelConfig, RecomputeGranularity
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.gpt2 import GPT2
-from megatron.parallel.factory import factory_1d
+from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import initial_value, sharding_specs
@@ -73,7 +73,7 @@ def build(
 @torch.no_grad()
 def draw_there(state: TrainState) -> None:
     torch.manual_seed(SEED)
-    for slot, master in state.optimizer.slots():
+    for slot, master in state.optimizer.views():
         own, spec = slot.view(master), slot.spec
         if spec.std is None:
             own.fill_(spec.fill)

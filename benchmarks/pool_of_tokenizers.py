@@ -26,7 +26,7 @@ tokenizers: list[Tokenizer] = []
 
 
 def load(vocab_file: str, merge_file: str) -> None:
-    tokenizers.append(GPT2BPETokenizer(vocab_file, merge_file, "tokenizers"))
+    tokenizers.append(GPT2BPETokenizer(vocab_file, merge_file))
 
 
 def encode(line: bytes) -> list[int]:

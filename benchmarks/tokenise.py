@@ -27,7 +27,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 from benchmarks.corpus_generator import generate
 from benchmarks.corpus_watch import Usage, run_watched
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
-from tools.corpus.shards import find_shards
+from megatron.data.json_lines import find_shards
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = {

@@ -15,15 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import share
-from megatron.data.wordpiece import (
-    MAX_UNKNOWN,
-    BertTokenizer,
-    BertWordPieceLowerCase,
-    count_casing,
-    judge_casing,
-    judge_unknown,
-)
+from megatron.config.checks import UsageError, share
+from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, judge_unknown
+from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase
 from tasks.finetuning import BESIDE
 
 # RACE cut at the paper's 512 tokens is the case that has to pass: 7 % of its sequences are longer,
@@ -140,11 +134,10 @@ def check_casing(
 def check_apart(train: Sequence[Path], valid: Sequence[Path]) -> None:
     """Nothing is given twice; warns of what is both trained and evaluated on."""
     for name, paths in (("--train-data", train), ("--valid-data", valid)):
-        known: set[Path] = set()
-        for path in paths:
-            if path.resolve() in known:
-                raise ValueError(f"{name} {path} is given twice; once would work")
-            known.add(path.resolve())
+        once = {path.resolve(): path for path in paths}
+        if len(once) < len(paths):
+            works = (name, *map(str, once.values()))
+            raise UsageError(name, " ".join(map(str, paths)), "different paths", works=works)
     for path in {each.resolve() for each in train} & {each.resolve() for each in valid}:
         warnings.warn(
             f"--valid-data {path} is trained on as well: its figures say what the model has "

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import positive, writable
 from megatron.config.training import ParallelConfig
-from megatron.data.examples import Tokens
 from megatron.train.loader import shard
+from tasks.examples import Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor

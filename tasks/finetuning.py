@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from megatron.config.checks import UsageError, fraction, non_negative, positive
 from megatron.config.model import Head, RecomputeGranularity
 from megatron.config.training import ParallelConfig
-from megatron.data.examples import Encoding, Example
 from tasks.common import ReportConfig
+from tasks.examples import Encoding, Example
 
 __all__ = ["Encoding", "Example", "FinetuneSettings", "Finetuning", "Head", "figure_name"]
 

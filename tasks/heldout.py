@@ -21,14 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.checks import positive
-from megatron.data.description import Description
 from megatron.data.indexed import IndexedDataset
+from megatron.data.json_lines import cut, find_shards, parse_line, read_lines
 from megatron.data.order import split_documents
 from megatron.data.tokenizer import Tokenizer
 from tasks.common import Scores, Sliding, Task, TaskSettings, Window
 from tasks.ngram import bigram_perplexity, unigram_perplexity
-from tools.corpus.records import parse_line
-from tools.corpus.shards import cut, find_shards, read_lines
 
 CONVENTIONS = {
     "documents": "lines with a text",
@@ -151,9 +149,10 @@ def read_texts(paths: Sequence[Path], key: str) -> tuple[list[str], int]:
 def training_tokens(prefix: str, manifest: dict[str, Any]) -> NDArray[np.integer]:
     """The tokens of the documents that the model was trained on, end marks included."""
     try:
-        data, description = IndexedDataset(prefix), Description.read(prefix)
+        data = IndexedDataset(prefix)
     except (ValueError, OSError) as error:
         raise ValueError(f"--train-data: {error}") from error
+    description = data.description
     known = manifest["tokenizer"]  # empty where the weights were imported without a tokenizer
     if known and description is not None and description.tokenizer_fingerprint != known:
         raise ValueError(
@@ -161,9 +160,9 @@ def training_tokens(prefix: str, manifest: dict[str, Any]) -> NDArray[np.integer
             f"{description.tokenizer_fingerprint[:12]}, the model with {known[:12]}"
             "; the --data-path that the model was trained on would work"
         )
-    train, _, _ = split_documents(manifest["config"]["data"]["split"], len(data.documents) - 1)
+    train, _, _ = split_documents(manifest["config"]["data"]["split"], data.num_documents)
     tokens = data.token_range(train)
-    return data.tokens[tokens.start : tokens.stop]
+    return data.read(tokens.start, tokens.stop)
 
 
 def cloze_windows(

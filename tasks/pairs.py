@@ -13,9 +13,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.examples import Encoding, Example
 from megatron.data.pairs import SPECIAL, lengths_kept
-from megatron.data.wordpiece import BertTokenizer
+from megatron.data.tokenizer import BertTokenizer
+from tasks.examples import Encoding, Example
 
 AT_ONCE = 4096  # texts; the library holds some hundred bytes for each of their tokens
 

@@ -50,15 +50,6 @@ def read_text(flag: str, file: Path, cure: str) -> str:
     return text
 
 
-def check_characters(what: str, text: str, cure: str) -> None:
-    """Raise ValueError where a text has half of a surrogate pair: JSON can spell one, but it is no
-    character. what: place and name of the text, which begin the message."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{what} has half of a surrogate pair; {cure}") from error
-
-
 def read_json(flag: str, file: Path, cure: str) -> Any:
     """What a file of JSON holds."""
     try:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron.config.model import BertConfig
 from megatron.data.bert import BertBatch
 from megatron.parallel.mesh import Mesh
-from tests.models.dense import DENSE_KIT
+from tests.models.dense import DENSE_FACTORY
 from tests.tiny import SEQUENCE, VOCABULARY, tiny_model, tiny_section
 
 MASK = VOCABULARY - 1  # the id that stands for a hidden token
@@ -28,7 +28,7 @@ def bert_model(
 
 def whole_bert(make: Any, section: BertConfig, weights: dict[str, Tensor]) -> nn.Module:
     """The same of plain torch modules, in fp64 and evaluation mode."""
-    model = make(section, DENSE_KIT, VOCABULARY).double()
+    model = make(section, DENSE_FACTORY, VOCABULARY).double()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     model.load_state_dict({name: weights[name].reshape(shape) for name, shape in shapes.items()})
     return model.eval()

@@ -12,7 +12,8 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from megatron.config import PretrainBertConfig, parse
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainBertConfig
 from tests.tools.papers import WIKITEXT
 from tools.inspect_data import Settings as InspectSettings
 
@@ -112,8 +113,8 @@ def shortened(command: str, folder: Path) -> str:
     """With lengths cut, and runs/ and data/ in the folder."""
 
     def iterations(found: re.Match[str]) -> str:
-        if "--lr-warmup-iters" in command:
-            return f"--train-iters {int(found[1]) // 3} --eval-iters 1"
+        if "--lr-warmup-iters" in command:  # of 50 steps, which leaves little to cut
+            return f"--train-iters {int(found[1]) // 9} --eval-iters 1"
         return f"--train-iters {int(found[1]) // 50} --lr-warmup-iters 2 --eval-iters 1"
 
     command = re.sub(r"(?<![\w/.-])(runs|data)/", rf"{folder}/\1/", command)

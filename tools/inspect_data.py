@@ -29,15 +29,12 @@ from megatron.config.checks import flag, non_negative
 from megatron.config.launch import interruptible
 from megatron.config.parse import parse, user_errors
 from megatron.config.training import BertDataConfig
-from megatron.data.bert import HIDDEN, RANDOM, BertDataset, BertSample
-from megatron.data.description import Description
+from megatron.data.bert import MASK_SHARE, RANDOM_SHARE, BertDataset, BertSample
 from megatron.data.gpt2 import GPT2Batch, GPT2Dataset, open_splits
 from megatron.data.indexed import IndexedDataset
 from megatron.data.pairs import SPECIAL
 from megatron.data.sources import Corpus, find_tokenizer, open_corpus, require_sequences
-from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer, build_tokenizer
-from megatron.data.verify import has_sentences
-from megatron.data.wordpiece import BertTokenizer
+from megatron.data.tokenizer import BertTokenizer, GPT2BPETokenizer, Tokenizer, build_tokenizer
 from megatron.train.inputs import open_bert_data
 
 WIDTH = 100  # characters of a line
@@ -116,8 +113,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 def reads_documents(data_path: Sequence[str]) -> bool:
     """Whether the last data set is one of whole documents; False where it cannot be opened."""
     try:
-        prefix = data_path[-1]
-        return not has_sentences(IndexedDataset(prefix), Description.read(prefix))
+        return not IndexedDataset(data_path[-1]).has_sentences
     except (IndexError, ValueError, OSError):
         return False
 
@@ -125,16 +121,15 @@ def reads_documents(data_path: Sequence[str]) -> bool:
 def described(corpus: Corpus, tokenizer: Tokenizer) -> str:
     lines = [f"tokenizer {tokenizer.kind}, {tokenizer.vocab_size:,} ids"]
     for source in corpus.sources:
-        data, known = source.data, source.description
-        documents, sequences, tokens = len(data.documents) - 1, len(data.sizes), len(data.tokens)
+        data, known = source.data, source.data.description
         lines.append(
-            f"{data.prefix}: {documents:,} documents of {sequences:,} sequences and {tokens:,} "
-            "tokens"
+            f"{data.prefix}: {data.num_documents:,} documents of {data.num_sequences:,} sequences "
+            f"and {data.num_tokens:,} tokens"
         )
         if known is not None and known.one_sentence is not None:
             lines.append(f"  {known.one_sentence:,} of the documents have one sentence only")
         if known is not None and known.unknown_tokens is not None:
-            share = known.unknown_tokens / tokens
+            share = known.unknown_tokens / data.num_tokens
             lines.append(f"  {known.unknown_tokens:,} of the tokens are [UNK] ({share:.2%})")
     return "\n".join(lines)
 
@@ -213,8 +208,9 @@ def gpt2_statistics(data: GPT2Dataset, corpus: Corpus, settings: Settings) -> It
     if corpus.eod is not None:
         total = sum(source.weight for source in corpus.sources)
         for source in corpus.sources:
-            documents = len(source.data.documents) - 1
-            marks += float(source.weight / total) * documents / len(source.data.tokens)
+            data_set = source.data
+            share = float(source.weight / total)
+            marks += share * data_set.num_documents / data_set.num_tokens
     yield Row(name="end marks", found=is_mark.mean(), expected=marks)
     counted = 1 - marks if settings.eod_mask_loss else 1
     yield Row(name="tokens that count in the loss", found=in_loss.mean(), expected=counted)
@@ -239,35 +235,34 @@ def shown_bert(data: BertDataset, tokenizer: BertTokenizer, settings: Settings) 
 
 
 def shown_pair(number: int, sample: BertSample, tokenizer: BertTokenizer, seq_length: int) -> str:
-    real = SPECIAL + sum(map(len, sample.stands))
+    real = SPECIAL + sum(map(len, sample.labels))
     facts = [
         f"sample {number}: segments {'swapped' if sample.pair.is_swapped else 'in order'}",
         f"{real} tokens and {seq_length - real} of padding",
-        f"{sum(int(chosen.sum()) for chosen in sample.chosen)} to be predicted",
+        f"{sum(int(each.sum()) for each in sample.is_masked)} to be predicted",
     ]
     if sample.pair.truncated:
         facts.append(f"{sample.pair.truncated} did not fit")
     if sample.pair.is_short:
         facts.append("short on purpose")
-    segments = zip(sample.stands, sample.chosen, sample.reads, strict=True)
+    segments = zip(sample.labels, sample.is_masked, sample.tokens, strict=True)
     first, second = (marked(*segment, tokenizer) for segment in segments)
     texts = _wrapped(f"[CLS] {first} [SEP]\n{second} [SEP]")
     return "\n".join([", ".join(facts), texts, ""])
 
 
 def marked(
-    stands: NDArray[np.int64],
-    chosen: NDArray[np.bool_],
-    reads: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    is_masked: NDArray[np.bool_],
+    tokens: NDArray[np.int64],
     tokenizer: BertTokenizer,
 ) -> str:
     """The text of a segment, with {what is read <- what is to be predicted} for each n-gram."""
-    pieces = np.split(np.arange(len(stands)), np.flatnonzero(np.diff(chosen)) + 1)
     texts = []
-    for piece in pieces:
-        text = tokenizer.decode(stands[piece].tolist())
-        if chosen[piece[0]]:
-            text = f"{{{tokenizer.decode(reads[piece].tolist())} <- {text}}}"
+    for run in np.split(np.arange(len(labels)), np.flatnonzero(np.diff(is_masked)) + 1):
+        text = tokenizer.decode(labels[run].tolist())
+        if is_masked[run[0]]:
+            text = f"{{{tokenizer.decode(tokens[run].tolist())} <- {text}}}"
         texts.append(text)
     return " ".join(texts)
 
@@ -284,24 +279,24 @@ def bert_statistics(
     short = np.mean([sample.pair.is_short for sample in samples])
     yield Row(name="samples short on purpose", found=short, expected=section.short_seq_prob)
     yield from _costs(data, samples, section.seq_length)
-    ids = np.concatenate([each for sample in samples for each in sample.stands])
+    ids = np.concatenate([each for sample in samples for each in sample.labels])
     yield Row(name="tokens that are [UNK]", found=(ids == tokenizer.unknown).mean())
 
 
 def _of_masks(
     samples: Sequence[BertSample], tokenizer: BertTokenizer, mask_prob: float
 ) -> Iterator[Row]:
-    chosen = np.concatenate([each for sample in samples for each in sample.chosen])
-    stands = np.concatenate([each for sample in samples for each in sample.stands])[chosen]
-    reads = np.concatenate([each for sample in samples for each in sample.reads])[chosen]
-    yield Row(name="tokens to be predicted", found=chosen.mean(), expected=mask_prob)
+    is_masked = np.concatenate([each for sample in samples for each in sample.is_masked])
+    labels = np.concatenate([each for sample in samples for each in sample.labels])[is_masked]
+    tokens = np.concatenate([each for sample in samples for each in sample.tokens])[is_masked]
+    yield Row(name="tokens to be predicted", found=is_masked.mean(), expected=mask_prob)
     words = np.concatenate([each for sample in samples for each in _words(sample, tokenizer)])
     yield Row(name="words to be predicted, whole", found=words.mean(), expected=mask_prob)
-    is_hidden, is_kept = reads == tokenizer.mask, reads == stands
+    is_mark, is_kept = tokens == tokenizer.mask, tokens == labels
     for name, found, expected in (
-        ("as [MASK]", is_hidden, HIDDEN),
-        ("as a random id", ~is_hidden & ~is_kept, RANDOM),
-        ("as it stands", is_kept, 1 - HIDDEN - RANDOM),
+        ("as [MASK]", is_mark, MASK_SHARE),
+        ("as a random id", ~is_mark & ~is_kept, RANDOM_SHARE),
+        ("as it stands", is_kept, 1 - MASK_SHARE - RANDOM_SHARE),
     ):
         yield Row(name=f"token to be predicted read {name}", found=found.mean(), expected=expected)
 
@@ -321,10 +316,10 @@ def _of_ngrams(
 def _costs(data: BertDataset, samples: Sequence[BertSample], seq_length: int) -> Iterator[Row]:
     """What of the text, and of a sample's room, is not used; it depends on the documents."""
     count = len(samples)
-    content = sum(len(ids) for sample in samples for ids in sample.stands)
+    content = sum(len(ids) for sample in samples for ids in sample.labels)
     truncated = sum(sample.pair.truncated for sample in samples)
-    looked_at = [each.one_sentence(count) for each in data.blocks]
-    single, documents = map(sum, zip(*looked_at, strict=True))
+    counts = [each.one_sentence(count) for each in data.blocks]
+    single, documents = map(sum, zip(*counts, strict=True))
     yield Row(name="padding", found=1 - (content + SPECIAL * count) / (count * seq_length))
     yield Row(name="tokens that did not fit", found=truncated / (content + truncated))
     spare = sum(sample.is_spare for sample in samples)
@@ -334,10 +329,10 @@ def _costs(data: BertDataset, samples: Sequence[BertSample], seq_length: int) ->
 
 def _words(sample: BertSample, tokenizer: BertTokenizer) -> Iterator[NDArray[np.bool_]]:
     """Of each segment, which of its words are to be predicted, with all of their pieces."""
-    for ids, chosen in zip(sample.stands, sample.chosen, strict=True):
+    for ids, is_masked in zip(sample.labels, sample.is_masked, strict=True):
         is_start = ~tokenizer.is_continuation[ids]
         is_start[0] = True
-        yield np.logical_and.reduceat(chosen, np.flatnonzero(is_start))
+        yield np.logical_and.reduceat(is_masked, np.flatnonzero(is_start))
 
 
 def _runs(where: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""What becomes of a data set in a folder: it is moved to a prefix, and summed up in a line."""
+"""The data set of a finished run: moved from its folder to a prefix, and summed up in a line."""
 
 import contextlib
 import json
@@ -8,22 +8,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.data.description import Description, ShardFacts, place
 from megatron.data.files import with_suffix
-from megatron.data.wordpiece import UNKNOWN
+from megatron.data.indexed import Description
+from megatron.data.json_lines import MANIFEST
+from megatron.data.tokenizer import UNKNOWN
 from tools.corpus.program import say
 from tools.corpus.records import BAD_LINE, DAMAGED_FILE
-from tools.corpus.shards import MANIFEST
+from tools.data_files import move_data_set
 from tools.tokenise import NO_TOKEN
 
 REJECTED = ".rejected.jsonl"
 
 
-def take_out(folder: Path, filled: str, prefix: str, tokenizer: Mapping[str, bytes]) -> str:
-    """Move the data set and what was set aside to the prefix, for the folder to go; a summary.
+def move_out(folder: Path, filled: str, prefix: str, tokenizer: Mapping[str, bytes]) -> str:
+    """Move the data set and the rejected lines to the prefix, and remove the folder; a summary.
 
-    filled: prefix of the data set in the folder.  tokenizer: {name: content} of its files.  A data
-    set that is there and another is replaced, which is said.
+    filled: prefix of the data set in the folder.  tokenizer: {name: content} of its files.  Another
+    data set at the prefix is replaced, with a message.
     """
     manifest = json.loads((folder / MANIFEST).read_bytes())
     description = Description.read(filled)
@@ -33,13 +34,13 @@ def take_out(folder: Path, filled: str, prefix: str, tokenizer: Mapping[str, byt
         beside.unlink(missing_ok=True)
     elif inside.exists():  # or else it was moved before a crash
         inside.replace(beside)
-    names = [shard.name for shard in description.shards] or [""]
-    told = summary(manifest, description, beside)
-    if (replaced := held(prefix, unless=description)) is not None:
+    line = summary(manifest, description, beside)
+    if (replaced := find_data_set(prefix, unless=description)) is not None:
         say(f"replaced {replaced}")
-    place([filled + name for name in names], prefix, description, tokenizer)
+    staged = [filled + name for name in description.pairs]
+    move_data_set(staged, prefix, description, tokenizer)
     shutil.rmtree(folder)
-    return told
+    return line
 
 
 def summary(manifest: Mapping[str, Any], description: Description, rejected: Path) -> str:
@@ -56,12 +57,12 @@ def summary(manifest: Mapping[str, Any], description: Description, rejected: Pat
     )
 
 
-def held(prefix: str, unless: Description | None = None) -> str | None:
+def find_data_set(prefix: str, unless: Description | None = None) -> str | None:
     """What is known of a data set at the prefix; None where there is none, or `unless` itself."""
     if not any(with_suffix(prefix, suffix).exists() for suffix in (".json", ".idx")):
         return None
     old = None
-    with contextlib.suppress(ValueError):  # a damaged sidecar says nothing of what is there
+    with contextlib.suppress(ValueError):  # of a damaged sidecar
         old = Description.read(prefix)
     if old is None:
         return prefix
@@ -72,13 +73,13 @@ def held(prefix: str, unless: Description | None = None) -> str | None:
 
 def shard_facts(description: Description, data_path: str) -> Iterator[dict[str, Any]]:
     """The .bin files, for a manifest."""
-    for shard in description.shards or [description]:
-        name = data_path + (shard.name if isinstance(shard, ShardFacts) else "") + ".bin"
+    for name, facts in description.pairs.items():
+        file = with_suffix(data_path + name, ".bin")
         yield {
-            "name": Path(name).name,
-            "documents": shard.documents,
-            "bytes": Path(name).stat().st_size,
-            "sha256": shard.bin_sha256,
+            "name": file.name,
+            "documents": facts.documents,
+            "bytes": file.stat().st_size,
+            "sha256": facts.bin_sha256,
         }
 
 

@@ -37,7 +37,7 @@ def plot(
         works = ("--output", str(output.with_suffix(".png")))
         raise UsageError("--output", output, f"a name ending in {', '.join(FORMATS)}", works=works)
     if not runs:
-        raise UsageError("there is no run to draw; the folder of a --save works")
+        raise UsageError("RUNS", None, "given: the folders of a --save")
     found = {file: read_metrics(file) for file in map(_metrics_file, runs)}
 
     import matplotlib

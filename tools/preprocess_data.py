@@ -8,9 +8,9 @@ P_text_document_00000.bin, .idx and so on beside one .json, which training reads
 and P_text_document.tokenizer/, the tokenizer's files, which training's checkpoints then hold.
 What is written does not depend on the workers.  Lines that hold no document are set aside in
 P_text_document.rejected.jsonl.  With --split-sentences, for BERT, each sentence is a sequence of
-its own, and the name is P_text_sentence.  Of a WordPiece's tokens the share that is [UNK] is told,
-and refused above --max-unknown; so is text in lower case for a vocabulary with capitals.  After a
-crash the same command goes on from where it was.
+its own, and the name is P_text_sentence.  A share of [UNK] above --max-unknown is refused; so is
+text in lower case for a vocabulary with capitals.  After a crash the same command goes on from
+where it was.
 With --output FOLDER instead of a prefix it is a step like those of tools.corpus: FOLDER gets
 text_document.*, rejected.jsonl and a manifest.  The second command checks the files.
 """
@@ -31,32 +31,26 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.config.checks import UsageError, positive, share
 from megatron.config.parse import parse
-from megatron.data.description import NOTED, Description, join_descriptions, place
-from megatron.data.tokenizer import Tokenizer
-from megatron.data.verify import verify
-from megatron.data.wordpiece import (
-    MAX_UNKNOWN,
-    BertTokenizer,
-    BertWordPieceLowerCase,
-    count_casing,
-    judge_casing,
-    judge_unknown,
-)
+from megatron.data.indexed import OPTIONAL_COUNTS, Description
+from megatron.data.json_lines import MANIFEST, Unit, find_shards
+from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, judge_unknown
+from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase, Tokenizer
 from tools.corpus.manifest import read_manifest
 from tools.corpus.program import Unfinished, running, say
 from tools.corpus.settings import parse_size
-from tools.corpus.shards import MANIFEST, Unit, find_shards
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import sum_funnels
-from tools.outcome import held, left_out, shard_facts, summary, take_out
+from tools.data_files import join_descriptions, move_data_set, verify
+from tools.outcome import find_data_set, left_out, move_out, shard_facts, summary
 from tools.sentences import SPLITTER
 from tools.tokenise import (
     PARTS,
     TokenSettings,
-    deal,
     encode_unit,
+    group_units,
     join_shard,
+    load_encoder,
     load_tokenizer,
     sample_texts,
     unit_bytes,
@@ -171,8 +165,7 @@ class Settings:
     @property
     def tokenizer(self) -> Tokenizer:
         """One for each process."""
-        files = self.vocab_file, self.merge_file
-        return load_tokenizer(self.tokenizer_type, *files, self.encoder)
+        return load_tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file)
 
 
 def run(settings: Settings) -> None:
@@ -187,14 +180,14 @@ def run(settings: Settings) -> None:
             tokenise(step, settings)
         if settings.output is None:
             files = settings.tokenizer.files
-            summary = take_out(settings.folder, settings.filled, settings.data_path, files)
-            say(f"{settings.data_path}: {summary}, in {time.monotonic() - start:.1f} s")
+            line = move_out(settings.folder, settings.filled, settings.data_path, files)
+            say(f"{settings.data_path}: {line}, in {time.monotonic() - start:.1f} s")
 
 
 def check(settings: Settings) -> None:
     # A manifest in the work folder is of a run that was cut off while it put its files in place.
     may_replace = settings.overwrite or (settings.folder / MANIFEST).exists()
-    if settings.output is None and not may_replace and (found := held(settings.data_path)):
+    if settings.output is None and not may_replace and (found := find_data_set(settings.data_path)):
         prefix = str(settings.output_prefix)
         works = ("--output-prefix", prefix, "--overwrite")
         raise UsageError("--output-prefix", prefix, f"new ({found} is there)", works=works)
@@ -213,15 +206,15 @@ def check(settings: Settings) -> None:
         warn("without --append-eod documents run into each other in training")
 
 
-def tell(warning: str | None) -> None:
+def say_warning(warning: str | None) -> None:
     if warning:
         say(f"warning: {warning}")
 
 
 @functools.cache
 def warn(message: str) -> None:
-    """Once in a process: a run tokenises two sides."""
-    tell(message)
+    """Once in a process: a run of the corpus pipeline tokenises training and validation."""
+    say_warning(message)
 
 
 def token_settings(settings: Settings) -> TokenSettings:
@@ -229,7 +222,8 @@ def token_settings(settings: Settings) -> TokenSettings:
     shard_bytes = parse_size("--shard-size", settings.shard_size)
     total = sum(file.stat().st_size for file in find_shards(settings.input))
     tokenizer = settings.tokenizer
-    encoder = tokenizer.encoder
+    files = settings.vocab_file, settings.merge_file
+    encoder = load_encoder(settings.tokenizer_type, *files, settings.encoder)
     chosen = TokenSettings(
         input=settings.input,
         output=settings.folder,
@@ -251,7 +245,8 @@ def token_settings(settings: Settings) -> TokenSettings:
         shard_bytes=shard_bytes,
         shuffled=are_shuffled(settings.input),
     )
-    say(f"encoder: {encoder.said}{f'; sentences: {SPLITTER}' if settings.split_sentences else ''}")
+    sentences = f"; sentences: {SPLITTER}" if settings.split_sentences else ""
+    say(f"encoder: {encoder.description}{sentences}")
     return chosen
 
 
@@ -263,20 +258,17 @@ def check_sample(settings: Settings, chosen: TokenSettings) -> None:
     texts = sample_texts(chosen.units(), settings.json_key)
     cure = f"--tokenizer-type {BertWordPieceLowerCase.kind} with a vocabulary without capitals"
     allow, casing = settings.allow_lower_case, count_casing(texts)
-    tell(judge_casing(where, casing, tokenizer, allow=allow, cure=cure))
-    ids, _ = tokenizer.encode_arrays(texts)
+    say_warning(judge_casing(where, casing, tokenizer, allow=allow, cure=cure))
+    ids, _ = chosen.load_encoder().arrays(texts)
     count = int((ids == tokenizer.unknown).sum())
     if count > MARGIN * settings.max_unknown * len(ids):
         check_unknown(settings, where, count, len(ids))
 
 
-def check_unknown(
-    settings: Settings, where: str, count: int, tokens: int, *, after: str = ""
-) -> None:
-    why = f"which teaches nothing: --vocab-file {settings.vocab_file} lacks letters of this text"
-    cure = "a vocabulary of its language (tools/train_tokenizer.py makes one of the same input)"
-    most = settings.max_unknown
-    tell(judge_unknown(where, count, tokens, most, why=why, cure=cure, after=after))
+def check_unknown(settings: Settings, where: str, count: int, tokens: int) -> None:
+    why = f"letters that --vocab-file {settings.vocab_file} lacks"
+    cure = "a vocabulary that tools/train_tokenizer.py makes of the same input"
+    say_warning(judge_unknown(where, count, tokens, settings.max_unknown, why=why, cure=cure))
 
 
 def are_shuffled(paths: Sequence[Path]) -> bool | None:
@@ -304,20 +296,23 @@ def tokenise(step: StepRun, settings: Settings) -> None:
     description = join_descriptions([Description.from_json(part) for part in parts if part])
     goes_on = f"; nothing was put in place, and with the latter the run goes on from {step.output}"
     unknown = description.unknown_tokens or 0
-    check_unknown(settings, settings.given, unknown, description.tokens, after=goes_on)
-    place(staged, settings.filled, description, settings.tokenizer.files)
+    try:
+        check_unknown(settings, settings.given, unknown, description.tokens)
+    except ValueError as error:
+        raise ValueError(f"{error}{goes_on}") from error
+    move_data_set(staged, settings.filled, description, settings.tokenizer.files)
     manifest = step.finish(
         funnel,
         list(shard_facts(description, settings.filled)),
         place=settings.data_path,
         tokens=description.tokens,
         shuffled=description.shuffled,
-        **{name: getattr(description, name) for name in NOTED},
+        **{name: getattr(description, name) for name in OPTIONAL_COUNTS},
         empty_sentences=sum(result["empty_sentences"] for result in results),
     )
     if settings.output is not None:
-        told = summary(manifest, description, step.output / "rejected.jsonl")
-        say(f"{settings.data_path}: {told}")
+        line = summary(manifest, description, step.output / "rejected.jsonl")
+        say(f"{settings.data_path}: {line}")
 
 
 def check_json_key(settings: Settings, results: Sequence[Any], *, is_empty: bool) -> None:
@@ -332,7 +327,7 @@ def check_json_key(settings: Settings, results: Sequence[Any], *, is_empty: bool
     lack = f"{count} lines of {settings.given} have no text under it"
     keys = f"their keys: {', '.join(characters) or 'none'}"
     if not is_empty:
-        tell(f"--json-key {settings.json_key}: {lack}; {keys}")
+        say_warning(f"--json-key {settings.json_key}: {lack}; {keys}")
         return
     longest = max(characters, key=characters.__getitem__, default=None)
     works = ("--json-key", longest) if longest is not None and characters[longest] else ()
@@ -341,8 +336,8 @@ def check_json_key(settings: Settings, results: Sequence[Any], *, is_empty: bool
 
 
 def encode_and_join(step: StepRun, settings: TokenSettings) -> tuple[list[Any], list[Any]]:
-    """The books of all units, and the Descriptions of all shards; None for one without text."""
-    shards = list(enumerate(deal(step.units, settings.shard_bytes)))
+    """(results of all units, Descriptions of all shards); None for a shard without text."""
+    shards = list(enumerate(group_units(step.units, settings.shard_bytes)))
     results: list[Any] = []
     parts: list[Any] = []
     for first in range(0, len(shards), WAVE):

@@ -19,20 +19,15 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron.data.indexed import token_dtype
+from megatron.data.json_lines import WORK, Unit, no_text_reason, parse_json, parse_line, read_lines
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from tools.corpus.records import (
-    Count,
-    Counts,
-    Funnel,
-    no_text_reason,
-    parse_json,
-    parse_line,
-    source_of,
-)
+from tools.corpus.records import Count, Counts, Funnel, source_of
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import WORK, Unit, placed, read_lines
+from tools.corpus.shards import placed
 from tools.corpus.units import keep_rejected
+from tools.data_files import IndexedDatasetWriter
+from tools.encoders import Encoder, build_encoder
 from tools.sentences import split_sentences
 
 BATCH_DOCUMENTS, BATCH_BYTES = 500, 1 << 22  # that are encoded at a time, whichever comes first
@@ -69,11 +64,10 @@ class TokenSettings(StepSettings):
 
     no_parameters: ClassVar = frozenset({"unknown"})  # which the fingerprint says, too
 
-    @property
-    def tokenizer(self) -> Tokenizer:
+    def load_encoder(self) -> Encoder:
         """One for each process."""
         files = self.vocab_file, self.merge_file
-        return load_tokenizer(self.tokenizer_type, *files, self.encoder)
+        return load_encoder(self.tokenizer_type, *files, self.encoder)
 
     def part(self, unit: str, suffix: str) -> Path:
         """A file that holds what a unit was encoded to."""
@@ -84,22 +78,24 @@ class TokenSettings(StepSettings):
         return str(self.output / WORK / "staged" / f"{shard:05}")
 
 
-def load_tokenizer(
-    kind: str, vocab_file: Path | None, merge_file: Path | None, encoder: str
-) -> Tokenizer:
-    """Made once in a process, whether the encoder is named or left to choose."""
-    tokenizer = _build(kind, vocab_file, merge_file, "auto")
-    if encoder in ("auto", tokenizer.encoder.name):
-        return tokenizer
-    return _build(kind, vocab_file, merge_file, encoder)
-
-
 @cache
-def _build(kind: str, vocab_file: Path | None, merge_file: Path | None, encoder: str) -> Tokenizer:
+def load_tokenizer(kind: str, vocab_file: Path | None, merge_file: Path | None) -> Tokenizer:
     # A worker is one of --workers: the tokenizers library would take all cores for each.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     files = [str(file) if file else None for file in (vocab_file, merge_file)]
-    return build_tokenizer(kind, *files, encoder)
+    return build_tokenizer(kind, *files)
+
+
+@cache
+def load_encoder(
+    kind: str, vocab_file: Path | None, merge_file: Path | None, choice: str
+) -> Encoder:
+    """Made once in a process, whether it is named or left to choose."""
+    if choice != "auto":
+        chosen = load_encoder(kind, vocab_file, merge_file, "auto")
+        if chosen.name == choice:
+            return chosen
+    return build_encoder(choice, load_tokenizer(kind, vocab_file, merge_file).library)
 
 
 class Passage(NamedTuple):
@@ -114,7 +110,7 @@ def unit_bytes(total: int, shard_bytes: int) -> int:
     return min(max(total // UNITS, SMALLEST_UNIT), LARGEST_UNIT, shard_bytes)
 
 
-def deal(units: Sequence[Unit], shard_bytes: int) -> list[list[Unit]]:
+def group_units(units: Sequence[Unit], shard_bytes: int) -> list[list[Unit]]:
     """The units of each shard: even shares of the input, of shard_bytes at most as units go."""
     sizes = [unit.stop - unit.start for unit in units]
     total = sum(sizes)
@@ -136,7 +132,7 @@ class Encoded(NamedTuple):
 
 
 def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
-    """Write the tokens of the unit's documents and their sizes; keep the books."""
+    """Write the tokens of the unit's documents and their sizes; returns its counts, for JSON."""
     funnel, empty, other_keys = Funnel(), 0, Counter[str]()
     dtype = token_dtype(settings.vocab_size)
     with ExitStack() as stack:
@@ -166,7 +162,7 @@ def encode(texts: Sequence[str], settings: TokenSettings) -> Encoded:
     """The tokens of documents, cut into sentences and ended by marks as the settings say."""
     is_split = settings.sentences is not None
     parts = [split_sentences(text) if is_split else [text] for text in texts]
-    ids, sizes = settings.tokenizer.encode_arrays(list(chain.from_iterable(parts)))
+    ids, sizes = settings.load_encoder().arrays(list(chain.from_iterable(parts)))
     document = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     assert len(sizes) == len(document)
     real = sizes > 0
@@ -255,12 +251,12 @@ def join_shard(
             eod=settings.eod,
             shuffled=settings.shuffled,
         )
-    noted = replace(
+    complete = replace(
         description,
         one_sentence=single if is_split else None,
         unknown_tokens=unknown if settings.unknown is not None else None,
     )
-    return asdict(noted)
+    return asdict(complete)
 
 
 def _read_part(

@@ -21,6 +21,23 @@ class Batch:
         return self.tokens.size
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExampleBatch(Batch):
+    """Labelled examples to fine-tune BERT on, padded to the longest sequence among them.
+
+    With several options tokens, token_types and is_real have three dims, [b, options, s].
+    """
+
+    token_types: NDArray[np.int64]  # [b, s]
+    is_real: NDArray[np.bool_]  # [b, s], False where there is padding
+    labels: NDArray[np.int64]  # [b, 1], [b, 2] of spans, [b, 0] where they are not known
+    counted: NDArray[np.float32]  # [b], 0 of an example that only fills the batch
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.is_real[self.counted > 0].sum())
+
+
 class Samples(Protocol):
     """A series of samples, each a pure function of its number."""
 

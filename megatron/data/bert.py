@@ -1,9 +1,9 @@
 """BERT's samples (paper, section 5.2): a pure function of (seed, sample number), masks included.
 
-A sample is two segments of one document, whose order BERT tells (pairs.py) and of which it predicts
-words (Masking, below); padding fills it up:
+A sample is two segments of one document, whose order BERT predicts (pairs.py), and in which it
+predicts words (Masking, below); padding fills it up:
 
-    tokens       [CLS] first  [SEP] second [SEP] [PAD] ...     some of them hidden
+    tokens       [CLS] first  [SEP] second [SEP] [PAD] ...     some of them masked
     token_types    0     0      0     1      1     0
     is_real      True                       True  False
 
@@ -12,7 +12,7 @@ sets (order.py). In place of a spare number another block is drawn, so in an epo
 validation split, every block comes at least once and some come again, with another cut and other
 masks; all with the same probability, so that a mean over the split is a fair one. What is drawn for
 a sample number is drawn from a generator of its own: each epoch draws anew, while each evaluation
-reads the same samples. All is made of the generator's uniform numbers: what else numpy draws may
+reads the same samples. Only the generator's uniform numbers are used: what else numpy draws may
 differ between its versions.
 
 b: samples of a batch; s: tokens of a sample (--seq-length), of which 3 are marks.
@@ -20,20 +20,20 @@ b: samples of a batch; s: tokens of a sample (--seq-length), of which 3 are mark
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.batch import Batch
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed import IndexedDataset, check_highest_id
 from megatron.data.order import Series, open_series
 from megatron.data.pairs import SPECIAL, Blocks, Pair, draw_pair
 from megatron.data.sources import Corpus
-from megatron.data.verify import check_highest_id
-from megatron.data.wordpiece import BertTokenizer
+from megatron.data.tokenizer import BertTokenizer
 
-HIDDEN, RANDOM = 0.8, 0.1  # shares of [MASK] and of random ids; the others stay
+# Shares of the tokens to be predicted that are replaced; the others are read as they are.
+MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class BertBatch(Batch):
     is_real: NDArray[np.bool_]
     """[b, s]: False where there is padding."""
     labels: NDArray[np.int64]
-    """[b, s]: what stands there, also where nothing is to be predicted."""
+    """[b, s]: the tokens before masking, also where nothing is to be predicted."""
     loss_mask: NDArray[np.float32]
     """[b, s]: 1 where a token is to be predicted, else 0."""
     is_swapped: NDArray[np.int64]
@@ -56,13 +56,12 @@ class BertBatch(Batch):
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """Whole-word n-gram masking: what is to be predicted, and what hides it.
+    """Whole-word n-gram masking: which tokens are to be predicted, and what is read in their place.
 
     A word is a piece and the continuations after it. A sample of W words gets k n-grams, where k is
     mask_prob W / mean, rounded up or down at random so that this is its mean; n is between 1 and
     max_ngram_size with probability in proportion to 1/n, and its mean is max_ngram_size / (1 + 1/2
-    + ... + 1/max_ngram_size). So what is to be expected is simple, and it does not depend on how
-    long the words are:
+    + ... + 1/max_ngram_size). So the expected shares are simple, however long the words are:
 
         tokens to be predicted         mask_prob of all, marks not among them
         n-grams of 1, 2, 3, ... words  as 1 : 1/2 : 1/3 ...
@@ -77,7 +76,7 @@ class Masking:
     mask: int
     """Id of [MASK]."""
     ordinary: NDArray[np.int64]
-    """The ids that may stand in place of another."""
+    """The ids that may replace another."""
     is_continuation: NDArray[np.bool_]
     """[vocabulary]: whether a piece goes on with the word before it."""
     mask_prob: float
@@ -86,8 +85,8 @@ class Masking:
     def __post_init__(self) -> None:
         if not 0 < self.mask_prob <= 0.5:
             raise ValueError(
-                f"--mask-prob {self.mask_prob} should be above 0 and at most 0.5, since n-grams do "
-                "not touch; --mask-prob 0.15 would work"
+                f"--mask-prob {self.mask_prob} is not above 0 and at most 0.5; --mask-prob 0.15 "
+                "would work"
             )
         assert self.max_ngram_size >= 1
 
@@ -106,10 +105,10 @@ class Masking:
             begins = ~self.is_continuation[segment]
             begins[0] = True  # even where the segment was cut within a word
             words.append(np.cumsum(begins) - 1)
-        lengths_of_words = [int(word[-1]) + 1 for word in words]
+        num_words = [int(word[-1]) + 1 for word in words]
         # N-grams of each segment; one offset rounds them all, so that their sum is rounded too.
         mean = float(1 + (1 - self._shares).sum())
-        expected = np.array(lengths_of_words) * self.mask_prob / mean
+        expected = np.array(num_words) * self.mask_prob / mean
         expected *= max(1.0, 1 / expected.sum())
         ends = np.floor(np.cumsum(expected) + rng.random()).astype(int)
         # Words of each n-gram, in random order; each length as often as its share says, but for 1.
@@ -118,29 +117,29 @@ class Masking:
         levels = (np.argsort(rng.random(count), kind="stable") + rng.random()) / count
         lengths = np.split(np.searchsorted(self._shares, levels, "right") + 1, ends[:-1])
         return [
-            _place(mine, size, rng)[word]
-            for mine, size, word in zip(lengths, lengths_of_words, words, strict=True)
+            _spread(ngrams, size, rng)[word]
+            for ngrams, size, word in zip(lengths, num_words, words, strict=True)
         ]
 
-    def hide(
-        self, tokens: NDArray[np.int64], chosen: NDArray[np.bool_], rng: np.random.Generator
+    def replace(
+        self, tokens: NDArray[np.int64], is_masked: NDArray[np.bool_], rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """What the model reads in place of the tokens."""
-        places = np.flatnonzero(chosen)
-        fate, drawn = rng.random((2, len(places)))
+        """The tokens that the model reads."""
+        where = np.flatnonzero(is_masked)
+        kind, drawn = rng.random((2, len(where)))
         others = self.ordinary[(drawn * len(self.ordinary)).astype(np.int64)]
-        stays = np.where(fate < HIDDEN + RANDOM, others, tokens[places])
-        read = tokens.copy()
-        read[places] = np.where(fate < HIDDEN, self.mask, stays)
-        return read
+        unmasked = np.where(kind < MASK_SHARE + RANDOM_SHARE, others, tokens[where])
+        replaced = tokens.copy()
+        replaced[where] = np.where(kind < MASK_SHARE, self.mask, unmasked)
+        return replaced
 
 
-def _place(lengths: NDArray[np.int64], words: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Where n-grams of these lengths lie: bool [words], all places that do not touch alike."""
+def _spread(lengths: NDArray[np.int64], words: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """bool [words]: n-grams of these lengths at random, none touching, all ways as likely."""
     lengths = np.minimum(lengths, words)
     lengths = lengths[np.cumsum(lengths) + np.arange(len(lengths)) <= words]
     free = words - int(lengths.sum())
-    # Words that stay before each n-gram: different ones, so that no two n-grams touch.
+    # Other words before each n-gram: all different, so that no two n-grams touch.
     before = np.sort(np.argsort(rng.random(free + 1), kind="stable")[: len(lengths)])
     ends = before + np.cumsum(lengths)
     steps = np.zeros(words + 1, np.int64)
@@ -156,11 +155,11 @@ class BertSample:
     pair: Pair
     is_spare: bool
     """Whether the sample number belongs to no block, so that one was drawn."""
-    stands: list[NDArray[np.int64]]
-    """What stands in the document."""
-    chosen: list[NDArray[np.bool_]]
-    """Where it is to be predicted."""
-    reads: list[NDArray[np.int64]]
+    labels: list[NDArray[np.int64]]
+    """The tokens in the document."""
+    is_masked: list[NDArray[np.bool_]]
+    """Which of them are to be predicted."""
+    tokens: list[NDArray[np.int64]]
     """What the model reads."""
 
 
@@ -178,7 +177,6 @@ class BertDataset:
         masking: Masking,
         short_seq_prob: float,
     ) -> None:
-        """tokenizer: whose marks are put around the segments."""
         self.samples_per_epoch = series.samples_per_epoch
         self.blocks = tuple(series.splits)
         self._series = series
@@ -195,56 +193,57 @@ class BertDataset:
         samples, marks = self.samples(numbers), self._tokenizer
         shape = len(samples), self.blocks[0].length + SPECIAL
         labels, types = np.full(shape, marks.pad, np.int64), np.zeros(shape, np.int64)
-        is_real, chosen = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
-        for row, sample in enumerate(samples):
-            middle = 1 + len(sample.stands[0])
-            end = middle + 1 + len(sample.stands[1])
-            first, second = slice(1, middle), slice(middle + 1, end)
-            labels[row, [0, middle, end]] = marks.cls, marks.sep, marks.sep
-            labels[row, first], labels[row, second] = sample.stands
-            chosen[row, first], chosen[row, second] = sample.chosen
-            types[row, middle + 1 : end + 1] = 1
-            is_real[row, : end + 1] = True
+        is_real, loss_mask = np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
+        labels[:, 0] = marks.cls
         tokens = labels.copy()
-        tokens[chosen] = np.concatenate(
-            [
-                read[where]
-                for sample in samples
-                for read, where in zip(sample.reads, sample.chosen, strict=True)
-            ]
-        )
+        for row, sample in enumerate(samples):
+            start = 1
+            for segment in (0, 1):
+                stop = start + len(sample.labels[segment])
+                labels[row, start:stop] = sample.labels[segment]
+                tokens[row, start:stop] = sample.tokens[segment]
+                loss_mask[row, start:stop] = sample.is_masked[segment]
+                labels[row, stop] = tokens[row, stop] = marks.sep
+                types[row, start : stop + 1] = segment
+                start = stop + 1
+            is_real[row, :start] = True
         return BertBatch(
             tokens=tokens,
             token_types=types,
             is_real=is_real,
             labels=labels,
-            loss_mask=chosen.astype(np.float32),
+            loss_mask=loss_mask,
             is_swapped=np.array([sample.pair.is_swapped for sample in samples], np.int64),
         )
 
     def samples(self, numbers: Sequence[int]) -> list[BertSample]:
-        """As batch(), with what became of each."""
+        """As batch(), with how each was drawn."""
         samples: dict[int, BertSample] = {}
-        for blocks, rows, places in self._series.locate(numbers):
-            for row, place in zip(rows.tolist(), places.tolist(), strict=True):
-                samples[row] = self._draw(blocks, place, numbers[row])
+        for blocks, rows, block_numbers in self._series.locate(numbers):
+            for row, block_number in zip(rows.tolist(), block_numbers.tolist(), strict=True):
+                samples[row] = self._draw(blocks, block_number, numbers[row])
         return [samples[row] for row in range(len(numbers))]
 
-    def _draw(self, blocks: Blocks, place: int, number: int) -> BertSample:
-        """The sample of this number, from a place in the numbers of a data set."""
+    def _draw(self, blocks: Blocks, block_number: int, number: int) -> BertSample:
+        """The sample of this number, from a block of one data set."""
         key = (self._series.seed % 2**64 << 64) + number
         rng = np.random.Generator(np.random.Philox(key=key))
-        block, is_spare = blocks.draw(place, rng)
+        block, is_spare = blocks.draw(block_number, rng)
         pair = draw_pair(block, blocks.length, self._short_seq_prob, rng)
-        tokens = [blocks.data.tokens[each.start : each.stop] for each in (pair.first, pair.second)]
-        stands = [each.astype(np.int64) for each in tokens]
-        highest = max(int(each.max()) for each in stands)
-        check_highest_id(blocks.data.prefix, highest, len(self._masking.is_continuation))
-        chosen = self._masking.choose(stands, rng)
-        reads = [
-            self._masking.hide(ids, where, rng) for ids, where in zip(stands, chosen, strict=True)
+        labels = [
+            blocks.data.read(each.start, each.stop).astype(np.int64)
+            for each in (pair.first, pair.second)
         ]
-        return BertSample(pair=pair, is_spare=is_spare, stands=stands, chosen=chosen, reads=reads)
+        highest = max(int(each.max()) for each in labels)
+        check_highest_id(blocks.data.prefix, highest, len(self._masking.is_continuation))
+        is_masked = self._masking.choose(labels, rng)
+        tokens = [
+            self._masking.replace(ids, where, rng)
+            for ids, where in zip(labels, is_masked, strict=True)
+        ]
+        return BertSample(
+            pair=pair, is_spare=is_spare, labels=labels, is_masked=is_masked, tokens=tokens
+        )
 
 
 def open_bert_splits(
@@ -266,15 +265,14 @@ def open_bert_splits(
     """
     if seq_length < SPECIAL + 2:
         raise ValueError(
-            f"--seq-length {seq_length} has no room for two segments and their marks; "
-            f"--seq-length {SPECIAL + 2} would work"
+            f"--seq-length {seq_length} is too short for two segments; --seq-length {SPECIAL + 2} "
+            "would work"
         )
     for source in corpus.sources:
-        if source.description is not None and source.description.eod is not None:
+        if (known := source.data.description) is not None and known.eod is not None:
             raise ValueError(
-                f"--data-path: the documents of {source.data.prefix} end with the mark "
-                f"{source.description.eod}, which BERT does not read; one that "
-                "tools/preprocess_data.py wrote without --append-eod would work"
+                f"--data-path: the documents of {source.data.prefix} end with a mark; data of "
+                "tools/preprocess_data.py without --append-eod would work"
             )
     marks = [tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask]
     masking = Masking(
@@ -290,10 +288,5 @@ def open_bert_splits(
         blocks.check(name)
         return blocks
 
-    training, validation, test = (
-        BertDataset(series, tokenizer=tokenizer, masking=masking, short_seq_prob=short_seq_prob)
-        if series is not None
-        else None
-        for series in open_series(corpus, split, seed, cut)
-    )
-    return training, validation, test
+    make = partial(BertDataset, tokenizer=tokenizer, masking=masking, short_seq_prob=short_seq_prob)
+    return open_series(corpus, split, seed, cut, make)

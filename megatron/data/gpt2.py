@@ -2,24 +2,24 @@
 
 A split's documents stand one after another; sample k of an epoch is its tokens [k s, k s + s], in
 file order, so that neighbours share one token and every token but the first is a label once. An
-epoch takes the samples in an order of its own, a blend takes them from several data sets (see
-order.py); nothing is built beforehand and nothing is stored.
+epoch takes the samples in an order of its own, a blend takes them from several data sets
+(order.py).
 
 b: samples of a batch; s: tokens of a sample (--seq-length).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.batch import Batch
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed import IndexedDataset, check_highest_id
 from megatron.data.order import Series, open_series
 from megatron.data.sources import Corpus
-from megatron.data.verify import check_highest_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,10 @@ class GPT2Batch(Batch):
 
 @dataclass(frozen=True, kw_only=True)
 class Boundaries:
-    """What becomes of the boundaries between documents; they end with their end mark."""
+    """What happens at the boundaries between documents."""
 
     eod: int | None
-    """The mark; None where the documents have none."""
+    """The id that each document ends with; None where the documents have none."""
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
@@ -50,8 +50,8 @@ class Boundaries:
         wanted = [f"--{name.replace('_', '-')}" for name in flags if getattr(self, name)]
         if wanted and self.eod is None:
             raise ValueError(
-                f"{' '.join(wanted)} needs end marks between documents, and --data-path has none: "
-                "tools/preprocess_data.py --append-eod puts them there"
+                f"{' '.join(wanted)} needs end marks between documents, and --data-path has none; "
+                "data of tools/preprocess_data.py --append-eod would work"
             )
 
     def batch(self, window: NDArray[np.int32]) -> GPT2Batch:
@@ -90,8 +90,8 @@ class TokenRange:
         """[samples, s + 1], of the type in the file."""
         starts = [self.tokens.start + sample * self.seq_length for sample in samples]
         for start in starts:
-            self.data.tokens.expect(start, start + self.seq_length + 1)
-        return np.stack([self.data.tokens[start : start + self.seq_length + 1] for start in starts])
+            self.data.will_read(start, start + self.seq_length + 1)
+        return np.stack([self.data.read(start, start + self.seq_length + 1) for start in starts])
 
 
 class GPT2Dataset:
@@ -148,16 +148,11 @@ def open_splits(
         if not len(found):
             count = len(found.tokens)
             raise ValueError(
-                f"the {name} split of {data.prefix} has {count} tokens, too few for one sample of "
-                f"--seq-length {seq_length} and the token after it; --seq-length "
-                f"{max(1, count - 1)} would work, or a larger weight for {name} in --split"
+                f"--seq-length {seq_length} is too long for the {name} split of {data.prefix}, of "
+                f"{count} tokens; --seq-length {max(1, count - 1)} or a larger part of --split "
+                "would work"
             )
         return found
 
-    training, validation, test = (
-        GPT2Dataset(series, vocab_size=corpus.vocab_size, boundaries=boundaries)
-        if series is not None
-        else None
-        for series in open_series(corpus, split, seed, cut)
-    )
-    return training, validation, test
+    make = partial(GPT2Dataset, vocab_size=corpus.vocab_size, boundaries=boundaries)
+    return open_series(corpus, split, seed, cut, make)

@@ -23,6 +23,7 @@ ROUNDS = 8
 WORD = 2**64 - 1
 
 SplitOfOne = TypeVar("SplitOfOne", bound=Sized)
+Dataset = TypeVar("Dataset")
 
 
 def split_documents(split: str, documents: int) -> tuple[range, range, range]:
@@ -37,16 +38,16 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
         weights = []
     if len(weights) != 3 or min(weights) < 0 or sum(weights) == 0:
         raise ValueError(
-            f"--split {split} should be three weights of 0 or more, for training, validation and "
-            "test; --split 29,1,0 would work"
+            f"--split {split} is no three weights (training, validation, test) of 0 or more; "
+            "--split 29,1,0 would work"
         )
     bounds = [floor(documents * sum(weights[:end]) / sum(weights)) for end in range(4)]
     training, validation, test = (range(start, stop) for start, stop in pairwise(bounds))
     for name, weight, found in zip(SPLITS, weights, (training, validation, test), strict=True):
         if weight and not found:
             raise ValueError(
-                f"--split {split} leaves no document for {name}: there are only {documents}; "
-                "give it a larger weight, a weight of 0, or more documents"
+                f"--split {split} leaves no document of {documents} for {name}; a larger weight, "
+                "or 0, would work"
             )
     return training, validation, test
 
@@ -54,9 +55,9 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
 def permute(
     numbers: NDArray[np.int64], size: int, *, seed: int, epochs: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Where each of `numbers`, in range(size), stands in the order of its epoch: int64 [n].
+    """The sample at each of these positions, in range(size), of its epoch: int64 [n].
 
-    epochs: int64 [n], the epoch of each number. For one epoch a bijection of range(size); a pure
+    epochs: int64 [n], the epoch of each position. For one epoch a bijection of range(size); a pure
     function of (number, size, seed, epoch).
 
     A Feistel network is a bijection of 2^(2h) numbers whatever its round function. A number that it
@@ -91,10 +92,9 @@ def _mix(value: NDArray[Any]) -> NDArray[Any]:
 class Blend:
     """Which data set a sample of a blend is from, and its number there.
 
-    Data set i of share w_i must have given its j-th sample by the time its share is j, and may not
-    have begun it before its share passes j - 1: this keeps it within 1 of its share after every
-    sample. Taking, of those that may give one, the data set whose sample is due first always meets
-    these times (scheduling of unit jobs by earliest deadline; Baruah et al., Proportionate
+    After every sample each data set is within 1 of its share: its j-th sample comes no later than
+    its share is j, and not before its share passes j - 1. Taking, of the data sets that may give
+    one, that whose sample is due first always meets these deadlines (Baruah et al., Proportionate
     Progress, 1996).
 
     With whole-number weights of sum D the order repeats after D samples with every data set exactly
@@ -115,8 +115,7 @@ class Blend:
             rounded = _whole_numbers([Fraction(max(1, share)) for share in nearest])
             given, used = (" : ".join(map(str, each)) for each in (shares, rounded))
             warnings.warn(
-                f"--data-path: weights in the ratio {given} are too fine for an exact order, so "
-                f"that {used} is used",
+                f"--data-path: weights {given} are too fine for an exact order; {used} is used",
                 stacklevel=2,
             )
             shares = rounded
@@ -183,16 +182,14 @@ class Series(Generic[SplitOfOne]):
     def locate(
         self, numbers: Sequence[int]
     ) -> Iterator[tuple[SplitOfOne, NDArray[np.int64], NDArray[np.int64]]]:
-        """(split, rows, samples): which of its samples, in file order, stand in these rows.
+        """(split, rows, samples): which of its samples, in file order, are in these rows.
 
         ValueError past the end of a split that is not endless.
         """
-        asked = max(numbers) + 1
-        if self._name != "training" and asked > self.samples_per_epoch:
+        if self._name != "training" and max(numbers) >= self.samples_per_epoch:
             raise ValueError(
-                f"the {self._name} split ends after {self.samples_per_epoch} samples, and {asked} "
-                f"were asked for; fewer --eval-iters, or a larger weight for {self._name} in "
-                "--split, would work"
+                f"the {self._name} split ends after {self.samples_per_epoch} samples; fewer "
+                "--eval-iters, or a larger part of --split, would work"
             )
         sources, local = self._blend.locate(np.asarray(numbers, np.int64))
         for source in np.unique(sources).tolist():
@@ -206,20 +203,22 @@ def open_series(
     split: str,
     seed: int,
     cut: Callable[[IndexedDataset, range, str], SplitOfOne],
-) -> list[Series[SplitOfOne] | None]:
-    """The series of training, validation and test, None for a weight of 0.
+    make: Callable[[Series[SplitOfOne]], Dataset],
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
 
-    --split cuts each data set of a blend. cut: makes the split of this name of these documents.
+    cut: the split of this name of these documents. make: a data set of a series.
     Raises ValueError, naming the flag, for a split without documents.
     """
     blend = Blend([source.weight for source in corpus.sources])
     datasets = [source.data for source in corpus.sources]
-    shares = [split_documents(split, len(data.documents) - 1) for data in datasets]
-    opened: list[Series[SplitOfOne] | None] = []
-    for name, ranges in zip(SPLITS, zip(*shares, strict=True), strict=True):
-        if not all(ranges):
+    ranges = [split_documents(split, data.num_documents) for data in datasets]
+    opened: list[Dataset | None] = []
+    for name, documents in zip(SPLITS, zip(*ranges, strict=True), strict=True):
+        if not all(documents):
             opened.append(None)
             continue
-        splits = [cut(data, each, name) for data, each in zip(datasets, ranges, strict=True)]
-        opened.append(Series(name, splits, blend, seed))
-    return opened
+        splits = [cut(data, each, name) for data, each in zip(datasets, documents, strict=True)]
+        opened.append(make(Series(name, splits, blend, seed)))
+    training, validation, test = opened
+    return training, validation, test

@@ -9,8 +9,8 @@ it is. A document of n tokens has ceil(n / L) elements, or one more.
 A document is cut into ceil(n / L) blocks of about equally many tokens, and fewer where there are
 not two sentences for each. Its first elements number its blocks, so that every sentence is in
 exactly one. Elements that are left are spare: at most one of a document with sentences enough, so
-few where documents are long. A document of one sentence has no block, as BERT learns from pairs: it
-is passed over.
+few where documents are long. A document of one sentence has no block and is skipped, as BERT learns
+from pairs.
 """
 
 import warnings
@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from megatron.data.indexed import IndexedDataset
 
 SPECIAL = 3  # [CLS] and two [SEP]
-GLANCES = 256  # documents of a split that are looked at when it is opened
-TURNS = 64  # numbers that are drawn in place of a spare one before their neighbours are taken
+SAMPLED_DOCUMENTS = 256  # documents of a split that are checked when it is opened
+MAX_DRAWS = 64  # in place of a spare number, before its neighbours are taken
 
 
 class Blocks:
-    """Those of some documents of a data set; its length is that of the merged series."""
+    """Those of some documents of a data set; len() is the length of the merged series."""
 
     def __init__(self, data: IndexedDataset, documents: range, length: int) -> None:
         self.data = data
@@ -41,26 +41,25 @@ class Blocks:
         return self._size
 
     def block(self, number: int) -> NDArray[np.int64] | None:
-        """Offsets in data.tokens at which its sentences start, and its end; None for a spare one.
+        """First tokens of its sentences, and its end: int64 [sentences + 1]; None for a spare one.
 
-        int64 [sentences + 1], rising, of 2 sentences or more; a sentence without tokens is none.
-        Reads the sizes of all sentences of the document.
+        Rising, of 2 sentences or more; a sentence without tokens does not count. Reads the sizes of
+        all sentences of the document.
         """
         document = self.documents[bisect_right(self.documents, number, key=self._before) - 1]
-        part = number - self._before(document)
+        index = number - self._before(document)
         bounds = self.sentences(document)
         tokens, sentences = int(bounds[-1] - bounds[0]), len(bounds) - 1
-        parts = min(-(-tokens // self.length), sentences // 2)
-        if part >= parts:
+        count = min(-(-tokens // self.length), sentences // 2)
+        if index >= count:
             return None
-        first, last = _cuts(bounds - bounds[0], parts)[part : part + 2]
+        first, last = _cuts(bounds - bounds[0], count)[index : index + 2]
         return bounds[first : last + 1]
 
     def sentences(self, document: int) -> NDArray[np.int64]:
-        """Offsets in data.tokens at which those of a document start, and its end: int64 [n + 1]."""
-        first, last = (int(self.data.documents[each]) for each in (document, document + 1))
-        sizes = np.asarray(self.data.sizes[first:last], np.int64)
-        start = self._first_token(document)
+        """First tokens of the sentences of a document, and its end: int64 [sentences + 1]."""
+        sizes = self.data.sequence_sizes(document).astype(np.int64)
+        start = self.data.first_token(document)
         return start + np.concatenate([[0], np.cumsum(sizes[sizes > 0])])
 
     def draw(self, number: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], bool]:
@@ -70,7 +69,7 @@ class Blocks:
         """
         block = self.block(number)
         is_spare = block is None
-        for _ in range(TURNS):
+        for _ in range(MAX_DRAWS):
             if block is not None:
                 return block, is_spare
             number = int(rng.random() * len(self))
@@ -81,48 +80,42 @@ class Blocks:
         return block, is_spare
 
     def one_sentence(self, limit: int) -> tuple[int, int]:
-        """(documents of one sentence, documents looked at): some spread evenly, or all if few."""
+        """(documents of one sentence, documents checked): some spread evenly, or all if few."""
         count = min(limit, len(self.documents))
-        looked_at = [self.documents[i * len(self.documents) // count] for i in range(count)]
-        return sum(len(self.sentences(document)) < 3 for document in looked_at), count
+        checked = [self.documents[i * len(self.documents) // count] for i in range(count)]
+        return sum(len(self.sentences(document)) < 3 for document in checked), count
 
     def check(self, split: str) -> None:
-        """ValueError where no document looked at has two sentences, a warning where few have."""
-        single, count = self.one_sentence(GLANCES)
+        """ValueError where no document checked has two sentences, a warning where few have."""
+        single, count = self.one_sentence(SAMPLED_DOCUMENTS)
         of = f"--data-path: of {count} documents of the {split} split of {self.data.prefix}"
         if single == count:
             raise ValueError(
-                f"{of} none has two sentences, and BERT learns from pairs; whole documents, cut by "
-                "tools/preprocess_data.py --split-sentences, would work"
+                f"{of} none has two sentences; whole documents, cut by tools/preprocess_data.py "
+                "--split-sentences, would work"
             )
         if single > count / 2:
-            warnings.warn(
-                f"{of} {single} have one sentence only; such documents are passed over",
-                stacklevel=2,
-            )
+            warnings.warn(f"{of} {single} have one sentence only and are skipped", stacklevel=2)
 
     def _before(self, document: int) -> int:
         """Elements of the merged series before those of this document."""
-        tokens = self._first_token(document) - self._start
+        tokens = self.data.first_token(document) - self._start
         return document - self.documents.start - (-tokens // self.length)
 
-    def _first_token(self, document: int) -> int:
-        return self.data.token_range(range(document, document)).start
 
-
-def _cuts(bounds: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
-    """The sentences at which each part begins, and their number: int64 [parts + 1].
+def _cuts(bounds: NDArray[np.int64], blocks: int) -> NDArray[np.int64]:
+    """The sentences at which each block begins, and their number: int64 [blocks + 1].
 
     bounds: where the sentences start, from 0 on, and where the last one ends. Each cut is the start
-    nearest to an equal share of the tokens, if that leaves every part two sentences.
+    nearest to an equal share of the tokens, if that leaves every block two sentences.
     """
-    sentences, number = len(bounds) - 1, np.arange(parts + 1)
-    shares = number[1:-1] * bounds[-1] // parts
+    sentences, number = len(bounds) - 1, np.arange(blocks + 1)
+    shares = number[1:-1] * bounds[-1] // blocks
     after = np.searchsorted(bounds, shares)
     nearest = after - (shares - bounds[after - 1] < bounds[after] - shares)
     cuts = np.concatenate([[0], nearest, [sentences]])
     apart = np.maximum.accumulate(cuts - 2 * number) + 2 * number
-    return np.minimum(apart, sentences - 2 * (parts - number))
+    return np.minimum(apart, sentences - 2 * (blocks - number))
 
 
 @dataclass(frozen=True, kw_only=True)

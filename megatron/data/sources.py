@@ -9,33 +9,29 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from megatron.data.description import Description
 from megatron.data.files import tokenizer_folder
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed import IndexedDataset, check_highest_id
 from megatron.data.tokenizer import Tokenizer, file_flags, read_tokenizer
-from megatron.data.verify import check_counts, check_highest_id, check_sequences
 
-# Of a data set without sidecar some 64 chunks of 2^16 ids are looked at beforehand: 8 to 16 MB, and
+# Of a data set without sidecar some 64 chunks of 2^16 ids are checked beforehand: 8 to 16 MB, and
 # few enough seeks for a slow disk.
-GLANCES = 64
-GLANCE = 1 << 16
+SAMPLED_CHUNKS = 64
+SAMPLED_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
     weight: Fraction
     data: IndexedDataset
-    description: Description | None
-    """None for a data set without sidecar: one that Megatron's own tools wrote."""
 
     @property
     def content(self) -> str:
         """What is in the data set; where the index says where sentences end, that too."""
-        known = self.description
-        if known is None:
-            return f"{len(self.data.tokens) * self.data.dtype.itemsize} bytes"
-        index = f", index {known.idx_sha256}" if known.sentences is not None else ""
-        return f"SHA-256 {known.bin_sha256}{index}"
+        description = self.data.description
+        if description is None:
+            return f"{self.data.num_tokens * self.data.dtype.itemsize} bytes"
+        index = f", index {description.idx_sha256}" if description.sentences is not None else ""
+        return f"SHA-256 {description.bin_sha256}{index}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +42,9 @@ class Corpus:
     vocab_size: int
     """True vocabulary of the model: padding comes on top."""
     eod: int | None
-    """The mark that documents end with; None where it is not in the data, or not known."""
+    """The id that documents end with; None where it is not in the data, or not known."""
     fingerprint: str
-    """Of the tokenizer; empty where neither tokenizer nor sidecar tells."""
+    """Of the tokenizer; empty where neither tokenizer nor sidecar says it."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -68,30 +64,33 @@ def open_corpus(
 
     tokenizer: None where no tokenizer file was given; the sidecars then say what is needed.
     vocab_size: what --vocab-size says, None where it was not given. Raises ValueError, naming the
-    flag and both values, where they do not fit together. Data sets that were not shuffled get a
-    warning. So does a data set without sidecar, of whose ids some 2^22, spread over it, are looked
-    at.
+    flag and both values, where they do not fit together. Warns of data sets that were not shuffled,
+    and of those without sidecar, of whose ids some 2^22, spread over them, are checked.
     """
-    sources = tuple(_open_source(weight, prefix) for weight, prefix in _parse(data_path))
-    makers: dict[str, _Maker] = {}
+    sources = []
+    for weight, prefix in _parse(data_path):
+        try:
+            sources.append(Source(weight=weight, data=IndexedDataset(prefix)))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"--data-path: {error}") from error
+    # {where it is said: (kind, vocabulary, fingerprint)} of the tokenizer
+    tokenizers: dict[str, tuple[str, int, str]] = {}
     if tokenizer is not None:
-        makers["--vocab-file"] = (tokenizer.kind, tokenizer.vocab_size, tokenizer.fingerprint)
+        facts = tokenizer.kind, tokenizer.vocab_size, tokenizer.fingerprint
+        tokenizers["--vocab-file"] = facts
     for source in sources:
-        if (known := source.description) is not None:
-            maker = known.tokenizer_type, known.vocab_size, known.tokenizer_fingerprint
-            makers[f"{source.data.prefix}.json"] = maker
-    size, fingerprint = _the_only(makers, vocab_size)
+        if (known := source.data.description) is not None:
+            facts = known.tokenizer_type, known.vocab_size, known.tokenizer_fingerprint
+            tokenizers[f"{source.data.prefix}.json"] = facts
+    size, fingerprint = _agreed_tokenizer(tokenizers, vocab_size)
     for source in sources:
-        if source.description is None:
-            _glance(source.data, size)
-    _warn_of_order(sources)
+        if source.data.description is None:
+            _sample_ids(source.data, size)
+    _warn_unless_shuffled(sources)
     own = tokenizer.eod if tokenizer is not None else None
-    marks = {own if (known := source.description) is None else known.eod for source in sources}
-    eod = marks.pop() if len(marks) == 1 else None
-    return Corpus(sources=sources, vocab_size=size, eod=eod, fingerprint=fingerprint)
-
-
-_Maker = tuple[str, int, str]  # kind, vocabulary and fingerprint of the tokenizer of some tokens
+    ends = {own if (known := each.data.description) is None else known.eod for each in sources}
+    eod = ends.pop() if len(ends) == 1 else None
+    return Corpus(sources=tuple(sources), vocab_size=size, eod=eod, fingerprint=fingerprint)
 
 
 def _parse(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
@@ -106,69 +105,58 @@ def _parse(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
         weights = []
     if len(data_path) % 2 or not weights or min(weights) <= 0:
         raise ValueError(
-            f"--data-path {' '.join(data_path)} should be one prefix, or a positive weight before "
-            "each prefix; --data-path 0.3 first 0.7 second would work"
+            f"--data-path {' '.join(data_path)} is no prefix, nor a positive weight before each "
+            "prefix; --data-path 0.3 first 0.7 second would work"
         )
     return list(zip(weights, data_path[1::2], strict=True))
 
 
-def _open_source(weight: Fraction, prefix: str) -> Source:
-    try:
-        data, description = IndexedDataset(prefix), Description.read(prefix)
-        if description is not None:
-            check_counts(data, description)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"--data-path: {error}") from error
-    return Source(weight=weight, data=data, description=description)
-
-
-def _the_only(makers: Mapping[str, _Maker], vocab_size: int | None) -> tuple[int, str]:
-    """(vocabulary, fingerprint) that all places and --vocab-size agree on; ValueError otherwise."""
-    if not makers:
+def _agreed_tokenizer(
+    tokenizers: Mapping[str, tuple[str, int, str]], vocab_size: int | None
+) -> tuple[int, str]:
+    """(vocabulary, fingerprint) that all sources and --vocab-size agree on; else ValueError."""
+    if not tokenizers:
         if vocab_size is None:
             raise ValueError(
-                "the size of the vocabulary is not known: no data set of --data-path has a .json "
-                "beside it; the files of its tokenizer, or --vocab-size, would tell"
+                "--vocab-size is missing: no data set of --data-path has a .json that says it"
             )
         return vocab_size, ""
-    first_place, first = next(iter(makers.items()))
-    for place, maker in makers.items():
-        for name, ours, theirs in zip(
-            ("kind", "vocabulary", "fingerprint"), first, maker, strict=True
-        ):
+    names = ("kind", "vocabulary", "fingerprint")
+    (first, expected), *others = tokenizers.items()
+    for other, found in others:
+        for name, ours, theirs in zip(names, expected, found, strict=True):
             if ours != theirs:
                 raise ValueError(
-                    f"--data-path: tokenizers differ in their {name}: {ours} by {first_place}, "
-                    f"{theirs} by {place}; the files of the tokenizer that the data set was made "
-                    "with would work"
+                    f"--data-path: tokenizers differ in their {name}: {ours} by {first}, {theirs} "
+                    f"by {other}; the tokenizer that the data was made with would work"
                 )
-    _, size, fingerprint = first
+    _, size, fingerprint = expected
     if vocab_size not in (None, size):
         raise ValueError(
-            f"--vocab-size {vocab_size} is not the tokenizer's {size}; --vocab-size {size} would "
-            "work, or none"
+            f"--vocab-size {vocab_size} is not the tokenizer's; --vocab-size {size} would work"
         )
     return size, fingerprint
 
 
-def _glance(data: IndexedDataset, vocab_size: int) -> None:
+def _sample_ids(data: IndexedDataset, vocab_size: int) -> None:
     warnings.warn(
-        f"{data.prefix}.json is not there, so only the ids of the data set are checked, not "
-        "which tokenizer made them, nor whether its documents were shuffled",
+        f"{data.prefix}.json is not there: its tokenizer and order are not known, only ids are "
+        "checked",
         stacklevel=2,
     )
-    step = max(GLANCE, len(data.tokens) // GLANCES)
-    chunks = (chunk for shard in data.shards for chunk in shard.chunks(step=step, size=GLANCE))
-    check_highest_id(data.prefix, max(int(chunk.max()) for chunk in chunks), vocab_size)
+    step = max(SAMPLED_CHUNK, data.num_tokens // SAMPLED_CHUNKS)
+    for shard in data.shards:
+        for start in range(0, shard.num_tokens, step):
+            ids = shard.read(start, min(start + SAMPLED_CHUNK, shard.num_tokens))
+            check_highest_id(data.prefix, int(ids.max()), vocab_size)
 
 
-def _warn_of_order(sources: Sequence[Source]) -> None:
-    """A sample packs neighbouring documents, so that their order matters; but one of sentences is
-    of a single document."""
+def _warn_unless_shuffled(sources: Sequence[Source]) -> None:
+    """Of whole documents: a sample packs neighbours, while one of sentences is of one document."""
     unshuffled = [
         source.data.prefix
         for source in sources
-        if (known := source.description) is not None
+        if (known := source.data.description) is not None
         and not known.shuffled
         and known.sentences is None
     ]
@@ -183,10 +171,12 @@ def _warn_of_order(sources: Sequence[Source]) -> None:
 def require_sequences(corpus: Corpus, *, sentences: bool) -> None:
     """ValueError where a data set is not of sentences, as BERT reads them, or not of documents."""
     for source in corpus.sources:
-        try:
-            check_sequences(source.data, source.description, sentences=sentences)
-        except ValueError as error:
-            raise ValueError(f"--data-path: {error}") from error
+        if source.data.has_sentences != sentences:
+            found, how = ("whole documents", "with") if sentences else ("sentences", "without")
+            raise ValueError(
+                f"--data-path: {source.data.prefix} holds {found}; one that "
+                f"tools/preprocess_data.py wrote {how} --split-sentences would work"
+            )
 
 
 def find_tokenizer(corpus: Corpus) -> Tokenizer | None:
@@ -196,16 +186,14 @@ def find_tokenizer(corpus: Corpus) -> Tokenizer | None:
     damaged.
     """
     for source in corpus.sources:
-        folder, known = tokenizer_folder(source.data.prefix), source.description
+        folder, known = tokenizer_folder(source.data.prefix), source.data.description
         if known is None or not folder.is_dir():
             continue
         tokenizer = read_tokenizer(known.tokenizer_type, folder)
-        found, expected = tokenizer.fingerprint, known.tokenizer_fingerprint
-        if found != expected:
+        if tokenizer.fingerprint != known.tokenizer_fingerprint:
             raise ValueError(
-                f"{folder} holds another tokenizer than the data set beside it was made with: "
-                f"fingerprint {found[:12]}, not {expected[:12]}; {file_flags(tokenizer.kind)} with "
-                "what it was made with would work, or no such folder"
+                f"{folder} holds another tokenizer than the data set was made with; the right "
+                f"{file_flags(tokenizer.kind)}, or no such folder, would work"
             )
         return tokenizer
     return None

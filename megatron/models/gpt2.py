@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.models.cache import KeyValueCache
 from megatron.models.transformer import Transformer
-from megatron.parallel.factory import LayerFactory
+from megatron.parallel.layers import LayerFactory
 
 
 class GPT2(nn.Module):

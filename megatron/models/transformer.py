@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, RecomputeGranularity
 from megatron.models.cache import KeyValueCache
-from megatron.parallel.factory import LayerFactory
+from megatron.parallel.layers import LayerFactory
 
 
 def _run(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -36,7 +36,7 @@ def _run(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
 def _runner(
     config: ModelConfig, factory: LayerFactory, granularity: RecomputeGranularity
 ) -> Callable[..., Tensor]:
-    """(function, *arguments) to its result; the backward runs it again where this is the config's
+    """What calls function(*arguments); the backward calls it again if this is the config's
     granularity."""
     if config.recompute_granularity != granularity:
         return _run

@@ -12,40 +12,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 try:
-    from megatron.parallel import cpu
+    from megatron.parallel.cpu import functional, onednn
 
     use_cpu_kernels = True
 except ImportError:
     use_cpu_kernels = False
-
-ROW_MULTIPLE = 16
-"""What counts of rows that vary are padded to, so that kernels meet few sizes."""
-
-FEW_ROWS = 8
 
 
 def _by_cpu_kernels(x: Tensor) -> bool:
     return use_cpu_kernels and not x.is_cuda
 
 
+def padded_rows(rows: int) -> int:
+    """To how many rows a matrix of varying height is padded, so that kernels meet few sizes."""
+    return onednn.padded_rows(rows) if use_cpu_kernels else rows
+
+
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear of two matrices [n, in] and [out, in], in any strides; not differentiable."""
     if _by_cpu_kernels(x):
-        return cpu.matmul(x, weight, bias)
+        if onednn.is_faster(x, weight):
+            return onednn.matmul(x, weight, bias)
+        if bias is None and onednn.has_few_rows(x, weight):
+            return onednn.matmul_few_rows(x, weight)
     return F.linear(x, weight, bias)
-
-
-def matmul_few_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """F.linear(x, weight) of at most FEW_ROWS rows and a large weight, as generation takes."""
-    if _by_cpu_kernels(x):
-        return cpu.matmul_few_rows(x, weight)
-    return F.linear(x, weight)
 
 
 def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:
     """Add dy' x to `out`, or overwrite it; dy [n, out] and x [n, in], all of one dtype."""
-    if _by_cpu_kernels(x):
-        cpu.add_matmul_(out, dy, x, accumulate=accumulate)
+    if _by_cpu_kernels(x) and onednn.is_faster(dy.T, x.T):
+        onednn.add_matmul_(out, dy, x, accumulate=accumulate)
     elif accumulate:
         out.addmm_(dy.T, x)
     else:
@@ -68,18 +64,18 @@ def attention(
 
     mask: bool [b or 1, 1, 1 or s, s], True where a query may look.
     """
-    if _by_cpu_kernels(q) and cpu.pays_in_blocks(q, is_causal, dropout):
-        return cpu.attention(q, k, v, mask, dropout, is_causal)
+    if _by_cpu_kernels(q) and functional.pays_in_blocks(q, is_causal, dropout):
+        return functional.block_attention(q, k, v, mask, dropout, is_causal)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
     """F.dropout, drawn from the default generator."""
-    return cpu.dropout(x, p) if _by_cpu_kernels(x) else F.dropout(x, p)
+    return functional.dropout(x, p) if _by_cpu_kernels(x) else F.dropout(x, p)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """F.layer_norm over the last dim of x."""
-    if _by_cpu_kernels(x):
-        return cpu.layer_norm(x, weight, bias, epsilon)
+    if _by_cpu_kernels(x) and x.dtype in functional.NARROW and torch.is_grad_enabled():
+        return functional.narrow_layer_norm(x, weight, bias, epsilon)
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)

@@ -6,25 +6,135 @@
                                 A cut by columns         B cut by rows
 
 A weight is stored as torch stores it, [out, in], so columns of A are rows of the stored tensor.
+`linear` and `look_up` are what the layers compute with, `factory_1d` is what models make them by.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
-from megatron.parallel.collectives import reduce_from
-from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.parallel.linear import linear, look_up
-from megatron.parallel.linear_cross_entropy import linear_cross_entropy
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.collectives import begin_all_reduce, reduce_from
+from megatron.parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.random import RandomStreams
-from megatron.parallel.sharding import ShardedModule, ShardingSpec
+from megatron.parallel.sharding import GradientView, ShardedModule
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W' + b        dx = f(dy W)        dW = dy' x        db = sum of the rows of dy"""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: Axis | None,
+        view: GradientView | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.axis, ctx.view = axis, view
+        ctx.bias_shape = None if bias is None else bias.shape
+        return kernels.matmul(x, *_flat(weight, bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx = dw = db = wait = None
+        if ctx.needs_input_grad[0]:
+            dx = kernels.matmul(dy, weight.flatten(0, -2).T)
+            if ctx.axis is not None:
+                wait = begin_all_reduce(dx, ctx.axis)
+        if ctx.needs_input_grad[1]:
+            if ctx.view is not None:
+                ctx.view.add_matmul(dy, x)
+            else:
+                dw = kernels.matmul(dy.T, x.T).view(weight.shape)
+        if ctx.needs_input_grad[2]:
+            db = dy.sum(0).view(ctx.bias_shape)
+        if wait is not None:
+            dx = wait()
+        return dx, dw, db, None, None
+
+
+def _flat(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return weight.flatten(0, -2), None if bias is None else bias.flatten()
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    axis: Axis | None = None,
+    view: GradientView | None = None,
+) -> Tensor:
+    """x [n, in], weight [..., out, in] and bias [..., out], their leading dims flattened, to
+    [n, out].
+
+    axis: over which x is replicated, and its gradient summed while that of the weight is computed
+        (f, section 3 of the paper).
+    view: where the weight's gradient is added, in fp32 or wider. Autograd then gets none: it is not
+        copied, and of a tied weight's two uses there is no sum in a narrow dtype.
+    """
+    _require_dims(x, 2)
+    if torch.compiler.is_compiling():  # a compiled backward cannot write into buffers
+        view = None
+    if not torch.is_grad_enabled():
+        return kernels.matmul(x, *_flat(weight, bias))
+    return _Linear.apply(x, weight, bias, axis, view)
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, weight: Tensor, view: GradientView | None) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.view, ctx.shape, ctx.dtype = view, weight.shape, weight.dtype
+        return F.embedding(index, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
+        (index,) = ctx.saved_tensors
+        if ctx.view is not None:
+            ctx.view.add_rows(index, dy)
+            return None, None, None
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        dw = kernels.add_rows_(dy.new_zeros(ctx.shape, dtype=wide), index, dy)
+        return None, dw.to(ctx.dtype), None
+
+
+def look_up(index: Tensor, weight: Tensor, view: GradientView | None = None) -> Tensor:
+    """The rows of `weight` [v, h] at `index` [n], [n, h]; view: as of `linear`.
+
+    Gradients of a row are added up in fp32 or wider: in bf16, torch's embedding on a CPU keeps a
+    quarter of the sum of 4096 equal ones.
+    """
+    _require_dims(index, 1)
+    rows: Tensor = _LookUp.apply(index, weight, view)
+    return rows
+
+
+def _require_dims(x: Tensor, dims: int) -> None:
+    """Raises ValueError for a stream [b, s, h] where [n, h] is taken, or ids [b, s] for [n]."""
+    if x.dim() != dims:
+        wanted = ("", "[n]", "[n, h]")[dims]
+        raise ValueError(
+            f"parallel layers take {wanted} of n = b x s tokens, not {list(x.shape)}: "
+            "x.flatten(0, 1) works"
+        )
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -41,26 +151,15 @@ class ColumnParallelLinear(ShardedModule):
     def __init__(
         self, mesh: Mesh, in_features: int, out_features: int, *, parts: int = 1, std: float
     ) -> None:
-        super().__init__()
-        self.axis = mesh.tensor
-        stack = (parts,) if parts > 1 else ()
-        cuts = ((len(stack), mesh.tensor),)
-        self.add_parameter(
-            "weight",
-            ShardingSpec(
-                shape=(*stack, out_features, in_features), cuts=cuts, partial=(mesh.data,), std=std
-            ),
-        )
-        self.add_parameter(
-            "bias",
-            ShardingSpec(
-                shape=(*stack, out_features), cuts=cuts, partial=(mesh.data,), decay=False
-            ),
-        )
+        super().__init__(mesh)
+        rows = (parts, out_features) if parts > 1 else (out_features,)
+        cuts = ((len(rows) - 1, mesh.tensor),)
+        self.add_parameter("weight", (*rows, in_features), cuts, std=std)
+        self.add_parameter("bias", rows, cuts, decay=False)
 
     def forward(self, x: Tensor) -> Tensor:
         view = self.gradient_views.get("weight")
-        return linear(x, self.weight, self.bias, axis=self.axis, view=view)
+        return linear(x, self.weight, self.bias, axis=self.mesh.tensor, view=view)
 
 
 class RowParallelLinear(ShardedModule):
@@ -70,24 +169,14 @@ class RowParallelLinear(ShardedModule):
     bias: nn.Parameter
 
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, *, std: float) -> None:
-        super().__init__()
-        self.axis = mesh.tensor
-        self.add_parameter(
-            "weight",
-            ShardingSpec(
-                shape=(out_features, in_features),
-                cuts=((1, mesh.tensor),),
-                partial=(mesh.data,),
-                std=std,
-            ),
-        )
-        self.add_parameter(
-            "bias", ShardingSpec(shape=(out_features,), partial=(mesh.data,), decay=False)
-        )
+        super().__init__(mesh)
+        cuts = ((1, mesh.tensor),)
+        self.add_parameter("weight", (out_features, in_features), cuts, std=std)
+        self.add_parameter("bias", (out_features,), decay=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = linear(x, self.weight, None, view=self.gradient_views.get("weight"))
-        return reduce_from(y, self.axis).add_(self.bias)
+        return reduce_from(y, self.mesh.tensor).add_(self.bias)
 
 
 class Linear(ShardedModule):
@@ -97,10 +186,9 @@ class Linear(ShardedModule):
     bias: nn.Parameter
 
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, *, std: float) -> None:
-        super().__init__()
-        shape, partial = (out_features, in_features), (mesh.data,)
-        self.add_parameter("weight", ShardingSpec(shape=shape, partial=partial, std=std))
-        self.add_parameter("bias", ShardingSpec(shape=shape[:1], partial=partial, decay=False))
+        super().__init__(mesh)
+        self.add_parameter("weight", (out_features, in_features), std=std)
+        self.add_parameter("bias", (out_features,), decay=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -124,27 +212,18 @@ class VocabParallelEmbedding(ShardedModule):
     def __init__(
         self, mesh: Mesh, vocab_size: int, hidden_size: int, *, divisible_by: int, std: float
     ) -> None:
-        super().__init__()
-        self.axis = mesh.tensor
-        self.vocab_size = vocab_size
-        self.add_parameter(
-            "weight",
-            ShardingSpec(
-                shape=(vocab_size, hidden_size),
-                cuts=((0, mesh.tensor),),
-                padded_rows=_padded(vocab_size, divisible_by, mesh),
-                partial=(mesh.data,),
-                std=std,
-            ),
-        )
+        super().__init__(mesh)
+        cuts, padded_rows = ((0, mesh.tensor),), _padded(vocab_size, divisible_by, mesh)
+        shape = (vocab_size, hidden_size)
+        self.add_parameter("weight", shape, cuts, padded_rows=padded_rows, std=std)
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self.weight.shape[0]
-        index = tokens - self.axis.rank * rows
+        index = tokens - self.mesh.tensor.rank * rows
         is_elsewhere = (index < 0) | (index >= rows)
         view = self.gradient_views.get("weight")
         own = look_up(index.masked_fill(is_elsewhere, 0), self.weight, view)
-        return reduce_from(own.masked_fill(is_elsewhere[:, None], 0), self.axis)
+        return reduce_from(own.masked_fill(is_elsewhere[:, None], 0), self.mesh.tensor)
 
 
 class PositionEmbedding(ShardedModule):
@@ -153,10 +232,8 @@ class PositionEmbedding(ShardedModule):
     weight: nn.Parameter
 
     def __init__(self, mesh: Mesh, positions: int, hidden_size: int, *, std: float) -> None:
-        super().__init__()
-        self.add_parameter(
-            "weight", ShardingSpec(shape=(positions, hidden_size), partial=(mesh.data,), std=std)
-        )
+        super().__init__(mesh)
+        self.add_parameter("weight", (positions, hidden_size), std=std)
 
     def forward(self, positions: Tensor) -> Tensor:
         return look_up(positions, self.weight, self.gradient_views.get("weight"))
@@ -175,20 +252,12 @@ class VocabParallelHead(ShardedModule):
         self, mesh: Mesh, vocab_size: int, *, bias_divisible_by: int | None = None
     ) -> None:
         """bias_divisible_by: as of the embedding, for a bias of each token; None for no biases."""
-        super().__init__()
-        self.axis = mesh.tensor
+        super().__init__(mesh)
         self.vocab_size = vocab_size
-        if bias_divisible_by is None:
-            self.register_parameter("bias", None)
-            return
-        spec = ShardingSpec(
-            shape=(vocab_size,),
-            cuts=((0, mesh.tensor),),
-            padded_rows=_padded(vocab_size, bias_divisible_by, mesh),
-            partial=(mesh.data,),
-            decay=False,
-        )
-        self.add_parameter("bias", spec)
+        self.register_parameter("bias", None)
+        if bias_divisible_by is not None:
+            cuts, padded_rows = ((0, mesh.tensor),), _padded(vocab_size, bias_divisible_by, mesh)
+            self.add_parameter("bias", (vocab_size,), cuts, padded_rows=padded_rows, decay=False)
 
     def forward(
         self,
@@ -199,17 +268,17 @@ class VocabParallelHead(ShardedModule):
     ) -> Tensor:
         """x [n, h] to this rank's logits [n, v/t], the loss of labels [n], or the sum of scales [n]
         x loss: as linear_cross_entropy, which never holds all logits."""
+        _require_dims(x, 2)
         weight, view = embedding.weight, embedding.gradient_views.get("weight")
+        axis, vocab_size = self.mesh.tensor, self.vocab_size
         if labels is not None and scales is not None:
-            others = (self.axis, self.vocab_size, view)
-            return linear_cross_entropy(x, weight, self.bias, labels, scales, *others)
-        is_generation = labels is None and not torch.is_grad_enabled()
-        if is_generation and self.bias is None and x.shape[0] <= kernels.FEW_ROWS:
-            return kernels.matmul_few_rows(x, weight)
-        logits = linear(x, weight, self.bias, axis=self.axis, view=view)
+            return linear_cross_entropy(
+                x, weight, self.bias, labels, scales, axis, vocab_size, view
+            )
+        logits = linear(x, weight, self.bias, axis=axis, view=view)
         if labels is None:
             return logits
-        return vocab_parallel_cross_entropy(logits, labels, self.axis, self.vocab_size)
+        return vocab_parallel_cross_entropy(logits, labels, axis, vocab_size)
 
 
 class LayerNorm(ShardedModule):
@@ -219,12 +288,10 @@ class LayerNorm(ShardedModule):
     bias: nn.Parameter
 
     def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float) -> None:
-        super().__init__()
+        super().__init__(mesh)
         self.epsilon = epsilon
-        shape, partial = (hidden_size,), (mesh.data,)
-        spec = ShardingSpec(shape=shape, partial=partial, fill=1, decay=False)
-        self.add_parameter("weight", spec)
-        self.add_parameter("bias", ShardingSpec(shape=shape, partial=partial, decay=False))
+        self.add_parameter("weight", (hidden_size,), fill=1, decay=False)
+        self.add_parameter("bias", (hidden_size,), decay=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.layer_norm(x, self.weight, self.bias, self.epsilon)
@@ -240,9 +307,6 @@ class ApexLayerNorm(LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         normalised: Tensor = self.kernel(x, self.weight, self.bias, self.weight.shape, self.epsilon)
         return normalised
-
-
-LAYER_NORMS = {"torch": LayerNorm, "apex": ApexLayerNorm}
 
 
 class SharedDropout(nn.Module):
@@ -281,3 +345,48 @@ class AttentionCore(nn.Module):
         dropout = self.dropout if self.training else 0.0
         with self.streams.per_rank(self.name) if dropout else nullcontext():
             return kernels.attention(q, k, v, mask, dropout, is_causal)
+
+
+Maker = Callable[..., nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFactory:
+    """The makers of the layers that a model is built from.
+
+    A model names its layers and their whole sizes; the factory decides how they are cut. Another
+    way to cut a model is another factory, and no change to the model.
+    """
+
+    column: Maker  # (in, out, parts=, std=): [n, in] to the parallel region
+    row: Maker  # (in, out, std=): from the parallel region to [n, out]
+    linear: Maker  # (in, out, std=): outside the parallel region
+    word_embedding: Maker  # (vocabulary, hidden, divisible_by=, std=)
+    position_embedding: Maker  # (positions, hidden, std=)
+    norm: Maker  # (hidden, epsilon=)
+    dropout: Maker  # (p, name): outside the parallel region
+    attention_core: Maker  # (dropout, name): inside the parallel region
+    head: Maker  # (vocabulary, bias_divisible_by=None): logits or losses of [n, h], tied
+    checkpoint: Callable[..., Tensor]  # (function, *arguments): recompute in the backward
+
+
+LAYER_NORMS = {"torch": LayerNorm, "apex": ApexLayerNorm}
+
+
+def factory_1d(mesh: Mesh, streams: RandomStreams, *, norm: str = "torch") -> LayerFactory:
+    """The paper's: layers cut along the one tensor axis of the mesh.
+
+    norm: whose kernel LayerNorm runs on, a key of LAYER_NORMS.
+    """
+    return LayerFactory(
+        column=partial(ColumnParallelLinear, mesh),
+        row=partial(RowParallelLinear, mesh),
+        linear=partial(Linear, mesh),
+        word_embedding=partial(VocabParallelEmbedding, mesh),
+        position_embedding=partial(PositionEmbedding, mesh),
+        norm=partial(LAYER_NORMS[norm], mesh),
+        dropout=partial(SharedDropout, streams),
+        attention_core=partial(AttentionCore, streams),
+        head=partial(VocabParallelHead, mesh),
+        checkpoint=streams.checkpoint,
+    )

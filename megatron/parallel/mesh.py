@@ -20,28 +20,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+CALLS: dict[str, Calls] = {}
+"""Of each axis and control group over which this process has communicated, by name."""
+
 
 class Calls:
-    """The collectives that this rank has begun over one group, noted for the failure watch.
+    """The collectives that this rank has started over one group, noted for the failure watch.
 
     begun: how many. waits: (its number from 1, its name, the shape) of the one in which a thread
-    waits, or None. It stays set where a collective raises. ranks: the members of the group.
+    waits, or None; it stays set where a collective raises. ranks: the members of the group.
     """
 
     __slots__ = ("begun", "ranks", "waits")
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self.begun = 0
         self.waits: tuple[int, str, object] | None = None
         self.ranks = [] if group is None else dist.get_process_group_ranks(group)
+        CALLS[name] = self
 
     def begin(self, name: str, shape: object) -> tuple[int, str, object]:
         self.begun += 1
         return self.begun, name, shape
-
-
-CALLS: dict[str, Calls] = {}
-"""Those of each axis and control group over which this process has communicated, by name."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ class Axis:
 
     @cached_property
     def calls(self) -> Calls:
-        CALLS[self.name] = Calls(self.group)
-        return CALLS[self.name]
+        return Calls(self.name, self.group)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         return self
@@ -94,8 +93,7 @@ class ControlGroup:
 
     @cached_property
     def calls(self) -> Calls:
-        CALLS[self.name] = Calls(self.group)
-        return CALLS[self.name]
+        return Calls(self.name, self.group)
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank, on every rank."""
@@ -166,31 +164,27 @@ def build_mesh(
 
     timeout: after which torch gives up a collective; None for torch's default.
     """
-    world = dist.get_world_size()
-    if world % tensor_parallel_size:
-        raise ValueError(
-            f"--tensor-model-parallel-size {tensor_parallel_size} does not divide the "
-            f"{world} processes that were started"
-        )
-    shape = {"data": world // tensor_parallel_size, "tensor": tensor_parallel_size}
-    names = tuple(name for name, size in shape.items() if size > 1)
-    ranks = torch.arange(world).view([shape[name] for name in names])
+    world, tensor = dist.get_world_size(), tensor_parallel_size
+    assert world % tensor == 0, f"tensor axis of {tensor} in a world of {world} ranks"
+    sizes = {"data": world // tensor, "tensor": tensor}
+    names = tuple(name for name, size in sizes.items() if size > 1)
+    ranks = torch.arange(world).view([sizes[name] for name in names])
     grid = None
     if names:
         # init_device_mesh has no argument for the groups' timeout.
         groups = [
             dist.new_subgroups_by_enumeration(
-                ranks.movedim(dim, -1).reshape(-1, shape[name]).tolist(), timeout=timeout
+                ranks.movedim(dim, -1).reshape(-1, sizes[name]).tolist(), timeout=timeout
             )[0]
             for dim, name in enumerate(names)
         ]
         only = groups[0] if len(groups) == 1 else groups
         grid = DeviceMesh.from_group(only, device.type, ranks, mesh_dim_names=names)
-    data, tensor = (Axis(name, grid if name in names else None) for name in ("data", "tensor"))
-    for axis in (data, tensor):
+    axes = {name: Axis(name, grid if name in names else None) for name in sizes}
+    for axis in axes.values():
         # Looked up now: torch.compile cannot trace the first access to a cached property.
         _ = (axis.size, axis.rank, axis.group, axis.calls) if axis.size > 1 else axis.rank
-    return Mesh(tensor=tensor, data=data, device=device, control=connect_control(timeout))
+    return Mesh(**axes, device=device, control=connect_control(timeout))
 
 
 def serial_mesh(device: torch.device | str = "cpu") -> Mesh:

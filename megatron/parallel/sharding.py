@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.parallel import kernels
-from megatron.parallel.mesh import Axis
+from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.random import derive_seed
 
 
@@ -57,8 +57,8 @@ class ShardingSpec:
         return tuple(size for _, size in self._extents())
 
     @property
-    def place(self) -> tuple[slice, ...]:
-        """The real rows of this rank's shard in the whole parameter; may be empty."""
+    def local_slices(self) -> tuple[slice, ...]:
+        """Where this rank's shard is in the whole parameter, without padding; may be empty."""
         return tuple(
             slice(min(start, whole), min(start + size, whole))
             for (start, size), whole in zip(self._extents(), self.shape, strict=True)
@@ -66,7 +66,7 @@ class ShardingSpec:
 
     def real(self, local: Tensor) -> Tensor:
         """View of this rank's shard without padding rows."""
-        return local[tuple(slice(0, each.stop - each.start) for each in self.place)]
+        return local[tuple(slice(0, each.stop - each.start) for each in self.local_slices)]
 
 
 @dataclass
@@ -118,23 +118,28 @@ class ShardedModule(nn.Module):
     """A module that says how its own parameters are sharded.
 
     Its parameters are on meta, and calling it is an error, until `materialize` gives them values.
-    gradient_views: where its layers add the gradients of parameters, by name; empty where they
-        leave that to autograd (see GradientBuffers).
+    gradient_views: where the layer adds the gradients of parameters, by name; empty where it leaves
+        that to autograd (see GradientBuffers).
     """
 
-    specs: dict[str, ShardingSpec]
-    gradient_views: dict[str, GradientView]
-
-    def __init__(self) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        self.specs = {}
-        self.gradient_views = {}
+        self.mesh = mesh
+        self.specs: dict[str, ShardingSpec] = {}
+        self.gradient_views: dict[str, GradientView] = {}
         self.values_check = self.register_forward_pre_hook(_require_values)
 
-    def add_parameter(self, name: str, spec: ShardingSpec) -> None:
-        self.specs[name] = spec
-        weight = torch.empty(spec.local_shape, device="meta")
-        self.register_parameter(name, nn.Parameter(weight))
+    def add_parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cuts: tuple[tuple[int, Axis], ...] = (),
+        **fields: Any,
+    ) -> None:
+        """fields: others of ShardingSpec. Unless they say so, the gradient is partial over data."""
+        fields = {"partial": (self.mesh.data,)} | fields
+        spec = self.specs[name] = ShardingSpec(shape=shape, cuts=cuts, **fields)
+        self.register_parameter(name, nn.Parameter(torch.empty(spec.local_shape, device="meta")))
 
 
 def _require_values(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -143,8 +148,8 @@ def _require_values(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         return
     if any(parameter.is_meta for parameter in module.parameters()):
         raise RuntimeError(
-            f"{type(module).__name__} has no weights yet: call megatron.parallel.sharding."
-            "materialize(model, device=..., dtype=..., seed=...) first"
+            f"{type(module).__name__} has no weights yet: megatron.parallel.sharding.materialize "
+            "gives them"
         )
 
 
@@ -159,20 +164,17 @@ def sharding_specs(
     table = dict(others or {})
     for prefix, module in model.named_modules():
         if isinstance(module, ShardedModule):
-            table |= {_joined(prefix, name): spec for name, spec in module.specs.items()}
+            start = f"{prefix}." if prefix else ""
+            table |= {start + name: spec for name, spec in module.specs.items()}
     names = [name for name, _ in model.named_parameters()]
     for name in names:
         if name not in table:
             kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise ValueError(
-                f"parameter {name!r} of {kind} has no sharding spec: a layer of megatron.parallel."
-                f"layers in its place works, or others={{{name!r}: ShardingSpec(...)}}"
+                f"parameter {name!r} of {kind} has no sharding spec: use a layer of "
+                f"megatron.parallel.layers, or others={{{name!r}: ShardingSpec(...)}}"
             )
     return {name: table[name] for name in names}
-
-
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def initial_value(name: str, spec: ShardingSpec, seed: int) -> Tensor:
@@ -218,4 +220,4 @@ def load_whole(local: Tensor, whole: Tensor, spec: ShardingSpec) -> None:
     """Copy this rank's shard of a whole parameter into `local`; padding rows become zero."""
     assert whole.shape == spec.shape, f"{tuple(whole.shape)} is not {spec.shape}"
     local.zero_()
-    spec.real(local).copy_(whole[spec.place])
+    spec.real(local).copy_(whole[spec.local_slices])

@@ -31,7 +31,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron.config.launch import Place, write_error_file
+from megatron.config.launch import RankInfo, write_error_file
 from megatron.parallel.mesh import CALLS, Mesh
 from megatron.train.stall import Report, Wait, find_behind, name_ranks, table
 
@@ -82,7 +82,7 @@ class Watch:
     def __init__(
         self,
         store: dist.Store,
-        place: Place,
+        place: RankInfo,
         limit: float,
         error_file: str | None,
         dump_prefix: str,

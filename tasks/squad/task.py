@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.checks import UsageError, flag, positive, writable
-from megatron.data.examples import Example
 from megatron.data.files import write_atomically
-from megatron.data.wordpiece import BertTokenizer
+from megatron.data.tokenizer import BertTokenizer
 from tasks.checks import (
     TELL_CUT_QUESTIONS,
     ChecksConfig,
@@ -29,12 +28,12 @@ from tasks.checks import (
     check_unknown,
     tell_cut,
 )
+from tasks.examples import Example
 from tasks.finetuning import BESIDE, FinetuneSettings, Finetuning
 from tasks.pairs import SPECIAL, shape_of
-from tasks.squad.answers import read_answers
 from tasks.squad.files import Squad, read_squad
 from tasks.squad.score import best_figures, conventions, figures, mark, score_file, unanswered
-from tasks.squad.windows import Windows, make_windows
+from tasks.squad.windows import Windows, make_windows, read_answers
 
 OF_MODELS = (
     "doc_stride",

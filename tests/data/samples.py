@@ -3,20 +3,19 @@
 import json
 import string
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megatron.data.batch import micro_batches
-from megatron.data.description import Description
 from megatron.data.files import tokenizer_folder
-from megatron.data.indexed import IndexedDatasetWriter, token_dtype
-from megatron.data.tokenizer import GPT2BPETokenizer
-from megatron.data.wordpiece import MARKS
+from megatron.data.indexed import Description, token_dtype
+from megatron.data.tokenizer import MARKS, GPT2BPETokenizer
+from tools.data_files import IndexedDatasetWriter, join_descriptions, move_data_set
 
 MERGES = ["t h", "th e", "i n", "Ġ the"]
 
@@ -89,6 +88,32 @@ def write_data(
         )
 
 
+def stage_shards(
+    folder: Path, shards: Sequence[Sequence[Any]], write: Callable[..., Description] = write_data
+) -> tuple[list[str], Description]:
+    """(prefixes of pairs that move_data_set() can join, the Description of the whole)."""
+    (folder / "staged").mkdir(exist_ok=True)
+    prefixes = [folder / "staged" / str(number) for number in range(len(shards))]
+    found = [write(prefix, shard) for prefix, shard in zip(prefixes, shards, strict=True)]
+    return [str(prefix) for prefix in prefixes], join_descriptions(found)
+
+
+def write_shards(
+    prefix: Path, shards: Sequence[Sequence[Any]], tokenizer: Mapping[str, bytes] | None = None
+) -> str:
+    """A data set of these documents of each shard."""
+    staged, description = stage_shards(prefix.parent, shards)
+    move_data_set(staged, str(prefix), description, tokenizer or {})
+    return str(prefix)
+
+
+def change(prefix: Path, suffix: str, position: int, content: bytes) -> None:
+    """Overwrite bytes of a file in place."""
+    with Path(f"{prefix}{suffix}").open("r+b") as stream:
+        stream.seek(position)
+        stream.write(content)
+
+
 def write_data_of_tokenizer(
     prefix: Path, documents: Sequence[Sequence[int]], *, beside: bool = True
 ) -> GPT2BPETokenizer:
@@ -128,28 +153,11 @@ def write_sparse(prefix: Path, last: Sequence[int]) -> int:
     return 2 * zeros
 
 
+@dataclass
 class PlainTokenizer:
-    """Says of itself what write_data() says of its tokenizer; encodes nothing."""
+    """Has the name, size and fingerprint of write_data()'s tokenizer; encodes nothing."""
 
-    kind = "test"
-    vocab_size = 100
-    eod = 0
-    fingerprint = "f"
-
-
-def read_by_ranks(data_size: int, micro_batch_size: int) -> Iterator[range]:
-    """The sample numbers of four steps of 4 samples, as all ranks read them, micro-batch by
-    micro-batch; every step is read as if it were the first of a resume."""
-    for consumed in range(0, 16, 4):
-        ranks = [
-            micro_batches(
-                consumed,
-                global_batch_size=4,
-                micro_batch_size=micro_batch_size,
-                data_rank=rank,
-                data_size=data_size,
-            )
-            for rank in range(data_size)
-        ]
-        for at_once in zip(*ranks, strict=True):
-            yield from at_once
+    kind: str = "test"
+    vocab_size: int = 100
+    eod: int = 0
+    fingerprint: str = "f"

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.gpt2 import Boundaries, GPT2Dataset, TokenRange, open_splits
-from megatron.data.indexed import IndexedDataset
+from megatron.data.gpt2 import Boundaries, GPT2Dataset, open_splits
 from megatron.data.order import Blend
 from megatron.data.sources import open_corpus
-from tests.data.samples import PlainTokenizer, read_by_ranks, write_data, write_sparse
+from tests.data.samples import PlainTokenizer, write_data
 
 
 def documents(count: int, first: int = 1) -> list[list[int]]:
@@ -70,34 +69,15 @@ def test_training_goes_on_with_an_epoch_in_another_order(prefix: Path) -> None:
     assert windows(opened(prefix, seed=2)[0], range(size)) != epochs[0]
     size = validation.samples_per_epoch
     validation.batch([size - 1])
-    with pytest.raises(ValueError, match=f"validation split ends after {size} .*--eval-iters"):
+    with pytest.raises(ValueError, match=f"validation .*{size} .*--eval-iters"):
         validation.batch([0, size])
-
-
-@pytest.mark.parametrize(("data_size", "micro_batch_size"), [(1, 4), (2, 2), (4, 1), (2, 1)])
-def test_ranks_and_resumes_read_the_same_series(
-    prefix: Path, data_size: int, micro_batch_size: int
-) -> None:
-    found = []
-    for numbers in read_by_ranks(data_size, micro_batch_size):
-        found += windows(opened(prefix)[0], numbers)
-    assert found == windows(opened(prefix)[0], range(16))
-
-
-def test_a_document_longer_than_the_sequence(tmp_path: Path) -> None:
-    write_data(tmp_path / "p", [list(range(1, 61))])
-    data = opened(tmp_path / "p", split="1,0,0", seq_length=7)
-    assert data[1] is None
-    assert data[2] is None
-    found = windows(data[0], range(data[0].samples_per_epoch))
-    assert sorted(found) == [tuple(range(1 + 7 * k, 9 + 7 * k)) for k in range(8)]
 
 
 def test_a_split_of_exactly_one_sample(tmp_path: Path) -> None:
     write_data(tmp_path / "p", [[1, 2, 3, 4, 5, 6]])
     data = opened(tmp_path / "p", split="1,0,0")[0]
     assert windows(data, [0, 1, 2]) == [(1, 2, 3, 4, 5, 6)] * 3
-    with pytest.raises(ValueError, match="training split .* 6 tokens.*--seq-length 5 would work"):
+    with pytest.raises(ValueError, match="--seq-length 6 .*--seq-length 5"):
         opened(tmp_path / "p", split="1,0,0", seq_length=6)
 
 
@@ -115,7 +95,7 @@ def test_a_blend_takes_from_each_its_own_series(tmp_path: Path) -> None:
     assert windows(training, range(100)) == expected
     size = validation.samples_per_epoch
     validation.batch(range(size))
-    with pytest.raises(ValueError, match="validation split ends"):
+    with pytest.raises(ValueError, match="validation .*--eval-iters"):
         validation.batch([size])
 
 
@@ -150,23 +130,10 @@ def test_each_flag_does_its_own_part() -> None:
     assert plain.loss_mask.min() == 1
 
 
-def test_boundaries_agree_with_a_loop_over_tokens() -> None:
-    window = np.random.default_rng(0).integers(0, 4, (20, 33))
-    batch = Boundaries(eod=0, reset_position_ids=True, reset_attention_mask=True).batch(window)
-    assert batch.document_starts is not None
-    for row in range(20):
-        start = 0
-        for column in range(32):
-            assert batch.document_starts[row, column] == start
-            assert batch.positions[row, column] == column - start
-            if window[row, column] == 0:
-                start = column + 1
-
-
 def test_boundaries_without_end_marks_are_an_error(tmp_path: Path) -> None:
     write_data(tmp_path / "p", documents(40), eod=None)
     corpus = open_corpus([str(tmp_path / "p")], PlainTokenizer())
-    with pytest.raises(ValueError, match="--eod-mask-loss needs end marks .* --append-eod"):
+    with pytest.raises(ValueError, match="--eod-mask-loss .*--append-eod"):
         open_splits(corpus, split="1,0,0", seq_length=5, seed=1, eod_mask_loss=True)
 
 
@@ -175,14 +142,5 @@ def test_an_id_outside_the_vocabulary_is_found_when_it_is_read(prefix: Path) -> 
     with Path(f"{prefix}.bin").open("r+b") as stream:
         stream.seek(20)
         stream.write(np.uint16(100).tobytes())
-    with pytest.raises(ValueError, match="id 100, outside a vocabulary of 100"):
+    with pytest.raises(ValueError, match="p .*id 100"):
         training.batch(range(training.samples_per_epoch))
-
-
-def test_past_2_to_the_31_tokens(tmp_path: Path) -> None:
-    """The last sample of a sparse data set above 4 GiB."""
-    last = list(range(1, 12))
-    tokens = range(write_sparse(tmp_path / "p", last) + len(last))
-    part = TokenRange(IndexedDataset(str(tmp_path / "p")), tokens, 4)
-    assert len(part) == (2**31 + 10) // 4
-    assert part.read([len(part) - 1]).tolist() == [last[4:9]]

@@ -4,23 +4,12 @@ import json
 import warnings
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron.data.sources import GLANCE, GLANCES, find_tokenizer, open_corpus
+from megatron.data.sources import SAMPLED_CHUNK, SAMPLED_CHUNKS, find_tokenizer, open_corpus
 from tests.data.samples import PlainTokenizer, write_data, write_data_of_tokenizer
-
-
-class OtherTokenizer(PlainTokenizer):
-    fingerprint = "other"
-
-
-class LargerTokenizer(PlainTokenizer):
-    vocab_size = 200
-
-
-class OtherKind(PlainTokenizer):
-    kind = "words"
 
 
 @pytest.fixture
@@ -55,15 +44,15 @@ def test_the_identity_is_of_shares_and_content(tmp_path: Path, prefix: str) -> N
 @pytest.mark.parametrize(
     ("paths", "tokenizer", "size", "message"),
     [
-        ("p", OtherTokenizer(), None, "fingerprint: other by --vocab-file.*, f by .*p.json"),
-        ("p", LargerTokenizer(), None, "vocabulary: 200 by --vocab-file.*, 100 by .*p.json"),
-        ("p", OtherKind(), None, "kind: words by --vocab-file.*, test by .*p.json"),
-        ("1 p 1 q", None, None, "vocabulary: 100 by .*p.json, 300 by .*q.json"),
-        ("p", PlainTokenizer(), 101, "--vocab-size 101 .*100"),
-        ("nowhere", None, None, "--data-path: .*nowhere.idx is not there"),
-        *[(words, None, None, "--data-path .*--data-path 0.3 first 0.7 second would work")
+        ("p", {"fingerprint": "other"}, None, "--data-path: .*other by --vocab-file.*p.json"),
+        ("p", {"vocab_size": 200}, None, "--data-path: .*200 by --vocab-file.*100 by .*p.json"),
+        ("p", {"kind": "words"}, None, "--data-path: .*words by --vocab-file.*test by .*p.json"),
+        ("1 p 1 q", None, None, "--data-path: .*100 by .*p.json.*300 by .*q.json"),
+        ("p", {}, 101, "--vocab-size 101 .*--vocab-size 100"),
+        ("nowhere", None, None, "--data-path: .*nowhere.idx"),
+        *[(words, None, None, f"--data-path {words} .*--data-path 0.3")
           for words in ("a b", "0.3 a 0.7", "0 a 1 b", "-1 a", "nan a")],
-        ("", None, None, "--data-path is missing"),
+        ("", None, None, "--data-path"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_together_names_both_values(
@@ -71,14 +60,15 @@ def test_what_does_not_fit_together_names_both_values(
     prefix: str,
     monkeypatch: pytest.MonkeyPatch,
     paths: str,
-    tokenizer: PlainTokenizer | None,
+    tokenizer: dict[str, Any] | None,
     size: int | None,
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_data(Path("q"), [[1]], vocab_size=300)
+    made = None if tokenizer is None else PlainTokenizer(**tokenizer)
     with pytest.raises(ValueError, match=message):
-        open_corpus(paths.split(), tokenizer, size)
+        open_corpus(paths.split(), made, size)
 
 
 def test_without_sidecar_one_warning_and_the_highest_id(prefix: str) -> None:
@@ -92,15 +82,15 @@ def test_without_sidecar_one_warning_and_the_highest_id(prefix: str) -> None:
         open_corpus([prefix], None)
 
 
-@pytest.mark.parametrize("place", [0, 30 * GLANCE, -1])
+@pytest.mark.parametrize("place", [0, 30 * SAMPLED_CHUNK, -1])
 def test_without_sidecar_ids_from_end_to_end_are_looked_at(tmp_path: Path, place: int) -> None:
-    ids = [1] * (GLANCES * GLANCE)
+    ids = [1] * (SAMPLED_CHUNKS * SAMPLED_CHUNK)
     ids[place] = 99
     write_data(tmp_path / "p", [ids])
     (tmp_path / "p.json").unlink()
     with (
         pytest.warns(UserWarning, match="p.json is not there"),
-        pytest.raises(ValueError, match="id 99, outside a vocabulary of 99"),
+        pytest.raises(ValueError, match="id 99"),
     ):
         open_corpus([str(tmp_path / "p")], None, 99)
 
@@ -109,7 +99,7 @@ def test_without_sidecar_ids_from_end_to_end_are_looked_at(tmp_path: Path, place
 def test_documents_that_were_not_shuffled_get_one_warning(
     tmp_path: Path, prefix: str, shuffled: bool | str | None
 ) -> None:
-    """A sidecar from before shards and shuffling tells nothing of them."""
+    """An older sidecar has no entries for shards and shuffling."""
     paths = [str(tmp_path / name) for name in ("q", "r")]
     for path in paths:
         write_data(Path(path), [[1, 0]], shuffled=None if shuffled == "older" else shuffled)
@@ -147,8 +137,8 @@ def test_a_tokenizer_that_did_not_make_the_data_beside_it_is_named(tmp_path: Pat
     corpus = open_corpus([str(tmp_path / "a")], None)
     merges = tmp_path / "a.tokenizer" / "merges.txt"
     merges.write_text(merges.read_text("utf-8").replace("i n\n", ""), encoding="utf-8")
-    with pytest.raises(ValueError, match="a.tokenizer .* --vocab-file and --merge-file"):
+    with pytest.raises(ValueError, match="a.tokenizer .*--vocab-file and --merge-file"):
         find_tokenizer(corpus)
     merges.unlink()
-    with pytest.raises(ValueError, match="a.tokenizer cannot be read: .*merges.txt: no such file"):
+    with pytest.raises(ValueError, match="a.tokenizer .*merges.txt"):
         find_tokenizer(corpus)

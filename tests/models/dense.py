@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.config import ModelConfig
+from megatron.config.model import ModelConfig
 from megatron.models.gpt2 import GPT2
-from megatron.parallel.factory import LayerFactory
+from megatron.parallel.layers import LayerFactory
 
 
 class PlainAttention(nn.Module):
@@ -49,7 +49,7 @@ def recompute(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return checkpoint(function, *arguments, use_reentrant=False)
 
 
-DENSE_KIT = LayerFactory(
+DENSE_FACTORY = LayerFactory(
     column=lambda inputs, outputs, parts=1, std=0.0: nn.Linear(inputs, parts * outputs),
     row=lambda inputs, outputs, std: nn.Linear(inputs, outputs),
     linear=lambda inputs, outputs, std: nn.Linear(inputs, outputs),
@@ -65,7 +65,7 @@ DENSE_KIT = LayerFactory(
 
 def dense_gpt2(section: ModelConfig, vocab_size: int, weights: dict[str, Tensor]) -> GPT2:
     """In fp64, with the whole weights of a model of layers that are cut."""
-    model = GPT2(section, DENSE_KIT, vocab_size).double()
+    model = GPT2(section, DENSE_FACTORY, vocab_size).double()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     model.load_state_dict({name: weights[name].reshape(shape) for name, shape in shapes.items()})
     return model

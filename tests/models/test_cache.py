@@ -69,7 +69,7 @@ def test_they_are_where_the_model_is_cut(gloo: Pool) -> None:
 
 
 @torch.no_grad()
-def test_a_kit_of_plain_modules_has_a_cache_as_well() -> None:
+def test_a_factory_of_plain_modules_has_a_cache_too() -> None:
     ours, _ = tiny_model(serial_mesh())
     weights = {name: weight.double() for name, weight in tiny_weights(ours).items()}
     dense = dense_gpt2(tiny_section(), VOCABULARY, weights)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron.parallel.collectives import copy_to
 from tests.dist import Pool
 from tests.tiny import (
     SEQUENCE,
@@ -25,7 +24,6 @@ Calls = list[tuple[str, tuple[int, ...]]]
 def traffic(layers: int, granularity: str, dropout: float) -> tuple[Calls, Calls]:
     """All collectives of (forward and loss, backward)."""
     mesh = mesh_of_ranks(2)
-    copy_to(torch.zeros(1), mesh.tensor)
     section = tiny_section(
         num_layers=layers, recompute_granularity=granularity, hidden_dropout=dropout
     )

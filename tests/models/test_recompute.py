@@ -1,4 +1,5 @@
-"""What the backward pass computes again changes no number, with dropout on, and frees memory."""
+"""Dropout draws in each of its places; what the backward computes again draws the same, changes no
+number and frees memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,8 @@ from torch import Tensor
 from benchmarks.recomputing import kept_bytes
 from megatron.config.model import ModelConfig
 from megatron.parallel.kernels import use_cpu_kernels
+from megatron.parallel.layers import AttentionCore, SharedDropout
+from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.objectives import MaskedTokensAndOrder, NextToken, Objective
 from tests.bert import bert_samples, bert_section
@@ -41,6 +44,33 @@ KINDS = {
     "bert pre-ln": Kind(partial(bert_section, "pre-ln"), bert_samples, MaskedTokensAndOrder()),
     "bert post-ln": Kind(partial(bert_section, "post-ln"), bert_samples, MaskedTokensAndOrder()),
 }
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_dropout_alone_changes_the_loss(name: str) -> None:
+    kind = KINDS[name]
+    section = kind.section(hidden_dropout=0.5, attention_dropout=0.25)
+    model, streams = tiny_model(serial_mesh(), section)
+    residual = [each for each in model.modules() if isinstance(each, SharedDropout)]
+    cores = [each for each in model.modules() if isinstance(each, AttentionCore)]
+    assert [each.p for each in residual] == [0.5] * (1 + 2 * section.num_layers)
+    assert [each.dropout for each in cores] == [0.25] * section.num_layers
+    assert len({each.name for each in (*residual, *cores)}) == 1 + 3 * section.num_layers
+
+    def loss(active: object) -> float:
+        for each in residual:
+            each.p = 0.5 * (each is active)
+        for each in cores:
+            each.dropout = 0.25 * (each is active)
+        ones = torch.ones(len(kind.objective.terms))
+        with streams.at(3, 0):
+            return kind.objective.sums(model.train(), kind.samples(3), CPU, ones).sum().item()
+
+    plain = loss(None)
+    for each in (*residual, *cores):
+        assert abs(loss(each) - plain) > 1e-3, each.name
+
+
 Outcome = tuple[list[Tensor], dict[str, Tensor]]
 
 

@@ -1,9 +1,10 @@
 from math import cos, pi
 
 import pytest
+import torch
 
-from megatron.config import OptimizerConfig
-from megatron.optim.schedule import learning_rate
+from megatron.config.training import OptimizerConfig, PrecisionConfig
+from megatron.optim.schedule import LossScaler, learning_rate
 
 WARMUP, END = 100, 1100
 SHAPES = {
@@ -13,13 +14,13 @@ SHAPES = {
 }
 
 
-def section(style: str, warmup: int = WARMUP) -> OptimizerConfig:
+def rates_of(style: str, warmup: int = WARMUP) -> OptimizerConfig:
     return OptimizerConfig(lr=1.5e-4, min_lr=1e-5, lr_decay_style=style, lr_warmup_iters=warmup)
 
 
 @pytest.mark.parametrize("style", SHAPES)
-def test_it_warms_up_and_decays_to_the_floor(style: str) -> None:
-    config, shape = section(style), SHAPES[style]
+def test_the_rate_warms_up_and_decays_to_the_floor(style: str) -> None:
+    config, shape = rates_of(style), SHAPES[style]
     rates = {step: learning_rate(config, step, END) for step in range(1, END + 500)}
     assert rates[1] == pytest.approx(1.5e-4 / WARMUP)
     assert rates[WARMUP // 2] == pytest.approx(0.75e-4)
@@ -32,17 +33,100 @@ def test_it_warms_up_and_decays_to_the_floor(style: str) -> None:
     assert decay == sorted(decay, reverse=True)
 
 
-def test_the_floor_is_reached() -> None:
-    for style in ("cosine", "linear"):
-        assert learning_rate(section(style), END, END) == pytest.approx(1e-5)
+def test_warm_up_may_be_nothing_or_all() -> None:
+    first = learning_rate(rates_of("linear", 0), 1, 1000)
+    assert first == pytest.approx(1e-5 + 1.4e-4 * 0.999, rel=1e-12)
+    assert learning_rate(rates_of("cosine"), WARMUP, WARMUP) == 1.5e-4
+    assert learning_rate(rates_of("cosine"), WARMUP + 1, WARMUP) == pytest.approx(1e-5)
 
 
-def test_without_warmup_the_first_step_is_all_but_the_peak() -> None:
-    assert learning_rate(section("linear", 0), 1, 1000) == pytest.approx(
-        1e-5 + 1.4e-4 * 0.999, rel=1e-12
-    )
+def fp16(**settings: object) -> LossScaler:
+    return LossScaler.of(PrecisionConfig(fp16=True, **settings), torch.float16)
 
 
-def test_decay_may_end_where_warmup_does() -> None:
-    assert learning_rate(section("cosine"), WARMUP, WARMUP) == 1.5e-4
-    assert learning_rate(section("cosine"), WARMUP + 1, WARMUP) == pytest.approx(1e-5)
+def scales(scaler: LossScaler, steps: str) -> list[float]:
+    """The scale after each step: x overflows, anything else does not."""
+    seen = []
+    for step in steps:
+        scaler.update(step == "x")
+        seen.append(scaler.scale)
+    return seen
+
+
+# (initial scale, window, hysteresis), steps, the scale after each
+DYNAMIC = {
+    "halved, and doubled after a window": ("8", 3, 1, "x..x......", [4, 4, 4, 2, 2, 2, 4, 4, 4, 8]),
+    "two are borne": ("64", 2, 3, "x.x.", [64, 64, 64, 64]),
+    "the third halves, as every further one": ("64", 2, 3, "x.x.x.x", [64] * 4 + [32, 32, 16]),
+    "growth gives all chances back": (
+        "64",
+        2,
+        3,
+        "xxxx..xxx",
+        [64, 64, 32, 16, 16, 32, 32, 32, 16],
+    ),
+    "overflows within a window add up": ("8", 5, 2, "x...x", [8, 8, 8, 8, 4]),
+    "never below the minimum": ("3", 1000, 1, "xxx", [1.5, 1.0, 1.0]),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_a_dynamic_scale(name: str) -> None:
+    initial, window, hysteresis, steps, expected = DYNAMIC[name]
+    scaler = fp16(initial_loss_scale=initial, loss_scale_window=window, hysteresis=hysteresis)
+    assert scales(scaler, steps) == expected
+
+
+def test_fp16_starts_high_and_is_patient() -> None:
+    scaler = fp16()
+    assert scaler.is_scaling
+    assert scales(scaler, 1000 * ".")[-2:] == [2.0**16, 2.0**17]
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "may_skip"),
+    [
+        ({"initial_loss_scale": "3", "hysteresis": 1}, "x", True),
+        ({"initial_loss_scale": "3", "hysteresis": 1}, "xx", False),  # at the minimum
+        ({"max_consecutive_skips": 3}, "xx.xx", False),
+        ({"max_consecutive_skips": 3}, "xx.xx.x", True),
+        ({"max_consecutive_skips": 3, "loss_scale": 128.0}, "xx.xx", False),
+        ({"max_consecutive_skips": 3, "loss_scale": 128.0}, "xx.xx.x", True),
+    ],
+)
+def test_which_overflow_is_the_last(
+    settings: dict[str, object], steps: str, may_skip: bool
+) -> None:
+    scaler = fp16(**settings)
+    found = scales(scaler, steps)
+    assert scaler.may_skip() == may_skip
+    assert "loss_scale" not in settings or set(found) == {128.0}  # a static scale stays
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_not_scaled_and_skip_nothing(dtype: torch.dtype) -> None:
+    scaler = LossScaler.of(PrecisionConfig(), dtype)
+    assert set(scales(scaler, 2000 * ".")) == {1.0}
+    assert not scaler.is_scaling
+    assert not scaler.may_skip()
+
+
+def test_it_goes_on_from_its_counters() -> None:
+    settings = {"initial_loss_scale": "2**10", "loss_scale_window": 4, "hysteresis": 2}
+    straight, before, after = fp16(**settings), fp16(**settings), fp16(**settings)
+    expected = scales(straight, "x...x.." + "..x.x")
+    scales(before, "x...x..")
+    after.load(before.counters())
+    assert after == before
+    assert scales(after, "..x.x") == expected[7:]
+
+
+def test_settings_come_from_the_command_line_and_not_from_the_checkpoint() -> None:
+    saved = fp16(initial_loss_scale="2**10", loss_scale_window=1000)
+    scales(saved, "x...")
+    static, shorter = fp16(loss_scale=64.0), fp16(loss_scale_window=3, min_loss_scale=2048.0)
+    for scaler in (static, shorter):
+        scaler.load(saved.counters())
+    assert scales(static, "x") == [64.0]
+    assert shorter.scale == 2048.0, "no scale is below the minimum"
+    assert scales(shorter, ".") == [4096.0]

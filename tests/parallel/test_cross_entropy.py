@@ -1,89 +1,88 @@
+"""The vocabulary-parallel loss, with the output layer and without, against torch's in fp64."""
+
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.parallel import cross_entropy
 from megatron.parallel.collectives import gather_from
-from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
+from megatron.parallel.cross_entropy import (
+    linear_cross_entropy,
+    most_probable,
+    vocab_parallel_cross_entropy,
+)
+from megatron.parallel.gradients import GradientBuffers
+from megatron.parallel.kernels import padded_rows
+from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
+from megatron.parallel.mesh import Axis, Mesh, serial_mesh
+from megatron.parallel.sharding import materialize
 from tests.dist import Pool
-from tests.tiny import Communication, mesh_of_ranks
+from tests.tiny import Communication, assert_relative, mesh_of_ranks, whole_gradients
 
+TOKENS, HIDDEN, VOCABULARY = 35, 6, 13
 PADDING = 50.0  # far above every real logit: it would rule the softmax
+SMALL_CHUNKS = patch.object(cross_entropy, "CHUNK_BYTES", 3 * 4 * 16)
 
 
-def example(vocab_size: int, padded: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits [n, padded], labels [n], gradient of the losses [n])."""
-    generator = torch.Generator().manual_seed(vocab_size)
-    labels = torch.tensor([0, 1, vocab_size // 3, vocab_size // 2, vocab_size - 1])
-    logits = 5 * torch.randn(len(labels), padded, generator=generator, dtype=torch.float64)
-    logits[:, vocab_size:] = PADDING
-    d_loss = torch.randn(len(labels), generator=generator, dtype=torch.float64)
-    return logits.to(dtype), labels, d_loss
+def axis_of_all() -> Axis:
+    return mesh_of_ranks(dist.get_world_size() if dist.is_initialized() else 1).tensor
 
 
-def check(vocab_size: int, divisible_by: int, dtype: torch.dtype, tolerance: float) -> None:
+def check_logits(vocab_size: int, divisible_by: int, dtype: torch.dtype, tolerance: float) -> None:
     """Loss and gradient equal torch's, which sees the real columns alone."""
-    axis = mesh_of_ranks(dist.get_world_size()).tensor
+    axis = axis_of_all()
     multiple = divisible_by * axis.size
     padded = -(-vocab_size // multiple) * multiple
-    whole, labels, d_loss = example(vocab_size, padded, dtype)
-    wide = torch.promote_types(dtype, torch.float32)
+    numbers = torch.Generator().manual_seed(vocab_size)
+    labels = torch.tensor([0, 1, vocab_size // 3, vocab_size // 2, vocab_size - 1])
+    whole = 5 * torch.randn(len(labels), padded, generator=numbers, dtype=torch.float64)
+    whole[:, vocab_size:] = PADDING
+    whole, wide = whole.to(dtype), torch.promote_types(dtype, torch.float32)
+    d_loss = torch.randn(len(labels), generator=numbers, dtype=wide)
 
     real = whole[:, :vocab_size].to(wide).requires_grad_()
     expected = F.cross_entropy(real, labels, reduction="none")
-    expected.backward(d_loss.to(wide))
+    expected.backward(d_loss)
 
     own = whole.chunk(axis.size, 1)[axis.rank].clone().requires_grad_()
-    losses = vocab_parallel_cross_entropy(own, labels, axis, vocab_size)
-    losses.backward(d_loss.to(wide))
-    assert losses.dtype == wide
-    assert own.grad is not None
-    assert own.grad.dtype == dtype
-    close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
-    close(losses, expected)
+    with Communication() as communication:
+        losses = vocab_parallel_cross_entropy(own, labels, axis, vocab_size)
+        losses.backward(d_loss)
+    assert (losses.dtype, own.grad.dtype) == (wide, dtype)
+    torch.testing.assert_close(losses, expected, rtol=tolerance, atol=tolerance)
     gradient = gather_from(own.grad, 1, axis)
     assert not gradient[:, vocab_size:].any(), "padding gets a gradient"
     rounding = 2e-2 if dtype == torch.bfloat16 else tolerance
     torch.testing.assert_close(
         gradient[:, :vocab_size].to(wide), real.grad, rtol=rounding, atol=tolerance
     )
+    n, is_cut = len(labels), axis.size > 1  # what is sent has the size of the tokens
+    assert communication.calls == [("allreduce_", (n,)), ("allreduce_", (2, n))] * is_cut
 
 
-def check_all() -> None:
-    check(50_257, 128, torch.float32, 1e-5)
-    check(50_257, 128, torch.float64, 1e-12)
-    check(101, 1, torch.float64, 1e-12)
-    check(5, 128, torch.float64, 1e-12)  # all but the first rank hold padding only
-    check(101, 128, torch.bfloat16, 1e-5)  # the logits are rounded, the loss is not
-
-
-def traffic() -> list[tuple[str, tuple[int, ...]]]:
-    axis = mesh_of_ranks(dist.get_world_size()).tensor
-    logits, labels, d_loss = example(101, 128 * axis.size, torch.float64)
-    own = logits.chunk(axis.size, 1)[axis.rank].clone().requires_grad_()
-    _ = axis.group
-    with Communication() as communication:
-        vocab_parallel_cross_entropy(own, labels, axis, 101).backward(d_loss)
-    return communication.calls
+def check_all_logits() -> None:
+    check_logits(50_257, 128, torch.float32, 1e-5)
+    check_logits(50_257, 128, torch.float64, 1e-12)
+    check_logits(101, 1, torch.float64, 1e-12)
+    check_logits(5, 128, torch.float64, 1e-12)  # all but the first rank hold padding only
+    check_logits(101, 128, torch.bfloat16, 1e-5)  # the logits are rounded, the loss is not
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_it_equals_torch(gloo: Pool, size: int) -> None:
-    gloo.run(size, check_all)
-
-
-def test_what_is_communicated_has_the_size_of_the_tokens(gloo: Pool) -> None:
-    n = len(example(101, 128, torch.float64)[1])
-    for calls in gloo.run(2, traffic):
-        assert calls == [("allreduce_", (n,)), ("allreduce_", (2, n))]
+def test_the_loss_of_logits_equals_torchs(gloo: Pool, size: int) -> None:
+    gloo.run(size, check_all_logits)
 
 
 def best_tokens(dtype: torch.dtype) -> list[int]:
     """Of logits with ties within a rank's columns and between ranks, and of padding above all."""
-    axis = mesh_of_ranks(dist.get_world_size()).tensor
+    axis = axis_of_all()
     whole = torch.zeros(6, 12, dtype=dtype)
     whole[:, 10:] = PADDING
     for row, equals in enumerate([(3, 4), (2, 9), (), (9,)]):
@@ -100,3 +99,177 @@ def test_the_lowest_of_the_most_probable_tokens_is_taken(
     gloo: Pool, size: int, dtype: torch.dtype
 ) -> None:
     assert gloo.run(size, best_tokens, dtype) == [[3, 2, 7, 9, 10, 10]] * size
+
+
+# With the output layer
+
+
+def example(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(x [n, h], weight [v, h], bias [v], labels [n], scales [n]), the first three to be
+    differentiated."""
+    numbers = torch.Generator().manual_seed(0)
+    shapes = (TOKENS, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,)
+    x, weight, bias = (torch.randn(*s, generator=numbers, dtype=torch.float64) for s in shapes)
+    labels = torch.tensor([0, 12, 6, 3, 12, 7, 1] * 5)
+    scales = torch.tensor([1.0, 0.0, -2.0, 0.5, 3.0, 0.25, 1.0] * 5, dtype=torch.float64)
+    return *(each.to(dtype).requires_grad_() for each in (x, weight, bias)), labels, scales
+
+
+def own_rows(whole: Tensor, axis: Axis) -> Tensor:
+    """This rank's rows of a weight or bias, with padding, to be differentiated."""
+    rows = -(-VOCABULARY // axis.size)
+    padded = torch.full((rows * axis.size, *whole.shape[1:]), PADDING, dtype=whole.dtype)
+    padded[:VOCABULARY] = whole.detach()
+    return padded.chunk(axis.size)[axis.rank].clone().requires_grad_()
+
+
+def check_fused(dtype: torch.dtype, tolerance: float) -> None:
+    """Loss and gradients, times a factor of autograd's, equal those of plain torch in fp64."""
+    axis = axis_of_all()
+    x, weight, bias, labels, scales = example(dtype)
+    for with_bias in (False, True):
+        wide = [each.detach().double().requires_grad_() for each in (x, weight, bias)]
+        logits = F.linear(wide[0], wide[1], wide[2] if with_bias else None)
+        expected = F.cross_entropy(logits, labels, reduction="none") @ scales
+        (3 * expected).backward()
+
+        x.grad = None
+        own = own_rows(weight, axis), own_rows(bias, axis) if with_bias else None
+        total = linear_cross_entropy(x, *own, labels, scales, axis, VOCABULARY)
+        (3 * total).backward()
+        assert total.dtype == torch.promote_types(dtype, torch.float32)
+        close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+        close(total.double(), expected)
+        close(x.grad.double(), wide[0].grad)
+        for part, whole in zip(own, wide[1:], strict=True):
+            if part is not None:
+                gradient = gather_from(part.grad.double(), 0, axis)
+                assert not gradient[VOCABULARY:].any(), "padding gets a gradient"
+                close(gradient[:VOCABULARY], whole.grad)
+        with torch.no_grad():
+            close(linear_cross_entropy(x, *own, labels, scales, axis, VOCABULARY), total)
+
+
+def check_all_fused() -> None:
+    for chunk_bytes in (1, 2 * 8 * 13, 2**28):
+        with patch.object(cross_entropy, "CHUNK_BYTES", chunk_bytes):
+            check_fused(torch.float64, 1e-12)
+            check_fused(torch.float32, 1e-5)
+            check_fused(torch.bfloat16, 0.06)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_loss_with_its_layer_equals_torchs(gloo: Pool, size: int) -> None:
+    gloo.run(size, check_all_fused)
+
+
+class Tied(nn.Module):
+    """A loss that uses one weight twice: as embedding and as output layer."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.embedding = VocabParallelEmbedding(mesh, VOCABULARY, HIDDEN, divisible_by=1, std=1.0)
+        self.head = VocabParallelHead(mesh, VOCABULARY, bias_divisible_by=1)
+
+    def forward(self, tokens: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
+        total: Tensor = self.head(self.embedding(tokens), self.embedding, labels, scales)
+        return total
+
+
+def gradients_of_two_micro_batches(dtype: torch.dtype, factor: float, direct: bool) -> Any:
+    """Whole gradients of factor x the sum of both losses."""
+    model = Tied(mesh_of_ranks(dist.get_world_size() if dist.is_initialized() else 1))
+    materialize(model, device=torch.device("cpu"), dtype=dtype, seed=1)
+    buffers = GradientBuffers(model, direct=direct)
+    for buffer in buffers.buffers:
+        assert buffer.flat.dtype == torch.promote_types(dtype, torch.float32)
+        buffer.flat.fill_(torch.nan)  # what an earlier step left must not be seen
+    buffers.start()
+    _, _, _, labels, scales = example(dtype)
+    for number in range(2):
+        tokens = (labels + 5 * number) % VOCABULARY
+        with buffers.accumulate(is_last=number == 1):
+            (model(tokens, labels, scales) * factor).backward()
+    return whole_gradients(buffers)
+
+
+@SMALL_CHUNKS
+def check_incoming_gradients() -> None:
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 0.03)):
+        one = gradients_of_two_micro_batches(dtype, 1.0, direct=False)
+        for factor in (1.0, 0.5, 3.0):
+            for direct in (False, True):
+                found = gradients_of_two_micro_batches(dtype, factor, direct)
+                for name, gradient in found.items():
+                    assert_relative(gradient, factor * one[name], tolerance, f"{name} x {factor}")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_incoming_gradient_may_be_any_number(gloo: Pool, size: int) -> None:
+    gloo.run(size, check_incoming_gradients)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(each, Tensor):
+                self.elements = max(self.elements, each.numel())
+        return result
+
+
+@SMALL_CHUNKS
+def test_logits_never_exist_whole() -> None:
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 4, generator=numbers).requires_grad_()
+    weight = torch.randn(16, 4, generator=numbers).requires_grad_()
+    labels, scales, axis = torch.arange(64) % 16, torch.ones(64), axis_of_all()
+    with Largest() as largest:
+        linear_cross_entropy(x, weight, None, labels, scales, axis, 16).backward()
+    assert largest.elements == x.numel()
+    with Largest() as largest, torch.no_grad():
+        linear_cross_entropy(x, weight, None, labels, scales, axis, 16)
+    assert largest.elements <= x.numel()
+
+
+def traffic() -> list[tuple[str, tuple[int, ...]]]:
+    axis = axis_of_all()
+    x, weight, _, labels, scales = example(torch.float32)
+    own = own_rows(weight, axis)
+    with Communication() as communication, patch.object(cross_entropy, "CHUNK_BYTES", 4 * 7 * 18):
+        linear_cross_entropy(x, own, None, labels, scales, axis, VOCABULARY).backward()
+    return communication.calls
+
+
+def test_what_is_communicated_has_the_size_of_the_tokens(gloo: Pool) -> None:
+    """Of the softmax, and of x what the backward of any layer cut by columns sums."""
+    expected = [
+        ("allreduce_", shape)
+        for rows in (padded_rows(18), TOKENS - padded_rows(18))
+        for shape in ((rows,), (2, rows), (rows, HIDDEN))
+    ]
+    assert gloo.run(2, traffic) == [expected] * 2
+
+
+def test_no_tokens_are_no_loss() -> None:
+    x, weight, bias, labels, scales = example(torch.float32)
+    arguments = x[:0], weight, bias, labels[:0], scales[:0]
+    total = linear_cross_entropy(*arguments, serial_mesh().tensor, VOCABULARY)
+    total.backward()
+    assert total == 0
+    assert not weight.grad.any()
+    assert not bias.grad.any()
+
+
+@pytest.mark.parametrize(("tokens", "number"), [(1, 1), (4096, 7), (4099, 7), (5000, 8)])
+def test_chunks_are_of_few_sizes(tokens: int, number: int) -> None:
+    found = list(cross_entropy.chunks(tokens, 50304, torch.float32))
+    assert len(found) == number
+    assert [row for rows in found for row in range(tokens)[rows]] == list(range(tokens))
+    lengths = [rows.stop - rows.start for rows in found]
+    assert set(lengths[:-1]) <= {padded_rows(lengths[0])}
+    assert max(lengths) <= padded_rows(cross_entropy.CHUNK_BYTES // (4 * 50304))

@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron.parallel import gradients, linear
+from megatron.parallel import gradients, layers
 from megatron.parallel.collectives import all_reduce, begin_all_reduce
 from megatron.parallel.gradients import BUCKET_BYTES, GradientBuffers
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -258,7 +258,7 @@ def order_of_a_layer() -> list[str]:
 
     view.add_matmul = add_matmul
     x = torch.randn(3, 4, requires_grad=True)
-    with buffers.accumulate(is_last=True), patch.object(linear, "begin_all_reduce", begin):
+    with buffers.accumulate(is_last=True), patch.object(layers, "begin_all_reduce", begin):
         layer(x).sum().backward()
     return seen
 
@@ -289,21 +289,12 @@ def test_a_compiled_layer_does_it_in_the_same_order(gloo: Pool) -> None:
     assert gloo.run(2, order_of_a_compiled_layer) == [[product, begun, product, ended]] * 2
 
 
-def test_nothing_is_reduced_alone() -> None:
-    assert not dist.is_initialized()
-    state = tiny_state(mesh := serial_mesh())
-    for is_last, loss in losses(state.model, mesh, 0):
-        with state.gradients.accumulate(is_last=is_last):
-            loss.backward()
-    assert all(each.any() for each in whole_gradients(state.gradients).values())
-
-
 class Long(ShardedModule):
     """One parameter of ten million elements."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.add_parameter("weight", ShardingSpec(shape=(10**7,)))
+        super().__init__(serial_mesh())
+        self.add_parameter("weight", (10**7,))
 
 
 def test_the_norm_of_a_long_buffer_keeps_its_digits() -> None:

@@ -29,8 +29,8 @@ def test_the_tensor_axis_is_the_fastest(gloo: Pool) -> None:
     ]
 
 
-def test_a_size_that_does_not_divide_is_named(gloo: Pool) -> None:
-    with pytest.raises(RuntimeError, match="--tensor-model-parallel-size 2 does not divide"):
+def test_a_size_that_does_not_divide_is_an_error(gloo: Pool) -> None:
+    with pytest.raises(RuntimeError, match="tensor axis of 2 in a world of 3"):
         gloo.run(3, grid, 2)
 
 

@@ -1,6 +1,8 @@
-"""Layouts and initialisation: what a parameter is does not depend on how it is cut."""
+"""Sharding specs and initialisation: what a parameter is does not depend on how it is cut."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from math import sqrt
 
 import pytest
@@ -8,11 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
+from megatron.config.model import ModelConfig
 from megatron.models.gpt2 import GPT2
-from megatron.parallel.factory import factory_1d
+from megatron.models.registry import build_model
+from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import ShardingSpec, load_whole, materialize, sharding_specs
+from tests.bert import bert_section
 from tests.dist import Pool
 from tests.tiny import (
     SEED,
@@ -59,25 +64,23 @@ def test_initial_weights_do_not_depend_on_the_layout(gloo: Pool, size: int) -> N
             assert torch.equal(weight, expected[name]), name
 
 
-def test_initial_weights_have_the_papers_distribution() -> None:
-    section = tiny_section(num_layers=8, hidden_size=64, max_position_embeddings=256)
-    mesh = serial_mesh()
-    with torch.device("meta"):
-        model = GPT2(section, factory_1d(mesh, RandomStreams(SEED, mesh)), 1000)
-    materialize(model, device=CPU, dtype=torch.float32, seed=SEED)
+@pytest.mark.parametrize("section", [tiny_section, bert_section, partial(bert_section, "post-ln")])
+def test_initial_weights_and_decay_are_the_papers(section: Callable[..., ModelConfig]) -> None:
+    config = section(num_layers=8, hidden_size=64, max_position_embeddings=256)
+    model, _ = build_model(config, serial_mesh(), 1000, seed=SEED, dtype=torch.float32)
+    table = sharding_specs(model)
     for name, weight in model.named_parameters():
-        if name.endswith("bias"):
-            assert not weight.any(), name
-        elif "norm" in name:
-            assert torch.equal(weight, torch.ones_like(weight)), name
-        else:
-            before_a_residual = name.endswith(("output.weight", "down.weight"))
-            std = 0.02 / sqrt(2 * 8) if before_a_residual else 0.02
-            real = weight[:1000] if name == "word_embedding.weight" else weight
-            # Five standard errors of the mean and of the standard deviation.
-            count = real.numel()
-            assert abs(real.mean().item()) < 5 * std / sqrt(count), name
-            assert real.std().item() == pytest.approx(std, rel=5 / sqrt(2 * count)), name
+        real = table[name].real(weight)
+        is_vector = name.endswith("bias") or "norm" in name
+        assert table[name].decay != is_vector, name
+        if is_vector:
+            assert torch.equal(real, torch.full_like(real, name.endswith("norm.weight"))), name
+            continue
+        before_a_residual = name.endswith(("attention.output.weight", "down.weight"))
+        std, count = 0.02 / sqrt(2 * 8) if before_a_residual else 0.02, real.numel()
+        # Five standard errors of the mean and of the standard deviation.
+        assert abs(real.mean().item()) < 5 * std / sqrt(count), name
+        assert real.std().item() == pytest.approx(std, rel=5 / sqrt(2 * count)), name
 
 
 def test_every_parameter_and_seed_has_its_own_draw() -> None:
@@ -115,7 +118,7 @@ def test_two_axes_may_cut_one_dim(gloo: Pool) -> None:
     gloo.run(4, check_two_cuts_of_one_dim)
 
 
-def check_layouts_survive(tensor_size: int) -> None:
+def check_specs_survive(tensor_size: int) -> None:
     mesh = mesh_of_ranks(tensor_size)
     on_meta_table = sharding_specs(meta := on_meta(mesh))
     assert all(parameter.is_meta for parameter in meta.parameters())
@@ -146,8 +149,8 @@ def assert_tied(model: GPT2) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_layouts_and_ties_survive_meta_materialise_bf16_and_deepcopy(gloo: Pool, size: int) -> None:
-    gloo.run(size, check_layouts_survive, size)
+def test_specs_and_ties_survive_meta_materialise_bf16_and_deepcopy(gloo: Pool, size: int) -> None:
+    gloo.run(size, check_specs_survive, size)
 
 
 def check_fully_shard(tensor_size: int) -> None:
@@ -172,5 +175,5 @@ def check_fully_shard(tensor_size: int) -> None:
 
 
 @pytest.mark.parametrize(("world", "tensor_size"), [(2, 1), (4, 2)])
-def test_layouts_and_ties_survive_fully_shard(gloo: Pool, world: int, tensor_size: int) -> None:
+def test_specs_and_ties_survive_fully_shard(gloo: Pool, world: int, tensor_size: int) -> None:
     gloo.run(world, check_fully_shard, tensor_size)

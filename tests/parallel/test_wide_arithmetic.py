@@ -171,7 +171,7 @@ def test_softmax(
 ) -> None:
     """One rounding of the probabilities too: they are the softmax's result, and meet v rounded."""
     if in_blocks:
-        monkeypatch.setattr("megatron.parallel.cpu.block_attention.BLOCK", 16)
+        monkeypatch.setattr("megatron.parallel.cpu.functional.BLOCK", 16)
     q, k, v = attention_case(dtype, large)
     q.requires_grad_(in_blocks)  # where that pays, which tests of their own say
     streams = RandomStreams(1, serial_mesh())

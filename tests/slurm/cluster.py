@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NODES = ("first", "second")  # which no resolver knows
+NODES = ("first", "second", "spare")  # which no resolver knows
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
 PATH = f"/usr/sbin:/sbin:{os.environ['PATH']}"  # of the daemons
 PORTS = range(20_000, 32_000)  # below those that the kernel gives to clients
@@ -47,6 +47,8 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 EnforcePartLimits=ALL
+# Seconds until a job that may start is seen.
+SchedulerParameters=bf_interval=1
 # A port of the ranks that another cluster of this machine does not use.
 FirstJobId={ports[0]}
 # A node is lost after so many seconds, and back as soon as its slurmd is.
@@ -56,6 +58,7 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 NodeName=first NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
 NodeName=second NodeHostname={host} NodeAddr=127.0.0.2 Port={ports[2]} CPUs=2
+NodeName=spare NodeHostname={host} NodeAddr=127.0.0.3 Port={ports[3]} CPUs=2
 PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP
 """
 
@@ -98,7 +101,7 @@ class Cluster:
 
     def _has_started(self) -> bool:
         """Whether all daemons came up; False where a port that one drew is in use."""
-        ports = random.SystemRandom().sample(PORTS, 3)
+        ports = random.SystemRandom().sample(PORTS, 1 + len(NODES))
         self.file.write_text(
             CONF.format(host=socket.gethostname(), folder=self.folder, ports=ports)
         )
@@ -108,13 +111,10 @@ class Cluster:
         for node in NODES:
             self.start_node(node)
 
-        def is_up() -> bool:
-            return self.states() == ["idle"] * len(NODES)
-
         def has_failed() -> bool:
             return any(daemon.poll() is not None for daemon in self.daemons.values())
 
-        self.wait_for(lambda: is_up() or has_failed(), "idle nodes")
+        self.wait_for(lambda: self.are_idle() or has_failed(), "idle nodes")
         return not has_failed()
 
     def __exit__(self, *_: object) -> None:
@@ -184,6 +184,12 @@ class Cluster:
     def states(self) -> list[str]:
         """Of the nodes; [] while nobody answers."""
         return self.run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
+
+    def are_idle(self) -> bool:
+        return self.states() == ["idle"] * len(NODES)
+
+    def wait_until_idle(self) -> None:
+        self.wait_for(self.are_idle, "idle nodes")
 
     def submit(self, log: Path, *words: str) -> str:
         """The number of a job of two nodes and two ranks each; later flags of sbatch win."""

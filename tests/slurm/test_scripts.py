@@ -158,7 +158,7 @@ sys.exit(75)
 def node(folder: Path, program: str) -> Iterator[subprocess.Popen[str]]:
     """Of a job of this node alone, with two ranks, which do not outlive it."""
     (folder / "rank.py").write_text(program)
-    words = ["1", "2", "127.0.0.1", str(20000 + os.getpid() % 10000), "rank.py"]
+    words = ["1", "2", "127.0.0.1", "0", "rank.py"]  # a port that is free
     process = subprocess.Popen(
         [sys.executable, str(SCRIPTS / "node.py"), *words],
         cwd=folder, env=os.environ | {"SLURM_NODEID": "0"}, text=True, start_new_session=True,

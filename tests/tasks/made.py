@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -12,10 +13,10 @@ import torch
 from megatron.checkpoint.load import TensorSlice
 from megatron.checkpoint.save import save
 from megatron.config.model import BertConfig, ModelConfig
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.tokenizer import BertWordPieceLowerCase, build_tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec
-from megatron.train.state import build_model, environment, model_pieces
+from megatron.train.state import build_model, environment, model_slices
 from tasks.checks import ChecksConfig
 from tasks.finetuning import Encoding, Example, FinetuneSettings, Finetuning, Head
 from tests.data.samples import write_wordpiece
@@ -63,6 +64,11 @@ class Made(Finetuning):
     def combined(self, figures: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
         right = sum(each["parts"]["right"] for each in figures.values())
         return {"accuracy": right / sum(each["examples"] for each in figures.values())}
+
+
+def wordpiece(*words: str) -> BertWordPieceLowerCase:
+    with TemporaryDirectory() as folder:
+        return BertWordPieceLowerCase(write_wordpiece(Path(folder), *words))
 
 
 class Watched(list[Example]):
@@ -155,7 +161,7 @@ def write_model(
     tokenizer = build_tokenizer("BertWordPieceLowerCase", write_wordpiece(folder, *words), None)
     size = tokenizer.vocab_size
     model, _ = build_model(section, mesh, size, seed=7, dtype=torch.float32)
-    pieces = [each for each in model_pieces(model) if each.key != f"model.{without}"]
+    pieces = [each for each in model_slices(model) if each.key != f"model.{without}"]
     if beside is not None:
         pieces.append(
             TensorSlice(f"model.{beside}", ShardingSpec(shape=(2,), decay=False), torch.zeros(2))
@@ -175,4 +181,4 @@ def write_model(
         "environment": environment(mesh),
         "validation_loss": None,
     }
-    return save(folder / "checkpoints", 0, pieces, facts, mesh, tokenizer.files)
+    return save(folder / "checkpoints", 0, pieces, facts, mesh, tokenizer.files).path

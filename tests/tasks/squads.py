@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 from string import ascii_lowercase, digits
+from tempfile import NamedTemporaryFile
 from typing import Any
 
-from megatron.data.wordpiece import BertWordPieceLowerCase
+from megatron.data.tokenizer import BertWordPieceLowerCase
 
 MARKS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["the", "rain", "in", "spain", "stays", "mainly", "plain", "where", "does", "it", "stay"]
@@ -13,13 +14,17 @@ PASSAGE = "The rain in Spain stays mainly in the plain."
 MANIFEST = {"config": {"model": {"max_position_embeddings": 64}}}
 
 
-def write_tokenizer(folder: Path) -> BertWordPieceLowerCase:
+def _tokenizer() -> BertWordPieceLowerCase:
     """Some words; others are spelt letter by letter."""
     letters = [*ascii_lowercase, *digits]
     marks = [*MARKS, *WORDS, *letters, *(f"##{each}" for each in letters), *".,?()"]
-    file = folder / "vocab.txt"
-    file.write_text("\n".join(marks) + "\n", encoding="utf-8")
-    return BertWordPieceLowerCase(str(file))
+    with NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(marks) + "\n")
+        file.flush()
+        return BertWordPieceLowerCase(file.name)
+
+
+TOKENIZER = _tokenizer()
 
 
 def question(name: str, answers: dict[str, int], **more: Any) -> dict[str, Any]:
@@ -28,11 +33,14 @@ def question(name: str, answers: dict[str, int], **more: Any) -> dict[str, Any]:
     return {"id": name, "question": "Where does it stay?", "answers": found, **more}
 
 
-def write_squad(file: Path, *questions: dict[str, Any], passage: str = PASSAGE) -> Path:
+def squad_of(*questions: dict[str, Any], passage: str = PASSAGE) -> dict[str, Any]:
     """One article of one paragraph."""
     paragraphs = [{"context": passage, "qas": questions}]
-    content = {"version": "any", "data": [{"title": "Rain", "paragraphs": paragraphs}]}
-    file.write_text(json.dumps(content), encoding="utf-8")
+    return {"version": "any", "data": [{"title": "Rain", "paragraphs": paragraphs}]}
+
+
+def write_squad(file: Path, *questions: dict[str, Any], passage: str = PASSAGE) -> Path:
+    file.write_text(json.dumps(squad_of(*questions, passage=passage)), encoding="utf-8")
     return file
 
 

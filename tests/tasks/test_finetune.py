@@ -18,7 +18,7 @@ import torch
 from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.config.model import ResidualOrder
 from megatron.config.parse import parse
-from megatron.optim.loss_scaler import LossScaler
+from megatron.optim.schedule import LossScaler
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import read_metrics
 from megatron.train.objectives import answer_scores
@@ -344,7 +344,7 @@ def test_a_seed_that_fails_loses_no_other(
         (["--lr", "1e-3"], "--lr 0.003"),
         (["--head", "span"], "--head classifier"),
         (["--valid-data", near], "--valid-data: far"),
-        (["--train-data", near], "--train-data: train"),
+        (["--train-data", near], "--train-data: near, train"),
         (["--valid-data", near, renamed], "farther"),
     ]:
         error = refusal([*words, *more], capsys)

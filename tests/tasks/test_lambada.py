@@ -76,11 +76,9 @@ def test_figures_are_the_same_at_every_layout_and_batch_size(
         key: pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
         for key, value in figures_of("LAMBADA", 1, *words).items()
     }
-    for size in ("1", "5"):
-        assert figures_of("LAMBADA", 1, *words, "--micro-batch-size", size) == expected
-    for world, tensor_size in ((2, 2), (2, 1), (4, 2)):
-        found = gloo.run(world, figures_of, "LAMBADA", tensor_size, *words)
-        assert found == [expected, *[{}] * (world - 1)]
+    assert figures_of("LAMBADA", 1, *words, "--micro-batch-size", "5") == expected
+    found = gloo.run(4, figures_of, "LAMBADA", 2, *words)  # both axes at once
+    assert found == [expected, {}, {}, {}]
 
 
 def test_whole_releases_are_read_in_both_forms(test_data: Path) -> None:

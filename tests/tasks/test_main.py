@@ -7,13 +7,12 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.checkpoint.format import read_manifest
 from megatron.data.files import temporary
-from tasks.main import ROOT, main
+from tasks.main import ROOT, TASKS, main
 from tests.data.samples import write_data
 from tests.tasks.figures import figures_of, without_words
 from tests.tasks.passages import passages, some_articles
@@ -34,19 +33,17 @@ def flags(task: str, file: Path, peer: Peer, *more: str) -> list[str]:
     return [*words, *more]
 
 
-def test_the_record_says_what_was_evaluated_and_how(
+def test_the_record_says_what_was_evaluated_and_how_and_two_processes_write_the_same(
     peer: Peer, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "result.json"
-    words = flags("LAMBADA", plain, peer, "--compare-paper", "--output", str(output))
-    main(words, {})
+    words = flags("lambada", plain, peer, "--compare-paper", "--output", str(output))
+    main(words, {})  # tasks are known in small letters, too
     record = json.loads(output.read_text(encoding="utf-8"))
     printed = capsys.readouterr()
     assert json.loads(printed.out) == record
     assert [*record][:3] == ["paper", "task", "conventions"]
     assert [*record][-1] == "strict_accuracy", "the figures stand last"
-    figures = figures_of("LAMBADA", 1, *words[2:])
-    assert {key: record[key] for key in figures} == figures
     assert record["model"] == {
         "num_layers": 2,
         "hidden_size": 48,
@@ -65,96 +62,36 @@ def test_the_record_says_what_was_evaluated_and_how(
     content = plain.read_bytes()
     checksum = sha256(content).hexdigest()
     assert record["data"] == [{"file": str(plain), "bytes": len(content), "sha256": checksum}]
-    assert re.fullmatch(r"\d+\.\d+\.\d+", record["version"])
     rows = {row["model"]: row["strict_accuracy"] for row in record["paper"]["rows"]}
     assert rows == {"355M": 0.4518, "2.5B": 0.6173, "8.3B": 0.6651}
     assert [row["model"] for row in record["paper"]["rows"] if row["nearest"]] == ["355M"]
     assert "0.6651" in printed.err
-    assert "5,153 passages" in printed.err
     assert not list(tmp_path.glob("*.tmp*")), "nothing is left of the writing"
 
-
-def test_every_layout_of_processes_writes_the_same_record(
-    peer: Peer, plain: Path, tmp_path: Path
-) -> None:
-    record = run_processes(flags("LAMBADA", plain, peer), tmp_path)
-    figures = figures_of("LAMBADA", 1, *flags("LAMBADA", plain, peer)[2:])
-    assert record["layout"] == {"data": 1, "tensor": 2}
-    for key, value in figures.items():
-        near = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
-        assert record[key] == near, key
-
-
-def run_processes(words: list[str], folder: Path) -> dict[str, Any]:
-    output = folder / "processes.json"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
-        *("tasks/main.py", *words, "--tensor-model-parallel-size", "2", "--output", str(output)),
+        *("tasks/main.py", *words, "--tensor-model-parallel-size", "2"),
     ]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    return json.loads(output.read_text(encoding="utf-8"))
+    again = json.loads(output.read_text(encoding="utf-8"))
+    assert again.pop("layout") == {"data": 1, "tensor": 2}
+    figures = [key for key in record["conventions"] if key in record]
+    assert {key: again[key] for key in figures} == {
+        key: pytest.approx(record[key], rel=1e-6) for key in figures
+    }
 
 
-def test_the_paper_stands_beside_wikitext103(
+def test_wikitext103_is_evaluated_in_bf16_beside_the_paper(
     peer: Peer, test_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "wiki.tokens"
     file.write_text(some_articles(test_data, 2), encoding="utf-8")
     main(flags("WIKITEXT103", file, peer, "--compare-paper", "--dtype", "bf16"), {})
-    printed = capsys.readouterr()
-    record = json.loads(printed.out)
-    rows = {row["model"]: row["word_perplexity"] for row in record["paper"]["rows"]}
-    assert rows == {"355M": 19.31, "2.5B": 12.76, "8.3B": 10.81}
+    record = json.loads(capsys.readouterr().out)
     here = {"this_model": {"word_perplexity": record["word_perplexity"]}}
-    assert record["paper"]["here"] == here
-    assert record["dtype"] == "bf16"
-    assert re.search(r"355M +19.3100 +<- nearest", printed.err)
-
-
-@pytest.mark.parametrize(
-    ("task", "content", "message"),
-    [
-        ("WIKITEXT103", None, "no such file; the raw wiki.valid.tokens"),
-        ("WIKITEXT103", b"", "is empty"),
-        ("WIKITEXT103", b" \n\n", "is empty"),
-        ("WIKITEXT103", b"= A =\n\xff\n", "line 2, is not UTF-8"),
-        ("WIKITEXT103", b'{"text": "a b"}\n', "is no WikiText file: line 1 is JSON"),
-        ("WIKITEXT103", b"\nhe said no\n", "is no WikiText file: line 2 is other text"),
-        ("WIKITEXT103", b"\n = A =\r\n", "line 2, has a carriage return; the raw wiki"),
-        ("WIKITEXT103", b"\xef\xbb\xbf = A =\n", "line 1, has a byte-order mark; the raw wiki"),
-        ("LAMBADA", b'\xef\xbb\xbf{"text": "a b"}\n', "line 1, has a byte-order mark; LAMBADA"),
-        ("LAMBADA", b"a b\r\n", "line 1, has a carriage return; LAMBADA"),
-        ("LAMBADA", b'{"text": "a \\ud800 b"}\n', "line 1, has half of a surrogate pair"),
-        ("LAMBADA", None, "no such file; LAMBADA's test set"),
-        ("LAMBADA", b"\n", "is empty"),
-        ("LAMBADA", b"a b\n\xff\n", "line 2, is not UTF-8"),
-        ("LAMBADA", b" \n = Title = \n \n a b \n", "line 2, is the title of a WikiText article"),
-        ("LAMBADA", b'{"text": "a b"}\n{"txt": "a b"}\n', 'line 2, has no "text"'),
-        ("LAMBADA", b'{"text": "a b"}\n["a b"]\n', 'line 2, has no "text"'),
-        ("LAMBADA", b'{"text": "a b"}\n{"text"\n', "line 2, is not JSON"),
-        ("LAMBADA", b"a b\nalone\n", "line 2, does not end in a blank and a word"),
-        ("LAMBADA", b"a b\n\na b\n", "line 2, does not end in a blank and a word"),
-        ("LAMBADA", b"a b\na b \n", "line 2, does not end in a blank and a word"),
-        ("LAMBADA", b"a b\na " + b"0x" * 600 + b"\n", "line 2: more tokens in its last word"),
-    ],
-)
-def test_a_file_of_the_wrong_kind_is_refused(
-    peer: Peer,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    task: str,
-    content: bytes | None,
-    message: str,
-) -> None:
-    file = tmp_path / "input"
-    if content is not None:
-        file.write_bytes(content)
-    error = refusal(flags(task, file, peer), capsys)
-    assert f"--valid-data {file}" in error
-    assert message in error
-    assert "would work" in error or "positions" in error
+    assert (record["paper"]["here"], record["dtype"]) == (here, "bf16")
 
 
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -164,21 +101,15 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_input_is_refused_before_torch_is_imported(peer: Peer, tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong"
-    wrong.write_text("alone\n")
-    cases = [("WIKITEXT103", wrong), ("LAMBADA", wrong), ("LAMBADA", tmp_path / "none")]
-    for task, file in cases:
-        words = flags(task, file, peer)
-        code = (
-            "import sys; from tasks.main import main\n"
-            f"try: main({words!r}, {{}})\n"
-            "finally: assert 'torch' not in sys.modules"
-        )
-        ended = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-        )
-        assert (ended.returncode, ended.stdout) == (2, "")
-        assert ended.stderr.startswith("error: --valid-data ")
+    words = flags("LAMBADA", tmp_path / "none", peer)
+    code = (
+        "import sys; from tasks.main import main\n"
+        f"try: main({words!r}, {{}})\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("error: --valid-data ")
 
 
 def test_heldout_documents_are_evaluated(peer: Peer, test_data: Path, tmp_path: Path) -> None:
@@ -232,7 +163,7 @@ def test_the_task_of_the_readme_runs(
     for line in ("no tab", "\tno question", "no answer\t", "a\tb\tc"):
         file.write_text("\n".join([*lines, line, ""]), encoding="utf-8")
         error = refusal(flags("mine.answers", file, peer), capsys)
-        assert f"--valid-data {file}, line {len(lines) + 1}: a question, a tab" in error
+        assert f"--valid-data {file}, line {len(lines) + 1}: " in error
 
 
 BROKEN = """
@@ -301,31 +232,14 @@ def test_a_result_that_cannot_be_written_is_one_line(
 def test_help_without_a_task_lists_the_tasks_and_imports_none() -> None:
     code = (
         "import sys; from tasks.main import main\n"
-        "main(sys.argv[1:], {'RANK': '1'}); print('-'); main(sys.argv[1:], {})\n"
+        "main(sys.argv[1:], {'RANK': '1'}); print('-'); main(['-h'], {})\n"
         "assert not {'torch', 'tasks.heldout', 'tasks.glue', 'tasks.race'} & {*sys.modules}"
     )
-    for word in ("--help", "-h"):
-        ended = subprocess.run(
-            [sys.executable, "-c", code, word], cwd=ROOT, capture_output=True, text=True
-        )
-        assert (ended.returncode, ended.stderr) == (0, "")
-        quiet, lines = ended.stdout.split("-\n", 1)
-        assert quiet == ""
-        for line in (
-            "  WIKITEXT103  WikiText103: perp",
-            "  LAMBADA ",
-            "  HELDOUT ",
-            "  QQP          QQP (section 5.3, table 5): whether two",
-            "  RACE         RACE (section 5.3, table 5): the right",
-            "  SQUAD        SQuAD 1.1 and 2.0",
-            "--task NAME --h",
-        ):
-            assert line in lines
-        assert max(map(len, lines.splitlines())) <= 110
-
-
-def test_tasks_are_known_in_small_letters(
-    peer: Peer, plain: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(flags("lambada", plain, peer, "--compare-paper"), {})
-    assert json.loads(capsys.readouterr().out)["task"] == "LAMBADA"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    quiet, said = ended.stdout.split("-\n", 1)
+    assert quiet == ""
+    listed = [line.split()[0] for line in said.splitlines() if line.startswith("  ")]
+    assert listed == [*TASKS, "tasks.mine"]

@@ -1,34 +1,28 @@
 """Pairs of texts as BERT reads them: marks, token types, and what is cut where."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from megatron.data.examples import make_batch
-from megatron.data.wordpiece import BertWordPieceLowerCase
 from tasks import pairs
-from tasks.pairs import PairExamples, Ragged, Shape, encode, shape_of
-from tests.data.samples import write_wordpiece
+from tasks.examples import make_batch
+from tasks.pairs import PairExamples, Shape, encode, shape_of
+from tests.tasks.made import wordpiece
 
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> BertWordPieceLowerCase:
-    return BertWordPieceLowerCase(write_wordpiece(tmp_path, "cat", "dog", "sits"))
+TOKENIZER = wordpiece("cat", "dog", "sits")
 
 
 def tokens(count: int, first: int) -> np.ndarray:
     return np.arange(first, first + count, dtype=np.int32)
 
 
-def test_a_pair_is_cls_first_sep_second_sep(tokenizer: BertWordPieceLowerCase) -> None:
-    first, second = (encode([text], tokenizer)[0] for text in ("The cat", "the dog sits."))
-    found = shape_of(tokenizer, 32).join(first, second)
-    assert tokenizer.decode(found.tokens.tolist()) == "[CLS] the cat [SEP] the dog sits. [SEP]"
+def test_a_pair_is_cls_first_sep_second_sep() -> None:
+    first, second = (encode([text], TOKENIZER)[0] for text in ("The cat", "the dog sits."))
+    found = shape_of(TOKENIZER, 32).join(first, second)
+    assert TOKENIZER.decode(found.tokens.tolist()) == "[CLS] the cat [SEP] the dog sits. [SEP]"
     assert found.second == 4, "the second segment begins after the first [SEP]"
     assert found.tokens.dtype == np.int32
     assert (found.tokens[0], found.tokens[3], found.tokens[-1]) == (
-        tokenizer.cls, tokenizer.sep, tokenizer.sep,
+        TOKENIZER.cls, TOKENIZER.sep, TOKENIZER.sep,
     )  # fmt: skip
 
 
@@ -62,12 +56,10 @@ def test_only_the_second_text_is_cut_where_that_is_asked_for() -> None:
     assert short.tokens.tolist() == [1, 100, 2, *range(200, 206), 2]
 
 
-def test_examples_are_made_one_at_a_time_and_make_a_batch(
-    tokenizer: BertWordPieceLowerCase,
-) -> None:
-    first = encode(["cat", "the dog", "the cat sits"], tokenizer)
-    second = encode(["dog", "cat", "the dog sits"], tokenizer)
-    examples = PairExamples(first, second, np.array([2, 0, 1]), shape_of(tokenizer, 8))
+def test_examples_are_made_one_at_a_time_and_make_a_batch() -> None:
+    first = encode(["cat", "the dog", "the cat sits"], TOKENIZER)
+    second = encode(["dog", "cat", "the dog sits"], TOKENIZER)
+    examples = PairExamples(first, second, np.array([2, 0, 1]), shape_of(TOKENIZER, 8))
     assert [each.label for each in examples] == [(2,), (0,), (1,)]
     assert [each.longest for each in examples] == [5, 6, 8]
     assert examples.whole.tolist() == [5, 6, 9]
@@ -79,27 +71,23 @@ def test_examples_are_made_one_at_a_time_and_make_a_batch(
     assert batch.num_tokens == 5 + 6 + 8
 
 
-def test_texts_are_encoded_in_portions_with_the_same_tokens(
-    tokenizer: BertWordPieceLowerCase, monkeypatch: pytest.MonkeyPatch
+def test_texts_encoded_in_portions_have_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     texts = ["cat", "", "the dog sits.", "dog dog", "a"]
-    whole = encode(texts, tokenizer)
+    whole = encode(texts, TOKENIZER)
     monkeypatch.setattr(pairs, "AT_ONCE", 2)
-    parts = encode(texts, tokenizer)
+    parts = encode(texts, TOKENIZER)
     assert parts.tokens.tolist() == whole.tokens.tolist()
     assert parts.starts.tolist() == whole.starts.tolist() == [0, 1, 1, 5, 7, 8]
-    assert [parts[row].tolist() for row in range(5)] == tokenizer.encode_batch(texts)
-    assert (len(encode([], tokenizer)), parts.tokens.dtype) == (0, np.int32)
+    assert [parts[row].tolist() for row in range(5)] == TOKENIZER.encode_batch(texts)
+    assert parts.lengths.tolist() == [1, 0, 4, 2, 1]
+    assert np.shares_memory(parts[2], parts.tokens)
+    assert (len(encode([], TOKENIZER)), parts.tokens.dtype) == (0, np.int32)
 
 
-def test_white_space_of_any_kind_parts_words(tokenizer: BertWordPieceLowerCase) -> None:
+def test_white_space_of_any_kind_parts_words() -> None:
     texts = ["the cat sits", "the\ncat \t sits", " the\x0bcat\x85sits\u3000"]
-    rows = encode(texts, tokenizer)
+    rows = encode(texts, TOKENIZER)
     assert rows[0].tolist() == rows[1].tolist() == rows[2].tolist()
     assert len(rows[0]) == 3
-
-
-def test_rows_of_tokens_are_views() -> None:
-    rows = Ragged(tokens(6, 0), np.array([0, 2, 2, 6]))
-    assert rows.lengths.tolist() == [2, 0, 4]
-    assert np.shares_memory(rows[2], rows.tokens)

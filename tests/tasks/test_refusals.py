@@ -1,6 +1,7 @@
-"""What tasks/main.py refuses: each row is tried, and again with what its error says works."""
+"""What the tasks refuse: settings, each tried again with what its error says works, and files."""
 
 import contextlib
+import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 
 from megatron.config.checks import UsageError
-from tasks.main import main
-from tests.data.samples import write_data
+from megatron.config.parse import parse
+from megatron.data.tokenizer import build_tokenizer
+from tasks.main import find_module, main
+from tests.data.samples import write_data, write_tokenizer, write_wordpiece
 from tests.tasks.made import small_section, write_files, write_model
 from tests.tasks.program import FEW, TASK
-from tests.tasks.squads import question, write_squad, write_v2
+from tests.tasks.squads import question, squad_of, write_squad, write_v2
+from tests.tasks.test_race import OTHER, PASSAGE
 from tests.tiny import tiny_section
 
 # Arguments after --task, in which {name} is a path of `paths`, and the flag that the error names.
@@ -60,8 +64,6 @@ ROWS = [
     ("MADE --load {pre} {files} --max-truncated 25", "--max-truncated"),
     ("MADE --load {pre} {files} --max-unknown -1", "--max-unknown"),
     ("WIKITEXT103 --load {gpt2} --valid-data {near} --window 8 --overlapping-eval 0", "--overlapp"),
-    ("WIKITEXT103 --load {gpt2} --valid-data {near} --overlapping-eval 17", "--overlapping-eval"),
-    ("WIKITEXT103 --load {gpt2} --valid-data {near} --window 17", "--window"),
     ("WIKITEXT103 --load {gpt2} --valid-data {near} --overlapping-eval 17", "--overlapping-eval"),
     ("WIKITEXT103 --load {gpt2} --valid-data {near} --window 17", "--window"),
     ("MNLI --load {pre} --valid-data {near} --seq-length 4", "--seq-length"),
@@ -169,3 +171,115 @@ def test_refused_and_what_works_instead_is_accepted(
             rest.pop(0)
         again = refused([*words[:place], *error.works, *rest], capsys)
         assert again is None or not again[1].startswith(f"error: {error.flag}")
+
+
+Q7 = question("q7", {"The": 0})
+MARKED = question("q8", {"The": 0}, is_impossible=False)
+LABELS = "sentence1\tsentence2\tgold_label\n"
+
+# Task, what is in the file, and where in it the error says that something is wrong. A passage of
+# RACE is the second one of its folder.
+FILES = [
+    *(("WIKITEXT103", *row) for row in [
+        (None, ""), (b"", ""), (b" \n\n", ""),
+        (b"= A =\n\xff\n", "line 2"),
+        (b'{"text": "a b"}\n', "title"),
+        (b"\nhe said no\n", "title"),
+        (b"\n = A =\r\n", "line 2"),
+        (b"\xef\xbb\xbf = A =\n", "line 1"),
+    ]),
+    *(("LAMBADA", *row) for row in [
+        (None, ""), (b"\n", ""),
+        (b'\xef\xbb\xbf{"text": "a b"}\n', "line 1"),
+        (b"a b\r\n", "line 1"),
+        (b"a b\n\xff\n", "line 2"),
+        (b" \n = Title = \n \n a b \n", "line 2"),
+        (b'{"text": "a b"}\n{"txt": "a b"}\n', "line 2"),
+        (b'{"text": "a b"}\n["a b"]\n', "line 2"),
+        (b'{"text": "a b"}\n{"text"\n', "line 2"),
+        (b"a b\nalone\n", "line 2"),
+        (b"a b\n\na b\n", "line 2"),
+        (b"a b\na b \n", "line 2"),
+        (b"a b\na " + b"0x" * 600 + b"\n", "line 2"),
+    ]),
+    *(("MNLI", *row) for row in [
+        (None, ""), (b"", ""), (b"PK\x03\x04", ""),
+        (b"\xff\xfe\n", "line 1"),
+        (b"a\tb\nc\td\n", "line 1"),
+        (b"index\tsentence1\tsentence2\n0\ta\tb\n", "gold_label"),
+        (b"sentence1\tsentence1\tsentence2\tgold_label\n", "line 1"),
+        (LABELS.encode(), "0 rows"),
+        (f"{LABELS}a\tb\t-\n".encode(), "1 rows"),
+        (f"{LABELS}a\tb\tneutral\na\tb\tNeutral\n".encode(), "line 3"),
+        (f"{LABELS}a\tb\tneutral\na\tb\t\n".encode(), "line 3"),
+        (f"{LABELS}a\tb\tneutral\na\tb\t0\n".encode(), "line 3"),
+        (f"{LABELS}a\tb\tneutral\na\tb\n".encode(), "line 3"),
+        (b"{}", "0 rows"),
+        (b'{"0": {"text_a": "a", "label": "neutral"}}', "item 0"),
+        (b'[{"text_a": "a"}]', "item 0"),
+        (b'[{"text_a": 1, "text_b": "b", "label": "neutral"}]', "item 0"),
+        (b'[["a", "b", "neutral"]]', "item 0"),
+        (b'{"text_a": "a", "text_b": "b", "label": "neutral"}\n{"text_a', "line 2"),
+        (b'{"0": {', ""),
+    ]),
+    *(("RACE", *row) for row in [
+        (b"{", ""), (b"{} {}", ""), (b"\xff", ""), (b"[]", ""),
+        (PASSAGE | {"article": None}, "article"),
+        ({"article": "a", "questions": []}, "options"),
+        (PASSAGE | {"answers": ["A"]}, "answers"),
+        (PASSAGE | {"questions": "Who?"}, "questions"),
+        (OTHER | {"options": [["a", "b", "c"]]}, "question 1"),
+        (OTHER | {"options": ["abcd"]}, "question 1"),
+        (PASSAGE | {"answers": ["A", "E"]}, "question 2"),
+        (OTHER | {"answers": [2]}, "question 1"),
+        (OTHER | {"questions": [1]}, "question 1"),
+        (OTHER | {"options": [["a", "b", "c", None]]}, "question 1"),
+    ]),
+    *(("SQUAD", *row) for row in [
+        (None, ""), (b"{", ""), ([], "data"), (squad_of(), "questions"),
+        ({"data": [{}]}, "article 1"),
+        ({"data": [{"paragraphs": [{}]}]}, "article 1, paragraph 1"),
+        ({"data": [{"paragraphs": [{"context": " ", "qas": []}]}]}, "article 1, paragraph 1"),
+        (squad_of({**Q7, "id": 7}), "article 1, paragraph 1, question 1"),
+        *((squad_of(entry), "question q7") for entry in [
+            {**Q7, "question": None},
+            {**Q7, "answers": None},
+            question("q7", {}),
+            question("q7", {"The": 0}, is_impossible=True),
+            question("q7", {"The": 0}, is_impossible="no"),
+            question("q7", {"The": "0"}),
+            question("q7", {" ": 3}),
+            question("q7", {"snow": 3}),
+        ]),
+        (squad_of(Q7, Q7), "q7"),
+        (squad_of(Q7, MARKED), "q7"),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("task", "content", "place"), FILES)
+def test_a_file_that_is_not_as_released_is_refused_by_its_name_and_place(
+    tmp_path: Path, task: str, content: Any, place: str
+) -> None:
+    given = file = tmp_path / "input"
+    if task == "RACE":
+        given, file = tmp_path / "middle", tmp_path / "middle" / "2.txt"
+        given.mkdir()
+        (given / "1.txt").write_text(json.dumps(PASSAGE))
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    module = find_module(task)
+    words = ["--load", "x", "--valid-data", str(given)]
+    if task in ("WIKITEXT103", "LAMBADA"):
+        tokenizer = build_tokenizer("GPT2BPETokenizer", *write_tokenizer(tmp_path))
+    else:
+        tokenizer = build_tokenizer("BertWordPieceLowerCase", write_wordpiece(tmp_path), None)
+        words += ["--seq-length", "64"]
+        words += ["--max-query-length", "8"] if task == "SQUAD" else []
+    config = {"model": {"max_position_embeddings": 64}, "data": {"seq_length": 64}}
+    with pytest.raises((ValueError, OSError)) as refused:
+        module.prepare(parse(module.Settings, words, {}), {"config": config}, tokenizer)
+    named, _, said = str(refused.value).partition(str(file))
+    assert named == "--valid-data "
+    assert place in said

@@ -93,23 +93,18 @@ def test_scores_depend_on_neither_batch_size_nor_layout(gloo: Pool) -> None:
             assert_equal(scores, expected)
 
 
-def test_a_model_that_has_diverged_has_no_figures(gloo: Pool) -> None:
-    with pytest.raises(ValueError, match="log-probabilities are not numbers; .* --dtype"):
-        diverged(1)
-    assert gloo.run(2, message_of_diverged, 1) == gloo.run(2, message_of_diverged, 2)
-
-
-def diverged(tensor_size: int) -> None:
+def diverged(tensor_size: int) -> str:
+    """The error of a model that has."""
     mesh = mesh_of_ranks(tensor_size)
     model, _ = tiny_model(mesh)
     torch.nn.init.constant_(model.final_norm.bias, float("nan"))
-    score_windows(model.eval(), mesh, windows_of_text(), 4, "test")
+    with pytest.raises(ValueError, match="--dtype") as refused:
+        score_windows(model.eval(), mesh, windows_of_text(), 4, "test")
+    return str(refused.value)
 
 
-def message_of_diverged(tensor_size: int) -> str:
-    with pytest.raises(ValueError, match="not numbers") as caught:
-        diverged(tensor_size)
-    return str(caught.value)
+def test_a_model_that_has_diverged_has_no_figures(gloo: Pool) -> None:
+    assert gloo.run(2, diverged, 1) == gloo.run(2, diverged, 2) == [diverged(1)] * 2
 
 
 def test_a_perplexity_too_large_to_write_is_infinite() -> None:
@@ -146,12 +141,9 @@ def test_cloze_asks_for_the_last_word_of_long_paragraphs(tmp_path: Path) -> None
 def test_a_line_without_text_is_named_and_counted(tmp_path: Path) -> None:
     file = tmp_path / "heldout.jsonl"
     file.write_text('{"text": "good"}\n{"txt": "bad"}\n{"text": "too"}\n')
-    with pytest.warns(UserWarning, match=r"heldout.jsonl, byte 17 left out"):
+    with pytest.warns(UserWarning, match=r"heldout.jsonl, byte 17"):
         assert read_texts([file], "text") == (["good", "too"], 1)
-    with (
-        pytest.warns(UserWarning, match=r"byte \d+ left out"),
-        pytest.raises(ValueError, match=r"--input .* holds no documents"),
-    ):
+    with pytest.warns(UserWarning, match="byte"), pytest.raises(ValueError, match="^--input "):
         read_texts([file], "body")
 
 
@@ -159,5 +151,5 @@ def test_training_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     write_data(tmp_path / "train", [[1, 2, 0], [3, 0], [4, 0]])
     manifest = {"tokenizer": "f", "config": {"data": {"split": "2,1,0"}}}
     assert training_tokens(str(tmp_path / "train"), manifest).tolist() == [1, 2, 0, 3, 0]
-    with pytest.raises(ValueError, match="--train-data .* tokenizer f, the model with g"):
+    with pytest.raises(ValueError, match="^--train-data .* f, .* g"):
         training_tokens(str(tmp_path / "train"), manifest | {"tokenizer": "g"})

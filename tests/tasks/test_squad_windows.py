@@ -9,22 +9,22 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron.data.tokenizer import read_tokenizer
-from megatron.data.wordpiece import BertTokenizer
 from tasks.pairs import Shape, shape_of
-from tasks.squad.answers import best_contexts, best_span, read_answers
 from tasks.squad.files import Squad, read_squad
 from tasks.squad.score import figures, mark, unanswered
-from tasks.squad.windows import Windows, cut_passage, make_windows
-from tests.tasks.squads import PASSAGE, question, write_squad, write_tokenizer, write_v2
+from tasks.squad.windows import (
+    Windows,
+    best_contexts,
+    best_span,
+    cut_passage,
+    make_windows,
+    read_answers,
+)
+from tests.tasks.squads import PASSAGE, TOKENIZER, question, write_squad, write_v2
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> BertTokenizer:
-    return write_tokenizer(tmp_path)
-
-
-def shape(tokenizer: BertTokenizer, length: int, first: int = 8) -> Shape:
-    return shape_of(tokenizer, length, cut="second", first=first)
+def shape(length: int, first: int = 8) -> Shape:
+    return shape_of(TOKENIZER, length, cut="second", first=first)
 
 
 def read(tmp_path: Path, *questions: dict[str, Any], passage: str = PASSAGE) -> Squad:
@@ -32,13 +32,13 @@ def read(tmp_path: Path, *questions: dict[str, Any], passage: str = PASSAGE) -> 
     return read_squad("--valid-data", file)
 
 
-def texts(windows: Windows, tokenizer: BertTokenizer) -> list[tuple[str, str]]:
+def texts(windows: Windows) -> list[tuple[str, str]]:
     """Of each window the words of its part of the passage and of its label."""
     found = []
     for example in windows:
         (sequence,), (first, last) = example.options, example.label
         part = sequence.tokens[sequence.second : -1].tolist()
-        found.append((tokenizer.decode(part), tokenizer.decode(sequence.tokens[first : last + 1])))
+        found.append((TOKENIZER.decode(part), TOKENIZER.decode(sequence.tokens[first : last + 1])))
     return found
 
 
@@ -59,11 +59,11 @@ def test_windows_start_a_stride_apart_and_the_last_ends_the_passage(
     assert list(cut_passage(size, room, stride)) == expected
 
 
-def test_a_sequence_is_the_question_and_a_window(tmp_path: Path, tokenizer: BertTokenizer) -> None:
+def test_a_sequence_is_the_question_and_a_window(tmp_path: Path) -> None:
     squad = read(tmp_path, question("q", {"Spain": 12}))
-    (example,) = make_windows(squad, tokenizer, shape(tokenizer, 64), 8, training=False)
+    (example,) = make_windows(squad, TOKENIZER, shape(64), 8, training=False)
     (sequence,) = example.options
-    cls, sep, encode = tokenizer.cls, tokenizer.sep, tokenizer.encode
+    cls, sep, encode = TOKENIZER.cls, TOKENIZER.sep, TOKENIZER.encode
     asked, passage = encode("where does it stay?"), encode(PASSAGE)
     assert sequence.tokens.tolist() == [cls, *asked, sep, *passage, sep]
     assert sequence.tokens.dtype == np.int32
@@ -71,12 +71,10 @@ def test_a_sequence_is_the_question_and_a_window(tmp_path: Path, tokenizer: Bert
     assert example.label == (sequence.second + 3, sequence.second + 3)
 
 
-def test_windows_are_labelled_with_the_answer_that_they_have_whole(
-    tmp_path: Path, tokenizer: BertTokenizer
-) -> None:
+def test_windows_are_labelled_with_the_answer_that_they_have_whole(tmp_path: Path) -> None:
     squad = read(tmp_path, question("q", {"Spain stays": 12}))
-    windows = make_windows(squad, tokenizer, shape(tokenizer, 12), 2, training=True)
-    assert texts(windows, tokenizer) == [
+    windows = make_windows(squad, TOKENIZER, shape(12), 2, training=True)
+    assert texts(windows) == [
         ("the rain in spain", "[CLS]"),
         ("in spain stays mainly", "spain stays"),
         ("stays mainly in the", "[CLS]"),
@@ -87,59 +85,50 @@ def test_windows_are_labelled_with_the_answer_that_they_have_whole(
 
 
 @pytest.mark.parametrize(
-    ("answer", "start", "expected"),
-    [
-        ("ee", 1, "been"),
-        ("b", 0, "been"),
-        ("been Is", 0, "been is"),
-        ("s.", 6, "is."),
-        (".", 7, "."),
-    ],
+    ("answer", "start"), [("ee", 1), ("b", 0), ("been Is", 0), ("s.", 6), (".", 7)]
 )
-def test_labels_hold_whole_words_of_tokens(
-    tmp_path: Path, tokenizer: BertTokenizer, answer: str, start: int, expected: str
-) -> None:
+def test_labels_hold_whole_words_of_tokens(tmp_path: Path, answer: str, start: int) -> None:
     # "been" and "is" are spelt by letters: an answer that cuts a word has the letters it has.
     squad = read(tmp_path, question("q", {answer: start}), passage="been Is. it")
-    (example,) = make_windows(squad, tokenizer, shape(tokenizer, 64), 8, training=True)
+    (example,) = make_windows(squad, TOKENIZER, shape(64), 8, training=True)
     first, last = example.label
     labelled = example.options[0].tokens[first : last + 1]
-    spelt = tokenizer.decode(labelled).replace(" ##", "").replace("##", "").replace(" .", ".")
+    spelt = TOKENIZER.decode(labelled).replace(" ##", "").replace("##", "").replace(" .", ".")
     assert spelt == answer.lower()
 
 
-def test_an_answer_within_a_token_is_labelled_with_the_token(
-    tmp_path: Path, tokenizer: BertTokenizer
+def test_an_answer_in_a_token_is_labelled_with_it_and_white_space_parts_words(
+    tmp_path: Path,
 ) -> None:
-    squad = read(tmp_path, question("q", {"lain": 39}))
-    windows = make_windows(squad, tokenizer, shape(tokenizer, 64), 8, training=True)
-    assert texts(windows, tokenizer)[0][1] == "plain"
+    for passage, answer, start, expected in (
+        (PASSAGE, "lain", 39, ("the rain in spain stays mainly in the plain.", "plain")),
+        ("rain\vin\x85\tSpain", "Spain", 9, ("rain in spain", "spain")),
+    ):
+        squad = read(tmp_path, question("q", {answer: start}), passage=passage)
+        windows = make_windows(squad, TOKENIZER, shape(64), 8, training=True)
+        assert texts(windows) == [expected]
 
 
-def test_what_cannot_be_labelled_is_not_trained_on_and_is_counted(
-    tmp_path: Path, tokenizer: BertTokenizer
-) -> None:
+def test_what_cannot_be_labelled_is_not_trained_on_and_is_counted(tmp_path: Path) -> None:
     questions = [question(f"q{number}", {"Spain": 12}) for number in range(99)]
     passage = PASSAGE + " \u200b"
     lost = question("lost", {"snow": 3})
     file = write_squad(tmp_path / "dev.json", *questions, lost, passage=passage)
     with pytest.warns(UserWarning, match="1 of 100 answers"):
         squad = read_squad("--train-data", file)
-    some = {training: make_windows(squad, tokenizer, shape(tokenizer, 64), 8, training=training)
+    some = {training: make_windows(squad, TOKENIZER, shape(64), 8, training=training)
             for training in (True, False)}  # fmt: skip
     assert [each.id for each in some[True].questions] == [each["id"] for each in questions]
     assert len(some[False].questions) == 100
     assert some[False][99].label == (0, 0)
     nothing = read(tmp_path, question("blank", {"\u200b": len(PASSAGE) + 1}), passage=passage)
-    assert not make_windows(nothing, tokenizer, shape(tokenizer, 64), 8, training=True).questions
+    assert not make_windows(nothing, TOKENIZER, shape(64), 8, training=True).questions
 
 
-def test_cut_questions_and_cut_answers_are_counted(
-    tmp_path: Path, tokenizer: BertTokenizer
-) -> None:
+def test_cut_questions_and_cut_answers_are_counted(tmp_path: Path) -> None:
     squad = read(tmp_path, question("q", {"in Spain stays": 9}), question("r", {"The": 0}))
-    windows = make_windows(squad, tokenizer, shape(tokenizer, 8, first=2), 9, training=True)
-    assert texts(windows, tokenizer)[:2] == [
+    windows = make_windows(squad, TOKENIZER, shape(8, first=2), 9, training=True)
+    assert texts(windows)[:2] == [
         ("the rain in", "[CLS]"),
         ("spain stays mainly", "[CLS]"),
     ]
@@ -148,10 +137,10 @@ def test_cut_questions_and_cut_answers_are_counted(
     assert all(len(each.options[0].tokens) <= 8 for each in windows)
 
 
-def test_a_passage_without_a_word_is_named(tmp_path: Path, tokenizer: BertTokenizer) -> None:
+def test_a_passage_without_a_word_is_named(tmp_path: Path) -> None:
     squad = read(tmp_path, question("q9", {"\u200b": 0}), passage="\u200b")
     with pytest.raises(ValueError, match="dev.json, question q9: no word in its passage"):
-        make_windows(squad, tokenizer, shape(tokenizer, 64), 8, training=False)
+        make_windows(squad, TOKENIZER, shape(64), 8, training=False)
 
 
 def spans(windows: Windows, logits: list[NDArray[Any]], number: int, longest: int) -> Iterator[Any]:
@@ -177,9 +166,9 @@ def spans(windows: Windows, logits: list[NDArray[Any]], number: int, longest: in
                     yield score, passage[offsets[first, 0] : offsets[last, 1]]
 
 
-def test_answers_are_the_best_of_all_spans(tmp_path: Path, tokenizer: BertTokenizer) -> None:
+def test_answers_are_the_best_of_all_spans(tmp_path: Path) -> None:
     squad = read_squad("--valid-data", write_v2(tmp_path / "dev.json"))
-    windows = make_windows(squad, tokenizer, shape(tokenizer, 12), 2, training=False)
+    windows = make_windows(squad, TOKENIZER, shape(12), 2, training=False)
     rng = np.random.default_rng(3)
     seen = set()
     for _ in range(20):
@@ -215,18 +204,12 @@ def test_the_best_span_ends_where_it_starts_or_behind() -> None:
     assert best_span(starts, ends - [9, 0, 0, 0], 99) == (8, 1, 3)
 
 
-def test_answers_are_the_passage_as_it_is_written(tmp_path: Path, tokenizer: BertTokenizer) -> None:
+def test_answers_are_the_passage_as_it_is_written(tmp_path: Path) -> None:
     passage = "(É,  Rain`s\vÎn) SPAIN\u200b does"
     squad = read(tmp_path, question("q", {"Rain`s\vÎn": 5}), passage=passage)
-    windows = make_windows(squad, tokenizer, shape(tokenizer, 64), 8, training=True)
+    windows = make_windows(squad, TOKENIZER, shape(64), 8, training=True)
     found = read_answers(windows, [perfect(each) for each in windows], 30)
     assert found.texts == ["Rain`s\vÎn"]
-
-
-def test_white_space_of_any_kind_parts_words(tmp_path: Path, tokenizer: BertTokenizer) -> None:
-    squad = read(tmp_path, question("q", {"Spain": 9}), passage="rain\vin\x85\tSpain")
-    windows = make_windows(squad, tokenizer, shape(tokenizer, 64), 8, training=True)
-    assert texts(windows, tokenizer) == [("rain in spain", "spain")]
 
 
 def perfect(example: Any) -> NDArray[np.float32]:
@@ -246,7 +229,7 @@ def test_perfect_logits_of_real_questions_are_read_back(
 ) -> None:
     tokenizer = read_tokenizer("BertWordPieceLowerCase", test_data / "bert")
     squad = read_squad("--valid-data", test_data / "squad" / "cs224n_dev-v2.0.json")
-    windows = make_windows(squad, tokenizer, shape(tokenizer, length, 40), stride, training=True)
+    windows = make_windows(squad, tokenizer, shape(length, 40), stride, training=True)
     assert len(windows.questions) == len(squad.questions)
     assert windows.truncated == windows.cut_answers == 0
     logits = [perfect(each) for each in windows]

@@ -16,8 +16,7 @@ from megatron.data.files import tokenizer_folder
 from megatron.data.gpt2 import open_splits
 from megatron.data.indexed import IndexedDataset
 from megatron.data.sources import open_corpus
-from megatron.data.tokenizer import GPT2BPETokenizer
-from megatron.data.wordpiece import BertWordPieceLowerCase
+from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer
 from tests.data.samples import write_data_of_tokenizer, write_sentences, write_wordpiece
 from tools.inspect_data import main
 
@@ -251,7 +250,7 @@ def test_statistics_of_gpt2_are_near_what_is_expected(
 ) -> None:
     words = ["--data-path", documents[0], "--seq-length", "32", "--samples", "0"]
     rows = table(printed(capsys, *words, "--statistics", "400", "--eod-mask-loss"))
-    share = 100 * 300 / len(IndexedDataset(documents[0]).tokens)
+    share = 100 * 300 / IndexedDataset(documents[0]).num_tokens
     assert rows["end marks"] == [pytest.approx(share, abs=0.5), pytest.approx(share, abs=0.01)]
     assert sum(rows["end marks"]) + sum(rows["tokens that count in the loss"]) == pytest.approx(200)
     assert 50 < rows["samples of several documents"][0] < 100

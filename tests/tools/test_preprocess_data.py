@@ -15,16 +15,15 @@ import orjson
 import pytest
 from backports import zstd
 
-from megatron.data.description import Description
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed import Description, IndexedDataset
+from megatron.data.json_lines import cut
 from megatron.data.tokenizer import GPT2BPETokenizer
-from megatron.data.verify import verify
 from tests.data.samples import write_tokenizer
 from tests.tools.corpus.lines import content, manifest, write_jsonl
 from tools import preprocess_data
 from tools.corpus import split
-from tools.corpus.shards import cut
-from tools.tokenise import LARGEST_UNIT, SMALLEST_UNIT, deal, unit_bytes
+from tools.data_files import verify
+from tools.tokenise import LARGEST_UNIT, SMALLEST_UNIT, group_units, unit_bytes
 
 PROGRAM = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
 TEXTS = [f"the thing number {i} in the inn. " * (1 + i % 9) for i in range(200)]
@@ -64,12 +63,12 @@ def lines(texts: list[str]) -> bytes:
 
 def read(prefix: str) -> list[list[int]]:
     data = IndexedDataset(prefix)
-    ranges = [data.token_range(range(i, i + 1)) for i in range(len(data.documents) - 1)]
-    return [data.tokens[each.start : each.stop].tolist() for each in ranges]
+    ranges = [data.token_range(range(i, i + 1)) for i in range(data.num_documents)]
+    return [data.read(each.start, each.stop).tolist() for each in ranges]
 
 
 def encoded(texts: list[str]) -> list[list[int]]:
-    return GPT2BPETokenizer("vocab.json", "merges.txt", "tokenizers").encode_batch(texts)
+    return GPT2BPETokenizer("vocab.json", "merges.txt").encode_batch(texts)
 
 
 def outputs(folder: Path, prefix: str) -> dict[str, bytes]:
@@ -390,10 +389,10 @@ def test_units_and_shards_are_cut_by_the_input_alone(tmp_path: Path) -> None:
     for name, size in (("a", 700), ("b", 0), ("c", 300)):
         (tmp_path / name).write_bytes(bytes(size))
     units = cut([tmp_path / name for name in "abc"], 100)
-    shards = deal(units, 400)
+    shards = group_units(units, 400)
     assert [unit for shard in shards for unit in shard] == units
     assert [sum(unit.stop - unit.start for unit in shard) for shard in shards] == [400, 300, 300]
-    assert len(deal(units, 1000)) == 1
+    assert len(group_units(units, 1000)) == 1
 
 
 @pytest.mark.parametrize(
@@ -449,7 +448,7 @@ def test_real_text(folder: Path, test_data: Path) -> None:
     words = ["--input", str(source), "--output-prefix", "p", "--append-eod", "--workers", "2"]
     preprocess_data.main([*words, "--vocab-file", files[0], "--merge-file", files[1]])
     texts = [json.loads(line)["text"] for line in gzip.decompress(source.read_bytes()).splitlines()]
-    tokenizer = GPT2BPETokenizer(files[0], files[1], "tokenizers")
+    tokenizer = GPT2BPETokenizer(files[0], files[1])
     found = read("p_text_document")
     assert {document[-1] for document in found} == {50_256}
     assert [tokenizer.decode(document[:-1]) for document in found] == texts

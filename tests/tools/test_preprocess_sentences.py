@@ -6,18 +6,18 @@ import string
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron.data.description import Description
 from megatron.data.files import tokenizer_folder
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed import Description, IndexedDataset
 from megatron.data.tokenizer import build_tokenizer, read_tokenizer
-from megatron.data.verify import verify
 from tests.data.samples import write_tokenizer, write_wordpiece
 from tests.tools.corpus.lines import content, manifest, write_jsonl
 from tests.tools.test_preprocess_data import lines, outputs, refusal
 from tools import preprocess_data
 from tools.corpus.pipeline import read_description
+from tools.data_files import verify
 from tools.sentences import split_sentences
 
 TEXTS = [
@@ -56,12 +56,11 @@ def described(prefix: str) -> Description:
 def read(prefix: str) -> list[list[list[int]]]:
     """The sentences of each document."""
     data = IndexedDataset(prefix)
-    starts = data.pointers[:] // data.dtype.itemsize
-    sentences = [
-        data.tokens[start : start + size].tolist()
-        for start, size in zip(starts, data.sizes[:], strict=True)
-    ]
-    return [sentences[first:last] for first, last in pairwise(data.documents[:].tolist())]
+    found = []
+    for document in range(data.num_documents):
+        bounds = data.first_token(document) + np.cumsum([0, *data.sequence_sizes(document)])
+        found.append([data.read(*each).tolist() for each in pairwise(bounds.tolist())])
+    return found
 
 
 def encoded(texts: list[str], vocab_file: str = "vocab.txt") -> list[list[list[int]]]:
@@ -276,7 +275,7 @@ def test_real_text(folder: Path, test_data: Path, capsys: pytest.CaptureFixture[
     assert "1000 documents" in preprocess(capsys, *words)
     assert verify("p_text_sentence").highest_id < 30_522
     found = read("p_text_sentence")
-    whole = IndexedDataset("p_text_sentence").tokens[:].tolist()
+    whole = np.fromfile("p_text_sentence.bin", "<u2").tolist()
     assert whole == [number for document in found for sentence in document for number in sentence]
     preprocess(capsys, *words, "--no-split-sentences", "--output-prefix", "q")
     apart = read("q_text_document")

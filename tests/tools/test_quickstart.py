@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config import PretrainGPT2Config, parse
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.data.indexed import IndexedDataset
 from tools.command import ROOT, Command, cause
+from tools.data_files import IndexedDatasetWriter
 from tools.processes import Processes
 from tools.quickstart.__main__ import quickstart
 from tools.quickstart.enough import check_samples

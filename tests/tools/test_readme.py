@@ -1,4 +1,5 @@
-"""The training commands of README.md, with the presets that they name, as far as their plan."""
+"""README.md's training commands, with the presets that they name, as far as their plan; the files
+that CONTRIBUTING.md names."""
 
 import re
 import shlex
@@ -6,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import PretrainBertConfig, PretrainGPT2Config, parse
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {"pretrain_gpt2.py": PretrainGPT2Config, "pretrain_bert.py": PretrainBertConfig}
@@ -36,3 +38,12 @@ def test_a_training_command_fits_its_preset(words: list[str]) -> None:
 
 def test_the_training_commands_are_found() -> None:
     assert len(training_commands()) >= 5
+
+
+def test_the_core_path_is_short() -> None:
+    """What a reader opens to follow one training step."""
+    path = (ROOT / "CONTRIBUTING.md").read_text().partition("## The core path")[2]
+    names = re.findall(r"^\d+\. `(\S+)`", path, re.MULTILINE)
+    assert 10 < len(names) <= 15
+    assert len(set(names)) == len(names)
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in names) <= 4000

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.sentences import cuts, read_cases, score
-from tests.data.test_encoders import PROBES, fuzz
 from tests.tools.corpus.lines import write_jsonl
+from tests.tools.test_encoders import PROBES, fuzz
 from tools import sentences
 from tools.sentences import LONGEST, split_sentences
 

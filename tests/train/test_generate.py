@@ -18,14 +18,13 @@ from megatron.train.generate import (
     probabilities,
 )
 from tests.dist import Pool
-from tests.models.test_gpt2 import from_transformers
+from tests.models.test_huggingface import KINDS, by_our_names
 from tests.tiny import (
     VOCABULARY,
     mesh_of_ranks,
     scatter_weights,
     tiny_model,
     tiny_section,
-    tiny_weights,
 )
 
 POSITIONS = 64
@@ -95,11 +94,7 @@ def transformers_run() -> tuple[dict[str, Tensor], list[list[int]], list[list[in
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
-    shapes = {n: each.shape for n, each in tiny_weights(tiny_model(mesh_of_ranks(1))[0]).items()}
-    shapes["position_embedding.weight"] = torch.Size([POSITIONS, section.hidden_size])
-    weights = from_transformers(
-        {name: parameter.detach() for name, parameter in model.named_parameters()}, shapes
-    )
+    weights = by_our_names(KINDS["gpt2"]._replace(config=section), model.state_dict())
     prompts = [prompt or [END] for prompt in PROMPTS]
     alone = [run for prompt in prompts for run in _transformers_text(model, [prompt])]
     return weights, alone, _transformers_text(model, prompts)

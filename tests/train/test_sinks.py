@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron.config import LoggingConfig, UsageError
+from megatron.config.checks import UsageError
 from megatron.config.pretrain import require_sinks
+from megatron.config.training import LoggingConfig
 from megatron.train.metrics import read_metrics
 from megatron.train.sinks import TensorBoardSink, open_sinks, run_of
 
@@ -83,7 +84,7 @@ import os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 import megatron.train.sinks
-from megatron.config import LoggingConfig
+from megatron.config.training import LoggingConfig
 from megatron.train.metrics import Metrics
 from megatron.train.sinks import open_sinks
 
@@ -272,7 +273,8 @@ def test_other_ranks_open_no_sink(tmp_path: Path) -> None:
 
 def test_a_run_without_sinks_imports_neither_library(tmp_path: Path) -> None:
     program = (
-        "import sys; from types import SimpleNamespace; from megatron.config import LoggingConfig;"
+        "import sys; from types import SimpleNamespace;"
+        "from megatron.config.training import LoggingConfig;"
         "from megatron.train.sinks import open_sinks;"
         "from megatron.config.pretrain import require_sinks;"
         "require_sinks(LoggingConfig(wandb_project='a', tensorboard_dir='b'), 'm.jsonl');"

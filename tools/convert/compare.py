@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
-from megatron.data.encoders import PROBES
+from megatron.checkpoint.load import verify
 from megatron.data.tokenizer import Tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model
 from tools.convert.outputs import OUTPUTS, Logits, Outputs, Prompt
 from tools.convert.table import Family
 from tools.convert.tokenizing import Tokenizing
+from tools.encoders import PROBES
 
 TOLERANCE = 1e-9  # of the largest logit of a head
 LENGTHS = (1, 2, 17, 1024)  # of the prompts; the last bounds the time
@@ -132,7 +133,7 @@ def _our_logits(
     checkpoint: Path, outputs: Outputs, prompts: Sequence[Prompt]
 ) -> dict[str, list[Tensor]]:
     mesh = serial_mesh()
-    model = load_model(checkpoint, mesh, torch.float64)
+    model = load_model(verify(checkpoint, mesh), mesh, torch.float64)
     return _by_head([outputs.ours(model, mesh, prompt) for prompt in prompts])
 
 

@@ -79,16 +79,13 @@ def _check_shown(rank: Rank, shown: Mapping[str, int]) -> None:
 def _choose(rank: Rank, name: str, given: int | float | None) -> int | float:
     stored = _number(rank, name)
     if stored is not None and given is not None and stored != given:
-        raise UsageError(
-            f"{flag(name)} {given} is not the {stored} that {rank.file} was trained with; "
-            "without the flag it would work"
-        )
+        allowed = f"the {stored} that {rank.file} was trained with"
+        raise UsageError(flag(name), given, allowed, works=(flag(name), str(stored)))
     for value in (stored, given, FLAGS[name]):
         if value is not None:
             return value
     raise UsageError(
-        f"{flag(name)} is missing, and {rank.file} holds no args that say it; "
-        f"{flag(name)} 16 is that of the released model of 345 million parameters"
+        flag(name), None, f"given: {rank.file} does not say it; of the released 345M model it is 16"
     )
 
 

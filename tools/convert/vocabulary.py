@@ -66,7 +66,12 @@ def find_tokenizer(
     """
     if given.no_tokenizer:
         if given.has_files:
-            raise UsageError("--no-tokenizer is given with --vocab-file or --merge-file; one works")
+            raise UsageError(
+                "--no-tokenizer",
+                None,
+                "left out beside --vocab-file and --merge-file",
+                works=("--no-no-tokenizer",),
+            )
         kind = given.tokenizer_type or tokenizing.kind_of({})
         _check_kind(kind, tokenizing)
         return NoTokenizer(kind=kind, vocab_size=vocab_size)

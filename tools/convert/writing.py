@@ -19,8 +19,8 @@ from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
 from megatron.config.training import BertDataConfig, DataConfig, GPT2DataConfig, PrecisionConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.models.registry import MODELS
-from megatron.optim.loss_scaler import LossScaler
-from megatron.parallel.factory import factory_1d
+from megatron.optim.schedule import LossScaler
+from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs
@@ -72,7 +72,7 @@ def write_checkpoint(
     }
     pieces = [TensorSlice(f"model.{name}", table[name], weights[name]) for name in table]
     with staged(to) as staging:
-        path = save(staging, 0, pieces, facts, serial_mesh(), tokenizer.files)
+        path = save(staging, 0, pieces, facts, serial_mesh(), tokenizer.files).path
         check(path)
     return to / path.name
 

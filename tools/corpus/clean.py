@@ -17,15 +17,17 @@ from pathlib import Path
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron.config.checks import UsageError
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.json_lines import Unit
+from megatron.data.tokenizer import build_tokenizer
 from tools.corpus.language import CODES, UNKNOWN, identify
 from tools.corpus.program import program, say
 from tools.corpus.records import Document, Funnel, dump_record, read_documents, source_of
 from tools.corpus.repair import mend_newlines, repair
 from tools.corpus.settings import LengthSettings
-from tools.corpus.shards import ShardWriter, Unit
+from tools.corpus.shards import ShardWriter
 from tools.corpus.step import StepRun
 from tools.corpus.units import map_units
+from tools.encoders import Encoder, build_encoder
 
 ANY = "any"
 CHARACTERS_A_WORD = 16  # in the part of a text that is looked at first; English has 6
@@ -155,15 +157,16 @@ def token_counter(settings: LengthSettings) -> Callable[[str], int]:
     such tokenizer."""
     if settings.unit_of_length == "pieces":
         return count_pieces
-    tokenizer = _tokenizer(settings.vocab_file, settings.merge_file)
-    return lambda text: len(tokenizer.encode_batch([text])[0])
+    encoder = _encoder(settings.vocab_file, settings.merge_file)
+    return lambda text: int(encoder.arrays([text])[1][0])
 
 
 @functools.cache
-def _tokenizer(vocab_file: Path | None, merge_file: Path | None) -> Tokenizer:
+def _encoder(vocab_file: Path | None, merge_file: Path | None) -> Encoder:
     """Built once in a worker."""
     vocabulary, merges = (None if file is None else str(file) for file in (vocab_file, merge_file))
-    return build_tokenizer("GPT2BPETokenizer", vocabulary, merges)
+    tokenizer = build_tokenizer("GPT2BPETokenizer", vocabulary, merges)
+    return build_encoder("auto", tokenizer.library)
 
 
 def count_pieces(text: str) -> int:

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from megatron.data.json_lines import MANIFEST, WORK
 from tools.corpus.pipeline import Description, Job
 from tools.corpus.program import Unfinished, say
 from tools.corpus.sample import draw, input_files
-from tools.corpus.shards import MANIFEST, WORK
 
 HOLDING = ("dedup", "split")  # steps of which a task holds up to --memory
 UNIT_BYTES = 32_000_000  # of steps that have no --unit

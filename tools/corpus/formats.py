@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import IO, Any, NamedTuple
 
+from megatron.data.json_lines import DAMAGE, LONGEST_LINE, open_shard, parse_json, read_lines
 from tools.corpus.parts import PACKED, TAR_ENDINGS, Part, is_packed
-from tools.corpus.records import Record, parse_json
-from tools.corpus.shards import DAMAGE, LONGEST_LINE, open_shard, read_lines
+from tools.corpus.records import Record
 
 BUFFER = 1 << 20  # bytes that are decompressed at a time
 

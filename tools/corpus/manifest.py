@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.data.files import sha256
+from megatron.data.json_lines import DAMAGED, MANIFEST
 from tools.corpus.program import say
 from tools.corpus.records import BAD_LINE, DAMAGED_FILE, Funnel, documents
-from tools.corpus.shards import DAMAGED, MANIFEST, checksum
 
 DAMAGES_SHOWN = 5
 PACKAGES = ("numpy", "numba", "ftfy", "pycld2", "tokenizers", "gigatoken", "orjson")
@@ -43,14 +44,14 @@ def same_content(files: Mapping[Path, int], inputs: Sequence[dict[str, Any]]) ->
         return False
     known = {folder: known_checksums(folder) for folder in {file.parent for file in files}}
     return all(
-        (known[file.parent].get(file.name) or checksum(file)) == each["sha256"]
+        (known[file.parent].get(file.name) or sha256(file)) == each["sha256"]
         for file, each in zip(files, inputs, strict=True)
     )
 
 
 def checksum_of(file: str, modified: int) -> str:
     del modified  # tells the task from one on an older file
-    return checksum(Path(file))
+    return sha256(Path(file))
 
 
 def versions() -> dict[str, str]:

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from megatron.data.json_lines import MANIFEST
 from tools.corpus.early import check_early
 from tools.corpus.estimate import (
     WARM_UP,
@@ -32,7 +33,7 @@ from tools.corpus.estimate import (
 from tools.corpus.pipeline import Description, Job, check_given, describe_given
 from tools.corpus.program import program, say
 from tools.corpus.settings import parse_size
-from tools.corpus.shards import MANIFEST, placed
+from tools.corpus.shards import placed
 
 UNPLANNED = ("report",)  # takes next to nothing
 CGROUP = Path("/sys/fs/cgroup")

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple, Self
 
 import orjson
 
-from tools.corpus.shards import DAMAGED, Line, Unit, read_lines
+from megatron.data.json_lines import DAMAGED, Record, Unit, parse_line, read_lines
 
-Record = dict[str, Any]
 NO_SOURCE = "unnamed"
 BAD_LINE = "bad line"
 DAMAGED_FILE = "file cut short or damaged"
-DEEPEST = 200  # levels of lists and objects; orjson writes 254, and reads more
 
 
 class Document(NamedTuple):
@@ -41,68 +39,6 @@ def read_documents(unit: Unit, funnel: "Funnel") -> Iterator[Document]:
             continue
         funnel.enter(record)
         yield Document(record, line.content, line.offset)
-
-
-def parse_line(line: Line, key: str = "text") -> Record:
-    """The record of a line of read_lines.  ValueError with the reason if it holds no text."""
-    if line.fault:
-        raise ValueError(line.fault)
-    return parse_record(line.content, key)
-
-
-def parse_record(line: bytes, key: str = "text") -> Record:
-    """The record of one line.  ValueError with the reason if it holds no text."""
-    record = parse_json(line)
-    text = record.get(key) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise ValueError(no_text_reason(key))
-    if not text or text.isspace():
-        raise ValueError(f'empty "{key}"')
-    return record  # type: ignore[no-any-return]
-
-
-def no_text_reason(key: str) -> str:
-    return f'no "{key}" string'
-
-
-def parse_json(line: bytes) -> Any:
-    """Any JSON, in which nothing is rounded or changed.  ValueError with the reason otherwise."""
-    try:
-        value = orjson.loads(line)
-        if not _has_large_number(value):  # orjson rounds integers past 64 bits
-            return value
-    except ValueError:  # json also knows what JSON does not, such as NaN
-        pass
-    return _parse_leniently(line)
-
-
-def _has_large_number(value: Any, depth: int = 0) -> bool:
-    """ValueError where lists and objects are nested too deep to be written again."""
-    if depth > DEEPEST:
-        raise ValueError(f"nested deeper than {DEEPEST}")
-    if isinstance(value, float):
-        return abs(value) >= 2**63
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list):
-        return False
-    large = [_has_large_number(each, depth + 1) for each in value]
-    return any(large)
-
-
-def _parse_leniently(line: bytes) -> Any:
-    try:
-        record = json.loads(line.decode())
-    except RecursionError:  # how deep this is depends on who calls
-        raise ValueError(f"nested deeper than {DEEPEST}") from None
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error})") from None
-    _has_large_number(record)
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair") from None
-    return record
 
 
 def dump_record(record: Record) -> bytes:

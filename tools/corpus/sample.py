@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.data.json_lines import Unit, find_shards, read_lines
 from tools.corpus.parts import find_parts, is_packed, walk_loose
-from tools.corpus.shards import Unit, find_shards, read_lines
 
 PLACES = 16
 

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron.config.checks import UsageError, at_least
+from megatron.data.files import sha256
+from megatron.data.json_lines import Unit, cut, find_shards
 from tools.corpus.manifest import known_checksums
 from tools.corpus.program import say
 from tools.corpus.scheduler import check_scheduler
-from tools.corpus.shards import Compression, Unit, checksum, cut, find_shards
+from tools.corpus.shards import Compression
 
 SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
 LEAST_UNIT, LEAST_MEMORY = 100, 1000  # bytes
@@ -138,7 +140,7 @@ def _as_parameter(value: Any) -> Any:
     if isinstance(value, Path):
         if not value.is_file():
             raise ValueError(f"{value}: no such file")
-        return {"name": value.name, "sha256": checksum(value)}
+        return {"name": value.name, "sha256": sha256(value)}
     if isinstance(value, tuple):
         return [_as_parameter(each) for each in value]
     return value

@@ -22,20 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config.checks import UsageError
+from megatron.data.json_lines import OPENERS, WORK, Line, Unit, cut, find_shards, read_lines
 from tools.corpus.program import program
 from tools.corpus.records import Funnel, documents
 from tools.corpus.repeats import count_parts, find_repeats, repeats_of, write_rows
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import (
-    OPENERS,
-    WORK,
-    Line,
-    Unit,
-    cut,
-    find_shards,
-    read_lines,
-    write_shard,
-)
+from tools.corpus.shards import write_shard
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import keep_rejected, sum_funnels

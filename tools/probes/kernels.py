@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron.config.training import OptimizerConfig
 from megatron.models.gpt2 import document_mask
 from megatron.optim.adam import ADAMS
-from megatron.parallel.factory import LayerFactory, factory_1d
+from megatron.parallel.layers import LayerFactory, factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import materialize

@@ -43,12 +43,12 @@ def layer_compiler(device: torch.device) -> Iterator[Finding]:
     if device.type == "cpu":
         yield Fact("torch.compile", False, "not used on a CPU, unless --compile asks for it")
         return
-    from megatron.train.compiled import CURE, lack_of_compiler
+    from megatron.train.state import COMPILER_HELP, compiler_failure
 
-    lack = lack_of_compiler(device)
+    lack = compiler_failure(device)
     yield Fact("torch.compile", lack is None, lack or "works; layers are compiled")
     if lack is not None:
-        yield Problem(f"torch.compile does not work: {lack}; layers run as they are", CURE)
+        yield Problem(f"torch.compile does not work: {lack}; layers run as they are", COMPILER_HELP)
 
 
 def numba() -> Iterator[Finding]:
@@ -76,7 +76,7 @@ def encoder() -> Iterator[Finding]:
     from tokenizers.pre_tokenizers import ByteLevel
     from tokenizers.trainers import BpeTrainer
 
-    from megatron.data.encoders import PROBES, build_encoder
+    from tools.encoders import PROBES, build_encoder
 
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -85,7 +85,7 @@ def encoder() -> Iterator[Finding]:
     )
     bpe.train_from_iterator(PROBES, trainer)
     found = build_encoder("auto", bpe)
-    yield Fact("tokenizer", {"name": found.name, "said": found.said}, found.said)
+    yield Fact("tokenizer", {"name": found.name, "said": found.description}, found.description)
 
 
 PROBES: dict[str, Callable[[], Iterator[Finding]]] = {

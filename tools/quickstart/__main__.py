@@ -10,9 +10,8 @@ import tyro
 
 from megatron.config.checks import UsageError
 from megatron.config.parse import find_preset
+from megatron.data.json_lines import DAMAGE, open_shard, parse_record
 from tools.command import ROOT
-from tools.corpus.records import parse_record
-from tools.corpus.shards import DAMAGE, open_shard
 from tools.processes import count_gpus
 from tools.quickstart.plan import Settings, choose_processes, plan
 from tools.stages import own_folder, run_program, run_stages

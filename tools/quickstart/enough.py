@@ -24,15 +24,15 @@ def enough(data_path: Path, preset: Path) -> None:
 
 def check_samples(data: IndexedDataset, seq_length: int) -> None:
     """ValueError unless training and validation get a sample each: seq_length + 1 tokens."""
-    documents = len(data.documents) - 1
+    documents = data.num_documents
     parts = split_documents(SPLIT, documents)[:2] if documents > 1 else ()
     smallest = min((len(data.token_range(part)) for part in parts), default=0)
     if smallest > seq_length:
         return
-    mean = len(data.tokens) / documents
+    mean = data.num_tokens / documents
     advised = max(10 * ceil((seq_length + 1) / mean), 2 * documents)
     raise ValueError(
-        f"the corpus is too small: {documents} documents with {len(data.tokens)} tokens are left "
+        f"the corpus is too small: {documents} documents with {data.num_tokens} tokens are left "
         f"to train on, and of the two parts, for training and (a tenth) for validation, the "
         f"smaller gets {smallest} tokens, where seq_length {seq_length} of --preset needs "
         f"{seq_length + 1}; about {advised} documents of this length, fewer longer ones, or a "

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.parse import parse_call, user_errors
+from megatron.data.json_lines import MANIFEST
 from megatron.train.metrics import read_metrics
-from tools.corpus.shards import MANIFEST, placed
+from tools.corpus.shards import placed
 from tools.page import loss_curve, step_facts, training
 from tools.quickstart.page import page
 from tools.stages import finished_stamps

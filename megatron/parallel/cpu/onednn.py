@@ -12,14 +12,19 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 ZEN_5 = 26  # cpu family in /proc/cpuinfo
 SMALL = 2**20  # multiplications; below, the call of oneDNN costs more than it saves
 ROW_MULTIPLE = 16  # oneDNN compiles and keeps a megabyte of code for each size it has met
+FEW_ROWS, TALL = 8, 8192  # rows of x; of a weight, as that of an output layer
 TRANSPOSED_BYTES = 2**22  # of dy that are transposed at once; more are transposed chunk by chunk
 CHUNK_BYTES = 2**20  # of a weight's gradient, on its way to the buffer
+
+
+def padded_rows(rows: int) -> int:
+    """As kernels.padded_rows: the next multiple of ROW_MULTIPLE."""
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 @cache
@@ -44,7 +49,8 @@ def _cpuinfo(name: str) -> str:
     return line[1] if line else ""
 
 
-def _goes_to_onednn(x: Tensor, weight: Tensor) -> bool:
+def is_faster(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN multiplies x [n, in] by weight [out, in] faster than torch's own."""
     return (
         not torch.compiler.is_compiling()
         and weight.dtype == torch.float32
@@ -57,23 +63,15 @@ def _goes_to_onednn(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As kernels.matmul."""
-    if _goes_to_onednn(x, weight):
-        # torch 2.11 to 2.13 have no public function that multiplies fp32 by oneDNN.
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return result
-    return F.linear(x, weight, bias)
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As kernels.matmul, where oneDNN is faster."""
+    # torch 2.11 to 2.13 have no public function that multiplies fp32 by oneDNN.
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return result
 
 
 def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:
-    """As kernels.add_matmul_."""
-    if not _goes_to_onednn(dy.T, x.T):
-        if accumulate:
-            out.addmm_(dy.T, x)
-        else:
-            torch.mm(dy.T, x, out=out)
-        return
+    """As kernels.add_matmul_, where oneDNN is faster at dy' and x'."""
     # oneDNN cannot write into an existing tensor and copies a transposed one: both are kept small.
     transposed, multiples = dy.T, CHUNK_BYTES // (max(x.shape) * x.itemsize * ROW_MULTIPLE)
     chunk = ROW_MULTIPLE * max(1, multiples)
@@ -81,20 +79,23 @@ def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None
         transposed = transposed.contiguous()
     for start in range(0, len(transposed), chunk):
         rows = slice(start, start + chunk)
-        gradient = matmul(transposed[rows], x.T)
+        gradient = matmul(transposed[rows], x.T, None)
         if accumulate:
             out[rows].add_(gradient)
         else:
             out[rows].copy_(gradient)
 
 
-def matmul_few_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """As kernels.matmul_few_rows.
+def has_few_rows(x: Tensor, weight: Tensor) -> bool:
+    """Whether x has so few rows, and weight so many, that `matmul_few_rows` is faster."""
+    return len(weight) >= TALL and len(x) <= FEW_ROWS and x.dtype == torch.float32
 
-    In fp32 the library multiplies a large matrix by two to eight columns at the speed of memory,
-    but takes 2 to 8 times as long for one column, or with the operands exchanged.
+
+def matmul_few_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight' of fp32, as generation takes it.
+
+    The library multiplies a large matrix by two to eight columns at the speed of memory, but takes
+    2 to 8 times as long for one column, or with the operands exchanged.
     """
-    if x.dtype != torch.float32:
-        return F.linear(x, weight)
     columns = x.T if x.shape[0] > 1 else x.repeat(2, 1).T
     return (weight @ columns).T[: x.shape[0]]

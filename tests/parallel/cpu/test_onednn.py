@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.profiler import profile
 
-from megatron.parallel import kernels
 from megatron.parallel.cpu import onednn
-from megatron.parallel.cpu.onednn import add_matmul_, is_faster_by_onednn, matmul
+from megatron.parallel.cpu.onednn import is_faster_by_onednn
 from megatron.parallel.gradients import GradientBuffers
+from megatron.parallel.kernels import add_matmul_, matmul, padded_rows
 from megatron.parallel.mesh import Mesh
 from tests.dist import Pool
 from tests.tiny import (
@@ -71,7 +71,17 @@ def test_what_onednn_would_be_slow_at_stays_with_torch() -> None:
 
 
 def test_sizes_that_are_padded_go_to_onednn() -> None:
-    assert kernels.ROW_MULTIPLE % onednn.ROW_MULTIPLE == 0
+    assert [padded_rows(each) for each in (0, 1, 16, 17)] == [0, 16, 16, 32]
+    assert ONEDNN in operators(draw(padded_rows(N - 1), IN), draw(OUT, IN))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9])
+def test_few_rows_of_a_tall_weight_are_torchs(rows: int) -> None:
+    x, weight = draw(rows, 32), draw(onednn.TALL, 32)
+    found, seen = matmul(x, weight), operators(x, weight)
+    assert found.shape == (rows, onednn.TALL)
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=0, atol=1e-4)
+    assert ("aten::linear" in seen) == (rows > onednn.FEW_ROWS)
 
 
 @pytest.mark.parametrize("is_filled", [False, True])

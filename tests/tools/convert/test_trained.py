@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron.checkpoint.format import read_manifest
-from megatron.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron.checkpoint.load import verify
+from megatron.data.indexed import token_dtype
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, whole_logits
@@ -16,6 +17,7 @@ from tests.data.samples import write_tokenizer
 from tests.programs import newest, pretrain
 from tests.tools.convert.models import weights_of, write_model
 from tools.convert_hf import export_model, import_model
+from tools.data_files import IndexedDatasetWriter
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def test_what_was_trained_at_two_ranks_is_the_same_model_in_transformers(
     checkpoint = newest(tmp_path / "trained")
     assert len(list(checkpoint.glob("shard_*"))) == 2
     tokens = torch.from_numpy(np.random.default_rng(1).integers(261, size=(4, 16)))
-    ours = load_model(checkpoint, serial_mesh(), torch.float64)
+    ours = load_model(verify(checkpoint, serial_mesh()), serial_mesh(), torch.float64)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float64)
     expected = theirs(tokens).logits
     found = whole_logits(ours, serial_mesh(), tokens)

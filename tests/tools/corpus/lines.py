@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tools.corpus.shards import find_shards, open_shard
+from megatron.data.json_lines import find_shards, open_shard
 
 
 def write_jsonl(path: Path, records: list[dict[str, Any]]) -> Path:

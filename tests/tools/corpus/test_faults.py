@@ -20,11 +20,11 @@ import pytest
 from backports import zstd
 
 from megatron.data.indexed import IndexedDataset
+from megatron.data.json_lines import LONGEST_LINE, find_shards, open_shard
 from tests.data.samples import write_tokenizer
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tests.tools.corpus.test_records import BAD
 from tools.corpus.program import program
-from tools.corpus.shards import LONGEST_LINE, find_shards, open_shard
 from tools.corpus.tasks import execute
 
 ROOT = Path(__file__).parents[3]
@@ -279,8 +279,8 @@ def kept(output: Path) -> list[Any]:
     """All lines that were written, in order; of a tokenised data set, the documents."""
     if list(output.glob("*.bin")):
         data = IndexedDataset(str(output / "text_document"))
-        ranges = [data.token_range(range(i, i + 1)) for i in range(len(data.documents) - 1)]
-        return [data.tokens[each.start : each.stop].tolist() for each in ranges]
+        ranges = [data.token_range(range(i, i + 1)) for i in range(data.num_documents)]
+        return [data.read(each.start, each.stop).tolist() for each in ranges]
     folders = [output / "train", output / "valid"] if (output / "train").exists() else [output]
     lines = []
     for folder in folders:

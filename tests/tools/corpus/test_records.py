@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 
+from megatron.data.json_lines import DEEPEST, cut, parse_record
 from tools.corpus.records import (
-    DEEPEST,
     Funnel,
     document_id,
     dump_record,
     keyed_hash,
-    parse_record,
     read_documents,
     source_of,
 )
-from tools.corpus.shards import cut
 
 BAD = {
     b"not json": "not JSON",

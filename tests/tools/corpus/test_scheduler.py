@@ -219,20 +219,31 @@ def test_an_error_on_a_dask_worker_is_that_of_the_task(
 
 
 def fail_or_write(folder: str, number: int) -> None:
-    """The first call fails once another is under way, which takes a while to end."""
-    begun, ended = (Path(folder) / name for name in ("begun", "ended"))
+    """The first call fails once another is under way, which ends when it is waited for."""
+    begun, ended, waited = (Path(folder) / name for name in ("begun", "ended", "waited"))
     if number == 0:
         wait_until(lambda: any(begun.iterdir()))
         raise ValueError("the first")
     (begun / str(number)).touch()
-    time.sleep(1)
+    wait_until(waited.exists)
     (ended / str(number)).touch()
 
 
-def test_nothing_is_at_work_after_an_error_on_a_dask_worker(tmp_path: Path, cluster: Any) -> None:
+def test_nothing_is_at_work_after_an_error_on_a_dask_worker(
+    tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dask import distributed
+
     begun, ended = (tmp_path / name for name in ("begun", "ended"))
     begun.mkdir()
     ended.mkdir()
+    wait = distributed.wait
+
+    def waits(futures: list[Any]) -> None:
+        (tmp_path / "waited").touch()
+        wait(futures)
+
+    monkeypatch.setattr(distributed, "wait", waits)
     calls = [Call(fail_or_write, (str(tmp_path), number)) for number in range(20)]
     with (
         open_scheduler(cluster.scheduler_address, 1, 1) as dask,

@@ -17,17 +17,9 @@ from typing import Any
 import pytest
 from backports import zstd
 
+from megatron.data.json_lines import OPENERS, cut, find_shards, open_shard, read_lines
 from tests.tools.corpus.lines import write_jsonl
-from tools.corpus import shards
-from tools.corpus.shards import (
-    Compression,
-    cut,
-    find_shards,
-    open_shard,
-    placed,
-    read_lines,
-    write_shard,
-)
+from tools.corpus.shards import Compression, concatenate, placed, write_shard
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
@@ -142,7 +134,7 @@ def test_units_inside_one_long_line_do_not_read_to_its_end(
             read.append(len(line))
             return line
 
-    monkeypatch.setattr(shards, "open_shard", Counting)
+    monkeypatch.setattr("megatron.data.json_lines.open_shard", Counting)
     lines = [line for unit in cut([path], 1 << 20) for line in read_lines(unit, 1 << 20)]
     assert [line.offset for line in lines] == [0]
     assert sum(read) < 3 * (20 << 20)
@@ -187,7 +179,7 @@ def test_a_failing_disk_is_not_taken_for_a_damaged_file(
         def readline(self, size: int | None = -1, /) -> bytes:
             raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setitem(shards.OPENERS, ".gz", lambda raw: Failing())
+    monkeypatch.setitem(OPENERS, ".gz", lambda raw: Failing())
     with pytest.raises(OSError, match="Input/output"):
         list(read_lines(cut([path], 100)[0]))
 
@@ -301,7 +293,7 @@ def test_files_are_put_one_after_another(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_text(name)
     parts = [tmp_path / "a", tmp_path / "b"]
-    shards.concatenate(parts, tmp_path / "out")
+    concatenate(parts, tmp_path / "out")
     assert (tmp_path / "out").read_text() == "ab"
-    shards.concatenate([], tmp_path / "out")
+    concatenate([], tmp_path / "out")
     assert (tmp_path / "out").read_text() == ""

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from megatron.data.files import sha256
+from megatron.data.json_lines import find_shards
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tools.corpus.manifest import known_checksums
 from tools.corpus.program import Unfinished
-from tools.corpus.shards import checksum, find_shards
 from tools.corpus.split import SIDES, Settings, place, run, smallest_share
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -134,7 +135,7 @@ def test_every_manifest_says_shuffled_and_lists_its_shards(tmp_path: Path) -> No
     for folder in (out, out / "train", out / "valid"):
         facts = manifest(folder)
         assert facts["shuffled"] is True
-        assert all(checksum(folder / s["name"]) == s["sha256"] for s in facts["shards"])
+        assert all(sha256(folder / s["name"]) == s["sha256"] for s in facts["shards"])
     for side in SIDES:
         names = [shard.name for shard in find_shards([out / side])]
         assert sorted(known_checksums(out / side)) == names

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.data.json_lines import open_shard
 from tests.tools.corpus.lines import content, manifest, read_jsonl
 from tools.corpus import repeats
-from tools.corpus.shards import open_shard
 from tools.corpus.urls import Settings, judge, load_blacklists, run
 
 

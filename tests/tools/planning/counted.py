@@ -19,7 +19,7 @@ from megatron.data.batch import Batch
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.registry import build_model
-from megatron.optim.loss_scaler import LossScaler
+from megatron.optim.schedule import LossScaler
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.train.objectives import OBJECTIVES, Objective

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.turns import ResidentMemory
-from megatron.config import OptimizerConfig, PrecisionConfig
 from megatron.config.model import ModelConfig, RecomputeGranularity
+from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.models.transformer import Transformer
-from megatron.parallel.factory import factory_1d
+from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import materialize

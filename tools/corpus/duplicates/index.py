@@ -20,16 +20,10 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from tools.corpus.records import (
-    Document,
-    Funnel,
-    document_id,
-    parse_record,
-    read_documents,
-    source_of,
-)
+from megatron.data.json_lines import OPENERS, Unit, open_shard, parse_record, read_lines
+from tools.corpus.records import Document, Funnel, document_id, read_documents, source_of
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import OPENERS, Unit, open_shard, placed, read_lines
+from tools.corpus.shards import placed
 from tools.corpus.shingles import PERMUTATIONS, Shingler, Signatures, Words
 from tools.corpus.units import keep_rejected
 

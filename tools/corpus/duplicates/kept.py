@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.json_lines import read_lines
 from tools.corpus.duplicates.index import Index, mapped
 from tools.corpus.records import Count, Funnel
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import placed, read_lines, write_shard
+from tools.corpus.shards import placed, write_shard
 
 COPY, NEAR = "same normalised text", "near-duplicate"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.json_lines import WORK
 from tools.corpus.duplicates.clusters import LARGEST, MEMBER_BYTES, Deciding, connect, decide
 from tools.corpus.duplicates.grouping import (
     NAME_BYTES,
@@ -34,7 +35,7 @@ from tools.corpus.duplicates.pairs import bounds_of, find_pairs, merge_pairs
 from tools.corpus.duplicates.sets import BIN, verify_pairs, write_sets
 from tools.corpus.program import say
 from tools.corpus.records import Funnel, documents
-from tools.corpus.shards import WORK, concatenate
+from tools.corpus.shards import concatenate
 from tools.corpus.shingles import Shingler
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task

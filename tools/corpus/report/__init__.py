@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.checks import UsageError, at_least
+from megatron.data.files import sha256
 from tools.corpus.program import progress, say
 from tools.corpus.report.page import page
 from tools.corpus.report.steps import Steps, read_steps
 from tools.corpus.scheduler import Call, open_scheduler
-from tools.corpus.shards import checksum, placed
+from tools.corpus.shards import placed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,8 @@ def verify(steps: Steps, workers: int) -> Iterator[str]:
         yield f"{folder.path.name}/{shard['name']}: {faults[number]}"
 
 
-def find_fault(file: Path, sha256: str) -> str | None:
+def find_fault(file: Path, expected: str) -> str | None:
     """What is wrong with a shard, None if it has the checksum."""
     if not file.is_file():
         return "gone"
-    return None if checksum(file) == sha256 else "another checksum than its manifest gives"
+    return None if sha256(file) == expected else "another checksum than its manifest gives"

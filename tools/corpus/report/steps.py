@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config.checks import UsageError
+from megatron.data.json_lines import MANIFEST, WORK
 from tools.corpus.program import say
 from tools.corpus.records import Count, Counts, Funnel, documents
-from tools.corpus.shards import MANIFEST, WORK
 
 Facts = dict[str, Any]
 ORDER = ("urls", "extract", "clean", "decontaminate", "dedup", "split", "tokenise")

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from megatron.config.checks import UsageError
 from megatron.config.parse import parse_call, user_errors
-from tasks.race_files import LEVELS
+from tasks.race import LEVELS
 
 
 def passages(archive: Path, count: int, output: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.config import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.step import count, forward_backward, train_step
 from tests.models.dense import dense_gpt2
@@ -96,7 +96,7 @@ def test_the_norm_is_that_before_clipping_and_of_the_mean() -> None:
 def test_bf16_weights_are_the_rounded_masters() -> None:
     state = tiny_state(serial_mesh(), dtype=torch.bfloat16)
     masters = {
-        slot.name: each for kind, slot, each in state.optimizer.tensors() if kind == "master"
+        view.name: each for kind, view, each in state.optimizer.tensors() if kind == "master"
     }
     parameters = dict(state.model.named_parameters())
     assert masters.keys() == parameters.keys()

@@ -1,12 +1,20 @@
-"""Attention in blocks, beside torch's own in fp64."""
+"""Attention in blocks beside torch's own in fp64, and dropout beside what its name promises."""
+
+from math import sqrt
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel import cpu
-from megatron.parallel.cpu.block_attention import BLOCK, attention
+from megatron.parallel.cpu import functional
+from megatron.parallel.cpu.functional import (
+    BLOCK,
+    STEPS,
+    draw_kept,
+    dropout,
+)
+from megatron.parallel.cpu.functional import block_attention as attention
 from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
@@ -121,7 +129,7 @@ def test_where_it_takes_less_time_training_uses_it(
         calls.append(arguments)
         return attention(*arguments)
 
-    monkeypatch.setattr(cpu, "attention", spy)
+    monkeypatch.setattr(functional, "block_attention", spy)
     core = AttentionCore(RandomStreams(0, serial_mesh()), dropout, "core").train()
     q, k, v = draw(length, dtype)
     mask = None if is_causal else key_mask(length)
@@ -130,3 +138,33 @@ def test_where_it_takes_less_time_training_uses_it(
     with torch.no_grad():
         core.eval()(q, k, v, mask)
     assert len(calls) == is_used
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
+def test_the_share_that_is_dropped_is_p(p: float) -> None:
+    torch.manual_seed(1)
+    kept = draw_kept((999, 1001), p)  # no multiple of what one draw gives
+    assert kept.shape == (999, 1001)
+    share = 1 - kept.double().mean().item()
+    assert abs(share - p) <= 5 * sqrt(p * (1 - p) / kept.numel()) + 0.5 / STEPS
+    for dim in (0, 1):  # no row or column is another one's
+        lines = kept.double().mean(dim)
+        assert lines.std().item() == pytest.approx(sqrt(p * (1 - p) / 1000), rel=0.2, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_expectation_stays_and_the_gradient_is_that_of_what_was_drawn(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(1)
+    x = torch.ones(400, 500, dtype=dtype, requires_grad=True)
+    y = dropout(x, 0.1)
+    y.sum().backward()
+    values = y.detach().unique().tolist()
+    assert values == pytest.approx([0.0, 1 / 0.9], rel=1e-2)
+    assert y.double().mean().item() == pytest.approx(1.0, abs=5e-3)
+    assert torch.equal(x.grad, y)
+
+
+def test_a_probability_near_one_keeps_something_finite() -> None:
+    assert torch.isfinite(dropout(torch.ones(10**6), 1 - 1e-9)).all()

@@ -1,4 +1,4 @@
-"""Examples that a pretrained BERT is fine-tuned on, and their batches; needs no torch."""
+"""Examples that a pretrained BERT is fine-tuned on; needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.batch import Batch
+from megatron.data.batch import ExampleBatch
 
 Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
@@ -19,7 +19,7 @@ class Encoding:
     """One sequence as BERT reads it: [CLS] a [SEP], or [CLS] a [SEP] b [SEP]."""
 
     tokens: Tokens  # [n]
-    second: int  # token type 1 from here on: the place after a's [SEP]; n where there is no b
+    second: int  # token type 1 from here on, after a's [SEP]; n where there is no b
 
 
 @dataclass(frozen=True)
@@ -37,23 +37,6 @@ class Example:
         return max(len(each.tokens) for each in self.options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExampleBatch(Batch):
-    """Examples of one forward pass, padded to the longest sequence among them.
-
-    With several options tokens, token_types and is_real have three dims, [b, options, s].
-    """
-
-    token_types: NDArray[np.int64]  # [b, s]
-    is_real: NDArray[np.bool_]  # [b, s], False where there is padding
-    labels: NDArray[np.int64]  # [b, 1], [b, 2] of spans, [b, 0] where they are not known
-    counted: NDArray[np.float32]  # [b], 0 of an example that only fills the batch
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.is_real[self.counted > 0].sum())
-
-
 def make_batch(examples: Sequence[Example], counted: int | None = None) -> ExampleBatch:
     """The batch of these examples, all with as many options and numbers in their labels.
 
@@ -61,11 +44,11 @@ def make_batch(examples: Sequence[Example], counted: int | None = None) -> Examp
     """
     sequences = [each for example in examples for each in example.options]
     lengths = np.array([len(each.tokens) for each in sequences])[:, None]
-    places = np.arange(lengths.max())
-    is_real = places < lengths
+    positions = np.arange(lengths.max())
+    is_real = positions < lengths
     tokens = np.zeros(is_real.shape, np.int64)
     tokens[is_real] = np.concatenate([np.asarray(each.tokens) for each in sequences])
-    is_second = places >= np.array([each.second for each in sequences])[:, None]
+    is_second = positions >= np.array([each.second for each in sequences])[:, None]
     options = len(examples[0].options)
     assert len(sequences) == options * len(examples), "unequal numbers of options"
     shape = (len(examples), options, -1) if options > 1 else is_real.shape

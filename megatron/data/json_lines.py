@@ -1,0 +1,241 @@
+"""JSON lines: finding files of them, reading them in bounded memory, one record a line.
+
+A unit of work is a range of bytes of a plain file, or a whole compressed one; how files are cut
+into units does not depend on how many workers there are.
+"""
+
+import bz2
+import codecs
+import contextlib
+import gzip
+import itertools
+import json
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import orjson
+from backports import zstd
+
+Record = dict[str, Any]
+LONGEST_LINE = 32 << 20  # bytes; a longer one is set aside without being held in memory
+MANIFEST = "manifest.json"
+WORK = ".work"
+OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
+    ".zst": zstd.ZstdFile,
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+}
+DAMAGED = "damaged or cut short"  # of the fault, for the books to tell it from a bad line
+DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+NOT_SHARDS = {MANIFEST, "run.json", "rejected.jsonl", "duplicates.jsonl"}
+DEEPEST = 200  # levels of lists and objects; orjson writes 254, and reads more
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The lines of `file` that begin at the bytes `start` to `stop` - 1; all if it is compressed.
+
+    size and modified tell whether the file is still the one that was looked at.
+    """
+
+    number: int
+    file: str
+    start: int
+    stop: int
+    size: int
+    modified: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.number:05}"
+
+
+class Line(NamedTuple):
+    offset: int
+    """Byte of the (decompressed) file at which the line starts."""
+    content: bytes
+    """Without its line end; only the beginning if there is a fault."""
+    fault: str | None
+    """Why the line cannot be read as it stands."""
+
+
+def find_shards(paths: Sequence[Path], endings: Sequence[str] = (".jsonl", ".json")) -> list[Path]:
+    """The files among `paths` and the shards in the folders among them, in order.
+
+    endings: what a shard in a folder is called, before .gz or .zst.  Raises ValueError, naming
+    --input, where there is nothing, and for the output of a step that has not finished.
+    """
+    shards: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            shards += _in_folder(path, endings)
+        elif path.is_file():
+            shards.append(path)
+        else:
+            raise ValueError(f"--input {path}: there is no such file or folder")
+    if not shards:
+        raise ValueError("--input is to be followed by files of JSON lines, or folders of them")
+    return shards
+
+
+def _in_folder(folder: Path, endings: Sequence[str]) -> list[Path]:
+    if (folder / WORK).exists() and not (folder / MANIFEST).exists():
+        raise ValueError(
+            f"--input {folder} is the output of a step that has not finished; its command again "
+            "finishes it"
+        )
+    names = tuple(ending + more for ending in endings for more in ("", *OPENERS))
+    found = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name.endswith(names) and path.name not in NOT_SHARDS
+    ]
+    if not found:
+        raise ValueError(
+            f"--input {folder} holds no file named *{', *'.join(endings)}, with or without "
+            f"{', '.join(OPENERS)}{_below(folder, names)}"
+        )
+    return found
+
+
+def _below(folder: Path, names: tuple[str, ...]) -> str:
+    """Which folder in the folder has shards, if one does."""
+    for below in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if any(path.name.endswith(names) for path in below.iterdir()):
+            return f"; {below} does, and --input {below} would work"
+    return ""
+
+
+def cut(shards: Sequence[Path], unit_bytes: int) -> list[Unit]:
+    """The units of all shards, in order; an empty shard is none."""
+    units: list[Unit] = []
+    for path in shards:
+        status = path.stat()
+        size = status.st_size
+        ranges = [(0, size)] if size else []
+        if path.suffix not in OPENERS:
+            pieces = max(1, -(-size // unit_bytes))
+            bounds = [size * k // pieces for k in range(pieces + 1)]
+            ranges = [pair for pair in itertools.pairwise(bounds) if pair[0] < pair[1]]
+        units += [
+            Unit(len(units) + k, str(path), start, stop, size, status.st_mtime_ns)
+            for k, (start, stop) in enumerate(ranges)
+        ]
+    return units
+
+
+@contextlib.contextmanager
+def open_shard(path: Path | str) -> Iterator[IO[bytes]]:
+    """A binary stream of the file's content, decompressed if its name says so."""
+    path = Path(path)
+    with path.open("rb") as raw:
+        yield OPENERS.get(path.suffix, lambda plain: plain)(raw)
+
+
+def read_lines(unit: Unit, longest: int = LONGEST_LINE) -> Iterator[Line]:
+    """The lines of the unit that are not blank, in bounded memory.
+
+    A line longer than `longest`, and what cannot be decompressed, come as one line with a fault.
+    """
+    compressed = Path(unit.file).suffix in OPENERS
+    with open_shard(unit.file) as stream:
+        offset = unit.start
+        if unit.start:  # the line that goes over the boundary belongs to the unit before
+            stream.seek(unit.start - 1)
+            offset += _skip_line(stream, unit.stop - unit.start + 1) - 1
+        try:
+            while compressed or offset < unit.stop:
+                line = stream.readline(longest + 1)
+                if not line:
+                    return
+                length, fault = len(line), None
+                if length > longest and not line.endswith(b"\n"):
+                    length += _skip_line(stream)
+                    line, fault = line[:200], f"line of {length} bytes, over {longest}"
+                if not offset and line.startswith(codecs.BOM_UTF8):
+                    offset, line, length = 3, line[3:], length - 3
+                if line and not line.isspace():
+                    yield Line(offset, line.rstrip(b"\r\n"), fault)
+                offset += length
+        except DAMAGE as error:
+            if not compressed or getattr(error, "errno", None):  # the disk's, not the content's
+                raise
+            yield Line(offset, b"", f"{DAMAGED}, the rest is lost ({error})")
+
+
+def _skip_line(stream: IO[bytes], enough: int = sys.maxsize) -> int:
+    """Read on to the end of the line, or until `enough` bytes are read; how many were."""
+    skipped = 0
+    while skipped < enough and (piece := stream.readline(1 << 20)):
+        skipped += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return skipped
+
+
+def parse_line(line: Line, key: str = "text") -> Record:
+    """The record of a line of read_lines.  ValueError with the reason if it holds no text."""
+    if line.fault:
+        raise ValueError(line.fault)
+    return parse_record(line.content, key)
+
+
+def parse_record(line: bytes, key: str = "text") -> Record:
+    """The record of one line.  ValueError with the reason if it holds no text."""
+    record = parse_json(line)
+    text = record.get(key) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(no_text_reason(key))
+    if not text or text.isspace():
+        raise ValueError(f'empty "{key}"')
+    return record
+
+
+def no_text_reason(key: str) -> str:
+    return f'no "{key}" string'
+
+
+def parse_json(line: bytes) -> Any:
+    """Any JSON, in which nothing is rounded or changed.  ValueError with the reason otherwise."""
+    try:
+        value = orjson.loads(line)
+        if not _has_large_number(value):  # orjson rounds integers past 64 bits
+            return value
+    except ValueError:  # json also knows what JSON does not, such as NaN
+        pass
+    return _parse_leniently(line)
+
+
+def _has_large_number(value: Any, depth: int = 0) -> bool:
+    """ValueError where lists and objects are nested too deep to be written again."""
+    if depth > DEEPEST:
+        raise ValueError(f"nested deeper than {DEEPEST}")
+    if isinstance(value, float):
+        return abs(value) >= 2**63
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return False
+    large = [_has_large_number(each, depth + 1) for each in value]
+    return any(large)
+
+
+def _parse_leniently(line: bytes) -> Any:
+    try:
+        record = json.loads(line.decode())
+    except RecursionError:  # how deep this is depends on who calls
+        raise ValueError(f"nested deeper than {DEEPEST}") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    _has_large_number(record)
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair") from None
+    return record

@@ -1,0 +1,231 @@
+"""Writing, replacing and verifying data sets: nothing half written, every damage found."""
+
+import itertools
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed import IndexedDataset, token_dtype
+from tests.data.samples import (
+    change,
+    stage_shards,
+    write_data,
+    write_index,
+    write_sentences,
+    write_shards,
+)
+from tools.data_files import IndexedDatasetWriter, move_data_set, verify
+
+DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9, 10, 11, 12, 13, 0]]
+SENTENCES = [[[5, 6], [7]], [[8, 9, 10]], [[11], [12]]]
+Shards = list[list[list[int]]]
+SHARDS = [[[5, 6, 7, 0], [8, 0]], [[9, 10, 0]], [[11, 0], [12, 13, 14, 15, 16, 0], [17, 0]]]
+TOKENIZER = {"vocab.json": b"vocabulary", "merges.txt": b"merges"}
+
+
+def names(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir() if file.is_file()}
+
+
+def tokenizer_of(prefix: str) -> dict[str, bytes]:
+    folder = Path(f"{prefix}.tokenizer")
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_an_interrupted_writer_leaves_what_was_there(tmp_path: Path) -> None:
+    prefix, dtype = tmp_path / "p", token_dtype(100)
+    write_data(prefix, DOCUMENTS)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def interrupted() -> None:
+        with IndexedDatasetWriter(str(prefix), dtype) as writer:
+            writer.add(np.zeros(7, dtype), np.array([7], np.int32))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    write_data(prefix, [[1, 2]])
+    assert verify(str(prefix)).tokens == 2
+    assert {file.name for file in tmp_path.iterdir()} == before.keys()
+
+
+def test_writer_offsets_past_2_to_the_31(tmp_path: Path) -> None:
+    """The index of a data set of 2^32 bytes, whose tokens are not written: a gigabyte of zeros
+    stands for itself."""
+
+    class Zeros(np.ndarray):
+        def tobytes(self, order: str = "C") -> bytes:
+            return b""
+
+    zeros = np.broadcast_to(np.uint16(0), 2**30).view(Zeros)
+    with IndexedDatasetWriter(str(tmp_path / "p"), token_dtype(100)) as writer:
+        for _ in range(5):
+            writer.add(zeros, np.array([2**30], np.int32))
+        writer.commit(tokenizer_type="t", tokenizer_fingerprint="f", vocab_size=100, eod=None)
+    write_index(tmp_path / "q", [2**30] * 5, range(6))
+    assert (tmp_path / "p.idx").read_bytes() == (tmp_path / "q.idx").read_bytes()
+
+
+def test_verify_reports_what_is_there(tmp_path: Path) -> None:
+    write_data(tmp_path / "d", DOCUMENTS)
+    write_sentences(tmp_path / "s", SENTENCES)
+    write_shards(tmp_path / "h", SHARDS)
+    for name, expected in (("d", (3, 3, 12, 13)), ("s", (3, 5, 8, 12)), ("h", (6, 6, 19, 17))):
+        for described in (True, False)[: 1 if name == "h" else 2]:
+            report = verify(str(tmp_path / name))
+            counts = report.documents, report.sequences, report.tokens, report.highest_id
+            assert (counts, report.described) == (expected, described)
+            (tmp_path / f"{name}.json").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "position", "content", "message"),
+    [
+        (".idx", 0, b"X", "no index"),
+        (".idx", 9, b"\x02", "version 2"),
+        (".idx", 17, b"\x07", "token type 7"),
+        (".idx", 18, struct.pack("<Q", 2**63), "cut short"),
+        (".idx", 34, struct.pack("<2i", 2, 4), "sequence 1"),
+        (".idx", 34, struct.pack("<i", -(2**31)), "overflowed"),
+        (".idx", 46, struct.pack("<3q", 8, 0, 12), "sequence 0"),
+        (".idx", 54, struct.pack("<q", -(2**31)), "overflowed"),
+        (".idx", 70 + 8, struct.pack("<2q", 2, 1), "not in order"),
+        (".idx", 70 + 8, struct.pack("<q", 0), r"p\.idx has changed"),
+        (".bin", 0, struct.pack("<2H", 6, 5), r"p\.bin has changed"),
+        (".bin", 4, struct.pack("<H", 100), "id 100"),
+        (".json", 0, b"[", r"p\.json"),
+    ],
+)
+def test_verify_finds_damage(
+    tmp_path: Path, suffix: str, position: int, content: bytes, message: str
+) -> None:
+    write_data(tmp_path / "p", DOCUMENTS)
+    change(tmp_path / "p", suffix, position, content)
+    with pytest.raises(ValueError, match=message):
+        verify(str(tmp_path / "p"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([(34 + 4, "<2i", (0, 4))], "sequence 2"),
+        ([(34 + 20 + 40 + 8, "<q", (0,))], "a document without a sentence"),
+        ([(34 + 20 + 40 + 8, "<2q", (3, 2))], "not in order"),
+        ([(34 + 4, "<2i", (0, 4)), (34 + 20 + 16, "<q", (4,))], "a sentence without a token"),
+    ],
+)
+def test_verify_finds_damaged_sentences(
+    tmp_path: Path, changes: list[tuple[int, str, tuple[int, ...]]], message: str
+) -> None:
+    write_sentences(tmp_path / "p", SENTENCES)
+    for position, form, numbers in changes:
+        change(tmp_path / "p", ".idx", position, struct.pack(form, *numbers))
+    with pytest.raises(ValueError, match=message):
+        verify(str(tmp_path / "p"))
+
+
+def test_verify_reads_every_shard_and_without_sidecar_every_id(tmp_path: Path) -> None:
+    prefix = write_shards(tmp_path / "p", SHARDS)
+    change(Path(f"{prefix}_00002"), ".bin", 18, b"\x01\x00")
+    with pytest.raises(ValueError, match=r"p_00002\.bin has changed"):
+        verify(prefix)
+    os.truncate(f"{prefix}_00002.bin", 18)
+    with pytest.raises(ValueError, match=r"p_00002\.bin is cut short"):
+        verify(prefix)
+    write_data(tmp_path / "q", DOCUMENTS, vocab_size=70_000)
+    (tmp_path / "q.json").unlink()
+    change(tmp_path / "q", ".bin", 0, struct.pack("<i", -3))
+    with pytest.raises(ValueError, match="negative id -3"):
+        verify(str(tmp_path / "q"))
+
+
+def test_sentences_of_shards(tmp_path: Path) -> None:
+    documents = [[[1, 2], [3]], [[4]], [[5], [6], [7, 8]]]
+    staged, description = stage_shards(tmp_path, [documents[:2], documents[2:]], write_sentences)
+    assert (description.sentences, description.documents) == (6, 3)
+    assert [shard.sentences for shard in description.shards] == [3, 3]
+    move_data_set(staged, str(tmp_path / "p"), description, TOKENIZER)
+    data = IndexedDataset(str(tmp_path / "p"))
+    sizes = [data.sequence_sizes(document).tolist() for document in range(3)]
+    assert sizes == [[len(sentence) for sentence in document] for document in documents]
+    assert verify(str(tmp_path / "p")).sequences == 6
+
+
+@pytest.mark.parametrize("before", [SHARDS, SHARDS[:1], SHARDS[1:]])
+@pytest.mark.parametrize("after", [SHARDS, SHARDS[:1], SHARDS[:2]])
+def test_an_older_data_set_is_replaced_whole(tmp_path: Path, before: Shards, after: Shards) -> None:
+    """One shard alone has the name of the data set."""
+    write_shards(tmp_path / "p", before)
+    prefix = write_shards(tmp_path / "p", after)
+    assert verify(prefix).documents == sum(map(len, after))
+    pairs = len(after) if len(after) > 1 else 1
+    assert len(names(tmp_path)) == 2 * pairs + 1
+    assert ("p.idx" in names(tmp_path)) == (len(after) == 1)
+
+
+@pytest.mark.parametrize("before", [SHARDS, SHARDS[:1]])
+@pytest.mark.parametrize("after", [SHARDS[:2], SHARDS[2:]])
+def test_a_move_can_be_cut_off_anywhere(
+    tmp_path: Path, before: Shards, after: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is done no data set is there, or the old one; the same call finishes it."""
+    calls = 0
+    other = {"vocab.json": b"another"}
+
+    def cut_off(name: str, after_calls: int) -> None:
+        real = getattr(Path, name)
+
+        def step(self: Path, *arguments: object, **more: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls > after_calls:
+                raise KeyboardInterrupt
+            return real(self, *arguments, **more)
+
+        monkeypatch.setattr(Path, name, step)
+
+    for steps in itertools.count():
+        folder = tmp_path / str(steps)
+        folder.mkdir()
+        prefix = write_shards(folder / "p", before, TOKENIZER)
+        staged, description = stage_shards(folder, after)
+        calls = 0
+        for name in ("replace", "unlink", "mkdir"):
+            cut_off(name, steps)
+        try:
+            move_data_set(staged, prefix, description, other)
+            finished = True
+        except KeyboardInterrupt:
+            finished = False
+        monkeypatch.undo()
+        if not finished:
+            try:
+                assert IndexedDataset(prefix).num_documents == sum(map(len, before))
+                assert tokenizer_of(prefix) == TOKENIZER
+            except FileNotFoundError:
+                assert steps
+            move_data_set(staged, prefix, description, other)
+        assert tokenizer_of(prefix) == other
+        assert not list(folder.glob("*.partial"))
+        assert verify(prefix).documents == sum(map(len, after))
+        assert len(names(folder)) == (2 * len(after) + 1 if len(after) > 1 else 3)
+        if finished:
+            assert steps >= 7
+            return
+
+
+def test_the_tokenizer_of_an_equal_data_set_is_left_or_replaced(tmp_path: Path) -> None:
+    prefix = write_shards(tmp_path / "p", SHARDS, TOKENIZER)
+    file = tmp_path / "p.tokenizer" / "vocab.json"
+    number = file.stat().st_ino
+    write_shards(tmp_path / "p", SHARDS, TOKENIZER)
+    assert file.stat().st_ino == number
+    file.write_bytes(b"damaged")
+    (tmp_path / "p.tokenizer.partial").mkdir()  # of a run that was killed
+    write_shards(tmp_path / "p", SHARDS, TOKENIZER)
+    assert tokenizer_of(prefix) == TOKENIZER
+    assert not (tmp_path / "p.tokenizer.partial").exists()

@@ -1,0 +1,308 @@
+"""The files of data sets: writing, joining, replacing and verifying what megatron/data reads."""
+
+import contextlib
+import hashlib
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from megatron.data.files import (
+    flush_directory,
+    flush_to_disk,
+    sha256,
+    temporary,
+    tokenizer_folder,
+    with_suffix,
+)
+from megatron.data.indexed import (
+    DTYPES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    Description,
+    IndexedDataset,
+    IndexedShard,
+    ShardFacts,
+    check_highest_id,
+    sum_shards,
+)
+
+CHUNK = 1 << 20  # entries of an array handled at a time, where arrays may not fit in memory
+
+
+def pack_header(dtype: np.dtype[Any], sequences: int, documents: int) -> bytes:
+    """The beginning of an .idx."""
+    (code,) = (code for code, known in DTYPES.items() if known == dtype)
+    return HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1)
+
+
+class IndexedDatasetWriter:
+    """Writes a .bin, its .idx and its .json as a stream, in bounded memory.
+
+    A document is a sequence, or with `sentences` one or several. Until commit() all goes to
+    temporary files beside the final ones; leaving the `with` block without it removes them.
+    """
+
+    def __init__(self, prefix: str, dtype: DTypeLike, *, sentences: bool = False) -> None:
+        self.dtype = np.dtype(dtype)
+        self.documents = 0
+        self.sequences = 0
+        self.tokens = 0
+        self._sentences = sentences
+        self._prefix = prefix
+        # The last one holds the documents until the index is put together.
+        self._files = [with_suffix(prefix, suffix) for suffix in (".bin", ".idx", ".documents")]
+        streams = [temporary(file).open("w+b") for file in self._files]
+        self._binary, self._index, self._documents = streams
+        self._sha256 = hashlib.sha256()
+        self._index.write(bytes(HEADER.size))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in (self._binary, self._index, self._documents):
+            stream.close()
+        for file in self._files:
+            temporary(file).unlink(missing_ok=True)
+
+    def add(
+        self,
+        tokens: NDArray[Any],
+        sizes: NDArray[np.int32],
+        sentences: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Append documents: all their tokens, and how many of them each sequence has, int32.
+
+        sentences: how many sequences each document has, int32, of a data set of sentences.
+        """
+        assert tokens.dtype == self.dtype
+        assert (sentences is not None) == self._sentences
+        counts = np.ones_like(sizes) if sentences is None else sentences
+        for lengths, total in ((sizes, len(tokens)), (counts, len(sizes))):
+            assert lengths.dtype == np.int32
+            assert lengths.sum(dtype=np.int64) == total
+            assert np.all(lengths > 0)
+        content = tokens.tobytes()
+        self._binary.write(content)
+        self._sha256.update(content)
+        self._index.write(sizes.tobytes())
+        starts = self.sequences + np.cumsum(counts, dtype="<i8") - counts
+        self._documents.write(starts.tobytes())
+        self.tokens += len(tokens)
+        self.sequences += len(sizes)
+        self.documents += len(counts)
+
+    def commit(
+        self,
+        *,
+        tokenizer_type: str,
+        tokenizer_fingerprint: str,
+        vocab_size: int,
+        eod: int | None,
+        shuffled: bool | None = None,
+    ) -> Description:
+        """Put the data set in place, over an older one if there is one; the index comes last.
+
+        eod: the id that every document added ends with, if it does. shuffled: whether the
+        documents were added in random order.
+        """
+        assert self.documents > 0
+        self._finish_index()
+        binary, index, _ = self._files
+        for stream in (self._binary, self._index):
+            flush_to_disk(stream)
+        description = Description(
+            tokenizer_type=tokenizer_type,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+            vocab_size=vocab_size,
+            eod=eod,
+            documents=self.documents,
+            sentences=self.sequences if self._sentences else None,
+            tokens=self.tokens,
+            bin_sha256=self._sha256.hexdigest(),
+            idx_sha256=sha256(temporary(index)),
+            shuffled=shuffled,
+        )
+        # Without its index a data set is absent: at no moment do files of two of them mix.
+        index.unlink(missing_ok=True)
+        temporary(binary).replace(binary)
+        description.write(self._prefix)
+        temporary(index).replace(index)
+        flush_directory(index.parent)
+        return description
+
+    def _finish_index(self) -> None:
+        """Behind the sizes, which are written: the pointers, the documents; then the header."""
+        self._index.flush()
+        index = temporary(self._files[1])
+        sizes = np.memmap(index, "<i4", "r", offset=HEADER.size, shape=(self.sequences,))
+        pointer = 0
+        for start in range(0, self.sequences, CHUNK):
+            in_bytes = sizes[start : start + CHUNK].astype("<i8") * self.dtype.itemsize
+            pointers = pointer + np.cumsum(in_bytes) - in_bytes
+            self._index.write(pointers.tobytes())
+            pointer = int(pointers[-1] + in_bytes[-1])
+        self._documents.seek(0)
+        shutil.copyfileobj(self._documents, self._index, CHUNK)
+        self._index.write(np.array(self.sequences, "<i8").tobytes())
+        self._index.seek(0)
+        self._index.write(pack_header(self.dtype, self.sequences, self.documents))
+
+
+def join_descriptions(shards: Sequence[Description]) -> Description:
+    """That of a data set of these, in their order; the same one again if it is alone."""
+    if len(shards) == 1:
+        return shards[0]
+    names = [field.name for field in fields(ShardFacts) if field.name != "name"]
+    facts = tuple(
+        ShardFacts(name=f"_{number:05}", **{name: getattr(shard, name) for name in names})
+        for number, shard in enumerate(shards)
+    )
+    return replace(shards[0], **sum_shards(facts), shards=facts)
+
+
+def move_data_set(
+    staged: Sequence[str], prefix: str, description: Description, tokenizer: Mapping[str, bytes]
+) -> None:
+    """Move shards to where `prefix` is, and write its sidecar and the tokenizer's files.
+
+    staged: prefixes of the shards, on the same file system.  tokenizer: {name: content}.  At no
+    moment do files of two data sets mix: until the last index is in place, the data set is absent.
+    After a crash the same call goes on, as a shard that is no longer where it was staged has been
+    moved.
+    """
+    targets = [prefix + name for name in description.pairs]
+    old = None
+    with contextlib.suppress(ValueError):  # a damaged one is about to be replaced
+        old = Description.read(prefix)
+    if old != description:
+        # The older data set goes, but for the .bin files that are about to be replaced; its sidecar
+        # goes last, as it says which shards there are.
+        prefixes = {prefix, *(prefix + name for name in (old.pairs if old else ()))}
+        for each in prefixes:
+            with_suffix(each, ".idx").unlink(missing_ok=True)
+        for each in prefixes.difference(targets):
+            with_suffix(each, ".bin").unlink(missing_ok=True)
+        with_suffix(prefix, ".json").unlink(missing_ok=True)
+    _move(staged, targets, ".bin")
+    _write_tokenizer(prefix, tokenizer)
+    description.write(prefix)
+    _move(staged, targets, ".idx")
+    flush_directory(with_suffix(prefix, ".json").parent)
+
+
+def _move(sources: Sequence[str], targets: Sequence[str], suffix: str) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        if (file := with_suffix(source, suffix)).exists():
+            file.replace(with_suffix(target, suffix))
+
+
+def _write_tokenizer(prefix: str, files: Mapping[str, bytes]) -> None:
+    """All files or none; a folder that holds just these is left as it is."""
+    folder = tokenizer_folder(prefix)
+    staging = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
+    if folder.is_dir() and files == {file.name: file.read_bytes() for file in folder.iterdir()}:
+        return
+    staging.mkdir()
+    for name, content in files.items():
+        with (staging / name).open("wb") as stream:
+            stream.write(content)
+            flush_to_disk(stream)
+    flush_directory(staging)
+    if folder.exists():
+        shutil.rmtree(folder)
+    staging.replace(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What verify() found in a sound data set."""
+
+    documents: int
+    sequences: int
+    tokens: int
+    highest_id: int
+    described: bool
+    """Whether a sidecar was there to compare counts, checksums and vocabulary with."""
+
+
+def verify(prefix: str) -> Report:
+    """Read the whole data set and check all that can be; the structure, which is quick, first.
+
+    Raises ValueError, naming file and fault, where it is cut short, reordered or overflowing, has
+    ids outside its vocabulary, or differs from its sidecar; FileNotFoundError where it is not.
+    """
+    data = IndexedDataset(prefix)
+    description = data.description
+    for shard in data.shards:
+        _check_index(shard, sentences=description is not None and data.has_sentences)
+    pairs = description.pairs.values() if description is not None else [None]
+    highest = 0
+    for shard, facts in zip(data.shards, pairs, strict=True):
+        if facts is not None:
+            _check_sum(f"{shard.prefix}.idx", sha256(Path(f"{shard.prefix}.idx")), facts.idx_sha256)
+        highest_of_shard, checksum = _read_tokens(shard)
+        highest = max(highest, highest_of_shard)
+        if facts is not None and description is not None:
+            check_highest_id(shard.prefix, highest_of_shard, description.vocab_size)
+            _check_sum(f"{shard.prefix}.bin", checksum, facts.bin_sha256)
+    return Report(
+        documents=data.num_documents,
+        sequences=data.num_sequences,
+        tokens=data.num_tokens,
+        highest_id=highest,
+        described=description is not None,
+    )
+
+
+def _check_index(shard: IndexedShard, *, sentences: bool) -> None:
+    """That each sequence starts where the one before it ends, and documents are in order.
+
+    sentences: that each document has a sentence, too, and each sentence a token.
+    """
+    damaged, expected = f"{shard.prefix}.idx is damaged", 0
+    for start in range(0, len(shard.sizes), CHUNK):
+        sizes, pointers = (each[start : start + CHUNK] for each in (shard.sizes, shard.pointers))
+        if sizes.min() < 0 or pointers.min() < 0:
+            raise ValueError(f"{damaged}: a size or pointer overflowed below 0")
+        ends = expected + np.cumsum(sizes, dtype=np.int64) * shard.dtype.itemsize
+        wrong = np.flatnonzero(pointers != np.concatenate([[expected], ends[:-1]]))
+        if len(wrong):
+            where = start + wrong[0]
+            raise ValueError(f"{damaged}: sequence {where} does not start where the last one ends")
+        if sentences and not sizes.all():
+            raise ValueError(f"{damaged}: it has a sentence without a token")
+        expected = int(ends[-1])
+    for start in range(0, len(shard.documents), CHUNK):
+        counts = np.diff(shard.documents[start : start + CHUNK + 1])
+        if np.any(counts < 0):
+            raise ValueError(f"{damaged}: its documents are not in order")
+        if sentences and not counts.all():
+            raise ValueError(f"{damaged}: it has a document without a sentence")
+
+
+def _read_tokens(shard: IndexedShard) -> tuple[int, str]:
+    """(highest id, SHA-256 of the .bin)."""
+    highest, checksum = 0, hashlib.sha256()
+    for start in range(0, shard.num_tokens, CHUNK):
+        tokens = shard.read(start, min(start + CHUNK, shard.num_tokens))
+        if (lowest := int(tokens.min())) < 0:
+            raise ValueError(f"{shard.prefix}.bin is damaged: it holds the negative id {lowest}")
+        highest = max(highest, int(tokens.max()))
+        checksum.update(tokens.data)
+    return highest, checksum.hexdigest()
+
+
+def _check_sum(file: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise ValueError(
+            f"{file} has changed: its SHA-256 is {found}, and was {expected}; "
+            "tools/preprocess_data.py makes it anew"
+        )
