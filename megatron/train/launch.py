@@ -54,7 +54,10 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
         size = world_size(environ)
         parallel.check(size)
         if size == 1:
-            yield serial_mesh(_own_device(environ))
+            device = choose_device(0, [_own_arrival(1)], environ)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            yield serial_mesh(device)
             return
         place, limit = read_rank_info(environ), 60 * parallel.distributed_timeout_minutes
         store, is_first = open_store(place, PATIENCE)
@@ -71,30 +74,22 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
         arrivals = meet(store, place, watch, PATIENCE)
         check_interface(arrivals, environ)
         device = choose_device(place.rank, arrivals, environ)
-        if device.type == "cuda":
+        has_gpu = device.type == "cuda"
+        if has_gpu:
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=ROUNDS * limit + _MARGIN)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if has_gpu else "gloo",
             store=dist.PrefixStore("groups", store.clone()),  # type: ignore[attr-defined]
             rank=place.rank,
             world_size=place.size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if has_gpu else None,
         )
         mesh = build_mesh(parallel.tensor_model_parallel_size, device, timeout)
         watch.know(mesh)
         yield mesh
     dist.destroy_process_group()
-
-
-def _own_device(environ: Mapping[str, str]) -> torch.device:
-    """Of a process that is alone: the first GPU that it sees."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
 
 
 def open_store(place: RankInfo, patience: float) -> tuple[dist.Store, bool]:
@@ -146,15 +141,18 @@ class Arrival:
     gpus: int
 
 
+def _own_arrival(size: int) -> Arrival:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Arrival(socket.gethostname(), size, gpus)
+
+
 def meet(store: dist.Store, place: RankInfo, watch: Watch, patience: float) -> list[Arrival]:
     """What each rank says of itself, by rank, once all have arrived.
 
     Raises TimeoutError after `patience` seconds, which names the ranks that are missing, and
     ValueError where ranks contradict each other.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    own = Arrival(socket.gethostname(), place.size, gpus)
-    store.set(f"here/{place.rank}", json.dumps(asdict(own)))
+    store.set(f"here/{place.rank}", json.dumps(asdict(_own_arrival(place.size))))
     if store.add("arrived", 1) == place.size:
         store.set("everyone", "")
     start, is_told = time.monotonic(), False
@@ -162,13 +160,13 @@ def meet(store: dist.Store, place: RankInfo, watch: Watch, patience: float) -> l
         waited = time.monotonic() - start
         here = [rank for rank in range(place.size) if store.check([f"here/{rank}"])]
         missing = [rank for rank in range(place.size) if rank not in here]
-        if waited > WORD and not is_told and missing and place.rank == here[0]:
+        speaks = place.rank == here[0]  # for all
+        if waited > WORD and not is_told and missing and speaks:
             text = f"waiting for {_listed(missing)} of {place.size}, for {patience:g} s at most"
             print(text, file=sys.stderr, flush=True)
             is_told = True
-        # The lowest rank that is here speaks for all.
-        if waited > patience + (0 if place.rank == here[0] else WORD):
-            hosts = Counter(Arrival(**json.loads(store.get(f"here/{rank}"))).host for rank in here)
+        if waited > patience + (0 if speaks else WORD):
+            hosts = Counter(json.loads(store.get(f"here/{rank}"))["host"] for rank in here)
             raise TimeoutError(
                 f"{_listed(missing)} of {place.size} did not arrive at {place.keeper} within "
                 f"{patience:g} s; there are {', '.join(f'{n} on {h}' for h, n in hosts.items())}"
@@ -177,10 +175,10 @@ def meet(store: dist.Store, place: RankInfo, watch: Watch, patience: float) -> l
         time.sleep(_POLL)
     arrivals = [Arrival(**json.loads(store.get(f"here/{rank}"))) for rank in range(place.size)]
     for rank, arrival in enumerate(arrivals):
-        if arrival.size != arrivals[0].size:
+        if arrival.size != place.size:
             raise ValueError(
-                f"WORLD_SIZE is {arrivals[0].size} on rank 0 but {arrival.size} on rank {rank} "
-                f"({arrival.host})"
+                f"WORLD_SIZE is {place.size} on rank {place.rank} but {arrival.size} on rank "
+                f"{rank} ({arrival.host})"
             )
     return arrivals
 
@@ -222,7 +220,7 @@ def check_interface(arrivals: list[Arrival], environ: Mapping[str, str]) -> None
         address = socket.gethostbyname(host)
     except OSError:
         address = "no address"
-    if address == "no address" or address.startswith("127."):
+    if address.startswith(("127.", "no ")):
         raise ValueError(
             f"the name of host {host} stands for {address}, at which no other host finds it; "
             "GLOO_SOCKET_IFNAME=eth0, with the name of its network interface, would work"
