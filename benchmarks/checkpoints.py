@@ -28,8 +28,11 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
-from megatron.checkpoint.save import Saver, SaveReport
-from megatron.config import CheckpointConfig, ModelConfig, OptimizerConfig, PrecisionConfig
+from megatron.checkpoint.load import verify
+from megatron.checkpoint.save import Saver, SaveReport, save
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.model import ModelConfig
+from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import TrainState, build_state
 
@@ -61,7 +64,7 @@ class Bench:
     def save(self, kind: str) -> SaveReport:
         """Save and wait; the checkpoint is removed again."""
         saver = self.savers[kind]
-        saver.save(self.state.step, self.state.pieces(), self.state.facts(), None)
+        saver.save(self.state.step, self.state.slices(), self.state.facts(), None)
         saver.close()
         (report,) = saver.reports()
         shutil.rmtree(report.path)
@@ -75,7 +78,7 @@ class Bench:
 
     def load(self) -> float:
         drop_from_memory(self.shard)
-        return timed(lambda: self.state.load(self.shard.parent))
+        return timed(lambda: self.state.load(verify(self.shard.parent, self.state.mesh)))
 
     def dd_read(self) -> float:
         drop_from_memory(self.shard)
@@ -136,7 +139,7 @@ def open_bench(directory: Path, memory: Path, layers: int) -> Bench:
         )
         for kind in ("sync", "async")
     }
-    state.save(str(directory / "kept"), {})
+    save(directory / "kept", state.step, state.slices(), {}, state.mesh)
     shard = directory / "kept" / "step_00000000" / "shard_00000.safetensors"
     shutil.copy(shard, memory)
     return Bench(state, savers, directory, shard, memory / shard.name)

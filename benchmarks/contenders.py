@@ -53,8 +53,7 @@ from benchmarks.plain_gpt2 import (
 from benchmarks.profiles import profiled
 from benchmarks.turns import Answer, GpuMemory, ResidentMemory, Stopwatch, serve
 from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh, serial_mesh
-from megatron.train.compiled import choose_compile
-from megatron.train.state import DTYPES
+from megatron.train.state import DTYPES, choose_compile
 from megatron.train.step import train_step
 
 Step = Callable[[int], float]  # of a batch's number, to its loss

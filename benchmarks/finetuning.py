@@ -28,7 +28,7 @@ from megatron.config.checkpoint import TrainedConfig
 from megatron.config.model import BertConfig
 from megatron.config.parse import user_errors
 from megatron.config.training import ParallelConfig
-from megatron.models.registry import section_of
+from megatron.models.registry import config_of
 from megatron.parallel.sharding import initial_value, sharding_specs
 from megatron.train.trained import open_trained
 from tools.convert.writing import empty_model, write_checkpoint
@@ -42,7 +42,7 @@ def write_twin(pretrained: Path, to: Path, seed: int) -> None:
     with."""
     trained = TrainedConfig(load=str(pretrained))
     _, tokenizer, manifest = open_trained(trained, ParallelConfig(), 1, (BertConfig.kind,))
-    section, vocab_size = section_of(manifest), manifest["vocab_size"]
+    section, vocab_size = config_of(manifest), manifest["vocab_size"]
     weights = {
         name: initial_value(name, spec, seed)
         for name, spec in sharding_specs(empty_model(section, vocab_size)).items()

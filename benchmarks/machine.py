@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from megatron.train.source import commit
-
 JsonFile = Annotated[Path | None, tyro.conf.arg(name="json")]
 
 
 def facts(*packages: str) -> dict[str, Any]:
     """Commit, processor, cores, memory, Python, and the versions of these packages as far as
     installed."""
+    from megatron.train.state import commit  # brings torch, which not every benchmark needs
+
     found = {
         "commit": commit(),
         "cpu": cpu_name(),

@@ -81,7 +81,7 @@ def measure(case: Case, precision: str, mesh: Mesh, rounds: int, steps: int) -> 
         check_replicas(state, batches)
 
     common = [
-        piece.local.nbytes for piece in state.pieces() if mesh.data.size > 1 or not piece.spec.cuts
+        piece.local.nbytes for piece in state.slices() if mesh.data.size > 1 or not piece.spec.cuts
     ]
     milliseconds(step, 2)
     milliseconds(check, 2)

@@ -36,8 +36,8 @@ from megatron.config.launch import world_size
 from megatron.config.parse import user_errors
 from megatron.config.training import ParallelConfig
 from megatron.parallel.mesh import Mesh
-from megatron.train.compiled import choose_compile
 from megatron.train.launch import default_precision, launch
+from megatron.train.state import choose_compile
 from tools.planning.anchor import find_hardware
 from tools.planning.hardware import Hardware
 

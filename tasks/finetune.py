@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.checkpoint.format import read_manifest, step_folders
+from megatron.checkpoint.format import Checkpoint, step_folders
 from megatron.checkpoint.load import newest_whole
 from megatron.checkpoint.retention import claim, remove
 from megatron.config.checks import UsageError, flag
@@ -28,7 +28,7 @@ from megatron.config.parse import user_errors
 from megatron.config.training import TrainingConfig
 from megatron.data.batch import ExampleBatch
 from megatron.data.files import write_atomically
-from megatron.models.registry import MODELS, section_of
+from megatron.models.registry import MODELS, config_of
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.agree import agree, refuse_alike
 from megatron.parallel.layers import factory_1d
@@ -79,7 +79,7 @@ class Run:
     plan: Plan
     mesh: Mesh
     environ: Mapping[str, str]
-    pretrained: Path
+    pretrained: Checkpoint
     config: FinetunedConfig
     identity: Mapping[str, Any]
     """What a finished seed must have in common with this command to be reused."""
@@ -163,11 +163,12 @@ def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
 def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> Run:
     """Find the newest whole checkpoint to start from."""
     settings, task = plan.settings, plan.task
-    pretrained, manifest, passed_over = newest_whole(plan.models[0], mesh)
+    pretrained, passed_over = newest_whole(plan.models[0], mesh)
+    manifest = pretrained.manifest
     for reason in passed_over if mesh.is_first else ():
         print(f"warning: passed over: {reason}", file=sys.stderr)
     config = finetuned_config(
-        section_of(manifest),
+        config_of(manifest),
         task.head,
         task.labels,
         hidden_dropout=settings.hidden_dropout,
@@ -223,7 +224,6 @@ def train_seed(run: Run, seed: int) -> None:
             learning_rate=partial(learning_rate, optimizer, decay_iters=len(steps) + 1),
             evaluate=epochs.evaluate,
             save=epochs.save,
-            saver=epochs,
             metrics=metrics,
             signals=StopSignals(),
             facts=lambda state: {"seed": seed, "epoch": run.epoch},
@@ -264,8 +264,6 @@ def _remove(folders: Sequence[Path]) -> None:
 class Epochs:
     """The epochs of a seed for the loop: the batches, the evaluation at the end of each, and the
     checkpoints of the last and the best one."""
-
-    failed = False
 
     def __init__(self, run: Run, steps: Steps, metrics: Metrics) -> None:
         self.run, self.steps, self.metrics = run, steps, metrics
@@ -324,11 +322,6 @@ class Epochs:
             folders = [Path(epoch["checkpoint"])] if run.mesh.is_first else []
             agree(run.mesh, partial(_remove, folders), "removing")
             epoch["checkpoint"] = None
-
-    def reports(self) -> list[Any]:
-        return []
-
-    def close(self) -> None: ...
 
     def best(self) -> int:
         """The place of the first epoch with the highest figure."""
@@ -415,7 +408,7 @@ def report(run: Run, results: Sequence[Result]) -> tuple[dict[str, Any], dict[st
     last = [each["epochs"][-1]["figures"] for each in results]
     best = [each["epochs"][each["best_epoch"] - 1]["figures"] for each in results]
     here = {"last_epoch": medians(last), "best_epoch": medians(best)}
-    vocab_size = read_manifest(run.pretrained)["vocab_size"]
+    vocab_size = run.pretrained.manifest["vocab_size"]
     _, make = MODELS[run.config.kind]
     with torch.device("meta"):  # without memory: its shapes are asked for
         model = make(run.config, factory_1d(run.mesh, RandomStreams(0, run.mesh)), vocab_size)
@@ -472,11 +465,11 @@ def evaluate_models(
     rows, every = [], []
     for folders, dtype in zip(plan.models, plan.dtypes, strict=True):
         with user_errors(environ, agreed=True):
-            path, model = load_newest(folders, mesh, DTYPES[dtype])
-        manifest, size = read_manifest(path), plan.settings.micro_batch_size
+            checkpoint, model = load_newest(folders, mesh, DTYPES[dtype])
+        manifest, size = checkpoint.manifest, plan.settings.micro_batch_size
         with divergence_reported(environ):
-            every.append(ask(plan.task, model, section_of(manifest), mesh, size, plan.name))
-        facts = describe(path, model, mesh, dtype)
+            every.append(ask(plan.task, model, config_of(manifest), mesh, size, plan.name))
+        facts = describe(checkpoint, model, mesh, dtype)
         rows.append({**facts, "finetuned": manifest.get("finetuned", {})})
     if not mesh.is_first:
         return {}, {}

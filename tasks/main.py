@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tasks`, when run as a script
 
 from megatron.config.checks import UsageError
-from megatron.config.launch import interruptible, world_size
+from megatron.config.launch import interruptible, is_first, world_size
 from megatron.config.parse import parse, user_errors
 from megatron.train.trained import open_trained
 from tasks import paper
@@ -107,7 +107,7 @@ def find_module(name: str) -> Any:
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with user_errors(environ):
         if wants_list(arguments):
-            if environ.get("RANK", "0") == "0":
+            if is_first(environ):
                 print(list_tasks())
             return
         name, rest = split_task(arguments)
@@ -135,7 +135,7 @@ def run_finetuned(
             check_judged(settings)
             data = [identify(each) for each in settings.files]
             record = arrange(name, figures, {**version(), "data": data, "command": command})
-            if environ.get("RANK", "0") == "0":
+            if is_first(environ):
                 publish(record, settings.evaluation)
             return
         plan = make_plan(name, module, settings, command, world_size(environ))

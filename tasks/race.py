@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import UsageError, optional_positive
+from megatron.config.checks import UsageError, positive
 from megatron.data.wordpiece import BertTokenizer
 from tasks.checks import (
     TELL_CUT_QUESTIONS,
@@ -209,7 +209,7 @@ class Settings(FinetuneSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        optional_positive(self, "max_qa_length")
+        positive(self, "max_qa_length")
         if self.kept_qa + SPECIAL >= self.seq_length:
             raise UsageError(
                 "--seq-length",

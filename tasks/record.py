@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.format import read_manifest, step_of
+from megatron.checkpoint.format import Checkpoint, step_of
 from megatron.data.files import sha256, write_atomically
 from tasks import paper
 from tasks.common import ReportConfig
@@ -45,12 +45,12 @@ def arrange(name: str, figures: Mapping[str, Any], facts: Mapping[str, Any]) -> 
     return {"task": name, **words, **facts, **figures}
 
 
-def describe(checkpoint: Path, model: Any, mesh: Mesh, dtype: str) -> dict[str, Any]:
+def describe(checkpoint: Checkpoint, model: Any, mesh: Mesh, dtype: str) -> dict[str, Any]:
     """What was evaluated, and on what."""
     from megatron.parallel.sharding import sharding_specs
     from megatron.train.state import environment
 
-    manifest = read_manifest(checkpoint)
+    manifest = checkpoint.manifest
     section = manifest["config"]["model"]
     return {
         "model": {
@@ -58,9 +58,9 @@ def describe(checkpoint: Path, model: Any, mesh: Mesh, dtype: str) -> dict[str, 
             "vocab_size": model.vocab_size,
             "parameters": sum(prod(each.shape) for each in sharding_specs(model).values()),
         },
-        "checkpoint": str(checkpoint),
+        "checkpoint": str(checkpoint.path),
         "checkpoint_hash": manifest["checksum"],
-        "step": step_of(checkpoint),
+        "step": step_of(checkpoint.path),
         "tokenizer": manifest["tokenizer"],
         "dtype": dtype,
         **version(),

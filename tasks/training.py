@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.save import save
 from megatron.config.model import FinetunedConfig, Head, ModelConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
@@ -29,7 +29,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.train.generate import DivergedError
 from megatron.train.loader import shard
 from megatron.train.objectives import answer_scores
-from megatron.train.state import DTYPES, TrainState, build_state, environment, model_pieces
+from megatron.train.state import DTYPES, TrainState, build_state, environment, model_slices
 from tasks.examples import Example, make_batch
 from tasks.finetuning import FinetuneSettings
 
@@ -98,44 +98,46 @@ def optimizer_config(settings: FinetuneSettings, steps: int) -> OptimizerConfig:
 
 
 def start(
-    path: Path,
+    pretrained: Checkpoint,
     config: FinetunedConfig,
     optimizer: OptimizerConfig,
     dtype: str,
     seed: int,
     mesh: Mesh,
 ) -> TrainState:
-    """A run at step 0 with the weights of the pretrained BERT at `path`, which has been verified,
-    and a head drawn from the seed. Raises ValueError as `load_pretrained` does."""
+    """A run at step 0 with the weights of the pretrained BERT, and a head drawn from the seed.
+
+    Raises ValueError as `load_pretrained` does.
+    """
     state = build_state(
         config,
         optimizer,
         PrecisionConfig(fp16=dtype == "fp16"),
         mesh,
-        read_manifest(path)["vocab_size"],
+        pretrained.manifest["vocab_size"],
         seed=seed,
         dtype=DTYPES[dtype],
     )
-    load_pretrained(state, path)
+    load_pretrained(state, pretrained)
     return state
 
 
-def load_pretrained(state: TrainState, path: Path) -> None:
-    """Load all weights but those of the head from the checkpoint at `path`.
+def load_pretrained(state: TrainState, pretrained: Checkpoint) -> None:
+    """Load all weights but those of the head from a checkpoint.
 
     Raises ValueError, naming the first one, where the checkpoint lacks one of them, or has another
     one than those of the pretraining heads and, for a span's model, of the pooler.
     """
     modules = {name.partition(".")[0] for name, _ in state.model.named_parameters()}
     surplus = {"mlm", "sop", "pooler"} - modules
-    state.load_weights(path, missing={"head"}, surplus=surplus, verified=True)
+    state.load_weights(pretrained, missing={"head"}, surplus=surplus)
 
 
 def save_finetuned(
     state: TrainState,
     config: FinetunedConfig,
     directory: Path,
-    pretrained: Path,
+    pretrained: Checkpoint,
     attached: Mapping[str, bytes],
     facts: Mapping[str, Any],
 ) -> Path:
@@ -145,12 +147,11 @@ def save_finetuned(
     pretrained: the checkpoint that was fine-tuned. attached: files of the tokenizer. facts: of the
     fine-tuning, for the manifest.
     """
-    manifest = read_manifest(pretrained)
-    dtype = next(state.model.parameters()).dtype
+    manifest = pretrained.manifest
     every = {
         "kind": config.kind,
         "config": {"model": asdict(config), "data": manifest["config"]["data"]},
-        "precision": next(name for name, each in DTYPES.items() if each == dtype),
+        "precision": state.precision,
         **{key: manifest[key] for key in ("vocab_size", "tokenizer", "data")},
         "run": None,
         "weights_of": manifest.get("run"),
@@ -159,7 +160,8 @@ def save_finetuned(
         "validation_loss": None,
         "finetuned": dict(facts),
     }
-    return save(directory, state.step, model_pieces(state.model), every, state.mesh, attached)
+    slices = model_slices(state.model)
+    return save(directory, state.step, slices, every, state.mesh, attached).path
 
 
 @torch.no_grad()

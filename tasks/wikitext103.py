@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config.checks import UsageError, optional_positive
+from megatron.config.checks import UsageError, positive
 from megatron.data.tokenizer import Tokenizer
 from tasks.common import Scores, Sliding, Task, TaskSettings, Window
 from tasks.reading import read_text
@@ -71,7 +71,7 @@ class Settings(TaskSettings):
     """Tokens that the model reads at most; all its positions if not given."""
 
     def __post_init__(self) -> None:
-        optional_positive(self, "window")
+        positive(self, "window")
         if self.overlapping_eval is not None and self.overlapping_eval < 1:
             stride = min(PAPERS_STRIDE, self.window or inf)
             raise UsageError(

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "megatron.train.loop", "megatron.train.start"]
+PRELOADED = ["torch", "torch.distributed", "megatron.train.loop"]
 _DEATH = "the process died"
 
 

@@ -10,11 +10,12 @@ import torch
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.save import save
-from megatron.config import GPT2DataConfig, ModelConfig, PrecisionConfig
+from megatron.config.model import ModelConfig
+from megatron.config.training import GPT2DataConfig, PrecisionConfig
 from megatron.models.registry import build_model
 from megatron.optim.schedule import LossScaler
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.state import environment, model_pieces
+from megatron.train.state import environment, model_slices
 from tests.data.samples import write_data_of_tokenizer
 from tests.programs import newest, pretrain, some_data
 
@@ -52,7 +53,7 @@ def imported(folder: Path) -> Path:
         "imported_from": "a folder of theirs",
     }
     files = write_data_of_tokenizer(folder / "other", [[1, 260]]).files
-    return save(folder / "imported", 0, model_pieces(model), facts, mesh, files).parent
+    return save(folder / "imported", 0, model_slices(model), facts, mesh, files).path.parent
 
 
 def train(words: str, folder: Path, code: int = 0) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config import BertDataConfig
+from megatron.config.training import BertDataConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.train.inputs import open_bert_data
 from tests.data.samples import (

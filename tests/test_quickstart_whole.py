@@ -12,7 +12,8 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from megatron.config import PretrainBertConfig, parse
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainBertConfig
 from tests.tools.papers import WIKITEXT
 from tools.inspect_data import Settings as InspectSettings
 

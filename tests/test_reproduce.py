@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import PretrainBertConfig, PretrainGPT2Config, parse
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from tools.planning.hardware import load_hardware
 
 ROOT = Path(__file__).resolve().parents[1]

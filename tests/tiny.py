@@ -1,6 +1,7 @@
 """A GPT-2 small enough for tests, its batches, and its tensors gathered whole."""
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 from zlib import crc32
 
@@ -10,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.config import ModelConfig, OptimizerConfig, PrecisionConfig
-from megatron.config.model import RecomputeGranularity
+from megatron.checkpoint.save import save
+from megatron.config.model import ModelConfig, RecomputeGranularity
+from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.gpt2 import GPT2
@@ -79,6 +81,12 @@ def tiny_state(
     return state
 
 
+def save_state(state: TrainState, directory: Path, **facts: Any) -> Path:
+    """A checkpoint of this step in the directory, with these facts in its manifest."""
+    every = {"counters": state.counters(), **facts}
+    return save(directory, state.step, state.slices(), every, state.mesh)
+
+
 def tiny_weights(model: nn.Module) -> dict[str, Tensor]:
     """Whole weights: the initial ones and noise, so that no bias is zero and no gain is one."""
     weights = {}
@@ -140,7 +148,7 @@ def summed_loss(model: nn.Module, batch: GPT2Batch, device: torch.device) -> tup
     """(sum of the loss over counted tokens, number of counted tokens)."""
     objective = NextToken()
     scales = torch.ones(1, dtype=torch.float64)
-    return objective.sums(model, batch, device, scales)[0], objective.counts(batch)[0]
+    return objective.sums(model, batch, device, scales)[0], objective.denominators(batch)[0]
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)

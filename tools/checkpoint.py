@@ -23,7 +23,13 @@ from tqdm import tqdm
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.checkpoint.format import STEP_FOLDER, damage, read_manifest, step_folders
+from megatron.checkpoint.format import (
+    STEP_FOLDER,
+    damage,
+    read_checkpoint,
+    read_manifest,
+    step_folders,
+)
 from megatron.config.checks import UsageError
 from megatron.config.parse import parse_call, user_errors
 
@@ -188,14 +194,14 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 def _damage(folder: Path) -> list[str]:
     try:
-        manifest = read_manifest(folder)
+        checkpoint = read_checkpoint(folder)
     except (ValueError, OSError) as error:
         return [str(error)]
-    total = sum(facts["bytes"] for facts in manifest["files"].values())
+    total = sum(facts["bytes"] for facts in checkpoint.manifest["files"].values())
     with tqdm(
         total=total, unit="B", unit_scale=True, desc=folder.name, leave=False, delay=1, disable=None
     ) as bar:
-        return damage(folder, manifest, progress=bar.update)
+        return damage(checkpoint, progress=bar.update)
 
 
 def _parameters(tensors: Mapping[str, Any]) -> int:

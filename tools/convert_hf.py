@@ -14,7 +14,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -25,7 +25,6 @@ from megatron.config.checkpoint import TrainedConfig
 from megatron.config.launch import interruptible
 from megatron.config.parse import parse_call, user_errors
 from megatron.config.training import ParallelConfig
-from megatron.data.tokenizer import Tokenizer
 from megatron.train.trained import open_trained
 from tools.convert.families import FAMILIES, family_of
 from tools.convert.folder import find_folder, read_description
@@ -105,36 +104,25 @@ def export_model(
     """
     refuse_existing(to)
     trained = TrainedConfig(load=source, vocab_file=vocab_file, merge_file=merge_file)
-    try:
-        path, manifest, tokenizer = _open_whole(trained)
-    except (ValueError, OSError) as error:  # of --load, which is --from here
-        raise ValueError(str(error).replace("--load", "--from")) from error
-
-    from tools.convert.compare import compare_ids, compare_logits
-    from tools.convert.exporting import write_model
-
-    family = family_of(manifest)
-    with staged(to) as staging:
-        write_model(staging, path, manifest, family, tokenizer)
-        positions = manifest["config"]["model"]["max_position_embeddings"]
-        family.tokenizing.write(staging, tokenizer, positions)
-        compare_ids(tokenizer, staging, family.tokenizing)
-        print(compare_logits(path, staging, family))
-    print(f"exported {path} as {to}")
-
-
-def _open_whole(trained: TrainedConfig) -> tuple[Path, dict[str, Any], Tokenizer]:
-    """(folder, manifest, tokenizer) of the newest checkpoint that is whole, byte for byte."""
     kinds = sorted({family.section.kind for family in FAMILIES})
-    folders, tokenizer, _ = open_trained(trained, ParallelConfig(), 1, kinds)
+    folders, tokenizer, _ = open_trained(trained, ParallelConfig(), 1, kinds, "--from")
 
     from megatron.checkpoint.load import newest_whole
     from megatron.parallel.mesh import serial_mesh
+    from tools.convert.compare import compare_ids, compare_logits
+    from tools.convert.exporting import write_model
 
-    path, manifest, passed_over = newest_whole(folders, serial_mesh())
+    checkpoint, passed_over = newest_whole(folders, serial_mesh(), "--from")
     for reason in passed_over:
         warnings.warn(f"passed over: {reason}", stacklevel=2)
-    return path, manifest, tokenizer
+    family = family_of(checkpoint.manifest)
+    with staged(to) as staging:
+        write_model(staging, checkpoint, family, tokenizer)
+        positions = checkpoint.manifest["config"]["model"]["max_position_embeddings"]
+        family.tokenizing.write(staging, tokenizer, positions)
+        compare_ids(tokenizer, staging, family.tokenizing)
+        print(compare_logits(checkpoint.path, staging, family))
+    print(f"exported {checkpoint.path} as {to}")
 
 
 if __name__ == "__main__":

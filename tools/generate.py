@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.format import Checkpoint
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError, non_negative, positive, writable
 from megatron.config.launch import interruptible, world_size
@@ -231,11 +231,11 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
                 publish([record | facts for record in records], settings)
 
 
-def describe(checkpoint: Path, settings: Settings) -> dict[str, str]:
+def describe(checkpoint: Checkpoint, settings: Settings) -> dict[str, str]:
     """Which weights wrote the text, and in what they were computed."""
     return {
-        "checkpoint": str(checkpoint),
-        "checkpoint_hash": read_manifest(checkpoint)["checksum"],
+        "checkpoint": str(checkpoint.path),
+        "checkpoint_hash": checkpoint.manifest["checksum"],
         "dtype": settings.trained.dtype,
     }
 

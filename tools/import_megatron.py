@@ -21,7 +21,7 @@ import tyro
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import optional_positive
+from megatron.config.checks import positive
 from megatron.config.launch import interruptible
 from megatron.config.parse import parse, user_errors
 from megatron.data.tokenizer import build_tokenizer
@@ -61,18 +61,19 @@ class Settings:
     """The vocabulary was padded to a multiple of this times the ranks; 128 as above."""
 
     def __post_init__(self) -> None:
-        optional_positive(self, *FLAGS)
+        positive(self, *FLAGS)
 
 
 def check(path: Path, model: Model, weights: Mapping[str, Tensor]) -> None:
     """Raise ValueError where the checkpoint at `path` has other weights, or logits not finite."""
     import torch
 
+    from megatron.checkpoint.load import verify
     from megatron.parallel.mesh import serial_mesh
     from megatron.train.evaluate import load_model, whole_logits
 
     mesh = serial_mesh()
-    loaded = load_model(path, mesh)
+    loaded = load_model(verify(path, mesh), mesh)
     for name, parameter in loaded.named_parameters():
         whole = weights[name].float()
         if not torch.equal(parameter[: len(whole)], whole):

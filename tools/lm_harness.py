@@ -22,7 +22,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.checks import UsageError, flag, optional_positive
+from megatron.config.checks import UsageError, flag, positive
 from megatron.config.launch import interruptible, world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.training import ParallelConfig
@@ -65,7 +65,7 @@ class Settings:
     """JSON file for the result, which is printed as well."""
 
     def __post_init__(self) -> None:
-        optional_positive(self, "limit")
+        positive(self, "limit")
         assert self.evaluation  # its checks
         if not self.names:
             raise UsageError(

@@ -18,6 +18,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,21 @@ def save_directory(load: str | Path) -> Path:
     return Path(load).resolve() if one_step(load) is None else Path(load).resolve().parent
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose manifest has been read: by `verify` and `newest_whole`, which have compared
+    every byte with it, or by `newest_readable`, which has compared names and sizes."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+
 def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest with a checksum of all of it, which finds a flipped bit in a counter."""
     plain: dict[str, Any] = json.loads(json.dumps(manifest))
-    return {**plain, "checksum": _checksum(plain)}
-
-
-def _checksum(manifest: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in manifest.items() if key != "checksum"}
+    rest = {key: value for key, value in plain.items() if key != "checksum"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return {**rest, "checksum": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -76,18 +82,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(file.read_bytes())
         found = manifest["format"]
-        is_sealed = manifest.get("checksum") == _checksum(manifest)
-        if found == FORMAT and is_sealed:
+        if found == FORMAT:
+            if manifest.get("checksum") != seal(manifest)["checksum"]:
+                raise ValueError("its checksum is not that of the rest of it")
             check_tiling(manifest["tensors"], manifest["files"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+        reason = error if isinstance(error, ValueError) else repr(error)
+        raise ValueError(f"{file} is damaged: {reason}") from error
     if found != FORMAT:
         raise ValueError(f"{file}: its format is {found!r}, only {FORMAT} is read here")
-    if not is_sealed:
-        raise ValueError(f"{file} is damaged: its checksum is not that of the rest of it")
     for name, facts in manifest["files"].items():
         _check_size(path / name, facts["bytes"])
-    return manifest
+    return {"kind": "gpt2", **manifest}  # the first checkpoints held GPT-2 and did not say so
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """As `read_manifest`."""
+    return Checkpoint(path, read_manifest(path))
 
 
 def _check_size(file: Path, expected: int) -> None:
@@ -98,17 +109,8 @@ def _check_size(file: Path, expected: int) -> None:
         raise ValueError(f"{file}: {size} bytes, its manifest says {expected}")
 
 
-def examine(folder: Path) -> tuple[dict[str, Any], str]:
-    """(manifest, "") of a checkpoint that `read_manifest` accepts, else ({}, what is wrong)."""
-    try:
-        return read_manifest(folder), ""
-    except (ValueError, OSError) as error:
-        return {}, str(error)
-
-
 def damage(
-    path: Path,
-    manifest: Mapping[str, Any],
+    checkpoint: Checkpoint,
     share: tuple[int, int] = (0, 1),
     progress: Callable[[int], object] = lambda count: None,
 ) -> list[str]:
@@ -119,15 +121,16 @@ def damage(
     """
     rank, size = share
     found = []
-    for name, facts in list(manifest["files"].items())[rank::size]:
+    for name, facts in list(checkpoint.manifest["files"].items())[rank::size]:
+        file = checkpoint.path / name
         try:
-            _check_size(path / name, facts["bytes"])
-            if sha256(path / name) != facts["sha256"]:
-                found.append(f"{path / name} is damaged: its checksum is not that of the manifest")
+            _check_size(file, facts["bytes"])
+            if sha256(file) != facts["sha256"]:
+                found.append(f"{file} is damaged: its checksum is not that of the manifest")
         except (ValueError, FileNotFoundError) as error:
             found.append(str(error))
         except OSError as error:  # a disk that cannot read it
-            found.append(f"{path / name} is damaged: {error.strerror or error}")
+            found.append(f"{file} is damaged: {error.strerror or error}")
         progress(facts["bytes"])
     return found
 
@@ -141,26 +144,19 @@ def check_tiling(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
     corners sum to those of the whole.
     """
     for key, tensor in tensors.items():
-        slices = tensor["slices"]
+        slices, whole = tensor["slices"], {"offset": [0] * len(tensor["shape"]), **tensor}
         if missing := {each["file"] for each in slices} - files.keys():
             raise ValueError(f"a slice of {key} is in {min(missing)}, which is not listed")
         corners: Counter[tuple[int, ...]] = Counter()
-        for each in slices:
-            _add_corners(corners, each["offset"], each["shape"], 1)
-        _add_corners(corners, [0] * len(tensor["shape"]), tensor["shape"], -1)
+        for box, weight in (*((each, 1) for each in slices), (whole, -1)):
+            signed: list[tuple[tuple[int, ...], int]] = [((), weight)]
+            for start, size in zip(box["offset"], box["shape"], strict=True):
+                ends = ((start, 1), (start + size, -1))
+                signed = [((*corner, at), sign * s) for corner, sign in signed for at, s in ends]
+            for corner, sign in signed:
+                corners[corner] += sign
         if any(corners.values()) or any(size < 0 for each in slices for size in each["shape"]):
             raise ValueError(f"the slices of {key} do not cover it exactly once")
-
-
-def _add_corners(
-    corners: Counter[tuple[int, ...]], offset: list[int], shape: list[int], weight: int
-) -> None:
-    points: list[tuple[tuple[int, ...], int]] = [((), weight)]
-    for start, size in zip(offset, shape, strict=True):
-        ends = ((start, 1), (start + size, -1))
-        points = [((*point, at), value * sign) for point, value in points for at, sign in ends]
-    for point, value in points:
-        corners[point] += value
 
 
 def box_of(saved: Mapping[str, Any]) -> Box:

@@ -4,20 +4,22 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.format import (
-    examine,
+    Checkpoint,
     one_step,
+    read_checkpoint,
+    read_manifest,
     save_directory,
     step_folders,
     step_of,
 )
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError, flag
-from megatron.config.model import ModelConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.config.training import sample_settings
 
@@ -57,8 +59,8 @@ def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
 
     --load and --save of the same directory is how a job is queued that restarts itself: its first
     start finds nothing to load, and that is no error. given: the flag that --load is of, for
-    messages. Raises FileNotFoundError where --load holds no checkpoint, UsageError where --save
-    holds those of another run than --load, or fine-tuning would save into --load.
+    messages. Raises UsageError where --load holds no checkpoint, --save holds those of another run
+    than --load, or fine-tuning would save into --load.
     """
     saved = step_folders(config.save) if config.save is not None else []
     if config.load is None:
@@ -66,7 +68,7 @@ def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
             raise UsageError(
                 "--save",
                 config.save,
-                f"a directory without checkpoints (it has {saved[0].name}) or that of --load",
+                f"without checkpoints (it has {saved[0].name}), or that of --load",
                 works=("--save", str(config.save), "--load", str(config.save)),
             )
         return Start()
@@ -83,10 +85,18 @@ def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
         saved = []  # going back on purpose, in the same directory
     folders = [one] if one is not None and one.is_dir() else step_folders(config.load)
     if not folders and not saved and (one is not None or not is_same):
-        cure = _what_would_work(config.load, given)
-        raise FileNotFoundError(f"{given} {config.load}: no checkpoint there; {cure}")
-    if not is_same:
-        _check_one_run(config, saved, folders)
+        raise _nothing_to_load(config.load, given)
+    ours, theirs = _newest_manifest(saved), _newest_manifest(folders)
+    if ours and theirs and not is_same:
+        key, kind = ("weights_of", "fine-tuned from") if config.finetune else ("run", "of the run")
+        if ours.get(key) != theirs.get("run"):
+            raise UsageError(
+                "--save",
+                config.save,
+                f"without checkpoints, or with ones {kind} in --load {config.load}, which "
+                f"{saved[0].name} is not (--load {config.save} resumes that run)",
+                works=("--save", f"{config.save}_2"),
+            )
     if config.finetune and saved:
         return Start(folders=tuple(saved))
     both = {folder.resolve(): folder for folder in (*saved, *folders)}.values()
@@ -94,58 +104,44 @@ def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
     return Start(folders=tuple(ordered), finetune=config.finetune)
 
 
-def _what_would_work(load: str, given: str) -> str:
-    """Instead of a --load without a checkpoint of this project."""
+def _nothing_to_load(load: str, given: str) -> UsageError:
+    allowed = "a directory with a checkpoint, such as that of an earlier --save"
     for file, program in FOREIGN.items():
         if Path(load, file).is_file():
-            new = f"then {given} NEW"
-            return f"it has a {file}: `python tools/{program} --from {load} --to NEW`, {new}"
+            allowed = f"a checkpoint; `python tools/{program} --from {load} --to NEW` makes one"
     if seeds := sorted(each.name for each in Path(load).glob("seed_*") if step_folders(each)):
-        return f"it holds {', '.join(seeds)}: {given} {Path(load, seeds[0])} works"
-    return "the directory given to an earlier --save works"
+        return UsageError(given, load, "one of its folders", works=(given, f"{load}/{seeds[0]}"))
+    return UsageError(given, load, allowed)
 
 
-def _check_one_run(
-    config: CheckpointConfig, saved: Sequence[Path], folders: Sequence[Path]
-) -> None:
-    """What --save holds has to continue the run of --load, or to be fine-tuned from it."""
-    ours, theirs = (
-        next(filter(None, (examine(folder)[0] for folder in each)), None)
-        for each in (saved, folders)
-    )
-    if ours is None or theirs is None:
-        return
-    if ours.get("weights_of" if config.finetune else "run") != theirs.get("run"):
-        kind = "fine-tuned from" if config.finetune else "of the run of"
-        raise UsageError(
-            "--save",
-            config.save,
-            f"without checkpoints or with ones {kind} --load {config.load}, which "
-            f"{saved[0].name} there is not (--load {config.save} resumes that run)",
-            works=("--save", f"{config.save}_2"),
-        )
+def _newest_manifest(folders: Sequence[Path]) -> dict[str, Any] | None:
+    for folder in folders:
+        with suppress(ValueError, OSError):
+            return read_manifest(folder)
+    return None
 
 
 def newest_readable(
-    folders: Sequence[Path], look: Callable[[Path], tuple[dict[str, Any], str]] = examine
-) -> tuple[Path, dict[str, Any], list[str]]:
-    """(folder, manifest, what is wrong with each folder passed over) of the first in which `look`
-    finds nothing wrong: `examine`, where all files are there at their sizes.
+    folders: Sequence[Path],
+    given: str = "--load",
+    read: Callable[[Path], Checkpoint] = read_checkpoint,
+) -> tuple[Checkpoint, list[str]]:
+    """(the first that `read` finds nothing wrong with, why each one before it was passed over);
+    by default one whose files are all there at their sizes.
 
-    Raises ValueError with every reason where there is none.
+    given: the flag of these folders, for messages. Raises UsageError with every reason where there
+    is none.
     """
     reasons: list[str] = []
     for folder in folders:
-        manifest, reason = look(folder)
-        if not reason:
-            return folder, manifest, reasons
-        reasons.append(reason)
-    places = list(dict.fromkeys(str(folder.parent) for folder in folders))
-    lists = " and ".join(f"`python tools/checkpoint.py ls {place}`" for place in places)
+        try:
+            return read(folder), reasons
+        except (ValueError, OSError) as error:
+            reasons.append(str(error))
+    directories = " and ".join(dict.fromkeys(str(folder.parent) for folder in folders))
     lines = "".join(f"\n  {reason}" for reason in reasons)
-    raise ValueError(
-        f"--load: no whole checkpoint in {' and '.join(places)}; {lists} shows what is there{lines}"
-    )
+    allowed = "a directory with a whole checkpoint; `python tools/checkpoint.py ls` lists them"
+    raise UsageError(given, directories, f"{allowed}:{lines}")
 
 
 def run_id(manifest: Mapping[str, Any] | None) -> str:
@@ -154,21 +150,6 @@ def run_id(manifest: Mapping[str, Any] | None) -> str:
     A new one is random, so that ranks draw different ones; that of the first rank is saved.
     """
     return (manifest or {}).get("run") or secrets.token_hex(8)
-
-
-def kind_of(manifest: Mapping[str, Any]) -> str:
-    """The kind of model that a checkpoint holds; the first ones held GPT-2 and did not say so."""
-    kind: str = manifest.get("kind", ModelConfig.kind)
-    return kind
-
-
-def check_kind(path: Path, manifest: Mapping[str, Any], *wanted: str) -> None:
-    """Raise ValueError where the checkpoint's model is of none of the kinds that are wanted."""
-    if (kind := kind_of(manifest)) not in wanted:
-        raise ValueError(
-            f"{path} holds a model of the kind {kind}; a checkpoint of the kind "
-            f"{' or '.join(wanted)} works"
-        )
 
 
 def check_start(
@@ -186,13 +167,13 @@ def check_start(
     finetune: the run takes the weights alone; then it may have other data, but not another
     tokenizer.
     """
-    check_kind(path, manifest, config.model.kind)
+    if (kind := manifest["kind"]) != config.model.kind:
+        raise UsageError("--load", path, f"a model of the kind {config.model.kind}, not {kind}")
     if "imported_from" in manifest and not finetune:
         raise UsageError(
             "--load",
             path,
-            f"a run to resume; it holds weights alone, imported from {manifest['imported_from']}, "
-            "from which --finetune starts at step 0, with a --save of its own",
+            f"a run to resume, not weights imported from {manifest['imported_from']}",
             works=("--load", str(path), "--finetune"),
         )
     fixed = FIXED | (set() if finetune else {"precision"})

@@ -12,12 +12,13 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from megatron.checkpoint.format import examine, step_folders, step_of
+from megatron.checkpoint.format import read_manifest, step_folders, step_of
 from megatron.checkpoint.load import verify
 from megatron.parallel.agree import agree, refuse_alike
 from megatron.parallel.mesh import Mesh
@@ -36,57 +37,42 @@ def claim(directory: str | None, mesh: Mesh) -> Iterator[None]:
     on every rank, where another run holds the directory or nothing can be written to it; then
     nothing is left of the attempt. Every rank calls this.
     """
-    with ExitStack() as held:
+    path, held = Path(directory or ""), ExitStack()
+    missing = list[Path]()  # the folders to make, the innermost first
 
-        def take() -> None:
-            if directory is not None and mesh.is_first:
-                _take(directory, held)
+    def take() -> None:
+        if directory is None or not mesh.is_first:
+            return
+        try:
+            missing.extend(folder for folder in (path, *path.parents) if not folder.exists())
+            path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDONLY)
+            held.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                text = f"--save {path}: this file system has no locks: keep other runs away"
+                warnings.warn(text, stacklevel=2)
+            with tempfile.NamedTemporaryFile(dir=path, prefix=".claim-") as file:
+                file.write(b"something\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except BlockingIOError as error:
+            busy = f"--save {path}: another run is writing there; wait for its end"
+            raise OSError(busy) from error
+        except OSError as error:
+            held.close()
+            for folder in missing:
+                with suppress(OSError):  # never made, or another process has written there since
+                    folder.rmdir()
+            cause = error.strerror or error
+            raise OSError(f"--save {path}: {cause}; must be a directory to write to") from error
 
+    with held:
         refuse_alike(mesh, take)
         yield
-
-
-def _take(directory: str, held: ExitStack) -> None:
-    path = Path(directory)
-    missing = list[Path]()  # the folders to make, the innermost first
-    try:
-        missing += [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDONLY)
-        held.callback(os.close, descriptor)
-        _lock(descriptor, directory)
-        with tempfile.NamedTemporaryFile(dir=path, prefix=".claim-") as file:
-            file.write(b"something\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except BlockingIOError as error:
-        raise OSError(
-            f"--save {directory}: another run is writing there; another directory works, or this "
-            "one when that run has ended"
-        ) from error
-    except OSError as error:
-        held.close()
-        for folder in missing:
-            with suppress(OSError):  # never made, or another process has written there since
-                folder.rmdir()
-        raise OSError(
-            f"--save {directory}: {error.strerror or error}; it must be a directory that can be "
-            "written to"
-        ) from error
-
-
-def _lock(descriptor: int, directory: str) -> None:
-    """Raises BlockingIOError where another process holds it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        warnings.warn(
-            f"--save {directory}: this file system has no locks; another run that writes there "
-            "would not be noticed",
-            stacklevel=2,
-        )
 
 
 def remove_leftovers(directory: Path) -> tuple[str, ...]:
@@ -141,57 +127,62 @@ class Retention:
         self._mesh = mesh
         self._run = run
         # By (folder's name, manifest's checksum): a step that is saved again is read again.
-        self._faults: dict[tuple[str, str | None], list[str]] = {}
+        self._faults: dict[tuple[str, str | None], str] = {}
 
-    def apply(self, directory: Path) -> tuple[list[str], list[str]]:
+    def apply(self, directory: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(names removed, notes for the user), the same on every rank; every rank calls this.
 
         A failure is a note and ends no run: the checkpoint that was just saved is on disk.
         """
-        if self._keep is None:
-            return [], []
+        keep, mesh = self._keep, self._mesh
+        if keep is None:
+            return (), ()
+
+        def look() -> list[tuple[str, str | None, float | None, str]]:
+            """(name, checksum, validation loss, why it does not count), the newest first. The first
+            rank looks: over a network the others may see a folder later."""
+            rows = []
+            for folder in step_folders(directory) if mesh.is_first else ():
+                manifest: dict[str, Any] = {}
+                try:
+                    manifest, fault = read_manifest(folder), ""
+                    if manifest.get("run") != self._run:
+                        fault = f"{folder} is of another run"
+                except (ValueError, OSError) as error:
+                    fault = str(error)
+                loss = manifest.get("validation_loss")
+                rows.append((folder.name, manifest.get("checksum"), loss, fault))
+            return rows
+
+        def remove_all() -> dict[str, str]:
+            """{name: why it could not be removed}"""
+            failures = {}
+            for name in surplus if mesh.is_first else ():
+                try:
+                    remove(directory / name)
+                except OSError as error:
+                    failures[name] = f"{directory / name} is not removed: {error}"
+            return failures
+
         try:
-            # The first rank lists: over a network the others may see a folder later.
-            found = agree(self._mesh, lambda: self._list(directory), f"listing {directory}")[0]
             whole, notes = [], []
-            for name, checksum, loss, fault in found:
+            for name, checksum, loss, fault in agree(mesh, look, f"listing {directory}")[0]:
                 key = (name, checksum)
                 if key not in self._faults:
-                    faults = [fault] if fault else verify(directory / name, self._mesh)
-                    self._faults[key] = faults
-                    notes += [f"{each}; it is kept, and does not count as one" for each in faults]
+                    try:
+                        if not fault:
+                            verify(directory / name, mesh)
+                    except ValueError as error:  # on every rank alike
+                        fault = str(error)
+                    self._faults[key] = fault
+                    notes += [f"{fault}; it is kept, and does not count as one"] if fault else []
                 if not self._faults[key]:
                     whole.append((name, loss))
-            surplus = surplus_of(whole, self._keep)
-            failures = agree(self._mesh, lambda: self._remove(directory, surplus), "removing")[0]
+            measured = [(loss, name) for name, loss in whole if loss is not None]
+            best = min(measured, key=lambda pair: pair[0])[1] if measured else None
+            surplus = [name for name, _ in whole[keep:] if name != best]
+            failures = agree(mesh, remove_all, "removing")[0]
         except OSError as error:  # on every rank alike
-            return [], [f"no older checkpoint is removed: {error}"]
-        return [name for name in surplus if name not in failures], [*notes, *failures.values()]
-
-    def _list(self, directory: Path) -> list[tuple[str, str | None, float | None, str]]:
-        """(name, checksum, validation loss, why it does not count) of each, the newest first."""
-        rows = []
-        for folder in step_folders(directory) if self._mesh.is_first else ():
-            manifest, fault = examine(folder)
-            if not fault and manifest.get("run") != self._run:
-                fault = f"{folder} is of another run"
-            loss = manifest.get("validation_loss")
-            rows.append((folder.name, manifest.get("checksum"), loss, fault))
-        return rows
-
-    def _remove(self, directory: Path, names: Sequence[str]) -> dict[str, str]:
-        """{name: why it could not be removed}"""
-        failures = {}
-        for name in names if self._mesh.is_first else ():
-            try:
-                remove(directory / name)
-            except OSError as error:
-                failures[name] = f"{directory / name} is not removed: {error}"
-        return failures
-
-
-def surplus_of(whole: Sequence[tuple[str, float | None]], keep: int) -> list[str]:
-    """Of (name, validation loss) of whole checkpoints, the newest first: those to remove."""
-    measured = [(loss, name) for name, loss in whole if loss is not None]
-    best = min(measured, key=lambda pair: pair[0])[1] if measured else None
-    return [name for name, _ in whole[keep:] if name != best]
+            return (), (f"no older checkpoint is removed: {error}",)
+        removed = tuple(name for name in surplus if name not in failures)
+        return removed, (*notes, *failures.values())

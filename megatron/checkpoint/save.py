@@ -40,153 +40,22 @@ NOTHING: Mapping[str, bytes] = MappingProxyType({})
 GRACE = 5.0  # seconds that an error in training waits for a save to finish
 
 
-def save(
-    directory: str | Path,
-    step: int,
-    slices: Iterable[TensorSlice],
-    facts: Mapping[str, Any],
-    mesh: Mesh,
-    attached: Mapping[str, bytes] = NOTHING,
-) -> Path:
-    """Write SAVE/step_XXXXXXXX with every tensor, `facts` (JSON) and the files {name: content} that
-    are attached on the first rank; return its path.
-
-    Every rank calls this and has to see one directory. Raises OSError on every rank where one
-    fails; then nothing of this checkpoint is left.
-    """
-    return _write(directory, step, own_slices(slices, mesh), facts, mesh, attached)[0]
-
-
-def own_slices(slices: Iterable[TensorSlice], mesh: Mesh) -> list[TensorSlice]:
-    """What this rank writes: each slice is written once, by the first of the ranks that hold it."""
-
-    def is_first_holder(each: TensorSlice) -> bool:
-        cut = {axis.name for _, axis in each.spec.cuts}
-        return not any(rank for name, rank in mesh.coordinates.items() if name not in cut)
-
-    return [s for s in slices if s.spec.real(s.local).numel() and is_first_holder(s)]
-
-
-def _write(
-    directory: str | Path,
-    step: int,
-    slices: Sequence[TensorSlice],
-    facts: Mapping[str, Any],
-    mesh: Mesh,
-    attached: Mapping[str, bytes],
-    went_back_to: int | None = None,
-) -> tuple[Path, int, tuple[str, ...]]:
-    """As `save`, of the slices that each rank writes: (path, bytes of all files but the manifest,
-    notes for the user). went_back_to: checkpoints beyond this step are set aside."""
-    final = Path(directory) / f"step_{step:08d}"
-    staging = final.with_name(f".{final.name}.partial")
-
-    def prepare() -> tuple[str, ...]:
-        notes = remove_leftovers(staging.parent)
-        staging.mkdir(parents=True)
-        return notes
-
-    def commit() -> tuple[int, tuple[str, ...]]:
-        # All that takes room comes before the rename.
-        manifest = _manifest(shares, facts)
-        write_atomically(staging / "manifest.json", json.dumps(seal(manifest), indent=1).encode())
-        write_atomically(staging / "latest", f"{final.name}\n".encode())
-        notes = set_aside(final, went_back_to)
-        staging.rename(final)
-        flush_directory(final.parent)
-        (final / "latest").replace(final.with_name("latest"))
-        flush_directory(final.parent)
-        return sum(file["bytes"] for file in manifest["files"].values()), notes
-
-    try:
-        left = agree(mesh, lambda: prepare() if mesh.is_first else ())[0]
-        extra = attached if mesh.is_first else NOTHING
-        shares = agree(mesh, lambda: _write_share(staging, slices, extra, mesh.control.rank))
-        size, notes = agree(mesh, lambda: commit() if mesh.is_first else (0, ()))[0]
-    except BaseException:
-        if mesh.is_first:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
-    return final, size, (*left, *notes)
-
-
-def _write_share(
-    staging: Path, slices: Sequence[TensorSlice], attached: Mapping[str, bytes], rank: int
-) -> dict[str, Any]:
-    """Write the files of this rank; return what the manifest says of them."""
-    files = {}
-    for name, content in attached.items():
-        write_atomically(staging / name, content)
-        files[name] = {"bytes": len(content), "sha256": sha256(staging / name)}
-    shard = staging / f"shard_{rank:05d}.safetensors"
-    if slices:
-        tensors = {each.key: each.spec.real(each.local).contiguous() for each in slices}
-        files[shard.name] = _write_shard(shard, tensors)
-    return {"files": files, "tensors": {each.key: _entry(each, shard.name) for each in slices}}
-
-
-def _write_shard(file: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    needed = sum(tensor.nbytes for tensor in tensors.values())
-    try:
-        save_file(tensors, file)
-        file.chmod(0o644)  # like every other file: the library leaves it to its owner
-        facts = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-            if hasattr(os, "posix_fadvise"):  # who reads it back reads the disk, not the memory
-                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    except (OSError, SafetensorError) as error:
-        file.unlink(missing_ok=True)  # what it took is free again
-        raise OSError(f"{file}: {reason(error)}; {room(file, needed)}") from error
-    return facts
-
-
-def reason(error: OSError | SafetensorError) -> str:
-    """Why the system refused, without what led there."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    return str(error).rpartition(": ")[2]
-
-
-def _entry(each: TensorSlice, file: str) -> dict[str, Any]:
-    box = each.spec.local_slices
-    offset, shape = [cut.start for cut in box], [cut.stop - cut.start for cut in box]
-    return {
-        "dtype": str(each.local.dtype).removeprefix("torch."),
-        "shape": list(each.spec.shape),
-        "slices": [{"file": file, "offset": offset, "shape": shape}],
-    }
-
-
-def _manifest(shares: Sequence[dict[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
-    files: dict[str, Any] = {}
-    tensors: dict[str, Any] = {}
-    for share in shares:
-        files |= share["files"]
-        for key, entry in share["tensors"].items():
-            if key in tensors:
-                tensors[key]["slices"] += entry["slices"]
-            else:
-                tensors[key] = entry
-    check_tiling(tensors, files)
-    return {"format": FORMAT, **facts, "files": files, "tensors": tensors}
-
-
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
     """One finished save.
 
     stall_seconds: that this rank's loop waited. save_seconds: from the call until the checkpoint
-    was on disk under its name. bytes: of all its files. removed: names of older checkpoints.
-    notes: what else the user has to know: checkpoints found damaged (and kept), or set aside.
+    was on disk under its name. bytes: of all its files but the manifest. removed: names of older
+    checkpoints. notes: what else the user has to know: checkpoints found damaged (and kept), or set
+    aside.
     """
 
     step: int
     path: Path
-    stall_seconds: float
+    stall_seconds: float = 0.0
     save_seconds: float
     bytes: int
-    removed: tuple[str, ...]
+    removed: tuple[str, ...] = ()
     notes: tuple[str, ...]
 
     def facts(self) -> dict[str, Any]:
@@ -206,6 +75,119 @@ class SaveReport:
             f"saved {self.path} | {self.bytes / 1e6:,.1f} MB in {self.save_seconds:.1f} s, "
             f"training waited {self.stall_seconds:.2f} s{removed}"
         ) + "".join(f"\nwarning: {note}" for note in self.notes)
+
+
+def save(
+    directory: str | Path,
+    step: int,
+    slices: Iterable[TensorSlice],
+    facts: Mapping[str, Any],
+    mesh: Mesh,
+    attached: Mapping[str, bytes] = NOTHING,
+    *,
+    went_back_to: int | None = None,
+) -> SaveReport:
+    """Write SAVE/step_XXXXXXXX with every tensor, `facts` (JSON) and the files {name: content} that
+    are attached on the first rank.
+
+    went_back_to: checkpoints beyond this step are set aside. Every rank calls this and has to see
+    one directory. Raises OSError on every rank where one fails; then nothing of this checkpoint is
+    left.
+    """
+    start = time.monotonic()
+    final = Path(directory) / f"step_{step:08d}"
+    staging = final.with_name(f".{final.name}.partial")
+    own = own_slices(slices, mesh)
+
+    def prepare() -> tuple[str, ...]:
+        notes = remove_leftovers(staging.parent)
+        staging.mkdir(parents=True)
+        return notes
+
+    def commit() -> tuple[int, tuple[str, ...]]:
+        # All that takes room comes before the rename.
+        files: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
+        for rank_files, rank_tensors in shares:
+            files |= rank_files
+            for key, entry in rank_tensors.items():
+                tensors.setdefault(key, {**entry, "slices": []})["slices"] += entry["slices"]
+        check_tiling(tensors, files)
+        manifest = seal({"format": FORMAT, **facts, "files": files, "tensors": tensors})
+        write_atomically(staging / "manifest.json", json.dumps(manifest, indent=1).encode())
+        write_atomically(staging / "latest", f"{final.name}\n".encode())
+        notes = set_aside(final, went_back_to)
+        staging.rename(final)
+        flush_directory(final.parent)
+        (final / "latest").replace(final.with_name("latest"))
+        flush_directory(final.parent)
+        return sum(file["bytes"] for file in files.values()), notes
+
+    try:
+        leftovers = agree(mesh, lambda: prepare() if mesh.is_first else ())[0]
+        extra = attached if mesh.is_first else NOTHING
+        shares = agree(mesh, lambda: _write_files(staging, own, extra, mesh.control.rank))
+        size, notes = agree(mesh, lambda: commit() if mesh.is_first else (0, ()))[0]
+    except BaseException:
+        if mesh.is_first:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    seconds = time.monotonic() - start
+    notes = (*leftovers, *notes)
+    return SaveReport(step=step, path=final, save_seconds=seconds, bytes=size, notes=notes)
+
+
+def own_slices(slices: Iterable[TensorSlice], mesh: Mesh) -> list[TensorSlice]:
+    """What this rank writes: each slice is written once, by the first of the ranks that hold it."""
+
+    def is_first_holder(each: TensorSlice) -> bool:
+        cut = {axis.name for _, axis in each.spec.cuts}
+        return not any(rank for name, rank in mesh.coordinates.items() if name not in cut)
+
+    return [s for s in slices if s.spec.real(s.local).numel() and is_first_holder(s)]
+
+
+def _write_files(
+    staging: Path, slices: Sequence[TensorSlice], attached: Mapping[str, bytes], rank: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write the files of this rank; return what the manifest says of them and of their tensors."""
+    files = {}
+    for name, content in attached.items():
+        write_atomically(staging / name, content)
+        files[name] = {"bytes": len(content), "sha256": sha256(staging / name)}
+    if not slices:
+        return files, {}
+    shard = staging / f"shard_{rank:05d}.safetensors"
+    tensors = {each.key: each.spec.real(each.local).contiguous() for each in slices}
+    try:
+        save_file(tensors, shard)
+        shard.chmod(0o644)  # like every other file: the library leaves it to its owner
+        files[shard.name] = {"bytes": shard.stat().st_size, "sha256": sha256(shard)}
+        with shard.open("rb") as stream:
+            os.fsync(stream.fileno())
+            if hasattr(os, "posix_fadvise"):  # who reads it back reads the disk, not the memory
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    except (OSError, SafetensorError) as error:
+        shard.unlink(missing_ok=True)  # what it took is free again
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        raise OSError(f"{shard}: {reason(error)}; {room(shard, needed)}") from error
+    entries = {}
+    for each in slices:
+        box = each.spec.local_slices
+        offset, shape = [cut.start for cut in box], [cut.stop - cut.start for cut in box]
+        entries[each.key] = {
+            "dtype": str(each.local.dtype).removeprefix("torch."),
+            "shape": list(each.spec.shape),
+            "slices": [{"file": shard.name, "offset": offset, "shape": shape}],
+        }
+    return files, entries
+
+
+def reason(error: OSError | SafetensorError) -> str:
+    """Why the system refused, without what led there."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error).rpartition(": ")[2]
 
 
 class Saver:
@@ -253,17 +235,24 @@ class Saver:
             return
         start = time.monotonic()
         self.close()
-        directory, own = Path(self._config.save), own_slices(slices, self._mesh)
         if self._config.async_save:
-            own = self._copy_to_host(own)
+            slices = self._copy_to_host(own_slices(slices, self._mesh))
         if validation_loss is not None and not isfinite(validation_loss):
             validation_loss = None  # JSON has no word for it, and it is not the best
         facts = {**facts, "validation_loss": validation_loss, **self._facts}
+        directory, mesh, attached = Path(self._config.save), self._mesh, self._attached
         future: Future[SaveReport] = Future()
 
         def write() -> None:
             try:
-                future.set_result(self._write(directory, step, own, facts, start))
+                back = self._went_back_to
+                report = save(directory, step, slices, facts, mesh, attached, went_back_to=back)
+                self._went_back_to = None
+                seconds = time.monotonic() - start
+                removed, notes = self._retention.apply(directory)
+                notes = (*report.notes, *notes)
+                report = replace(report, save_seconds=seconds, removed=removed, notes=notes)
+                future.set_result(report)
             except BaseException as error:
                 future.set_exception(error)
 
@@ -287,30 +276,6 @@ class Saver:
         for device in {each.local.device for each in slices if each.local.is_cuda}:
             torch.cuda.synchronize(device)
         return [replace(each, local=self._host[each.key]) for each in slices]
-
-    def _write(
-        self,
-        directory: Path,
-        step: int,
-        slices: Sequence[TensorSlice],
-        facts: Mapping[str, Any],
-        start: float,
-    ) -> SaveReport:
-        path, size, notes = _write(
-            directory, step, slices, facts, self._mesh, self._attached, self._went_back_to
-        )
-        self._went_back_to = None
-        seconds = time.monotonic() - start
-        removed, more = self._retention.apply(directory)
-        return SaveReport(
-            step=step,
-            path=path,
-            stall_seconds=0.0,  # known to the caller alone
-            save_seconds=seconds,
-            bytes=size,
-            removed=tuple(removed),
-            notes=(*notes, *more),
-        )
 
     @property
     def failed(self) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.checks import UsageError, flag, optional_positive
+from megatron.config.checks import UsageError, flag, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class CheckpointConfig:
     same command resumes from these."""
 
     def __post_init__(self) -> None:
-        optional_positive(self, "save_interval")
+        positive(self, "save_interval")
         keep = self.keep_checkpoints
         if keep is not None and keep < 2:
             allowed = "at least 2, as the newest may be damaged"

@@ -1,7 +1,9 @@
 """The error of every wrong setting, and the checks of one field that the configs share."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import le
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ class UsageError(ValueError):
 
     reads `--seq-length 2048: must be at most --max-position-embeddings 1024; --seq-length 1024
     works`. works: arguments that, in place of the flag and its value, are accepted: the tests of
-    refusals run them. With one argument alone it is the whole message.
+    refusals run them.
     """
 
     def __init__(
@@ -43,61 +45,40 @@ def switch(field: str, on: bool) -> str:
 
 
 def positive(config: Any, *fields: str) -> None:
-    """Refuse 0, negative numbers, infinity and NaN."""
-
-    def works(field: str) -> object:
-        if isinstance(getattr(config, field), int):
-            return 1
-        return getattr(type(config), field, None) or 1e-5
-
-    _check(config, fields, lambda value: 0 < value < math.inf, "above 0", works)
-
-
-def optional_positive(config: Any, *fields: str) -> None:
-    """As positive, but None (the flag was not given) passes."""
-    positive(config, *(field for field in fields if getattr(config, field) is not None))
+    """Refuse 0, negative numbers, infinity and NaN. Here and below None, of a flag that was not
+    given, passes."""
+    _check(config, fields, "above 0", lambda value: 0 < value < math.inf, 1)
 
 
 def non_negative(config: Any, *fields: str) -> None:
     """Refuse negative numbers, infinity and NaN."""
-    _check(config, fields, lambda value: 0 <= value < math.inf, "0 or above", lambda _: 0)
+    _check(config, fields, "0 or above", lambda value: 0 <= value < math.inf, 0)
 
 
 def fraction(config: Any, *fields: str) -> None:
     """Refuse what is not in [0, 1)."""
-    _check(config, fields, lambda value: 0 <= value < 1, "in [0, 1)", lambda _: 0.1)
+    _check(config, fields, "in [0, 1)", lambda value: 0 <= value < 1, 0.1)
 
 
 def share(config: Any, *fields: str) -> None:
-    """Refuse what is not in [0, 1]; None (the flag was not given) passes."""
-
-    def works(field: str) -> object:
-        return getattr(type(config), field, None) or 0.5
-
-    given = [field for field in fields if getattr(config, field) is not None]
-    _check(config, given, lambda value: 0 <= value <= 1, "in [0, 1]", works)
+    """Refuse what is not in [0, 1]."""
+    _check(config, fields, "in [0, 1]", lambda value: 0 <= value <= 1, 0.5)
 
 
 def at_least(config: Any, **least: int) -> None:
-    """Refuse what is below these numbers, by field; None (the flag was not given) passes."""
+    """Refuse what is below these numbers, by field."""
     for field, number in least.items():
-        value = getattr(config, field)
-        if value is not None and value < number:
-            works = (flag(field), str(number))
-            raise UsageError(flag(field), value, f"at least {number}", works=works)
+        _check(config, [field], f"at least {number}", partial(le, number), number)
 
 
 def _check(
-    config: Any,
-    fields: tuple[str, ...] | list[str],
-    holds: Callable[[Any], bool],
-    allowed: str,
-    works: Callable[[str], object],
+    config: Any, fields: Sequence[str], allowed: str, holds: Callable[[Any], bool], works: object
 ) -> None:
     for field in fields:
-        value = getattr(config, field)
-        if not holds(value):
-            raise UsageError(flag(field), value, allowed, works=(flag(field), str(works(field))))
+        value, default = getattr(config, field), getattr(type(config), field, None)
+        if value is not None and not holds(value):
+            some = works if default is None or not holds(default) else default
+            raise UsageError(flag(field), value, allowed, works=(flag(field), str(some)))
 
 
 def writable(config: object, field: str, ending: str = "") -> None:

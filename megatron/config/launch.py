@@ -51,7 +51,7 @@ def _read(environ: Mapping[str, str], variable: str) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """This process among those of the run, and the store over which they meet."""
 
     rank: int
@@ -68,7 +68,7 @@ class Place:
         return f"{who} at {self.address}:{self.port}"
 
 
-def read_place(environ: Mapping[str, str]) -> Place:
+def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
     """The launcher's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises ValueError where one is missing or wrong; no value is made up for it.
@@ -83,7 +83,12 @@ def read_place(environ: Mapping[str, str]) -> Place:
         raise UsageError("MASTER_PORT", repr(port), "a free port", works=("MASTER_PORT=29500",))
     is_host = environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return Place(int(rank), size, address, int(port), is_host, restarts)
+    return RankInfo(int(rank), size, address, int(port), is_host, restarts)
+
+
+def is_first(environ: Mapping[str, str]) -> bool:
+    """Whether this process, of those that a launcher started, is the one that speaks for all."""
+    return environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager
@@ -97,7 +102,7 @@ def interruptible(environ: Mapping[str, str]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough, and ending takes a moment
-        if environ.get("RANK", "0") == "0":
+        if is_first(environ):
             above = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C in its line
             print(f"{above}interrupted", file=sys.stderr, flush=True)
         raise SystemExit(INTERRUPTED) from None

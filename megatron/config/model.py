@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from megatron.config.checks import UsageError, fraction, optional_positive, positive
+from megatron.config.checks import UsageError, fraction, positive
 
 RecomputeGranularity = Literal["none", "full", "selective"]
 ResidualOrder = Literal["pre-ln", "post-ln"]
@@ -68,8 +68,8 @@ class ModelConfig:
             "make_vocab_size_divisible_by",
             "layernorm_epsilon",
             "init_method_std",
+            "vocab_size",
         )
-        optional_positive(self, "vocab_size")
         fraction(self, "attention_dropout", "hidden_dropout")
         if self.hidden_size % (heads := self.num_attention_heads):
             divisors = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]

@@ -21,10 +21,10 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from megatron.config.checks import UsageError, flag, switch
-from megatron.config.launch import write_error_file
+from megatron.config.launch import is_first, write_error_file
 
 Program = TypeVar("Program")
 
@@ -78,7 +78,7 @@ def user_errors(environ: Mapping[str, str], *, agreed: bool = False) -> Iterator
     """
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        if _is_first(environ):
+        if is_first(environ):
             print(f"warning: {message}", file=sys.stderr)
 
     try:
@@ -89,31 +89,21 @@ def user_errors(environ: Mapping[str, str], *, agreed: bool = False) -> Iterator
             finally:
                 print(end="", flush=True)
     except (ValueError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered
-            raise SystemExit(CLOSED) from None
-        if not agreed or _is_first(environ):
-            _print_error(error, environ)
+        if isinstance(error, BrokenPipeError):
+            poll = select.poll()
+            poll.register(sys.stdout.fileno(), 0)
+            if any(events & select.POLLERR for _, events in poll.poll(0)):
+                # What is still buffered goes nowhere.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise SystemExit(CLOSED) from None
+        text = f"error: {error}"
+        if not is_first(environ) and not agreed:
+            time.sleep(PATIENCE)
+            text = f"rank {environ['RANK']}: {text}"
+        if is_first(environ) or not agreed:
+            print(text, file=sys.stderr, flush=True)
+            write_error_file(environ.get("TORCHELASTIC_ERROR_FILE"), text)
         raise SystemExit(2) from error
-
-
-def _stdout_is_closed() -> bool:
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(events & select.POLLERR for _, events in poll.poll(0))
-
-
-def _print_error(error: Exception, environ: Mapping[str, str]) -> None:
-    text = f"error: {error}"
-    if not _is_first(environ):
-        time.sleep(PATIENCE)
-        text = f"rank {environ['RANK']}: {text}"
-    print(text, file=sys.stderr, flush=True)
-    write_error_file(environ.get("TORCHELASTIC_ERROR_FILE"), text)
-
-
-def _is_first(environ: Mapping[str, str]) -> bool:
-    return environ.get("RANK", "0") == "0"
 
 
 def parse(
@@ -137,21 +127,15 @@ def parse(
     aliases = {alias: name for name, _, alias in settings if alias is not None}
     known = {name: kind for name, kind, _ in settings}
     known |= {alias: known[name] for alias, name in aliases.items()}
-    has_presets = "preset" not in known
-    presets, own = _split_presets(argv, known) if has_presets else ([], list(argv))
-    from_presets = [word for preset in presets for word in preset.arguments]
-    arguments = [_without_alias(word, aliases) for word in from_presets + own]
+    presets, own = _split_presets(argv, known) if "preset" not in known else ([], list(argv))
+    words = [word for file in presets for word in _flags_of(file, known)] + own
+    words = [_without_alias(word, aliases) for word in words]
+    call = functools.partial(tyro.cli, program, description=description)
     try:
-        return _run_tyro(
-            functools.partial(tyro.cli, program, description=description),
-            arguments,
-            environ,
-            [*known, "preset"],
-            prog,
-        )
+        return _run_tyro(call, words, environ, [*known, "preset"], prog)
     except UsageError:
-        for preset in presets:
-            preset.check()
+        for file in presets:
+            _check_preset(file, known)
         raise
 
 
@@ -200,7 +184,7 @@ def _run_tyro(
             return call(
                 prog=prog,
                 args=arguments,
-                console_outputs=_is_first(environ) or "--help" not in arguments,
+                console_outputs=is_first(environ) or "--help" not in arguments,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
             )
     except SystemExit as stop:
@@ -288,57 +272,53 @@ def _without_alias(word: str, aliases: Mapping[str, str]) -> str:
     return word
 
 
-class _Preset:
-    """A TOML file whose keys are flags; known: the type of every setting, by name."""
-
-    def __init__(self, name: str, known: Mapping[str, Any]) -> None:
-        self.known, self.file = known, find_preset(name, known)
-        self.settings = _read_toml(self.file)
-        for key, value in self.settings.items():
-            if key not in known or isinstance(value, dict):
-                nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)
-                raise self._refuse(key, f"a setting of this program such as {nearest[0]}")
-        self.arguments = [word for key in self.settings for word in self._words(key)]
-
-    def _words(self, key: str) -> list[str]:
-        value = self.settings[key]
-        if isinstance(value, bool):
-            return [switch(key, value)]
-        if isinstance(value, list):
-            return [flag(key), *map(str, value)]
-        return [f"{flag(key)}={value}"]
-
-    def check(self) -> None:
-        """Raise UsageError, naming file and key, for a value that tyro takes for no flag's."""
-        import tyro
-
-        for key in self.settings:
-            one = make_dataclass("one", [(key, self.known[key])])
-            try:
-                _run_tyro(functools.partial(tyro.cli, one), self._words(key), {}, ())
-            except UsageError as error:
-                raise self._refuse(key, error.allowed or str(self.known[key])) from None
-
-    def _refuse(self, key: str, allowed: str) -> UsageError:
-        return UsageError("--preset", f"{self.file}: {key} = {self.settings[key]!r}", allowed)
-
-
-def _split_presets(
-    argv: Sequence[str], known: Mapping[str, Any]
-) -> tuple[list[_Preset], list[str]]:
-    """What --preset FILE and --preset=FILE name, and the other arguments."""
-    presets, others = [], []
+def _split_presets(argv: Sequence[str], known: Collection[str]) -> tuple[list[Path], list[str]]:
+    """The files that --preset FILE and --preset=FILE name, and the other arguments."""
+    files, others = [], []
     words = iter(argv)
     for word in words:
-        name, equals, file = word.partition("=")
-        if name != "--preset":
+        name, equals, given = word.partition("=")
+        if name == "--preset":
+            given = given if equals else next(words, "")
+            files.append(find_preset("" if given.startswith("--") else given, known))
+        else:
             others.append(word)
-            continue
-        file = file if equals else next(words, "")
-        if not file or file.startswith("--"):
-            raise _no_preset(file, known)
-        presets.append(_Preset(file, known))
-    return presets, others
+    return files, others
+
+
+def _flags_of(file: Path, known: Collection[str]) -> list[str]:
+    """A preset as arguments. Raises UsageError, naming file and key, for what is no setting."""
+    words = []
+    for key, value in _read_toml(file).items():
+        if key not in known or isinstance(value, dict):
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)
+            allowed = f"a setting of this program such as {nearest[0]}"
+            raise UsageError("--preset", f"{file}: {key} = {value!r}", allowed)
+        words += _flag_of(key, value)
+    return words
+
+
+def _flag_of(key: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [switch(key, value)]
+    if isinstance(value, list):
+        return [flag(key), *map(str, value)]
+    return [f"{flag(key)}={value}"]
+
+
+def _check_preset(file: Path, known: Mapping[str, Any]) -> None:
+    """Raise UsageError, naming file and key, for a value that is not of its setting's type."""
+    import tyro
+
+    for key, value in _read_toml(file).items():
+        if isinstance(value, bool) and bool in (known[key], *get_args(known[key])):
+            continue  # which alone would be no flag but a value
+        one = make_dataclass("one", [(key, known[key])])
+        try:
+            _run_tyro(functools.partial(tyro.cli, one), _flag_of(key, value), {}, ())
+        except UsageError as error:
+            allowed = error.allowed or str(known[key])
+            raise UsageError("--preset", f"{file}: {key} = {value!r}", allowed) from None
 
 
 def find_preset(name: str, known: Collection[str] = ()) -> Path:
@@ -350,28 +330,25 @@ def find_preset(name: str, known: Collection[str] = ()) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    for file in PRESETS.rglob("*.toml"):
+    files = sorted(PRESETS.rglob("*.toml"))
+    for file in files:
         if name in (file.stem, str(file.relative_to(PRESETS).with_suffix(""))):
             return file
-    raise _no_preset(name, known)
-
-
-def _no_preset(name: str, known: Collection[str]) -> UsageError:
-    files = {file.stem: (file.stem, file) for file in sorted(PRESETS.rglob("*.toml"))}
-    files |= {file.stem: (str(file), file) for file in Path(name).parent.glob("*.toml")}
-    fitting = [stem for stem, (_, file) in files.items() if not known or _fits(file, known)]
-    stem = Path(name).name.removesuffix(".toml")
-    near = [files[each][0] for each in difflib.get_close_matches(stem, fitting, n=3, cutoff=0)]
+    names = {file.stem: file.stem for file in files}
+    for file in (*files, *Path(name).parent.glob("*.toml")):
+        names.setdefault(file.stem, str(file))
+        try:
+            fits = not known or _read_toml(file).keys() <= set(known)
+        except (UsageError, OSError):
+            fits = False
+        if not fits:
+            del names[file.stem]
+    near = difflib.get_close_matches(Path(name).stem, names, n=3, cutoff=0)
+    near = [names[each] for each in near]
     allowed = "a TOML file" + (f", or a preset's name such as {', '.join(near)}" if near else "")
-    works = ("--preset", near[0]) if near else ()
-    return UsageError("--preset", name or None, allowed, works=works)
-
-
-def _fits(file: Path, known: Collection[str]) -> bool:
-    try:
-        return set(_read_toml(file)) <= set(known)
-    except (UsageError, OSError):
-        return False
+    raise UsageError(
+        "--preset", name or None, allowed, works=("--preset", *near[:1]) if near else ()
+    )
 
 
 def _read_toml(file: Path) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class PretrainConfig:
 
     def check(self, world_size: int) -> None:
         """Raise UsageError where two configs, or a config and world_size processes, disagree."""
-        self.parallel.check(self.model.num_attention_heads, world_size)
+        self.parallel.check(world_size, self.model.num_attention_heads)
         batch, copies = self.global_batch_size(world_size), self.data_parallel_size(world_size)
         smallest = self.training.micro_batch_size * copies
         if batch % smallest:
@@ -114,35 +114,39 @@ _APEX = {
 
 
 def require_apex(*, optimizer_impl: str, layernorm_impl: str) -> None:
-    """Raise UsageError where an implementation is "apex" and what it needs is not installed; apex
-    is looked for without importing it."""
-    asked = {"optimizer_impl": optimizer_impl, "layernorm_impl": layernorm_impl}
-    for name, implementation in asked.items():
-        if implementation == "apex" and (reason := _lack_of_apex(*_APEX[name])):
-            allowed = f"torch: {reason}; bash scripts/setup.sh --with-apex DIR builds NVIDIA's"
-            raise UsageError(flag(name), "apex", allowed, works=(flag(name), "torch"))
-
-
-def _lack_of_apex(file: str, extension: str) -> str | None:
-    spec = find_spec("apex")
-    if spec is None:
-        return "NVIDIA's apex is not installed"
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    if not any((folder / file).is_file() for folder in folders):
-        where = spec.origin or ", ".join(map(str, folders))
-        return f"{where} is not NVIDIA's apex but most likely PyPI's (pip uninstall apex)"
-    return None if find_spec(extension) else f"apex is installed without its extension {extension}"
+    """Raise UsageError where an implementation is "apex" and what it needs is not installed."""
+    for name, given in (("optimizer_impl", optimizer_impl), ("layernorm_impl", layernorm_impl)):
+        if given != "apex":
+            continue
+        file, extension = _APEX[name]
+        if not _is_installed("apex"):
+            reason = "NVIDIA's apex is not installed"
+        elif not _is_installed("apex", file):
+            reason = "the apex here is not NVIDIA's but most likely PyPI's (pip uninstall apex)"
+        elif not _is_installed(extension):
+            reason = f"apex is installed without its extension {extension}"
+        else:
+            continue
+        allowed = f"torch: {reason}; bash scripts/setup.sh --with-apex DIR builds NVIDIA's"
+        raise UsageError(flag(name), "apex", allowed, works=(flag(name), "torch"))
 
 
 def require_sinks(logging: LoggingConfig, metrics_file: str | None) -> None:
     """Raise UsageError if a sink's library is missing, or wandb has no folder for its run."""
     for name, library in (("wandb_project", "wandb"), ("tensorboard_dir", "tensorboard")):
-        value = getattr(logging, name)
-        spec = find_spec(library) if value is not None else None
-        if value is not None and (spec is None or spec.origin is None):  # or a folder of that name
+        if (value := getattr(logging, name)) is not None and not _is_installed(library):
             allowed = f"left out where {library} is not installed (pip install {library})"
             raise UsageError(flag(name), value, allowed)
     if (project := logging.wandb_project) is not None and metrics_file is None:
         works = ("--wandb-project", project, "--save", "checkpoints")
         allowed = "given with --save or --metrics-file, beside which it keeps its run"
         raise UsageError("--wandb-project", project, allowed, works=works)
+
+
+def _is_installed(package: str, file: str = "") -> bool:
+    """Whether the package, which is not imported, is there with this file. A stray folder of its
+    name has no origin."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        return False
+    return not file or (Path(spec.origin).parent / file).is_file()

@@ -9,7 +9,6 @@ from megatron.config.checks import (
     flag,
     fraction,
     non_negative,
-    optional_positive,
     positive,
 )
 
@@ -27,16 +26,17 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
 
-    def check(self, heads: int, world_size: int) -> None:
-        """Raise UsageError where attention heads or processes cannot be shared out evenly."""
+    def check(self, world_size: int, heads: int = 0) -> None:
+        """Raise UsageError where processes or attention heads cannot be shared out evenly; of 0
+        heads nothing is known."""
         size = self.tensor_model_parallel_size
         if heads % size or world_size % size:
             fitting = (n for n in range(1, size) if heads % n == 0 and world_size % n == 0)
+            both = f"--num-attention-heads {heads} and of " if heads else ""
             raise UsageError(
                 "--tensor-model-parallel-size",
                 size,
-                f"a divisor of --num-attention-heads {heads}, and of the number of processes: "
-                f"torchrun --nproc-per-node, now {world_size}",
+                f"a divisor of {both}the processes: torchrun --nproc-per-node, now {world_size}",
                 works=("--tensor-model-parallel-size", str(max(fitting))),
             )
 
@@ -146,9 +146,8 @@ class OptimizerConfig:
     """Largest global norm of the gradient; 0 does not clip."""
 
     def __post_init__(self) -> None:
-        positive(self, "lr", "adam_eps")
+        positive(self, "lr", "adam_eps", "lr_decay_iters")
         non_negative(self, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
-        optional_positive(self, "lr_decay_iters")
         fraction(self, "adam_beta1", "adam_beta2")
         if self.min_lr > self.lr:
             works = ("--min-lr", str(self.lr))
@@ -203,9 +202,9 @@ class TrainingConfig:
     """Steps between comparisons of what the ranks hold in common; 0 does not compare."""
 
     def __post_init__(self) -> None:
-        positive(self, "train_iters", "micro_batch_size", "eval_interval")
+        positive(self, "train_iters", "micro_batch_size", "global_batch_size", "eval_interval")
+        positive(self, "exit_interval", "exit_duration_in_mins")
         non_negative(self, "seed", "eval_iters", "check_replicas_interval")
-        optional_positive(self, "global_batch_size", "exit_interval", "exit_duration_in_mins")
 
 
 # What --loss-scale, which never changes, makes useless.
@@ -240,35 +239,10 @@ class PrecisionConfig:
     """Steps skipped in a row for overflow that end the run."""
 
     def __post_init__(self) -> None:
-        optional_positive(self, "loss_scale")
-        positive(self, "loss_scale_window", "hysteresis", "min_loss_scale", "max_consecutive_skips")
+        positive(self, "loss_scale", "loss_scale_window", "hysteresis")
+        positive(self, "min_loss_scale", "max_consecutive_skips")
         if self.fp16 and self.bf16:
             raise UsageError("--fp16", None, "given without --bf16", works=("--no-fp16",))
-        self._check_scales()
-
-    @property
-    def name(self) -> str | None:
-        """ "fp16", "bf16" or "fp32", or None where the command line leaves it open."""
-        if self.fp16:
-            return "fp16"
-        return None if self.bf16 is None else "bf16" if self.bf16 else "fp32"
-
-    def first_scale(self) -> float:
-        """The dynamic loss scale of the first step."""
-        base, power, exponent = self.initial_loss_scale.partition("**")
-        try:
-            value = float(base) ** int(exponent) if power else float(base)
-        except (ValueError, OverflowError):
-            value = math.nan
-        if (power and base.strip() != "2") or not 0 < value < math.inf:
-            works = ("--initial-loss-scale", "2**16")
-            given = self.initial_loss_scale
-            raise UsageError(
-                "--initial-loss-scale", given, "a positive decimal or 2**N", works=works
-            )
-        return value
-
-    def _check_scales(self) -> None:
         if self.first_scale() < self.min_loss_scale:
             raise UsageError(
                 "--min-loss-scale",
@@ -287,6 +261,25 @@ class PrecisionConfig:
             if self.loss_scale is not None and each.name in DYNAMIC:
                 allowed = f"given without --loss-scale {self.loss_scale:g}, which never changes"
                 raise UsageError(name, value, allowed, works=(name, usual))
+
+    @property
+    def name(self) -> str | None:
+        """ "fp16", "bf16" or "fp32", or None where the command line leaves it open."""
+        if self.fp16:
+            return "fp16"
+        return None if self.bf16 is None else "bf16" if self.bf16 else "fp32"
+
+    def first_scale(self) -> float:
+        """The dynamic loss scale of the first step."""
+        base, power, exponent = self.initial_loss_scale.partition("**")
+        try:
+            value = float(base) ** int(exponent) if power else float(base)
+        except (ValueError, OverflowError):
+            value = math.nan
+        if (power and base.strip() != "2") or not 0 < value < math.inf:
+            name, given = "--initial-loss-scale", self.initial_loss_scale
+            raise UsageError(name, given, "a positive decimal or 2**N", works=(name, "2**16"))
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)

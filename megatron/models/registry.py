@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
-from megatron.models.bert import BERT
-from megatron.models.finetuned import FinetunedBert
+from megatron.models.bert import BERT, FinetunedBert
 from megatron.models.gpt2 import GPT2
 from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import Mesh
@@ -27,10 +26,9 @@ MODELS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
 }
 
 
-def section_of(manifest: Mapping[str, Any]) -> ModelConfig:
+def config_of(manifest: Mapping[str, Any]) -> ModelConfig:
     """The config of the model of a checkpoint, from its manifest."""
-    # The first checkpoints held GPT-2 and did not say so.
-    config, _ = MODELS[manifest.get("kind", ModelConfig.kind)]
+    config, _ = MODELS[manifest["kind"]]
     settings: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in manifest["config"]["model"].items()
@@ -44,8 +42,8 @@ def section_of(manifest: Mapping[str, Any]) -> ModelConfig:
 def build_model(
     config: ModelConfig, mesh: Mesh, vocab_size: int, *, seed: int | None, dtype: torch.dtype
 ) -> tuple[Any, RandomStreams]:
-    """A materialised model of the config's kind on this rank's device, and the random streams it
-    draws from.
+    """A model of the config's kind on this rank's device, with its initial weights, and the random
+    streams it draws from.
 
     seed: None for a model that is loaded next and draws nothing.
     """

@@ -20,8 +20,7 @@ def agree(mesh: Mesh, action: Callable[[], T], what: str = "saving") -> list[T]:
         value = action()
     except Exception as error:
         kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-        place = ", ".join(f"{axis} {rank}" for axis, rank in mesh.coordinates.items())
-        failure, cause = f"on rank {place}: {kind}{error}", error
+        failure, cause = f"on rank {mesh.describe_rank()}: {kind}{error}", error
     outcomes: list[Any] = mesh.control.gather((value, failure))
     if failures := [text for _, text in outcomes if text is not None]:
         more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
@@ -30,19 +29,18 @@ def agree(mesh: Mesh, action: Callable[[], T], what: str = "saving") -> list[T]:
 
 
 def refuse_alike(mesh: Mesh, action: Callable[[], object]) -> None:
-    """Raise the ValueError or OSError of `action` on every rank, in the words of the first rank
-    that has one: bad input, which the user is told of without a rank's name.
+    """Raise the ValueError or OSError of `action` on every rank, as the first rank has it that has
+    one, with all its attributes: bad input, which the user is told of without a rank's name.
 
     Anything else is an error of the program, and is raised where it is.
     """
-    failure: tuple[type[Exception], str] | None = None
-    cause = None
+    own: Exception | None = None
     try:
         action()
-    except (ValueError, OSError, SafetensorError) as error:
-        failure = (ValueError if isinstance(error, ValueError) else OSError, str(error))
-        cause = error
-    failures = [each for each in mesh.control.gather(failure) if each is not None]
+    except (ValueError, OSError) as error:
+        own = error
+    except SafetensorError as error:
+        own = OSError(str(error))
+    failures = [each for each in mesh.control.gather(own) if each is not None]
     if failures:
-        kind, message = failures[0]
-        raise kind(message) from cause
+        raise failures[0] from own

@@ -1,4 +1,4 @@
-"""Evaluation: a model from a checkpoint at any layout, its mean loss, its score of given tokens."""
+"""Evaluation: a model from a checkpoint at any layout, its mean loss, scores of given tokens."""
 
 from __future__ import annotations
 
@@ -11,45 +11,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load, newest_whole
 from megatron.data.batch import Samples
 from megatron.models.gpt2 import GPT2
-from megatron.models.registry import build_model, section_of
+from megatron.models.registry import build_model, config_of
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh
 from megatron.train.objectives import Objective
-from megatron.train.state import model_pieces
+from megatron.train.state import model_slices
 
 SCORED_AT_ONCE = 1024  # rows of logits that are in memory together; at GPT-2's vocabulary 0.2 GB
 
 
 def load_newest(
     folders: Sequence[Path], mesh: Mesh, dtype: torch.dtype = torch.float32
-) -> tuple[Path, Any]:
+) -> tuple[Checkpoint, Any]:
     """(checkpoint, its model) of the first that is whole; the first rank says what it passed over.
 
     dtype: of weights and activations, whatever the checkpoint's. Raises ValueError where none is.
     """
-    path, _, passed_over = newest_whole(folders, mesh)
+    newest, passed_over = newest_whole(folders, mesh)
     for reason in passed_over if mesh.is_first else ():
         print(f"warning: passed over: {reason}", file=sys.stderr)
-    return path, load_model(path, mesh, dtype, verified=True)
+    return newest, load_model(newest, mesh, dtype)
 
 
-def load_model(
-    path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32, *, verified: bool = False
-) -> Any:
-    """The model of the checkpoint directory `path`, cut over this mesh, in evaluation mode.
-
-    verified: as checkpoint.load.
-    """
-    manifest = read_manifest(path)
+def load_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a checkpoint that is whole, sharded over this mesh, in evaluation mode."""
+    manifest = checkpoint.manifest
     # Other kernels compute the same model, and need not be installed where it is used.
-    config = replace(section_of(manifest), layernorm_impl="torch")
+    config = replace(config_of(manifest), layernorm_impl="torch")
     model, _ = build_model(config, mesh, manifest["vocab_size"], seed=None, dtype=dtype)
-    load(path, model_pieces(model), mesh, verified=verified)
+    load(checkpoint, model_slices(model))
     return model.eval()
 
 
@@ -70,20 +65,18 @@ def mean_losses(
     model.eval()
     k = len(objective.terms)
     totals = torch.zeros(2 * k, dtype=torch.float64, device=mesh.device)
-    scales = torch.ones_like(totals[:k])
+    loss_scales = torch.ones_like(totals[:k])
     own = range(mesh.data.rank, samples, mesh.data.size)
     for start in range(0, len(own), micro_batch_size):
         batch = data.batch(own[start : start + micro_batch_size])
-        totals[:k] += objective.sums(model, batch, mesh.device, scales)
-        totals[k:] += totals.new_tensor(objective.counts(batch))
+        totals[:k] += objective.sums(model, batch, mesh.device, loss_scales)
+        totals[k:] += totals.new_tensor(objective.denominators(batch))
     model.train(was_training)
-    sums, counts = all_reduce(totals, mesh.data).view(2, k).tolist()
-    if not all(counts):
+    sums, denominators = all_reduce(totals, mesh.data).view(2, k).tolist()
+    if not all(denominators):
         raise ValueError("no token of the validation split counts towards the loss")
-    return {
-        term: total / number
-        for term, total, number in zip(objective.terms, sums, counts, strict=True)
-    }
+    means = (total / number for total, number in zip(sums, denominators, strict=True))
+    return dict(zip(objective.terms, means, strict=True))
 
 
 @torch.no_grad()
@@ -107,14 +100,11 @@ def score(
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     rows, wanted = model.read(tokens, positions)[scored.flatten()], labels[scored]
-    parts = zip(rows.split(SCORED_AT_ONCE), wanted.split(SCORED_AT_ONCE), strict=True)
-    log_probabilities, hits = zip(*(_score_rows(model, mesh, *part) for part in parts), strict=True)
+    log_probabilities, hits = [], []
+    for x, ids in zip(rows.split(SCORED_AT_ONCE), wanted.split(SCORED_AT_ONCE), strict=True):
+        logits = model.logits(x)
+        # First, because the loss works in the memory of the logits.
+        hits.append(most_probable(logits, mesh.tensor, model.vocab_size) == ids)
+        losses = vocab_parallel_cross_entropy(logits, ids, mesh.tensor, model.vocab_size)
+        log_probabilities.append(-losses)
     return torch.cat(log_probabilities), torch.cat(hits)
-
-
-def _score_rows(model: GPT2, mesh: Mesh, x: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of the rows x [m, h] of what the model read, and the labels wanted [m]."""
-    logits = model.logits(x)
-    # First, because the loss works in the memory of the logits.
-    hits = most_probable(logits, mesh.tensor, model.vocab_size) == wanted
-    return -vocab_parallel_cross_entropy(logits, wanted, mesh.tensor, model.vocab_size), hits

@@ -48,7 +48,7 @@ class DivergedError(ValueError):
 class Reader:
     """A batch of texts of unequal length, read by a model once and then token by token.
 
-    A shorter text is padded on the left, where nothing looks; positions count from its beginning.
+    A shorter text is padded on the left, which no token attends to; positions count from its start.
     """
 
     def __init__(self, model: GPT2, texts: Sequence[Sequence[int]], new: int) -> None:
@@ -67,7 +67,7 @@ class Reader:
         self._unread = ids[:, None]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone."""
+        """Drop all other rows."""
         index = torch.tensor(rows, dtype=torch.int64, device=self._first.device)
         self._unread, self._first = self._unread[index], self._first[index]
         self._cache.keep(index)
@@ -81,10 +81,6 @@ class Reader:
         return self.model.logits(x.view(*tokens.shape, -1)[:, -1])
 
 
-def never(_: Sequence[int]) -> bool:
-    return False
-
-
 @torch.inference_mode()
 def generate(
     model: GPT2,
@@ -94,7 +90,7 @@ def generate(
     *,
     eod: int | None,
     numbers: Sequence[int] | None = None,
-    is_done: Callable[[Sequence[int]], bool] = never,
+    is_done: Callable[[Sequence[int]], bool] = lambda new: False,
 ) -> list[list[int]]:
     """The new tokens of each prompt, one batch; the same on every rank of the tensor axis.
 
@@ -106,7 +102,8 @@ def generate(
     assert sampling.max_new_tokens > 0, f"max_new_tokens {sampling.max_new_tokens}"
     if not prompts:
         return []
-    texts = [list(prompt) or [_given(eod)] for prompt in prompts]
+    texts = [list(prompt) or ([] if eod is None else [eod]) for prompt in prompts]
+    assert all(texts), "an empty prompt begins with the end mark"
     longest = max(len(text) for text in texts) + sampling.max_new_tokens
     assert longest <= model.positions, f"{longest} tokens for {model.positions} positions"
     numbers = range(len(prompts)) if numbers is None else numbers
@@ -122,13 +119,17 @@ def generate(
         ids = choose(model, mesh, reader.logits(), sampling, [sources[row] for row in running])
         for row, token in zip(running, ids.tolist(), strict=True):
             if token == model.vocab_size:
-                raise DivergedError(_not_finite(numbers[row], len(new[row])))
+                raise DivergedError(
+                    f"prompt {numbers[row] + 1}: after {len(new[row])} new tokens the logits are "
+                    "not numbers: --dtype fp16 may overflow (bf16 and fp32 do not), or the model "
+                    "has diverged"
+                )
             new[row].append(token)
         reader.follow(ids)
-        going = [place for place, row in enumerate(running) if not is_over(new[row])]
-        if len(going) < len(running):
-            running = [running[place] for place in going]
-            reader.keep(going)
+        kept = [index for index, row in enumerate(running) if not is_over(new[row])]
+        if len(kept) < len(running):
+            running = [running[index] for index in kept]
+            reader.keep(kept)
     return [tokens[:-1] if tokens[-1] == eod else tokens for tokens in new]
 
 
@@ -141,7 +142,7 @@ def generate_all(
     eod: int | None,
     micro_batch_size: int,
     name: str,
-    is_done: Callable[[Sequence[int]], bool] = never,
+    is_done: Callable[[Sequence[int]], bool] = lambda new: False,
 ) -> list[list[int]]:
     """The new tokens of each prompt, on every rank; the data-parallel ranks share out the work.
 
@@ -162,18 +163,6 @@ def generate_all(
             raise failure_there
         found |= others
     return [found[number] for number in range(len(prompts))]
-
-
-def _given(eod: int | None) -> int:
-    assert eod is not None, "an empty prompt begins with the end mark"
-    return eod
-
-
-def _not_finite(number: int, done: int) -> str:
-    return (
-        f"prompt {number + 1}: after {done} new tokens the logits are not numbers; a model that "
-        "has not diverged would work, and in place of --dtype fp16 --dtype bf16 or fp32"
-    )
 
 
 def choose(

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron.config.checks import UsageError
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from megatron.config.training import BertDataConfig, DataConfig
 from megatron.data.batch import Samples
@@ -69,9 +70,12 @@ def open_bert_data(
     corpus, tokenizer = _open_corpus(data, vocab_size, sentences=True)
     if not isinstance(tokenizer, BertTokenizer):
         found = "one of another kind" if tokenizer is not None else "none"
-        raise ValueError(
-            f"BERT needs the marks of the WordPiece tokenizer that made --data-path, and {found} "
-            "is beside the data; --vocab-file vocab.txt, if that made the data, would work"
+        raise UsageError(
+            "--vocab-file",
+            data.vocab_file,
+            "the vocab.txt of the WordPiece tokenizer that made --data-path, whose marks BERT "
+            f"needs; {found} is beside the data",
+            works=("--vocab-file", "vocab.txt"),
         )
     splits = open_bert_splits(
         corpus,
@@ -89,12 +93,22 @@ def open_bert_data(
 def _open_corpus(
     data: DataConfig, vocab_size: int | None, *, sentences: bool
 ) -> tuple[Corpus, Tokenizer | None]:
-    """sentences: whether the data has to be cut into such."""
-    given = _given_tokenizer(data)
+    """The data sets and the tokenizer of the flags, or else the one that was found beside them.
+
+    sentences: whether the data has to be cut into such.
+    """
+    kind, given = data.tokenizer_type, None
+    if data.vocab_file or data.merge_file:
+        given = build_tokenizer(kind, data.vocab_file, data.merge_file)
     corpus = open_corpus(data.data_path, given, vocab_size)
     # Before the kinds of tokenizer: who confuses two data sets is told which program reads which.
     require_sequences(corpus, sentences=sentences)
-    return corpus, given or _found_tokenizer(corpus, data.tokenizer_type)
+    tokenizer = given or find_tokenizer(corpus)
+    if tokenizer is not None and tokenizer.kind != kind:
+        allowed = "the kind that made the data of --data-path"
+        works = ("--tokenizer-type", tokenizer.kind)
+        raise UsageError("--tokenizer-type", kind, allowed, works=works)
+    return corpus, tokenizer
 
 
 def _inputs(
@@ -106,23 +120,6 @@ def _inputs(
     """splits: for training, validation and test."""
     train, validation, _ = splits
     if train is None:
-        raise ValueError(
-            f"--split {data.split} keeps nothing for training; --split 29,1,0 would work"
-        )
+        allowed = "such that a document is left for training"
+        raise UsageError("--split", data.split, allowed, works=("--split", "29,1,0"))
     return Inputs(corpus=corpus, tokenizer=tokenizer, train=train, validation=validation)
-
-
-def _given_tokenizer(data: DataConfig) -> Tokenizer | None:
-    if not (data.vocab_file or data.merge_file):
-        return None
-    return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
-
-
-def _found_tokenizer(corpus: Corpus, kind: str) -> Tokenizer | None:
-    found = find_tokenizer(corpus)
-    if found is not None and found.kind != kind:
-        raise ValueError(
-            f"--tokenizer-type {kind} did not make the data of --data-path; "
-            f"--tokenizer-type {found.kind} would work"
-        )
-    return found

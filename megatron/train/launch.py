@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from tempfile import gettempdir
 
 import torch
 import torch.distributed as dist
 
 from megatron.config.checks import UsageError
-from megatron.config.launch import Place, read_place, world_size, write_error_file
+from megatron.config.launch import RankInfo, read_rank_info, world_size, write_error_file
 from megatron.config.training import ParallelConfig
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.train.watch import ROUNDS, Watch
@@ -51,23 +52,19 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
     error_file = environ.get("TORCHELASTIC_ERROR_FILE")
     try:
         size = world_size(environ)
-        if size % parallel.tensor_model_parallel_size:
-            raise ValueError(
-                f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size} does not "
-                f"divide the number of processes, {size}; start them with "
-                f"torchrun --nproc-per-node {parallel.tensor_model_parallel_size}"
-            )
+        parallel.check(size)
         if size == 1:
             yield serial_mesh(_own_device(environ))
             return
-        place, limit = read_place(environ), 60 * parallel.distributed_timeout_minutes
+        place, limit = read_rank_info(environ), 60 * parallel.distributed_timeout_minutes
         store, is_first = open_store(place, PATIENCE)
     except Exception as error:
         write_error_file(error_file, f"{type(error).__name__}: {error}".splitlines()[0])
         raise
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # where gloo aborts a process, it shows its stacks
-    watch = Watch(dist.PrefixStore("watch", store), place, limit, error_file)
+    dump_prefix = environ.get("TORCH_FR_DUMP_TEMP_FILE", f"{gettempdir()}/flight_recorder_")
+    watch = Watch(dist.PrefixStore("watch", store), place, limit, error_file, dump_prefix)
     with watch:
         if not is_first:
             raise UsageError("RANK", place.rank, "the rank of one process; two were given it")
@@ -100,7 +97,7 @@ def _own_device(environ: Mapping[str, str]) -> torch.device:
     return device
 
 
-def open_store(place: Place, patience: float) -> tuple[dist.Store, bool]:
+def open_store(place: RankInfo, patience: float) -> tuple[dist.Store, bool]:
     """(the part of the store that belongs to this start of the ranks, whether no other process is
     the same rank); `patience` in seconds.
 
@@ -149,7 +146,7 @@ class Arrival:
     gpus: int
 
 
-def meet(store: dist.Store, place: Place, watch: Watch, patience: float) -> list[Arrival]:
+def meet(store: dist.Store, place: RankInfo, watch: Watch, patience: float) -> list[Arrival]:
     """What each rank says of itself, by rank, once all have arrived.
 
     Raises TimeoutError after `patience` seconds, which names the ranks that are missing, and

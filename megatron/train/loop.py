@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from megatron.checkpoint.save import Saver
 from megatron.config.training import TrainingConfig
 from megatron.data.batch import Batch
 from megatron.train.metrics import Metrics
@@ -20,17 +21,6 @@ from megatron.train.signals import SIGNALS, StopSignals
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, train_step
 from megatron.train.watch import note
-
-
-class Checkpoints(Protocol):
-    """Saves that may still be written; checkpoint.save.Saver says what each does."""
-
-    @property
-    def failed(self) -> bool: ...
-
-    def reports(self) -> Sequence[Any]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +36,8 @@ class Loop:
     """Evaluates and records; returns the loss, or None where there is nothing to evaluate."""
     save: Callable[[TrainState, float | None], None]
     """Saves the state with its validation loss; every rank calls it at the same steps."""
-    saver: Checkpoints
+    saver: Saver | None = None
+    """Where `save` may still be writing after it has returned."""
     metrics: Metrics
     signals: StopSignals
     facts: Callable[[TrainState], Mapping[str, Any]]
@@ -54,8 +45,7 @@ class Loop:
     log_interval: int
     save_interval: int | None
     post_step: Callable[[TrainState, StepResult], None] = lambda state, result: None
-    owes_evaluation: bool = False
-    """The checkpoint that this run resumes was saved without the evaluation that was due."""
+    evaluate_first: bool = False
 
 
 def train(state: TrainState, loop: Loop) -> str:
@@ -64,68 +54,65 @@ def train(state: TrainState, loop: Loop) -> str:
     At the end the state is evaluated and saved; after a signal it is only saved, since the
     scheduler does not wait for an evaluation.
     """
-    training, clock, agreed = loop.training, Clock(), None
-    if loop.owes_evaluation and state.step % training.eval_interval == 0:
+    training, saver, clock, checked = loop.training, loop.saver, Clock(), None
+
+    def wants_stop() -> bool:
+        """Whether this rank has a reason to leave; all leave at the step at which one has."""
+        minutes = training.exit_duration_in_mins
+        is_late = minutes is not None and clock.elapsed > 60 * minutes
+        has_failed = saver is not None and saver.failed
+        return is_late or loop.signals.received is not None or has_failed
+
+    def is_due(interval: int | None) -> bool:
+        """What happens at every multiple of `interval` also happens at the end."""
+        return end is not None or (interval is not None and state.step % interval == 0)
+
+    if loop.evaluate_first:
         loop.evaluate(state)
     end = "train_iters" if state.step >= training.train_iters else None
     with closing(loop.batches):
         while end is None:
             batches, lr = next(loop.batches), loop.learning_rate(state.updates + 1)
-            result = train_step(state, batches, lr, wants_stop=lambda: _wants_stop(loop, clock))
+            result = train_step(state, batches, lr, wants_stop)
             clock.tokens += result.tokens
             loop.metrics.advance()
             loop.post_step(state, result)
-            end = _end(state, loop, stop=result.stop)
 
-            saves = _is_due(state, loop.save_interval, end)
-            interval = training.check_replicas_interval
+            if state.step >= training.train_iters:
+                end = "train_iters"
+            elif result.stop:
+                if saver is not None:
+                    saver.close()  # raises on all ranks at once where a save has failed
+                received = filter(None, state.mesh.control.gather(loop.signals.received))
+                end = next(received, "exit_duration_in_mins")
+            elif training.exit_interval and state.step % training.exit_interval == 0:
+                end = "exit_interval"
+
+            saves, interval = is_due(loop.save_interval), training.check_replicas_interval
             if interval and (saves or state.step % interval == 0):
-                check_replicas(state, batches, agreed)  # before a save: what is kept is correct
-                agreed = state.step
-            if _is_due(state, loop.log_interval, end):
-                _log(state, loop, result, lr, clock)
+                check_replicas(state, batches, checked)  # before a save: what is kept is correct
+                checked = state.step
+            if is_due(loop.log_interval):
+                log_step(state, loop, result, lr, clock)
             with clock.paused():
                 validation_loss = None
-                if end not in SIGNALS and _is_due(state, training.eval_interval, end):
+                if end not in SIGNALS and is_due(training.eval_interval):
                     note("evaluation")
                     validation_loss = loop.evaluate(state)
                 if saves:
                     note("save")
                     loop.save(state, validation_loss)
-                if end is not None:
-                    loop.saver.close()
-                # A failed save is left to the next vote: ranks do not see it at the same step.
-                for report in [] if loop.saver.failed else loop.saver.reports():
-                    loop.metrics.write({"step": state.step, **report.facts()})
-                    loop.metrics.log(f"step {state.step} | {report}")
+                if saver is not None:
+                    if end is not None:
+                        saver.close()
+                    # A failed save is left to the next vote: ranks see it at different steps.
+                    for report in [] if saver.failed else saver.reports():
+                        loop.metrics.write({"step": state.step, **report.facts()})
+                        loop.metrics.log(f"step {state.step} | {report}")
     return end
 
 
-def _is_due(state: TrainState, interval: int | None, end: str | None) -> bool:
-    """Whether what happens at every multiple of `interval`, and at the end, happens now."""
-    return end is not None or (interval is not None and state.step % interval == 0)
-
-
-def _wants_stop(loop: Loop, clock: Clock) -> bool:
-    """Whether this rank has a reason to leave; all leave at the step at which one has."""
-    minutes = loop.training.exit_duration_in_mins
-    is_late = minutes is not None and clock.elapsed > 60 * minutes
-    return is_late or loop.signals.received is not None or loop.saver.failed
-
-
-def _end(state: TrainState, loop: Loop, *, stop: bool) -> str | None:
-    """What ends training after this step, the same on every rank; None goes on."""
-    if state.step >= loop.training.train_iters:
-        return "train_iters"
-    if stop:
-        loop.saver.close()  # raises on all ranks at once where a save has failed
-        received = state.mesh.control.gather(loop.signals.received)
-        return next(filter(None, received), "exit_duration_in_mins")
-    interval = loop.training.exit_interval
-    return "exit_interval" if interval and state.step % interval == 0 else None
-
-
-def _log(state: TrainState, loop: Loop, result: StepResult, lr: float, clock: Clock) -> None:
+def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, clock: Clock) -> None:
     rate = clock.tokens_per_second()
     line = {
         "step": state.step,
@@ -138,7 +125,7 @@ def _log(state: TrainState, loop: Loop, result: StepResult, lr: float, clock: Cl
         "elapsed_seconds": clock.elapsed,
     }
     text = (
-        f"step {state.step} | loss {result.loss:.4f}{spell(result.terms)} | lr {lr:.3e} | "
+        f"step {state.step} | loss {result.loss:.4f}{in_words(result.terms)} | lr {lr:.3e} | "
         f"grad norm {result.grad_norm:.3f} | {rate:.0f} tokens/s"
     )
     if state.scaler.is_scaling:
@@ -148,8 +135,8 @@ def _log(state: TrainState, loop: Loop, result: StepResult, lr: float, clock: Cl
     loop.metrics.log(text)
 
 
-def spell(terms: Mapping[str, float]) -> str:
-    """The terms of a loss that has several, in words."""
+def in_words(terms: Mapping[str, float]) -> str:
+    """The terms of a loss that has several, for the console."""
     if len(terms) == 1:
         return ""
     return f" ({', '.join(f'{name} {mean:.4f}' for name, mean in terms.items())})"

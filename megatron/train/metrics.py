@@ -11,11 +11,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from threading import Thread
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
@@ -103,10 +101,17 @@ class Metrics:
             try:
                 sink.write(short)
             except Exception as error:  # a lost network or a full disk ends the sink, not the run
-                self.sinks.remove(sink)
-                self.log(f"{sink.name} gets no more of this run: {one_line(error)}")
-                with suppress(Exception):  # reported above
-                    sink.close(1)
+                self._close(sink, 1, error)
+
+    def _close(self, sink: Sink, exit_code: int, cause: Exception | None = None) -> None:
+        """Close a sink; `cause`, or else what it could not send, is reported."""
+        self.sinks.remove(sink)
+        try:
+            sink.close(exit_code)
+        except Exception as error:
+            cause = cause or error
+        if cause is not None:
+            self.log(f"{sink.name} did not get all of this run: {one_line(cause)}")
 
     def _append(self, path: Path) -> None:
         size = path.stat().st_size if path.exists() else 0
@@ -124,31 +129,23 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         code = self.exit_code if error is None else 1
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code not in (0, self.exit_code):
-            self.write({"step": self._step, "ended": kind and kind.__name__, "exit_code": code})
+            self.write({"step": self._step, "ended": type(error).__name__, "exit_code": code})
         # A sink may wait for a network; an error is shown soon.
-        closing = Thread(target=self._close_sinks, args=(code,), daemon=True)
+        closing = Thread(target=self._close_all, args=(code,), daemon=True)
         closing.start()
         closing.join(None if error is None else GRACE)
         self.bar.close()
         if self._unwritten and error is None:
             raise OSError(f"{self.path}: {len(self._unwritten)} lines could not be written")
 
-    def _close_sinks(self, exit_code: int) -> None:
-        for sink in self.sinks:
-            try:
-                sink.close(exit_code)
-            except Exception as error:  # of what it could not send
-                self.log(f"{sink.name} did not get all of this run: {one_line(error)}")
+    def _close_all(self, exit_code: int) -> None:
+        for sink in list(self.sinks):
+            self._close(sink, exit_code)
 
 
 def read_metrics(path: str | Path) -> list[Line]:

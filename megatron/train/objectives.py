@@ -2,7 +2,7 @@
 
 A loss is a sum of terms, each the mean of something over the global batch: over its counted tokens,
 masked tokens, samples. An objective gives the sums of one micro-batch and, before the model has
-seen it, the counts: step.py adds up both over micro-batches and ranks, and divides.
+seen it, the denominators: step.py adds up both over micro-batches and ranks, and divides.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Objective(Protocol):
         """What the record calls the k terms of the loss."""
         ...
 
-    def counts(self, batch: Any) -> list[float]:
+    def denominators(self, batch: Any) -> list[float]:
         """What the mean of each term is over, in this batch: k numbers."""
         ...
 
-    def sums(self, model: Any, batch: Any, device: torch.device, factors: Tensor) -> Tensor:
-        """The sum of each term over this batch x its factor, [k], fp32 or wider.
+    def sums(self, model: Any, batch: Any, device: torch.device, loss_scales: Tensor) -> Tensor:
+        """The sum of each term over this batch x its loss scale, [k], fp32 or wider.
 
-        factors: fp64 [k].
+        loss_scales: fp64 [k].
         """
         ...
 
@@ -47,15 +47,18 @@ class NextToken:
 
     terms = ("loss",)
 
-    def counts(self, batch: GPT2Batch) -> list[float]:
+    def denominators(self, batch: GPT2Batch) -> list[float]:
         return [float(batch.loss_mask.sum(dtype=np.float64))]
 
-    def sums(self, model: Any, batch: GPT2Batch, device: torch.device, factors: Tensor) -> Tensor:
+    def sums(
+        self, model: Any, batch: GPT2Batch, device: torch.device, loss_scales: Tensor
+    ) -> Tensor:
         arrays = (batch.tokens, batch.positions, batch.labels, batch.loss_mask)
         tokens, positions, labels, mask = to_device(device, *arrays)
         starts = batch.document_starts
         document_starts = None if starts is None else to_device(device, starts)[0]
-        total: Tensor = model(tokens, positions, labels, document_starts, mask.double() * factors)
+        scales = mask.double() * loss_scales
+        total: Tensor = model(tokens, positions, labels, document_starts, scales)
         return total[None]
 
 
@@ -64,10 +67,12 @@ class MaskedTokensAndOrder:
 
     terms = ("mlm_loss", "sop_loss")
 
-    def counts(self, batch: BertBatch) -> list[float]:
+    def denominators(self, batch: BertBatch) -> list[float]:
         return [float(np.count_nonzero(batch.loss_mask)), float(len(batch.is_swapped))]
 
-    def sums(self, model: Any, batch: BertBatch, device: torch.device, factors: Tensor) -> Tensor:
+    def sums(
+        self, model: Any, batch: BertBatch, device: torch.device, loss_scales: Tensor
+    ) -> Tensor:
         picked = np.flatnonzero(batch.loss_mask)
         is_picked = np.arange(padded_rows(len(picked))) < len(picked)
         # Others count nothing, so that products of few sizes come again and again.
@@ -75,11 +80,11 @@ class MaskedTokensAndOrder:
         labels = batch.labels.reshape(-1)[picked]
         arrays = (batch.tokens, batch.token_types, batch.is_real, picked, labels, is_picked)
         *inputs, counted = to_device(device, *arrays)
-        masked, order = model(*inputs, counted * factors[0])
+        masked, order = model(*inputs, counted * loss_scales[0])
         (is_swapped,) = to_device(device, batch.is_swapped)
         wide = torch.promote_types(order.dtype, torch.float32)
         of_order = F.cross_entropy(order.to(wide), is_swapped, reduction="sum")
-        return torch.stack([masked, of_order * factors[1].to(wide)])
+        return torch.stack([masked, of_order * loss_scales[1].to(wide)])
 
 
 class RightAnswers:
@@ -88,17 +93,17 @@ class RightAnswers:
 
     terms = ("loss",)
 
-    def counts(self, batch: ExampleBatch) -> list[float]:
+    def denominators(self, batch: ExampleBatch) -> list[float]:
         return [float(batch.counted.sum())]
 
     def sums(
-        self, model: Any, batch: ExampleBatch, device: torch.device, factors: Tensor
+        self, model: Any, batch: ExampleBatch, device: torch.device, loss_scales: Tensor
     ) -> Tensor:
         logits = answer_scores(model, batch, device)
         labels, counted = to_device(device, batch.labels, batch.counted)
         wide = torch.promote_types(logits.dtype, torch.float32)
         losses = F.cross_entropy(logits.to(wide), labels, reduction="none").mean(1)
-        return (losses * counted).sum() * factors.to(wide)
+        return (losses * counted).sum() * loss_scales.to(wide)
 
 
 def answer_scores(model: Any, batch: ExampleBatch, device: torch.device) -> Tensor:

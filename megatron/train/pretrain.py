@@ -1,6 +1,6 @@
-"""Pretraining, a story in order: parse, launch, build, train.
+"""Pretraining from the command line to the last checkpoint: parse, launch, build, train.
 
-Imports of torch stand inside the functions: what is wrong with the input is told before it comes.
+torch is imported inside the functions: wrong input is reported before that takes its seconds.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from math import exp, inf
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.resume import (
     Start,
+    changes,
     check_start,
     data_fingerprint,
     find_start,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh
     from megatron.train.loop import Loop
     from megatron.train.metrics import Metrics
-    from megatron.train.start import Began
     from megatron.train.state import TrainState
 
 Program = TypeVar("Program", bound=PretrainConfig)
@@ -47,7 +47,7 @@ def pretrain(
     """program: its settings. open_inputs: its data, opened and checked without torch.
 
     Raises SystemExit with status 75 where SIGTERM or SIGUSR1 asked for it: the same command with
-    --load goes on.
+    --load resumes the run.
     """
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
@@ -62,12 +62,12 @@ def pretrain(
             mesh = stack.enter_context(launch(plan.config.parallel, environ))
         with user_errors(environ, agreed=True):
             stack.enter_context(claim(plan.config.checkpoint.save, mesh))
-            state, began, facts = build(plan, mesh)
-        loop = open_loop(plan, state, began, facts, signals, environ, stack)
-        log_start(plan, state, began, loop)
+            run = build(plan, mesh)
+        loop = open_loop(run, signals, environ, stack)
+        log_start(run, loop)
         signals.arm()
-        end = train(state, loop)
-        log_end(plan, state, loop, end)
+        end = train(run.state, loop)
+        log_end(run, loop, end)
         if code := exit_code(end):
             raise SystemExit(code)
 
@@ -80,13 +80,8 @@ class Plan:
     world: int
     inputs: Inputs
     start: Start
-    saved_precision: str | None
-    """That of the checkpoint it goes on from."""
-
-    def check(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        """Raise ValueError where the checkpoint's run is another one than this."""
-        identity, finetune = self.inputs.corpus.identity, self.start.finetune
-        check_start(self.config, path, manifest, identity=identity, finetune=finetune)
+    check: Callable[..., None]
+    """check_start of this run's config and data."""
 
 
 def make_plan(
@@ -100,24 +95,47 @@ def make_plan(
     config = parse(program, arguments, environ)
     config.check(world)
     inputs, start = open_inputs(config), find_start(config.checkpoint)
-    plan = Plan(config=config, world=world, inputs=inputs, start=start, saved_precision=None)
-    if not start.folders:
-        return plan
-    path, manifest, _ = newest_readable(start.folders)
-    plan.check(path, manifest)
-    saved = None if start.finetune else manifest["precision"]
-    return Plan(config=config, world=world, inputs=inputs, start=start, saved_precision=saved)
+    check = partial(check_start, config, identity=inputs.corpus.identity)
+    if start.folders:
+        newest, _ = newest_readable(start.folders)
+        check(newest.path, newest.manifest, finetune=start.finetune)
+    return Plan(config=config, world=world, inputs=inputs, start=start, check=check)
 
 
-def build(plan: Plan, mesh: Mesh) -> tuple[TrainState, Began, dict[str, Any]]:
-    """(the state, fresh or taken up, how it began, facts for the manifests of its checkpoints)."""
-    from megatron.train.compiled import choose_compile
-    from megatron.train.start import begin, choose_precision
-    from megatron.train.state import DTYPES, build_state
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    plan: Plan
+    state: TrainState
+    facts: dict[str, Any]
+    """Of the run, for the manifest of each checkpoint."""
+    messages: list[str]
+    """What the user should know of its start."""
+    evaluate_first: bool
+    """A signal kept the checkpoint that is resumed from being evaluated when that was due."""
 
-    config, identity = plan.config, plan.inputs.corpus.identity
-    precision = choose_precision(config.precision.name, plan.saved_precision, mesh)
-    compiled, news = choose_compile(config.training.compile, mesh)
+
+def build(plan: Plan, mesh: Mesh) -> Run:
+    """The run at its start: from scratch, or from the newest checkpoint of `plan.start` that every
+    rank finds whole, byte for byte.
+
+    The first rank's `start` holds for all: over a network the others may see other folders. Raises
+    ValueError or OSError, on every rank alike.
+    """
+    from megatron.checkpoint.load import newest_whole
+    from megatron.parallel.agree import refuse_alike
+    from megatron.train.state import DTYPES, build_state, choose_compile, choose_precision
+
+    config, start = plan.config, mesh.control.gather(plan.start)[0]
+    found: Checkpoint | None = None
+    passed_over: list[str] = []
+    if start.folders:
+        found, passed_over = newest_whole(start.folders, mesh)
+        check = partial(plan.check, found.path, found.manifest, finetune=start.finetune)
+        refuse_alike(mesh, check)
+    resumed = None if found is None or start.finetune else found.manifest
+    saved = None if resumed is None else resumed["precision"]
+    precision = choose_precision(config.precision.name or saved, mesh, "--bf16", "--no-bf16")
+    compiled, warnings = choose_compile(config.training.compile, mesh)
     state = build_state(
         config.model,
         config.optimizer,
@@ -128,23 +146,58 @@ def build(plan: Plan, mesh: Mesh) -> tuple[TrainState, Began, dict[str, Any]]:
         dtype=DTYPES[precision],
         compiled=compiled,
     )
-    described = {"kind": config.model.kind, "config": asdict(config), "precision": precision}
-    facts = {**described, **identity}
-    began = begin(state, plan.start, plan.check, facts)
-    began.news.extend(news)
-    ids = {"run": run_id(began.manifest), "weights_of": began.weights_of}
-    return state, began, {**facts, **ids}
+    facts = {
+        "kind": config.model.kind,
+        "config": asdict(config),
+        "precision": precision,
+        **plan.inputs.corpus.identity,
+        "run": run_id(resumed),
+        # The id of the run whose weights were fine-tuned, now or before.
+        "weights_of": found and found.manifest.get("run" if start.finetune else "weights_of"),
+    }
+    messages = [f"passed over: {reason}" for reason in passed_over]
+    if found is None:
+        messages.append("starting from scratch")
+    elif resumed is None:
+        refuse_alike(mesh, partial(state.load_weights, found))
+        messages.append(f"starting at step 0 from the weights of {found.path}")
+    else:
+        refuse_alike(mesh, partial(state.load, found))
+        messages += [f"going on from {found.path}", *differences_from(found, state, facts)]
+    evaluation_is_due = state.step % config.training.eval_interval == 0
+    return Run(
+        plan=plan,
+        state=state,
+        facts=facts,
+        messages=[*messages, *warnings],
+        evaluate_first=bool(resumed and resumed["validation_loss"] is None and evaluation_is_due),
+    )
 
 
-def open_loop(
-    plan: Plan,
-    state: TrainState,
-    began: Began,
-    facts: dict[str, Any],
-    signals: StopSignals,
-    environ: Mapping[str, str],
-    stack: ExitStack,
-) -> Loop:
+def differences_from(
+    checkpoint: Checkpoint, state: TrainState, facts: Mapping[str, Any]
+) -> list[str]:
+    """What the user should know of a run that is resumed; facts: as its own manifests have them."""
+    from megatron.train.state import environment
+
+    saved, now = checkpoint.manifest["environment"], environment(state.mesh)
+    messages = changes(facts, checkpoint.manifest, state.mesh.data.size)
+    messages += [
+        f"warning: {name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: "
+        "the last bits may differ from those of an undisturbed run"
+        for name in ("torch", "threads", "device", "layout")
+        if saved[name] != now[name]
+    ]
+    if state.step >= (target := facts["config"]["training"]["train_iters"]):
+        messages.append(
+            f"nothing is trained: {checkpoint.path} is already at step {state.step} and "
+            f"--train-iters is {target}; a larger one continues, such as --train-iters "
+            f"{2 * state.step}"
+        )
+    return messages
+
+
+def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack: ExitStack) -> Loop:
     """What the training loop reads and writes; the stack closes it."""
     from megatron.checkpoint.save import Saver
     from megatron.optim.schedule import learning_rate
@@ -153,45 +206,40 @@ def open_loop(
     from megatron.train.metrics import Metrics
     from megatron.train.sinks import open_sinks
 
-    config, mesh = plan.config, state.mesh
-    file, at, steps = config.metrics_file(), state.step, config.training.train_iters
-    sinks = open_sinks(config.logging, file, environ, at, facts, mesh, signals.ask)
-    metrics = stack.enter_context(Metrics(file, mesh, start=at, steps=steps, sinks=sinks))
-    attached = plan.inputs.attached
-    saver = Saver(mesh, config.checkpoint, facts, attached=attached, start_step=at)
-
-    def save(state: TrainState, validation_loss: float | None) -> None:
-        if config.checkpoint.save is not None:
-            saver.save(state.step, state.pieces(), state.facts(), validation_loss)
-
-    size = config.global_batch_size(plan.world)
-    batches = prefetch(
-        plan.inputs.train,
-        range(state.samples, state.samples + (steps - at) * size, size),
-        micro_batch_size=config.training.micro_batch_size,
-        data_rank=mesh.data.rank,
-        data_size=mesh.data.size,
+    plan, config, mesh = run.plan, run.plan.config, run.state.mesh
+    file, start, steps = config.metrics_file(), run.state.step, config.training.train_iters
+    sinks = open_sinks(config.logging, file, environ, start, run.facts, mesh, signals.ask)
+    metrics = stack.enter_context(Metrics(file, mesh, start=start, steps=steps, sinks=sinks))
+    saver = stack.enter_context(
+        Saver(mesh, config.checkpoint, run.facts, attached=plan.inputs.attached, start_step=start)
     )
+    size, first = config.global_batch_size(plan.world), run.state.samples
     return Loop(
         training=config.training,
-        batches=batches,
+        batches=prefetch(
+            plan.inputs.train,
+            range(first, first + (steps - start) * size, size),
+            micro_batch_size=config.training.micro_batch_size,
+            data_rank=mesh.data.rank,
+            data_size=mesh.data.size,
+        ),
         learning_rate=partial(learning_rate, config.optimizer, decay_iters=config.lr_decay_iters()),
         evaluate=lambda state: validate(plan, state, metrics),
-        save=save,
-        saver=stack.enter_context(saver),
+        save=lambda state, loss: saver.save(state.step, state.slices(), state.facts(), loss),
+        saver=saver,
         metrics=metrics,
         signals=signals,
         facts=lambda state: {"samples": state.samples},
         log_interval=config.logging.log_interval,
         save_interval=config.checkpoint.save_interval,
-        owes_evaluation=began.owes_evaluation,
+        evaluate_first=run.evaluate_first,
     )
 
 
 def validate(plan: Plan, state: TrainState, metrics: Metrics) -> float | None:
     """Records and returns the validation loss; None without a split or with --eval-iters 0."""
     from megatron.train.evaluate import mean_losses
-    from megatron.train.loop import spell
+    from megatron.train.loop import in_words
 
     data, training = plan.inputs.validation, plan.config.training
     if data is None or training.eval_iters == 0:
@@ -214,36 +262,39 @@ def validate(plan: Plan, state: TrainState, metrics: Metrics) -> float | None:
         }
     )
     metrics.log(
-        f"step {state.step} | validation loss {loss:.4f}{spell(terms)} | "
+        f"step {state.step} | validation loss {loss:.4f}{in_words(terms)} | "
         f"perplexity {perplexity:.2f}"
     )
     return loss
 
 
-def log_start(plan: Plan, state: TrainState, began: Began, loop: Loop) -> None:
-    """Say, on the console and in the record, where the run starts and what it runs on."""
+def log_start(run: Run, loop: Loop) -> None:
+    """Log and record where the run starts and what it runs on."""
+    plan, state = run.plan, run.state
     facts, data = state.describe(), data_fingerprint(plan.inputs.corpus.identity)
     loop.metrics.describe(facts)
-    axes = " x ".join(f"{axis.name} {axis.size}" for axis in (state.mesh.data, state.mesh.tensor))
+    axes = " x ".join(f"{axis.name} {axis.size}" for axis in state.mesh.axes)
     size = f"{facts['parameters']:,} parameters in {facts['dtype']}"
     lr = loop.learning_rate(state.updates + 1)
-    for text in (
+    for message in (
         f"{size} on {facts['device']}, ranks {axes}",
-        *began.news,
+        *run.messages,
         *plan.config.warnings(state.mesh.device.type),
         f"step {state.step}, {state.samples} samples consumed, learning rate {lr:.3e}, data {data}",
     ):
-        loop.metrics.log(text)
+        loop.metrics.log(message)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     loop.metrics.write({"step": state.step, "started": now, "data": data, **facts})
 
 
-def log_end(plan: Plan, state: TrainState, loop: Loop, end: str) -> None:
-    """Say what ended the run, and whether it can go on: only a checkpoint can be resumed."""
-    loop.metrics.write({"step": state.step, "ended": end, "exit_code": exit_code(end)})
-    text = f"ended by {end}; the same command with --load goes on"
+def log_end(run: Run, loop: Loop, end: str) -> None:
+    """Log what ended the run, and whether it can go on: only a checkpoint can be resumed."""
+    config, step = run.plan.config, run.state.step
+    loop.metrics.write({"step": step, "ended": end, "exit_code": exit_code(end)})
     if end == "train_iters":
-        text = f"done: --train-iters {plan.config.training.train_iters}"
-    elif plan.config.checkpoint.save is None:
-        text = f"ended by {end}; without --save nothing is kept"
-    loop.metrics.log(f"step {state.step} | {text}")
+        message = f"done: --train-iters {config.training.train_iters}"
+    elif config.checkpoint.save is None:
+        message = f"ended by {end}; without --save nothing is kept"
+    else:
+        message = f"ended by {end}; the same command with --load goes on"
+    loop.metrics.log(f"step {step} | {message}")

@@ -15,7 +15,7 @@ import json
 import socket
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 
 import torch
@@ -33,29 +33,19 @@ CHUNK = {"cpu": 2**18, "cuda": 2**22}
 # Odd, and so a bijection of 64 bits: what one chunk adds to the hash is not lost in the next.
 FACTOR = 0x9E3779B97F4A7C15 - 2**64
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes of an element
-BATCH = "batch."
-WHY_TENSOR = (
-    "a bit has flipped or a computation went wrong on a rank, and its hardware is suspect; other "
-    "versions, another kind of processor or another number of threads there do the same"
-)
-WHY_BATCH = (
-    "the tensor-parallel ranks of one model read other samples, so the files behind --data-path "
-    "are not the same on their machines, or a bit has flipped on one of them"
-)
 NAMED = 5  # tensors or ranks that a message names; of more it gives the number
 
 
 class ReplicaDrift(RuntimeError):  # noqa: N818
-    """Ranks that should hold the same hold different values; every rank raises the same message."""
+    """Ranks that should hold the same hold different values; every rank raises the same error.
 
+    names: of all that differs, tensors first. axes: along which the first of them differs. camps:
+    the ranks that agree with each other in it, the largest camp first.
+    """
 
-@dataclass(frozen=True)
-class Entry:
-    """One thing that the ranks of `axes` hold in common, and its hash here: int64 scalar."""
-
-    name: str
+    names: list[str]
     axes: tuple[str, ...]
-    digest: Tensor
+    camps: list[list[str]]
 
 
 def check_replicas(state: TrainState, batches: Sequence[Batch], passed: int | None = None) -> None:
@@ -65,53 +55,74 @@ def check_replicas(state: TrainState, batches: Sequence[Batch], passed: int | No
     nothing, for the message. Raises ReplicaDrift, on every rank.
     """
     mesh = state.mesh
-    if mesh.size == 1:
+    axes = [axis for axis in mesh.axes if axis.size > 1]
+    if not axes:
         return
-    entries = list(_entries(state, batches))
-    if _is_equal(entries, mesh):
+    shared = list(_shared(state, batches))
+    differs = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    for axis in axes:
+        own = torch.stack([digest for _, along, digest in shared if axis.name in along])
+        # The largest hash h, and the largest ~h, which is the complement of the smallest h.
+        largest, smallest = all_reduce(torch.stack([own, ~own]), axis, ReduceOp.MAX)
+        differs |= (largest != ~smallest).any()
+    for axis in axes:  # ranks that share no axis with the odd one have to know as well
+        all_reduce(differs, axis, ReduceOp.MAX)
+    if not differs.item():
         return
-    digests = {entry.name: int(entry.digest) for entry in entries}
-    ranks = mesh.control.gather((mesh.coordinates, socket.gethostname(), digests))
-    drifts = []  # (entry, labels of the ranks that agree with each other, the most first)
-    for entry in entries:
+
+    rank = f"({mesh.describe_rank()}) on {socket.gethostname()}"
+    digests = {name: int(digest) for name, _, digest in shared}
+    ranks = mesh.control.gather((mesh.coordinates, rank, digests))
+    drifts = []  # (name, axes, camps)
+    for name, along, _ in shared:
         groups: dict[tuple[int, ...], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for coordinates, host, its_digests in ranks:
-            label = ", ".join(f"{name} {rank}" for name, rank in coordinates.items())
-            elsewhere = tuple(rank for name, rank in coordinates.items() if name not in entry.axes)
-            groups[elsewhere][its_digests[entry.name]].append(f"({label}) on {host}")
+        for coordinates, rank, digests in ranks:
+            elsewhere = tuple(place for axis, place in coordinates.items() if axis not in along)
+            groups[elsewhere][digests[name]].append(rank)
         for by_digest in groups.values():
             if len(by_digest) > 1:
-                drifts.append((entry, sorted(by_digest.values(), key=len, reverse=True)))
-    first, camps = drifts[0]
-    names = list(dict.fromkeys(entry.name for entry, _ in drifts))
-    raise ReplicaDrift(
-        f"replica drift at step {state.step}: {first.name} is not the same along the "
-        f"{' and '.join(first.axes)} {'axis' if len(first.axes) == 1 else 'axes'}\n"
-        f"  who: {_who(camps)}\n"
-        f"  what: {len(names)} in all: {_listed(names)}\n"
-        f"  why: {WHY_BATCH if first.name.startswith(BATCH) else WHY_TENSOR}\n"
-        f"  cure: {_cure(passed)}"
+                drifts.append((name, along, sorted(by_digest.values(), key=len, reverse=True)))
+    names = list(dict.fromkeys(name for name, *_ in drifts))
+    _, along, camps = drifts[0]
+    cure = "no check of this run had passed: start again from what it started from"
+    if passed is not None:
+        cure = f"all were equal at step {passed}: resume from the checkpoint of then"
+    error = ReplicaDrift(
+        f"replica drift at step {state.step} in {_listed(names)}; in the first, along "
+        f"{' and '.join(along)}: {' against '.join(map(_listed, camps))}\n"
+        "a rank has another processor, versions, threads or files behind --data-path, or a bit "
+        f"flipped there; {cure}, without that host"
     )
+    error.names, error.axes, error.camps = names, along, camps
+    raise error
 
 
-def _entries(state: TrainState, batches: Sequence[Batch]) -> Iterator[Entry]:
-    """All tensors of a checkpoint, padding rows included; the batches; the counters."""
+def _listed(words: Sequence[str]) -> str:
+    more = len(words) - NAMED
+    return ", ".join(words[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _shared(
+    state: TrainState, batches: Sequence[Batch]
+) -> Iterator[tuple[str, tuple[str, ...], Tensor]]:
+    """(name, axes whose ranks hold it in common, hash) of all tensors of a checkpoint, padding rows
+    included, of the batches and of the counters."""
     mesh = state.mesh
-    axes = tuple(axis.name for axis in (mesh.data, mesh.tensor) if axis.size > 1)
-    for piece in state.pieces():
-        cut = {axis.name for _, axis in piece.spec.cuts}
-        if shared := tuple(axis for axis in axes if axis not in cut):
-            yield Entry(piece.key, shared, digest(piece.local))
-    for field in fields(batches[0]) if batches and mesh.tensor.size > 1 else ():
+    axes = tuple(axis.name for axis in mesh.axes if axis.size > 1)
+    for each in state.slices():
+        cut = {axis.name for _, axis in each.spec.cuts}
+        if along := tuple(axis for axis in axes if axis not in cut):
+            yield each.key, along, digest(each.local)
+    for field in fields(batches[0]) if batches and mesh.model.size > 1 else ():
         arrays = [getattr(batch, field.name) for batch in batches]
         content = b"".join(
             b"none" if array is None else repr(array.shape).encode() + array.tobytes()
             for array in arrays
         )
-        yield Entry(BATCH + field.name, (mesh.tensor.name,), _digest_bytes(content, mesh))
+        yield f"batch.{field.name}", (mesh.model.name,), _digest_bytes(content, mesh)
     for name, value in state.counters().items():
         content = json.dumps(value, sort_keys=True).encode()
-        yield Entry(f"counters.{name}", axes, _digest_bytes(content, mesh))
+        yield f"counters.{name}", axes, _digest_bytes(content, mesh)
 
 
 @torch.no_grad()
@@ -143,45 +154,3 @@ def _weights(device: torch.device, chunk: int) -> Tensor:
 def _digest_bytes(content: bytes, mesh: Mesh) -> Tensor:
     number = hashlib.blake2b(content, digest_size=8).digest()
     return torch.tensor(int.from_bytes(number, "little", signed=True), device=mesh.device)
-
-
-def _is_equal(entries: Sequence[Entry], mesh: Mesh) -> bool:
-    """Whether no rank of the run sees a difference: two small all-reduces an axis."""
-    axes = [axis for axis in (mesh.data, mesh.tensor) if axis.size > 1]
-    differs = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    for axis in axes:
-        own = torch.stack([entry.digest for entry in entries if axis.name in entry.axes])
-        # The largest hash h, and the largest ~h, which is the complement of the smallest h.
-        largest, smallest = all_reduce(torch.stack([own, ~own]), axis, ReduceOp.MAX)
-        differs |= (largest != ~smallest).any()
-    for axis in axes:  # ranks that share no axis with the odd one have to know as well
-        all_reduce(differs, axis, ReduceOp.MAX)
-    return not differs.item()
-
-
-def _who(camps: Sequence[Sequence[str]]) -> str:
-    majority, *odd = camps
-    if 2 * len(majority) > sum(len(camp) for camp in camps):
-        ranks = [rank for camp in odd for rank in camp]
-        verb = "differs" if len(ranks) == 1 else "differ"
-        others = f"the {len(majority)} others" if len(majority) > 1 else "the other"
-        return f"{_listed(ranks)} {verb} from {others}, which agree"
-    return f"{' against '.join(map(_listed, camps))}; no majority tells which of them is wrong"
-
-
-def _listed(words: Sequence[str]) -> str:
-    more = len(words) - NAMED
-    return ", ".join(words[:NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _cure(passed: int | None) -> str:
-    if passed is None:
-        return (
-            "no check has passed since this run started, so start again from what it started from, "
-            "on other hardware than that of the rank that differs"
-        )
-    return (
-        f"the last check passed at step {passed}: resume from the checkpoint of that step or an "
-        "earlier one, on other hardware than that of the rank that differs; later checkpoints may "
-        "hold the fault"
-    )

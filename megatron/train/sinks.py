@@ -6,15 +6,13 @@ A sink gets numbers and short strings. Its library is imported when it is opened
 from __future__ import annotations
 
 import json
-import netrc
 import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.training import LoggingConfig
 from megatron.data.files import write_atomically
@@ -24,19 +22,6 @@ if TYPE_CHECKING:  # read_metrics needs no torch
 
 FINISH_SECONDS = 60  # that a lost network may hold up the end of a run
 INIT_SECONDS = 30  # or its start
-
-
-class Sink(Protocol):
-    """May raise anything: Metrics reports it once and goes on without the sink."""
-
-    name: str
-    place: str
-
-    def write(self, line: Mapping[str, float | str]) -> None:
-        """Send a line of metrics; "step" is where it belongs."""
-
-    def close(self, exit_code: int) -> None:
-        """Send what is left. exit_code: of the run."""
 
 
 def open_sinks(
@@ -59,9 +44,9 @@ def open_sinks(
         openers["TensorBoard"] = partial(TensorBoardSink, logging.tensorboard_dir, start)
     if logging.wandb_project is not None:
         assert metrics_path is not None  # require_sinks
-        folder, asks = Path(metrics_path).parent, partial(stop, "wandb")
+        folder, ask = Path(metrics_path).parent, partial(stop, "wandb")
         openers["wandb"] = partial(
-            WandbSink, logging.wandb_project, folder, environ, start, facts, asks
+            WandbSink, logging.wandb_project, folder, environ, start, facts, ask
         )
     sinks = []
     for name, opener in openers.items() if mesh.is_first else ():
@@ -98,7 +83,9 @@ class WandbSink:
     """A run of Weights & Biases that later processes continue.
 
     Steps that a resumed run takes again are there twice: nothing is taken out of a run of wandb.
-    What is sent is the lines and the facts, neither code nor what else the machine does.
+    What is sent is the lines and the facts, neither code nor what else the machine does. wandb
+    itself finds its key and WANDB_MODE. Where there is no key, or no network, the run is kept on
+    disk; a later process may be on line again.
     """
 
     name = "wandb"
@@ -112,23 +99,53 @@ class WandbSink:
         facts: Mapping[str, Any],
         stop: Callable[[], None],
     ) -> None:
-        """folder: gets wandb.json, which names the run, and wandb/, which holds its data.
-
-        Without a network the run is kept on disk; a later process may be on line again.
-        """
+        """folder: gets wandb.json, which names the run, and wandb/, which holds its data."""
         folder.mkdir(parents=True, exist_ok=True)
         if "WANDB_CACHE_DIR" not in environ:  # else it logs to the home directory
             os.environ["WANDB_CACHE_DIR"] = str(folder.resolve() / "wandb" / "cache")
-        run_id, mode = run_of(folder / "wandb.json", project, start), wandb_mode(environ)
+        import wandb
+
+        settings = wandb.Settings(
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            finish_timeout=FINISH_SECONDS,
+            init_timeout=INIT_SECONDS,
+            silent=True,
+            stop_fn=stop,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+        )
+        run_id, mode, reason = run_of(folder / "wandb.json", project, start), "", ""
+        hooks = sys.exit, sys.excepthook  # wandb puts its own there to learn the exit code
+        while True:
+            try:
+                wandb.setup(settings)  # or else it speaks of the key it found
+                mode = mode or environ.get("WANDB_MODE", "")
+                mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
+                self._run = wandb.init(
+                    project=project,
+                    dir=str(folder),
+                    id=run_id,
+                    resume="allow",
+                    mode=mode,  # type: ignore[arg-type]
+                    config=dict(facts),
+                    allow_val_change=True,  # a resumed run may have other settings
+                    settings=settings,
+                )
+                break
+            except Exception as error:  # of the network, of the key
+                wandb.teardown()  # its service holds the id
+                if mode == "offline":
+                    raise
+                mode, reason = "offline", f" because of {one_line(error)}"
+            finally:
+                sys.exit, sys.excepthook = hooks
+        # wandb's own count of steps only grows, and drops lines of a step that it has passed.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
         self.place = f"run {run_id} of project {project}"
-        reason = ""
-        try:
-            self._run = _open_run(mode, project, folder, run_id, facts, stop)
-        except Exception as error:  # of the network, of the key
-            if mode == "offline":
-                raise
-            mode, reason = "offline", f" because of {one_line(error)}"
-            self._run = _open_run(mode, project, folder, run_id, facts, stop)
         if mode == "offline":
             files = folder / "wandb" / f"offline-run-*-{run_id}"
             self.place += f", kept on disk{reason}; wandb sync {files} sends it"
@@ -140,16 +157,8 @@ class WandbSink:
         self._run.finish(exit_code=exit_code)
 
 
-def wandb_mode(environ: Mapping[str, str]) -> str:
-    """What WANDB_MODE says; else "online" where there is a key, and "offline" where not."""
-    if environ.get("WANDB_MODE") or environ.get("WANDB_API_KEY"):
-        return environ.get("WANDB_MODE") or "online"
-    host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
-    path = environ.get("NETRC") or Path(environ.get("HOME", "/")) / ".netrc"
-    try:
-        return "online" if netrc.netrc(path).authenticators(host) else "offline"
-    except FileNotFoundError:
-        return "offline"
+Sink = TensorBoardSink | WandbSink
+"""What both do may raise anything: Metrics reports it once and goes on without the sink."""
 
 
 def run_of(path: Path, project: str, start: int) -> str:
@@ -161,52 +170,6 @@ def run_of(path: Path, project: str, start: int) -> str:
     new = {"project": project, "id": secrets.token_hex(4)}
     write_atomically(path, json.dumps(new).encode() + b"\n")
     return new["id"]
-
-
-def _open_run(
-    mode: str,
-    project: str,
-    folder: Path,
-    run_id: str,
-    facts: Mapping[str, Any],
-    stop: Callable[[], None],
-) -> Any:
-    import wandb
-
-    settings = wandb.Settings(
-        console="off",
-        disable_code=True,
-        disable_git=True,
-        finish_timeout=FINISH_SECONDS,
-        init_timeout=INIT_SECONDS,
-        silent=True,
-        stop_fn=stop,
-        x_disable_meta=True,
-        x_disable_stats=True,
-        x_save_requirements=False,
-    )
-    hooks = sys.exit, sys.excepthook  # wandb puts its own there to learn the exit code
-    try:
-        wandb.setup(settings)  # or else it speaks of the key it found
-        run = wandb.init(
-            project=project,
-            dir=str(folder),
-            id=run_id,
-            resume="allow",
-            mode=mode,  # type: ignore[arg-type]
-            config=dict(facts),
-            allow_val_change=True,  # a resumed run may have other settings
-            settings=settings,
-        )
-    except Exception:
-        wandb.teardown()  # its service holds the id
-        raise
-    finally:
-        sys.exit, sys.excepthook = hooks
-    # wandb's own count of steps only grows, and drops lines of a step that it has passed.
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run
 
 
 def one_line(error: Exception) -> str:

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import TensorSlice, load, load_weights
-from megatron.checkpoint.save import save
+from megatron.config.checks import UsageError
 from megatron.config.model import ModelConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.models.registry import build_model
+from megatron.models.transformer import TransformerLayer
 from megatron.optim.adam import MasterWeights
 from megatron.optim.schedule import LossScaler
 from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs
-from megatron.train.compiled import compile_layers
+from megatron.train.launch import default_precision
 from megatron.train.objectives import OBJECTIVES, Objective
-from megatron.train.source import commit
+
+ROOT = Path(__file__).resolve().parents[2]
+# Of weights and activations; masters and gradients are never narrower than fp32.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPILER_HELP = "a C++ compiler (CPU) or Triton (GPU) may be missing; --no-compile does without"
 
 
 @dataclass(kw_only=True)
@@ -50,14 +58,20 @@ class TrainState:
         """Steps that changed the weights: what the learning rate's schedule counts."""
         return self.step - self.skipped
 
-    def pieces(self) -> Iterator[TensorSlice]:
+    @property
+    def precision(self) -> str:
+        """The key of the weights' dtype in DTYPES."""
+        dtype = next(self.model.parameters()).dtype
+        return next((name for name, each in DTYPES.items() if each == dtype), str(dtype))
+
+    def slices(self) -> Iterator[TensorSlice]:
         """Every tensor of a checkpoint: parameters, Adam's moments, masters of narrow weights."""
-        yield from model_pieces(self.model)
-        for kind, slot, local in self.optimizer.tensors():
-            yield TensorSlice(f"{kind}.{slot.name}", slot.spec, local)
+        yield from model_slices(self.model)
+        for kind, view, local in self.optimizer.tensors():
+            yield TensorSlice(f"{kind}.{view.name}", view.spec, local)
 
     def counters(self) -> dict[str, Any]:
-        """All of a checkpoint that is no tensor, as JSON. No random state: streams are derived."""
+        """The state of a run beside its tensors, as JSON. No random state: streams are derived."""
         return {
             "step": self.step,
             "samples": self.samples,
@@ -66,23 +80,17 @@ class TrainState:
         }
 
     def facts(self) -> dict[str, Any]:
-        """What a manifest says of this step: counters, precision, environment."""
-        dtype = next(self.model.parameters()).dtype
-        names = {wide: name for name, wide in DTYPES.items()}
+        """What a manifest says of this step."""
         return {
             "counters": self.counters(),
-            "precision": names.get(dtype, str(dtype).removeprefix("torch.")),
+            "precision": self.precision,
             "environment": environment(self.mesh),
         }
 
-    def save(self, directory: str, facts: dict[str, Any]) -> None:
-        """Write a checkpoint of this step into the --save directory; `facts` go with it."""
-        facts = {"counters": self.counters(), **facts}
-        save(directory, self.step, self.pieces(), facts, self.mesh)
-
-    def load(self, path: Path, *, verified: bool = False) -> None:
-        """Resume from the checkpoint at `path`, saved at any layout; verified: as of `load`."""
-        counters = load(path, self.pieces(), self.mesh, verified=verified)["counters"]
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Resume from a checkpoint that is whole, saved at any layout."""
+        load(checkpoint, self.slices())
+        counters = checkpoint.manifest["counters"]
         self.step, self.samples, self.skipped = (
             counters[name] for name in ("step", "samples", "skipped")
         )
@@ -91,44 +99,126 @@ class TrainState:
 
     def load_weights(
         self,
-        path: Path,
+        checkpoint: Checkpoint,
         *,
         missing: Collection[str] = (),
         surplus: Collection[str] = (),
-        verified: bool = False,
     ) -> None:
-        """Start from the weights alone of the checkpoint at `path`, at whatever precision.
+        """Start from the weights alone of a checkpoint that is whole, at whatever precision.
 
         missing, surplus, errors: as of megatron.checkpoint.load.load_weights.
         """
         weights = [
-            TensorSlice(slot.name, slot.spec, slot.view(master.detach()))
-            for slot, master in self.optimizer.views()
+            TensorSlice(view.name, view.spec, view.view(master.detach()))
+            for view, master in self.optimizer.views()
         ]
-        load_weights(path, weights, self.mesh, missing=missing, surplus=surplus, verified=verified)
+        load_weights(checkpoint, weights, missing=missing, surplus=surplus)
         self.optimizer.publish()
 
     def describe(self) -> dict[str, Any]:
-        """Layout, size, device and code of the run, as JSON; the parameters of the whole model."""
-        device = self.mesh.device
+        """What runs, for the record of the run, as JSON; parameters: of the whole model."""
+        here = environment(self.mesh)
         return {
-            "layout": {
-                "tensor_parallel_size": self.mesh.tensor.size,
-                "data_parallel_size": self.mesh.data.size,
-            },
+            "layout": {f"{name}_parallel_size": size for name, size in here["layout"].items()},
             "parameters": sum(prod(spec.shape) for spec in sharding_specs(self.model).values()),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "compiled": self.compiled,
-            "commit": commit(),
-            "torch": torch.__version__,
+            **{name: here[name] for name in ("device", "commit", "torch")},
         }
 
 
-def model_pieces(model: nn.Module) -> Iterator[TensorSlice]:
+def model_slices(model: nn.Module) -> Iterator[TensorSlice]:
     parameters = dict(model.named_parameters())
     for name, spec in sharding_specs(model).items():
         yield TensorSlice(f"model.{name}", spec, parameters[name].detach())
+
+
+def build_state(
+    model_config: ModelConfig,
+    optimizer_config: OptimizerConfig,
+    precision_config: PrecisionConfig,
+    mesh: Mesh,
+    vocab_size: int,
+    *,
+    seed: int | None,
+    dtype: torch.dtype,
+    compiled: bool = False,
+) -> TrainState:
+    """A run at step 0; dtype is that of weights and activations, and float16 scales the loss.
+
+    seed: as of build_model. compiled: each layer is compiled when it is first called; names,
+    weights and hooks of the model stay.
+    """
+    model, streams = build_model(model_config, mesh, vocab_size, seed=seed, dtype=dtype)
+    if compiled:
+        compile_layers(model)
+    gradients = GradientBuffers(model)
+    return TrainState(
+        mesh=mesh,
+        model=model,
+        objective=OBJECTIVES[model_config.kind],
+        streams=streams,
+        gradients=gradients,
+        optimizer=MasterWeights(gradients, optimizer_config),
+        scaler=LossScaler.of(precision_config, dtype),
+        compiled=compiled,
+    )
+
+
+def choose_precision(given: str | None, mesh: Mesh, flag: str, works: str) -> str:
+    """The precision of all ranks: `given`, or else what suits the device.
+
+    Raises UsageError on every rank where ranks differ: `flag` must be given, such as `works`.
+    """
+    chosen = mesh.control.gather(given or default_precision(mesh.device))
+    if len(set(chosen)) > 1:
+        found = (f"{name} (rank {chosen.index(name)})" for name in dict.fromkeys(chosen))
+        allowed = f"given: the ranks' devices would compute in {' and '.join(found)}"
+        raise UsageError(flag, None, allowed, works=tuple(works.split()))
+    return chosen[0]
+
+
+def compile_layers(model: nn.Module) -> None:
+    """torch.compile of each transformer layer; all layers share one graph.
+
+    Matmuls, attention and collectives run as they stand in the code; what is element by element
+    between them runs in a few kernels of the compiler. A draw from a random stream
+    (parallel/random.py) ends a graph.
+    """
+    for module in model.modules():
+        if isinstance(module, TransformerLayer):
+            module.compile(options={"fallback_random": True})  # draws as without a compiler
+
+
+def choose_compile(asked: bool | None, mesh: Mesh) -> tuple[bool, list[str]]:
+    """(whether layers are compiled, the same on all ranks; warnings).
+
+    asked: None where no flag was given: then they are compiled on GPUs whose compiler works. Raises
+    UsageError on every rank where --compile asks for what does not work.
+    """
+    if not (mesh.device.type == "cuda" if asked is None else asked):
+        return False, []
+    failures = list(filter(None, mesh.control.gather(compiler_failure(mesh.device))))
+    if not failures:
+        return True, []
+    reason = f"torch.compile does not work here: {failures[0]}; {COMPILER_HELP}"
+    if asked:
+        raise UsageError("--compile", None, f"left out: {reason}", works=("--no-compile",))
+    return False, [f"warning: layers are not compiled, which is slower: {reason}"]
+
+
+def compiler_failure(device: torch.device) -> str | None:
+    """Why torch.compile is of no use on this device, found by compiling a small function."""
+
+    def function(x: Tensor) -> Tensor:
+        return torch.tanh(x) * x + 1
+
+    x = torch.linspace(-2, 2, 64, device=device)
+    try:
+        compiled = torch.compile(function)(x)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None if torch.allclose(compiled, function(x)) else "it computes something else"
 
 
 def environment(mesh: Mesh) -> dict[str, Any]:
@@ -140,40 +230,21 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "layout": {axis.name: axis.size for axis in (mesh.data, mesh.tensor)},
+        "layout": {axis.name: axis.size for axis in mesh.axes},
     }
 
 
-# Of weights and activations; masters and gradients are never narrower than fp32.
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def build_state(
-    model_section: ModelConfig,
-    optimizer_section: OptimizerConfig,
-    precision_section: PrecisionConfig,
-    mesh: Mesh,
-    vocab_size: int,
-    *,
-    seed: int | None,
-    dtype: torch.dtype,
-    compiled: bool = False,
-) -> TrainState:
-    """A run at step 0; dtype is that of weights and activations, and float16 scales the loss.
-
-    seed: as of build_model.
-    """
-    model, streams = build_model(model_section, mesh, vocab_size, seed=seed, dtype=dtype)
-    if compiled:
-        compile_layers(model)
-    gradients = GradientBuffers(model)
-    return TrainState(
-        mesh=mesh,
-        model=model,
-        objective=OBJECTIVES[model_section.kind],
-        streams=streams,
-        gradients=gradients,
-        optimizer=MasterWeights(gradients, optimizer_section),
-        scaler=LossScaler.of(precision_section, dtype),
-        compiled=compiled,
-    )
+@cache
+def commit(root: Path = ROOT) -> str | None:
+    """The commit of this code, with "-dirty" behind it where a file differs from it; None where it
+    is in no repository of its own, or git is not there."""
+    if not (root / ".git").exists():  # git would look in the folders above
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        ended = subprocess.run(
+            [*command, "--exclude=*"], capture_output=True, text=True, check=False, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ended.stdout.strip() or None

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.resume import check_kind, find_start, newest_readable
+from megatron.checkpoint.resume import find_start, newest_readable
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
+from megatron.config.checks import UsageError
 from megatron.config.model import ModelConfig
 from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import (
@@ -21,7 +22,7 @@ from megatron.data.tokenizer import (
 
 
 def open_trained(
-    section: TrainedConfig,
+    config: TrainedConfig,
     parallel: ParallelConfig,
     world_size: int,
     kinds: Sequence[str] = (ModelConfig.kind,),
@@ -31,50 +32,35 @@ def open_trained(
 
     kinds: of model that the program can use. given: the flag that names the checkpoint. The
     tokenizer is that of the flags, or else the checkpoint's own. Warns of checkpoints that are
-    passed over. Raises FileNotFoundError without a checkpoint, ValueError where none is whole,
-    where the model is of another kind or cannot be cut over the processes, and where the tokenizer
-    is another one, or neither in the checkpoint nor given.
+    passed over. Raises ValueError where no checkpoint is whole, its model is of another kind or
+    cannot be sharded over the processes, or the tokenizer is another one or missing.
     """
-    start = find_start(CheckpointConfig(load=section.load), given)
-    path, manifest, passed_over = newest_readable(start.folders)
+    start = find_start(CheckpointConfig(load=config.load), given)
+    newest, passed_over = newest_readable(start.folders, given)
+    path, manifest = newest.path, newest.manifest
     for reason in passed_over:
         warnings.warn(f"passed over: {reason}", stacklevel=2)
-    check_kind(path, manifest, *kinds)
-    parallel.check(manifest["config"]["model"]["num_attention_heads"], world_size)
-    tokenizer = _open_tokenizer(section, path, manifest)
+    if (kind := manifest["kind"]) not in kinds:
+        raise UsageError(given, path, f"a model of the kind {' or '.join(kinds)}, not {kind}")
+    parallel.check(world_size, manifest["config"]["model"]["num_attention_heads"])
+    tokenizer = _open_tokenizer(config, path, manifest)
     return start.folders[start.folders.index(path) :], tokenizer, manifest
 
 
-def _open_tokenizer(section: TrainedConfig, path: Path, manifest: Mapping[str, Any]) -> Tokenizer:
-    kind = section.tokenizer_type or manifest["config"]["data"]["tokenizer_type"]
-    if section.vocab_file is not None or section.merge_file is not None:
-        tokenizer = build_tokenizer(kind, section.vocab_file, section.merge_file)
-        given = {"--vocab-file": section.vocab_file, "--merge-file": section.merge_file}
-        files = " and ".join(f"{name} {file}" for name, file in given.items() if file is not None)
-        _check_same(f"the tokenizer of {files}", tokenizer, path, manifest)
-    elif missing := set(file_names(kind)) - manifest["files"].keys():
-        raise ValueError(
-            f"{path} holds no tokenizer ({' and '.join(sorted(missing))}); {file_flags(kind)}, of "
-            "what the training data was made with, would work"
-        )
-    else:
+def _open_tokenizer(config: TrainedConfig, path: Path, manifest: Mapping[str, Any]) -> Tokenizer:
+    kind = config.tokenizer_type or manifest["config"]["data"]["tokenizer_type"]
+    given = [file for file in (config.vocab_file, config.merge_file) if file is not None]
+    if given:
+        tokenizer = build_tokenizer(kind, config.vocab_file, config.merge_file)
+    elif set(file_names(kind)) <= manifest["files"].keys():
         tokenizer = read_tokenizer(kind, path)
-        _check_same(f"the tokenizer in {path}", tokenizer, path, manifest)
+    else:
+        raise UsageError(file_flags(kind), None, f"given, as {path} holds no tokenizer")
+    if manifest["tokenizer"]:
+        what, expected, found = "fingerprint", manifest["tokenizer"], tokenizer.fingerprint
+    else:  # imported without one
+        what, expected, found = "ids", str(manifest["vocab_size"]), str(tokenizer.vocab_size)
+    if expected != found:
+        allowed = f"that of the model in {path}: {what} {expected[:12]}, not {found[:12]}"
+        raise UsageError(file_flags(kind), " ".join(given) or f"in {path}", allowed)
     return tokenizer
-
-
-def _check_same(what: str, tokenizer: Tokenizer, path: Path, manifest: Mapping[str, Any]) -> None:
-    trained_with = manifest["tokenizer"]
-    if not trained_with:  # imported without a tokenizer
-        if tokenizer.vocab_size != manifest["vocab_size"]:
-            raise ValueError(
-                f"{what} has {tokenizer.vocab_size} ids, but the model of {path} has "
-                f"{manifest['vocab_size']}; the model's own tokenizer would work"
-            )
-        return
-    if trained_with != tokenizer.fingerprint:
-        raise ValueError(
-            f"{what} is not the one that {path} was trained with: fingerprint "
-            f"{tokenizer.fingerprint[:12]}, not {trained_with[:12]}; {file_flags(tokenizer.kind)} "
-            "with what the training data was made with would work"
-        )

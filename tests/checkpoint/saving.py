@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.load import verify
 from megatron.checkpoint.save import Saver, SaveReport
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.train.state import TrainState
@@ -44,7 +45,11 @@ def train(state: TrainState, steps: int = 1) -> list[float]:
 
 
 def save(saver: Saver, state: TrainState, validation_loss: float | None = None) -> None:
-    saver.save(state.step, state.pieces(), state.facts(), validation_loss)
+    saver.save(state.step, state.slices(), state.facts(), validation_loss)
+
+
+def load(state: TrainState, path: Path) -> None:
+    state.load(verify(path, state.mesh))
 
 
 def save_steps(

@@ -40,7 +40,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "held\n"
-            with pytest.raises(OSError, match=f"--save {save}/: another run is writing there"):
+            with pytest.raises(OSError, match=f"--save {save}: another run"):
                 take(f"{save}/")
             take(tmp_path / "a")  # its neighbours are free
         finally:

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import load as loading
 from megatron.checkpoint import save as saving
 from megatron.checkpoint.format import seal, step_folders
-from megatron.checkpoint.load import load, newest_whole, verify
+from megatron.checkpoint.load import newest_whole, verify
+from megatron.config.checks import UsageError
 from megatron.train.state import TrainState
 from tests.checkpoint.saving import (
     BOTH,
@@ -28,6 +28,7 @@ from tests.checkpoint.saving import (
     fail,
     flip,
     fresh,
+    load,
     names,
     save,
     save_steps,
@@ -83,7 +84,7 @@ def test_a_failure_anywhere_leaves_the_former_checkpoint(
         "step_00000003",
     ]
     assert len(report.notes) == 1
-    state.load(report.path)
+    load(state, report.path)
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -114,7 +115,7 @@ def test_a_kill_between_any_two_renames_leaves_a_whole_checkpoint(
         except KeyboardInterrupt:
             assert number < 3
     former = "step_00000001" if number == 0 else "step_00000001.abandoned"
-    state.load(tmp_path / former)
+    load(state, tmp_path / former)
     there = {former} | ({"step_00000001"} if number > 1 else set())
     assert {path.name for path in tmp_path.glob("*step_*")} == there
     save_steps(saver, state, [2])
@@ -152,20 +153,18 @@ def test_a_full_disk_is_an_error_with_what_is_needed_and_free(
     small, large = fresh(num_layers=1, hidden_size=8), fresh(hidden_size=96, num_layers=4)
     save_steps(saver_into(small_disk, small), small, [1])
     before = contents(small_disk / "step_00000001")
-    needed = sum(each.spec.real(each.local).nbytes for each in large.pieces())
+    needed = sum(each.spec.real(each.local).nbytes for each in large.slices())
     extra, state, file = {}, large, "shard_00000.safetensors"
     if attached:
         extra, state, file = {"vocab.json": b"x" * 2_000_000}, small, "vocab.json"
         needed = 2_000_000
     saver = saver_into(small_disk, state, asynchronous=asynchronous, start_step=1, attached=extra)
-    with pytest.raises(OSError, match=rf"{file}: .*it needs {needed:,} bytes, ") as error:
+    with pytest.raises(OSError, match=rf"{file}: .*it needs {needed:,} bytes, "):
         save_steps(saver, state, [2])
-    free = int(str(error.value).split("bytes, ")[1].split(" are free")[0].replace(",", ""))
-    assert "too large" in str(error.value) or 0 < free < needed
     assert names(small_disk) == ["latest", "step_00000001"]
     assert contents(small_disk / "step_00000001") == before
     save_steps(saver_into(small_disk, small, start_step=1), small, [3])  # this one has room
-    small.load(small_disk / "step_00000003")
+    load(small, small_disk / "step_00000003")
 
 
 KILLED = """
@@ -210,10 +209,10 @@ def test_a_writer_killed_at_any_stage_leaves_the_former_checkpoint(
     (tmp_path / ".step_00000007.removed").mkdir()  # and of one killed while it removed
     (tmp_path / "latest.tmp123").touch()
     state = fresh()
-    state.load(step_folders(tmp_path)[0])
+    load(state, step_folders(tmp_path)[0])
     save_steps(saver_into(tmp_path, state, start_step=1), state, [2])
     assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
-    state.load(tmp_path / "step_00000002")
+    load(state, tmp_path / "step_00000002")
 
 
 def save_and_fail(directory: Path) -> None:
@@ -255,7 +254,6 @@ def test_a_failed_save_is_seen_before_it_is_raised(
     saver.close()
 
 
-# What happens to a checkpoint after it was saved. {name: (what does it, what the error says)}
 SHARD, MANIFEST = "shard_00000.safetensors", "manifest.json"
 
 
@@ -263,28 +261,31 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def repeat_slices(path: Path, times: int) -> None:
+def replace_by_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def repeat_slices(manifest: Path, times: int) -> None:
     """Another number of slices, in a manifest that is sealed none the less."""
-    manifest = json.loads((path / MANIFEST).read_text())
-    manifest["tensors"]["model.final_norm.bias"]["slices"] *= times
-    (path / MANIFEST).write_text(json.dumps(seal(manifest)))
+    content = json.loads(manifest.read_text())
+    content["tensors"]["model.final_norm.bias"]["slices"] *= times
+    manifest.write_text(json.dumps(seal(content)))
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "short shard": (lambda path: cut(path / SHARD), f"{SHARD}: .* bytes"),
-    "flipped header": (lambda path: flip(path / SHARD, 20), f"{SHARD} is damaged"),
-    "flipped byte": (lambda path: flip(path / SHARD, 40_000), f"{SHARD} is damaged"),
-    "flipped last byte": (lambda path: flip(path / SHARD), f"{SHARD} is damaged"),
-    "no shard": (lambda path: (path / SHARD).unlink(), f"{SHARD} is not there"),
-    "unreadable shard": (
-        lambda path: ((path / SHARD).unlink(), (path / SHARD).mkdir()),
-        f"{SHARD} is not there",
-    ),
-    "flipped tokenizer": (lambda path: flip(path / "vocab.json", 0), "vocab.json is damaged"),
-    "short manifest": (lambda path: cut(path / MANIFEST), f"{MANIFEST} is damaged"),
-    "no manifest": (lambda path: (path / MANIFEST).unlink(), f"{MANIFEST} is not there"),
-    "hole": (lambda path: repeat_slices(path, 0), "exactly once"),
-    "overlap": (lambda path: repeat_slices(path, 2), "exactly once"),
+# What happens to a file after it was saved: the error names the file.
+DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "short shard": (SHARD, cut),
+    "flipped header": (SHARD, lambda file: flip(file, 20)),
+    "flipped byte": (SHARD, lambda file: flip(file, 40_000)),
+    "flipped last byte": (SHARD, flip),
+    "no shard": (SHARD, Path.unlink),
+    "unreadable shard": (SHARD, replace_by_folder),
+    "flipped tokenizer": ("vocab.json", lambda file: flip(file, 0)),
+    "short manifest": (MANIFEST, cut),
+    "no manifest": (MANIFEST, Path.unlink),
+    "hole": (MANIFEST, lambda file: repeat_slices(file, 0)),
+    "overlap": (MANIFEST, lambda file: repeat_slices(file, 2)),
 }
 
 
@@ -313,28 +314,26 @@ def write_steps(directory: Path, folders: dict[str, dict[str, bytes]]) -> Path:
 def test_what_is_damaged_is_named_and_passed_over(
     tmp_path: Path, two_steps: dict[str, dict[str, bytes]], damage: str
 ) -> None:
-    path, (spoil, message) = write_steps(tmp_path, two_steps), DAMAGE[damage]
-    state = plain()
-    assert verify(path, state.mesh) == []
-    spoil(path)
-    with pytest.raises((ValueError, OSError), match=message) as caught:
-        state.load(path)
-    assert str(path) in str(caught.value)
-    assert verify(path, state.mesh) == [str(caught.value)]
-    newest, manifest, passed_over = newest_whole(step_folders(tmp_path), state.mesh)
-    assert (newest.name, manifest["counters"]["step"]) == ("step_00000001", 1)
+    path, (name, spoil) = write_steps(tmp_path, two_steps), DAMAGE[damage]
+    mesh = mesh_of_ranks(1)
+    assert verify(path, mesh).path == path
+    spoil(path / name)
+    with pytest.raises(ValueError, match=f"^{path / name}") as caught:
+        verify(path, mesh)
+    newest, passed_over = newest_whole(step_folders(tmp_path), mesh)
+    assert (newest.path.name, newest.manifest["counters"]["step"]) == ("step_00000001", 1)
     assert passed_over == [str(caught.value)]
-    spoil(newest)
-    with pytest.raises(ValueError, match="no whole checkpoint") as caught:
-        newest_whole(step_folders(tmp_path), state.mesh)
-    assert len(str(caught.value).splitlines()) == 3
+    spoil(newest.path / name)
+    with pytest.raises(UsageError) as refused:
+        newest_whole(step_folders(tmp_path), mesh, "--from")
+    assert refused.value.flag == "--from"
+    assert all(str(folder) in str(refused.value) for folder in (path, newest.path))
 
 
-def refusal(path: Path) -> tuple[str, list[str]]:
-    mesh = mesh_of_ranks(2)
+def refusal(path: Path) -> str:
     with pytest.raises(ValueError, match="damaged") as caught:
-        tiny_state(mesh, tiny_section(), dtype=torch.float32).load(path)
-    return str(caught.value), verify(path, mesh)
+        verify(path, mesh_of_ranks(2))
+    return str(caught.value)
 
 
 def test_damage_that_one_rank_finds_is_known_to_all(
@@ -344,22 +343,12 @@ def test_damage_that_one_rank_finds_is_known_to_all(
     flip(path / SHARD)
     answers = gloo.run(4, refusal, path)
     assert answers == [answers[0]] * 4
-    assert [str(path / SHARD) in line for line in answers[0][1]] == [True]
+    assert str(path / SHARD) in answers[0]
 
 
 def test_another_model_is_refused(tmp_path: Path, two_steps: dict[str, dict[str, bytes]]) -> None:
     path = write_steps(tmp_path, two_steps)
     with pytest.raises(ValueError, match=r"word_embedding.weight is \[101, 32\].*\[101, 64\]"):
-        plain(hidden_size=64).load(path)
+        load(plain(hidden_size=64), path)
     with pytest.raises(ValueError, match=r"has no tensor model\.transformer\.layers\.2"):
-        plain(num_layers=3).load(path)
-
-
-def test_what_was_verified_just_now_is_not_read_again(
-    tmp_path: Path, two_steps: dict[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, state = write_steps(tmp_path, two_steps), plain()
-    monkeypatch.setattr(loading, "damage", lambda *_: ["read again"])
-    with pytest.raises(ValueError, match="read again"):
-        load(path, state.pieces(), state.mesh)
-    load(path, state.pieces(), state.mesh, verified=True)
+        load(plain(num_layers=3), path)

@@ -13,6 +13,7 @@ from megatron.checkpoint.format import (
     check_tiling,
     damage,
     overlap,
+    read_checkpoint,
     read_manifest,
     seal,
     step_folders,
@@ -38,11 +39,10 @@ def test_step_folders_are_those_of_steps_the_highest_first(tmp_path: Path) -> No
 
 
 def test_a_whole_checkpoint_is_read_and_nothing_is_found(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, 5)
-    manifest = read_manifest(path)
-    assert manifest["counters"]["step"] == 5
+    checkpoint = read_checkpoint(make_checkpoint(tmp_path, 5))
+    assert checkpoint.manifest["counters"]["step"] == 5
     hashed: list[int] = []
-    assert damage(path, manifest, progress=hashed.append) == []
+    assert damage(checkpoint, progress=hashed.append) == []
     assert sum(hashed) == sum(map(len, FILES.values()))
 
 
@@ -82,56 +82,45 @@ def test_what_is_no_manifest_is_named(tmp_path: Path, change: dict[str, Any] | s
         read_manifest(file.parent)
 
 
-def test_missing_and_short_files_are_named(tmp_path: Path) -> None:
+def test_missing_short_and_unreadable_files_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = make_checkpoint(tmp_path, 5)
-    manifest = read_manifest(path)
+    checkpoint = read_checkpoint(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        unreadable = damage(checkpoint)
+    assert len(unreadable) == len(FILES)
+    assert all("Input/output error" in line for line in unreadable)
     second = path / "shard_00001.safetensors"
-    content = second.read_bytes()
-    second.write_bytes(content[:-1])
-    expected = f"{second}: {len(content) - 1} bytes, its manifest says {len(content)}"
-    with pytest.raises(ValueError, match="bytes, its manifest says") as error:
-        read_manifest(path)
-    assert str(error.value) == expected
-    assert damage(path, manifest) == [expected]
-
-    second.unlink()
-    with pytest.raises(FileNotFoundError, match=f"{second} is not there, but its manifest lists"):
-        read_manifest(path)
-    assert damage(path, manifest) == [f"{second} is not there, but its manifest lists it"]
-
+    for spoil in (lambda: second.write_bytes(second.read_bytes()[:-1]), second.unlink):
+        spoil()
+        (line,) = damage(checkpoint)
+        assert line.startswith(str(second))
+        with pytest.raises((ValueError, FileNotFoundError)) as error:
+            read_manifest(path)
+        assert str(error.value) == line
     (path / "manifest.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"manifest\.json is not there"):
+    with pytest.raises(FileNotFoundError, match=f"{path}/manifest.json"):
         read_manifest(path)
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise OSError(5, "Input/output error")
 
 
 def test_a_flipped_byte_is_found_by_whoever_hashes_that_file(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, 5)
-    manifest = read_manifest(path)
-    file = path / "shard_00001.safetensors"
+    checkpoint = read_checkpoint(make_checkpoint(tmp_path, 5))
+    file = checkpoint.path / "shard_00001.safetensors"
     good = file.read_bytes()
     for place in range(len(good)):
         content = bytearray(good)
         content[place] ^= 0x10
         file.write_bytes(content)
-        assert read_manifest(path) == manifest  # its size is right
-        (line,) = damage(path, manifest, (1, 2))
-        assert line.startswith(f"{file} is damaged")
-        assert damage(path, manifest, (0, 2)) == []
-
-
-def test_a_file_that_cannot_be_read_is_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = make_checkpoint(tmp_path, 5)
-    manifest = read_manifest(path)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(Path, "open", refuse)
-    lines = damage(path, manifest)
-    assert len(lines) == len(FILES)
-    assert all("Input/output error" in line for line in lines)
+        assert read_checkpoint(checkpoint.path) == checkpoint  # its size is right
+        (line,) = damage(checkpoint, (1, 2))
+        assert line.startswith(str(file))
+        assert damage(checkpoint, (0, 2)) == []
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Any layout saves, any layout loads, and a resumed run is the undisturbed one (promises 4, 5)."""
 
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,24 +12,21 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megatron.checkpoint import load as loading
 from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.load import TensorSlice, load
+from megatron.checkpoint.load import TensorSlice, verify
 from megatron.checkpoint.resume import check_start, find_start
 from megatron.checkpoint.save import save
-from megatron.config import (
-    CheckpointConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    PretrainGPT2Config,
-    TrainingConfig,
-)
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.model import ModelConfig
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.parallel.layers import VocabParallelEmbedding
 from megatron.parallel.sharding import materialize, sharding_specs
-from megatron.train.start import begin
-from megatron.train.state import TrainState, build_state
+from megatron.train.pretrain import Plan, build
+from megatron.train.state import TrainState
 from megatron.train.step import train_step
-from tests.checkpoint.saving import names, train
+from tests.checkpoint.saving import load, names, train
 from tests.dist import Pool
 from tests.tiny import (
     SEED,
@@ -36,6 +35,7 @@ from tests.tiny import (
     mesh_of_ranks,
     micro_batches,
     samples,
+    save_state,
     tiny_section,
     tiny_state,
 )
@@ -45,13 +45,13 @@ FACTS: dict[str, Any] = {"vocab_size": VOCABULARY}
 
 
 def whole(state: TrainState) -> Tensors:
-    return {each.key: gather_whole(each.local, each.spec) for each in state.pieces()}
+    return {each.key: gather_whole(each.local, each.spec) for each in state.slices()}
 
 
 def train_and_save(tensor_size: int, directory: Path, dtype: torch.dtype) -> Tensors:
     state = tiny_state(mesh_of_ranks(tensor_size), dtype=dtype)
     train(state, 2)
-    state.save(str(directory), FACTS)
+    save_state(state, directory, **FACTS)
     return whole(state)
 
 
@@ -59,9 +59,9 @@ def load_whole_state(tensor_size: int, path: Path, dtype: torch.dtype) -> tuple[
     """Into a model of another seed, whose moments and padding hold rubbish."""
     state = tiny_state(mesh_of_ranks(tensor_size), dtype=dtype, seed=SEED + 1)
     with torch.no_grad():
-        for each in state.pieces():
+        for each in state.slices():
             each.local.fill_(7.0)
-    state.load(path)
+    load(state, path)
     return whole(state), state.samples
 
 
@@ -106,10 +106,10 @@ def resumed(
     section = tiny_section(hidden_dropout=dropout, attention_dropout=dropout)
     state = tiny_state(mesh_of_ranks(tensor_size), section)
     if path is not None:
-        state.load(path)
+        load(state, path)
     losses = train(state, 3)
     if save_to is not None:
-        state.save(str(save_to), FACTS)
+        save_state(state, save_to, **FACTS)
         losses += train(state, 3)
     return whole(state), losses
 
@@ -146,9 +146,9 @@ def embedding_round_trip(directory: Path) -> bool:
     value = torch.arange(20.0).view(5, 4)
     weight.fill_(9.0)
     spec.real(weight).copy_(value[spec.local_slices])
-    path = save(directory, 1, [TensorSlice("weight", spec, weight)], {}, mesh)
+    report = save(directory, 1, [TensorSlice("weight", spec, weight)], {}, mesh)
     loaded = torch.full_like(weight, 8.0)
-    load(path, [TensorSlice("weight", spec, loaded)], mesh)
+    loading.load(verify(report.path, mesh), [TensorSlice("weight", spec, loaded)])
     return torch.equal(gather_whole(loaded, spec), value)
 
 
@@ -161,9 +161,9 @@ def test_a_checkpoint_knows_nothing_of_where_it_lies(tmp_path: Path) -> None:
     state, other = (tiny_state(mesh_of_ranks(1), dtype=torch.float16) for _ in range(2))
     state.step, state.samples, state.skipped = 9, 36, 2
     state.scaler.scale, state.scaler.good_steps = 64.0, 5
-    state.save(str(tmp_path), FACTS)
+    save_state(state, tmp_path, **FACTS)
     shutil.move(tmp_path / "step_00000009", tmp_path / "moved")
-    other.load(tmp_path / "moved")
+    load(other, tmp_path / "moved")
     assert (other.step, other.samples, other.skipped) == (9, 36, 2)
     assert other.scaler == state.scaler
     assert {each.item() for each in other.optimizer.adam.updates} == {7}
@@ -172,8 +172,9 @@ def test_a_checkpoint_knows_nothing_of_where_it_lies(tmp_path: Path) -> None:
 def test_weights_match_by_name_but_for_what_is_allowed(tmp_path: Path) -> None:
     saved = tiny_state(mesh_of_ranks(1), dtype=torch.bfloat16)
     train(saved, 1)
-    saved.save(str(tmp_path), FACTS)
-    path, state = tmp_path / "step_00000001", tiny_state(mesh_of_ranks(1), seed=SEED + 1)
+    save_state(saved, tmp_path, **FACTS)
+    state = tiny_state(mesh_of_ranks(1), seed=SEED + 1)
+    path = verify(tmp_path / "step_00000001", state.mesh)
     before, masters = whole(state), whole(saved)
     with pytest.raises(ValueError, match=r"has final_norm\.bias"):
         state.load_weights(path, missing=["final_norm"])
@@ -211,36 +212,29 @@ OLD_CONFIG = PretrainGPT2Config(
 
 
 def resume_old(tensor_size: int, directory: Path) -> tuple[list[str], list[float]]:
-    mesh = mesh_of_ranks(tensor_size)
-    state = build_state(
-        OLD_CONFIG.model,
-        OLD_CONFIG.optimizer,
-        PrecisionConfig(),
-        mesh,
-        51,
-        seed=SEED + 1,
-        dtype=torch.float32,
+    mesh, identity = mesh_of_ranks(tensor_size), {"vocab_size": 51, "tokenizer": "f", "data": []}
+    plan = Plan(
+        config=OLD_CONFIG,
+        world=mesh.size,
+        inputs=SimpleNamespace(corpus=SimpleNamespace(vocab_size=51, identity=identity)),
+        start=find_start(CheckpointConfig(load=str(directory))),
+        check=partial(check_start, OLD_CONFIG, identity=identity),
     )
-    identity = {"vocab_size": 51, "tokenizer": "f", "data": []}
-    began = begin(
-        state,
-        find_start(CheckpointConfig(load=str(directory))),
-        lambda path, manifest: check_start(OLD_CONFIG, path, manifest, identity=identity),
-        {"config": asdict(OLD_CONFIG), **identity},
-    )
+    run = build(plan, mesh)
+    state = run.state
     losses = []
     for _ in range(3):
         batch = samples(4, first=state.samples)
         batch = replace(batch, tokens=batch.tokens // 2, labels=batch.labels // 2)
         losses.append(train_step(state, micro_batches(batch, mesh, 4), 1e-2).loss)
-    return began.news, losses
+    return run.messages, losses
 
 
 @pytest.mark.parametrize("directory", ["one", "tensor_2"])
 @pytest.mark.parametrize("tensor_size", [1, 2])
 def test_checkpoints_of_98c61ae_are_resumed(gloo: Pool, directory: str, tensor_size: int) -> None:
-    for news, losses in gloo.run(tensor_size, resume_old, tensor_size, OLD / directory):
-        assert not [each for each in news if each.startswith("changed")]
+    for messages, losses in gloo.run(tensor_size, resume_old, tensor_size, OLD / directory):
+        assert not [each for each in messages if each.startswith("changed")]
         # Equal to the last digit on the machine that made them; fp32, so that other processors
         # and versions of torch may add in another order. Without the moments they differ by 1e-3.
         assert losses == pytest.approx(OLD_LOSSES, rel=1e-6)

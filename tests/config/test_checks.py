@@ -7,15 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron.config import (
-    PrecisionConfig,
-    PretrainBertConfig,
-    PretrainConfig,
-    PretrainGPT2Config,
-    UsageError,
-    parse,
-)
-from megatron.config.checks import at_least, share, writable
+from megatron.config.checks import UsageError, at_least, share, writable
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
+from megatron.config.training import PrecisionConfig
 from tools.planning.settings import PlanGPT2Config
 
 SMALL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4", "--train-iters=300"]
@@ -26,98 +21,51 @@ PROGRAMS: dict[str, tuple[type[PretrainConfig], list[str]]] = {
 }
 FP16 = "--fp16 --initial-loss-scale"
 
+# Of each row the last flag is refused, with what else is given.
+LAST = """
+--num-layers 0 | --num-attention-heads 0 | --vocab-size 0 | --make-vocab-size-divisible-by 0
+--seq-length 0 | --train-iters 0 | --micro-batch-size 0 | --eval-interval 0 | --log-interval 0
+--tensor-model-parallel-size -1 | --global-batch-size -1 | --exit-interval -1 | --clip-grad -1
+--lr-decay-iters -1 | --lr-warmup-iters -1 | --seed -1 | --eval-iters -1
+--check-replicas-interval -1 | --layernorm-epsilon 0 | --layernorm-epsilon inf
+--init-method-std 0 | --init-method-std nan | --lr 0 | --lr inf | --adam-eps 0
+--distributed-timeout-minutes 0 | --exit-duration-in-mins 0 | --min-lr -1e-5
+--weight-decay -0.1 | --clip-grad nan | --attention-dropout 1 | --attention-dropout -0.1
+--hidden-dropout 1 | --adam-beta1 1 | --adam-beta2 -0.1 | --lr 1e-4 --min-lr 1e-3
+--num-attention-heads 3 | --hidden-size 256 --num-attention-heads 300
+--loss-scale 8 | --no-bf16 --hysteresis 1 | --fp16 --loss-scale 0
+--fp16 --initial-loss-scale 0 | --fp16 --initial-loss-scale 2** | --fp16 --initial-loss-scale 3**4
+--fp16 --initial-loss-scale 2**9999 | --fp16 --initial-loss-scale 2^16
+--fp16 --initial-loss-scale nan | --fp16 --initial-loss-scale inf
+--fp16 --initial-loss-scale large | --fp16 --initial-loss-scale 2**3 --min-loss-scale 16
+--fp16 --loss-scale 8 --hysteresis 1 | --fp16 --loss-scale 8 --loss-scale-window 9
+--fp16 --max-consecutive-skips 0 | --lr-warmup-iters 400
+--num-layer 3 | --batch-size 4 | --n-layer 3 | --lr-decay-style cos
+--save a --save-interval 0 | --save-interval 5 | --async-save | --keep-checkpoints 5
+--save a --keep-checkpoints 1 | --finetune
+--layernorm-impl apex | --optimizer-impl apex | --preset gpt2_365m | --preset
+"""
 # Arguments, number of processes, and the flag that is refused; the error says what works.
 REFUSED = [
-    *(
-        (f"{flag} 0", 1, flag)
-        for flag in (
-            "--num-layers",
-            "--num-attention-heads",
-            "--vocab-size",
-            "--make-vocab-size-divisible-by",
-            "--seq-length",
-            "--train-iters",
-            "--micro-batch-size",
-            "--eval-interval",
-            "--log-interval",
-        )
-    ),
-    *(
-        (f"{flag} -1", 1, flag)
-        for flag in (
-            "--tensor-model-parallel-size",
-            "--global-batch-size",
-            "--exit-interval",
-            "--lr-decay-iters",
-            "--lr-warmup-iters",
-            "--clip-grad",
-            "--seed",
-            "--eval-iters",
-            "--check-replicas-interval",
-        )
-    ),
-    *(
-        (f"{flag} {value}", 1, flag)
-        for flag, values in {
-            "--layernorm-epsilon": ("0", "inf"),
-            "--init-method-std": ("0", "nan"),
-            "--lr": ("0", "inf"),
-            "--adam-eps": ("0",),
-            "--distributed-timeout-minutes": ("0",),
-            "--exit-duration-in-mins": ("0",),
-            "--min-lr": ("-1e-5",),
-            "--weight-decay": ("-0.1",),
-            "--clip-grad": ("nan",),
-            "--attention-dropout": ("1", "-0.1"),
-            "--hidden-dropout": ("1",),
-            "--adam-beta1": ("1",),
-            "--adam-beta2": ("-0.1",),
-        }.items()
-        for value in values
-    ),
-    ("--lr 1e-4 --min-lr 1e-3", 1, "--min-lr"),
-    ("--num-attention-heads 3", 1, "--num-attention-heads"),
-    ("--hidden-size 256 --num-attention-heads 300", 1, "--num-attention-heads"),
+    *((row, 1, next(word for word in reversed(row.split()) if word.startswith("--")))
+      for line in LAST.split("\n") for row in line.split(" | ") if row),
     ("--fp16 --bf16", 1, "--fp16"),
-    ("--loss-scale 8", 1, "--loss-scale"),
-    ("--no-bf16 --hysteresis 1", 1, "--hysteresis"),
-    *(
-        (f"{FP16} {text}", 1, "--initial-loss-scale")
-        for text in ("0", "2**", "3**4", "2**9999", "2^16", "nan", "inf", "large")
-    ),
-    (f"{FP16} 2**3 --min-loss-scale 16", 1, "--min-loss-scale"),
-    ("--fp16 --loss-scale 0", 1, "--loss-scale"),
-    ("--fp16 --loss-scale 8 --hysteresis 1", 1, "--hysteresis"),
-    ("--fp16 --loss-scale 8 --loss-scale-window 9", 1, "--loss-scale-window"),
-    ("--fp16 --max-consecutive-skips 0", 1, "--max-consecutive-skips"),
     ("--tensor-model-parallel-size 3", 3, "--tensor-model-parallel-size"),
     ("--tensor-model-parallel-size 4", 6, "--tensor-model-parallel-size"),
     ("--model-parallel-size 2", 1, "--tensor-model-parallel-size"),
     ("--micro-batch-size 3 --global-batch-size 8", 4, "--global-batch-size"),
     ("--seq-length 65 --max-position-embeddings 64", 1, "--seq-length"),
-    ("--lr-warmup-iters 400", 1, "--lr-warmup-iters"),
     ("--lr-warmup-iters 4 --lr-decay-iters 2", 1, "--lr-warmup-iters"),
-    ("--num-layer 3", 1, "--num-layer"),
     ("--learning-rate=1e-3", 1, "--learning-rate"),
-    ("--batch-size 4", 1, "--batch-size"),
-    ("--tp 2", 2, "--tp"),
     ("--warmup_steps 3", 1, "--warmup-steps"),
-    ("--n-layer 3", 1, "--n-layer"),
-    ("--lr-decay-style cos", 1, "--lr-decay-style"),
-    ("--layernorm-impl apex", 1, "--layernorm-impl"),
-    ("--optimizer-impl apex", 1, "--optimizer-impl"),
-    ("--preset gpt2_365m", 1, "--preset"),
-    ("--preset", 1, "--preset"),
-]
+    ("--tp 2", 2, "--tp"),
+    ("--preset=", 1, "--preset"),
+    ("--preset --lr=1", 1, "--preset"),
+]  # fmt: skip
 # Refused without one value that would do.
 NO_CURE = [
     ("--hidden-size 0", "--hidden-size"),
     ("--max-position-embeddings -1", "--max-position-embeddings"),
-    ("--save a --save-interval 0", "--save-interval"),
-    ("--save-interval 5", "--save-interval"),
-    ("--async-save", "--async-save"),
-    ("--save a --keep-checkpoints 1", "--keep-checkpoints"),
-    ("--save a --finetune", "--finetune"),
     ("--seq-length x", "--seq-length"),
     ("--seq-length --lr 1", "--seq-length"),
     ("--lr 1e", "--lr"),

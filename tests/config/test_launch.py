@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron.config import UsageError
+from megatron.config.checks import UsageError
 from megatron.config.launch import world_size, write_error_file
 
 

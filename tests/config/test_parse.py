@@ -2,29 +2,26 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from megatron.config import (
-    DataConfig,
-    ModelConfig,
-    PretrainGPT2Config,
-    UsageError,
-    parse,
-    user_errors,
-)
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.parse import PRESETS, find_preset, parse_call
+from megatron.config.checks import UsageError
+from megatron.config.model import ModelConfig
+from megatron.config.parse import PRESETS, find_preset, parse, parse_call, user_errors
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.config.training import DataConfig
 
 MODEL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4"]
 SMALL = [*MODEL, "--train-iters=3"]
 
 PROGRAM = """
 import os, sys
-from megatron.config import PretrainGPT2Config, parse, user_errors
+from megatron.config.parse import parse, user_errors
+from megatron.config.pretrain import PretrainGPT2Config
 from megatron.config.launch import world_size
 with user_errors(os.environ):
     config = parse(PretrainGPT2Config, sys.argv[1:], os.environ)
@@ -92,6 +89,7 @@ def test_the_last_word_wins_and_presets_come_first(tmp_path: Path) -> None:
         ("seed = 1\n[model]\nnum_layers = 4\n", "model"),
         ('seed = "x"\n', "seed"),
         ("seed = 4.0\n", "seed"),
+        ("bf16 = true\nseed = 'x'\n", "seed ="),
         ("seed = true\n", "seed"),
         ("lr = [1, 2]\n", "lr"),
         ("bf16 = 1\n", "bf16"),
@@ -148,13 +146,6 @@ def test_a_preset_that_is_no_text_file(tmp_path: Path) -> None:
     for file in (tmp_path / "model.bin", tmp_path):
         with pytest.raises(UsageError, match=str(file)):
             pretrain("--preset", str(file))
-
-
-@pytest.mark.parametrize("arguments", [["--preset"], ["--preset="], ["--preset", "--lr=1"]])
-def test_a_preset_without_a_file(arguments: Sequence[str]) -> None:
-    with pytest.raises(UsageError) as refused:
-        pretrain(*arguments)
-    assert refused.value.flag == "--preset"
 
 
 def convert(source: str, count: int = 1, *, quiet: bool = False) -> tuple[str, int, bool]:

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import PretrainBertConfig, PretrainConfig, PretrainGPT2Config, parse
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "presets"
 PRESETS = sorted(FOLDER.glob("*.toml"))

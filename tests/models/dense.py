@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.config import ModelConfig
+from megatron.config.model import ModelConfig
 from megatron.models.gpt2 import GPT2
 from megatron.parallel.layers import LayerFactory
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config import PretrainBertConfig, PretrainGPT2Config, parse
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from megatron.models.bert import BERT
 from megatron.models.gpt2 import GPT2
 from megatron.parallel.layers import factory_1d

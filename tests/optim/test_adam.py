@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.config import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.step import count, forward_backward, train_step
 from tests.models.dense import dense_gpt2

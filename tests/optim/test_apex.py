@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config import OptimizerConfig
 from megatron.config.checks import UsageError
 from megatron.config.pretrain import require_apex
+from megatron.config.training import OptimizerConfig
 from megatron.parallel.layers import ApexLayerNorm
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import TrainState
@@ -104,7 +104,7 @@ def train(state: TrainState, steps: int) -> None:
 
 
 def tensors(state: TrainState) -> dict[str, Tensor]:
-    return {piece.key: piece.local.clone() for piece in state.pieces()}
+    return {piece.key: piece.local.clone() for piece in state.slices()}
 
 
 def assert_same(actual: TrainState, expected: TrainState) -> None:
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_one_goes_on_in_the_other(saver: str, loader: str) -> No
     train(straight, 6)
     train(first, 3)
     saved = tensors(first)
-    for piece in second.pieces():
+    for piece in second.slices():
         piece.local.copy_(saved[piece.key])
     second.step, second.samples = first.step, first.samples
     second.optimizer.loaded(second.updates)

@@ -39,3 +39,4 @@ def test_the_serial_mesh_needs_no_process_group() -> None:
     assert not torch.distributed.is_initialized()
     assert (mesh.size, mesh.is_first) == (1, True)
     assert mesh.coordinates == {"data": 0, "tensor": 0}
+    assert mesh.describe_rank() == "data 0, tensor 0"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-from megatron.config import ModelConfig
+from megatron.config.model import ModelConfig
 from megatron.models.gpt2 import GPT2
 from megatron.models.registry import build_model
 from megatron.parallel.layers import factory_1d

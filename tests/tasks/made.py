@@ -17,7 +17,7 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.data.wordpiece import BertWordPieceLowerCase
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec
-from megatron.train.state import build_model, environment, model_pieces
+from megatron.train.state import build_model, environment, model_slices
 from tasks.checks import ChecksConfig
 from tasks.finetuning import Encoding, Example, FinetuneSettings, Finetuning, Head
 from tests.data.samples import write_wordpiece
@@ -162,7 +162,7 @@ def write_model(
     tokenizer = build_tokenizer("BertWordPieceLowerCase", write_wordpiece(folder, *words), None)
     size = tokenizer.vocab_size
     model, _ = build_model(section, mesh, size, seed=7, dtype=torch.float32)
-    pieces = [each for each in model_pieces(model) if each.key != f"model.{without}"]
+    pieces = [each for each in model_slices(model) if each.key != f"model.{without}"]
     if beside is not None:
         pieces.append(
             TensorSlice(f"model.{beside}", ShardingSpec(shape=(2,), decay=False), torch.zeros(2))
@@ -182,4 +182,4 @@ def write_model(
         "environment": environment(mesh),
         "validation_loss": None,
     }
-    return save(folder / "checkpoints", 0, pieces, facts, mesh, tokenizer.files)
+    return save(folder / "checkpoints", 0, pieces, facts, mesh, tokenizer.files).path

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.load import TensorSlice
+from megatron.checkpoint.load import TensorSlice, verify
 from megatron.checkpoint.save import save
 from megatron.config.model import FinetunedConfig, ResidualOrder
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec
 from megatron.train.objectives import OBJECTIVES
-from megatron.train.state import DTYPES, TrainState, model_pieces
+from megatron.train.state import DTYPES, TrainState, model_slices
 from megatron.train.step import train_step
 from tasks.examples import Example, make_batch
 from tasks.finetuning import Head
@@ -84,7 +84,8 @@ def begin(
     config: FinetunedConfig | None = None,
     dtype: str = "fp32",
 ) -> TrainState:
-    return start(path, config or config_of(head), OPTIMIZER, "fp32", seed, serial_mesh())
+    pretrained = verify(path, serial_mesh())
+    return start(pretrained, config or config_of(head), OPTIMIZER, "fp32", seed, serial_mesh())
 
 
 OPTIMIZER = optimizer_config(SETTINGS, 6)
@@ -95,7 +96,7 @@ def outcome(folder: Path, head: Head, tensor_size: int, micro: int) -> Outcome:
     """(the loss of each step, logits after the last, weights whole) of a run in fp64."""
     mesh, config, steps = mesh_of_ranks(tensor_size), still(head), steps_of(head, micro)
     with patch.dict(DTYPES, {"fp64": torch.float64}):  # of no program: exact enough to compare
-        state = start(folder, config, OPTIMIZER, "fp64", 5, mesh)
+        state = start(verify(folder, mesh), config, OPTIMIZER, "fp64", 5, mesh)
     scatter_weights(state.model, tiny_weights(state.model))
     for slot, master in state.optimizer.views():
         slot.view(master.detach()).copy_(slot.parameter.detach())
@@ -152,7 +153,8 @@ def test_the_loss_is_the_mean_of_examples_read_alone_and_padding_does_not_count(
     objective, examples = OBJECTIVES[config.kind], make_examples(head, 6, 3)
     batch = make_batch([*examples, examples[0]], counted=6)
     assert batch.tokens.shape[-1] == max(each.longest for each in examples)
-    loss = objective.sums(model, batch, mesh.device, torch.ones(1)) / objective.counts(batch)[0]
+    total = objective.sums(model, batch, mesh.device, torch.ones(1))
+    loss = total / objective.denominators(batch)[0]
     expected = torch.stack([one_by_one(model, each) for each in examples]).mean()
     assert_relative(loss, expected[None], 1e-12)
     assert batch.num_tokens == sum(len(o.tokens) for each in examples for o in each.options)
@@ -288,11 +290,11 @@ def test_masters_are_taken_up_where_the_checkpoint_has_them(tmp_path: Path) -> N
     mesh = serial_mesh()
     state = begin(write_model(tmp_path / "a"), "span")
     manifest = read_manifest(tmp_path / "a" / "checkpoints" / "step_00000000")
-    pieces = [each for each in model_pieces(state.model) if not each.key.startswith("model.head")]
+    pieces = [each for each in model_slices(state.model) if not each.key.startswith("model.head")]
     exact = torch.full((32,), 0.3)
     layout = ShardingSpec(shape=(32,), decay=False)
     pieces.append(TensorSlice("master.encoder.final_norm.bias", layout, exact))
     facts = {key: manifest[key] for key in manifest if key not in ("files", "tensors", "checksum")}
-    path = save(tmp_path / "b", 0, pieces, facts, mesh)
-    load_pretrained(state, path)
+    path = save(tmp_path / "b", 0, pieces, facts, mesh).path
+    load_pretrained(state, verify(path, mesh))
     assert torch.equal(state.model.get_parameter("encoder.final_norm.bias"), exact)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.parallel.kernels import use_cpu_kernels
-from megatron.train import compiled
+from megatron.train import state
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
 from tools import doctor
@@ -86,13 +86,13 @@ def test_a_compiler_that_does_not_work_is_told_with_what_is_done_instead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = torch.device("cuda")
-    monkeypatch.setattr(compiled, "lack_of_compiler", lambda _: "TritonMissing: no Triton")
+    monkeypatch.setattr(state, "compiler_failure", lambda _: "TritonMissing: no Triton")
     fact, problem = libraries.layer_compiler(gpu)
     assert (fact.name, fact.value) == ("torch.compile", False)
     assert "no Triton; layers run as they are" in problem.what
     assert "--no-compile" in problem.cure
     assert not problem.is_needed
-    monkeypatch.setattr(compiled, "lack_of_compiler", lambda _: None)
+    monkeypatch.setattr(state, "compiler_failure", lambda _: None)
     assert [found.value for found in libraries.layer_compiler(gpu)] == [True]
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.load import verify
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, whole_logits
 from tests.data.samples import write_tokenizer
@@ -46,7 +47,7 @@ def run(source: Path, to: Path, flags: str = "") -> Path:
 
 def our_logits(step: Path) -> Tensor:
     mesh = serial_mesh()
-    return whole_logits(load_model(step, mesh, torch.float64), mesh, TOKENS)
+    return whole_logits(load_model(verify(step, mesh), mesh, torch.float64), mesh, TOKENS)
 
 
 def assert_same_model(step: Path, parts: list[Rank], version: int, eps: float = 1e-5) -> None:

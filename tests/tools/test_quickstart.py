@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config import PretrainGPT2Config, parse
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.indexed import IndexedDataset
 from tools.command import ROOT, Command, cause
 from tools.data_files import IndexedDatasetWriter

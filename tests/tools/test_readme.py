@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import PretrainBertConfig, PretrainGPT2Config, parse
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {"pretrain_gpt2.py": PretrainGPT2Config, "pretrain_bert.py": PretrainBertConfig}

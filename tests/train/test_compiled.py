@@ -1,7 +1,8 @@
-"""Layers that torch.compile has compiled compute what they compute uncompiled."""
+"""Which code runs: layers that torch.compile has compiled compute the same; the commit."""
 
 import json
 import shutil
+import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,9 @@ from torch._dynamo.utils import counters
 import pretrain_gpt2
 from megatron.config.checks import UsageError
 from megatron.parallel.mesh import serial_mesh
-from megatron.train import compiled
+from megatron.train import state as state_module
 from megatron.train.diagnose import find_first
+from megatron.train.state import choose_compile, commit, compile_layers
 from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_samples, bert_section
 from tests.data.samples import write_data
@@ -46,7 +48,7 @@ def first_steps(kind: str, size: int, is_compiled: bool, changes: dict[str, Any]
     counters.clear()
     state = tiny_state(mesh_of_ranks(size), SECTIONS[kind](**changes), dtype=torch.float32)
     if is_compiled:
-        compiled.compile_layers(state.model)
+        compile_layers(state.model)
     batches = [SAMPLES[kind](4)]
     state.model.train()
     loss = forward_backward(state, batches, count(state, batches))
@@ -107,38 +109,38 @@ def refuse(*_: object) -> None:
     raise RuntimeError("Cannot find a working triton installation.\nMore lines")
 
 
-@pytest.mark.parametrize("asked", [None, False])
-def test_a_cpu_compiles_nothing_unless_asked(
-    asked: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiled, "lack_of_compiler", refuse)
-    assert compiled.choose_compile(asked, serial_mesh()) == (False, [])
-
-
-def test_a_compiler_that_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", refuse)
-    mesh = serial_mesh()
-    with pytest.raises(UsageError, match="--compile.*triton installation.*--no-compile"):
-        compiled.choose_compile(True, mesh)
-    monkeypatch.setattr(compiled, "lack_of_compiler", lambda _: "no Triton")
-    is_on, (line,) = compiled.choose_compile(None, replace(mesh, device=torch.device("cuda")))
-    assert not is_on
-    assert line.startswith("warning: layers are not compiled")
-    assert "no Triton" in line
-
-
-def lacks_on_one_rank() -> tuple[bool, list[str]]:
-    mesh = replace(mesh_of_ranks(1), device=torch.device("cuda"))
-    lack = "no Triton" if mesh.control.rank else None
+def choose(asked: bool | None, kind: str, failure_of_last_rank: str | None) -> tuple[bool, int]:
+    """(whether layers are compiled, warnings) on a device of this kind."""
+    mesh = replace(mesh_of_ranks(1), device=torch.device(kind))
+    failure = failure_of_last_rank if mesh.control.rank == mesh.size - 1 else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "lack_of_compiler", lambda _: lack)
-        return compiled.choose_compile(None, mesh)
+        patch.setattr(state_module, "compiler_failure", lambda _: failure)
+        is_compiled, warnings = choose_compile(asked, mesh)
+    return is_compiled, len(warnings)
 
 
-def test_all_ranks_compile_or_none(gloo: Pool) -> None:
-    for is_on, news in gloo.run(2, lacks_on_one_rank):
-        assert not is_on
-        assert news
+@pytest.mark.parametrize(
+    ("asked", "kind", "failure", "expected"),
+    [
+        (None, "cpu", None, (False, 0)),
+        (False, "cuda", None, (False, 0)),
+        (True, "cpu", None, (True, 0)),
+        (None, "cuda", None, (True, 0)),
+        (None, "cuda", "no Triton", (False, 1)),
+    ],
+)
+def test_all_ranks_compile_or_none(
+    gloo: Pool, asked: bool | None, kind: str, failure: str | None, expected: tuple[bool, int]
+) -> None:
+    assert gloo.run(2, choose, asked, kind, failure) == [expected] * 2
+
+
+def test_a_compiler_that_does_not_work_is_refused_by_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", refuse)
+    with pytest.raises(UsageError, match="triton installation") as error:
+        choose_compile(True, serial_mesh())
+    assert (error.value.flag, error.value.works) == ("--compile", ("--no-compile",))
+    assert choose_compile(False, serial_mesh()) == (False, [])
 
 
 @GCC
@@ -159,3 +161,31 @@ def test_a_run_says_that_it_is_compiled_and_learns_the_same(
         losses.append([line["loss"] for line in lines if "loss" in line])
     assert len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
+    command = ["git", "-C", str(folder), *identity, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_record_names_the_commit_of_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tag is not named; the code may be installed inside somebody else's repository."""
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "file").write_text("first")
+    (tmp_path / "packages").mkdir()
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "--quiet", "--message", "first")
+    git(tmp_path, "tag", "v1")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert commit(tmp_path) == head
+    commit.cache_clear()
+    (tmp_path / "file").write_text("second")
+    assert commit(tmp_path) == f"{head}-dirty"
+    assert commit(tmp_path / "packages") is None
+    commit.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    assert commit(tmp_path) is None
+    commit.cache_clear()

@@ -1,23 +1,27 @@
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import step_folders
-from megatron.config import ModelConfig
+from megatron.checkpoint.load import verify
+from megatron.config.model import ModelConfig
+from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
-from megatron.models.registry import section_of
+from megatron.models.registry import config_of
 from megatron.train import evaluate
 from megatron.train.evaluate import load_model, load_newest, mean_losses, score
-from megatron.train.objectives import NextToken
+from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.tiny import (
     VOCABULARY,
     mesh_of_ranks,
     rows,
     samples,
+    save_state,
     tiny_model,
     tiny_section,
     tiny_state,
@@ -34,20 +38,36 @@ class Split:
         return rows(samples(numbers.stop), slice(numbers.start, numbers.stop, numbers.step))
 
 
-def loss_of_seven(tensor_size: int, micro_batch_size: int) -> float:
-    mesh = mesh_of_ranks(tensor_size)
-    model, _ = tiny_model(mesh, tiny_section(hidden_dropout=0.5))
-    loss = mean_losses(model.train(), NextToken(), Split(), 7, micro_batch_size, mesh)["loss"]
-    assert model.training, "the mode is put back"
-    return loss
+class BertSplit:
+    samples_per_epoch = 7
+
+    def batch(self, numbers: range) -> BertBatch:
+        each = [vars(bert_samples(1, first=number)) for number in numbers]
+        return BertBatch(**{name: np.concatenate([one[name] for one in each]) for name in each[0]})
+
+
+def losses_of_seven(tensor_size: int, micro_batch_size: int) -> dict[str, float]:
+    """Of a GPT-2 and of a BERT."""
+    mesh, losses = mesh_of_ranks(tensor_size), {}
+    for config, data in (
+        (tiny_section(hidden_dropout=0.5), Split()),
+        (bert_section(hidden_dropout=0.5), BertSplit()),
+    ):
+        state = tiny_state(mesh, config)
+        state.model.train()
+        losses |= mean_losses(state.model, state.objective, data, 7, micro_batch_size, mesh)
+        assert state.model.training, "the mode is put back"
+    return losses
 
 
 def test_the_mean_loss_depends_on_neither_batch_size_nor_layout(gloo: Pool) -> None:
-    expected = loss_of_seven(1, 7)
-    results = [loss_of_seven(1, 1), loss_of_seven(1, 3)]
+    expected = losses_of_seven(1, 7)
+    assert expected.keys() == {"loss", "mlm_loss", "sop_loss"}
+    results = [losses_of_seven(1, 1), losses_of_seven(1, 3)]
     for world, tensor_size in ((2, 2), (2, 1), (4, 2), (4, 1)):
-        results += gloo.run(world, loss_of_seven, tensor_size, 2)
-    assert results == pytest.approx([expected] * len(results), rel=1e-12)
+        results += gloo.run(world, losses_of_seven, tensor_size, 2)
+    for each in results:
+        assert each == pytest.approx(expected, rel=1e-12)
 
 
 def scored_of(tokens: Tensor) -> Tensor:
@@ -105,7 +125,8 @@ def test_the_best_token_is_the_one_of_highest_probability() -> None:
 
 
 def loaded(tensor_size: int, path: Path) -> tuple[bool, int, dict[str, Tensor]]:
-    model = load_model(path, mesh_of_ranks(tensor_size), torch.float64)
+    mesh = mesh_of_ranks(tensor_size)
+    model = load_model(verify(path, mesh), mesh, torch.float64)
     return model.training, model.vocab_size, whole_weights(model)
 
 
@@ -113,7 +134,8 @@ def test_a_model_is_rebuilt_from_its_checkpoint_alone(gloo: Pool, tmp_path: Path
     section = tiny_section(num_layers=1, hidden_dropout=0.1)
     state = tiny_state(mesh_of_ranks(1), section)
     assert ModelConfig(**asdict(section)) == section
-    state.save(str(tmp_path), {"config": {"model": asdict(section)}, "vocab_size": VOCABULARY})
+    facts = {"config": {"model": asdict(section)}, "vocab_size": VOCABULARY}
+    save_state(state, tmp_path, **facts)
     expected = whole_weights(state.model)
     for training, vocab_size, weights in gloo.run(2, loaded, 2, tmp_path / "step_00000000"):
         assert (training, vocab_size) == (False, VOCABULARY)
@@ -125,8 +147,8 @@ def test_a_model_is_rebuilt_from_its_checkpoint_alone(gloo: Pool, tmp_path: Path
 def test_recomputation_in_the_words_of_the_first_checkpoints(was: bool, granularity: str) -> None:
     settings = asdict(tiny_section()) | {"checkpoint_activations": was}
     del settings["recompute_granularity"]
-    manifest = {"config": {"model": settings}}
-    assert section_of(manifest) == tiny_section(recompute_granularity=granularity)
+    manifest = {"kind": "gpt2", "config": {"model": settings}}
+    assert config_of(manifest) == tiny_section(recompute_granularity=granularity)
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_name(
@@ -135,11 +157,11 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(
     state = tiny_state(mesh_of_ranks(1))
     facts = {"config": {"model": asdict(tiny_section())}, "vocab_size": VOCABULARY}
     for state.step in (1, 2):
-        state.save(str(tmp_path), facts)
+        save_state(state, tmp_path, **facts)
     damaged = tmp_path / "step_00000002" / "shard_00000.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    path, _ = load_newest(step_folders(tmp_path), mesh_of_ranks(1))
-    assert path == tmp_path / "step_00000001"
+    checkpoint, _ = load_newest(step_folders(tmp_path), mesh_of_ranks(1))
+    assert checkpoint.path == tmp_path / "step_00000001"
     assert f"warning: passed over: {damaged} is damaged" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import PrecisionConfig, TrainingConfig
+from megatron.config.training import PrecisionConfig, TrainingConfig
 from megatron.train import loop as loop_module
 from megatron.train.loader import prefetch
 from megatron.train.loop import Loop, train

@@ -212,7 +212,7 @@ def test_a_sink_that_fails_is_said_once_and_closed_while_the_record_goes_on(
             file.write({"step": step})
     said = capsys.readouterr().out
     assert said.count("ConnectionResetError") == 1
-    assert "recorder gets no more of this run: ConnectionResetError: connection lost\n" in said
+    assert "recorder did not get all of this run: ConnectionResetError: connection lost\n" in said
     assert (len(failing.lines), len(sound.lines)) == (2, 4)
     assert (failing.exit_codes, sound.exit_codes) == ([1], [0])
     assert steps_that_stand(path) == [1, 2, 3, 4]

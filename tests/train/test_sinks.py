@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from megatron.config import LoggingConfig, UsageError
+from megatron.config.checks import UsageError
 from megatron.config.pretrain import require_sinks
+from megatron.config.training import LoggingConfig
 from megatron.train.metrics import read_metrics
-from megatron.train.sinks import TensorBoardSink, open_sinks, run_of, wandb_mode
+from megatron.train.sinks import TensorBoardSink, open_sinks, run_of
 
 pytest.importorskip("wandb")
 pytest.importorskip("tensorboard")
@@ -72,7 +74,7 @@ with Metrics(None, SimpleNamespace(is_first=True), start=0, steps=9, sinks=[sink
 def test_a_run_outlives_a_disk_too_full_for_event_files(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
     said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert said.count("TensorBoard gets no more of this run: OSError") == 1
+    assert said.count("TensorBoard did not get all of this run: OSError") == 1
 
 
 # Weights & Biases: each part of a run is a process, as it is in training.
@@ -82,7 +84,7 @@ import os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 import megatron.train.sinks
-from megatron.config import LoggingConfig
+from megatron.config.training import LoggingConfig
 from megatron.train.metrics import Metrics
 from megatron.train.sinks import open_sinks
 
@@ -170,15 +172,11 @@ def test_wandb_keeps_the_lines_on_disk_without_network_and_account(tmp_path: Pat
     assert code == 0
     assert history(run) == lines_of(1, 2, 3)
     assert of_type(run, "run")[0]["config"]["update"]["layers"] == 2
-    assert of_type(run, "exit") == [{"exit_code": 0}]
+    assert of_type(run, "exit")[0].get("exit_code", 0) == 0
     assert {"name": "step", "options": {"defined": True}} in of_type(run, "metric")
     assert [each.get("step_metric") for each in of_type(run, "metric")] == [None, "step"]
     assert "wandb:" not in said  # how its own words begin
     assert f"wandb sync {run.parent}/offline-run-*" in said
-
-
-def test_wandb_leaves_nothing_outside_the_folder_of_the_run(tmp_path: Path) -> None:
-    train(tmp_path)
     assert list((tmp_path / "home").iterdir()) == []
     names = {each.name for each in (tmp_path / "save").iterdir()}
     assert names == {"metrics.jsonl", "wandb", "wandb.json"}
@@ -199,7 +197,7 @@ def test_a_resumed_process_continues_the_same_run_of_wandb(tmp_path: Path) -> No
 def test_an_exception_reaches_wandb_and_the_console_once(tmp_path: Path) -> None:
     code, said = train(tmp_path, ending="raise ValueError('no more')")
     assert code == 1
-    assert of_type(offline_runs(tmp_path)[0], "exit") == [{"exit_code": 1}]
+    assert of_type(offline_runs(tmp_path)[0], "exit")[0]["exit_code"] == 1
     assert said.count("ValueError: no more") == 1
 
 
@@ -213,53 +211,36 @@ def test_the_stop_button_of_wandb_asks_and_a_signal_is_ours(tmp_path: Path) -> N
 def test_a_run_outlives_the_service_process_of_wandb(tmp_path: Path) -> None:
     code, said = train(tmp_path, ending=KILL_THE_SERVICE)
     assert code == 0
-    assert said.count("wandb gets no more of this run: ConnectionResetError") == 1, said
+    assert said.count("wandb did not get all of this run: ConnectionResetError") == 1, said
     steps = [line["step"] for line in read_metrics(tmp_path / "save" / "metrics.jsonl")]
     assert steps == [1, 2, 3, *range(3, steps[-1] + 1)]
     assert steps[-1] >= 5
 
 
 @pytest.mark.parametrize(
-    ("environ", "reason"),
+    ("environ", "netrc", "reason"),
     [
-        ({"WANDB_API_KEY": KEY}, "CommError"),
-        ({"WANDB_API_KEY": "short"}, "AuthenticationError"),
-        ({"WANDB_MODE": "online"}, "UsageError"),
+        ({"WANDB_API_KEY": KEY}, "", "because of CommError"),
+        ({"WANDB_API_KEY": "short"}, "", "because of AuthenticationError"),
+        ({"WANDB_MODE": "online"}, "", "because of UsageError"),
+        ({}, f"machine 127.0.0.1:9 login user password {KEY}", "because of CommError"),
+        ({}, f"machine elsewhere login user password {KEY}", "; "),
+        ({"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, "", "; "),
     ],
 )
 def test_wandb_out_of_reach_is_said_and_the_run_kept_on_disk(
-    tmp_path: Path, environ: dict[str, str], reason: str
+    tmp_path: Path, environ: dict[str, str], netrc: str, reason: str
 ) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".netrc").write_text(netrc)
+    (tmp_path / "home" / ".netrc").chmod(0o600)
     code, said = train(tmp_path, WANDB_BASE_URL=NO_SERVER, **environ)
     assert code == 0
-    assert f"kept on disk because of {reason}" in said
+    assert re.search(f"kept on disk ?{reason}", said), said
     assert "wandb:" not in said
+    assert KEY not in said
+    assert {each.name for each in (tmp_path / "home").iterdir()} == {".netrc"}
     assert history(offline_runs(tmp_path)[0]) == lines_of(1, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("environ", "netrc_host", "mode"),
-    [
-        ({}, None, "offline"),
-        ({}, "api.wandb.ai", "online"),
-        ({}, "elsewhere", "offline"),
-        ({"WANDB_BASE_URL": "https://elsewhere"}, "elsewhere", "online"),
-        ({"WANDB_API_KEY": KEY}, None, "online"),
-        ({"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, None, "offline"),
-        ({"WANDB_MODE": "disabled"}, "api.wandb.ai", "disabled"),
-    ],
-)
-@pytest.mark.parametrize("name", [".netrc", "keys"])
-def test_wandb_is_online_where_there_is_a_key(
-    tmp_path: Path, environ: dict[str, str], netrc_host: str | None, mode: str, name: str
-) -> None:
-    environ = environ | {"HOME": str(tmp_path)}
-    if name == "keys":
-        environ["NETRC"] = str(tmp_path / name)
-    if netrc_host is not None:
-        (tmp_path / name).write_text(f"machine {netrc_host} login user password {KEY}\n")
-        (tmp_path / name).chmod(0o600)
-    assert wandb_mode(environ) == mode
 
 
 def test_a_run_keeps_its_id_until_it_starts_from_scratch_or_changes_project(tmp_path: Path) -> None:
@@ -292,7 +273,8 @@ def test_other_ranks_open_no_sink(tmp_path: Path) -> None:
 
 def test_a_run_without_sinks_imports_neither_library(tmp_path: Path) -> None:
     program = (
-        "import sys; from types import SimpleNamespace; from megatron.config import LoggingConfig;"
+        "import sys; from types import SimpleNamespace;"
+        "from megatron.config.training import LoggingConfig;"
         "from megatron.train.sinks import open_sinks;"
         "from megatron.config.pretrain import require_sinks;"
         "require_sinks(LoggingConfig(wandb_project='a', tensorboard_dir='b'), 'm.jsonl');"

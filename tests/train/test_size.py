@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron.checkpoint.format import read_manifest, step_folders
+from megatron.checkpoint.load import verify
 from megatron.data.bert import open_bert_splits
 from megatron.data.gpt2 import open_splits
 from megatron.data.indexed import token_dtype
@@ -110,7 +111,11 @@ def serial_loss(
     seed = read_manifest(path)["config"]["training"]["seed"]  # fixes the order of samples
     corpus = open_corpus([prefix], tokenizer=None)
     _, validation, _ = open_data(corpus, split=SPLIT, seed=seed)
-    return sum(mean_losses(load_model(path, mesh), objective, validation, 1, 1, mesh).values())
+    return sum(
+        mean_losses(
+            load_model(verify(path, mesh), mesh), objective, validation, 1, 1, mesh
+        ).values()
+    )
 
 
 @pytest.fixture

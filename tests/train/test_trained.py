@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.format import seal
-from megatron.config import ParallelConfig
 from megatron.config.checkpoint import TrainedConfig
+from megatron.config.checks import UsageError
+from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer
 from megatron.train.trained import open_trained
 from tests.config.test_checks import settings
@@ -90,9 +91,9 @@ def test_flags_win_over_the_tokenizer_of_the_checkpoint(
         ({"vocab_file": None}, (1, 1), "--vocab-file"),
         ({"merge_file": None}, (1, 1), "--merge-file"),
         ({"vocab_file": None, "merge_file": None}, (1, 1), "--vocab-file and --merge-file"),
-        ({"tokenizer_type": "T5"}, (1, 1), "--tokenizer-type T5"),
-        ({}, (2, 1), "--tensor-model-parallel-size 2"),
-        ({}, (3, 3), "--tensor-model-parallel-size 3"),
+        ({"tokenizer_type": "T5"}, (1, 1), "--tokenizer-type"),
+        ({}, (2, 1), "--tensor-model-parallel-size"),
+        ({}, (3, 3), "--tensor-model-parallel-size"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -106,22 +107,21 @@ def test_what_does_not_fit_is_refused(
         )
 
 
-def test_refuses_another_tokenizer(trained: TrainedConfig) -> None:
-    merges = Path(str(trained.merge_file))
-    merges.write_text(merges.read_text("utf-8").replace("i n\n", ""), encoding="utf-8")
-    with pytest.raises(ValueError, match="--vocab-file .* is not the one"):
-        open_trained(trained, ParallelConfig(), 1)
-
-
-def test_refuses_another_tokenizer_in_the_checkpoint(
-    tmp_path: Path, tokenizer: GPT2BPETokenizer
+@pytest.mark.parametrize("attached", [False, True])
+def test_refuses_another_tokenizer(
+    tmp_path: Path, tokenizer: GPT2BPETokenizer, attached: bool
 ) -> None:
+    """That of the flags, or that in the checkpoint."""
     merges = tokenizer.files["merges.txt"].replace(b"i n\n", b"\n\n\n\n")
-    tokenizer.files = {**tokenizer.files, "merges.txt": merges}
-    write_checkpoint(tmp_path / "checkpoints", tokenizer)
-    section = TrainedConfig(load=str(tmp_path / "checkpoints"))
-    with pytest.raises(ValueError, match="in .*step_00000002 is not the one"):
-        open_trained(section, ParallelConfig(), 1)
+    (tmp_path / "merges.txt").write_bytes(merges)
+    if attached:
+        tokenizer.files = {**tokenizer.files, "merges.txt": merges}
+    folder = write_checkpoint(tmp_path / "checkpoints", tokenizer, attached=attached)
+    flags = {"vocab_file": tmp_path / "vocab.json", "merge_file": tmp_path / "merges.txt"}
+    given = {} if attached else {name: str(file) for name, file in flags.items()}
+    with pytest.raises(UsageError) as error:
+        open_trained(TrainedConfig(load=str(folder), **given), ParallelConfig(), 1)
+    assert error.value.flag == "--vocab-file and --merge-file"
 
 
 def test_needs_no_torch() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.train.watch import Report, Wait, find_behind
+from megatron.train.stall import Report, Wait, find_behind
 from tests.train.ranks import Ended, run_ranks, write_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,6 +194,26 @@ def test_a_run_without_faults_ends_without_a_message(
     assert run_ranks(program, 2) == [Ended(status, output)] * 2
 
 
+# The launcher's store ends with the first node's ranks, as torchrun's does where they end with
+# another status than 0; a rank of another node is slow to see that all have left.
+ANOTHER_NODE = """
+import torch.distributed as dist
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+if rank == 0:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agent = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+else:
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(max(seconds, 2.0))
+"""
+
+
+def test_a_rank_of_another_node_leaves_with_its_own_status(tmp_path: Path) -> None:
+    body = f"{STEP}\nif last and rank == 0: time.sleep(1)\nif last: sys.exit(75)"
+    program = write_program(tmp_path, body, first=ANOTHER_NODE)
+    assert run_ranks(program, 2) == [Ended(75, "")] * 2
+
+
 def test_torchruns_summary_names_the_first_failure_and_a_restart_starts_anew(
     tmp_path: Path,
 ) -> None:
@@ -281,8 +301,5 @@ ALONE = [stand(rank, 5, 5) for rank in range(4)]
 def test_waits_lead_to_the_ranks_that_are_behind(
     reports: list[Report], working: tuple[int, ...], silent: tuple[int, ...], behind: list[int]
 ) -> None:
-    given = {
-        rank: replace(each, is_working=rank in working, answered=rank not in silent)
-        for rank, each in enumerate(reports)
-    }
-    assert find_behind(given)[0] == behind
+    given = {rank: replace(each, is_working=rank in working) for rank, each in enumerate(reports)}
+    assert find_behind(given, silent)[0] == behind

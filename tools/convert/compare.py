@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.load import verify
 from megatron.data.tokenizer import Tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model
@@ -132,7 +133,7 @@ def _our_logits(
     checkpoint: Path, outputs: Outputs, prompts: Sequence[Prompt]
 ) -> dict[str, list[Tensor]]:
     mesh = serial_mesh()
-    model = load_model(checkpoint, mesh, torch.float64)
+    model = load_model(verify(checkpoint, mesh), mesh, torch.float64)
     return _by_head([outputs.ours(model, mesh, prompt) for prompt in prompts])
 
 

@@ -12,20 +12,19 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import TensorSlice, load
 from megatron.checkpoint.save import reason
 from megatron.config.model import ModelConfig
 from megatron.data.tokenizer import Tokenizer
-from megatron.models.registry import section_of
-from megatron.parallel.mesh import serial_mesh
+from megatron.models.registry import config_of
 from tools.convert.table import Family
 from tools.convert.weights import Entry, Weights, resolve, to_theirs
 
 
 def write_model(
     folder: Path,
-    checkpoint: Path,
-    manifest: Mapping[str, Any],
+    checkpoint: Checkpoint,
     family: Family,
     tokenizer: Tokenizer,
 ) -> None:
@@ -34,9 +33,10 @@ def write_model(
     checkpoint: known to be whole. Raises ValueError for a checkpoint of another model, OSError
     where a file cannot be written.
     """
-    section = section_of(manifest)
+    manifest = checkpoint.manifest
+    section = config_of(manifest)
     entries = resolve(family, section, manifest["vocab_size"])
-    weights = _read_parameters(checkpoint, manifest, entries)
+    weights = _read_parameters(checkpoint, entries)
     (dtype,) = {weight.dtype for weight in weights.values()}
     special = {name: getattr(tokenizer, attribute) for name, attribute in family.special.items()}
     _write_config(folder, family, section, manifest["vocab_size"], special, dtype)
@@ -48,27 +48,27 @@ def write_model(
         file.chmod(0o644)  # like every other file: the library leaves it to its owner
 
 
-def _read_parameters(
-    checkpoint: Path, manifest: Mapping[str, Any], entries: Iterable[Entry]
-) -> Weights:
+def _read_parameters(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Weights:
     """Every parameter whole; the optimizer's tensors stay where they are."""
     saved = {
         key.removeprefix("model."): getattr(torch, tensor["dtype"])
-        for key, tensor in manifest["tensors"].items()
+        for key, tensor in checkpoint.manifest["tensors"].items()
         if key.startswith("model.")
     }
     layouts = {entry.ours: entry.spec for entry in entries}
     if strange := sorted(saved.keys() ^ layouts.keys()):
         raise ValueError(
-            f"{checkpoint}: {strange[0]} is in the checkpoint or in the model, but not in both"
+            f"{checkpoint.path}: {strange[0]} is in the checkpoint or in the model, but not in both"
         )
     if len(dtypes := set(saved.values())) > 1:
-        raise ValueError(f"{checkpoint} has weights of several dtypes: {sorted(map(str, dtypes))}")
+        raise ValueError(
+            f"{checkpoint.path} has weights of several dtypes: {sorted(map(str, dtypes))}"
+        )
     pieces = [
         TensorSlice(f"model.{name}", spec, torch.empty(spec.shape, dtype=saved[name]))
         for name, spec in layouts.items()
     ]
-    load(checkpoint, pieces, serial_mesh(), verified=True)
+    load(checkpoint, pieces)
     return {name: piece.local for name, piece in zip(layouts, pieces, strict=True)}
 
 

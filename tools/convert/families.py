@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.checkpoint.resume import kind_of
 from tools.convert.bert import BERTS
 from tools.convert.gpt2 import GPT2
 from tools.convert.table import Family
@@ -16,7 +15,7 @@ FAMILIES: tuple[Family, ...] = (GPT2, *BERTS)
 
 def family_of(manifest: Mapping[str, Any]) -> Family:
     """That of a checkpoint."""
-    kind, settings = kind_of(manifest), manifest["config"]["model"]
+    kind, settings = manifest["kind"], manifest["config"]["model"]
     (family,) = (
         family
         for family in FAMILIES

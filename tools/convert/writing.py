@@ -72,7 +72,7 @@ def write_checkpoint(
     }
     pieces = [TensorSlice(f"model.{name}", table[name], weights[name]) for name in table]
     with staged(to) as staging:
-        path = save(staging, 0, pieces, facts, serial_mesh(), tokenizer.files)
+        path = save(staging, 0, pieces, facts, serial_mesh(), tokenizer.files).path
         check(path)
     return to / path.name
 

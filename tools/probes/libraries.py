@@ -43,12 +43,12 @@ def layer_compiler(device: torch.device) -> Iterator[Finding]:
     if device.type == "cpu":
         yield Fact("torch.compile", False, "not used on a CPU, unless --compile asks for it")
         return
-    from megatron.train.compiled import CURE, lack_of_compiler
+    from megatron.train.state import COMPILER_HELP, compiler_failure
 
-    lack = lack_of_compiler(device)
+    lack = compiler_failure(device)
     yield Fact("torch.compile", lack is None, lack or "works; layers are compiled")
     if lack is not None:
-        yield Problem(f"torch.compile does not work: {lack}; layers run as they are", CURE)
+        yield Problem(f"torch.compile does not work: {lack}; layers run as they are", COMPILER_HELP)
 
 
 def numba() -> Iterator[Finding]:

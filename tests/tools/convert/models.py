@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.load import load
+from megatron.checkpoint.load import load, verify
 from megatron.checkpoint.save import save
 from megatron.data.tokenizer import file_names
-from megatron.models.registry import build_model, section_of
-from megatron.train.state import DTYPES, model_pieces
+from megatron.models.registry import build_model, config_of
+from megatron.train.state import DTYPES, model_slices
 from tests.data.samples import write_tokenizer
 from tests.tiny import mesh_of_ranks
 
@@ -80,14 +80,14 @@ def load_and_save(checkpoint: Path, to: Path, tensor_size: int) -> None:
     """What a run at this layout would do with the weights; makes to/step_00000001."""
     mesh, manifest = mesh_of_ranks(tensor_size), read_manifest(checkpoint)
     dtype = DTYPES[manifest["precision"]]
-    section, size = section_of(manifest), manifest["vocab_size"]
+    section, size = config_of(manifest), manifest["vocab_size"]
     model, _ = build_model(section, mesh, size, seed=None, dtype=dtype)
-    load(checkpoint, model_pieces(model), mesh)
+    load(verify(checkpoint, mesh), model_slices(model))
     names = file_names(manifest["config"]["data"]["tokenizer_type"])
     files = {name: (checkpoint / name).read_bytes() for name in names}
     own = ("files", "tensors", "checksum", "format")
     facts = {key: value for key, value in manifest.items() if key not in own}
-    save(to, 1, model_pieces(model), facts, mesh, files)
+    save(to, 1, model_slices(model), facts, mesh, files)
 
 
 def change_json(file: Path, **changes: Any) -> None:

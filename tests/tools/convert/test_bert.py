@@ -12,7 +12,7 @@ from transformers import AutoModelForPreTraining, AutoTokenizer
 from megatron.checkpoint.format import read_manifest
 from megatron.config.model import BertConfig, FinetunedConfig
 from megatron.data.tokenizer import read_tokenizer
-from megatron.models.registry import section_of
+from megatron.models.registry import config_of
 from megatron.models.transformer import RESIDUAL_ORDERS
 from tests.dist import Pool
 from tests.tools.convert.berts import NAMES, change_tensors, make_tokenizer, write_bert
@@ -67,7 +67,7 @@ def test_heads_of_tasks_make_the_round_trip(tmp_path: Path, order: str, task: st
         changes["label2id"] = {label: number for number, label in enumerate(labels)}
     folder = write_bert(tmp_path / "hf", order, task, **changes)
     import_model(str(folder), tmp_path / "ours")
-    section = section_of(read_manifest(tmp_path / "ours" / "step_00000000"))
+    section = config_of(read_manifest(tmp_path / "ours" / "step_00000000"))
     assert isinstance(section, FinetunedConfig)
     assert (section.head, section.labels, section.residual_order) == (head, labels, order)
     export_model(str(tmp_path / "ours"), tmp_path / "back")
@@ -98,7 +98,7 @@ def test_the_configuration_becomes_the_section_and_says_the_epsilon(
     manifest = read_manifest(tmp_path / "ours" / "step_00000000")
     assert manifest["kind"] == "bert"
     assert manifest["config"]["data"]["tokenizer_type"] == "BertWordPieceLowerCase"
-    assert section_of(manifest) == BertConfig(
+    assert config_of(manifest) == BertConfig(
         num_layers=2,
         hidden_size=32,
         num_attention_heads=4,

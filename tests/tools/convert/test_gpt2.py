@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.load import verify
 from megatron.config.model import ModelConfig
 from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import GPT2BPETokenizer
@@ -84,7 +85,8 @@ def test_an_import_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
     model = ModelConfig(**manifest["config"]["model"])
     assert model == replace(SECTION, layernorm_epsilon=1e-6, attention_dropout=0.0)
     tokens = torch.arange(16)[None]
-    ours = whole_logits(load_model(folders[0], serial_mesh()), serial_mesh(), tokens)
+    mesh = serial_mesh()
+    ours = whole_logits(load_model(verify(folders[0], mesh), mesh), mesh, tokens)
     theirs = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 

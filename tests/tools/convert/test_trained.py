@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.load import verify
 from megatron.data.indexed import token_dtype
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.parallel.mesh import serial_mesh
@@ -52,7 +53,7 @@ def test_what_was_trained_at_two_ranks_is_the_same_model_in_transformers(
     checkpoint = newest(tmp_path / "trained")
     assert len(list(checkpoint.glob("shard_*"))) == 2
     tokens = torch.from_numpy(np.random.default_rng(1).integers(261, size=(4, 16)))
-    ours = load_model(checkpoint, serial_mesh(), torch.float64)
+    ours = load_model(verify(checkpoint, serial_mesh()), serial_mesh(), torch.float64)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float64)
     expected = theirs(tokens).logits
     found = whole_logits(ours, serial_mesh(), tokens)

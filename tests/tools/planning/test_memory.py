@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.turns import ResidentMemory
-from megatron.config import OptimizerConfig, PrecisionConfig
 from megatron.config.model import ModelConfig, RecomputeGranularity
+from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.models.transformer import Transformer
 from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import serial_mesh

@@ -1,0 +1,40 @@
+import pytest
+import torch
+
+from megatron.config.checks import UsageError
+from megatron.parallel.agree import agree, refuse_alike
+from megatron.parallel.mesh import build_mesh
+from tests.dist import Pool
+
+
+def fail_on(failing: tuple[int, ...]) -> None:
+    rank = torch.distributed.get_rank()
+    if rank in failing:
+        raise UsageError("--seed", rank, "1234", works=("--seed", "1234"))
+
+
+def outcome(failing: tuple[int, ...]) -> tuple[object, ...]:
+    mesh = build_mesh(1, torch.device("cpu"))
+    try:
+        refuse_alike(mesh, lambda: fail_on(failing))
+    except UsageError as error:
+        refused = (error.flag, error.value, error.allowed, error.works)
+    else:
+        refused = ()
+    try:
+        return refused, agree(mesh, lambda: fail_on(failing) or mesh.data.rank)
+    except OSError as error:
+        return refused, "data 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        ((), ((), [0, 1, 2])),
+        ((1, 2), (("--seed", 1, "1234", ("--seed", "1234")), True)),
+    ],
+)
+def test_every_rank_raises_what_the_first_one_does(
+    gloo: Pool, failing: tuple[int, ...], expected: object
+) -> None:
+    assert gloo.run(3, outcome, failing) == [expected] * 3

@@ -1,0 +1,175 @@
+"""How a run starts: the same on every rank, whatever each of them sees."""
+
+import shutil
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint import load
+from megatron.checkpoint.resume import Start, check_start
+from megatron.config.checks import UsageError
+from megatron.train import state as state_module
+from megatron.train.pretrain import Plan, Run, build
+from megatron.train.state import choose_precision
+from tests.config.test_checks import settings
+from tests.dist import Pool
+from tests.tiny import VOCABULARY, mesh_of_ranks, save_state, tiny_section, tiny_state
+
+CONFIG = replace(settings(), model=tiny_section())  # trains to step 3
+FACTS = {"vocab_size": VOCABULARY, "tokenizer": "f", "data": []}
+
+
+def save(directory: Path, *steps: int, **facts: Any) -> tuple[Path, ...]:
+    """Checkpoints of CONFIG's run, the last of `steps` first."""
+    state = tiny_state(mesh_of_ranks(1), CONFIG.model, dtype=torch.float32)
+    every = {**FACTS, **state.facts(), "kind": "gpt2", "config": asdict(CONFIG)}
+    every |= {"run": "one", "validation_loss": None}
+    for state.step in steps:
+        state.samples = 4 * state.step
+        save_state(state, directory, **every | facts | {"counters": state.counters()})
+    return tuple(directory / f"step_{step:08d}" for step in reversed(steps))
+
+
+def start(
+    folders: tuple[Path, ...], *, finetune: bool = False, check: Any = None, **changes: Any
+) -> Run:
+    """A run that starts from one of the folders; changes: of CONFIG."""
+    config = replace(CONFIG, **changes)
+    plan = Plan(
+        config=config,
+        world=1,
+        inputs=SimpleNamespace(corpus=SimpleNamespace(vocab_size=VOCABULARY, identity=FACTS)),
+        start=Start(folders=folders, finetune=finetune),
+        check=check or partial(check_start, config, identity=FACTS),
+    )
+    return build(plan, mesh_of_ranks(1))
+
+
+def test_a_run_starts_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    scratch = start(())
+    assert (scratch.state.step, scratch.facts["weights_of"]) == (0, None)
+    newest, oldest = folders = save(tmp_path, 2, 4)
+    optimizer = replace(CONFIG.optimizer, lr=3.0)
+    tuned = start(folders, finetune=True, optimizer=optimizer)
+    assert tuned.state.step == 0
+    assert tuned.facts["weights_of"] == "one" != tuned.facts["run"]
+    assert not any("--lr" in each for each in tuned.messages)
+    assert str(newest) in tuned.messages[-1]
+
+    (newest / "manifest.json").unlink()
+    resumed = start(folders, optimizer=optimizer)
+    assert (resumed.state.step, resumed.state.samples, resumed.facts["run"]) == (2, 8, "one")
+    passed_over, where, changed, *_ = resumed.messages
+    assert str(newest / "manifest.json") in passed_over
+    assert str(oldest) in where
+    assert "--lr is 3.0 (was 0.00015)" in changed
+
+
+@pytest.mark.parametrize(
+    ("step", "loss", "is_due"), [(2, None, True), (2, 1.0, False), (3, None, False)]
+)
+def test_an_evaluation_that_a_signal_kept_back_is_made_up_for(
+    tmp_path: Path, step: int, loss: float | None, is_due: bool
+) -> None:
+    folders = save(tmp_path, step, validation_loss=loss)
+    training = replace(CONFIG.training, eval_interval=2)
+    assert start(folders, training=training).evaluate_first == is_due
+    assert not start(folders, training=training, finetune=True).evaluate_first
+
+
+def test_a_checkpoint_at_the_target_leaves_nothing_to_train(tmp_path: Path) -> None:
+    for step, is_done in ((2, False), (3, True), (40, True)):
+        messages = start(save(tmp_path / str(step), step)).messages
+        assert any(f"--train-iters {2 * step}" in each for each in messages) == is_done
+
+
+def start_from(lists: list[tuple[Path, ...]]) -> int:
+    """The step at which the run starts; lists: the folders that each rank finds."""
+    return start(lists[torch.distributed.get_rank()]).state.step
+
+
+def test_the_folders_that_the_first_rank_finds_hold_for_all(gloo: Pool, tmp_path: Path) -> None:
+    _, oldest = folders = save(tmp_path, 2, 4)
+    for first, second, expected in (
+        (folders, (oldest,), 4),
+        ((oldest,), folders, 2),
+        (folders, (), 4),
+        ((), folders, 0),
+    ):
+        assert gloo.run(2, start_from, [first, second]) == [expected] * 2
+
+
+def start_where_folders_differ(other: Path, folders: tuple[Path, ...]) -> tuple[str, int]:
+    """The second rank finds in `other` what the first finds beside the folders."""
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 1:
+            read = load.read_checkpoint
+            patch.setattr(load, "read_checkpoint", lambda path: read(other / path.name))
+        run = start(folders)
+    return run.messages[0], run.state.step
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_is_not_the_same_to_all_ranks_is_passed_over_by_all(
+    gloo: Pool, tmp_path: Path, is_there: bool
+) -> None:
+    newest, oldest = folders = save(tmp_path / "one", 2, 4)
+    shutil.copytree(oldest, tmp_path / "other" / oldest.name)
+    if is_there:
+        save(tmp_path / "other", 4, run="two")
+    ours, theirs = gloo.run(2, start_where_folders_differ, tmp_path / "other", folders)
+    assert ours == theirs
+    reason, step = ours
+    assert step == 2
+    assert newest.name in reason
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise ValueError("it does not fit")
+
+
+def refusal(folders: tuple[Path, ...], fault: str, finetune: bool) -> str:
+    """The error of each rank, where the second one alone meets the fault."""
+    is_broken, changes = torch.distributed.get_rank() == 1, {}
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "unreadable" and is_broken:
+            patch.setattr(load, "safe_open", refuse)
+        if fault == "another run":
+            changes["check"] = refuse if is_broken else lambda *_, **__: None
+        if fault == "larger model":
+            changes |= {"check": lambda *_, **__: None, "model": tiny_section(num_layers=3)}
+        with pytest.raises(ValueError, match="fit|layers") as error:
+            start(folders, finetune=finetune, **changes)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+def test_what_one_rank_refuses_is_refused_by_all(
+    gloo: Pool, tmp_path: Path, finetune: bool
+) -> None:
+    folders = save(tmp_path, 2)
+    for fault in ("another run", "unreadable", "larger model"):
+        first, second = gloo.run(2, refusal, folders, fault, finetune)
+        assert first == second
+
+
+def chosen(given: str | None, devices: list[str]) -> str:
+    mesh = mesh_of_ranks(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_module, "default_precision", lambda _: devices[mesh.control.rank])
+        try:
+            return choose_precision(given, mesh, "--bf16", "--no-bf16")
+        except UsageError as error:
+            return error.flag
+
+
+def test_ranks_compute_in_one_precision_or_not_at_all(gloo: Pool) -> None:
+    mixed = ["bf16", "fp32"]
+    assert gloo.run(2, chosen, "fp16", mixed) == ["fp16"] * 2
+    assert gloo.run(2, chosen, None, ["fp32"] * 2) == ["fp32"] * 2
+    assert gloo.run(2, chosen, None, mixed) == ["--bf16"] * 2
