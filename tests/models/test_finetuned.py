@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import FinetunedConfig
-from megatron.models.finetuned import FinetunedBert
+from megatron.models.bert import FinetunedBert
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs
 from tests.bert import bert_samples, bert_section, whole_bert
