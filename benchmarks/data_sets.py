@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from megatron.data.indexed import HEADER, Description, token_dtype
 from megatron.data.order import split_documents
-from megatron.data.wordpiece import MARKS, BertWordPieceLowerCase
+from megatron.data.tokenizer import MARKS, BertWordPieceLowerCase
 from tools.data_files import IndexedDatasetWriter, pack_header
 
 DOCUMENT = 1100  # tokens of one, on average; OpenWebText has 9.0e9 in 8.0e6

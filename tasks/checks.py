@@ -16,14 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.checks import UsageError, share
-from megatron.data.wordpiece import (
-    MAX_UNKNOWN,
-    BertTokenizer,
-    BertWordPieceLowerCase,
-    count_casing,
-    judge_casing,
-    judge_unknown,
-)
+from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, judge_unknown
+from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase
 from tasks.finetuning import BESIDE
 
 # RACE cut at the paper's 512 tokens is the case that has to pass: 7 % of its sequences are longer,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.pairs import SPECIAL, lengths_kept
-from megatron.data.wordpiece import BertTokenizer
+from megatron.data.tokenizer import BertTokenizer
 from tasks.examples import Encoding, Example
 
 AT_ONCE = 4096  # texts; the library holds some hundred bytes for each of their tokens

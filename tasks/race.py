@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.checks import UsageError, positive
-from megatron.data.wordpiece import BertTokenizer
+from megatron.data.tokenizer import BertTokenizer
 from tasks.checks import (
     TELL_CUT_QUESTIONS,
     ChecksConfig,

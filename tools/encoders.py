@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.base_tokenizer import EncodedTexts, encode_arrays
+from megatron.data.tokenizer import EncodedTexts, encode_arrays
 
 CHOICES = ("auto", "gigatoken", "words", "tokenizers")
 CACHED = 1 << 22  # characters of words; with their ids some 100 MB

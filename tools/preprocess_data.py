@@ -33,15 +33,8 @@ from megatron.config.checks import UsageError, positive, share
 from megatron.config.parse import parse
 from megatron.data.indexed import OPTIONAL_COUNTS, Description
 from megatron.data.json_lines import MANIFEST, Unit, find_shards
-from megatron.data.tokenizer import Tokenizer
-from megatron.data.wordpiece import (
-    MAX_UNKNOWN,
-    BertTokenizer,
-    BertWordPieceLowerCase,
-    count_casing,
-    judge_casing,
-    judge_unknown,
-)
+from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, judge_unknown
+from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase, Tokenizer
 from tools.corpus.manifest import read_manifest
 from tools.corpus.program import Unfinished, running, say
 from tools.corpus.settings import parse_size

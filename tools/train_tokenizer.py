@@ -26,15 +26,17 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 from megatron.config.checks import UsageError
 from megatron.config.parse import parse_call, user_errors
 from megatron.data.json_lines import cut, find_shards
-from megatron.data.tokenizer import END_OF_DOCUMENT, GPT2BPETokenizer, read_tokenizer
-from megatron.data.wordpiece import (
+from megatron.data.text_checks import TELL_UNKNOWN
+from megatron.data.tokenizer import (
     CONTINUATION,
+    END_OF_DOCUMENT,
     MARKS,
-    TELL_UNKNOWN,
     UNKNOWN,
     BertWordPieceCase,
     BertWordPieceLowerCase,
+    GPT2BPETokenizer,
     build_wordpiece,
+    read_tokenizer,
 )
 from tools.corpus.records import Funnel, documents, read_documents
 from tools.corpus.shards import placed

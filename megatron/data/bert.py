@@ -30,7 +30,7 @@ from megatron.data.indexed import IndexedDataset, check_highest_id
 from megatron.data.order import Series, open_series
 from megatron.data.pairs import SPECIAL, Blocks, Pair, draw_pair
 from megatron.data.sources import Corpus
-from megatron.data.wordpiece import BertTokenizer
+from megatron.data.tokenizer import BertTokenizer
 
 # Shares of the tokens to be predicted that are replaced; the others are read as they are.
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1

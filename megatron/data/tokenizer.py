@@ -1,16 +1,66 @@
-"""GPT-2's tokenizer, and all kinds by the names that --tokenizer-type knows."""
+"""The tokenizers that --tokenizer-type knows: GPT-2's byte-pair encoding and BERT's WordPiece."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron.data.base_tokenizer import Tokenizer as Tokenizer  # for all who take one
-from megatron.data.base_tokenizer import read_given
-from megatron.data.wordpiece import BertTokenizer, BertWordPieceCase, BertWordPieceLowerCase
+import numpy as np
+from numpy.typing import NDArray
 
 END_OF_DOCUMENT = "<|endoftext|>"
+PAD, UNKNOWN, CLS, SEP, MASK = MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+CONTINUATION = "##"
+LONGEST_WORD = 100  # characters; a longer one is [UNK]
+# Of the tokens with letters, the share with upper-case ones: none in BERT's own lower-case
+# vocabulary, "<S>" and "<T>" in its Chinese one, 31 % in one of 30,000 trained on cased text.
+CASED = 0.02
+
+EncodedTexts = tuple[NDArray[np.uint32], NDArray[np.int32]]
+"""(the ids of all texts one after another, how many of them each text has)"""
+
+
+class Tokenizer:
+    """Text to ids and back, with a tokenizers.Tokenizer.
+
+    It knows no special tokens: text that spells a mark is ordinary text.
+    """
+
+    kind: str
+    """Name that --tokenizer-type knows it by."""
+    names: ClassVar[Mapping[str, str]]
+    """What each file is called in a folder of a tokenizer: {parameter: name}."""
+    vocab_size: int
+    """Number of ids, the end mark's included; every id is below it."""
+    eod: int
+    """Id of the mark that ends a document; no text is encoded as it."""
+    fingerprint: str
+    """SHA-256, in hex, of the vocabulary and the merges: equal ids for every text."""
+    files: Mapping[str, bytes]
+    """{name: content} of the files it was made of, from which read_tokenizer makes it again."""
+    library: Any
+    """A tokenizers.Tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.library.encode_batch_fast(list(texts))]
+
+    def encode_arrays(self, texts: Sequence[str]) -> EncodedTexts:
+        return encode_arrays(self.library, texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.library.decode(list(ids)))
+
+
+def encode_arrays(library: Any, texts: Sequence[str]) -> EncodedTexts:
+    """library: a tokenizers.Tokenizer."""
+    encodings = library.encode_batch_fast(list(texts))
+    ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
+    sizes = np.array([len(each) for each in ids], np.int32)
+    return np.concatenate(ids or [np.empty(0, np.uint32)]), sizes
 
 
 class GPT2BPETokenizer(Tokenizer):
@@ -82,6 +132,101 @@ def _parse_merges(
     return merges
 
 
+class BertTokenizer(Tokenizer):
+    """BERT's WordPiece.
+
+    Text that spells a mark such as [SEP] is encoded as the ordinary characters it is made of, and
+    text without any character of a word, such as "\\u200b", as no token at all.
+    """
+
+    names: ClassVar[Mapping[str, str]] = {"vocab_file": "vocab.txt"}
+    is_lower_case: ClassVar[bool]
+    """Whether text is put into lower case, and its accents taken away, before it is encoded."""
+
+    def __init__(self, vocab_file: str | None) -> None:
+        """Raises ValueError or OSError, naming the flag, for a file that is not as it should be."""
+        content, given = read_given("--vocab-file", vocab_file), f"--vocab-file {vocab_file}"
+        tokens = _parse_tokens(content, given)
+        _check_casing(tokens, self.is_lower_case, given)
+        self.library = build_wordpiece(tokens, is_lower_case=self.is_lower_case)
+        self.files = {self.names["vocab_file"]: content}
+        self.vocab_size = len(tokens)
+        numbers = map(tokens.index, (PAD, UNKNOWN, CLS, SEP, MASK))
+        self.pad, self.unknown, self.cls, self.sep, self.mask = numbers
+        self.eod = self.sep
+        self.fingerprint = hashlib.sha256(json.dumps([self.kind, tokens]).encode()).hexdigest()
+        self.is_continuation: NDArray[np.bool_] = np.array(
+            [token.startswith(CONTINUATION) for token in tokens]
+        )
+        """[vocabulary]: whether a piece goes on with the word of the piece before it."""
+
+    def offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """(ids, where in the text each begins and ends, in characters)."""
+        encoding = self.library.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+
+class BertWordPieceLowerCase(BertTokenizer):
+    kind = "BertWordPieceLowerCase"
+    is_lower_case = True
+
+
+class BertWordPieceCase(BertTokenizer):
+    kind = "BertWordPieceCase"
+    is_lower_case = False
+
+
+def build_wordpiece(tokens: Sequence[str], *, is_lower_case: bool) -> Any:
+    """A tokenizers.Tokenizer, as transformers makes it; ids are places in `tokens`."""
+    import tokenizers
+
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    library = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece(
+            vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=LONGEST_WORD
+        )
+    )
+    library.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=is_lower_case)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    library.decoder = tokenizers.decoders.WordPiece(prefix=CONTINUATION)
+    return library
+
+
+def _parse_tokens(content: bytes, given: str) -> list[str]:
+    """A token a line, their ids 0, 1, 2, ...; given: flag and file."""
+    try:
+        lines = content.decode().replace("\r\n", "\n").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{given} is not UTF-8 text; BERT's own vocab.txt would work") from error
+    if missing := [mark for mark in MARKS if mark not in lines]:
+        raise ValueError(
+            f"{given} lacks the lines {' '.join(missing)} of a WordPiece's vocabulary; a vocab.txt "
+            "of BERT or of tools/train_tokenizer.py would work"
+        )
+    first: dict[str, int] = {}
+    for number, token in enumerate(lines, start=1):
+        if not token:
+            raise ValueError(f"{given}, line {number}: empty; every line should hold a token")
+        if first.setdefault(token, number) != number:
+            raise ValueError(f"{given}, line {number}: {token!r} is in line {first[token]}, too")
+    return lines
+
+
+def _check_casing(tokens: Sequence[str], is_lower_case: bool, given: str) -> None:
+    """ValueError where the vocabulary was made for text of the other kind."""
+    cased = [token for token in tokens if token not in MARKS and token.lower() != token.upper()]
+    upper = [token for token in cased if token != token.lower()]
+    if not cased or (len(upper) <= CASED * len(cased)) == is_lower_case:
+        return
+    other, kind = (
+        (BertWordPieceCase, "without") if is_lower_case else (BertWordPieceLowerCase, "with")
+    )
+    raise ValueError(
+        f"{given}: {len(upper)} of {len(cased)} tokens with letters have capitals; a vocabulary "
+        f"{kind} capitals, or --tokenizer-type {other.kind} where data is made, would work"
+    )
+
+
 TOKENIZERS: dict[str, type[GPT2BPETokenizer] | type[BertTokenizer]] = {
     maker.kind: maker for maker in (GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase)
 }
@@ -135,3 +280,12 @@ def _maker(kind: str) -> type[GPT2BPETokenizer] | type[BertTokenizer]:
 
 def _flag(parameter: str) -> str:
     return f"--{parameter.replace('_', '-')}"
+
+
+def read_given(flag: str, file: str | None) -> bytes:
+    """The file that the flag names; ValueError without one, FileNotFoundError if it is not there"""
+    if file is None:
+        raise ValueError(f"{flag} is missing: it names a file of the tokenizer")
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"{flag} {file}: no such file")
+    return Path(file).read_bytes()

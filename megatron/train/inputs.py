@@ -13,8 +13,7 @@ from megatron.data.batch import Samples
 from megatron.data.bert import open_bert_splits
 from megatron.data.gpt2 import open_splits
 from megatron.data.sources import Corpus, find_tokenizer, open_corpus, require_sequences
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.data.wordpiece import BertTokenizer
+from megatron.data.tokenizer import BertTokenizer, Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megatron.config.checks import UsageError, flag, positive, writable
 from megatron.data.files import write_atomically
-from megatron.data.wordpiece import BertTokenizer
+from megatron.data.tokenizer import BertTokenizer
 from tasks.checks import (
     TELL_CUT_QUESTIONS,
     ChecksConfig,

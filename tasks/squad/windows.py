@@ -24,7 +24,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from megatron.data.wordpiece import BertTokenizer
+from megatron.data.tokenizer import BertTokenizer
 from tasks.examples import Example
 from tasks.pairs import Ragged, Shape, encode
 from tasks.squad.files import Question, Squad

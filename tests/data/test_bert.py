@@ -175,6 +175,9 @@ def test_data_that_is_no_pairs_of_sentences_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--data-path: .*gpt2.*--split-sentences"):
         require_sequences(corpus, sentences=True)
     require_sequences(corpus, sentences=False)
+    corpus = open_corpus([write(tmp_path / "pairs", documents(9))], None)
+    with pytest.raises(ValueError, match="--data-path: .*pairs.*--split-sentences"):
+        require_sequences(corpus, sentences=False)
     write(tmp_path / "lines", [[[5, 6, 7]]] * 9)
     with pytest.raises(ValueError, match="--data-path: .*lines.*--split-sentences"):
         opened(str(tmp_path / "lines"))

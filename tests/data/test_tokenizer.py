@@ -6,20 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data.text_checks import count_casing
 from megatron.data.tokenizer import (
+    MARKS,
+    BertTokenizer,
+    BertWordPieceCase,
+    BertWordPieceLowerCase,
     GPT2BPETokenizer,
     Tokenizer,
     build_tokenizer,
     file_flags,
     file_names,
     read_tokenizer,
-)
-from megatron.data.wordpiece import (
-    MARKS,
-    BertTokenizer,
-    BertWordPieceCase,
-    BertWordPieceLowerCase,
-    count_casing,
 )
 from tests.data.samples import write_tokenizer, write_wordpiece
 

@@ -13,8 +13,7 @@ import torch
 from megatron.checkpoint.load import TensorSlice
 from megatron.checkpoint.save import save
 from megatron.config.model import BertConfig, ModelConfig
-from megatron.data.tokenizer import build_tokenizer
-from megatron.data.wordpiece import BertWordPieceLowerCase
+from megatron.data.tokenizer import BertWordPieceLowerCase, build_tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec
 from megatron.train.state import build_model, environment, model_slices

@@ -6,7 +6,7 @@ from string import ascii_lowercase, digits
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from megatron.data.wordpiece import BertWordPieceLowerCase
+from megatron.data.tokenizer import BertWordPieceLowerCase
 
 MARKS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["the", "rain", "in", "spain", "stays", "mainly", "plain", "where", "does", "it", "stay"]

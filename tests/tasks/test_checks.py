@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.wordpiece import BertTokenizer, BertWordPieceCase, BertWordPieceLowerCase
+from megatron.data.tokenizer import BertTokenizer, BertWordPieceCase, BertWordPieceLowerCase
 from tasks.checks import (
     ChecksConfig,
     InputChecks,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.wordpiece import BertWordPieceLowerCase
+from megatron.data.tokenizer import BertWordPieceLowerCase
 from tasks.glue import MNLI, QQP, Classified
 from tasks.main import main
 from tests.tasks.made import small_section, wordpiece, write_model

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.wordpiece import BertWordPieceLowerCase
+from megatron.data.tokenizer import BertWordPieceLowerCase
 from tasks.checks import ChecksConfig
 from tasks.examples import make_batch
 from tasks.main import main

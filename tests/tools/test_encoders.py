@@ -17,8 +17,12 @@ import gigatoken
 import numpy as np
 import pytest
 
-from megatron.data.tokenizer import GPT2BPETokenizer
-from megatron.data.wordpiece import MARKS, BertWordPieceCase, BertWordPieceLowerCase
+from megatron.data.tokenizer import (
+    MARKS,
+    BertWordPieceCase,
+    BertWordPieceLowerCase,
+    GPT2BPETokenizer,
+)
 from tests.data.samples import write_tokenizer, write_wordpiece
 from tools import encoders
 from tools.encoders import PROBES, Encoder, Gigatoken, Words, build_encoder, find_difference

@@ -16,8 +16,7 @@ from megatron.data.files import tokenizer_folder
 from megatron.data.gpt2 import open_splits
 from megatron.data.indexed import IndexedDataset
 from megatron.data.sources import open_corpus
-from megatron.data.tokenizer import GPT2BPETokenizer
-from megatron.data.wordpiece import BertWordPieceLowerCase
+from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer
 from tests.data.samples import write_data_of_tokenizer, write_sentences, write_wordpiece
 from tools.inspect_data import main
 

@@ -10,8 +10,7 @@ from pydoc_data.topics import topics
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 
-from megatron.data.tokenizer import read_tokenizer
-from megatron.data.wordpiece import MARKS, BertWordPieceCase, BertWordPieceLowerCase
+from megatron.data.tokenizer import MARKS, BertWordPieceCase, BertWordPieceLowerCase, read_tokenizer
 from tests.tools.corpus.lines import write_jsonl
 from tools.train_tokenizer import SAMPLE, SAMPLE_CHARACTERS, sampled, train_tokenizer
 
@@ -132,7 +131,7 @@ def test_a_wordpiece_that_cannot_be(tmp_path: Path) -> None:
         train_tokenizer((source,), 99, tmp_path, "BertWordPieceCase")
     with pytest.raises(ValueError, match="--tokenizer-type T5.*GPT2BPE.*Case"):
         train_tokenizer((source,), 100, tmp_path, "T5")
-    with pytest.raises(ValueError, match="--tokenizer-type BertWordPieceLowerCase would work"):
+    with pytest.raises(ValueError, match="--tokenizer-type BertWordPieceLowerCase"):
         train_tokenizer((source,), 100, tmp_path, "BertWordPieceCase")
 
 

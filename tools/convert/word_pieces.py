@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.data.tokenizer import Tokenizer
-from megatron.data.wordpiece import (
+from megatron.data.tokenizer import (
     CONTINUATION,
     LONGEST_WORD,
     MARKS,
@@ -16,6 +15,7 @@ from megatron.data.wordpiece import (
     BertTokenizer,
     BertWordPieceCase,
     BertWordPieceLowerCase,
+    Tokenizer,
 )
 from tools.convert.tokenizing import JSON, Tokenizing
 
