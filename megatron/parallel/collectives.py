@@ -39,7 +39,7 @@ def all_reduce(x: Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> Tensor:
     return x
 
 
-def begin_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Sum `x` over `axis` while other work goes on; what is returned waits, and returns the sum. It
     is in `x`, but for a compiler, which knows nothing of work in progress."""
     if axis.size == 1:

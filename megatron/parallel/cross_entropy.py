@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
-from megatron.parallel.collectives import all_reduce, begin_all_reduce
+from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.kernels import matmul, padded_rows
 from megatron.parallel.mesh import Axis
 from megatron.parallel.sharding import GradientView
@@ -144,7 +144,7 @@ def _loss_and_gradients(
         dz = parts.gradient(scales[rows]).to(x.dtype)
         del parts  # or beside a narrow dz the wide one would be there during its products
         dx[rows] = matmul(dz, weight.T)
-        waits.append(begin_all_reduce(dx[rows], axis))
+        waits.append(start_all_reduce(dx[rows], axis))
         if view is not None:
             view.add_matmul(dz, x[rows])
         if dw is not None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.linalg import vector_norm
 
-from megatron.parallel.collectives import begin_all_reduce
+from megatron.parallel.collectives import start_all_reduce
 from megatron.parallel.mesh import Axis
 from megatron.parallel.sharding import GradientView, ShardedModule, ShardingSpec, sharding_specs
 
@@ -79,7 +79,7 @@ class Bucket:
     def reduce(self) -> None:
         for axis in self.axes:
             self.wait()
-            self.wait = begin_all_reduce(self.flat, axis)
+            self.wait = start_all_reduce(self.flat, axis)
 
 
 class GradientBuffers:
@@ -125,12 +125,12 @@ class GradientBuffers:
                 start = f"{prefix}." if prefix else ""
                 own = {name: views[start + name] for name in module.specs}
                 module.gradient_views = own if direct else {}
-        self.ends: list[Node] = []  # kept alive, since hooks go with the nodes that they hang on
+        self.nodes: list[Node] = []  # kept alive, since hooks go with the nodes that they hang on
         for bucket in self.buckets:
             for view in bucket.views:
-                end = get_gradient_edge(view.parameter).node
-                end.register_hook(partial(self._collect, bucket, view))
-                self.ends.append(end)
+                node = get_gradient_edge(view.parameter).node
+                node.register_hook(partial(self._collect, bucket, view))
+                self.nodes.append(node)
 
     def start(self) -> None:
         """Forget the gradients of the step before."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
-from megatron.parallel.collectives import begin_all_reduce, reduce_from
+from megatron.parallel.collectives import reduce_from, start_all_reduce
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.random import RandomStreams
@@ -56,7 +56,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = kernels.matmul(dy, weight.flatten(0, -2).T)
             if ctx.axis is not None:
-                wait = begin_all_reduce(dx, ctx.axis)
+                wait = start_all_reduce(dx, ctx.axis)
         if ctx.needs_input_grad[1]:
             if ctx.view is not None:
                 ctx.view.add_matmul(dy, x)

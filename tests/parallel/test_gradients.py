@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron.parallel import gradients, layers
-from megatron.parallel.collectives import all_reduce, begin_all_reduce
+from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.gradients import BUCKET_BYTES, GradientBuffers
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mesh import Axis, Mesh, serial_mesh
@@ -220,10 +220,10 @@ def reduced_before_the_end(bucket_bytes: int) -> list[int]:
     model = tiny_model(mesh)[0]
     buffers = GradientBuffers(model, bucket_bytes)
     started: list[int] = []
-    begin = Mock(wraps=begin_all_reduce)
+    begin = Mock(wraps=start_all_reduce)
     buffers.watch = lambda _: started.append(begin.call_count)
     buffers.start()
-    with buffers.accumulate(is_last=True), patch.object(gradients, "begin_all_reduce", begin):
+    with buffers.accumulate(is_last=True), patch.object(gradients, "start_all_reduce", begin):
         summed_loss(model, samples(1), CPU)[0].backward()
     assert begin.call_count == len(buffers.buckets)
     return started
@@ -243,7 +243,7 @@ def order_of_a_layer() -> list[str]:
     view = layer.gradient_views["weight"]
 
     def begin(dx: Tensor, axis: Axis) -> Callable[[], Tensor]:
-        wait = begin_all_reduce(dx, axis)
+        wait = start_all_reduce(dx, axis)
         seen.append("f begins")
 
         def end() -> Tensor:
@@ -258,7 +258,7 @@ def order_of_a_layer() -> list[str]:
 
     view.add_matmul = add_matmul
     x = torch.randn(3, 4, requires_grad=True)
-    with buffers.accumulate(is_last=True), patch.object(layers, "begin_all_reduce", begin):
+    with buffers.accumulate(is_last=True), patch.object(layers, "start_all_reduce", begin):
         layer(x).sum().backward()
     return seen
 

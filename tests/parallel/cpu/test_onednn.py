@@ -85,22 +85,22 @@ def test_few_rows_of_a_tall_weight_are_torchs(rows: int) -> None:
 
 
 @pytest.mark.parametrize("is_filled", [False, True])
-@pytest.mark.parametrize("piece_bytes", [2**22, 7 * 4 * OUT])
+@pytest.mark.parametrize("chunk_bytes", [2**22, 7 * 4 * OUT])
 @pytest.mark.parametrize("columns", [IN, 2 * OUT])
 @pytest.mark.parametrize("tokens", [1, 16, N])
 def test_a_gradient_is_added_or_written(
-    is_filled: bool, piece_bytes: int, columns: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+    is_filled: bool, chunk_bytes: int, columns: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onednn, "SMALL", 1000)
-    monkeypatch.setattr(onednn, "CHUNK_BYTES", piece_bytes)
-    x, dy, place = draw(tokens, columns), draw(tokens, OUT), draw(OUT, columns)
-    expected = dy.double().T @ x.double() + (place if is_filled else 0)
-    add_matmul_(place, dy, x, accumulate=is_filled)
-    torch.testing.assert_close(place.double(), expected, rtol=0, atol=1e-4)
+    monkeypatch.setattr(onednn, "CHUNK_BYTES", chunk_bytes)
+    x, dy, out = draw(tokens, columns), draw(tokens, OUT), draw(OUT, columns)
+    expected = dy.double().T @ x.double() + (out if is_filled else 0)
+    add_matmul_(out, dy, x, accumulate=is_filled)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("told", "capability", "expected"),
+    ("vendor", "capability", "expected"),
     [
         ("AuthenticAMD\ncpu family\t: 26", "AVX512", True),
         ("AuthenticAMD\ncpu family\t: 25", "AVX512", False),
@@ -110,13 +110,13 @@ def test_a_gradient_is_added_or_written(
     ],
 )
 def test_onednn_is_taken_where_mkl_leaves_half_the_processor_idle(
-    told: str | None, capability: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+    vendor: str | None, capability: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_text(path: Path) -> str:
         assert path == Path("/proc/cpuinfo")
-        if told is None:
+        if vendor is None:
             raise FileNotFoundError(path)
-        return f"processor\t: 0\nvendor_id\t: {told}\nmodel\t\t: 1\n"
+        return f"processor\t: 0\nvendor_id\t: {vendor}\nmodel\t\t: 1\n"
 
     monkeypatch.setattr(Path, "read_text", read_text)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
