@@ -61,9 +61,7 @@ def make_plan(
         check_kind(settings, folders[0], manifest)
         if tokenizer.fingerprint != opened[0][1].fingerprint:
             raise UsageError(
-                "--ensemble",
-                folders[0],
-                f"a model of the same tokenizer as {opened[0][0][0]}",
+                "--ensemble", folders[0], f"a model of the same tokenizer as {opened[0][0][0]}"
             )
     _, tokenizer, manifest = opened[0]
     task = module.prepare(settings, manifest, tokenizer)
