@@ -2,12 +2,10 @@
 
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from shutil import copy, copytree
 from statistics import median
 from typing import Any, get_args
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,10 +15,8 @@ from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.config.model import ResidualOrder
 from megatron.config.parse import parse
 from megatron.optim.schedule import LossScaler
-from megatron.train.loop import Loop, train
 from megatron.train.metrics import read_metrics
 from megatron.train.objectives import answer_scores
-from megatron.train.replicas import ReplicaDrift
 from tasks import finetune
 from tasks.finetune import evaluate_models, fine_tune, mean_logits
 from tasks.finetuning import Head
@@ -180,6 +176,7 @@ def test_every_seed_has_a_head_an_order_and_dropout_of_its_own(
         with state.streams.at(0, 0):
             masks.append(state.model.dropout(torch.ones(4, 32)))
         orders.append(torch.from_numpy(next(loop.batches)[0].tokens))
+        assert loop.training.check_replicas_interval == 4, "after every epoch"
         loop.evaluate(state)
         return "train_iters"
 
@@ -220,34 +217,6 @@ def test_several_processes_train_keep_and_evaluate(
         each["epochs"][-1]["figures"] for each in record["seeds"]
     ]
     assert both["accuracy"] == expected["accuracy"]
-
-
-def drift(words: list[str]) -> str:
-    """Training in which a weight of the second rank changes before the last step of an epoch."""
-    mesh = mesh_of_ranks(1)
-    plan = make_plan(TASK, made, parse(made.Settings, words, {}), ["a test"], mesh.size)
-
-    def drifts(state: Any, loop: Loop) -> str:
-        def learning_rate(number: int) -> float:
-            if mesh.data.rank and number == 4:
-                with torch.no_grad():
-                    state.model.head.bias.add_(1)
-            return 1e-3
-
-        return train(state, replace(loop, learning_rate=learning_rate))
-
-    with mock.patch("tasks.finetune.train", drifts):
-        try:
-            fine_tune(plan, mesh, {})
-        except ReplicaDrift as error:
-            return str(error)
-    return "unseen"
-
-
-@pytest.mark.filterwarnings("ignore:nothing of the models")
-def test_ranks_that_differ_after_an_epoch_end_the_run(gloo: Pool, words: list[str]) -> None:
-    for error in gloo.run(2, drift, [*words, "--epochs", "1"]):
-        assert "head.bias" in error
 
 
 def test_a_run_that_diverges_ends_with_one_message(
