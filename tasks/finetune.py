@@ -189,7 +189,11 @@ def train_seed(run: Run, seed: int) -> None:
     optimizer = optimizer_config(settings, len(steps))
     assert settings.dtype is not None  # with_dtype
     with user_errors(run.environ, agreed=True):
-        clear(directory, mesh)
+        if directory is not None:  # with what an interrupted run left
+            folders = step_folders(directory) if mesh.is_first else []
+            if mesh.is_first and (folders or (directory / METRICS).exists()):
+                print(f"{directory}: this seed was interrupted and begins anew", file=sys.stderr)
+            remove_all(folders, mesh)
         state = start(run.pretrained, run.config, optimizer, settings.dtype, seed, mesh)
     file = None if directory is None else directory / METRICS
     with Metrics(file, mesh, start=0, steps=len(steps), stream=sys.stderr) as metrics:
@@ -228,15 +232,6 @@ def train_seed(run: Run, seed: int) -> None:
     # Hooks of the gradients refer to the model that holds them; the next one needs its memory.
     del state, loop, epochs
     gc.collect()
-
-
-def clear(directory: Path | None, mesh: Mesh) -> None:
-    """Remove the checkpoints of a run with this seed that did not come to its end; say so."""
-    if directory is not None:
-        folders = step_folders(directory) if mesh.is_first else []
-        if mesh.is_first and (folders or (directory / METRICS).exists()):
-            print(f"{directory}: this seed was interrupted and begins anew", file=sys.stderr)
-        remove_all(folders, mesh)
 
 
 def remove_all(folders: Sequence[Path], mesh: Mesh) -> None:

@@ -67,7 +67,12 @@ def make_plan(
     task = module.prepare(settings, manifest, tokenizer)
     if settings.evaluation.compare_paper:
         paper.check_figures(task.paper or name, task.conventions)
-    check_examples(settings, task)
+    for given, files, sets in (
+        ("--train-data", settings.train_data, [task.train]),
+        ("--valid-data", settings.valid_data, task.evaluations.values()),
+    ):
+        if files and not all(map(len, sets)):
+            raise UsageError(given, " ".join(map(str, files)), "data of which an example is left")
     for folders, _, manifest in opened if not settings.train_data else ():
         check_head(task, folders[0], manifest)
         warn_of_changes(settings, folders[0], manifest.get("finetuned", {}))
@@ -191,18 +196,6 @@ def check_kind(settings: FinetuneSettings, path: Path, manifest: Mapping[str, An
             f"at most the {positions} positions of {path}",
             works=("--seq-length", str(positions)),
         )
-
-
-def check_examples(settings: FinetuneSettings, task: Finetuning) -> None:
-    """Raise UsageError where nothing is left of the data of a flag."""
-    for name, files, sets in (
-        ("--train-data", settings.train_data, [task.train]),
-        ("--valid-data", settings.valid_data, task.evaluations.values()),
-    ):
-        if files and not all(map(len, sets)):
-            given = " ".join(map(str, files))
-            raise UsageError(name, given, "data of which an example is left")
-    assert settings.train_data or not len(task.train)
 
 
 def check_head(task: Finetuning, path: Path, manifest: Mapping[str, Any]) -> None:

@@ -127,7 +127,7 @@ def test_every_task_gives_the_same_figures_at_every_layout_and_batch_size(
         for each in alone
     ]
     assert all_figures(rows, 1, 3) == expected
-    for world, tensor_size in ((4, 2), (2, 2), (2, 1)):
+    for world, tensor_size in ((4, 2), (2, 1)):
         first, *others = gloo.run(world, all_figures, rows, tensor_size, 8)
         assert first == expected, (world, tensor_size)
         assert others == [[{}] * len(rows)] * (world - 1)
