@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.config.checks import UsageError
@@ -25,11 +24,6 @@ class Inputs:
     """That made the data sets; None where neither flags nor a folder beside them hold it."""
     train: Samples
     validation: Samples | None
-
-    @property
-    def attached(self) -> Mapping[str, bytes]:
-        """The tokenizer's files, for every checkpoint."""
-        return {} if self.tokenizer is None else self.tokenizer.files
 
 
 def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:

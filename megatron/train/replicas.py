@@ -77,7 +77,7 @@ def check_replicas(state: TrainState, batches: Sequence[Batch], passed: int | No
     for name, along, _ in shared:
         groups: dict[tuple[int, ...], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         for coordinates, rank, digests in ranks:
-            elsewhere = tuple(place for axis, place in coordinates.items() if axis not in along)
+            elsewhere = tuple(index for axis, index in coordinates.items() if axis not in along)
             groups[elsewhere][digests[name]].append(rank)
         for by_digest in groups.values():
             if len(by_digest) > 1:

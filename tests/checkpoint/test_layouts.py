@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from megatron.checkpoint import load as loading
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import TensorSlice, verify
-from megatron.checkpoint.resume import check_start, find_start
+from megatron.checkpoint.resume import find_start
 from megatron.checkpoint.save import save
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import ModelConfig
@@ -23,7 +22,7 @@ from megatron.config.pretrain import PretrainGPT2Config
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.parallel.layers import VocabParallelEmbedding
 from megatron.parallel.sharding import materialize, sharding_specs
-from megatron.train.pretrain import Plan, build
+from megatron.train.pretrain import build
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.checkpoint.saving import load, names, train
@@ -213,14 +212,9 @@ OLD_CONFIG = PretrainGPT2Config(
 
 def resume_old(tensor_size: int, directory: Path) -> tuple[list[str], list[float]]:
     mesh, identity = mesh_of_ranks(tensor_size), {"vocab_size": 51, "tokenizer": "f", "data": []}
-    plan = Plan(
-        config=OLD_CONFIG,
-        world=mesh.size,
-        inputs=SimpleNamespace(corpus=SimpleNamespace(vocab_size=51, identity=identity)),
-        start=find_start(CheckpointConfig(load=str(directory))),
-        check=partial(check_start, OLD_CONFIG, identity=identity),
-    )
-    run = build(plan, mesh)
+    inputs = SimpleNamespace(corpus=SimpleNamespace(vocab_size=51, identity=identity))
+    start = find_start(CheckpointConfig(load=str(directory)))
+    run = build(OLD_CONFIG, inputs, start, mesh)
     state = run.state
     losses = []
     for _ in range(3):

@@ -145,22 +145,15 @@ def test_a_compiler_that_does_not_work_is_refused_by_flag(monkeypatch: pytest.Mo
 
 @GCC
 @pytest.mark.slow
-def test_a_run_says_that_it_is_compiled_and_learns_the_same(
+def test_the_record_says_that_a_run_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 1)
-    prefix = tmp_path / "some_text_document"
+    prefix, file = tmp_path / "some_text_document", tmp_path / "metrics.jsonl"
     write_data(prefix, [[*range(1, 40), 0]] * 4)
-    losses = []
-    for switch in ("--no-compile", "--compile"):
-        file = tmp_path / f"{switch}.jsonl"
-        words = f"{SHAPE} {REST} --train-iters 3 --eval-iters 0 --log-interval 1 {switch}".split()
-        pretrain_gpt2.main([*words, "--data-path", str(prefix), "--metrics-file", str(file)], {})
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        assert lines[0]["compiled"] == (switch == "--compile")
-        losses.append([line["loss"] for line in lines if "loss" in line])
-    assert len(losses[0]) == 3
-    assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
+    words = f"{SHAPE} {REST} --train-iters 1 --eval-iters 0 --compile".split()
+    pretrain_gpt2.main([*words, "--data-path", str(prefix), "--metrics-file", str(file)], {})
+    assert json.loads(file.read_text().splitlines()[0])["compiled"]
 
 
 def git(folder: Path, *words: str) -> str:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.training import PrecisionConfig
 from megatron.optim.schedule import LossScaler
 from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError, non_finite
@@ -124,7 +123,7 @@ def diagnosis(
     for each in state.slices():
         torch.testing.assert_close(each.local, before[each.key], rtol=0, atol=0, equal_nan=True)
     error = raised.value
-    return error.what, error.found.what, error.found.place, str(error)
+    return error.what, error.found.what, error.found.coordinates, str(error)
 
 
 def step(state: TrainState) -> None:
@@ -159,15 +158,6 @@ def test_the_rank_at_fault_is_named_and_not_one_that_it_spoils(gloo: Pool) -> No
     for found in gloo.run(2, narrow_diagnoses, (0, 1)):
         for fault, (_, what, place, _) in zip(("weight", "product"), found, strict=True):
             assert (what, place) == (FAULTS[fault][1], "data 0, tensor 1")
-
-
-def test_a_run_with_loss_scaling_says_where_that_stands() -> None:
-    precision = PrecisionConfig(fp16=True, max_consecutive_skips=2, hysteresis=1)
-    state = tiny_state(mesh_of_ranks(1), precision=precision, dtype=torch.float16)
-    large_weight(state, state.model.get_submodule(UP))
-    step(state)
-    with pytest.raises(NonFiniteError, match="scale 32768, overflow 2 .*--max-consecutive-skips"):
-        step(state)
 
 
 def test_a_norm_alone_may_overflow() -> None:

@@ -164,24 +164,6 @@ def test_a_signal_to_any_rank_ends_all_after_the_step_with_a_save_and_no_evaluat
         assert answer[1:] == ([(3, False)], 3, "SIGUSR1")
 
 
-def test_what_the_data_set_raises_ends_the_step_that_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Batches are made a step ahead; those after the last step are not."""
-    batch = Split.batch
-
-    def broken(self: Split, numbers: range) -> Any:
-        if 8 in numbers:
-            raise OSError("no such disk")
-        return batch(self, numbers)
-
-    monkeypatch.setattr(Split, "batch", broken)
-    with pytest.raises(OSError, match="no such disk"):
-        run(1, tmp_path)
-    assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [2]
-    assert run(1, tmp_path, train_iters=2)[2:] == (2, "train_iters")
-
-
 def test_replicas_are_compared_at_their_interval_and_before_each_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,7 +166,9 @@ def lines_of(*steps: int) -> list[dict[str, Any]]:
     return [*training, {"step": steps[-1], "validation_samples": 8}]
 
 
-def test_wandb_keeps_the_lines_on_disk_without_network_and_account(tmp_path: Path) -> None:
+def test_wandb_keeps_a_run_and_its_resume_on_disk_without_network(
+    tmp_path: Path,
+) -> None:
     code, said = train(tmp_path)
     [run] = offline_runs(tmp_path)
     assert code == 0
@@ -181,17 +183,12 @@ def test_wandb_keeps_the_lines_on_disk_without_network_and_account(tmp_path: Pat
     names = {each.name for each in (tmp_path / "save").iterdir()}
     assert names == {"metrics.jsonl", "wandb", "wandb.json"}
 
-
-def test_a_resumed_process_continues_the_same_run_of_wandb(tmp_path: Path) -> None:
-    train(tmp_path)
-    train(tmp_path, start=2)
-    first, second = offline_runs(tmp_path)
+    train(tmp_path, start=2)  # a later process continues the same run
+    runs = offline_runs(tmp_path)
     kept = json.loads((tmp_path / "save" / "wandb.json").read_text())["id"]
-    heads = [of_type(run, "run")[0] for run in (first, second)]
-    assert [head["run_id"] for head in heads] == [kept, kept]
-    assert [head["resume"] for head in heads] == [True, True]
-    assert history(first) == lines_of(1, 2, 3)
-    assert history(second) == lines_of(3, 4, 5)  # step 3 was rewound, and is not dropped
+    heads = [of_type(each, "run")[0] for each in runs]
+    assert [(head["run_id"], head["resume"]) for head in heads] == [(kept, True)] * 2
+    assert history(runs[1]) == lines_of(3, 4, 5)  # step 3 was rewound, and is not dropped
 
 
 def test_an_exception_reaches_wandb_and_the_console_once(tmp_path: Path) -> None:
