@@ -119,20 +119,15 @@ def choose(asked: bool | None, kind: str, failure_of_last_rank: str | None) -> t
     return is_compiled, len(warnings)
 
 
-@pytest.mark.parametrize(
-    ("asked", "kind", "failure", "expected"),
-    [
+def test_all_ranks_compile_or_none(gloo: Pool) -> None:
+    for asked, kind, failure, expected in (
         (None, "cpu", None, (False, 0)),
         (False, "cuda", None, (False, 0)),
         (True, "cpu", None, (True, 0)),
         (None, "cuda", None, (True, 0)),
         (None, "cuda", "no Triton", (False, 1)),
-    ],
-)
-def test_all_ranks_compile_or_none(
-    gloo: Pool, asked: bool | None, kind: str, failure: str | None, expected: tuple[bool, int]
-) -> None:
-    assert gloo.run(2, choose, asked, kind, failure) == [expected] * 2
+    ):
+        assert gloo.run(2, choose, asked, kind, failure) == [expected] * 2
 
 
 def test_a_compiler_that_does_not_work_is_refused_by_flag(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,25 +86,23 @@ def test_flags_win_over_the_tokenizer_of_the_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("changes", "parallel", "flag"),
+    ("changes", "size", "world", "flag"),
     [
-        ({"vocab_file": None}, (1, 1), "--vocab-file"),
-        ({"merge_file": None}, (1, 1), "--merge-file"),
-        ({"vocab_file": None, "merge_file": None}, (1, 1), "--vocab-file and --merge-file"),
-        ({"tokenizer_type": "T5"}, (1, 1), "--tokenizer-type"),
-        ({}, (2, 1), "--tensor-model-parallel-size"),
-        ({}, (3, 3), "--tensor-model-parallel-size"),
+        ({"vocab_file": None}, 1, 1, "--vocab-file"),
+        ({"merge_file": None}, 1, 1, "--merge-file"),
+        ({"vocab_file": None, "merge_file": None}, 1, 1, "--vocab-file and --merge-file"),
+        ({"tokenizer_type": "T5"}, 1, 1, "--tokenizer-type"),
+        ({}, 2, 1, "--tensor-model-parallel-size"),
+        ({}, 3, 3, "--tensor-model-parallel-size"),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    trained: TrainedConfig, changes: dict[str, Any], parallel: tuple[int, int], flag: str
+    trained: TrainedConfig, changes: dict[str, Any], size: int, world: int, flag: str
 ) -> None:
-    """parallel: tensor-parallel size and number of processes."""
-    size, world = parallel
+    """size: of the tensor axis. world: processes."""
+    parallel = ParallelConfig(tensor_model_parallel_size=size)
     with pytest.raises(ValueError, match=flag):
-        open_trained(
-            replace(trained, **changes), ParallelConfig(tensor_model_parallel_size=size), world
-        )
+        open_trained(replace(trained, **changes), parallel, world)
 
 
 @pytest.mark.parametrize("attached", [False, True])
