@@ -94,7 +94,7 @@ def _open_corpus(
     if data.vocab_file or data.merge_file:
         given = build_tokenizer(kind, data.vocab_file, data.merge_file)
     corpus = open_corpus(data.data_path, given, vocab_size)
-    # Before the kinds of tokenizer: who confuses two data sets is told which program reads which.
+    # Before the kinds of tokenizer: the message names the program that reads this data set.
     require_sequences(corpus, sentences=sentences)
     tokenizer = given or find_tokenizer(corpus)
     if tokenizer is not None and tokenizer.kind != kind:

@@ -33,7 +33,7 @@ from tests.tiny import (
 )
 
 GCC = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-SECTIONS = {"gpt2": tiny_section, "bert": bert_section}
+CONFIGS = {"gpt2": tiny_section, "bert": bert_section}
 SAMPLES = {"gpt2": samples, "bert": bert_samples}
 # fp32; the order of sums differs.
 TOLERANCE = 2e-5
@@ -46,7 +46,7 @@ def first_steps(kind: str, size: int, is_compiled: bool, changes: dict[str, Any]
     torch._inductor.config.cpp.simdlen = 1
     torch._dynamo.reset()
     counters.clear()
-    state = tiny_state(mesh_of_ranks(size), SECTIONS[kind](**changes), dtype=torch.float32)
+    state = tiny_state(mesh_of_ranks(size), CONFIGS[kind](**changes), dtype=torch.float32)
     if is_compiled:
         compile_layers(state.model)
     batches = [SAMPLES[kind](4)]

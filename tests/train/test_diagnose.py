@@ -108,8 +108,8 @@ def diagnosis(
     mesh: Mesh, fault: str, bad: tuple[int, int], granularity: str, dtype: torch.dtype
 ) -> Diagnosis:
     """What the second step raises, where the rank at (data, tensor) coordinates goes wrong."""
-    section = tiny_section(recompute_granularity=granularity, hidden_dropout=0.1)
-    state = tiny_state(mesh, section, dtype=dtype)
+    config = tiny_section(recompute_granularity=granularity, hidden_dropout=0.1)
+    state = tiny_state(mesh, config, dtype=dtype)
     step(state)
     if (mesh.data.rank, mesh.tensor.rank) == bad:
         FAULTS[fault][0](state, state.model.get_submodule(UP))
@@ -171,8 +171,8 @@ def test_a_norm_alone_may_overflow() -> None:
 
 def replayed(tensor_size: int) -> bool:
     """Whether the second run leaves exactly the gradients of the first."""
-    section = tiny_section(hidden_dropout=0.3, attention_dropout=0.3)
-    state = tiny_state(mesh_of_ranks(tensor_size), section)
+    config = tiny_section(hidden_dropout=0.3, attention_dropout=0.3)
+    state = tiny_state(mesh_of_ranks(tensor_size), config)
     batches = micro_batches(samples(GLOBAL_BATCH), state.mesh, 1)
     counts = count(state, batches)
     forward_backward(state, batches, counts)

@@ -125,10 +125,10 @@ def loaded(tensor_size: int, path: Path) -> tuple[bool, int, dict[str, Tensor]]:
 
 
 def test_a_model_is_rebuilt_from_its_checkpoint_alone(gloo: Pool, tmp_path: Path) -> None:
-    section = tiny_section(num_layers=1, hidden_dropout=0.1)
-    state = tiny_state(mesh_of_ranks(1), section)
-    assert ModelConfig(**asdict(section)) == section
-    facts = {"config": {"model": asdict(section)}, "vocab_size": VOCABULARY}
+    config = tiny_section(num_layers=1, hidden_dropout=0.1)
+    state = tiny_state(mesh_of_ranks(1), config)
+    assert ModelConfig(**asdict(config)) == config
+    facts = {"config": {"model": asdict(config)}, "vocab_size": VOCABULARY}
     save_state(state, tmp_path, **facts)
     expected = whole_weights(state.model)
     for training, vocab_size, weights in gloo.run(2, loaded, 2, tmp_path / "step_00000000"):

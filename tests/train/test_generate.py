@@ -42,8 +42,8 @@ def continued(
 ) -> list[list[int]]:
     """The new tokens of PROMPTS, so many of them together."""
     mesh = mesh_of_ranks(tensor_size)
-    section = tiny_section(max_position_embeddings=POSITIONS)
-    model, _ = tiny_model(mesh, section, dtype=torch.float32)
+    config = tiny_section(max_position_embeddings=POSITIONS)
+    model, _ = tiny_model(mesh, config, dtype=torch.float32)
     if weights is not None:
         scatter_weights(model, weights)
     new = []
@@ -78,22 +78,22 @@ def transformers_run() -> tuple[dict[str, Tensor], list[list[int]], list[list[in
     """(weights in our names, new tokens of each of PROMPTS alone, and in one batch)."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    section = tiny_section(max_position_embeddings=POSITIONS)
-    config = GPT2Config(
+    config = tiny_section(max_position_embeddings=POSITIONS)
+    theirs = GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=POSITIONS,
-        n_embd=section.hidden_size,
-        n_layer=section.num_layers,
-        n_head=section.num_attention_heads,
+        n_embd=config.hidden_size,
+        n_layer=config.num_layers,
+        n_head=config.num_attention_heads,
         eos_token_id=END,
         bos_token_id=END,
     )
     torch.manual_seed(7)
-    model = GPT2LMHeadModel(config).eval()
+    model = GPT2LMHeadModel(theirs).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
-    weights = by_our_names(KINDS["gpt2"]._replace(config=section), model.state_dict())
+    weights = by_our_names(KINDS["gpt2"]._replace(config=config), model.state_dict())
     prompts = [prompt or [END] for prompt in PROMPTS]
     alone = [run for prompt in prompts for run in _transformers_text(model, [prompt])]
     return weights, alone, _transformers_text(model, prompts)
@@ -189,8 +189,8 @@ def test_logits_that_are_no_numbers_are_an_error(sampling: Sampling) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.01)])
 def test_narrow_weights_generate_too(dtype: torch.dtype, tolerance: float) -> None:
     mesh = mesh_of_ranks(1)
-    section = tiny_section(max_position_embeddings=POSITIONS)
-    narrow, wide = (tiny_model(mesh, section, dtype=d)[0].eval() for d in (dtype, torch.float64))
+    config = tiny_section(max_position_embeddings=POSITIONS)
+    narrow, wide = (tiny_model(mesh, config, dtype=d)[0].eval() for d in (dtype, torch.float64))
     with torch.inference_mode():
         logits = [Reader(model, FULL, 1).logits() for model in (narrow, wide)]
     assert logits[0].dtype == dtype

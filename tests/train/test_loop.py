@@ -176,8 +176,8 @@ def test_replicas_are_compared_at_their_interval_and_before_each_save(
 
 def test_with_fp16_every_line_has_the_scale_and_the_steps_skipped(tmp_path: Path) -> None:
     """The first overflows at so high a scale, and with hysteresis 1 each of them halves it."""
-    section = PrecisionConfig(fp16=True, initial_loss_scale="2**40", hysteresis=1)
-    run(1, tmp_path, precision=section)
+    config = PrecisionConfig(fp16=True, initial_loss_scale="2**40", hysteresis=1)
+    run(1, tmp_path, precision=config)
     steps = [line for line in lines(tmp_path) if "loss" in line]
     assert [line["skipped_steps"] for line in steps] == [2, 4, 6]
     assert [line["loss_scale"] for line in steps] == [2.0**38, 2.0**36, 2.0**34]

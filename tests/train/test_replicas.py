@@ -62,8 +62,8 @@ def test_values_that_change_places_change_the_hash() -> None:
 
 
 def trained(tensor_size: int, dtype: torch.dtype, dropout: float = 0.0) -> TrainState:
-    section = tiny_section(hidden_dropout=dropout, attention_dropout=dropout)
-    state = tiny_state(mesh_of_ranks(tensor_size), section, dtype=dtype)
+    config = tiny_section(hidden_dropout=dropout, attention_dropout=dropout)
+    state = tiny_state(mesh_of_ranks(tensor_size), config, dtype=dtype)
     for number in range(3):
         batches = micro_batches(samples(4, first=4 * number), state.mesh, 1)
         train_step(state, batches, 1e-3)

@@ -73,8 +73,8 @@ path, start = Path(sys.argv[1]), int(sys.argv[2])
 received, hooks = [], (sys.exit, sys.excepthook)
 signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
 megatron.train.sinks.INIT_SECONDS = 3
-section, facts = LoggingConfig(wandb_project="tiny"), {"layers": 2}
-sinks = open_sinks(section, path, os.environ, start, facts, mesh, received.append)
+config, facts = LoggingConfig(wandb_project="tiny"), {"layers": 2}
+sinks = open_sinks(config, path, os.environ, start, facts, mesh, received.append)
 assert hooks == (sys.exit, sys.excepthook)
 assert "torch" not in sys.modules
 with Metrics(path, mesh, start=start, steps=9, sinks=sinks) as metrics:

@@ -35,8 +35,8 @@ def step(state: TrainState, number: int) -> StepResult:
 
 
 def scaling(scale: float = 1024.0, **settings: Any) -> LossScaler:
-    section = PrecisionConfig(fp16=True, initial_loss_scale=str(scale), **settings)
-    return LossScaler.of(section, torch.float16)
+    config = PrecisionConfig(fp16=True, initial_loss_scale=str(scale), **settings)
+    return LossScaler.of(config, torch.float16)
 
 
 def infinite_gradient(state: TrainState) -> RemovableHandle:

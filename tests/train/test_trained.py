@@ -77,12 +77,12 @@ def test_flags_win_over_the_tokenizer_of_the_checkpoint(
 ) -> None:
     folder = write_checkpoint(tmp_path / "checkpoints", tokenizer)
     (folder / "vocab.json").write_text("x" * len(tokenizer.files["vocab.json"]))  # damaged
-    section = TrainedConfig(load=str(folder))
+    config = TrainedConfig(load=str(folder))
     with pytest.raises(ValueError, match="step_00000002 cannot be read: .* is not JSON"):
-        open_trained(section, ParallelConfig(), 1)
+        open_trained(config, ParallelConfig(), 1)
     vocab, merges = (str(tmp_path / name) for name in ("vocab.json", "merges.txt"))
-    section = replace(section, vocab_file=vocab, merge_file=merges)
-    assert open_trained(section, ParallelConfig(), 1)[1].fingerprint == tokenizer.fingerprint
+    config = replace(config, vocab_file=vocab, merge_file=merges)
+    assert open_trained(config, ParallelConfig(), 1)[1].fingerprint == tokenizer.fingerprint
 
 
 @pytest.mark.parametrize(
