@@ -89,10 +89,12 @@ def remove_leftovers(directory: Path) -> tuple[str, ...]:
 def set_aside(final: Path, went_back_to: int | None) -> tuple[str, ...]:
     """Rename the checkpoints beyond the step that the run went back to, so that no later run
     resumes from them, and whatever has the name of the new one; a line for each."""
-    notes = []
-    for folder in step_folders(final.parent):
-        if went_back_to is not None and step_of(folder) > went_back_to:
-            notes.append(f"{_abandon(folder)}: this run went on from step {went_back_to}")
+    folders = step_folders(final.parent) if went_back_to is not None else []
+    notes = [
+        f"{_abandon(folder)}: this run went on from step {went_back_to}"
+        for folder in folders
+        if went_back_to is not None and step_of(folder) > went_back_to
+    ]
     if final.exists():
         notes.append(f"{_abandon(final)}: this run saved that step again")
     return tuple(notes)
