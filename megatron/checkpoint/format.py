@@ -26,7 +26,6 @@ from megatron.data.files import sha256
 
 FORMAT = 2
 STEP_FOLDER = "step_[0-9]{8}"
-Box = tuple[slice, ...]
 
 
 def step_folders(directory: str | Path) -> list[Path]:
@@ -144,17 +143,3 @@ def check_tiling(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
                 corners[corner] += sign
         if any(corners.values()) or any(size < 0 for each in slices for size in each["shape"]):
             raise ValueError(f"the slices of {key} do not cover it exactly once")
-
-
-def box_of(saved: Mapping[str, Any]) -> Box:
-    """Where a slice of the manifest lies in its tensor."""
-    pairs = zip(saved["offset"], saved["shape"], strict=True)
-    return tuple(slice(start, start + size) for start, size in pairs)
-
-
-def overlap(one: Box, other: Box) -> Box | None:
-    """What both have in common; None if that is nothing."""
-    common = tuple(
-        slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)
-    )
-    return common if all(each.start < each.stop for each in common) else None

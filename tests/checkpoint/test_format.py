@@ -15,7 +15,7 @@ from megatron.checkpoint.format import (
     seal,
     step_folders,
 )
-from tests.checkpoint.files import FILES, make_checkpoint
+from tests.checkpoint.files import make_checkpoint
 
 
 def test_step_folders_are_those_of_steps_the_highest_first(tmp_path: Path) -> None:
@@ -71,12 +71,14 @@ def test_what_is_no_manifest_is_named(tmp_path: Path, change: dict[str, Any] | s
         read_manifest(file.parent)
 
 
-def test_a_file_that_is_gone_since_the_manifest_was_read_is_named(tmp_path: Path) -> None:
+def test_files_that_are_short_or_gone_are_named(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(make_checkpoint(tmp_path, 5))
-    for name in FILES:
-        (checkpoint.path / name).unlink()
-    for line, name in zip(damage(checkpoint), FILES, strict=True):
-        assert line.startswith(str(checkpoint.path / name))
+    file = checkpoint.path / "shard_00001.safetensors"
+    for spoil in (lambda: file.write_bytes(b"short"), file.unlink):
+        spoil()
+        assert [line.startswith(str(file)) for line in damage(checkpoint)] == [True]
+        with pytest.raises((ValueError, FileNotFoundError), match=f"^{file}"):
+            read_manifest(checkpoint.path)
 
 
 @pytest.mark.parametrize(
