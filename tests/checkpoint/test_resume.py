@@ -194,6 +194,7 @@ def test_what_may_not_change(changes: dict[str, Any], flag: str, works: tuple[st
     [
         {},
         {"train_iters": 9, "tensor_model_parallel_size": 2, "lr": 0.1, "save": "s"},
+        {"data_path": ("moved",), "vocab_file": "v", "merge_file": "m"},
         {"override_data": True, "seed": 5, "seq_length": 8},
         *({"override_data": True, "identity": other} for other in OTHER_DATA),
         {"finetune": True, "seed": 5, "bf16": True, "identity": {"data": []}},
