@@ -43,13 +43,3 @@ def test_presets_are_the_paper_s(name: str) -> None:
     assert model.num_attention_heads == heads
     assert config.global_batch_size(gpus) == batch
     assert model.recompute_granularity == "full"  # section 4.2: after every transformer layer
-
-
-@pytest.mark.parametrize(("name", "size"), [("1.2b", 1), ("2.5b", 2), ("4.2b", 4), ("8.3b", 8)])
-def test_scaling_study_pads_to_51200_and_takes_8_samples_a_model(name: str, size: int) -> None:
-    config = load(f"gpt2_scaling_{name}")
-    assert config.parallel.tensor_model_parallel_size == size
-    assert config.global_batch_size(size) == 8
-    divisible_by = config.model.make_vocab_size_divisible_by
-    assert 50_257 <= 51_200 < 50_257 + divisible_by * size
-    assert 51_200 % (divisible_by * size) == 0
