@@ -61,9 +61,7 @@ def make_plan(
         check_kind(settings, folders[0], manifest)
         if tokenizer.fingerprint != opened[0][1].fingerprint:
             raise UsageError(
-                "--ensemble",
-                folders[0],
-                f"a model of the same tokenizer as {opened[0][0][0]}",
+                "--ensemble", folders[0], f"a model of the same tokenizer as {opened[0][0][0]}"
             )
     _, tokenizer, manifest = opened[0]
     task = module.prepare(settings, manifest, tokenizer)
@@ -213,15 +211,11 @@ def check_head(task: Finetuning, path: Path, manifest: Mapping[str, Any]) -> Non
     theirs, ours = (config["head"], tuple(config["labels"])), (task.head, tuple(task.labels))
     if theirs != ours:
         then = manifest.get("finetuned", {}).get("task", "another task")
+        heads = [f"{head} ({', '.join(labels) or 'no labels'})" for head, labels in (theirs, ours)]
         raise ValueError(
-            f"{path} was fine-tuned on {then}: its head is a {_head(*theirs)}, and that of this "
-            f"task a {_head(*ours)}; a model that was fine-tuned on this task, with the same "
-            "labels in the same order, would work"
+            f"{path} was fine-tuned on {then}: its head is a {heads[0]}, and that of this task a "
+            f"{heads[1]}; a model with the same labels in the same order would work"
         )
-
-
-def _head(head: str, labels: Sequence[str]) -> str:
-    return f"{head} ({', '.join(labels)})" if labels else head
 
 
 def warn_unfinished(given: str, load: str, path: Path, finetuned: Mapping[str, Any]) -> None:

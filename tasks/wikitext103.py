@@ -138,7 +138,11 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
     """Raises ValueError or OSError, naming the flag, for what cannot be evaluated."""
     length, stride = choose_window(settings, manifest)
     text = read_text("--valid-data", settings.valid_data, CURE)
-    check_kind(settings.valid_data, text)
+    if not any(map(TITLE.fullmatch, text.split("\n"))):
+        raise ValueError(
+            f"--valid-data {settings.valid_data} has no line that is a title, such as "
+            f"' = Title = '; {CURE}"
+        )
     detokenised, articles = detokenise(text), cut_articles(text)
     stream = Sliding(np.array(tokenizer.encode(detokenised), np.int32), length, stride)
     if not len(stream):
@@ -179,15 +183,6 @@ def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, in
             works=("--overlapping-eval", str(min(PAPERS_STRIDE, length))),
         )
     return length, stride
-
-
-def check_kind(file: Path, text: str) -> None:
-    """A WikiText file has titles of articles."""
-    if any(map(TITLE.fullmatch, text.split("\n"))):
-        return
-    raise ValueError(
-        f"--valid-data {file} has no line that is a title, such as ' = Title = '; {CURE}"
-    )
 
 
 def cut_articles(text: str) -> list[str]:
