@@ -336,7 +336,7 @@ def _divergence(error: NonFiniteError, state: TrainState, seed: int, epoch: int)
     """Where it began, and what may help here."""
     scaler, found = state.scaler, error.found
     scale = f" at loss scale {scaler.scale:g}" if scaler.is_scaling else ""
-    seen = f"; first seen in {found.what}, on the rank at {found.place}" if found else ""
+    seen = f"; first seen in {found.what}, on the rank at {found.coordinates}" if found else ""
     helps = ["a lower --lr", "a larger --lr-warmup-fraction"]
     helps += ["--dtype bf16"] if scaler.is_scaling else []
     return (

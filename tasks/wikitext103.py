@@ -137,12 +137,7 @@ def bits(scores: Scores) -> float:
 def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) -> WikiText103:
     """Raises ValueError or OSError, naming the flag, for what cannot be evaluated."""
     length, stride = choose_window(settings, manifest)
-    text = read_text("--valid-data", settings.valid_data, CURE)
-    if not any(map(TITLE.fullmatch, text.split("\n"))):
-        raise ValueError(
-            f"--valid-data {settings.valid_data} has no line that is a title, such as "
-            f"' = Title = '; {CURE}"
-        )
+    text = read_articles(settings.valid_data)
     detokenised, articles = detokenise(text), cut_articles(text)
     stream = Sliding(np.array(tokenizer.encode(detokenised), np.int32), length, stride)
     if not len(stream):
@@ -183,6 +178,16 @@ def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, in
             works=("--overlapping-eval", str(min(PAPERS_STRIDE, length))),
         )
     return length, stride
+
+
+def read_articles(file: Path) -> str:
+    """The file's text. Raises ValueError or OSError for one without titles of articles."""
+    text = read_text("--valid-data", file, CURE)
+    if not any(map(TITLE.fullmatch, text.split("\n"))):
+        raise ValueError(
+            f"--valid-data {file} has no line that is a title, such as ' = Title = '; {CURE}"
+        )
+    return text
 
 
 def cut_articles(text: str) -> list[str]:
