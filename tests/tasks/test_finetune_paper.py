@@ -118,3 +118,13 @@ def test_the_fine_tuned_task_of_the_readme_runs(
         main([*words, *files], {})
     error = capsys.readouterr().err
     assert f"--valid-data {tmp_path / 'valid'}, line 2: " in error
+
+
+def test_figures_of_the_paper_are_of_the_unit_that_the_tasks_report() -> None:
+    for name, columns in PAPER.items():
+        for values in columns.values.values():
+            assert len(values) == len(columns.figures), name
+            if "SQUAD" in name:
+                assert all(50 < each < 100 for each in values), name
+            elif columns.table == 5:
+                assert all(0.5 < each < 1 for each in values), name

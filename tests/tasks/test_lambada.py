@@ -84,6 +84,22 @@ def test_whole_releases_are_read_in_both_forms(test_data: Path) -> None:
             assert text.endswith(tokenizer.decode([*window.labels[window.first :]]))
 
 
+def test_plain_text_and_json_of_the_same_passages_give_the_same(
+    peer: Peer, test_data: Path, tmp_path: Path
+) -> None:
+    texts = [text for text in passages(test_data) if "\n" not in text]
+    plain = tmp_path / "plain.txt"
+    plain.write_text("\n".join([*texts, ""]), encoding="utf-8")
+    files = [write_json(tmp_path / "test.jsonl", texts), plain]
+    one, other = (
+        figures_of("LAMBADA", 1, "--valid-data", str(file), "--load", str(peer.checkpoint))
+        for file in files
+    )
+    assert one["protocol"].pop("file") != other["protocol"].pop("file")
+    assert one == other
+    assert one["num_examples"] >= COUNT // 2
+
+
 @pytest.mark.parametrize(
     ("text", "is_right"),
     [

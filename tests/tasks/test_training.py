@@ -255,3 +255,9 @@ def test_masters_are_taken_up_where_the_checkpoint_has_them(tmp_path: Path) -> N
     facts = {key: manifest[key] for key in manifest if key not in ("files", "tensors", "checksum")}
     path = save(tmp_path / "b", 0, pieces, facts, mesh).path
     assert torch.equal(begin(path, "span").model.get_parameter("encoder.final_norm.bias"), exact)
+
+
+def test_another_shape_is_refused(pretrained: Path) -> None:
+    config = config_of("choice", hidden_size=64)
+    with pytest.raises(ValueError, match=r"\.bias is \[32\], this model's \[64\]"):
+        begin(pretrained, "choice", config=config)

@@ -14,6 +14,8 @@ from megatron.train.loader import prefetch
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
 from megatron.train.signals import StopSignals
+from pretrain_gpt2 import main
+from tests.data.samples import write_data
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks, tiny_state
 from tests.train.test_evaluate import Split
@@ -182,3 +184,18 @@ def test_with_fp16_every_line_has_the_scale_and_the_steps_skipped(tmp_path: Path
     assert [line["skipped_steps"] for line in steps] == [2, 4, 6]
     assert [line["loss_scale"] for line in steps] == [2.0**38, 2.0**36, 2.0**34]
     assert [line["lr"] for line in steps] == pytest.approx([1e-3] * 3), "the schedule stands still"
+
+
+def test_only_a_run_that_saved_says_that_load_resumes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = tmp_path / "some_text_document"
+    write_data(prefix, [[*range(1, 40), 0]] * 4)
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --max-position-embeddings 16"
+    words = f"{shape} --seq-length 16 --train-iters 2 --exit-interval 1 --data-path {prefix}"
+    for more, says_load in (([], False), (["--save", str(tmp_path / "saved")], True)):
+        metrics = tmp_path / "metrics.jsonl"
+        main([*words.split(), "--no-bf16", "--metrics-file", str(metrics), *more], {})
+        assert ("--load" in capsys.readouterr().out.splitlines()[-1]) == says_load
+        last = {"step": 1, "ended": "exit_interval", "exit_code": 0}
+        assert json.loads(metrics.read_text().splitlines()[-1]) == last
