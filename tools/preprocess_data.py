@@ -256,9 +256,9 @@ def check_sample(settings: Settings, chosen: TokenSettings) -> None:
     if not isinstance(tokenizer, BertTokenizer):
         return
     texts = sample_texts(chosen.units(), settings.json_key)
-    cure = f"--tokenizer-type {BertWordPieceLowerCase.kind} with a vocabulary without capitals"
+    works = f"--tokenizer-type {BertWordPieceLowerCase.kind} with a vocabulary without capitals"
     allow, casing = settings.allow_lower_case, count_casing(texts)
-    say_warning(judge_casing(where, casing, tokenizer, allow=allow, cure=cure))
+    say_warning(judge_casing(where, casing, tokenizer, allow=allow, works=works))
     ids, _ = chosen.load_encoder().arrays(texts)
     count = int((ids == tokenizer.unknown).sum())
     if count > MARGIN * settings.max_unknown * len(ids):
@@ -266,9 +266,8 @@ def check_sample(settings: Settings, chosen: TokenSettings) -> None:
 
 
 def check_unknown(settings: Settings, where: str, count: int, tokens: int) -> None:
-    why = f"letters that --vocab-file {settings.vocab_file} lacks"
-    cure = "a vocabulary that tools/train_tokenizer.py makes of the same input"
-    say_warning(judge_unknown(where, count, tokens, settings.max_unknown, why=why, cure=cure))
+    works = "a --vocab-file that tools/train_tokenizer.py makes of the same input"
+    say_warning(judge_unknown(where, count, tokens, settings.max_unknown, works))
 
 
 def are_shuffled(paths: Sequence[Path]) -> bool | None:

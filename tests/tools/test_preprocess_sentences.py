@@ -147,7 +147,7 @@ def test_a_share_of_unknown_tokens_is_told_warned_of_and_refused(
         assert said.count("warning: ") == said.count(f" {9 * unknown} of 900") == (unknown > 1)
     earlier = outputs(folder, "p")
     said, _ = refusal(capsys, *GIVEN, "--overwrite")
-    assert "72 of 900 tokens (8.0%) are [UNK], " in said
+    assert "72 of 900 tokens (8.0%) are [UNK]; " in said
     assert "--max-unknown 0.08" in said
     assert {name: found for name, found in outputs(folder, "p").items() if "work" not in name} == (
         earlier
