@@ -32,12 +32,13 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 from megatron.config.checks import UsageError, positive, share
 from megatron.config.parse import parse
 from megatron.data.indexed import OPTIONAL_COUNTS, Description
-from megatron.data.json_lines import MANIFEST, Unit, find_shards
+from megatron.data.json_lines import MANIFEST, find_shards
 from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, judge_unknown
 from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase, Tokenizer
 from tools.corpus.manifest import read_manifest
 from tools.corpus.program import Unfinished, running, say
 from tools.corpus.settings import parse_size
+from tools.corpus.shards import Unit
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import sum_funnels

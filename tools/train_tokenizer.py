@@ -25,7 +25,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.config.checks import UsageError
 from megatron.config.parse import parse_call, user_errors
-from megatron.data.json_lines import cut, find_shards
+from megatron.data.json_lines import find_shards
 from megatron.data.text_checks import WARN_UNKNOWN
 from megatron.data.tokenizer import (
     CONTINUATION,
@@ -39,7 +39,7 @@ from megatron.data.tokenizer import (
     read_tokenizer,
 )
 from tools.corpus.records import Funnel, documents, read_documents
-from tools.corpus.shards import placed
+from tools.corpus.shards import cut, placed
 
 BYTES = 256
 MOST_LETTERS = 1000  # that a WordPiece knows, as BERT's; rarer ones are [UNK]

@@ -16,12 +16,12 @@ import pytest
 from backports import zstd
 
 from megatron.data.indexed import Description, IndexedDataset
-from megatron.data.json_lines import cut
 from megatron.data.tokenizer import GPT2BPETokenizer
 from tests.data.samples import write_tokenizer
 from tests.tools.corpus.lines import content, manifest, write_jsonl
 from tools import preprocess_data
 from tools.corpus import split
+from tools.corpus.shards import cut
 from tools.data_files import verify
 from tools.tokenise import LARGEST_UNIT, SMALLEST_UNIT, group_units, unit_bytes
 

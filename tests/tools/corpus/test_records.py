@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.json_lines import DEEPEST, cut, parse_record
+from megatron.data.json_lines import DEEPEST, parse_record
 from tools.corpus.records import (
     Funnel,
     document_id,
@@ -16,6 +16,7 @@ from tools.corpus.records import (
     read_documents,
     source_of,
 )
+from tools.corpus.shards import cut
 
 BAD = {
     b"not json": "not JSON",
