@@ -81,7 +81,7 @@ def random_content(dice: random.Random, unit: int) -> bytes:
     return content.rstrip(b"\r\n") if dice.random() < 0.4 else content
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_units_cover_every_line_exactly_once(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)
     path = tmp_path / "in.jsonl"
@@ -207,12 +207,7 @@ def test_a_folder_is_read_in_order_and_without_the_files_of_the_step(tmp_path: P
     (tmp_path / "g.jsonl").mkdir()
     assert [path.name for path in find_shards([tmp_path])] == sorted(names)
     assert [path.name for path in find_shards([tmp_path], (".txt",))] == ["notes.txt"]
-
-
-def test_files_come_as_they_are_named(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.jsonl"):
-        (tmp_path / name).touch()
-    named = [tmp_path / "b.txt", tmp_path / "a.jsonl"]
+    named = [tmp_path / "notes.txt", tmp_path / "a.jsonl.zst"]
     assert find_shards(named) == named
 
 
@@ -263,18 +258,6 @@ def test_a_shard_has_the_same_bytes_twice_and_says_what_it_holds(
     }
     with open_shard(tmp_path / "a" / f"part-00007{ending}") as stream:
         assert stream.read() == b"".join(line + b"\n" for line in lines)
-
-
-@pytest.mark.parametrize("compression", ["none", "gzip", "zstd"])
-def test_an_interrupted_shard_is_not_there(compression: Compression, tmp_path: Path) -> None:
-    def interrupted() -> None:
-        with write_shard(tmp_path, "part", compression) as shard:
-            shard.write(b"half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupted_file_leaves_the_old_one(tmp_path: Path) -> None:
