@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +22,12 @@ from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import positive, writable
 from megatron.config.training import ParallelConfig
 from megatron.train.loader import shard
-from tasks.examples import Tokens
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron.models.gpt2 import GPT2
     from megatron.parallel.mesh import Mesh
+
+Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +227,8 @@ def _score_batch(model: GPT2, mesh: Mesh, batch: Sequence[Window]) -> NDArray[np
     counts = scored.sum(axis=1)
     assert counts.min() > 0, "a window without a scored label"
     arguments = [torch.from_numpy(each).to(mesh.device) for each in (tokens, labels, scored)]
-    log_probabilities, hits = (_floats(each) for each in score(model, mesh, *arguments))
+    found = score(model, mesh, *arguments)
+    log_probabilities, hits = (each.double().cpu().numpy() for each in found)
     ends = counts.cumsum()
     sums = [np.add.reduceat(each, ends - counts) for each in (log_probabilities, hits)]
     return np.stack([sums[0], counts, sums[1], hits[ends - 1]], axis=1)
@@ -240,10 +240,6 @@ def _padded(rows: Sequence[Tokens]) -> NDArray[np.int64]:
     for place, row in zip(padded, rows, strict=True):
         place[: len(row)] = row
     return padded
-
-
-def _floats(x: Tensor) -> NDArray[np.float64]:
-    return x.double().cpu().numpy()
 
 
 def continue_prompts(

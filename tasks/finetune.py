@@ -6,8 +6,8 @@ import gc
 import json
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import isfinite, nan
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from megatron.checkpoint.format import Checkpoint, step_folders
 from megatron.checkpoint.load import newest_whole
 from megatron.checkpoint.retention import claim, remove
+from megatron.checkpoint.save import save
 from megatron.config.checks import UsageError, flag
 from megatron.config.model import FinetunedConfig
 from megatron.config.parse import user_errors
@@ -40,19 +41,12 @@ from megatron.train.generate import DivergedError
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
 from megatron.train.signals import SIGNALS, StopSignals
-from megatron.train.state import DTYPES, TrainState, choose_precision
+from megatron.train.state import DTYPES, TrainState, choose_precision, environment, model_slices
 from megatron.train.step import StepResult
 from tasks.finetuning import Finetuning, figure_name
 from tasks.plan import RESULT, Plan
 from tasks.record import arrange, describe
-from tasks.training import (
-    Steps,
-    finetuned_config,
-    logits_of,
-    optimizer_config,
-    save_finetuned,
-    start,
-)
+from tasks.training import Steps, finetuned_config, logits_of, optimizer_config, start
 
 METRICS = "metrics.jsonl"
 LINES = 10  # of metrics in an epoch
@@ -112,33 +106,28 @@ def fine_tune(
     settings = plan.settings
     seeds = range(settings.seed, settings.seed + settings.seeds)
     run: Run | None = None
-    with ExitStack() as stack:
-        status = lambda: run.status() if run else "stopped before the first seed"  # noqa: E731
-        stack.enter_context(stoppable(status, mesh))
-        with user_errors(environ, agreed=True):
-            stack.enter_context(claim(str(settings.save) if settings.save else None, mesh))
-            run = start_run(with_dtype(plan, mesh), mesh, environ)
-            load_finished(run, seeds)
-        if plan.task.labels and mesh.is_first:
-            labels = ", ".join(f"{number} {name}" for number, name in enumerate(plan.task.labels))
-            print(f"labels: {labels}", file=sys.stderr)
-        for seed in seeds:
-            if seed not in run.finished:
-                train_seed(run, seed)
-        return report(run, [run.finished[seed] for seed in seeds]) if mesh.is_first else ({}, {})
-
-
-@contextmanager
-def stoppable(status: Callable[[], str], mesh: Mesh) -> Iterator[None]:
-    """SIGTERM, SIGUSR1 and Ctrl-C end the process at once with the status of SIGNALS, and the first
-    rank prints `status`: of an epoch that is not done nothing could be used."""
-    with StopSignals():
-        try:
-            yield
-        except SystemExit as stop:
-            if mesh.is_first and stop.code in SIGNALS.values():
-                print(status(), file=sys.stderr, flush=True)
-            raise
+    # A signal ends the process at once: of an epoch that is not done nothing could be used.
+    try:
+        with StopSignals(), ExitStack() as stack:
+            with user_errors(environ, agreed=True):
+                stack.enter_context(claim(str(settings.save) if settings.save else None, mesh))
+                run = start_run(with_dtype(plan, mesh), mesh, environ)
+                load_finished(run, seeds)
+            if plan.task.labels and mesh.is_first:
+                labels = ", ".join(
+                    f"{number} {each}" for number, each in enumerate(plan.task.labels)
+                )
+                print(f"labels: {labels}", file=sys.stderr)
+            for seed in seeds:
+                if seed not in run.finished:
+                    train_seed(run, seed)
+            results = [run.finished[seed] for seed in seeds]
+            return report(run, results) if mesh.is_first else ({}, {})
+    except SystemExit as stop:
+        if mesh.is_first and stop.code in SIGNALS.values():
+            status = run.status() if run else "stopped before the first seed"
+            print(status, file=sys.stderr, flush=True)
+        raise
 
 
 def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
@@ -200,7 +189,11 @@ def train_seed(run: Run, seed: int) -> None:
     optimizer = optimizer_config(settings, len(steps))
     assert settings.dtype is not None  # with_dtype
     with user_errors(run.environ, agreed=True):
-        clear(directory, mesh)
+        if directory is not None:  # with what an interrupted run left
+            folders = step_folders(directory) if mesh.is_first else []
+            if mesh.is_first and (folders or (directory / METRICS).exists()):
+                print(f"{directory}: this seed was interrupted and begins anew", file=sys.stderr)
+            remove_all(folders, mesh)
         state = start(run.pretrained, run.config, optimizer, settings.dtype, seed, mesh)
     file = None if directory is None else directory / METRICS
     with Metrics(file, mesh, start=0, steps=len(steps), stream=sys.stderr) as metrics:
@@ -223,11 +216,13 @@ def train_seed(run: Run, seed: int) -> None:
             save_interval=steps.per_epoch,
             post_step=epochs.post_step,
         )
-        with divergence_reported(run.environ):
-            try:
-                train(state, loop)
-            except NonFiniteError as error:
-                raise DivergedError(_divergence(error, state, seed, run.epoch)) from error
+        try:
+            train(state, loop)
+        except (NonFiniteError, DivergedError) as error:
+            with user_errors(run.environ, agreed=True):
+                if isinstance(error, DivergedError):  # of an evaluation
+                    raise
+                raise ValueError(_divergence(error, state, seed, run.epoch)) from error
     result = epochs.result()
     if directory is not None and mesh.is_first:
         names = {name: [file.name for file in getattr(settings, key)] for name, key in DATA.items()}
@@ -239,18 +234,14 @@ def train_seed(run: Run, seed: int) -> None:
     gc.collect()
 
 
-def clear(directory: Path | None, mesh: Mesh) -> None:
-    """Remove the checkpoints of a run with this seed that did not come to its end; say so."""
-    if directory is not None:
-        folders = step_folders(directory) if mesh.is_first else []
-        if mesh.is_first and (folders or (directory / METRICS).exists()):
-            print(f"{directory}: this seed was interrupted and begins anew", file=sys.stderr)
-        agree(mesh, partial(_remove, folders), "removing")
+def remove_all(folders: Sequence[Path], mesh: Mesh) -> None:
+    """Remove folders on the first rank; every rank calls this, and raises where that fails."""
 
+    def act() -> None:
+        for folder in folders if mesh.is_first else ():
+            remove(folder)
 
-def _remove(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        remove(folder)
+    agree(mesh, act, "removing")
 
 
 class Epochs:
@@ -298,21 +289,33 @@ class Epochs:
         is_best = self.best() == number - 1
         if directory is None or not (is_best or number == self.steps.epochs):
             return
+        manifest = run.pretrained.manifest
         facts = {
-            "task": run.plan.name,
-            "pretrained": run.identity["--load"],
-            "hyper_parameters": run.plan.facts["hyper_parameters"],
-            "seed": self.steps.seed,
-            "epoch": number,
-            "figures": self.done[-1]["figures"],
+            "kind": run.config.kind,
+            "config": {"model": asdict(run.config), "data": manifest["config"]["data"]},
+            "precision": state.precision,
+            **{key: manifest[key] for key in ("vocab_size", "tokenizer", "data")},
+            "run": None,
+            "weights_of": manifest.get("run"),
+            "counters": state.counters(),
+            "environment": environment(state.mesh),
+            "validation_loss": None,
+            "finetuned": {
+                "task": run.plan.name,
+                "pretrained": run.identity["--load"],
+                "hyper_parameters": run.plan.facts["hyper_parameters"],
+                "seed": self.steps.seed,
+                "epoch": number,
+                "figures": self.done[-1]["figures"],
+            },
         }
-        files = run.plan.tokenizer.files
-        path = save_finetuned(state, run.config, directory, run.pretrained, files, facts)
+        # Without the optimizer's state: an epoch is not resumed.
+        slices, files = model_slices(state.model), run.plan.tokenizer.files
+        path = save(directory, state.step, slices, facts, run.mesh, files).path
         former = [epoch for epoch in self.done if epoch["checkpoint"] is not None]
         self.done[-1]["checkpoint"] = str(path)
         for epoch in former if is_best else ():
-            folders = [Path(epoch["checkpoint"])] if run.mesh.is_first else []
-            agree(run.mesh, partial(_remove, folders), "removing")
+            remove_all([Path(epoch["checkpoint"])], run.mesh)
             epoch["checkpoint"] = None
 
     def best(self) -> int:
@@ -333,24 +336,13 @@ def _divergence(error: NonFiniteError, state: TrainState, seed: int, epoch: int)
     """Where it began, and what may help here."""
     scaler, found = state.scaler, error.found
     scale = f" at loss scale {scaler.scale:g}" if scaler.is_scaling else ""
-    seen = f"; first seen in {found.what}, on the rank at {found.place}" if found else ""
+    seen = f"; first seen in {found.what}, on the rank at {found.coordinates}" if found else ""
     helps = ["a lower --lr", "a larger --lr-warmup-fraction"]
     helps += ["--dtype bf16"] if scaler.is_scaling else []
     return (
         f"seed {seed}, epoch {epoch}, step {state.step + 1}: the {error.what} is not finite"
         f"{scale}{seen}; {' or '.join(helps)} may help"
     )
-
-
-@contextmanager
-def divergence_reported(environ: Mapping[str, str]) -> Iterator[None]:
-    """End the program with one message where a model's numbers are none; other errors are faults of
-    the program, which their tracebacks find."""
-    try:
-        yield
-    except DivergedError:
-        with user_errors(environ, agreed=True):
-            raise
 
 
 def load_finished(run: Run, seeds: Sequence[int]) -> None:
@@ -459,8 +451,11 @@ def evaluate_models(
         with user_errors(environ, agreed=True):
             checkpoint, model = load_newest(folders, mesh, DTYPES[dtype])
         manifest, size = checkpoint.manifest, plan.settings.micro_batch_size
-        with divergence_reported(environ):
+        try:
             every.append(ask(plan.task, model, config_of(manifest), mesh, size, plan.name))
+        except DivergedError:
+            with user_errors(environ, agreed=True):
+                raise
         facts = describe(checkpoint, model, mesh, dtype)
         rows.append({**facts, "finetuned": manifest.get("finetuned", {})})
     if not mesh.is_first:

@@ -23,10 +23,7 @@ from numpy.typing import NDArray
 from megatron.config.checks import UsageError, fraction, non_negative, positive
 from megatron.config.model import Head, RecomputeGranularity
 from megatron.config.training import ParallelConfig
-from tasks.common import ReportConfig
-from tasks.examples import Encoding, Example
-
-__all__ = ["Encoding", "Example", "FinetuneSettings", "Finetuning", "Head", "figure_name"]
+from tasks.common import ReportConfig, Tokens
 
 BESIDE = {"decides": False}  # metadata of a setting without a say in what is learned or said
 
@@ -127,6 +124,29 @@ class FinetuneSettings:
         single = [each for each in vars(self).values() if isinstance(each, Path)]
         others = [path for path in single if path.is_file()]
         return [*self.train_data, *self.valid_data, *others]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """One sequence as BERT reads it: [CLS] a [SEP], or [CLS] a [SEP] b [SEP]."""
+
+    tokens: Tokens  # [n]
+    second: int  # token type 1 from here on, after a's [SEP]; n where there is no b
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence and its class or its span; or all options of a question and the right one."""
+
+    options: tuple[Encoding, ...]
+    label: tuple[int, ...]
+    """(class,), (right option,), or (first token, last token) of the answer; () where it is not
+    known, which can be evaluated alone."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest sequence."""
+        return max(len(each.tokens) for each in self.options)
 
 
 class Finetuning(ABC):

@@ -24,16 +24,8 @@ from numpy.typing import NDArray
 
 from megatron.config.checks import UsageError
 from megatron.data.tokenizer import BertTokenizer
-from tasks.checks import (
-    ChecksConfig,
-    InputChecks,
-    LabelMap,
-    check_apart,
-    check_classes,
-    majority,
-)
-from tasks.examples import Example
-from tasks.finetuning import FinetuneSettings, Finetuning, name_conventions
+from tasks.checks import ChecksConfig, InputChecks, LabelMap, check_apart, check_classes, majority
+from tasks.finetuning import Example, FinetuneSettings, Finetuning, name_conventions
 from tasks.pairs import SPECIAL, PairExamples, encode, shape_of
 from tasks.reading import read_marked
 
@@ -49,6 +41,7 @@ class Form:
     labels: LabelMap
     cure: str  # which files would work
     none: str | None = None  # the label of pairs that have none, which are left out
+    with_f1: bool = False
 
 
 @dataclass
@@ -59,10 +52,6 @@ class Pairs:
     unlabelled: int = 0
     bad: list[str] = field(default_factory=list)
     """What is wrong with each row that was left out, and where it stands."""
-
-    @property
-    def classes(self) -> NDArray[np.int64]:
-        return np.array(self.ids, np.int64)
 
 
 def read_pairs(flag: str, file: Path, form: Form) -> Pairs:
@@ -78,37 +67,27 @@ def read_pairs(flag: str, file: Path, form: Form) -> Pairs:
     pairs, count = Pairs(), 0
     for where, row in rows:
         count += 1
-        _add(pairs, where, row, form)
-    _check_bad(place, pairs.bad, count, form.cure)
+        if isinstance(row, str):  # what is wrong with it
+            pairs.bad.append(f"{where}: {row}")
+            continue
+        first, second, label = row
+        if not first.strip() or not second.strip():
+            pairs.bad.append(f"{where}: a text is blank")
+        elif form.none is not None and label == form.none:
+            pairs.unlabelled += 1
+        else:
+            pairs.ids.append(form.labels.id_of(label, where))
+            pairs.first.append(first)
+            pairs.second.append(second)
+    if bad := pairs.bad:
+        said = f"{place}: {len(bad)} of {count} rows are left out: {'; '.join(bad[:3])}"
+        said += "; ..." if len(bad) > 3 else ""
+        if len(bad) > MOST_BAD * count:
+            raise ValueError(f"{said}; up to {MOST_BAD:.0%} would be let pass: {form.cure}")
+        warnings.warn(said, stacklevel=2)
     if not pairs.ids:
         raise ValueError(f"{place} has no pair with a label in {count} rows; {form.cure}")
     return pairs
-
-
-def _add(pairs: Pairs, where: str, row: list[Any] | str, form: Form) -> None:
-    """row: texts and label, or what is wrong with it."""
-    if isinstance(row, str):
-        pairs.bad.append(f"{where}: {row}")
-        return
-    first, second, label = row
-    if not first.strip() or not second.strip():
-        pairs.bad.append(f"{where}: a text is blank")
-    elif form.none is not None and label == form.none:
-        pairs.unlabelled += 1
-    else:
-        pairs.ids.append(form.labels.id_of(label, where))
-        pairs.first.append(first)
-        pairs.second.append(second)
-
-
-def _check_bad(place: str, bad: Sequence[str], count: int, cure: str) -> None:
-    if not bad:
-        return
-    said = f"{place}: {len(bad)} of {count} rows are left out: {'; '.join(bad[:3])}"
-    said += "; ..." if len(bad) > 3 else ""
-    if len(bad) > MOST_BAD * count:
-        raise ValueError(f"{said}; up to {MOST_BAD:.0%} would be let pass: {cure}")
-    warnings.warn(said, stacklevel=3)
 
 
 def parse_tsv(place: str, text: str, form: Form) -> Iterator[tuple[str, list[Any] | str]]:
@@ -204,6 +183,7 @@ QQP_FORM = Form(
     LabelMap(("not_duplicate", "duplicate"), {"0": 0, "1": 1}),
     "GLUE's train.tsv and dev.tsv of QQP would work, or JSON of objects with text_a, text_b and "
     "label",
+    with_f1=True,
 )
 CONVENTIONS = {
     "pairs": "with a label",
@@ -217,6 +197,8 @@ CONVENTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GlueSettings(FinetuneSettings):
+    form: ClassVar[Form]
+
     checks: ChecksConfig = field(default_factory=ChecksConfig)
 
     def __post_init__(self) -> None:
@@ -266,6 +248,7 @@ def f1(said: NDArray[np.bool_], right: NDArray[np.bool_]) -> float:
 class MNLISettings(GlueSettings):
     """The 336M model's settings in table 6."""
 
+    form = MNLI_FORM
     epochs: int = 10
     lr: float = 1e-5
     global_batch_size: int = 128
@@ -283,25 +266,11 @@ class MNLISettings(GlueSettings):
     a_accuracy); a single other one has no such word (accuracy)."""
 
 
-class MNLI:
-    """MNLI (section 5.3, table 5): whether a sentence follows from another one, or contradicts it.
-
-    Files whose names have mismatched or matched in them are evaluations of that name.
-    """
-
-    Settings: ClassVar = MNLISettings
-
-    @staticmethod
-    def prepare(
-        settings: GlueSettings, manifest: dict[str, Any], tokenizer: BertTokenizer
-    ) -> Classified:
-        return prepare(settings, manifest, tokenizer, MNLI_FORM)
-
-
 @dataclass(frozen=True, kw_only=True)
 class QQPSettings(GlueSettings):
     """The 336M model's settings in table 6."""
 
+    form = QQP_FORM
     epochs: int = 12
     lr: float = 5e-5
     global_batch_size: int = 128
@@ -317,22 +286,11 @@ class QQPSettings(GlueSettings):
     a_accuracy)."""
 
 
-class QQP:
-    """QQP (section 5.3, table 5): whether two questions ask the same."""
-
-    Settings: ClassVar = QQPSettings
-
-    @staticmethod
-    def prepare(
-        settings: GlueSettings, manifest: dict[str, Any], tokenizer: BertTokenizer
-    ) -> Classified:
-        return prepare(settings, manifest, tokenizer, QQP_FORM)
-
-
 def prepare(
-    settings: GlueSettings, manifest: dict[str, Any], tokenizer: BertTokenizer, form: Form
+    settings: GlueSettings, manifest: dict[str, Any], tokenizer: BertTokenizer
 ) -> Classified:
     """Raises ValueError or OSError, naming the flag, for what cannot be trained or evaluated."""
+    form = settings.form
     check_apart(settings.train_data, settings.valid_data)
     positions = manifest["config"]["model"]["max_position_embeddings"]
     checks = InputChecks(settings.checks, tokenizer, settings.seq_length, positions)
@@ -349,7 +307,7 @@ def prepare(
         evaluations=evaluations,
         best=(next(iter(evaluations)), "accuracy"),
         notes=notes,
-        with_f1=form is QQP_FORM,
+        with_f1=form.with_f1,
     )
 
 
@@ -375,7 +333,7 @@ def read(
     parts = [read_pairs(flag, file, form) for file in files]
     first, second = ([t for p in parts for t in getattr(p, n)] for n in ("first", "second"))
     shape = shape_of(checks.tokenizer, checks.seq_length)
-    classes = np.concatenate([part.classes for part in parts])
+    classes = np.array([each for part in parts for each in part.ids], np.int64)
     examples = PairExamples(
         encode(first, checks.tokenizer), encode(second, checks.tokenizer), classes, shape
     )
@@ -389,3 +347,20 @@ def read(
         "classes": check_classes(place, classes, form.labels.names, trained=trained),
         **checks.check(place, [*first, *second], tokens, examples.whole),
     }
+
+
+class MNLI:
+    """MNLI (section 5.3, table 5): whether a sentence follows from another one, or contradicts it.
+
+    Files whose names have mismatched or matched in them are evaluations of that name.
+    """
+
+    Settings = MNLISettings
+    prepare = staticmethod(prepare)
+
+
+class QQP:
+    """QQP (section 5.3, table 5): whether two questions ask the same."""
+
+    Settings = QQPSettings
+    prepare = staticmethod(prepare)

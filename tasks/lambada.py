@@ -98,12 +98,12 @@ class Lambada(Task):
         text = self.tokenizer.decode(new)
         return not text.startswith(" ") or any(map(str.isspace, text[1:]))
 
-    def is_right(self, number: int, new: Sequence[int]) -> bool:
-        return spells(self.tokenizer.decode(new), self.passages[number].target)
-
     def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> dict[str, Any]:
         passages, count = self.passages, len(self)
-        right = sum(self.is_right(number, new) for number, new in enumerate(written))
+        right = sum(
+            spells(self.tokenizer.decode(new), passage.target)
+            for passage, new in zip(passages, written, strict=True)
+        )
         return {
             "num_examples": count,
             "num_tokens": sum(len(each.tokens) for each in passages),

@@ -147,12 +147,8 @@ def run_finetuned(
         act = fine_tune if settings.train_data else evaluate_models
         record, here = act(plan, mesh, environ)
         if mesh.is_first:
-            comparison = None
-            if settings.evaluation.compare_paper:
-                parameters = record["model"]["parameters"]
-                comparison = paper.compare(plan.task.paper or name, here, parameters)
             with user_errors(environ, agreed=True):
-                publish(record, settings.evaluation, comparison)
+                publish(record, settings.evaluation, plan.task.paper or name, here)
 
 
 def run_zero_shot(
@@ -185,12 +181,9 @@ def run_zero_shot(
         if mesh.is_first:
             facts = describe(checkpoint, model, mesh, settings.trained.dtype)
             how = {"data": data, "micro_batch_size": size, "command": command}
-            record, comparison = arrange(name, figures, facts | how), None
-            if settings.evaluation.compare_paper:
-                parameters = record["model"]["parameters"]
-                comparison = paper.compare(name, {"this_model": figures}, parameters)
+            record = arrange(name, figures, facts | how)
             with user_errors(environ, agreed=True):
-                publish(record, settings.evaluation, comparison)
+                publish(record, settings.evaluation, name, {"this_model": figures})
 
 
 def evaluate(

@@ -139,8 +139,15 @@ def compare(task: str, here: Mapping[str, Mapping[str, float]], parameters: int)
     out, and one that is missing is null, which the note says of one that is of a part of the data.
     """
     columns = columns_of(task)
-    rows = {name: _beside(columns, figures) for name, figures in here.items()}
+    rows: dict[str, dict[str, float | None]] = {}
+    for name, figures in here.items():
+        missing = columns.missing(figures)
+        rows[name] = {x: None if x in missing else figures[x] for x in columns.figures}
     partly = [each for each in columns.parts if any(row[each] is None for row in rows.values())]
+    notes = [
+        f"{each} is left out here: the paper's is of {' and '.join(columns.parts[each])}"
+        for each in partly
+    ]
     single = [name for name in columns.values if name in PARAMETERS]
     nearest = min(single, key=lambda name: abs(log(PARAMETERS[name] / parameters)))
     return {
@@ -148,25 +155,15 @@ def compare(task: str, here: Mapping[str, Mapping[str, float]], parameters: int)
         "figures": list(columns.figures),
         "here": rows,
         "rows": [
-            {"model": name, **_named(columns, values), "nearest": name == nearest}
+            {
+                "model": name,
+                **dict(zip(columns.figures, values, strict=True)),
+                "nearest": name == nearest,
+            }
             for name, values in columns.values.items()
         ],
-        "note": "; ".join([columns.note, *(_why(columns, each) for each in partly)]),
+        "note": "; ".join([columns.note, *notes]),
     }
-
-
-def _beside(columns: Columns, figures: Mapping[str, float]) -> dict[str, float | None]:
-    """Those that stand in the table's columns."""
-    missing = columns.missing(figures)
-    return {each: None if each in missing else figures[each] for each in columns.figures}
-
-
-def _why(columns: Columns, figure: str) -> str:
-    return f"{figure} is left out here: the paper's is of {' and '.join(columns.parts[figure])}"
-
-
-def _named(columns: Columns, values: tuple[float, ...]) -> dict[str, float]:
-    return dict(zip(columns.figures, values, strict=True))
 
 
 def as_text(comparison: Mapping[str, Any], parameters: int) -> str:

@@ -61,15 +61,18 @@ def make_plan(
         check_kind(settings, folders[0], manifest)
         if tokenizer.fingerprint != opened[0][1].fingerprint:
             raise UsageError(
-                "--ensemble",
-                folders[0],
-                f"a model of the same tokenizer as {opened[0][0][0]}",
+                "--ensemble", folders[0], f"a model of the same tokenizer as {opened[0][0][0]}"
             )
     _, tokenizer, manifest = opened[0]
     task = module.prepare(settings, manifest, tokenizer)
     if settings.evaluation.compare_paper:
         paper.check_figures(task.paper or name, task.conventions)
-    check_examples(settings, task)
+    for given, files, sets in (
+        ("--train-data", settings.train_data, [task.train]),
+        ("--valid-data", settings.valid_data, task.evaluations.values()),
+    ):
+        if files and not all(map(len, sets)):
+            raise UsageError(given, " ".join(map(str, files)), "data of which an example is left")
     for folders, _, manifest in opened if not settings.train_data else ():
         check_head(task, folders[0], manifest)
         warn_of_changes(settings, folders[0], manifest.get("finetuned", {}))
@@ -195,33 +198,17 @@ def check_kind(settings: FinetuneSettings, path: Path, manifest: Mapping[str, An
         )
 
 
-def check_examples(settings: FinetuneSettings, task: Finetuning) -> None:
-    """Raise UsageError where nothing is left of the data of a flag."""
-    for name, files, sets in (
-        ("--train-data", settings.train_data, [task.train]),
-        ("--valid-data", settings.valid_data, task.evaluations.values()),
-    ):
-        if files and not all(map(len, sets)):
-            given = " ".join(map(str, files))
-            raise UsageError(name, given, "data of which an example is left")
-    assert settings.train_data or not len(task.train)
-
-
 def check_head(task: Finetuning, path: Path, manifest: Mapping[str, Any]) -> None:
     """Raise ValueError where the model was fine-tuned for another task than this one."""
     config = manifest["config"]["model"]
     theirs, ours = (config["head"], tuple(config["labels"])), (task.head, tuple(task.labels))
     if theirs != ours:
         then = manifest.get("finetuned", {}).get("task", "another task")
+        heads = [f"{head} ({', '.join(labels) or 'no labels'})" for head, labels in (theirs, ours)]
         raise ValueError(
-            f"{path} was fine-tuned on {then}: its head is a {_head(*theirs)}, and that of this "
-            f"task a {_head(*ours)}; a model that was fine-tuned on this task, with the same "
-            "labels in the same order, would work"
+            f"{path} was fine-tuned on {then}: its head is a {heads[0]}, and that of this task a "
+            f"{heads[1]}; a model with the same labels in the same order would work"
         )
-
-
-def _head(head: str, labels: Sequence[str]) -> str:
-    return f"{head} ({', '.join(labels)})" if labels else head
 
 
 def warn_unfinished(given: str, load: str, path: Path, finetuned: Mapping[str, Any]) -> None:

@@ -32,8 +32,7 @@ from tasks.checks import (
     check_cut,
     majority,
 )
-from tasks.examples import Example
-from tasks.finetuning import FinetuneSettings, Finetuning, name_conventions
+from tasks.finetuning import Example, FinetuneSettings, Finetuning, name_conventions
 from tasks.pairs import SPECIAL, Ragged, Shape, encode, shape_of
 
 CURE = "a folder as released, with middle/ and high/ of .txt files, would work"
@@ -96,13 +95,6 @@ def _unpack(file: Path) -> str:
     if file.suffix not in ARCHIVES:
         return CURE
     return f"what `{'unzip' if file.suffix == '.zip' else 'tar xf'} {file}` unpacks would work"
-
-
-def read_levels(flag: str, folders: Sequence[Path]) -> tuple[list[Passage], dict[str, int]]:
-    """(the passages of these folders, what was counted of those that are no good)."""
-    read = [read_level(flag, folder) for folder in folders]
-    counts = {key: sum(counted[key] for _, counted in read) for key in read[0][1]}
-    return [passage for passages, _ in read for passage in passages], counts
 
 
 def read_level(flag: str, folder: Path) -> tuple[list[Passage], dict[str, int]]:
@@ -296,12 +288,12 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: BertTokeniz
     shape = shape_of(tokenizer, settings.seq_length, cut="second", first=settings.kept_qa)
     evaluations, counted = {}, {}
     for level, folders in valid.items():
-        evaluations[level], counted[level] = read("--valid-data", folders, shape, checks)
+        evaluations[level], counted[level] = read_questions("--valid-data", folders, shape, checks)
     notes: dict[str, Any] = {"max_qa_length": settings.kept_qa, "input": {"valid": counted}}
     folders = [folder for each in train.values() for folder in each]
     examples: Sequence[Example] = []
     if folders:
-        examples, notes["input"]["train"] = read("--train-data", folders, shape, checks)
+        examples, notes["input"]["train"] = read_questions("--train-data", folders, shape, checks)
     return Race(train=examples, evaluations=evaluations, notes=notes)
 
 
@@ -312,12 +304,21 @@ def find_all(flag: str, paths: Sequence[Path], split: str) -> dict[str, list[Pat
     return {level: folders for level, folders in levels.items() if folders}
 
 
-def read(
+def read_questions(
     flag: str, folders: Sequence[Path], shape: Shape, checks: InputChecks
 ) -> tuple[Questions, dict[str, Any]]:
     """The questions of these folders, and what was counted."""
-    passages, left_out = read_levels(flag, folders)
-    examples = make_questions(passages, checks.tokenizer, shape)
+    read = [read_level(flag, folder) for folder in folders]
+    left_out = {key: sum(counted[key] for _, counted in read) for key in read[0][1]}
+    passages = [passage for found, _ in read for passage in found]
+    questions = [question for passage in passages for question in passage.questions]
+    examples = Questions(
+        encode([passage.article for passage in passages], checks.tokenizer),
+        encode([text for question in questions for text in question.filled], checks.tokenizer),
+        np.repeat(np.arange(len(passages)), [len(passage.questions) for passage in passages]),
+        np.array([question.right for question in questions]),
+        shape,
+    )
     place = f"{flag} {' '.join(map(str, folders))}"
     texts = (text for passage in passages for text in passage.texts)
     tokens = np.concatenate([examples.passages.tokens, examples.options.tokens])
@@ -348,8 +349,7 @@ def check_options(place: str, lengths: NDArray[np.int64], shape: Shape, checks: 
     better = min(longest, shape.length - SPECIAL - 1)
     left = int((lengths > better).sum())
     cure = f"--max-qa-length {better} would cut {left or 'none'}"
-    most = checks.config.max_truncated
-    check_cut(said, share, cure, WARN_CUT_QUESTIONS, most)
+    check_cut(said, share, cure, WARN_CUT_QUESTIONS, checks.config.max_truncated)
     return count
 
 
@@ -363,16 +363,3 @@ def count_answers(place: str, right: NDArray[np.int64]) -> dict[str, int]:
             stacklevel=2,
         )
     return counts
-
-
-def make_questions(
-    passages: Sequence[Passage], tokenizer: BertTokenizer, shape: Shape
-) -> Questions:
-    questions = [question for passage in passages for question in passage.questions]
-    return Questions(
-        encode([passage.article for passage in passages], tokenizer),
-        encode([text for question in questions for text in question.filled], tokenizer),
-        np.repeat(np.arange(len(passages)), [len(passage.questions) for passage in passages]),
-        np.array([question.right for question in questions]),
-        shape,
-    )

@@ -74,13 +74,18 @@ def version() -> dict[str, str]:
 
 
 def publish(
-    record: dict[str, Any], report: ReportConfig, comparison: Mapping[str, Any] | None = None
+    record: dict[str, Any],
+    report: ReportConfig,
+    task: str = "",
+    here: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
     """Print the record, then the paper beside it, and write it whole or not at all.
 
-    comparison: of paper.compare, or None.
+    task, here: as of `paper.compare`; without `here` nothing is compared.
     """
-    if comparison is not None:
+    comparison = None
+    if report.compare_paper and here is not None:
+        comparison = paper.compare(task, here, record["model"]["parameters"])
         record = {"paper": comparison, **record}
     text = json.dumps(record, indent=1, ensure_ascii=False)
     print(text, flush=True)

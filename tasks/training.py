@@ -7,10 +7,9 @@ epoch, and weighs as much as the others of its step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.save import save
 from megatron.config.model import FinetunedConfig, Head, ModelConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.batch import ExampleBatch
@@ -29,9 +27,33 @@ from megatron.parallel.mesh import Mesh
 from megatron.train.generate import DivergedError
 from megatron.train.loader import shard
 from megatron.train.objectives import answer_scores
-from megatron.train.state import DTYPES, TrainState, build_state, environment, model_slices
-from tasks.examples import Example, make_batch
-from tasks.finetuning import FinetuneSettings
+from megatron.train.state import DTYPES, TrainState, build_state
+from tasks.finetuning import Example, FinetuneSettings
+
+
+def make_batch(examples: Sequence[Example], counted: int | None = None) -> ExampleBatch:
+    """The batch of these examples, all with as many options and numbers in their labels.
+
+    counted: of how many of them, the first ones, the loss is taken; all if not given.
+    """
+    sequences = [each for example in examples for each in example.options]
+    lengths = np.array([len(each.tokens) for each in sequences])[:, None]
+    positions = np.arange(lengths.max())
+    is_real = positions < lengths
+    tokens = np.zeros(is_real.shape, np.int64)
+    tokens[is_real] = np.concatenate([np.asarray(each.tokens) for each in sequences])
+    is_second = positions >= np.array([each.second for each in sequences])[:, None]
+    options = len(examples[0].options)
+    assert len(sequences) == options * len(examples), "unequal numbers of options"
+    shape = (len(examples), options, -1) if options > 1 else is_real.shape
+    count = len(examples) if counted is None else counted
+    return ExampleBatch(
+        tokens=tokens.reshape(shape),
+        token_types=(is_real & is_second).astype(np.int64).reshape(shape),
+        is_real=is_real.reshape(shape),
+        labels=np.array([each.label for each in examples], np.int64).reshape(len(examples), -1),
+        counted=(np.arange(len(examples)) < count).astype(np.float32),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +129,9 @@ def start(
 ) -> TrainState:
     """A run at step 0 with the weights of the pretrained BERT, and a head drawn from the seed.
 
-    Raises ValueError as `load_pretrained` does.
+    Raises ValueError, naming the first one, where the checkpoint lacks a weight other than the
+    head's, or has another one than those of the pretraining heads and, for a span's model, of the
+    pooler.
     """
     state = build_state(
         config,
@@ -118,50 +142,10 @@ def start(
         seed=seed,
         dtype=DTYPES[dtype],
     )
-    load_pretrained(state, pretrained)
-    return state
-
-
-def load_pretrained(state: TrainState, pretrained: Checkpoint) -> None:
-    """Load all weights but those of the head from a checkpoint.
-
-    Raises ValueError, naming the first one, where the checkpoint lacks one of them, or has another
-    one than those of the pretraining heads and, for a span's model, of the pooler.
-    """
     modules = {name.partition(".")[0] for name, _ in state.model.named_parameters()}
     surplus = {"mlm", "sop", "pooler"} - modules
     state.load_weights(pretrained, missing={"head"}, surplus=surplus)
-
-
-def save_finetuned(
-    state: TrainState,
-    config: FinetunedConfig,
-    directory: Path,
-    pretrained: Checkpoint,
-    attached: Mapping[str, bytes],
-    facts: Mapping[str, Any],
-) -> Path:
-    """Write the weights as a checkpoint of this step, without the optimizer's state: an epoch is
-    not resumed. It returns its folder; every rank calls this.
-
-    pretrained: the checkpoint that was fine-tuned. attached: files of the tokenizer. facts: of the
-    fine-tuning, for the manifest.
-    """
-    manifest = pretrained.manifest
-    every = {
-        "kind": config.kind,
-        "config": {"model": asdict(config), "data": manifest["config"]["data"]},
-        "precision": state.precision,
-        **{key: manifest[key] for key in ("vocab_size", "tokenizer", "data")},
-        "run": None,
-        "weights_of": manifest.get("run"),
-        "counters": state.counters(),
-        "environment": environment(state.mesh),
-        "validation_loss": None,
-        "finetuned": dict(facts),
-    }
-    slices = model_slices(state.model)
-    return save(directory, state.step, slices, every, state.mesh, attached).path
+    return state
 
 
 @torch.no_grad()

@@ -137,8 +137,7 @@ def bits(scores: Scores) -> float:
 def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) -> WikiText103:
     """Raises ValueError or OSError, naming the flag, for what cannot be evaluated."""
     length, stride = choose_window(settings, manifest)
-    text = read_text("--valid-data", settings.valid_data, CURE)
-    check_kind(settings.valid_data, text)
+    text = read_articles(settings.valid_data)
     detokenised, articles = detokenise(text), cut_articles(text)
     stream = Sliding(np.array(tokenizer.encode(detokenised), np.int32), length, stride)
     if not len(stream):
@@ -181,13 +180,14 @@ def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, in
     return length, stride
 
 
-def check_kind(file: Path, text: str) -> None:
-    """A WikiText file has titles of articles."""
-    if any(map(TITLE.fullmatch, text.split("\n"))):
-        return
-    raise ValueError(
-        f"--valid-data {file} has no line that is a title, such as ' = Title = '; {CURE}"
-    )
+def read_articles(file: Path) -> str:
+    """The file's text. Raises ValueError or OSError for one without titles of articles."""
+    text = read_text("--valid-data", file, CURE)
+    if not any(map(TITLE.fullmatch, text.split("\n"))):
+        raise ValueError(
+            f"--valid-data {file} has no line that is a title, such as ' = Title = '; {CURE}"
+        )
+    return text
 
 
 def cut_articles(text: str) -> list[str]:

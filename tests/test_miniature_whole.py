@@ -66,9 +66,9 @@ def test_the_miniature_goes_from_archives_to_the_papers_tables(tmp_path: Path) -
     assert report["training"]["bert"]["steps"] == 20
     assert "<svg" in (output / "report.html").read_text()
 
-    (output / "lambada.json").unlink()
+    (output / "report.json").unlink()
     again = shell(*command)
-    assert again.count("reused") == list(BUDGET).index("lambada")
+    assert again.count("reused") == list(BUDGET).index("report")
     assert "[12/12] report" in again
 
 

@@ -26,7 +26,6 @@ from megatron.data.files import sha256
 
 FORMAT = 2
 STEP_FOLDER = "step_[0-9]{8}"
-Box = tuple[slice, ...]
 
 
 def step_folders(directory: str | Path) -> list[Path]:
@@ -46,11 +45,6 @@ def one_step(load: str | Path) -> Path | None:
     it names a directory of checkpoints."""
     paths = Path(load), Path(load).resolve()
     return next((path for path in paths if re.fullmatch(STEP_FOLDER, path.name)), None)
-
-
-def save_directory(load: str | Path) -> Path:
-    """The directory of the checkpoints that `load` names all or one of, however it is spelt."""
-    return Path(load).resolve() if one_step(load) is None else Path(load).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if found != FORMAT:
         raise ValueError(f"{file}: its format is {found!r}, only {FORMAT} is read here")
     for name, facts in manifest["files"].items():
-        _check_size(path / name, facts["bytes"])
+        if not (path / name).is_file():
+            raise FileNotFoundError(f"{path / name} is not there, but its manifest lists it")
+        if (size := (path / name).stat().st_size) != (wanted := facts["bytes"]):
+            raise ValueError(f"{path / name}: {size} bytes, its manifest says {wanted}")
     return {"kind": "gpt2", **manifest}  # the first checkpoints held GPT-2 and did not say so
 
 
@@ -101,20 +98,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, read_manifest(path))
 
 
-def _check_size(file: Path, expected: int) -> None:
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is not there, but its manifest lists it")
-    size = file.stat().st_size
-    if size != expected:
-        raise ValueError(f"{file}: {size} bytes, its manifest says {expected}")
-
-
 def damage(
     checkpoint: Checkpoint,
     share: tuple[int, int] = (0, 1),
     progress: Callable[[int], object] = lambda count: None,
 ) -> list[str]:
-    """Hash the files of a checkpoint; one line for each that is missing, short or changed.
+    """Hash the files of a checkpoint; one line for each that is missing or changed.
 
     share: (rank, size), to hash every size-th file only. progress: called with the bytes of each
     file that was hashed.
@@ -124,12 +113,9 @@ def damage(
     for name, facts in list(checkpoint.manifest["files"].items())[rank::size]:
         file = checkpoint.path / name
         try:
-            _check_size(file, facts["bytes"])
             if sha256(file) != facts["sha256"]:
                 found.append(f"{file} is damaged: its checksum is not that of the manifest")
-        except (ValueError, FileNotFoundError) as error:
-            found.append(str(error))
-        except OSError as error:  # a disk that cannot read it
+        except OSError as error:  # gone since, or on a disk that cannot read it
             found.append(f"{file} is damaged: {error.strerror or error}")
         progress(facts["bytes"])
     return found
@@ -157,17 +143,3 @@ def check_tiling(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
                 corners[corner] += sign
         if any(corners.values()) or any(size < 0 for each in slices for size in each["shape"]):
             raise ValueError(f"the slices of {key} do not cover it exactly once")
-
-
-def box_of(saved: Mapping[str, Any]) -> Box:
-    """Where a slice of the manifest lies in its tensor."""
-    pairs = zip(saved["offset"], saved["shape"], strict=True)
-    return tuple(slice(start, start + size) for start, size in pairs)
-
-
-def overlap(one: Box, other: Box) -> Box | None:
-    """What both have in common; None if that is nothing."""
-    common = tuple(
-        slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)
-    )
-    return common if all(each.start < each.stop for each in common) else None

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron.checkpoint.format import Box, Checkpoint, box_of, damage, overlap, read_checkpoint
+from megatron.checkpoint.format import Checkpoint, damage, read_checkpoint
 from megatron.checkpoint.resume import newest_readable
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import ShardingSpec
@@ -78,19 +78,17 @@ def load(checkpoint: Checkpoint, slices: Iterable[TensorSlice]) -> None:
             own = each.spec.local_slices
             each.local[len(each.spec.real(each.local)) :].zero_()
             for one in saved[each.key]["slices"]:
-                box, name = box_of(one), one["file"]
-                if (common := overlap(box, own)) is None:
+                source, target = [], []  # what both have in common, in the coordinates of each
+                for offset, size, cut in zip(one["offset"], one["shape"], own, strict=True):
+                    start, stop = max(offset, cut.start), min(offset + size, cut.stop)
+                    source.append(slice(start - offset, stop - offset))
+                    target.append(slice(start - cut.start, stop - cut.start))
+                if any(dim.start >= dim.stop for dim in source):
                     continue
-                if name not in files:
+                if (name := one["file"]) not in files:
                     files[name] = opened.enter_context(safe_open(path / name, "pt"))
-                values = files[name].get_slice(each.key)[_within(common, box)]
-                each.local[_within(common, own)].copy_(values)
-
-
-def _within(box: Box, outer: Box) -> Box:
-    """The box in the coordinates of an outer one."""
-    pairs = zip(box, outer, strict=True)
-    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in pairs)
+                values = files[name].get_slice(each.key)[tuple(source)]
+                each.local[tuple(target)].copy_(values)
 
 
 def load_weights(

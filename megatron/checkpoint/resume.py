@@ -5,7 +5,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,12 @@ from megatron.checkpoint.format import (
     one_step,
     read_checkpoint,
     read_manifest,
-    save_directory,
     step_folders,
     step_of,
 )
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError, flag
 from megatron.config.pretrain import PretrainConfig
-from megatron.config.training import sample_settings
 
 # A resumed run is compared with its checkpoint by the settings of these parts of its config; what
 # the others hold (where files are, how fast it runs, what it logs) changes no result.
@@ -37,6 +35,8 @@ FIXED = {
     "--residual-order",
     "vocabulary",
 }
+# The fields of a data config that do not: the data set's fingerprint covers them.
+WHERE = {"--data-path", "--tokenizer-type", "--vocab-file", "--merge-file"}
 PRECISIONS = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
 # What the directories of other programs have, and what makes a checkpoint of them.
 FOREIGN = {
@@ -72,8 +72,9 @@ def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
                 works=("--save", str(config.save), "--load", str(config.save)),
             )
         return Start()
-    one = one_step(config.load)
-    is_same = config.save is not None and save_directory(config.load) == Path(config.save).resolve()
+    one, directory = one_step(config.load), Path(config.load).resolve()
+    directory = directory if one is None else directory.parent
+    is_same = config.save is not None and directory == Path(config.save).resolve()
     if config.finetune and is_same:
         raise UsageError(
             "--save",
@@ -180,7 +181,8 @@ def check_start(
     fixed = FIXED | (set() if finetune else {"precision"})
     overridable = {"tokenizer"}
     if not finetune:
-        overridable |= {"--seed", "data sets", *map(flag, sample_settings(config.data))}
+        overridable |= {"--seed", "data sets", *(flag(each.name) for each in fields(config.data))}
+        overridable -= WHERE
     if config.checkpoint.override_data:
         overridable = set()
     precision = config.precision.name or manifest["precision"]

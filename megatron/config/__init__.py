@@ -1,4 +1,7 @@
-"""Settings: one frozen dataclass per component, programs compose them, parse() fills them."""
+"""Settings: one frozen dataclass per component, programs compose them, parse() fills them.
+
+The text under a field is its --help; a field that a subclass gives another default keeps it.
+"""
 
 from importlib.util import find_spec
 

@@ -41,22 +41,12 @@ class CheckpointConfig:
             raise UsageError("--keep-checkpoints", keep, allowed, works=("--keep-checkpoints", "2"))
         for field in ("save_interval", "keep_checkpoints", "async_save"):
             if (value := getattr(self, field)) and self.save is None:
-                number = None if value is True else value
-                words = (flag(field),) if number is None else (flag(field), str(number))
-                cure = (*words, "--save", "checkpoints")
+                number = None if value is True else str(value)
+                cure = (flag(field), *([number] if number else []), "--save", "checkpoints")
                 raise UsageError(flag(field), number, "given with --save", works=cure)
         if self.finetune and self.load is None:
             cure = ("--finetune", "--load", "checkpoints")
             raise UsageError("--finetune", allowed="given with --load", works=cure)
-
-    def warnings(self, train_iters: int) -> list[str]:
-        """What is allowed, but rarely meant for a long run."""
-        if self.save is None:
-            return ["warning: nothing of this run is kept; --save checkpoints keeps it"]
-        if self.save_interval is None and train_iters > 1:
-            some = min(1000, max(1, train_iters // 4))
-            return [f"warning: saved only at the end; --save-interval {some} saves on the way"]
-        return []
 
 
 @dataclass(frozen=True, kw_only=True)

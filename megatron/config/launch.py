@@ -15,8 +15,6 @@ from megatron.config.checks import UsageError
 # batch script, which is one process, has it not), that of Open MPI.
 _SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
-INTERRUPTED = 130  # what shells say of Ctrl-C
-
 
 def world_size(environ: Mapping[str, str]) -> int:
     """Processes of this run: WORLD_SIZE beside torchrun's RANK, 1 without a launcher.
@@ -24,30 +22,20 @@ def world_size(environ: Mapping[str, str]) -> int:
     Raises UsageError where WORLD_SIZE is no number of processes, and where there are several
     processes without RANK, which would each do the whole work alone.
     """
-    if "RANK" in environ:
-        return _read(environ, "WORLD_SIZE")
-    for variable in _SIZES:
-        size = _read(environ, variable) if variable in environ else 1
-        if size > 1:
-            raise UsageError(
-                variable,
-                size,
-                "unset where RANK is not set: each process would run alone",
-                works=("torchrun", "--nproc-per-node", str(size)),
-            )
+    has_rank = "RANK" in environ
+    for variable in ("WORLD_SIZE",) if has_rank else _SIZES:
+        size = environ.get(variable, "" if has_rank else "1")
+        if not size.isdecimal() or int(size) < 1:
+            works = ("torchrun", "--nproc-per-node", "2")
+            allowed = "a number of processes, which torchrun sets"
+            raise UsageError(variable, repr(size), allowed, works=works)
+        if has_rank:
+            return int(size)
+        if int(size) > 1:
+            works = ("torchrun", "--nproc-per-node", size)
+            allowed = "unset where RANK is not set: each process would run alone"
+            raise UsageError(variable, size, allowed, works=works)
     return 1
-
-
-def _read(environ: Mapping[str, str], variable: str) -> int:
-    value = environ.get(variable, "")
-    if not value.isdecimal() or int(value) < 1:
-        raise UsageError(
-            variable,
-            repr(value),
-            "a number of processes, which torchrun sets",
-            works=("torchrun", "--nproc-per-node", "2"),
-        )
-    return int(value)
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,7 @@ def interruptible(environ: Mapping[str, str]) -> Iterator[None]:
         if is_first(environ):
             above = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C in its line
             print(f"{above}interrupted", file=sys.stderr, flush=True)
-        raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(130) from None  # what shells say of Ctrl-C
 
 
 def write_error_file(path: str | None, message: str) -> None:

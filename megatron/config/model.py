@@ -87,7 +87,6 @@ class BertConfig(ModelConfig):
     kind: ClassVar[str] = "bert"
 
     max_position_embeddings: int = 512
-    """Rows of the position embedding: the longest sequence that the model can read."""
 
     residual_order: ResidualOrder = "pre-ln"
     """pre-ln: norm before attention and MLP, off the residual path, as the paper rearranged it;

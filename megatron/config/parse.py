@@ -123,19 +123,40 @@ def parse(
     """
     import tyro
 
-    settings = list(_fields(program))
-    aliases = {alias: name for name, _, alias in settings if alias is not None}
-    known = {name: kind for name, kind, _ in settings}
-    known |= {alias: known[name] for alias, name in aliases.items()}
-    presets, own = _split_presets(argv, known) if "preset" not in known else ([], list(argv))
-    words = [word for file in presets for word in _flags_of(file, known)] + own
-    words = [_without_alias(word, aliases) for word in words]
+    known: dict[str, Any] = {}  # the type of every setting, by each of its names
+    names: dict[str, str] = {}  # the first of its names
+    for name, kind, alias in _fields(program):
+        for each in (name, alias) if alias else (name,):
+            known[each], names[each] = kind, name
+    presets: list[tuple[Path, str, Any]] = []
+    words: list[str] = []
+    remaining = iter(argv)
+    for word in remaining:
+        name, equals, value = word.partition("=")
+        field = name.removeprefix("--").replace("-", "_")
+        if name == "--preset" and "preset" not in known:
+            value = value if equals else next(remaining, "")
+            file = find_preset("" if value.startswith("--") else value, known)
+            presets += [(file, key, setting) for key, setting in _read_preset(file, known)]
+        elif name.startswith("--") and field in names:
+            words.append(flag(names[field]) + equals + value)
+        else:
+            words.append(word)
+    first = [word for _, key, value in presets for word in _arguments(names[key], value)]
     call = functools.partial(tyro.cli, program, description=description)
     try:
-        return _run_tyro(call, words, environ, [*known, "preset"], prog)
+        return _run_tyro(call, first + words, environ, [*known, "preset"], prog)
     except UsageError:
-        for file in presets:
-            _check_preset(file, known)
+        # Where a preset's value is not of its setting's type, the error names file and key.
+        for file, key, value in presets:
+            if isinstance(value, bool) and bool in (known[key], *get_args(known[key])):
+                continue  # which alone would be no flag but a value
+            one = functools.partial(tyro.cli, make_dataclass("one", [(key, known[key])]))
+            try:
+                _run_tyro(one, _arguments(key, value), {}, ())
+            except UsageError as error:
+                allowed = error.allowed or str(known[key])
+                raise UsageError("--preset", f"{file}: {key} = {value!r}", allowed) from None
         raise
 
 
@@ -255,61 +276,13 @@ def _fields(program: type) -> Iterator[tuple[str, Any, str | None]]:
             yield field.name, annotation, field.metadata.get("alias")
 
 
-def _without_alias(word: str, aliases: Mapping[str, str]) -> str:
-    name, equals, value = word.partition("=")
-    field = name.removeprefix("--").replace("-", "_")
-    if name.startswith("--") and field in aliases:
-        return flag(aliases[field]) + equals + value
-    return word
-
-
-def _split_presets(argv: Sequence[str], known: Collection[str]) -> tuple[list[Path], list[str]]:
-    """The files that --preset FILE and --preset=FILE name, and the other arguments."""
-    files, others = [], []
-    words = iter(argv)
-    for word in words:
-        name, equals, given = word.partition("=")
-        if name == "--preset":
-            given = given if equals else next(words, "")
-            files.append(find_preset("" if given.startswith("--") else given, known))
-        else:
-            others.append(word)
-    return files, others
-
-
-def _flags_of(file: Path, known: Collection[str]) -> list[str]:
-    """A preset as arguments. Raises UsageError, naming file and key, for what is no setting."""
-    words = []
-    for key, value in _read_toml(file).items():
-        if key not in known or isinstance(value, dict):
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)
-            allowed = f"a setting of this program such as {nearest[0]}"
-            raise UsageError("--preset", f"{file}: {key} = {value!r}", allowed)
-        words += _flag_of(key, value)
-    return words
-
-
-def _flag_of(key: str, value: Any) -> list[str]:
+def _arguments(field: str, value: Any) -> list[str]:
+    """A value of a preset on the command line."""
     if isinstance(value, bool):
-        return [switch(key, value)]
+        return [switch(field, value)]
     if isinstance(value, list):
-        return [flag(key), *map(str, value)]
-    return [f"{flag(key)}={value}"]
-
-
-def _check_preset(file: Path, known: Mapping[str, Any]) -> None:
-    """Raise UsageError, naming file and key, for a value that is not of its setting's type."""
-    import tyro
-
-    for key, value in _read_toml(file).items():
-        if isinstance(value, bool) and bool in (known[key], *get_args(known[key])):
-            continue  # which alone would be no flag but a value
-        one = make_dataclass("one", [(key, known[key])])
-        try:
-            _run_tyro(functools.partial(tyro.cli, one), _flag_of(key, value), {}, ())
-        except UsageError as error:
-            allowed = error.allowed or str(known[key])
-            raise UsageError("--preset", f"{file}: {key} = {value!r}", allowed) from None
+        return [flag(field), *map(str, value)]
+    return [f"{flag(field)}={value}"]
 
 
 def find_preset(name: str, known: Collection[str] = ()) -> Path:
@@ -325,21 +298,25 @@ def find_preset(name: str, known: Collection[str] = ()) -> Path:
     for file in files:
         if name in (file.stem, str(file.relative_to(PRESETS).with_suffix(""))):
             return file
-    names = {file.stem: file.stem for file in files}
-    for file in (*files, *Path(name).parent.glob("*.toml")):
-        names.setdefault(file.stem, str(file))
-        try:
-            fits = not known or _read_toml(file).keys() <= set(known)
-        except (UsageError, OSError):
-            fits = False
-        if not fits:
-            del names[file.stem]
-    near = difflib.get_close_matches(Path(name).stem, names, n=3, cutoff=0)
-    near = [names[each] for each in near]
+    names: dict[str, str] = {}
+    for file in (*Path(name).parent.glob("*.toml"), *files):
+        with contextlib.suppress(UsageError, OSError):
+            if not known or _read_toml(file).keys() <= set(known):
+                names[file.stem] = file.stem if file in files else str(file)
+    near = [names[each] for each in difflib.get_close_matches(Path(name).stem, names, 3, cutoff=0)]
     allowed = "a TOML file" + (f", or a preset's name such as {', '.join(near)}" if near else "")
-    raise UsageError(
-        "--preset", name or None, allowed, works=("--preset", *near[:1]) if near else ()
-    )
+    works = ("--preset", near[0]) if near else ()
+    raise UsageError("--preset", name or None, allowed, works=works)
+
+
+def _read_preset(file: Path, known: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """(key, value). Raises UsageError, naming file and key, for what is no setting."""
+    for key, value in _read_toml(file).items():
+        if key not in known or isinstance(value, dict):
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)
+            allowed = f"a setting of this program such as {nearest[0]}"
+            raise UsageError("--preset", f"{file}: {key} = {value!r}", allowed)
+        yield key, value
 
 
 def _read_toml(file: Path) -> dict[str, Any]:

@@ -88,7 +88,13 @@ class PretrainConfig:
 
     def warnings(self, device: str) -> list[str]:
         """What is allowed, but rarely meant. device: torch's name of its kind, such as "cpu"."""
-        found = self.checkpoint.warnings(self.training.train_iters)
+        found: list[str] = []
+        steps = self.training.train_iters
+        if self.checkpoint.save is None:
+            found.append("warning: nothing of this run is kept; --save checkpoints keeps it")
+        elif self.checkpoint.save_interval is None and steps > 1:
+            some = min(1000, max(1, steps // 4))
+            found.append(f"warning: saved only at the end; --save-interval {some} saves on the way")
         if self.precision.fp16 and device == "cpu":
             found.append("warning: --fp16 on a CPU is many times slower than --bf16 or --no-bf16")
         return found

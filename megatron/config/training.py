@@ -4,13 +4,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from megatron.config.checks import (
-    UsageError,
-    flag,
-    fraction,
-    non_negative,
-    positive,
-)
+from megatron.config.checks import UsageError, flag, fraction, non_negative, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +79,6 @@ class BertDataConfig(DataConfig):
     """Tokens of a sample, padding and marks included."""
 
     tokenizer_type: str = "BertWordPieceLowerCase"
-    """Kind of tokenizer that made the data set."""
 
     mask_prob: float = 0.15
     """Share of the tokens that are to be predicted."""
@@ -99,15 +92,6 @@ class BertDataConfig(DataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         fraction(self, "short_seq_prob")
-
-
-# Fields that say where the data lies and what made it; the data set's fingerprint covers these.
-_WHERE = ("data_path", "tokenizer_type", "vocab_file", "merge_file")
-
-
-def sample_settings(config: DataConfig) -> list[str]:
-    """The fields that decide, beside the data sets themselves, which sample comes when."""
-    return [each.name for each in fields(config) if each.name not in _WHERE]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,13 +143,8 @@ class BertOptimizerConfig(OptimizerConfig):
     """With the defaults of the paper's BERT (section 4.2)."""
 
     lr: float = 1e-4
-    """Highest learning rate, reached at the end of warm-up."""
-
     min_lr: float = 0.0
-    """Learning rate at and after the end of decay."""
-
     lr_decay_style: Literal["cosine", "linear", "constant"] = "linear"
-    """Curve from the highest to the lowest learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,10 +184,6 @@ class TrainingConfig:
         positive(self, "train_iters", "micro_batch_size", "global_batch_size", "eval_interval")
         positive(self, "exit_interval", "exit_duration_in_mins")
         non_negative(self, "seed", "eval_iters", "check_replicas_interval")
-
-
-# What --loss-scale, which never changes, makes useless.
-DYNAMIC = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,16 +226,16 @@ class PrecisionConfig:
                 works=("--min-loss-scale", f"{self.first_scale():g}"),
             )
         for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name in ("bf16", "fp16") or value == each.default:
+            name, value = flag(each.name), getattr(self, each.name)
+            if value == each.default or name in ("--bf16", "--fp16"):
                 continue
-            name, usual = flag(each.name), str(each.default)
             if not self.fp16:
                 works = ("--fp16", name, str(value))
                 raise UsageError(name, value, "given with --fp16", works=works)
-            if self.loss_scale is not None and each.name in DYNAMIC:
+            is_dynamic = name not in ("--loss-scale", "--max-consecutive-skips")
+            if self.loss_scale is not None and is_dynamic:
                 allowed = f"given without --loss-scale {self.loss_scale:g}, which never changes"
-                raise UsageError(name, value, allowed, works=(name, usual))
+                raise UsageError(name, value, allowed, works=(name, str(each.default)))
 
     @property
     def name(self) -> str | None:
@@ -271,14 +246,13 @@ class PrecisionConfig:
 
     def first_scale(self) -> float:
         """The dynamic loss scale of the first step."""
-        base, power, exponent = self.initial_loss_scale.partition("**")
+        name, text = "--initial-loss-scale", self.initial_loss_scale.replace(" ", "")
         try:
-            value = float(base) ** int(exponent) if power else float(base)
+            value = 2.0 ** int(text[3:]) if text.startswith("2**") else float(text)
         except (ValueError, OverflowError):
             value = math.nan
-        if (power and base.strip() != "2") or not 0 < value < math.inf:
-            name, given = "--initial-loss-scale", self.initial_loss_scale
-            raise UsageError(name, given, "a positive decimal or 2**N", works=(name, "2**16"))
+        if not 0 < value < math.inf:
+            raise UsageError(name, text, "a positive decimal or 2**N", works=(name, "2**16"))
         return value
 
 

@@ -31,7 +31,7 @@ class Finding:
     rank: int
     what: str
     data_rank: int
-    place: str  # the rank's coordinates in words
+    coordinates: str  # of the rank, in words
 
 
 class NonFiniteError(FloatingPointError):
@@ -60,20 +60,19 @@ def non_finite(
             f"Run again, every output and gradient of a module is finite on {step}: "
             "only the sum over micro-batches and ranks, or its norm, is not"
         )
-    elif found.micro_batch < 0:
-        where = f"First seen in {found.what}, on the rank at {found.place}, before {step} were read"
     else:
-        own = micro_batches(
-            state.samples,
-            global_batch_size=total,
-            micro_batch_size=size,
-            data_rank=found.data_rank,
-            data_size=data_size,
-        )[found.micro_batch]
-        where = (
-            f"First seen in {found.what}, on the rank at {found.place}, in samples {own[0]} to "
-            f"{own[-1]} (the step reads {step})"
-        )
+        where = f"First seen in {found.what}, on the rank at {found.coordinates}, "
+        if found.micro_batch < 0:
+            where += f"before {step} were read"
+        else:
+            own = micro_batches(
+                state.samples,
+                global_batch_size=total,
+                micro_batch_size=size,
+                data_rank=found.data_rank,
+                data_size=data_size,
+            )[found.micro_batch]
+            where += f"in samples {own[0]} to {own[-1]} (the step reads {step})"
     scale, cures = "", "a lower --lr, a longer --lr-warmup-iters"
     if scaler.is_scaling:
         scale = f" at loss scale {scaler.scale:g}, overflow {scaler.skips + 1} in a row"
@@ -99,8 +98,8 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
         looked += 1
         if not own and not value.detach().isfinite().all():
             now = state.streams.position[1] if micro_batch is None else micro_batch
-            rank, place = mesh.control.rank, mesh.describe_rank()
-            own.append(Finding(now, looked, rank, what, mesh.data.rank, place))
+            rank, coordinates = mesh.control.rank, mesh.describe_rank()
+            own.append(Finding(now, looked, rank, what, mesh.data.rank, coordinates))
 
     def first() -> Finding | None:
         return min((each for found in mesh.control.gather(own) for each in found), default=None)

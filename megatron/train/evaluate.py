@@ -95,7 +95,7 @@ def score(
     """(log-probability [m] of the m scored labels, whether each is the most probable token [m]).
 
     tokens, labels: int64 [b, s]; labels[i, j] is the token that follows tokens[i, : j + 1].
-    scored: bool [b, s]; of the other places no logits are computed. The log-probabilities are fp32
+    scored: bool [b, s]; at other positions no logits are computed. The log-probabilities are fp32
     or wider; among equally probable tokens the one of the lowest id is the most probable.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

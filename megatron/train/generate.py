@@ -116,9 +116,15 @@ def generate(
     running = list(range(len(prompts)))
     reader = Reader(model, texts, sampling.max_new_tokens)
     while running:
-        ids = choose(model, mesh, reader.logits(), sampling, [sources[row] for row in running])
+        logits = reader.logits()
+        if sampling.temperature == 0:
+            ids = most_probable(logits, mesh.tensor, model.vocab_size)
+        else:
+            whole = gather_from(logits, -1, mesh.tensor)[:, : model.vocab_size]
+            shares = [sources[row].random() for row in running]
+            ids = draw(whole.cpu(), sampling, shares).to(logits.device)
         for row, token in zip(running, ids.tolist(), strict=True):
-            if token == model.vocab_size:
+            if token == model.vocab_size:  # no token: a logit is NaN
                 raise DivergedError(
                     f"prompt {numbers[row] + 1}: after {len(new[row])} new tokens the logits are "
                     "not numbers: --dtype fp16 may overflow (bf16 and fp32 do not), or the model "
@@ -163,21 +169,6 @@ def generate_all(
             raise failure_there
         found |= others
     return [found[number] for number in range(len(prompts))]
-
-
-def choose(
-    model: GPT2,
-    mesh: Mesh,
-    logits: Tensor,
-    sampling: Sampling,
-    sources: Sequence[random.Random],
-) -> Tensor:
-    """The next token of each row, int64 [b], from logits [b, v/t]; v where they are not numbers."""
-    if sampling.temperature == 0:
-        return most_probable(logits, mesh.tensor, model.vocab_size)
-    whole = gather_from(logits, -1, mesh.tensor)[:, : model.vocab_size]
-    ids = draw(whole.cpu(), sampling, [source.random() for source in sources])
-    return ids.to(logits.device)
 
 
 def draw(logits: Tensor, sampling: Sampling, shares: Sequence[float]) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.config.checks import UsageError
@@ -25,11 +24,6 @@ class Inputs:
     """That made the data sets; None where neither flags nor a folder beside them hold it."""
     train: Samples
     validation: Samples | None
-
-    @property
-    def attached(self) -> Mapping[str, bytes]:
-        """The tokenizer's files, for every checkpoint."""
-        return {} if self.tokenizer is None else self.tokenizer.files
 
 
 def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
@@ -100,7 +94,7 @@ def _open_corpus(
     if data.vocab_file or data.merge_file:
         given = build_tokenizer(kind, data.vocab_file, data.merge_file)
     corpus = open_corpus(data.data_path, given, vocab_size)
-    # Before the kinds of tokenizer: who confuses two data sets is told which program reads which.
+    # Before the kinds of tokenizer: the message names the program that reads this data set.
     require_sequences(corpus, sentences=sentences)
     tokenizer = given or find_tokenizer(corpus)
     if tokenizer is not None and tokenizer.kind != kind:

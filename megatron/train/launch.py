@@ -24,9 +24,9 @@ from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.train.watch import ROUNDS, Watch
 
 PATIENCE = 120.0  # seconds within which all ranks have to arrive
-WORD = 5.0  # seconds of waiting after which the missing ranks are named
+NOTICE = 5.0  # seconds of waiting after which the missing ranks are named
 _POLL = 0.1  # seconds
-_MARGIN = 300.0  # seconds that torch's own time limits are longer, so that the watch speaks first
+_MARGIN = 300.0  # seconds that torch's own time limits are longer, so that the watch ends a run
 
 
 def default_precision(device: torch.device) -> str:
@@ -45,7 +45,7 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
 
     Launchers are torchrun, and whatever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where
     there are several processes they are watched to the end of the `with`: a failure or a stall of
-    one is told once and ends all, with status 1 and without coming back here.
+    one is printed once and ends all, with status 1 and without coming back here.
 
     Raises ValueError where the processes do not fit, TimeoutError where some do not arrive.
     """
@@ -59,21 +59,21 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
                 torch.cuda.set_device(device)
             yield serial_mesh(device)
             return
-        place, limit = read_rank_info(environ), 60 * parallel.distributed_timeout_minutes
-        store, is_first = open_store(place, PATIENCE)
+        info, limit = read_rank_info(environ), 60 * parallel.distributed_timeout_minutes
+        store, is_first = open_store(info, PATIENCE)
     except Exception as error:
         write_error_file(error_file, f"{type(error).__name__}: {error}".splitlines()[0])
         raise
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # where gloo aborts a process, it shows its stacks
     dump_prefix = environ.get("TORCH_FR_DUMP_TEMP_FILE", f"{gettempdir()}/flight_recorder_")
-    watch = Watch(dist.PrefixStore("watch", store), place, limit, error_file, dump_prefix)
+    watch = Watch(dist.PrefixStore("watch", store), info, limit, error_file, dump_prefix)
     with watch:
         if not is_first:
-            raise UsageError("RANK", place.rank, "the rank of one process; two were given it")
-        arrivals = meet(store, place, watch, PATIENCE)
+            raise UsageError("RANK", info.rank, "the rank of one process; two were given it")
+        arrivals = meet(store, info, watch, PATIENCE)
         check_interface(arrivals, environ)
-        device = choose_device(place.rank, arrivals, environ)
+        device = choose_device(info.rank, arrivals, environ)
         has_gpu = device.type == "cuda"
         if has_gpu:
             torch.cuda.set_device(device)
@@ -81,42 +81,42 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
         dist.init_process_group(
             "nccl" if has_gpu else "gloo",
             store=dist.PrefixStore("groups", store.clone()),  # type: ignore[attr-defined]
-            rank=place.rank,
-            world_size=place.size,
+            rank=info.rank,
+            world_size=info.size,
             timeout=timeout,
             device_id=device if has_gpu else None,
         )
         mesh = build_mesh(parallel.tensor_model_parallel_size, device, timeout)
-        watch.know(mesh)
+        watch.add_mesh(mesh)
         yield mesh
     dist.destroy_process_group()
 
 
-def open_store(place: RankInfo, patience: float) -> tuple[dist.Store, bool]:
+def open_store(info: RankInfo, patience: float) -> tuple[dist.Store, bool]:
     """(the part of the store that belongs to this start of the ranks, whether no other process is
     the same rank); `patience` in seconds.
 
     torchrun keeps one store through restarts, and does not count those after a node was lost; all
     ranks start anew each time, so that each counts its own starts.
     """
-    keeps = place.is_host and place.rank == 0
+    keeps = info.is_host and info.rank == 0
     deadline = time.monotonic() + patience
     while not keeps:  # TCPStore waits too, but lets no signal through meanwhile
         try:
-            socket.create_connection((place.address, place.port), timeout=patience).close()
+            socket.create_connection((info.address, info.port), timeout=patience).close()
             break
         except OSError as error:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"rank {place.rank} of {place.size} on {socket.gethostname()} did not reach "
-                    f"{place.keeper} within {patience:g} s ({error})"
+                    f"rank {info.rank} of {info.size} on {socket.gethostname()} did not reach "
+                    f"{info.keeper} within {patience:g} s ({error})"
                 ) from None
             time.sleep(_POLL)
     try:
         store = dist.TCPStore(
-            place.address,
-            place.port,
-            place.size,
+            info.address,
+            info.port,
+            info.size,
             is_master=keeps,
             timeout=timedelta(seconds=patience),
             wait_for_workers=False,
@@ -124,12 +124,12 @@ def open_store(place: RankInfo, patience: float) -> tuple[dist.Store, bool]:
         )
     except dist.DistError as error:
         raise OSError(
-            f"rank {place.rank} on {socket.gethostname()} cannot use port {place.port} of "
-            f"{place.address} to meet the others; another MASTER_PORT would work"
+            f"rank {info.rank} on {socket.gethostname()} cannot use port {info.port} of "
+            f"{info.address} to meet the others; another MASTER_PORT would work"
         ) from error
-    start = store.add(f"{place.restarts}/starts/{place.rank}", 1)
-    is_first = start == 1 or not place.is_host
-    return dist.PrefixStore(f"{place.restarts}/{start if is_first else 1}", store), is_first
+    start = store.add(f"{info.restarts}/starts/{info.rank}", 1)
+    is_first = start == 1 or not info.is_host
+    return dist.PrefixStore(f"{info.restarts}/{start if is_first else 1}", store), is_first
 
 
 @dataclass(frozen=True)
@@ -146,38 +146,38 @@ def _own_arrival(size: int) -> Arrival:
     return Arrival(socket.gethostname(), size, gpus)
 
 
-def meet(store: dist.Store, place: RankInfo, watch: Watch, patience: float) -> list[Arrival]:
+def meet(store: dist.Store, info: RankInfo, watch: Watch, patience: float) -> list[Arrival]:
     """What each rank says of itself, by rank, once all have arrived.
 
     Raises TimeoutError after `patience` seconds, which names the ranks that are missing, and
     ValueError where ranks contradict each other.
     """
-    store.set(f"here/{place.rank}", json.dumps(asdict(_own_arrival(place.size))))
-    if store.add("arrived", 1) == place.size:
+    store.set(f"here/{info.rank}", json.dumps(asdict(_own_arrival(info.size))))
+    if store.add("arrived", 1) == info.size:
         store.set("everyone", "")
-    start, is_told = time.monotonic(), False
+    start, has_printed = time.monotonic(), False
     while not store.check(["everyone"]):
         waited = time.monotonic() - start
-        here = [rank for rank in range(place.size) if store.check([f"here/{rank}"])]
-        missing = [rank for rank in range(place.size) if rank not in here]
-        speaks = place.rank == here[0]  # for all
-        if waited > WORD and not is_told and missing and speaks:
-            text = f"waiting for {_listed(missing)} of {place.size}, for {patience:g} s at most"
+        here = [rank for rank in range(info.size) if store.check([f"here/{rank}"])]
+        missing = [rank for rank in range(info.size) if rank not in here]
+        is_lowest = info.rank == here[0]  # prints for all
+        if waited > NOTICE and not has_printed and missing and is_lowest:
+            text = f"waiting for {_listed(missing)} of {info.size}, for {patience:g} s at most"
             print(text, file=sys.stderr, flush=True)
-            is_told = True
-        if waited > patience + (0 if speaks else WORD):
+            has_printed = True
+        if waited > patience + (0 if is_lowest else NOTICE):
             hosts = Counter(json.loads(store.get(f"here/{rank}"))["host"] for rank in here)
             raise TimeoutError(
-                f"{_listed(missing)} of {place.size} did not arrive at {place.keeper} within "
+                f"{_listed(missing)} of {info.size} did not arrive at {info.keeper} within "
                 f"{patience:g} s; there are {', '.join(f'{n} on {h}' for h, n in hosts.items())}"
             )
         watch.follow()
         time.sleep(_POLL)
-    arrivals = [Arrival(**json.loads(store.get(f"here/{rank}"))) for rank in range(place.size)]
+    arrivals = [Arrival(**json.loads(store.get(f"here/{rank}"))) for rank in range(info.size)]
     for rank, arrival in enumerate(arrivals):
-        if arrival.size != place.size:
+        if arrival.size != info.size:
             raise ValueError(
-                f"WORLD_SIZE is {place.size} on rank {place.rank} but {arrival.size} on rank "
+                f"WORLD_SIZE is {info.size} on rank {info.rank} but {arrival.size} on rank "
                 f"{rank} ({arrival.host})"
             )
     return arrivals

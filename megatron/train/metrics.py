@@ -66,7 +66,7 @@ class Metrics:
             initial=start, total=steps, unit="step", desc="pretrain", disable=not is_shown
         )
         for sink in self.sinks:
-            self.log(f"metrics go to {sink.name}, too: {sink.place}")
+            self.log(f"metrics go to {sink.name}, too: {sink.destination}")
 
     def describe(self, facts: dict[str, Any]) -> None:
         """Write what holds for the whole run to run.json beside the metrics."""
@@ -94,8 +94,7 @@ class Metrics:
         self.exit_code = line.get("exit_code", self.exit_code)
         self._step = line.get("step", self._step)
         if self.path is not None:
-            self._unwritten.append(json.dumps(finite, allow_nan=False) + "\n")
-            self._append(self.path)
+            self._append(self.path, json.dumps(finite, allow_nan=False) + "\n")
         short: Line = {key: value for key, value in finite.items() if _is_short(value)}
         for sink in list(self.sinks):
             try:
@@ -103,17 +102,8 @@ class Metrics:
             except Exception as error:  # a lost network or a full disk ends the sink, not the run
                 self._close(sink, 1, error)
 
-    def _close(self, sink: Sink, exit_code: int, cause: Exception | None = None) -> None:
-        """Close a sink; `cause`, or else what it could not send, is reported."""
-        self.sinks.remove(sink)
-        try:
-            sink.close(exit_code)
-        except Exception as error:
-            cause = cause or error
-        if cause is not None:
-            self.log(f"{sink.name} did not get all of this run: {one_line(cause)}")
-
-    def _append(self, path: Path) -> None:
+    def _append(self, path: Path, text: str) -> None:
+        self._unwritten.append(text)
         size = path.stat().st_size if path.exists() else 0
         try:
             with path.open("a", encoding="utf-8") as file:
@@ -125,6 +115,16 @@ class Metrics:
                 self.log(f"warning: {path}: {error.strerror}; its lines are kept in memory")
         else:
             self._unwritten.clear()
+
+    def _close(self, sink: Sink, exit_code: int, cause: Exception | None = None) -> None:
+        """Close a sink; `cause`, or else what it could not send, is reported."""
+        self.sinks.remove(sink)
+        try:
+            sink.close(exit_code)
+        except Exception as error:
+            cause = cause or error
+        if cause is not None:
+            self.log(f"{sink.name} did not get all of this run: {one_line(cause)}")
 
     def __enter__(self) -> Metrics:
         return self

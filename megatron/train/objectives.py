@@ -75,7 +75,7 @@ class MaskedTokensAndOrder:
     ) -> Tensor:
         picked = np.flatnonzero(batch.loss_mask)
         is_picked = np.arange(padded_rows(len(picked))) < len(picked)
-        # Others count nothing, so that products of few sizes come again and again.
+        # Padded with rows that count nothing, so that matmuls of few sizes come again and again.
         picked = np.pad(picked, (0, len(is_picked) - len(picked)))
         labels = batch.labels.reshape(-1)[picked]
         arrays = (batch.tokens, batch.token_types, batch.is_real, picked, labels, is_picked)

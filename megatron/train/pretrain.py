@@ -52,17 +52,23 @@ def pretrain(
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
         with user_errors(environ):
-            plan = make_plan(arguments, environ, program, open_inputs)
+            world = world_size(environ)
+            config = parse(program, arguments, environ)
+            config.check(world)
+            inputs, start = open_inputs(config), find_start(config.checkpoint)
+            if start.folders:
+                newest, _ = newest_readable(start.folders)
+                refuse_other_run(config, inputs, start, newest)
 
         from megatron.checkpoint.retention import claim
         from megatron.train.launch import launch
         from megatron.train.loop import train
 
         with user_errors(environ):
-            mesh = stack.enter_context(launch(plan.config.parallel, environ))
+            mesh = stack.enter_context(launch(config.parallel, environ))
         with user_errors(environ, agreed=True):
-            stack.enter_context(claim(plan.config.checkpoint.save, mesh))
-            run = build(plan, mesh)
+            stack.enter_context(claim(config.checkpoint.save, mesh))
+            run = build(config, inputs, start, mesh)
         loop = open_loop(run, signals, environ, stack)
         log_start(run, loop)
         signals.arm()
@@ -72,39 +78,17 @@ def pretrain(
             raise SystemExit(code)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A run whose settings, data and checkpoint fit together."""
-
-    config: PretrainConfig
-    world: int
-    inputs: Inputs
-    start: Start
-    check: Callable[..., None]
-    """check_start of this run's config and data."""
-
-
-def make_plan(
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    program: type[Program],
-    open_inputs: Callable[[Program], Inputs],
-) -> Plan:
-    """Raises ValueError or OSError, naming the flag or the file, for what is wrong."""
-    world = world_size(environ)
-    config = parse(program, arguments, environ)
-    config.check(world)
-    inputs, start = open_inputs(config), find_start(config.checkpoint)
-    check = partial(check_start, config, identity=inputs.corpus.identity)
-    if start.folders:
-        newest, _ = newest_readable(start.folders)
-        check(newest.path, newest.manifest, finetune=start.finetune)
-    return Plan(config=config, world=world, inputs=inputs, start=start, check=check)
+def refuse_other_run(
+    config: PretrainConfig, inputs: Inputs, start: Start, checkpoint: Checkpoint
+) -> None:
+    identity, finetune = inputs.corpus.identity, start.finetune
+    check_start(config, checkpoint.path, checkpoint.manifest, identity=identity, finetune=finetune)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    plan: Plan
+    config: PretrainConfig
+    inputs: Inputs
     state: TrainState
     facts: dict[str, Any]
     """Of the run, for the manifest of each checkpoint."""
@@ -114,34 +98,40 @@ class Run:
     """A signal kept the checkpoint that is resumed from being evaluated when that was due."""
 
 
-def build(plan: Plan, mesh: Mesh) -> Run:
-    """The run at its start: from scratch, or from the newest checkpoint of `plan.start` that every
-    rank finds whole, byte for byte.
+def build(config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Run:
+    """The run at its start: from scratch, or from the newest checkpoint of `start` that every rank
+    finds whole, byte for byte.
 
     The first rank's `start` holds for all: over a network the others may see other folders. Raises
     ValueError or OSError, on every rank alike.
     """
     from megatron.checkpoint.load import newest_whole
     from megatron.parallel.agree import refuse_alike
-    from megatron.train.state import DTYPES, build_state, choose_compile, choose_precision
+    from megatron.train.state import (
+        DTYPES,
+        build_state,
+        choose_compile,
+        choose_precision,
+        environment,
+    )
 
-    config, start = plan.config, mesh.control.gather(plan.start)[0]
+    start = mesh.control.gather(start)[0]
     found: Checkpoint | None = None
-    passed_over: list[str] = []
+    messages: list[str] = []
     if start.folders:
         found, passed_over = newest_whole(start.folders, mesh)
-        check = partial(plan.check, found.path, found.manifest, finetune=start.finetune)
-        refuse_alike(mesh, check)
+        messages += [f"passed over: {reason}" for reason in passed_over]
+        refuse_alike(mesh, partial(refuse_other_run, config, inputs, start, found))
     resumed = None if found is None or start.finetune else found.manifest
-    saved = None if resumed is None else resumed["precision"]
-    precision = choose_precision(config.precision.name or saved, mesh, "--bf16", "--no-bf16")
+    precision = config.precision.name or (None if resumed is None else resumed["precision"])
+    precision = choose_precision(precision, mesh, "--bf16", "--no-bf16")
     compiled, warnings = choose_compile(config.training.compile, mesh)
     state = build_state(
         config.model,
         config.optimizer,
         config.precision,
         mesh,
-        plan.inputs.corpus.vocab_size,
+        inputs.corpus.vocab_size,
         seed=config.training.seed,
         dtype=DTYPES[precision],
         compiled=compiled,
@@ -150,12 +140,12 @@ def build(plan: Plan, mesh: Mesh) -> Run:
         "kind": config.model.kind,
         "config": asdict(config),
         "precision": precision,
-        **plan.inputs.corpus.identity,
+        **inputs.corpus.identity,
         "run": run_id(resumed),
         # The id of the run whose weights were fine-tuned, now or before.
         "weights_of": found and found.manifest.get("run" if start.finetune else "weights_of"),
     }
-    messages = [f"passed over: {reason}" for reason in passed_over]
+    evaluate_first = False
     if found is None:
         messages.append("starting from scratch")
     elif resumed is None:
@@ -163,38 +153,31 @@ def build(plan: Plan, mesh: Mesh) -> Run:
         messages.append(f"starting at step 0 from the weights of {found.path}")
     else:
         refuse_alike(mesh, partial(state.load, found))
-        messages += [f"going on from {found.path}", *differences_from(found, state, facts)]
-    evaluation_is_due = state.step % config.training.eval_interval == 0
+        messages.append(f"going on from {found.path}")
+        messages += changes(facts, resumed, mesh.data.size)
+        saved, now = resumed["environment"], environment(mesh)
+        messages += [
+            f"warning: {name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: "
+            "the last bits may differ from those of an undisturbed run"
+            for name in ("torch", "threads", "device", "layout")
+            if saved[name] != now[name]
+        ]
+        step, target = state.step, config.training.train_iters
+        if step >= target:
+            messages.append(
+                f"nothing is trained: {found.path} is already at step {step} and --train-iters is "
+                f"{target}; a larger one continues, such as --train-iters {2 * step}"
+            )
+        evaluation_is_due = step % config.training.eval_interval == 0
+        evaluate_first = resumed["validation_loss"] is None and evaluation_is_due
     return Run(
-        plan=plan,
+        config=config,
+        inputs=inputs,
         state=state,
         facts=facts,
-        messages=[*messages, *warnings],
-        evaluate_first=bool(resumed and resumed["validation_loss"] is None and evaluation_is_due),
+        messages=messages + warnings,
+        evaluate_first=evaluate_first,
     )
-
-
-def differences_from(
-    checkpoint: Checkpoint, state: TrainState, facts: Mapping[str, Any]
-) -> list[str]:
-    """What the user should know of a run that is resumed; facts: as its own manifests have them."""
-    from megatron.train.state import environment
-
-    saved, now = checkpoint.manifest["environment"], environment(state.mesh)
-    messages = changes(facts, checkpoint.manifest, state.mesh.data.size)
-    messages += [
-        f"warning: {name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: "
-        "the last bits may differ from those of an undisturbed run"
-        for name in ("torch", "threads", "device", "layout")
-        if saved[name] != now[name]
-    ]
-    if state.step >= (target := facts["config"]["training"]["train_iters"]):
-        messages.append(
-            f"nothing is trained: {checkpoint.path} is already at step {state.step} and "
-            f"--train-iters is {target}; a larger one continues, such as --train-iters "
-            f"{2 * state.step}"
-        )
-    return messages
 
 
 def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack: ExitStack) -> Loop:
@@ -206,25 +189,26 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
     from megatron.train.metrics import Metrics
     from megatron.train.sinks import open_sinks
 
-    plan, config, mesh = run.plan, run.plan.config, run.state.mesh
+    config, inputs, mesh = run.config, run.inputs, run.state.mesh
     file, start, steps = config.metrics_file(), run.state.step, config.training.train_iters
     sinks = open_sinks(config.logging, file, environ, start, run.facts, mesh, signals.ask)
     metrics = stack.enter_context(Metrics(file, mesh, start=start, steps=steps, sinks=sinks))
+    files = {} if inputs.tokenizer is None else inputs.tokenizer.files
     saver = stack.enter_context(
-        Saver(mesh, config.checkpoint, run.facts, attached=plan.inputs.attached, start_step=start)
+        Saver(mesh, config.checkpoint, run.facts, attached=files, start_step=start)
     )
-    size, first = config.global_batch_size(plan.world), run.state.samples
+    size, first = config.global_batch_size(mesh.size), run.state.samples
     return Loop(
         training=config.training,
         batches=prefetch(
-            plan.inputs.train,
+            inputs.train,
             range(first, first + (steps - start) * size, size),
             micro_batch_size=config.training.micro_batch_size,
             data_rank=mesh.data.rank,
             data_size=mesh.data.size,
         ),
         learning_rate=partial(learning_rate, config.optimizer, decay_iters=config.lr_decay_iters()),
-        evaluate=lambda state: validate(plan, state, metrics),
+        evaluate=lambda state: validate(run, metrics),
         save=lambda state, loss: saver.save(state.step, state.slices(), state.facts(), loss),
         saver=saver,
         metrics=metrics,
@@ -236,15 +220,15 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
     )
 
 
-def validate(plan: Plan, state: TrainState, metrics: Metrics) -> float | None:
+def validate(run: Run, metrics: Metrics) -> float | None:
     """Records and returns the validation loss; None without a split or with --eval-iters 0."""
     from megatron.train.evaluate import mean_losses
     from megatron.train.loop import in_words
 
-    data, training = plan.inputs.validation, plan.config.training
+    state, data, training = run.state, run.inputs.validation, run.config.training
     if data is None or training.eval_iters == 0:
         return None
-    wanted = training.eval_iters * plan.config.global_batch_size(plan.world)
+    wanted = training.eval_iters * run.config.global_batch_size(state.mesh.size)
     samples = min(wanted, data.samples_per_epoch)  # a smaller split is evaluated whole
     terms = mean_losses(
         state.model, state.objective, data, samples, training.micro_batch_size, state.mesh
@@ -270,8 +254,8 @@ def validate(plan: Plan, state: TrainState, metrics: Metrics) -> float | None:
 
 def log_start(run: Run, loop: Loop) -> None:
     """Log and record where the run starts and what it runs on."""
-    plan, state = run.plan, run.state
-    facts, data = state.describe(), data_fingerprint(plan.inputs.corpus.identity)
+    state = run.state
+    facts, data = state.describe(), data_fingerprint(run.inputs.corpus.identity)
     loop.metrics.describe(facts)
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in state.mesh.axes)
     size = f"{facts['parameters']:,} parameters in {facts['dtype']}"
@@ -279,7 +263,7 @@ def log_start(run: Run, loop: Loop) -> None:
     for message in (
         f"{size} on {facts['device']}, ranks {axes}",
         *run.messages,
-        *plan.config.warnings(state.mesh.device.type),
+        *run.config.warnings(state.mesh.device.type),
         f"step {state.step}, {state.samples} samples consumed, learning rate {lr:.3e}, data {data}",
     ):
         loop.metrics.log(message)
@@ -289,7 +273,7 @@ def log_start(run: Run, loop: Loop) -> None:
 
 def log_end(run: Run, loop: Loop, end: str) -> None:
     """Log what ended the run, and whether it can go on: only a checkpoint can be resumed."""
-    config, step = run.plan.config, run.state.step
+    config, step = run.config, run.state.step
     loop.metrics.write({"step": step, "ended": end, "exit_code": exit_code(end)})
     if end == "train_iters":
         message = f"done: --train-iters {config.training.train_iters}"

@@ -27,8 +27,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
 from megatron.train.state import TrainState
 
-# Elements that are hashed at a time: their products of 8 bytes fit a processor's cache, or fill a
-# GPU.
+# Elements that are hashed at a time: at 8 bytes each they fit a processor's cache, or fill a GPU.
 CHUNK = {"cpu": 2**18, "cuda": 2**22}
 # Odd, and so a bijection of 64 bits: what one chunk adds to the hash is not lost in the next.
 FACTOR = 0x9E3779B97F4A7C15 - 2**64
@@ -77,7 +76,7 @@ def check_replicas(state: TrainState, batches: Sequence[Batch], passed: int | No
     for name, along, _ in shared:
         groups: dict[tuple[int, ...], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         for coordinates, rank, digests in ranks:
-            elsewhere = tuple(place for axis, place in coordinates.items() if axis not in along)
+            elsewhere = tuple(index for axis, index in coordinates.items() if axis not in along)
             groups[elsewhere][digests[name]].append(rank)
         for by_digest in groups.values():
             if len(by_digest) > 1:
@@ -138,8 +137,8 @@ def digest(tensor: Tensor, chunk: int | None = None) -> Tensor:
     weights = _weights(tensor.device, chunk or CHUNK[tensor.device.type])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(words), len(weights)):
-        part = words[start : start + len(weights)].to(torch.int64)
-        total.mul_(FACTOR).add_(part.mul_(weights[: len(part)]).sum())
+        chunk_words = words[start : start + len(weights)].to(torch.int64)
+        total.mul_(FACTOR).add_(chunk_words.mul_(weights[: len(chunk_words)]).sum())
     return total
 
 

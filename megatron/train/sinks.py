@@ -65,7 +65,7 @@ class TensorBoardSink:
     def __init__(self, directory: str | Path, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.place = str(directory)
+        self.destination = str(directory)
         # Of a run from scratch nothing earlier stands; step `start` of a resumed one does.
         purge = start + 1 if start else 0
         self._writer = SummaryWriter(str(directory), purge_step=purge, flush_secs=30)
@@ -145,10 +145,10 @@ class WandbSink:
         # wandb's own count of steps only grows, and drops lines of a step that it has passed.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self.place = f"run {run_id} of project {project}"
+        self.destination = f"run {run_id} of project {project}"
         if mode == "offline":
             files = folder / "wandb" / f"offline-run-*-{run_id}"
-            self.place += f", kept on disk{reason}; wandb sync {files} sends it"
+            self.destination += f", kept on disk{reason}; wandb sync {files} sends it"
 
     def write(self, line: Mapping[str, float | str]) -> None:
         self._run.log(dict(line))

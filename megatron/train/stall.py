@@ -26,20 +26,19 @@ class Wait:
 class Report:
     """Where a rank stands.
 
-    begun: collectives, by axis. idle: seconds without progress. is_working: fewer than the limit.
-    number: of this rank's reports. left: the exit status of a rank that waits for the others' end.
+    who: the rank, its coordinates and host. begun: collectives, by axis. idle: seconds without
+    progress. number: of this rank's reports. left: the exit status of a rank that waits for the
+    others' end.
     """
 
     who: str
-    host: str
     step: int
     phase: str
     begun: Mapping[str, int]
     waits: Sequence[Wait]
     idle: float
-    is_working: bool = False
     number: int = 0
-    left: int | str | None = None
+    left: int | None = None
 
     def describe(self) -> str:
         waits = "".join(f", in {wait}" for wait in self.waits)
@@ -47,16 +46,15 @@ class Report:
 
 
 def find_behind(
-    reports: Mapping[int, Report], silent: Collection[int] = ()
+    reports: Mapping[int, Report], silent: Collection[int], working: Collection[int]
 ) -> tuple[list[int], str]:
     """(ranks that hold up a stalled run, what they are); no ranks where those are at work.
 
-    A rank in the nth collective of an axis waits for those of the group that have begun fewer. Who
-    is waited for and waits for nobody is behind, and so is who is silent. A rank that skipped a
+    silent: ranks that do not report any more. working: ranks that make progress. A rank that is
+    waited for and waits for no other is behind, and so is a silent one. A rank that skipped a
     collective of a step closes a circle as soon as it waits in one of all ranks: then the control
     groups' waits are no sign.
     """
-    working = {rank for rank, report in reports.items() if report.is_working} - {*silent}
     circle: set[int] = set()
     for ignored in ((), ("control", "save")):
         edges = {
@@ -69,7 +67,7 @@ def find_behind(
         }
         waiting, awaited = {rank for rank, _ in edges}, {other for _, other in edges}
         if behind := (awaited - waiting) | {*silent}:
-            return sorted(behind - working), "behind"
+            return sorted(behind - {*working}), "behind"
         circle = circle or waiting & awaited
     if circle:
         found, what = sorted(circle), "waiting for each other"
@@ -79,22 +77,22 @@ def find_behind(
         if len(found) == len(reports):
             found = [rank for rank in reports if not reports[rank].waits] or found
             what = "not waiting for another rank"
-    return ([], "") if working & {*found} else (found, what)
+    return ([], "") if {*working} & {*found} else (found, what)
 
 
 def table(reports: Mapping[int, Report], behind: Collection[int], silent: Collection[int]) -> str:
     """Where each rank stands, a line each, those that are behind marked."""
-    rows = [("", "rank", "host", "step", "phase", "waits in (axis: collective)", "idle, s")]
+    rows = [("", "rank", "step", "phase", "waits in (axis: collective)", "idle, s")]
     for rank, each in reports.items():
         mark, step, idle = "->" if rank in behind else "", str(each.step), f"{each.idle:.0f}"
         phase = f"{each.phase} (does not answer)" if rank in silent else each.phase
         waits = "; ".join(map(str, each.waits)) or "-"
-        rows.append((mark, each.who, each.host, step, phase, waits, idle))
+        rows.append((mark, each.who, step, phase, waits, idle))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def name_ranks(reports: Mapping[int, Report], ranks: Sequence[int]) -> str:
-    names = ", ".join(f"{reports[rank].who} on {reports[rank].host}" for rank in ranks[:4])
+    names = ", ".join(reports[rank].who for rank in ranks[:4])
     return names + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")

@@ -182,7 +182,7 @@ def compile_layers(model: nn.Module) -> None:
     """torch.compile of each transformer layer; all layers share one graph.
 
     Matmuls, attention and collectives run as they stand in the code; what is element by element
-    between them runs in a few kernels of the compiler. A draw from a random stream
+    between them runs in a few kernels of the compiler. A draw from a named RNG
     (parallel/random.py) ends a graph.
     """
     for module in model.modules():

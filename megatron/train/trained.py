@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,14 @@ def open_trained(
     path, manifest = newest.path, newest.manifest
     for reason in passed_over:
         warnings.warn(f"passed over: {reason}", stacklevel=2)
-    if (kind := manifest["kind"]) not in kinds:
-        raise UsageError(given, path, f"a model of the kind {' or '.join(kinds)}, not {kind}")
+    if manifest["kind"] not in kinds:
+        allowed = f"a model of the kind {' or '.join(kinds)}, not {manifest['kind']}"
+        raise UsageError(given, path, allowed)
     parallel.check(world_size, manifest["config"]["model"]["num_attention_heads"])
-    tokenizer = _open_tokenizer(config, path, manifest)
-    return start.folders[start.folders.index(path) :], tokenizer, manifest
 
-
-def _open_tokenizer(config: TrainedConfig, path: Path, manifest: Mapping[str, Any]) -> Tokenizer:
     kind = config.tokenizer_type or manifest["config"]["data"]["tokenizer_type"]
-    given = [file for file in (config.vocab_file, config.merge_file) if file is not None]
-    if given:
+    files = [file for file in (config.vocab_file, config.merge_file) if file is not None]
+    if files:
         tokenizer = build_tokenizer(kind, config.vocab_file, config.merge_file)
     elif set(file_names(kind)) <= manifest["files"].keys():
         tokenizer = read_tokenizer(kind, path)
@@ -62,5 +59,5 @@ def _open_tokenizer(config: TrainedConfig, path: Path, manifest: Mapping[str, An
         what, expected, found = "ids", str(manifest["vocab_size"]), str(tokenizer.vocab_size)
     if expected != found:
         allowed = f"that of the model in {path}: {what} {expected[:12]}, not {found[:12]}"
-        raise UsageError(file_flags(kind), " ".join(given) or f"in {path}", allowed)
-    return tokenizer
+        raise UsageError(file_flags(kind), " ".join(files) or f"in {path}", allowed)
+    return start.folders[start.folders.index(path) :], tokenizer, manifest

@@ -10,7 +10,7 @@ It ends its process as soon as the store holds a *verdict*, which one rank write
     a stall           A rank made no progress for the time limit: it reads all reports twice, 5 s
                       apart. The lowest rank that lives prints a table that names who is behind.
 
-Keys of the store: report/R of rank R, verdict, all left; counts left, looks, claims, dumped, gone.
+Keys of the store: report/R of rank R, verdict, all left; counters left, checks, dumped, leaving.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,7 +40,7 @@ ECHO = 5.0  # seconds without a report after which a rank is silent
 ENDING = 10.0  # seconds that ranks wait for each other while they end
 ROUNDS = 6  # limits that a rank may work while others wait for it
 _START = 240.0  # seconds before the mesh is built in which waiting for ranks is no stall
-_YIELD = 4.0  # seconds by which the rank that tells the cause ends first, for torchrun's summary
+_YIELD = 4.0  # seconds by which the rank that prints the cause ends first, for torchrun's summary
 
 
 class Progress:
@@ -58,12 +58,12 @@ def note(phase: str, step: int | None = None) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the run ends. teller: the rank that prints the text, or the headline; -1: none does.
+    """Why the run ends. printer: the rank that prints the text, or the headline; -1: none does.
     status: of every process. absent: ranks that cannot end by themselves. dumps: all ranks dump
     their stacks."""
 
     headline: str
-    teller: int
+    printer: int
     text: str = ""
     status: int = 1
     absent: int = 0
@@ -82,20 +82,20 @@ class Watch:
     def __init__(
         self,
         store: dist.Store,
-        place: RankInfo,
+        info: RankInfo,
         limit: float,
         error_file: str | None,
         dump_prefix: str,
     ) -> None:
-        self._store, self._place, self._limit = store, place, limit
+        self._store, self._keeper, self._limit = store, info.keeper, limit
         self._error_file, self._dump_prefix = error_file, dump_prefix
-        self._rank, self._size, self._is_kept = place.rank, place.size, place.is_host
-        self._who, self._host = f"rank {place.rank} of {place.size}", socket.gethostname()
+        self._rank, self._size, self._is_kept = info.rank, info.size, info.is_host
+        self._who = f"rank {self._rank} of {self._size} on {socket.gethostname()}"
         self._is_built = False
-        self._left: int | str | None = None
-        self._number = self._looks = 0
+        self._left: int | None = None
+        self._number = self._checks = 0
         self._seen: tuple[object, ...] = ()
-        self._moved = self._looked = self._heard = time.monotonic()
+        self._moved = self._checked = self._answered = time.monotonic()
         self._first: Report | None = None  # of rank 0, where it keeps the store
         self._closed = threading.Event()
         self._ends = threading.Lock()  # is never released
@@ -104,9 +104,10 @@ class Watch:
             for target, name in ((self._run, "watch"), (self._guard, "guard of the watch"))
         ]
 
-    def know(self, mesh: Mesh) -> None:
+    def add_mesh(self, mesh: Mesh) -> None:
         """From here on errors are failures of the run, and the rank has coordinates."""
-        self._who, self._is_built = f"{self._who} ({mesh.describe_rank()})", True
+        rank = f"rank {self._rank} of {self._size} ({mesh.describe_rank()})"
+        self._who, self._is_built = f"{rank} on {socket.gethostname()}", True
         self._publish()
 
     def __enter__(self) -> Watch:
@@ -115,33 +116,32 @@ class Watch:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        name = f"{self._who} on {self._host}"
         try:
             if error is None or isinstance(error, SystemExit):
-                self._leave(error, name)
+                self._leave(error)
             elif isinstance(error, KeyboardInterrupt):
-                self._end(Verdict(f"{name} was interrupted", self._rank, status=130))
+                self._end(Verdict(f"{self._who} was interrupted", self._rank, status=130))
             elif isinstance(error, ValueError | OSError) and not self._is_built:
-                # The user's mistake. Of the ranks that meet it, one raises it.
-                self._claim()
+                # The user's mistake. The first rank that meets it raises it.
                 self._close()
-                verdict = Verdict(f"{name}: {error}", teller=-1, status=2)
-                self._store.set("verdict", json.dumps(asdict(verdict)))
-                self._part(self._size)
+                if not self._decide(Verdict(f"{self._who}: {error}", printer=-1, status=2)):
+                    self.follow()
+                self._wait_to_exit(self._size)
             else:
-                self._fail(error, name)
+                self._fail(error)
         except dist.DistError:
             self._threads[0].join()  # the store is gone: the thread, which meets the same, ends us
 
     # What the main thread does.
 
-    def _leave(self, stop: SystemExit | None, name: str) -> None:
-        """Wait until all have left, so that nobody waits for who is gone."""
-        status = 0 if stop is None or stop.code is None else stop.code
+    def _leave(self, stop: SystemExit | None) -> None:
+        """Wait until all have left, so that nobody waits for a rank that is gone."""
+        code = None if stop is None else stop.code
+        status = code if isinstance(code, int) else int(code is not None)
         if not self._is_built:
-            headline = f"{name} left, with exit status {status}, before the run began"
-            self._end(Verdict(headline, self._rank, status=_as_status(status)))
-        self._left = status if isinstance(status, int) else str(status)
+            headline = f"{self._who} left, with exit status {status}, before the run began"
+            self._end(Verdict(headline, self._rank, status=status or 1))
+        self._left = status
         note(f"left with exit status {status}")
         self._publish()
         if self._store.add("left", 1) == self._size:
@@ -151,14 +151,14 @@ class Watch:
             time.sleep(pause)
             pause = min(0.2, 1.5 * pause)
         self._close()
-        self._part(self._size)
+        self._wait_to_exit(self._size)
 
     def _close(self) -> None:
         self._closed.set()
         for thread in self._threads:
             thread.join()
 
-    def _fail(self, error: BaseException, name: str) -> NoReturn:
+    def _fail(self, error: BaseException) -> NoReturn:
         """End with this rank's traceback, unless another rank's end is the cause of it."""
         summary = f"{type(error).__name__}: {error}".splitlines()[0]
         trace = "".join(traceback.format_exception(error)).rstrip()
@@ -171,27 +171,24 @@ class Watch:
                 last = [
                     f"  {reports[rank].who} was last at {reports[rank].describe()}" for rank in dead
                 ]
-                echo = f"  {name} was at {self._report().describe()}:\n{trace}"
+                echo = f"  {self._who} was at {self._report().describe()}:\n{trace}"
                 text = "\n".join([headline, *last, echo])
                 self._end(Verdict(headline, self._rank, text, absent=len(dead)))
-        self._end(Verdict(f"{name} failed: {summary}", self._rank, f"{name} failed:\n{trace}"))
+        text = f"{self._who} failed:\n{trace}"
+        self._end(Verdict(f"{self._who} failed: {summary}", self._rank, text))
 
     # How a run ends.
 
     def _end(self, verdict: Verdict) -> NoReturn:
-        """End the run for this reason, unless another rank has told one before."""
-        self._claim()
-        self._store.set("verdict", json.dumps(asdict(verdict)))
+        """End the run for this reason, unless another rank has written one before."""
+        self._decide(verdict)
         self.follow()
         raise AssertionError("a verdict ends the process")
 
-    def _claim(self) -> None:
-        """Return on the first rank that comes here; on the others the verdict ends the process."""
-        if self._store.add("claims", 1) > 1:
-            deadline = time.monotonic() + ENDING
-            while time.monotonic() < deadline:
-                self.follow()
-                time.sleep(0.05)
+    def _decide(self, verdict: Verdict) -> bool:
+        """Write the verdict, unless there is one; return whether it is this one."""
+        content = json.dumps(asdict(verdict))
+        return self._store.compare_set("verdict", "", content).decode() == content
 
     def follow(self) -> None:
         """End this process if a rank has written the verdict."""
@@ -199,16 +196,16 @@ class Watch:
             return
         verdict = Verdict(**json.loads(self._store.get("verdict")))
         self._prepare_exit()
-        is_teller, living = verdict.teller == self._rank, self._size - verdict.absent
+        is_printer, living = verdict.printer == self._rank, self._size - verdict.absent
         try:
             write_error_file(self._error_file, verdict.headline)
             if verdict.dumps:  # before any rank ends, which breaks the others' connections
                 self._dump()
                 self._count("dumped", living)
-            if is_teller:
+            if is_printer:
                 print(verdict.text or verdict.headline, file=sys.stderr, flush=True)
-            self._part(living)
-            if self._error_file is not None and not is_teller:
+            self._wait_to_exit(living)
+            if self._error_file is not None and not is_printer:
                 time.sleep(_YIELD)
         finally:
             _exit_now(verdict.status)
@@ -217,10 +214,10 @@ class Watch:
         self._ends.acquire()  # of two threads, one ends the process
         faulthandler.dump_traceback_later(30, exit=True)  # in case that ending hangs, too
 
-    def _part(self, count: int) -> None:
-        """Return once `count` ranks know how the run ends: the store may end with rank 0, or with
-        the launcher of any rank, which ends with its ranks."""
-        self._count("gone", count, waits=not self._is_kept or self._rank == 0)
+    def _wait_to_exit(self, count: int) -> None:
+        """Return once `count` ranks have read how the run ends: the store may end with rank 0, or
+        with the launcher of any rank, which ends with its ranks."""
+        self._count("leaving", count, waits=not self._is_kept or self._rank == 0)
 
     def _count(self, key: str, count: int, waits: bool = True) -> None:
         """Count this rank, and wait for the others."""
@@ -231,7 +228,7 @@ class Watch:
                 time.sleep(0.02)
 
     def _dump(self) -> None:
-        print(f"{self._who} on {self._host}: stacks", file=sys.stderr, flush=True)
+        print(f"{self._who}: stacks", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=2)
         if path := _dump_flight_recorder(f"{self._dump_prefix}{self._rank}"):
             print(f"{self._who}: torch's flight recorder is in {path}", file=sys.stderr, flush=True)
@@ -247,7 +244,7 @@ class Watch:
                 self._lose_store("vanished: its process was killed or crashed")
 
     def _beat(self) -> None:
-        self._look()
+        self._measure_progress()
         report = self._publish()
         self.follow()
         if self._left is None:
@@ -255,9 +252,9 @@ class Watch:
             self._find_stall()
         if self._is_kept and self._rank == 1:
             self._first = self._read(0)
-        self._heard = time.monotonic()
+        self._answered = time.monotonic()
 
-    def _look(self) -> None:
+    def _measure_progress(self) -> None:
         """A rank makes progress when it notes something, begins a collective, or is elsewhere in
         Python than at the last look: it computes, evaluates, writes or hashes. One in a single call
         into C does not, nor one that sleeps: a loop that polls gives Python's lock away nowhere but
@@ -276,16 +273,13 @@ class Watch:
                 number, name, shape = call
                 shown = [*shape] if isinstance(shape, torch.Size) else shape
                 waits.append(Wait(axis, number, f"{name} of {shown}", calls.ranks))
-        idle = time.monotonic() - self._moved
         return Report(
             who=self._who,
-            host=self._host,
             step=Progress.step,
             phase=Progress.phase,
             begun={axis: calls.begun for axis, calls in [*CALLS.items()]},
             waits=waits,
-            idle=idle,
-            is_working=idle < self._limit,
+            idle=time.monotonic() - self._moved,
             number=self._number,
             left=self._left,
         )
@@ -299,7 +293,7 @@ class Watch:
     def _read(self, rank: int) -> Report:
         """The last report of this rank."""
         if not self._store.check([f"report/{rank}"]):
-            return Report(f"rank {rank}", "?", 0, "not begun", {}, [], 0.0)
+            return Report(f"rank {rank}", 0, "not begun", {}, [], 0.0)
         fields = json.loads(self._store.get(f"report/{rank}"))
         return Report(**fields | {"waits": [Wait(**wait) for wait in fields["waits"]]})
 
@@ -321,26 +315,27 @@ class Watch:
         for wait in report.waits:
             for other in map(self._read, wait.ranks):
                 if other.left is not None and other.begun.get(wait.axis, 0) < wait.number:
-                    who = f"{other.who} on {other.host}"
-                    headline = (
-                        f"{who} left the run, with exit status {other.left}, before the others"
-                    )
+                    headline = f"{other.who} left the run, with exit status {other.left}, before"
+                    headline += " the others"
                     text = f"{headline}\n  {self._who} waits for it in {wait}"
-                    self._end(Verdict(headline, self._rank, text, _as_status(other.left)))
+                    self._end(Verdict(headline, self._rank, text, other.left or 1))
 
     def _find_stall(self) -> None:
         """End the run where this rank has made no progress for the limit and others are behind."""
         limit = self._limit if self._is_built else max(self._limit, _START)
-        looks, now = self._store.add("looks", 0), time.monotonic()
-        if looks > self._looks:  # another rank looks: that is enough for as long as the limit
-            self._looks, self._looked = looks, now
-        if now - max(self._moved, self._looked) <= limit or self._store.add("looks", 1) > looks + 1:
+        checks, now = self._store.add("checks", 0), time.monotonic()
+        if checks > self._checks:  # a rank checks for a stall: the others need not, for one limit
+            self._checks, self._checked = checks, now
+        if now - max(self._moved, self._checked) <= limit:
+            return
+        if self._store.add("checks", 1) > checks + 1:
             return
         reports, silent = self._read_twice()
         living = [rank for rank in reports if rank not in silent]
+        working = [rank for rank in living if reports[rank].idle < self._limit]
         if max(reports[rank].idle for rank in living) > ROUNDS * self._limit:
-            reports = {rank: replace(each, is_working=False) for rank, each in reports.items()}
-        behind, what = find_behind(reports, silent)
+            working = []
+        behind, what = find_behind(reports, silent, working)
         if behind:
             names = f"{name_ranks(reports, behind)} {'is' if len(behind) == 1 else 'are'} {what}"
             headline = f"no progress for {self._limit:g} s: {names}"
@@ -352,7 +347,7 @@ class Watch:
     def _guard(self) -> None:
         """A store whose keeper is stopped does not answer, and the other thread waits for it."""
         while not self._closed.wait(BEAT):
-            silence = time.monotonic() - self._heard
+            silence = time.monotonic() - self._answered
             if silence > self._limit + 2 * ECHO:
                 self._lose_store(
                     f"has not answered for {silence:.0f} s: its process is stopped, or its host "
@@ -363,13 +358,14 @@ class Watch:
         """Nothing can be agreed any more: the lowest rank that is left says what it knows."""
         self._prepare_exit()
         if self._rank == int(self._is_kept):
-            headline = f"{self._place.keeper}, where the ranks meet, {fate}"
+            headline = f"{self._keeper}, where the ranks meet, {fate}"
+            last = ""
             if self._first is not None:
-                headline = f"{self._first.who} on {self._first.host} {fate}"
-                headline += f"\n  it was last at {self._first.describe()}"
-            echo = f"\n  {self._who} on {self._host} was at {self._report().describe()}"
-            print(headline + echo, file=sys.stderr, flush=True)
-            write_error_file(self._error_file, headline.splitlines()[0])
+                headline = f"{self._first.who} {fate}"
+                last = f"\n  it was last at {self._first.describe()}"
+            echo = f"\n  {self._who} was at {self._report().describe()}"
+            print(headline + last + echo, file=sys.stderr, flush=True)
+            write_error_file(self._error_file, headline)
         _exit_now(1)
 
 
@@ -378,11 +374,6 @@ def _exit_now(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _as_status(code: object) -> int:
-    """Of a run of which one rank left with `code` before the others: never 0."""
-    return code if isinstance(code, int) and code > 0 else 1
 
 
 def _positions() -> tuple[tuple[int, int], ...]:

@@ -83,7 +83,11 @@ def read_squad(flag: str, file: Path, *, most_misplaced: float = MOST_MISPLACED)
             named = f"{place}, question {_take(entry, 'id', str, f'{where}, question {number}')}"
             questions.append(_question(named, entry, passage, len(passages)))
         passages.append(passage)
-    _check_ids(place, questions)
+    if not questions:
+        raise ValueError(f"{place} has no questions; {CURE}")
+    name, count = Counter(each.id for each in questions).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{place} has {count} questions {name}; {CURE}")
     squad = Squad(place, _version(place, questions), passages, questions)
     _check_places(squad, most_misplaced)
     return squad
@@ -133,14 +137,6 @@ def _take(entry: Any, key: str, kind: type, place: str) -> Any:
     if type(value) is not kind:
         raise ValueError(f'{place} has no "{key}" that is {KINDS[kind]}; {CURE}')
     return value
-
-
-def _check_ids(place: str, questions: Sequence[Question]) -> None:
-    if not questions:
-        raise ValueError(f"{place} has no questions; {CURE}")
-    name, count = Counter(each.id for each in questions).most_common(1)[0]
-    if count > 1:
-        raise ValueError(f"{place} has {count} questions {name}; {CURE}")
 
 
 def _version(place: str, questions: Sequence[Question]) -> Version:

@@ -185,7 +185,8 @@ def read_by_id(
     if not isinstance(values, dict):
         raise ValueError(f"{place} is not an object; {cure}")
     for name, value in values.items():
-        if not _is_a(value, kind):
+        is_number = type(value) in (int, float) and isfinite(value)
+        if not (isinstance(value, str) if kind is str else is_number):
             raise ValueError(f"{place}, question {name}: {json.dumps(value)[:60]}; {cure}")
     missing = [each for each in ids if each not in values]
     if len(missing) == len(ids):
@@ -196,12 +197,6 @@ def read_by_id(
         text = f"{place} lacks {len(missing)} of {len(ids)} questions, such as {missing[0]}"
         warnings.warn(text, stacklevel=3)
     return values, len(missing)
-
-
-def _is_a(value: Any, kind: type[str] | type[float]) -> bool:
-    if kind is str:
-        return isinstance(value, str)
-    return type(value) in (int, float) and isfinite(value)
 
 
 def _read_odds(file: Path, squad: Squad, missing: int) -> NDArray[np.float64]:

@@ -28,19 +28,13 @@ from tasks.checks import (
     check_cut,
     check_unknown,
 )
-from tasks.examples import Example
-from tasks.finetuning import BESIDE, FinetuneSettings, Finetuning
+from tasks.finetuning import BESIDE, Example, FinetuneSettings, Finetuning
 from tasks.pairs import SPECIAL, shape_of
 from tasks.squad.files import Squad, read_squad
 from tasks.squad.score import best_figures, conventions, figures, mark, score_file, unanswered
 from tasks.squad.windows import Windows, make_windows, read_answers
 
-OF_MODELS = (
-    "doc_stride",
-    "max_query_length",
-    "max_answer_length",
-    "null_score_diff_threshold",
-)
+OF_MODELS = ("doc_stride", "max_query_length", "max_answer_length", "null_score_diff_threshold")
 OF_NO_ANSWER = ("null_score_diff_threshold", "save_null_odds")  # which 1.1 does not have
 
 

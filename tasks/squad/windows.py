@@ -25,7 +25,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from megatron.data.tokenizer import BertTokenizer
-from tasks.examples import Example
+from tasks.finetuning import Example
 from tasks.pairs import Ragged, Shape, encode
 from tasks.squad.files import Question, Squad
 

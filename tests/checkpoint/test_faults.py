@@ -6,6 +6,7 @@ told (promises 5 and 19).
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -194,7 +195,7 @@ threading.Event().wait()
 """
 
 
-@pytest.mark.parametrize("stage", ["write_atomically", "save_file", "seal", "set_aside"])
+@pytest.mark.parametrize("stage", ["save_file", "set_aside"])
 def test_a_writer_killed_at_any_stage_leaves_the_former_checkpoint(
     tmp_path: Path, stage: str
 ) -> None:
@@ -289,43 +290,37 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def two_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
-    """The files of two checkpoints of `plain`, by folder."""
-    directory, state = tmp_path_factory.mktemp("saved"), plain()
-    save_steps(saver_into(directory, state, attached={"vocab.json": b"{}"}), state, [1, 2])
-    return {path.name: contents(path) for path in step_folders(directory)}
-
-
 def plain(**changes: Any) -> TrainState:
     return tiny_state(mesh_of_ranks(1), tiny_section(**changes), dtype=torch.float32)
 
 
-def write_steps(directory: Path, folders: dict[str, dict[str, bytes]]) -> Path:
-    """The later of the two."""
-    for folder, files in folders.items():
-        (directory / folder).mkdir(parents=True)
-        for name, content in files.items():
-            (directory / folder / name).write_bytes(content)
-    return directory / "step_00000002"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with two checkpoints of `plain`."""
+    directory, state = tmp_path_factory.mktemp("saved"), plain()
+    save_steps(saver_into(directory, state, attached={"vocab.json": b"{}"}), state, [1, 2])
+    return directory
+
+
+@pytest.fixture
+def path(saved: Path, tmp_path: Path) -> Path:
+    """The later of the two, in a copy."""
+    return shutil.copytree(saved, tmp_path, dirs_exist_ok=True) / "step_00000002"
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_is_named_and_passed_over(
-    tmp_path: Path, two_steps: dict[str, dict[str, bytes]], damage: str
-) -> None:
-    path, (name, spoil) = write_steps(tmp_path, two_steps), DAMAGE[damage]
-    mesh = mesh_of_ranks(1)
+def test_what_is_damaged_is_named_and_passed_over(path: Path, damage: str) -> None:
+    mesh, (name, spoil) = mesh_of_ranks(1), DAMAGE[damage]
     assert verify(path, mesh).path == path
     spoil(path / name)
     with pytest.raises(ValueError, match=f"^{path / name}") as caught:
         verify(path, mesh)
-    newest, passed_over = newest_whole(step_folders(tmp_path), mesh)
+    newest, passed_over = newest_whole(step_folders(path.parent), mesh)
     assert (newest.path.name, newest.manifest["counters"]["step"]) == ("step_00000001", 1)
     assert passed_over == [str(caught.value)]
     spoil(newest.path / name)
     with pytest.raises(UsageError) as refused:
-        newest_whole(step_folders(tmp_path), mesh, "--from")
+        newest_whole(step_folders(path.parent), mesh, "--from")
     assert refused.value.flag == "--from"
     assert all(str(folder) in str(refused.value) for folder in (path, newest.path))
 
@@ -336,18 +331,15 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def test_damage_that_one_rank_finds_is_known_to_all(
-    gloo: Pool, tmp_path: Path, two_steps: dict[str, dict[str, bytes]]
-) -> None:
-    path = write_steps(tmp_path, two_steps)
+def test_damage_that_one_rank_finds_is_known_to_all(gloo: Pool, path: Path) -> None:
     flip(path / SHARD)
     answers = gloo.run(4, refusal, path)
     assert answers == [answers[0]] * 4
     assert str(path / SHARD) in answers[0]
 
 
-def test_another_model_is_refused(tmp_path: Path, two_steps: dict[str, dict[str, bytes]]) -> None:
-    path = write_steps(tmp_path, two_steps)
+def test_another_model_is_refused(saved: Path) -> None:
+    path = saved / "step_00000002"
     with pytest.raises(ValueError, match=r"word_embedding.weight is \[101, 32\].*\[101, 64\]"):
         load(plain(hidden_size=64), path)
     with pytest.raises(ValueError, match=r"has no tensor model\.transformer\.layers\.2"):

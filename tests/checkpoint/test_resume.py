@@ -1,27 +1,23 @@
 """Where a run starts, and what a resumed run may not change."""
 
-import json
 import re
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.checkpoint.format import seal
 from megatron.checkpoint.resume import (
     Start,
     changes,
     check_start,
     find_start,
     newest_readable,
-    run_id,
 )
-from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
+from tests.checkpoint.files import make_checkpoint
 from tests.config.test_checks import settings
 
 IDENTITY = {"vocab_size": 100, "tokenizer": "f", "data": ["1/4 of SHA-256 a", "3/4 of SHA-256 b"]}
@@ -31,21 +27,7 @@ PATH = Path("somewhere/step_00000004")
 def manifest(**changes: Any) -> dict[str, Any]:
     facts = {"config": asdict(settings(**changes)), "precision": "fp32", **IDENTITY}
     environment = {"layout": {"data": 2, "tensor": 1}}
-    return {
-        "format": 2,
-        "kind": "gpt2",
-        **facts,
-        "environment": environment,
-        "files": {},
-        "tensors": {},
-    }
-
-
-def write(directory: Path, *steps: int, **facts: str) -> None:
-    for step in steps:
-        folder = directory / f"step_{step:08d}"
-        folder.mkdir(parents=True)
-        (folder / "manifest.json").write_text(json.dumps(seal(manifest() | facts)))
+    return {"kind": "gpt2", **facts, "environment": environment}
 
 
 @pytest.fixture
@@ -53,11 +35,12 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that tests work in: "one" and "ahead" hold the same run, "two" another, "tuned"
     one that was fine-tuned from "one"; "link" leads to "one", "straight" to a checkpoint in it."""
     monkeypatch.chdir(tmp_path)
-    write(Path("one"), 4, 8, run="one")
-    write(Path("ahead"), 10, run="one")
-    write(Path("two"), 9, run="two")
-    write(Path("tuned"), 2, run="three", weights_of="one")
-    write(Path("seeds/seed_1"), 3)
+    for step in (4, 8):
+        make_checkpoint(Path("one"), step, run="one")
+    make_checkpoint(Path("ahead"), 10, run="one")
+    make_checkpoint(Path("two"), 9, run="two")
+    make_checkpoint(Path("tuned"), 2, run="three", weights_of="one")
+    make_checkpoint(Path("seeds/seed_1"), 3)
     Path("link").symlink_to("one")
     Path("straight").symlink_to("one/step_00000004")
     for file in ("config.json", "latest_checkpointed_iteration.txt"):
@@ -147,30 +130,16 @@ def test_nothing_to_load_is_an_error(runs: Path, load: str, save: str, cure: str
         start_of(" ".join(["--save", save, *error.value.works]))
 
 
-def test_the_newest_that_can_be_read_is_taken_and_the_others_are_named(runs: Path) -> None:
-    write(Path("one"), 12, 16, run="one")
-    Path("one/step_00000016/manifest.json").unlink()
-    Path("one/step_00000012/manifest.json").write_text("{")
-    assert start_of("--load one --save ahead").folders  # the newest readable is of the same run
-    folders = start_of("--load one").folders
+def test_a_damaged_newest_one_is_not_looked_at(runs: Path) -> None:
+    for step in (12, 16):
+        (make_checkpoint(Path("one"), step) / "manifest.json").write_text("{")
+    folders = start_of("--load one --save ahead").folders  # the newest readable is of the same run
     newest, reasons = newest_readable(folders)
-    assert (newest.path.name, newest.manifest["precision"]) == ("step_00000008", "fp32")
-    assert [str(folder) in reason for folder, reason in zip(folders, reasons, strict=False)] == [
+    assert newest.path.name == "step_00000010"
+    assert [folder.name in reason for folder, reason in zip(folders, reasons, strict=False)] == [
         True,
         True,
     ]
-    for folder in folders:
-        (folder / "manifest.json").write_text("{")
-    with pytest.raises(UsageError) as caught:
-        newest_readable(folders)
-    assert all(str(folder) in str(caught.value) for folder in folders)
-
-
-def test_a_run_keeps_its_id() -> None:
-    assert run_id({"run": "abc"}) == "abc"
-    ids = {run_id(None), run_id({}), run_id(None)}
-    assert len(ids) == 3
-    assert all(len(bytes.fromhex(each)) == 8 for each in ids)
 
 
 def check(identity: dict[str, Any] | None = None, finetune: bool = False, **changes: Any) -> None:
@@ -225,6 +194,7 @@ def test_what_may_not_change(changes: dict[str, Any], flag: str, works: tuple[st
     [
         {},
         {"train_iters": 9, "tensor_model_parallel_size": 2, "lr": 0.1, "save": "s"},
+        {"data_path": ("moved",), "vocab_file": "v", "merge_file": "m"},
         {"override_data": True, "seed": 5, "seq_length": 8},
         *({"override_data": True, "identity": other} for other in OTHER_DATA),
         {"finetune": True, "seed": 5, "bf16": True, "identity": {"data": []}},
@@ -258,31 +228,34 @@ def test_imported_weights_are_no_run_to_go_on_with() -> None:
         check_start(settings(num_layers=3), PATH, imported, identity=IDENTITY, finetune=True)
 
 
-def changed(before: dict[str, Any], data_size: int = 2, **now: Any) -> Sequence[str]:
+@pytest.mark.parametrize(
+    ("before", "now", "changed"),
+    [
+        ({}, {}, []),
+        ({}, {"lr": 3.0}, ["--lr"]),
+        ({"clip_grad": 0.5}, {"save": "s", "log_interval": 3}, ["--clip-grad"]),
+        ({}, {"data_path": ("0.3", "a")}, ["--data-path"]),
+        # What was left open is compared by what it comes to.
+        ({"train_iters": 5}, {"train_iters": 9}, ["--lr-decay-iters", "--train-iters"]),
+        ({"lr_decay_iters": 5}, {"lr_decay_iters": 5, "train_iters": 9}, ["--train-iters"]),
+        (
+            {"lr_decay_style": "constant"},
+            {"lr_decay_style": "constant", "train_iters": 9},
+            ["--train-iters"],
+        ),
+        ({}, {"data_size": 4}, ["--global-batch-size"]),
+        ({}, {"data_size": 4, "global_batch_size": 2}, []),
+        ({"bf16": None}, {"bf16": False}, []),  # compared by its name elsewhere
+        ({}, {"tokenizer": "g"}, ["tokenizer"]),
+    ],
+)
+def test_what_has_changed_is_said(
+    before: dict[str, Any], now: dict[str, Any], changed: list[str]
+) -> None:
     facts = {"config": asdict(settings(**now)), **IDENTITY}
-    return changes(facts, manifest(**before), data_size)
-
-
-def test_what_has_changed_is_said() -> None:
-    assert changed({}) == []
-    assert changed({}, lr=3.0) == ["changed: --lr is 3.0 (was 0.00015)"]
-    assert changed({"clip_grad": 0.5}, data_path=("0.3", "a"), save="s", log_interval=3) == [
-        "changed: --data-path is 0.3 a (was )",
-        "changed: --clip-grad is 1.0 (was 0.5)",
-    ]
-    # What was left open is compared by what it comes to.
-    assert changed({"train_iters": 5}, train_iters=9) == [
-        "changed: --lr-decay-iters is 9 (was 5)",
-        "changed: --train-iters is 9 (was 5)",
-    ]
-    for fixed in ({"lr_decay_iters": 5}, {"lr_decay_style": "constant"}):
-        only = ["changed: --train-iters is 9 (was 5)"]
-        assert changed({"train_iters": 5, **fixed}, train_iters=9, **fixed) == only
-    assert changed({}, data_size=4) == ["changed: --global-batch-size is 4 (was 2)"]
-    assert changed({}, data_size=4, global_batch_size=2) == []
-    assert changed({"bf16": None}, bf16=False) == []  # compared by its name elsewhere
-    other = {"config": asdict(settings()), **IDENTITY, "tokenizer": "g"}
-    assert len(changes(other, manifest(), 2)) == 1
+    facts["tokenizer"] = now.get("tokenizer", "f")
+    lines = changes(facts, manifest(**before), now.get("data_size", 2))
+    assert [line.split()[1] for line in lines] == changed
 
 
 def test_a_setting_that_the_checkpoint_does_not_know_is_not_compared() -> None:
@@ -290,11 +263,3 @@ def test_a_setting_that_the_checkpoint_does_not_know_is_not_compared() -> None:
     del old["config"]["model"]["layernorm_epsilon"], old["config"]["training"]["seed"]
     check_start(settings(), PATH, old, identity=IDENTITY)
     assert changes({"config": asdict(settings()), **IDENTITY}, old, 2) == []
-
-
-@pytest.mark.parametrize("train_iters", [2, 5, 260, 1_000_000])
-def test_an_interval_is_suggested_that_the_run_reaches(train_iters: int) -> None:
-    (line,) = CheckpointConfig(save="s").warnings(train_iters)
-    assert 0 < int(line.split("--save-interval ")[1].split()[0]) < train_iters
-    assert CheckpointConfig(save="s", save_interval=1).warnings(train_iters) == []
-    assert len(CheckpointConfig().warnings(train_iters)) == 1

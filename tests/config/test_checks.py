@@ -150,11 +150,18 @@ def test_the_first_loss_scale_is_a_decimal_or_a_power_of_two(text: str, scale: f
 
 
 @pytest.mark.parametrize(("words", "device", "count"), [
-    ("--fp16", "cpu", 1), ("--fp16", "cuda", 0), ("--bf16", "cpu", 0),
+    ("--fp16", "cpu", 1), ("--fp16", "cuda", 0), ("--bf16", "cpu", 0), ("--save b", "cpu", 0),
 ])  # fmt: skip
 def test_fp16_on_a_cpu_is_warned_of(words: str, device: str, count: int) -> None:
-    config = accept("gpt2", [words, "--save", "a", "--save-interval", "5"], 1)
+    config = accept("gpt2", ["--save", "a", "--save-interval", "5", *words.split()], 1)
     assert len(config.warnings(device)) == count
+
+
+@pytest.mark.parametrize("train_iters", [2, 5, 260, 1_000_000])
+def test_an_interval_is_suggested_that_the_run_reaches(train_iters: int) -> None:
+    (line,) = settings(save="s", train_iters=train_iters).warnings("cpu")
+    assert 0 < int(line.split("--save-interval ")[1].split()[0]) < train_iters
+    assert len(settings(train_iters=train_iters).warnings("cpu")) == 1
 
 
 @dataclass

@@ -41,7 +41,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tuned(tmp_path_factory: pytest.TempPathFactory, pretrained: Path) -> tuple[Path, Any]:
     """(--save of a classifier trained with two seeds, its record)."""
     folder = tmp_path_factory.mktemp("tuned")
-    words = ["--load", str(pretrained), *write_files(folder, 64), *FEW]
+    words = ["--load", str(pretrained), *write_files(folder, 60), *FEW]
     words += ["--epochs", "3", "--lr", "1e-2"]  # so that seeds and epochs differ
     output = folder / "result.json"
     more = ["--seeds", "2", "--save", str(folder / "save"), "--output", str(output)]

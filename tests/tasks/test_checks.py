@@ -1,4 +1,4 @@
-"""What the checks of a task's input count, tell and refuse; the classes of labels."""
+"""What the checks of a task's input count, tell and refuse."""
 
 import string
 import warnings
@@ -13,7 +13,6 @@ from megatron.data.tokenizer import BertTokenizer, BertWordPieceCase, BertWordPi
 from tasks.checks import (
     ChecksConfig,
     InputChecks,
-    LabelMap,
     check_apart,
     check_casing,
     check_classes,
@@ -100,20 +99,6 @@ def test_all_checks_of_a_task_are_made(cased: BertTokenizer) -> None:
     for name in allowed:
         strict = {key: value for key, value in allowed.items() if key != name}
         assert checked(**strict)[0] == "refused", name
-
-
-def test_labels_are_found_by_name_and_by_further_spelling() -> None:
-    labels = LabelMap(("no", "yes"), {"0": 0}, ": names would work")
-    assert [labels.id_of(each, "line 2") for each in ("no", "yes", "0", 0)] == [0, 1, 0, 0]
-    assert labels.by_id == {"0": "no", "1": "yes"}
-    words: list[object] = ["Yes", "", " yes", None, True, False, ["yes"], {"yes": 1}]
-    numbers: list[object] = [1, "1", -1, "-1", 0.5]
-    for label in words + numbers:
-        with pytest.raises(ValueError, match=r"^line 2: ") as refused:
-            labels.id_of(label, "line 2")
-        assert ("names would work" in str(refused.value)) == (
-            label in numbers and label is not True
-        )
 
 
 def test_a_class_without_examples_is_told_and_one_class_is_nothing_to_learn() -> None:

@@ -1,14 +1,11 @@
 """Fine-tuned tasks through tasks/main.py: seeds, epochs, what is kept, reused and stopped."""
 
-import json
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from shutil import copy, copytree
 from statistics import median
 from typing import Any, get_args
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,16 +15,13 @@ from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.config.model import ResidualOrder
 from megatron.config.parse import parse
 from megatron.optim.schedule import LossScaler
-from megatron.train.loop import Loop, train
 from megatron.train.metrics import read_metrics
 from megatron.train.objectives import answer_scores
-from megatron.train.replicas import ReplicaDrift
 from tasks import finetune
-from tasks.checks import ChecksConfig
-from tasks.finetune import evaluate_models, fine_tune, mean_logits, medians, summarise
+from tasks.finetune import evaluate_models, fine_tune, mean_logits
 from tasks.finetuning import Head
 from tasks.main import main
-from tasks.plan import checks_of, dtype_of, hyper_parameters, make_plan
+from tasks.plan import dtype_of, make_plan
 from tests.dist import Pool
 from tests.tasks import made
 from tests.tasks.made import COUNT, small_section, write_files, write_model
@@ -69,7 +63,10 @@ def test_the_record_says_what_was_trained_and_how(tuned: Tuned, pretrained: Path
     assert [Path(each["file"]).name for each in record["data"]] == ["train", "near", "far"]
     chosen = {"lr": 1e-2, "epochs": 3, "head": "classifier"}
     assert record["hyper_parameters"] | chosen == record["hyper_parameters"]
-    assert not {"load", "seed", "save", "train_data"} & record["hyper_parameters"].keys()
+    beside = {"load", "seed", "seeds", "save", "train_data", "recompute_granularity", "output"}
+    assert not (beside | record["checks"].keys()) & record["hyper_parameters"].keys()
+    allowed = {"max_truncated": 0.25, "max_unknown": 0.05, "allow_lower_case": False}
+    assert record["checks"] == allowed
     assert [each["seed"] for each in record["seeds"]] == [1234, 1235]
     assert all(len(each["epochs"]) == 3 for each in record["seeds"])
 
@@ -94,18 +91,9 @@ def test_median_and_spread_are_of_the_seeds_and_the_best_epoch_is_the_highest(
     near, far = record["near_accuracy"], record["far_accuracy"]
     assert record["accuracy"] == pytest.approx((2 * near + far) / 3)
     assert record["near_examples"] == COUNT
-
-
-def test_figures_are_summarised_one_by_one() -> None:
-    rows = [
-        {"f1": each, "n": 7, "parts": {"em": each + 1, "words": "none"}, "best": each == 2}
-        for each in (3.0, 1.0, 2.0, 9.0, 5.0)
-    ]
-    assert summarise(rows) == {
-        "f1": {"median": 3.0, "min": 1.0, "max": 9.0},
-        "parts": {"em": {"median": 4.0, "min": 2.0, "max": 10.0}},
-    }
-    assert medians(rows) == {"f1": 3.0, "n": 7, "parts": {"em": 4.0}}
+    assert "near_examples" not in record["last_epoch"], "all seeds agree on it"
+    right = [run[-1]["near_parts"]["right"] for run in runs]
+    assert record["near_parts"]["right"] == median(right)
 
 
 def test_checkpoints_of_the_last_and_the_best_epoch_give_the_figures_of_that_time(
@@ -154,41 +142,27 @@ def test_metrics_come_a_few_times_an_epoch(tuned: Tuned) -> None:
     for line, epoch in zip(ends, record["seeds"][1]["epochs"], strict=True):
         assert line["near_accuracy"] == epoch["figures"]["near_accuracy"]
         own = [each["loss"] for each in steps if each["epoch"] == line["epoch"]]
-        assert line["train_loss"] == pytest.approx(np.mean(own), rel=1e-12), "steps of one size"
-
-
-def test_the_loss_of_an_epoch_weighs_examples_alike(words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "train").write_text("21 1", encoding="utf-8")  # steps of 16 and 5
-    main(["--task", TASK, *words, "--save", str(tmp_path / "save")], {})
-    lines = read_metrics(tmp_path / "save" / "seed_1234" / "metrics.jsonl")
-    losses = [line["loss"] for line in lines if "lr" in line]
-    found = [line["train_loss"] for line in lines if "train_loss" in line]
-    assert found == pytest.approx([(16 * a + 5 * b) / 21 for a, b in (losses[:2], losses[2:])])
+        # Examples weigh alike, and those of the last step are fewer.
+        mean = np.average(own, weights=[16, 16, 16, 12])
+        assert line["train_loss"] == pytest.approx(mean, rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_narrow_formats_train_and_are_evaluated_as_they_were(
-    words: list[str], tmp_path: Path, capsys: Capture, dtype: str
+    words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     save = tmp_path / "save"
-    record = result([*words, "--dtype", dtype, "--save", str(save)], capsys)
+    words = [*words[: words.index("--dtype")], "--save", str(save)]
+    if dtype == "bf16":  # what the device has is taken
+        monkeypatch.setattr("megatron.train.state.default_precision", lambda device: "bf16")
+    record = result(words if dtype == "bf16" else [*words, "--dtype", dtype], capsys)
+    assert record["dtype"] == record["hyper_parameters"]["dtype"] == dtype
     manifest = read_manifest(Path(record["seeds"][0]["checkpoints"]["last"]))
-    assert manifest["precision"] == record["dtype"] == dtype
+    assert manifest["precision"] == dtype
     evaluated = ["--load", str(save / "seed_1234"), *evaluating(save)]
     again = result(evaluated, capsys)
     assert (again["accuracy"], again["dtype"]) == (record["accuracy"], dtype)
     assert result([*evaluated, "--dtype", "fp32"], capsys)["dtype"] == "fp32"
-
-
-def test_training_takes_the_precision_of_the_device(
-    words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [*words[: words.index("--dtype")], "--epochs", "1", "--save", str(tmp_path / "save")]
-    monkeypatch.setattr("megatron.train.state.default_precision", lambda device: "bf16")
-    record = result(words, capsys)
-    assert record["dtype"] == record["hyper_parameters"]["dtype"] == "bf16"
-    folder = Path(record["seeds"][0]["checkpoints"]["last"])
-    assert read_manifest(folder)["precision"] == "bf16"
     assert "--save" in refusal([*words, "--dtype", "fp32"], capsys)
 
 
@@ -202,6 +176,7 @@ def test_every_seed_has_a_head_an_order_and_dropout_of_its_own(
         with state.streams.at(0, 0):
             masks.append(state.model.dropout(torch.ones(4, 32)))
         orders.append(torch.from_numpy(next(loop.batches)[0].tokens))
+        assert loop.training.check_replicas_interval == 4, "after every epoch"
         loop.evaluate(state)
         return "train_iters"
 
@@ -242,34 +217,6 @@ def test_several_processes_train_keep_and_evaluate(
         each["epochs"][-1]["figures"] for each in record["seeds"]
     ]
     assert both["accuracy"] == expected["accuracy"]
-
-
-def drift(words: list[str]) -> str:
-    """Training in which a weight of the second rank changes before the last step of an epoch."""
-    mesh = mesh_of_ranks(1)
-    plan = make_plan(TASK, made, parse(made.Settings, words, {}), ["a test"], mesh.size)
-
-    def drifts(state: Any, loop: Loop) -> str:
-        def learning_rate(number: int) -> float:
-            if mesh.data.rank and number == 4:
-                with torch.no_grad():
-                    state.model.head.bias.add_(1)
-            return 1e-3
-
-        return train(state, replace(loop, learning_rate=learning_rate))
-
-    with mock.patch("tasks.finetune.train", drifts):
-        try:
-            fine_tune(plan, mesh, {})
-        except ReplicaDrift as error:
-            return str(error)
-    return "unseen"
-
-
-@pytest.mark.filterwarnings("ignore:nothing of the models")
-def test_ranks_that_differ_after_an_epoch_end_the_run(gloo: Pool, words: list[str]) -> None:
-    for error in gloo.run(2, drift, [*words, "--epochs", "1"]):
-        assert "head.bias" in error
 
 
 def test_a_run_that_diverges_ends_with_one_message(
@@ -387,6 +334,9 @@ def test_a_stopped_seed_is_told_of_when_it_stops_is_loaded_and_begins_anew(
     error = capsys.readouterr().err
     assert f"seed 1234 is finished in {save / 'seed_1234'}" in error
     assert f"{seed}: this seed was interrupted and begins anew" in error
+    assert error.index("labels: 0 key, 1 alike\n") < error.index("seed 1235 | epoch 1 |")
+    assert " tokens/s" in error
+    assert "%|" not in error, "no progress bar in a log"
     assert told(["--load", str(seed), *evaluating(save)], capsys) == []
 
 
@@ -397,15 +347,6 @@ def test_without_save_a_stopped_run_keeps_nothing(
         130,
         "seed 1234 stopped in epoch 1: without --save nothing is kept",
     )
-
-
-def test_a_log_has_labels_and_speed_and_no_progress_bar(words: list[str], capsys: Capture) -> None:
-    main(["--task", TASK, *words], {})
-    said = capsys.readouterr()
-    assert said.err.index("labels: 0 key, 1 alike\n") < said.err.index("seed 1234 | epoch 1 |")
-    assert " tokens/s" in said.err
-    assert "%|" not in said.err
-    json.loads(said.out)  # the record alone
 
 
 def test_one_model_alone_or_twice_in_an_ensemble_is_told(tuned: Tuned, capsys: Capture) -> None:
@@ -431,40 +372,6 @@ def test_other_settings_than_those_of_training_are_told(
     preset.write_text("lr = 1e-3\nepochs = 7\nglobal_batch_size = 9\n", encoding="utf-8")
     (line,) = told(["--preset", str(preset), *words], capsys)
     assert "--epochs and --lr and --global-batch-size" in line
-
-
-def test_answers_in_a_file_are_judged_without_a_model(tmp_path: Path, capsys: Capture) -> None:
-    files = write_files(tmp_path)
-    (tmp_path / "answers").write_text("four", encoding="utf-8")
-    words = [*files[2:], "--answers", str(tmp_path / "answers")]
-    record = result(words, capsys)
-    assert record["answers"] == 4
-    assert [Path(each["file"]).name for each in record["data"]] == ["near", "far", "answers"]
-    assert record["conventions"] == {"answers": "in the file"}
-    assert len(told([*words, "--lr", "3", "--epochs", "9"], capsys)) == 1
-
-
-def test_hyper_parameters_are_what_decides_and_no_place_of_a_file() -> None:
-    places: dict[str, Any] = {
-        "valid_data": (Path("v"),), "answers": Path("a"), "save": Path("s"), "load": "l",
-        "vocab_file": "w", "seeds": 2, "seed": 3,
-    }  # fmt: skip
-    checks = ChecksConfig(max_truncated=0.75)
-    places["recompute_granularity"] = "full"  # by which no number changes
-    trained = made.Settings(**places, train_data=(Path("t"),), checks=checks, lr=0.25, dtype="bf16")
-    found = hyper_parameters(trained)
-    assert not {*places, "train_data", "ensemble", "output", "checks"} & found.keys()
-    assert found | {"lr": 0.25, "dtype": "bf16", "head": "classifier"} == found
-    assert checks_of(trained) == {
-        "max_truncated": 0.75, "max_unknown": 0.05, "allow_lower_case": False,
-    }  # fmt: skip
-    assert not checks_of(trained).keys() & found.keys(), "they say nothing of the figures"
-    assert json.loads(json.dumps(found)) == found
-    alone = hyper_parameters(made.Settings(**places, checks=checks))
-    assert found.keys() - alone.keys() == {
-        "epochs", "lr", "lr_warmup_fraction", "weight_decay", "clip_grad", "hidden_dropout",
-        "attention_dropout", "global_batch_size", "dtype",
-    }  # fmt: skip
 
 
 def test_an_imported_model_is_evaluated_in_fp32() -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from megatron.data.tokenizer import BertWordPieceLowerCase
 from tasks.glue import MNLI, QQP, Classified
-from tests.tasks.made import small_section, wordpiece, write_model
-from tests.tasks.program import result, told
+from tests.tasks.made import wordpiece
 
 TOKENIZER = wordpiece()
 MANIFEST = {"config": {"model": {"max_position_embeddings": 64}}}
@@ -69,7 +68,8 @@ def read_back(
 
 def test_the_columns_of_train_and_dev_files_are_found_by_their_names(tmp_path: Path) -> None:
     train = write_tsv(tmp_path / "train.tsv", TRAIN_COLUMNS, MNLI_ROWS)
-    matched = write_tsv(tmp_path / "dev_matched.tsv", DEV_COLUMNS, MNLI_ROWS)
+    rows = [*MNLI_ROWS, ("The dog.", "A dog.", "-")]  # on the last of which nobody agreed
+    matched = write_tsv(tmp_path / "dev_matched.tsv", DEV_COLUMNS, rows)
     mismatched = write_tsv(tmp_path / "dev_mismatched.tsv", DEV_COLUMNS, MNLI_ROWS[::-1])
     task = mnli(matched, mismatched, train_data=(train,))
     assert list(task.evaluations) == ["matched", "mismatched"]
@@ -83,22 +83,11 @@ def test_the_columns_of_train_and_dev_files_are_found_by_their_names(tmp_path: P
     counted = task.notes["input"]["train"]
     assert counted["classes"] == {"contradiction": 1, "entailment": 1, "neutral": 1}
     assert (counted["pairs"], counted["unlabelled_rows_left_out"]) == (3, 0)
-
-
-def test_rows_on_which_nobody_agreed_are_left_out_and_counted(tmp_path: Path) -> None:
-    rows = [MNLI_ROWS[0], ("The dog.", "A dog.", "-"), *MNLI_ROWS[1:]]
-    task = mnli(write_tsv(tmp_path / "dev.tsv", DEV_COLUMNS, rows))
-    assert len(task.evaluations[""]) == 3
-    assert task.notes["input"]["valid"][""]["unlabelled_rows_left_out"] == 1
-
-
-def test_quotes_are_ordinary_characters(tmp_path: Path) -> None:
-    rows = [('"Who is it?', 'Who "is" it?"', "1"), QQP_ROWS[1]]
-    task = qqp(write_tsv(tmp_path / "dev.tsv", QQP_COLUMNS, rows))
-    first, second, label = read_back(task, "")[0]
-    assert first.count('"') == 1
-    assert second.count('"') == 3
-    assert label == "duplicate"
+    counted = task.notes["input"]["valid"]["matched"]
+    assert (counted["pairs"], counted["unlabelled_rows_left_out"]) == (3, 1)
+    one = write_tsv(tmp_path / "one.tsv", TRAIN_COLUMNS, MNLI_ROWS[:1])  # of one class
+    with pytest.raises(ValueError, match=f"--train-data {one}: "):
+        mnli(matched, train_data=(one,))
 
 
 def test_json_says_the_same_in_every_form(tmp_path: Path) -> None:
@@ -128,16 +117,19 @@ def test_qqp_takes_its_numbers_and_names_and_nothing_else(tmp_path: Path) -> Non
     labels = ["0", 1, "duplicate", "not_duplicate", 0]
     file.write_text(json.dumps(simple([("A cat.", "A dog.", each) for each in labels])))
     assert qqp(file).evaluations[""].classes.tolist() == [0, 1, 1, 0, 0]
-    for bad in (2, "2", -1, True, None, "entailment"):
+    for bad in (2, "2", -1, 0.5, True, None, "", " 1", "Duplicate", ["1"], {"1": 1}):
         file.write_text(json.dumps(simple([("A cat.", "A dog.", bad)])))
         with pytest.raises(ValueError, match="item 0: "):
             qqp(file)
 
 
 def test_a_few_torn_rows_are_left_out_counted_and_named_and_many_refused(tmp_path: Path) -> None:
+    quoted = ('"Who is it?', 'Who "is" it?"', "1")  # quotes are ordinary characters
     bad = ["7\t8\t9\tWho is", "it?\tWho?\t1", "7\t8\t9\t\tWho?\t1", "7\t8\t9\tWho?\t \t1"]
     for good, refused in ((400, False), (396, False), (394, True)):
-        file = write_tsv(tmp_path / "dev.tsv", QQP_COLUMNS, QQP_ROWS * (good // 2))
+        file = write_tsv(
+            tmp_path / "dev.tsv", QQP_COLUMNS, [quoted, *QQP_ROWS * (good // 2)][:good]
+        )
         with file.open("a", encoding="utf-8") as stream:
             stream.write("\n".join([*bad, ""]))
         if refused:  # more than one of a hundred
@@ -147,15 +139,10 @@ def test_a_few_torn_rows_are_left_out_counted_and_named_and_many_refused(tmp_pat
         with pytest.warns(UserWarning, match=rf"{file}.*, line {good + 2}") as told:
             task = qqp(file)
         assert len(told) == 1
-        assert len(task.evaluations[""]) == good
+        rows = read_back(task, "")
+        assert len(rows) == good
+        assert (rows[0][0].count('"'), rows[0][1].count('"'), rows[0][2]) == (1, 3, "duplicate")
         assert task.notes["input"]["valid"][""]["bad_rows_left_out"] == 4
-
-
-def test_training_data_of_one_class_is_refused(tmp_path: Path) -> None:
-    valid = write_tsv(tmp_path / "dev.tsv", TRAIN_COLUMNS, MNLI_ROWS)
-    one = write_tsv(tmp_path / "one.tsv", TRAIN_COLUMNS, MNLI_ROWS[:1])
-    with pytest.raises(ValueError, match=f"--train-data {one}: "):
-        mnli(valid, train_data=(one,))
 
 
 def test_several_files_have_names_of_their_own(tmp_path: Path) -> None:
@@ -230,24 +217,3 @@ def test_real_rows_in_the_released_columns_are_read(test_data: Path) -> None:
     first, second, _ = read_back(task, "matched", tokenizer)[0]
     assert first.startswith("[CLS] did you ” while you happened to be alone for a few seconds")
     assert second == "did you open the poison cupboard and study the bottle? [SEP]"
-
-
-def test_the_program_fine_tunes_and_evaluates_what_it_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pretrained = write_model(tmp_path / "bert", small_section(max_position_embeddings=64))
-    valid = str(write_tsv(tmp_path / "dev.tsv", QQP_COLUMNS, QQP_ROWS))
-    train = str(write_tsv(tmp_path / "train.tsv", QQP_COLUMNS, QQP_ROWS * 4))
-    words = ["--valid-data", valid, "--seq-length", "64"]
-    save = ["--train-data", train, "--epochs", "2", "--save", str(tmp_path / "save")]
-    trained = result([*words, "--load", str(pretrained), *save], capsys, "QQP")
-    assert trained["notes"]["labels"] == {str(n): each for n, each in enumerate(trained["labels"])}
-    assert trained["model"]["labels"] == trained["labels"]
-    again = result([*words, "--load", trained["seeds"][0]["checkpoints"]["last"]], capsys, "QQP")
-    figures = ["accuracy", "f1", "majority_accuracy", "pairs"]
-    assert {key: again[key] for key in figures} == {key: trained[key] for key in figures}
-    assert set(figures) == set(again["conventions"])
-    more = str(write_tsv(tmp_path / "more.tsv", QQP_COLUMNS, QQP_ROWS))
-    loads = ["--load", str(tmp_path / "save" / "seed_1234"), "--compare-paper"]
-    (line,) = told([*words, *loads, "--valid-data", valid, more], capsys, "QQP")
-    assert "--compare-paper" in line

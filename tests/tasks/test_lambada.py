@@ -1,4 +1,4 @@
-"""LAMBADA: the figures of a plain loop over transformers, at every layout, of both files."""
+"""LAMBADA: the figures of a plain loop over transformers, of both files."""
 
 import json
 from math import exp
@@ -11,10 +11,9 @@ from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer, read_tokenizer
 from tasks.lambada import Settings, prepare, spells
 from tests.data.samples import write_tokenizer
-from tests.dist import Pool
-from tests.tasks.figures import figures_of, without_words
 from tests.tasks.passages import COUNT, passages
 from tests.tasks.peer import Peer
+from tests.tasks.program import figures_of, without_words
 
 
 def write_json(path: Path, texts: list[str]) -> Path:
@@ -67,20 +66,6 @@ def test_figures_are_those_of_a_plain_loop_over_transformers(
     assert len(without_words(figures)) == 14
 
 
-def test_figures_are_the_same_at_every_layout_and_batch_size(
-    peer: Peer, test_data: Path, tmp_path: Path, gloo: Pool
-) -> None:
-    file = write_json(tmp_path / "test.jsonl", passages(test_data))
-    words = ["--valid-data", str(file), "--load", str(peer.checkpoint)]
-    expected = {
-        key: pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
-        for key, value in figures_of("LAMBADA", 1, *words).items()
-    }
-    assert figures_of("LAMBADA", 1, *words, "--micro-batch-size", "5") == expected
-    found = gloo.run(4, figures_of, "LAMBADA", 2, *words)  # both axes at once
-    assert found == [expected, {}, {}, {}]
-
-
 def test_whole_releases_are_read_in_both_forms(test_data: Path) -> None:
     tokenizer = read_tokenizer("GPT2BPETokenizer", test_data / "gpt2")
     for name, count in (
@@ -97,22 +82,6 @@ def test_whole_releases_are_read_in_both_forms(test_data: Path) -> None:
             text = tokenizer.decode([*window.inputs, window.labels[-1]])
             assert text == task.passages[number].text
             assert text.endswith(tokenizer.decode([*window.labels[window.first :]]))
-
-
-def test_plain_text_and_json_of_the_same_passages_give_the_same(
-    peer: Peer, test_data: Path, tmp_path: Path
-) -> None:
-    texts = [text for text in passages(test_data) if "\n" not in text]
-    plain = tmp_path / "plain.txt"
-    plain.write_text("\n".join([*texts, ""]), encoding="utf-8")
-    files = [write_json(tmp_path / "test.jsonl", texts), plain]
-    one, other = (
-        figures_of("LAMBADA", 1, "--valid-data", str(file), "--load", str(peer.checkpoint))
-        for file in files
-    )
-    assert one["protocol"].pop("file") != other["protocol"].pop("file")
-    assert one == other
-    assert one["num_examples"] >= COUNT // 2
 
 
 @pytest.mark.parametrize(

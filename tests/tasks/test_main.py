@@ -13,11 +13,9 @@ import pytest
 from megatron.checkpoint.format import read_manifest
 from megatron.data.files import temporary
 from tasks.main import ROOT, TASKS, main
-from tests.data.samples import write_data
-from tests.tasks.figures import figures_of, without_words
 from tests.tasks.passages import passages, some_articles
 from tests.tasks.peer import POSITIONS, Peer
-from tests.tasks.program import refusal, result
+from tests.tasks.program import figures_of, refusal, result
 
 
 @pytest.fixture
@@ -110,26 +108,6 @@ def test_input_is_refused_before_torch_is_imported(peer: Peer, tmp_path: Path) -
     assert ended.stderr.startswith("error: --valid-data ")
 
 
-def test_heldout_documents_are_evaluated(peer: Peer, test_data: Path, tmp_path: Path) -> None:
-    file = tmp_path / "heldout.jsonl"
-    text = "\n\n".join(passages(test_data)[:6])
-    file.write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
-    train = [[*peer.encode(text), peer.tokenizer.eos_token_id] for _ in range(4)]
-    write_data(tmp_path / "train", train, vocab_size=50_257)
-    (tmp_path / "train.json").unlink()  # of another tokenizer, it says
-    figures = figures_of(
-        "HELDOUT",
-        1,
-        *("--load", str(peer.checkpoint), "--input", str(file)),
-        *("--train-data", str(tmp_path / "train"), "--cloze-words", "5"),
-    )
-    tokens = peer.encode(text)
-    assert len(without_words(figures)) == 13
-    assert figures["tokens"] == len(tokens) + 1
-    assert figures["cloze_passages"] > 3
-    assert figures["unigram_perplexity"] < figures["token_perplexity"]
-
-
 def test_the_task_of_the_readme_runs(
     peer: Peer,
     test_data: Path,
@@ -191,22 +169,18 @@ def prepare(settings, manifest, tokenizer):
 """
 
 
-def test_an_error_of_a_task_keeps_its_traceback(
+def test_an_error_of_a_task_keeps_its_traceback_and_ctrl_c_is_one_word(
     peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stop = "import signal; signal.raise_signal(signal.SIGINT)"  # to this thread, and at once
     (tmp_path / "faulty").mkdir()
-    (tmp_path / "faulty" / "broken.py").write_text(BROKEN, encoding="utf-8")
+    (tmp_path / "faulty" / "broken.py").write_text(BROKEN)
+    stopped = BROKEN.replace("question, answer = [number]", stop)
+    (tmp_path / "faulty" / "stopped.py").write_text(stopped)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="not enough values to unpack") as caught:
         main(flags("faulty.broken", tmp_path, peer), {})
     assert caught.traceback[-1].path.name == "broken.py"
-
-
-def test_ctrl_c_is_one_word(peer: Peer, tmp_path: Path) -> None:
-    (tmp_path / "faulty").mkdir()
-    stop = "import signal; signal.raise_signal(signal.SIGINT)"  # to this thread, and at once
-    code = BROKEN.replace("question, answer = [number]", stop)
-    (tmp_path / "faulty" / "stopped.py").write_text(code, encoding="utf-8")
     ended = subprocess.run(
         [sys.executable, "tasks/main.py", *flags("faulty.stopped", tmp_path, peer)],
         cwd=ROOT,

@@ -10,8 +10,8 @@ import pytest
 
 from megatron.data.tokenizer import BertWordPieceLowerCase
 from tasks.checks import ChecksConfig
-from tasks.examples import make_batch
 from tasks.race import Race, Settings, prepare
+from tasks.training import make_batch
 from tests.tasks.made import small_section, wordpiece, write_model
 from tests.tasks.program import result
 
@@ -105,13 +105,6 @@ def test_options_that_are_cut_are_told_or_refused(tmp_path: Path) -> None:
     assert task.notes["input"]["valid"]["high"]["truncated_options"] == 11
 
 
-def test_a_question_may_have_a_quarter_of_the_sequence(tmp_path: Path) -> None:
-    folder = tmp_path / "high"
-    assert Settings(valid_data=(folder,)).kept_qa == 128
-    assert Settings(valid_data=(folder,), seq_length=64).kept_qa == 16
-    Settings(valid_data=(folder,), seq_length=64, max_qa_length=60)
-
-
 def test_levels_are_found_in_every_folder_that_a_user_may_name(tmp_path: Path) -> None:
     for split, passage in (("train", PASSAGE), ("dev", OTHER)):
         write(tmp_path / "RACE" / split / "middle", passage)
@@ -132,6 +125,8 @@ def test_levels_are_found_in_every_folder_that_a_user_may_name(tmp_path: Path) -
         assert list(sizes) == ["middle", "high"], name
         assert [each.label for each in task.train] == [(0,), (3,), (2,), (0,), (3,)], name
     assert list(race(top / "dev" / "high").evaluations) == ["high"]
+    with pytest.raises(ValueError, match="^--valid-data "):
+        race(top / "dev" / "high", top / "dev")  # twice the same
     counted = tasks["splits"].notes["input"]["train"]
     assert (counted["passages"], counted["questions"]) == (3, 5)
     assert counted["answers"] == {"A": 2, "B": 0, "C": 1, "D": 2}
@@ -180,6 +175,8 @@ def test_passages_without_questions_and_blank_texts_are_told(tmp_path: Path) -> 
     assert counted["passages"] == 2
     assert counted["passages_without_a_question_left_out"] == 2
     assert counted["passages_with_a_blank_text"] == 1
+    with pytest.warns(UserWarning, match="20 questions is C"):  # as if answers had been lost
+        race(write(tmp_path / "lost" / "high", *[OTHER] * 20))
 
 
 @pytest.mark.filterwarnings("ignore:.*has no question")
@@ -210,17 +207,6 @@ def test_what_is_no_such_folder_is_refused_with_what_would_work(tmp_path: Path) 
             race(path)
     with pytest.raises(ValueError, match=rf"^--train-data {both} .*{both / 'RACE_train.tar.xz'}"):
         race(empty, train_data=(both,))
-
-
-def test_answers_that_are_all_one_letter_are_told(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="the answer to all 20 questions is C"):
-        race(write(tmp_path / "high", *[OTHER] * 20))
-
-
-def test_data_given_twice_by_other_paths_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / "dev" / "middle", OTHER)
-    with pytest.raises(ValueError, match="^--valid-data "):
-        race(folder, tmp_path / "dev")
 
 
 def test_the_program_fine_tunes_and_reports_every_level(

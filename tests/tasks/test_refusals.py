@@ -253,6 +253,7 @@ FILES = [
         ]),
         (squad_of(Q7, Q7), "q7"),
         (squad_of(Q7, MARKED), "q7"),
+        (squad_of(question("q7", {"\u200b": 0}), passage="\u200b"), "question q7"),
     ]),
 ]  # fmt: skip
 

@@ -1,5 +1,6 @@
-"""Windows score every token once, and scores depend on neither batch size nor layout."""
+"""Windows score every token once; neither scores nor a task's figures depend on batch or layout."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from tasks.common import Scores, Sliding, Window, score_windows
 from tasks.heldout import Settings, cloze_windows, read_texts, training_tokens
 from tests.data.samples import write_data, write_tokenizer
 from tests.dist import Pool
+from tests.tasks.passages import passages, some_articles
+from tests.tasks.peer import Peer
+from tests.tasks.program import figures_of, without_words
 from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, tiny_model
 
 
@@ -91,6 +95,48 @@ def test_scores_depend_on_neither_batch_size_nor_layout(gloo: Pool) -> None:
     for world, tensor_size in ((2, 2), (2, 1), (4, 4), (4, 2)):
         for scores in gloo.run(world, scored, tensor_size, 4):
             assert_equal(scores, expected)
+
+
+def all_figures(rows: list[list[str]], tensor_size: int, micro_batch_size: int) -> list[Any]:
+    """The figures of each task on the first rank."""
+    more = ["--micro-batch-size", str(micro_batch_size)]
+    return [figures_of(task, tensor_size, *words, *more) for task, *words in rows]
+
+
+def test_every_task_gives_the_same_figures_at_every_layout_and_batch_size(
+    peer: Peer, test_data: Path, tmp_path: Path, gloo: Pool
+) -> None:
+    load, texts = ["--load", str(peer.checkpoint)], passages(test_data)
+    wiki, lambada, heldout = (tmp_path / name for name in ("wiki", "lambada", "heldout.jsonl"))
+    wiki.write_text(some_articles(test_data), encoding="utf-8")
+    lambada.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+    text = "\n\n".join(texts[:6])
+    heldout.write_text(json.dumps({"text": text}) + "\n")
+    train = [[*peer.encode(text), peer.tokenizer.eos_token_id] for _ in range(4)]
+    write_data(tmp_path / "train", train, vocab_size=50_257)
+    (tmp_path / "train.json").unlink()  # of another tokenizer, it says
+    own = ["--train-data", str(tmp_path / "train"), "--cloze-words", "5"]
+    rows = [
+        ["WIKITEXT103", *load, "--valid-data", str(wiki), "--overlapping-eval", "96"],
+        ["LAMBADA", *load, "--valid-data", str(lambada)],
+        ["HELDOUT", *load, "--input", str(heldout), *own],
+    ]
+    alone = all_figures(rows, 1, 8)
+    expected = [
+        {key: pytest.approx(x, rel=1e-6) if isinstance(x, float) else x for key, x in each.items()}
+        for each in alone
+    ]
+    assert all_figures(rows, 1, 3) == expected
+    for world, tensor_size in ((4, 2), (2, 1)):
+        first, *others = gloo.run(world, all_figures, rows, tensor_size, 8)
+        assert first == expected, (world, tensor_size)
+        assert others == [[{}] * len(rows)] * (world - 1)
+
+    figures = alone[2]
+    assert len(without_words(figures)) == 13
+    assert figures["tokens"] == len(peer.encode(text)) + 1
+    assert figures["cloze_passages"] > 3
+    assert figures["unigram_perplexity"] < figures["token_perplexity"]
 
 
 def diverged(tensor_size: int) -> str:

@@ -1,4 +1,4 @@
-"""SQuAD as a task: settings, what is counted, figures, and answers that are saved and scored."""
+"""SQuAD: its files, what is counted of them, figures, answers that are saved and scored."""
 
 import json
 import warnings
@@ -9,10 +9,54 @@ import numpy as np
 import pytest
 
 from tasks.checks import ChecksConfig
+from tasks.squad.files import nearest, read_squad
 from tasks.squad.task import Settings, SquadTask, prepare, score_only
-from tests.tasks.squads import MANIFEST, TOKENIZER, question, write_squad, write_v2
+from tests.tasks.made import write_model
+from tests.tasks.program import result, told
+from tests.tasks.squads import MANIFEST, PASSAGE, TOKENIZER, question, write_squad, write_v2
 
 SMALL: dict[str, Any] = {"load": "x", "seq_length": 16, "max_query_length": 8, "doc_stride": 2}
+
+
+def test_the_version_is_told_from_the_questions(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = read_squad("--valid-data", write_v2(tmp_path / "dev.json"))
+    assert second.version == "2.0"
+    assert second.moved == second.lost == []
+    assert second.has_answer.tolist() == [True, True, False, False]
+    first = read_squad("--valid-data", write_squad(tmp_path / "a.json", question("q", {"The": 0})))
+    assert first.version == "1.1"
+    assert first.passages == [PASSAGE]
+    assert first.questions[0].placed.start == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "found"), [(-3, 5), (5, 5), (9, 5), (10, 14), (15, 14), (32, 25), (33, 40), (99, 40)]
+)
+def test_an_answer_is_looked_for_near_its_place(start: int, found: int) -> None:
+    assert nearest(PASSAGE, "ain", start) == found
+
+
+def test_misplaced_answers_are_moved_counted_and_named(tmp_path: Path) -> None:
+    right = [question(f"q{number}", {"Spain": 12}) for number in range(198)]
+    wrong = [question("moved", {"Spain": 10}), question("lost", {"snow": 4})]
+    right[0]["question"] = "\u200b \n"
+    file = write_squad(tmp_path / "train.json", *right, *wrong)
+    with pytest.warns(UserWarning, match=f"^--train-data {file}: 2 of 200 .*moved.*lost"):
+        squad = read_squad("--train-data", file)
+    assert squad.questions[198].placed.start == 12
+    assert squad.questions[199].placed is None
+    assert (squad.moved, squad.lost) == (["moved"], ["lost"])
+    with pytest.warns(UserWarning, match="train.json: ") as told:
+        task = prepare(Settings(valid_data=(file,), **SMALL), MANIFEST, TOKENIZER)
+    assert len(told) == 2
+    counted = task.notes["input"]["valid"][""]
+    names = ("blank_questions", "moved_answers", "answers_not_in_passage")
+    assert [counted[name] for name in names] == [1, 1, 1]
+    file = write_squad(tmp_path / "train.json", *right[1:], *wrong)
+    with pytest.raises(ValueError, match="2 of 199"):
+        read_squad("--train-data", file)
 
 
 def make_task(tmp_path: Path, **more: Any) -> SquadTask:
@@ -52,17 +96,6 @@ def test_the_task_has_what_is_trained_and_evaluated(tmp_path: Path) -> None:
     assert counted["windows"] == len(task.evaluations[""]) == 8
 
 
-def test_every_figure_has_a_meaning(tmp_path: Path) -> None:
-    task = make_task(tmp_path)
-    assert task.figures("", logits_of(task, 0)).keys() == task.conventions.keys()
-    file = write_squad(tmp_path / "dev.json", question("q", {"Spain": 12}))
-    first = prepare(Settings(valid_data=(file,), **SMALL), MANIFEST, TOKENIZER)
-    assert first.paper == "SQUAD 1.1"
-    every = {"questions": 1, "exact_match": 100, "f1": 100}
-    assert first.figures("", logits_of(first, -9)) == every, "every question is answered"
-    assert first.conventions.keys() == every.keys()
-
-
 def test_the_threshold_decides_what_is_answered(tmp_path: Path) -> None:
     task = make_task(tmp_path)
     figures = task.figures("", logits_of(task, 0))
@@ -71,35 +104,20 @@ def test_the_threshold_decides_what_is_answered(tmp_path: Path) -> None:
     figures = task.figures("", logits_of(task, 3))
     assert (figures["has_answer_f1"], figures["no_answer_f1"], figures["f1"]) == (100, 0, 50)
     assert figures["best_exact"] == figures["best_f1"] == 100
+    assert figures.keys() == task.conventions.keys()
     # ... and what the best threshold is said to be gives what it is said to give.
     threshold = figures["best_f1_threshold"]
     task = make_task(tmp_path, null_score_diff_threshold=threshold)
     assert task.figures("", logits_of(task, 3))["f1"] == 100
 
 
-def test_saved_answers_score_the_same_without_a_model(tmp_path: Path) -> None:
-    saved = {
-        "save_predictions": tmp_path / "said.json",
-        "save_null_odds": tmp_path / "odds.json",
-    }
-    task = make_task(tmp_path, **saved, null_score_diff_threshold=-6.0)
-    figures = task.figures("", logits_of(task, 2.5))
-    said = json.loads(saved["save_predictions"].read_text(encoding="utf-8"))
-    assert said == {"plain": "the plain", "spain": "Spain", "snow": "", "hail": ""}
-    assert list(json.loads(saved["save_null_odds"].read_text())) == list(said)
-    settings = Settings(
-        valid_data=(tmp_path / "dev.json",),
-        predictions=saved["save_predictions"],
-        na_prob_file=saved["save_null_odds"],
-        na_prob_thresh=-6.0,
-    )
-    found = score_only(settings)
-    assert {key: found[key] for key in figures if "best" not in key} == {
-        key: value for key, value in figures.items() if "best" not in key
-    }
-    assert found["protocol"]["squad_version"] == "2.0"
-    assert found.keys() == found["conventions"].keys() | {"conventions", "protocol"}
-    assert settings.files == [*settings.valid_data, *saved.values()]
+def test_every_question_of_the_first_version_is_answered(tmp_path: Path) -> None:
+    file = write_squad(tmp_path / "dev.json", question("q", {"Spain": 12}))
+    task = prepare(Settings(valid_data=(file,), **SMALL), MANIFEST, TOKENIZER)
+    assert task.paper == "SQUAD 1.1"
+    figures = task.figures("", logits_of(task, -9))
+    assert figures == {"questions": 1, "exact_match": 100, "f1": 100}
+    assert task.conventions.keys() == figures.keys()
 
 
 def test_a_file_of_predictions_is_scored_wherever_the_right_answers_stand(tmp_path: Path) -> None:
@@ -125,17 +143,61 @@ def test_what_is_lost_is_told(tmp_path: Path) -> None:
         make_task(tmp_path)
 
 
-def test_blank_questions_and_answers_not_in_their_passage_are_in_the_record(
-    tmp_path: Path,
+WORDS = ["rain", *(f"w{each}" for each in "abcdefghijklmnopqrst")]
+CUT = ["--seq-length", "24", "--max-query-length", "4", "--doc-stride", "8"]
+
+
+def write_questions(file: Path, count: int, seed: int) -> Path:
+    """Where a passage has rain, if it has; most passages are longer than a window."""
+    paragraphs = [
+        paragraph(np.random.default_rng([seed, each]), str(each)) for each in range(count)
+    ]
+    file.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}), encoding="utf-8")
+    return file
+
+
+def paragraph(random: np.random.Generator, name: str) -> dict[str, Any]:
+    words = [WORDS[each] for each in random.integers(1, len(WORDS), size=30)]
+    has_answer = bool(random.integers(2))
+    if has_answer:
+        words[random.integers(30)] = "Rain"
+    passage = " ".join(words)
+    answers = {"Rain": passage.index("Rain")} if has_answer else {}
+    asked = question(name, answers, is_impossible=not has_answer)
+    return {"context": passage, "qas": [{**asked, "question": "Rain?"}]}
+
+
+def test_a_model_is_trained_then_evaluated_and_its_answers_are_scored_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = [question(f"q{number}", {"Spain": 12}) for number in range(197)]
-    odd = [question("moved", {"Spain": 10}), question("lost", {"snow": 4})]
-    blank = {**question("blank", {"Spain": 12}), "question": "\u200b \n"}
-    file = write_squad(tmp_path / "dev.json", *right, *odd, blank)
-    with pytest.warns(UserWarning, match="dev.json: ") as told:
-        task = prepare(Settings(valid_data=(file,), **SMALL), MANIFEST, TOKENIZER)
-    assert len(told) == 2
-    assert "1 of 200 questions" in str(told[1].message)
-    counted = task.notes["input"]["valid"][""]
-    assert counted["blank_questions"] == counted["moved_answers"] == 1
-    assert counted["answers_not_in_passage"] == 1
+    model = write_model(tmp_path / "model", words=WORDS)
+    train, dev = (
+        str(write_questions(tmp_path / f"{name}.json", count, seed))
+        for seed, (name, count) in enumerate({"train": 96, "dev": 24}.items())
+    )
+    save, said, odds = tmp_path / "save", tmp_path / "said.json", tmp_path / "odds.json"
+    flags = ["--load", str(model), "--train-data", train, "--valid-data", dev, *CUT, "--lr", "3e-3"]
+    sizes = ["--global-batch-size", "16", "--micro-batch-size", "16"]
+    tuned = result([*flags, *sizes, "--epochs", "3", "--save", str(save)], capsys, "SQUAD")
+    assert tuned["notes"]["input"]["train"]["windows"] > 200
+    assert tuned["f1"] > 60 > 100 * tuned["no_answer_questions"] / tuned["questions"]
+
+    flags = ["--load", tuned["seeds"][0]["checkpoints"]["last"], "--valid-data", dev, *CUT]
+    saves = ["--save-predictions", str(said), "--save-null-odds", str(odds)]
+    asked = result([*flags, *saves], capsys, "SQUAD")
+    assert {key: asked[key] for key in asked["conventions"]} == pytest.approx(
+        {key: tuned[key] for key in asked["conventions"]}, rel=1e-5
+    )
+    assert json.loads(odds.read_text(encoding="utf-8")).keys() == {str(n) for n in range(24)}
+    words = ["--valid-data", dev, "--predictions", str(said)]
+    alone = result(words, capsys, "SQUAD")
+    shared = alone["conventions"].keys() & asked.keys()
+    assert {"f1", "has_answer_f1", "no_answer_f1", "exact_match"} < shared
+    assert {key: asked[key] for key in shared} == {key: alone[key] for key in shared}
+    assert [Path(each["file"]).name for each in alone["data"]] == ["dev.json", "said.json"]
+    by_odds = result(
+        [*words, "--na-prob-file", str(odds), "--na-prob-thresh", "0"], capsys, "SQUAD"
+    )
+    shared = {key for key in by_odds["conventions"].keys() & asked.keys() if "best" not in key}
+    assert {key: by_odds[key] for key in shared} == {key: asked[key] for key in shared}
+    assert "--lr" in "".join(told([*words, "--lr", "3", "--epochs", "9"], capsys, "SQUAD"))

@@ -85,10 +85,13 @@ def scores(tensor_size: int) -> tuple[Tensor, Tensor]:
     return score(model, mesh, tokens, labels, scored_of(tokens))
 
 
-def test_scores_are_whole_on_every_rank(gloo: Pool) -> None:
+def test_scores_are_whole_on_every_rank_and_in_chunks(
+    gloo: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log_probability, is_best = scores(1)
     assert log_probability.shape == is_best.shape == (2 * 15,)
-    for own, own_best in gloo.run(4, scores, 4):
+    monkeypatch.setattr(evaluate, "SCORED_AT_ONCE", 7)
+    for own, own_best in [scores(1), *gloo.run(4, scores, 4)]:
         torch.testing.assert_close(own, log_probability, rtol=1e-12, atol=1e-12)
         assert torch.equal(own_best, is_best)
     # The same numbers as the loss of training, token by token.
@@ -98,15 +101,6 @@ def test_scores_are_whole_on_every_rank(gloo: Pool) -> None:
     losses = model(*(torch.from_numpy(array) for array in arrays)).view(3, 16)
     losses = losses[scored_of(losses)]
     torch.testing.assert_close(-log_probability, losses.detach(), rtol=1e-12, atol=1e-12)
-
-
-def test_logits_that_are_computed_in_parts_give_the_same_scores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    expected = scores(1)
-    monkeypatch.setattr(evaluate, "SCORED_AT_ONCE", 7)
-    for own, whole in zip(scores(1), expected, strict=True):
-        torch.testing.assert_close(own, whole, rtol=1e-12, atol=1e-12)
 
 
 def test_the_best_token_is_the_one_of_highest_probability() -> None:
@@ -131,10 +125,10 @@ def loaded(tensor_size: int, path: Path) -> tuple[bool, int, dict[str, Tensor]]:
 
 
 def test_a_model_is_rebuilt_from_its_checkpoint_alone(gloo: Pool, tmp_path: Path) -> None:
-    section = tiny_section(num_layers=1, hidden_dropout=0.1)
-    state = tiny_state(mesh_of_ranks(1), section)
-    assert ModelConfig(**asdict(section)) == section
-    facts = {"config": {"model": asdict(section)}, "vocab_size": VOCABULARY}
+    config = tiny_section(num_layers=1, hidden_dropout=0.1)
+    state = tiny_state(mesh_of_ranks(1), config)
+    assert ModelConfig(**asdict(config)) == config
+    facts = {"config": {"model": asdict(config)}, "vocab_size": VOCABULARY}
     save_state(state, tmp_path, **facts)
     expected = whole_weights(state.model)
     for training, vocab_size, weights in gloo.run(2, loaded, 2, tmp_path / "step_00000000"):

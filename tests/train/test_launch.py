@@ -28,10 +28,10 @@ def test_the_processes_fit_before_anything_is_built(size: int, environ: dict[str
     assert refusal.value.flag == "--tensor-model-parallel-size"
 
 
-def test_a_launchers_place_is_read() -> None:
-    place = read_rank_info(LAUNCHED)
-    assert (place.rank, place.size, place.address, place.port) == (1, 2, "node1", 29500)
-    assert place.is_host
+def test_a_launchers_variables_are_read() -> None:
+    info = read_rank_info(LAUNCHED)
+    assert (info.rank, info.size, info.address, info.port) == (1, 2, "node1", 29500)
+    assert info.is_host
     assert not read_rank_info(LAUNCHED | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).is_host
 
 
@@ -58,15 +58,15 @@ def test_the_device_is_the_processes_own_gpu_or_the_cpu_for_all() -> None:
         choose_device(0, arrivals(("a", 1), ("b", 0)), {})
 
 
-SHORT = "start.PATIENCE, start.WORD = 3.0, 1.0"
+SHORT = "start.PATIENCE, start.NOTICE = 3.0, 1.0"
 # Rank 1 leaves once all others are waiting for the third rank, or before the groups are built.
 MEETING = """
 meet = start.meet
-def meet_and_leave(store, place, watch, patience):
+def meet_and_leave(store, info, watch, patience):
     if rank == 1:
         store.wait(["here/0"])
         sys.exit(75)
-    return meet(store, place, watch, patience)
+    return meet(store, info, watch, patience)
 start.meet = meet_and_leave
 """
 BUILDING = """

@@ -14,8 +14,6 @@ from megatron.train.loader import prefetch
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
 from megatron.train.signals import StopSignals
-from pretrain_gpt2 import main
-from tests.data.samples import write_data
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks, tiny_state
 from tests.train.test_evaluate import Split
@@ -164,24 +162,6 @@ def test_a_signal_to_any_rank_ends_all_after_the_step_with_a_save_and_no_evaluat
         assert answer[1:] == ([(3, False)], 3, "SIGUSR1")
 
 
-def test_what_the_data_set_raises_ends_the_step_that_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Batches are made a step ahead; those after the last step are not."""
-    batch = Split.batch
-
-    def broken(self: Split, numbers: range) -> Any:
-        if 8 in numbers:
-            raise OSError("no such disk")
-        return batch(self, numbers)
-
-    monkeypatch.setattr(Split, "batch", broken)
-    with pytest.raises(OSError, match="no such disk"):
-        run(1, tmp_path)
-    assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [2]
-    assert run(1, tmp_path, train_iters=2)[2:] == (2, "train_iters")
-
-
 def test_replicas_are_compared_at_their_interval_and_before_each_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,24 +176,9 @@ def test_replicas_are_compared_at_their_interval_and_before_each_save(
 
 def test_with_fp16_every_line_has_the_scale_and_the_steps_skipped(tmp_path: Path) -> None:
     """The first overflows at so high a scale, and with hysteresis 1 each of them halves it."""
-    section = PrecisionConfig(fp16=True, initial_loss_scale="2**40", hysteresis=1)
-    run(1, tmp_path, precision=section)
+    config = PrecisionConfig(fp16=True, initial_loss_scale="2**40", hysteresis=1)
+    run(1, tmp_path, precision=config)
     steps = [line for line in lines(tmp_path) if "loss" in line]
     assert [line["skipped_steps"] for line in steps] == [2, 4, 6]
     assert [line["loss_scale"] for line in steps] == [2.0**38, 2.0**36, 2.0**34]
     assert [line["lr"] for line in steps] == pytest.approx([1e-3] * 3), "the schedule stands still"
-
-
-def test_only_a_run_that_saved_says_that_load_resumes_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prefix = tmp_path / "some_text_document"
-    write_data(prefix, [[*range(1, 40), 0]] * 4)
-    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --max-position-embeddings 16"
-    words = f"{shape} --seq-length 16 --train-iters 2 --exit-interval 1 --data-path {prefix}"
-    for more, says_load in (([], False), (["--save", str(tmp_path / "saved")], True)):
-        metrics = tmp_path / "metrics.jsonl"
-        main([*words.split(), "--no-bf16", "--metrics-file", str(metrics), *more], {})
-        assert ("--load" in capsys.readouterr().out.splitlines()[-1]) == says_load
-        last = {"step": 1, "ended": "exit_interval", "exit_code": 0}
-        assert json.loads(metrics.read_text().splitlines()[-1]) == last

@@ -16,7 +16,7 @@ from megatron.train.metrics import LONGEST, Metrics, read_metrics
 class Recorder:
     """A sink that keeps what it gets, and fails from its `fails_at`-th line on."""
 
-    name, place = "recorder", "nowhere"
+    name, destination = "recorder", "nowhere"
 
     def __init__(self, fails_at: int | None = None, *, closes: bool = True) -> None:
         self.lines: list[Mapping[str, float | str]] = []
@@ -66,16 +66,10 @@ def test_a_resume_from_an_earlier_step_marks_what_it_takes_back(tmp_path: Path) 
     ]
     assert len(every_line(path)) == 7
     assert steps_that_stand(path) == [1, 2, 3, 4, 5]
-
-
-def test_marks_stay_through_later_resumes(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write_steps(path, 0, 1, 2, 3)
-    write_steps(path, 1, 2, 3, 4)
     write_steps(path, 4, 5)
     write_steps(path, 3, 4)
-    assert steps_that_stand(path) == [1, 2, 3, 4]
-    assert len(every_line(path)) == 8
+    assert steps_that_stand(path) == [1, 2, 3, 4], "marks stay"
+    assert len(every_line(path)) == 9
 
 
 def test_a_resume_where_the_last_process_ended_leaves_the_file_alone(tmp_path: Path) -> None:
@@ -136,13 +130,6 @@ def test_a_kill_while_marking_leaves_the_record_as_it_was(
     assert steps_that_stand(path) == [1, 2]
 
 
-def test_numbers_that_are_not_finite_are_null_in_the_record(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with metrics(path) as file:
-        file.write({"step": 1, "loss": nan, "grad_norm": inf})
-    assert every_line(path) == [{"step": 1, "loss": None, "grad_norm": None}]
-
-
 def fill(folder: Path) -> Path:
     """A file that takes all the room there is, or that a file may take."""
     filler = folder / "filler"
@@ -173,19 +160,6 @@ def test_lines_that_are_lost_in_the_end_are_an_error(small_disk: Path) -> None:
         write_steps(small_disk / "metrics.jsonl", 0, *range(1, 5000))
 
 
-def test_an_error_is_the_last_line(tmp_path: Path) -> None:
-    def fail() -> None:
-        with metrics(tmp_path / "m.jsonl") as file:
-            file.write({"step": 4})
-            file.advance()  # and the step after it fails
-            raise ArithmeticError("no")
-
-    with pytest.raises(ArithmeticError):
-        fail()
-    last = {"step": 5, "ended": "ArithmeticError", "exit_code": 1}
-    assert every_line(tmp_path / "m.jsonl")[-1] == last
-
-
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with metrics(tmp_path / "metrics.jsonl", is_first=False) as file:
         file.write({"step": 1})
@@ -194,50 +168,60 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == ""
 
 
-def test_sinks_get_finite_numbers_and_short_strings() -> None:
-    sink = Recorder()
-    with metrics(None, sinks=[sink]) as file:
-        file.write({"step": 1, "loss": nan, "lr": 0.5, "checkpoint": "a", "spread": [1, 2]})
+def test_numbers_that_are_not_finite_are_null_and_sinks_get_what_is_short(tmp_path: Path) -> None:
+    path, sink = tmp_path / "metrics.jsonl", Recorder()
+    line = {"step": 1, "lr": 0.5, "checkpoint": "a"}
+    with metrics(path, sinks=[sink]) as file:
+        file.write({**line, "loss": nan, "grad_norm": inf, "spread": [1, 2]})
         file.write({"step": 2, "ended": "x" * (LONGEST + 1)})
-    assert sink.lines == [{"step": 1, "lr": 0.5, "checkpoint": "a"}, {"step": 2}]
+    assert every_line(path)[0] == {**line, "loss": None, "grad_norm": None, "spread": [1, 2]}
+    assert sink.lines == [line, {"step": 2}]
 
 
 def test_a_sink_that_fails_is_said_once_and_closed_while_the_record_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    failing, sound = Recorder(fails_at=2, closes=False), Recorder()
-    with metrics(path, sinks=[failing, sound]) as file:
+    failing, stuck, sound = Recorder(fails_at=2, closes=False), Recorder(closes=False), Recorder()
+    with metrics(path, sinks=[failing, stuck, sound]) as file:
         for step in (1, 2, 3, 4):
             file.write({"step": step})
     said = capsys.readouterr().out
-    assert said.count("ConnectionResetError") == 1
-    assert "recorder did not get all of this run: ConnectionResetError: connection lost\n" in said
-    assert (len(failing.lines), len(sound.lines)) == (2, 4)
-    assert (failing.exit_codes, sound.exit_codes) == ([1], [0])
+    assert (said.count("ConnectionResetError"), said.count("TimeoutError")) == (1, 1)
+    assert "connection lost\n" in said, "on one line"
+    assert [len(sink.lines) for sink in (failing, stuck, sound)] == [2, 4, 4]
+    assert [sink.exit_codes for sink in (failing, stuck, sound)] == [[1], [0], [0]]
     assert steps_that_stand(path) == [1, 2, 3, 4]
 
 
-def test_a_sink_that_fails_to_close_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    last = Recorder()
-    with metrics(None, sinks=[Recorder(closes=False), last]):
-        pass
-    assert "recorder did not get all of this run: TimeoutError" in capsys.readouterr().out
-    assert last.exit_codes == [0]
-
-
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [(ValueError("bad"), 1), (SystemExit(75), 75), (SystemExit(), 0), (SystemExit("word"), 1)],
+    ("error", "code", "ended"),
+    [
+        (ValueError("bad"), 1, "ValueError"),
+        (SystemExit(75), 75, "SystemExit"),
+        (SystemExit(), 0, None),
+        (SystemExit("word"), 1, "SystemExit"),
+    ],
 )
-def test_sinks_are_told_how_the_process_ends(error: BaseException, code: int) -> None:
-    sink = Recorder()
-    with pytest.raises(type(error)), metrics(None, sinks=[sink]):
-        raise error
+def test_an_error_is_the_last_line_and_its_exit_code_goes_to_the_sinks(
+    tmp_path: Path, error: BaseException, code: int, ended: str | None
+) -> None:
+    path, sink = tmp_path / "metrics.jsonl", Recorder()
+
+    def fail() -> None:
+        with metrics(path, sinks=[sink]) as file:
+            file.write({"step": 4})
+            file.advance()  # and the step after it fails
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
     assert sink.exit_codes == [code]
+    last = {"step": 5, "ended": ended, "exit_code": code} if ended else {"step": 4}
+    assert every_line(path)[-1] == last
 
 
-def test_sinks_are_told_the_exit_code_of_the_last_line() -> None:
+def test_sinks_get_the_exit_code_of_the_last_line() -> None:
     sink = Recorder()
     with metrics(None, sinks=[sink]) as file:
         file.write({"step": 3, "ended": "SIGTERM", "exit_code": 75})

@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +10,11 @@ import pytest
 import torch
 
 from megatron.checkpoint import load
-from megatron.checkpoint.resume import Start, check_start
+from megatron.checkpoint.resume import Start
 from megatron.config.checks import UsageError
+from megatron.train import pretrain
 from megatron.train import state as state_module
-from megatron.train.pretrain import Plan, Run, build
+from megatron.train.pretrain import Run, build
 from megatron.train.state import choose_precision
 from tests.config.test_checks import settings
 from tests.dist import Pool
@@ -35,19 +35,11 @@ def save(directory: Path, *steps: int, **facts: Any) -> tuple[Path, ...]:
     return tuple(directory / f"step_{step:08d}" for step in reversed(steps))
 
 
-def start(
-    folders: tuple[Path, ...], *, finetune: bool = False, check: Any = None, **changes: Any
-) -> Run:
+def start(folders: tuple[Path, ...], *, finetune: bool = False, **changes: Any) -> Run:
     """A run that starts from one of the folders; changes: of CONFIG."""
-    config = replace(CONFIG, **changes)
-    plan = Plan(
-        config=config,
-        world=1,
-        inputs=SimpleNamespace(corpus=SimpleNamespace(vocab_size=VOCABULARY, identity=FACTS)),
-        start=Start(folders=folders, finetune=finetune),
-        check=check or partial(check_start, config, identity=FACTS),
-    )
-    return build(plan, mesh_of_ranks(1))
+    inputs = SimpleNamespace(corpus=SimpleNamespace(vocab_size=VOCABULARY, identity=FACTS))
+    begin = Start(folders=folders, finetune=finetune)
+    return build(replace(CONFIG, **changes), inputs, begin, mesh_of_ranks(1))
 
 
 def test_a_run_starts_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
@@ -136,13 +128,13 @@ def refuse(*_: Any, **__: Any) -> None:
 def refusal(folders: tuple[Path, ...], fault: str, finetune: bool) -> str:
     """The error of each rank, where the second one alone meets the fault."""
     is_broken, changes = torch.distributed.get_rank() == 1, {}
+    check = refuse if fault == "another run" and is_broken else lambda *_, **__: None
     with pytest.MonkeyPatch.context() as patch:
         if fault == "unreadable" and is_broken:
             patch.setattr(load, "safe_open", refuse)
-        if fault == "another run":
-            changes["check"] = refuse if is_broken else lambda *_, **__: None
+        patch.setattr(pretrain, "check_start", check)
         if fault == "larger model":
-            changes |= {"check": lambda *_, **__: None, "model": tiny_section(num_layers=3)}
+            changes["model"] = tiny_section(num_layers=3)
         with pytest.raises(ValueError, match="fit|layers") as error:
             start(folders, finetune=finetune, **changes)
     return str(error.value)

@@ -77,34 +77,32 @@ def test_flags_win_over_the_tokenizer_of_the_checkpoint(
 ) -> None:
     folder = write_checkpoint(tmp_path / "checkpoints", tokenizer)
     (folder / "vocab.json").write_text("x" * len(tokenizer.files["vocab.json"]))  # damaged
-    section = TrainedConfig(load=str(folder))
+    config = TrainedConfig(load=str(folder))
     with pytest.raises(ValueError, match="step_00000002 cannot be read: .* is not JSON"):
-        open_trained(section, ParallelConfig(), 1)
+        open_trained(config, ParallelConfig(), 1)
     vocab, merges = (str(tmp_path / name) for name in ("vocab.json", "merges.txt"))
-    section = replace(section, vocab_file=vocab, merge_file=merges)
-    assert open_trained(section, ParallelConfig(), 1)[1].fingerprint == tokenizer.fingerprint
+    config = replace(config, vocab_file=vocab, merge_file=merges)
+    assert open_trained(config, ParallelConfig(), 1)[1].fingerprint == tokenizer.fingerprint
 
 
 @pytest.mark.parametrize(
-    ("changes", "parallel", "flag"),
+    ("changes", "size", "world", "flag"),
     [
-        ({"vocab_file": None}, (1, 1), "--vocab-file"),
-        ({"merge_file": None}, (1, 1), "--merge-file"),
-        ({"vocab_file": None, "merge_file": None}, (1, 1), "--vocab-file and --merge-file"),
-        ({"tokenizer_type": "T5"}, (1, 1), "--tokenizer-type"),
-        ({}, (2, 1), "--tensor-model-parallel-size"),
-        ({}, (3, 3), "--tensor-model-parallel-size"),
+        ({"vocab_file": None}, 1, 1, "--vocab-file"),
+        ({"merge_file": None}, 1, 1, "--merge-file"),
+        ({"vocab_file": None, "merge_file": None}, 1, 1, "--vocab-file and --merge-file"),
+        ({"tokenizer_type": "T5"}, 1, 1, "--tokenizer-type"),
+        ({}, 2, 1, "--tensor-model-parallel-size"),
+        ({}, 3, 3, "--tensor-model-parallel-size"),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    trained: TrainedConfig, changes: dict[str, Any], parallel: tuple[int, int], flag: str
+    trained: TrainedConfig, changes: dict[str, Any], size: int, world: int, flag: str
 ) -> None:
-    """parallel: tensor-parallel size and number of processes."""
-    size, world = parallel
+    """size: of the tensor axis. world: processes."""
+    parallel = ParallelConfig(tensor_model_parallel_size=size)
     with pytest.raises(ValueError, match=flag):
-        open_trained(
-            replace(trained, **changes), ParallelConfig(tensor_model_parallel_size=size), world
-        )
+        open_trained(replace(trained, **changes), parallel, world)
 
 
 @pytest.mark.parametrize("attached", [False, True])

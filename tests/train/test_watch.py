@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -56,6 +56,12 @@ FAULTS = {
     "a rank raises": Fault(
         f"if last and rank == 3: raise ZeroDivisionError('no loss')\n{STEP}",
         (r"^rank 3 of 4 \(data 1, tensor 1\) on \S+ failed:\nTraceback", "ZeroDivisionError: no"),
+        world=4,
+        statuses=(1, 1, 1, 1),
+    ),
+    "all ranks raise": Fault(
+        "if last: raise ZeroDivisionError('no loss')",
+        (r"^rank \d of 4 \(data \d, tensor \d\) on \S+ failed:\nTraceback",),
         world=4,
         statuses=(1, 1, 1, 1),
     ),
@@ -147,7 +153,7 @@ FAULTS = {
 
 
 def message(ended: list[Ended]) -> str:
-    """What the one rank that tells the cause wrote, less the stacks of a stall."""
+    """What the one rank that prints the cause wrote, less the stacks of a stall."""
     texts = [each.text for each in ended]
     if any("no progress for" in text for text in texts):
         told = [text[text.index("no progress") :] for text in texts if "no progress" in text]
@@ -259,7 +265,7 @@ GROUPS = [
 def stand(rank: int, tensor: int, data: int, *waits: str, control: int = 0) -> Report:
     begun = {"tensor": tensor, "data": data, "control": control}
     found = [Wait(axis, begun[axis], "all_reduce of [2]", GROUPS[rank][axis]) for axis in waits]
-    return Report(f"rank {rank}", "host", 5, "train step", begun, found, idle=60)
+    return Report(f"rank {rank}", 5, "train step", begun, found, idle=60)
 
 
 LATE = [
@@ -301,5 +307,4 @@ ALONE = [stand(rank, 5, 5) for rank in range(4)]
 def test_waits_lead_to_the_ranks_that_are_behind(
     reports: list[Report], working: tuple[int, ...], silent: tuple[int, ...], behind: list[int]
 ) -> None:
-    given = {rank: replace(each, is_working=rank in working) for rank, each in enumerate(reports)}
-    assert find_behind(given, silent)[0] == behind
+    assert find_behind(dict(enumerate(reports)), silent, working)[0] == behind

@@ -13,9 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tasks.lambada import read_passages
-from tasks.reading import read_text
-from tasks.wikitext103 import CURE as WIKITEXT_CURE
-from tasks.wikitext103 import check_kind, cut_articles
+from tasks.wikitext103 import cut_articles, read_articles
 
 # The definition inside lm_eval/tasks, and the key under which its documents have their text.
 OWN = {
@@ -34,9 +32,7 @@ def find_harness() -> Path:
 
 def read_pages(file: Path) -> list[str]:
     """WikiText: the raw file, cut before the title of every article."""
-    text = read_text("--valid-data", file, WIKITEXT_CURE)
-    check_kind(file, text)
-    return cut_articles(text)
+    return cut_articles(read_articles(file))
 
 
 READERS: Mapping[str, Callable[[Path], list[str]]] = {
