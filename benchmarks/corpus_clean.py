@@ -28,12 +28,12 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
-from megatron.data.json_lines import cut, find_shards
+from megatron.data.json_lines import find_shards
 from tools.corpus import clean
 from tools.corpus.language import identify
 from tools.corpus.records import Funnel, read_documents
 from tools.corpus.repair import repair
-from tools.corpus.shards import write_shard
+from tools.corpus.shards import cut, write_shard
 
 Function = Callable[[str], str]
 

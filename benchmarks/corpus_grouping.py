@@ -23,9 +23,9 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 from benchmarks.corpus_watch import Taken, measure_apart
 from benchmarks.machine import JsonFile, facts, installed, markdown, spread, told, write_json
-from megatron.data.json_lines import Unit
 from tools.corpus.duplicates.grouping import group, parts_of, read_part
 from tools.corpus.duplicates.index import BLOCK, Block, Index, sort_keys
+from tools.corpus.shards import Unit
 
 MEMORY = 100_000_000  # bytes that a part of a band may take
 

@@ -20,8 +20,8 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import JsonFile, facts, installed, markdown, told, write_json
-from megatron.data.json_lines import cut
 from tools.corpus.records import Funnel, read_documents
+from tools.corpus.shards import cut
 from tools.sentences import split_sentences
 
 CASES = Path(__file__).with_name("sentence_cases.txt")

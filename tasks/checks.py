@@ -107,15 +107,8 @@ def check_unknown(
 ) -> dict[str, int]:
     """tokens: the ids of all texts, without special ones; most: --max-unknown."""
     count = int((tokens == tokenizer.unknown).sum())
-    told = judge_unknown(
-        place,
-        count,
-        len(tokens),
-        most,
-        why="so the model's vocabulary is not of this language or script",
-        cure="a model of it",
-    )
-    if told:
+    works = "a model of this language or script"
+    if told := judge_unknown(place, count, len(tokens), most, works):
         warnings.warn(told, stacklevel=2)
     return {"tokens": len(tokens), "unknown_tokens": count}
 
@@ -125,8 +118,8 @@ def check_casing(
 ) -> dict[str, int]:
     """Whether text for a vocabulary with capitals has some. allow: --allow-lower-case."""
     casing = count_casing(texts)
-    cure = f"a model of {BertWordPieceLowerCase.kind}"
-    if told := judge_casing(place, casing, tokenizer, allow=allow, cure=cure):
+    works = f"a model of {BertWordPieceLowerCase.kind}"
+    if told := judge_casing(place, casing, tokenizer, allow=allow, works=works):
         warnings.warn(told, stacklevel=2)
     return {"texts_with_letters": casing.texts, "texts_with_capitals": casing.with_capitals}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import lzma
 import re
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatron.config.checks import positive
 from megatron.data.indexed import IndexedDataset
-from megatron.data.json_lines import cut, find_shards, parse_line, read_lines
+from megatron.data.json_lines import find_shards, parse_line, read_lines
 from megatron.data.order import split_documents
 from megatron.data.tokenizer import Tokenizer
 from tasks.common import Scores, Sliding, Task, TaskSettings, Window
@@ -130,13 +129,15 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
 def read_texts(paths: Sequence[Path], key: str) -> tuple[list[str], int]:
     """The documents of JSON lines, and how many lines hold none; each of those is named."""
     texts, bad_lines = [], 0
-    for unit in cut(find_shards(paths), sys.maxsize):
-        for line in read_lines(unit):
+    for file in find_shards(paths):
+        if not file.stat().st_size:
+            continue
+        for line in read_lines(file):
             try:
                 texts.append(parse_line(line, key)[key])
             except ValueError as error:
                 bad_lines += 1
-                place = f"{unit.file}, byte {line.offset}"
+                place = f"{file}, byte {line.offset}"
                 warnings.warn(f"--input {place} left out: {error}", stacklevel=2)
     if not texts:
         names = " ".join(map(str, paths))

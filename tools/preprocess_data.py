@@ -32,12 +32,13 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 from megatron.config.checks import UsageError, positive, share
 from megatron.config.parse import parse
 from megatron.data.indexed import OPTIONAL_COUNTS, Description
-from megatron.data.json_lines import MANIFEST, Unit, find_shards
+from megatron.data.json_lines import MANIFEST, find_shards
 from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, judge_unknown
 from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase, Tokenizer
 from tools.corpus.manifest import read_manifest
 from tools.corpus.program import Unfinished, running, say
 from tools.corpus.settings import parse_size
+from tools.corpus.shards import Unit
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import sum_funnels
@@ -256,9 +257,9 @@ def check_sample(settings: Settings, chosen: TokenSettings) -> None:
     if not isinstance(tokenizer, BertTokenizer):
         return
     texts = sample_texts(chosen.units(), settings.json_key)
-    cure = f"--tokenizer-type {BertWordPieceLowerCase.kind} with a vocabulary without capitals"
+    works = f"--tokenizer-type {BertWordPieceLowerCase.kind} with a vocabulary without capitals"
     allow, casing = settings.allow_lower_case, count_casing(texts)
-    say_warning(judge_casing(where, casing, tokenizer, allow=allow, cure=cure))
+    say_warning(judge_casing(where, casing, tokenizer, allow=allow, works=works))
     ids, _ = chosen.load_encoder().arrays(texts)
     count = int((ids == tokenizer.unknown).sum())
     if count > MARGIN * settings.max_unknown * len(ids):
@@ -266,9 +267,8 @@ def check_sample(settings: Settings, chosen: TokenSettings) -> None:
 
 
 def check_unknown(settings: Settings, where: str, count: int, tokens: int) -> None:
-    why = f"letters that --vocab-file {settings.vocab_file} lacks"
-    cure = "a vocabulary that tools/train_tokenizer.py makes of the same input"
-    say_warning(judge_unknown(where, count, tokens, settings.max_unknown, why=why, cure=cure))
+    works = "a --vocab-file that tools/train_tokenizer.py makes of the same input"
+    say_warning(judge_unknown(where, count, tokens, settings.max_unknown, works))
 
 
 def are_shuffled(paths: Sequence[Path]) -> bool | None:

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.indexed import token_dtype
-from megatron.data.json_lines import WORK, Unit, no_text_reason, parse_json, parse_line, read_lines
+from megatron.data.json_lines import WORK, no_text_reason, parse_json, parse_line, read_lines
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from tools.corpus.records import Count, Counts, Funnel, source_of
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import placed
+from tools.corpus.shards import Unit, placed
 from tools.corpus.units import keep_rejected
 from tools.data_files import IndexedDatasetWriter
 from tools.encoders import Encoder, build_encoder
@@ -193,7 +193,7 @@ def _read_passages(
 
     other_keys: gets the characters of text under each key of the first lines that lack this one.
     """
-    for line in read_lines(unit):
+    for line in read_lines(unit.file, unit.start, unit.stop):
         try:
             record = parse_line(line, key)
         except ValueError as error:

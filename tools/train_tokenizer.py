@@ -25,8 +25,8 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.config.checks import UsageError
 from megatron.config.parse import parse_call, user_errors
-from megatron.data.json_lines import cut, find_shards
-from megatron.data.text_checks import TELL_UNKNOWN
+from megatron.data.json_lines import find_shards
+from megatron.data.text_checks import WARN_UNKNOWN
 from megatron.data.tokenizer import (
     CONTINUATION,
     END_OF_DOCUMENT,
@@ -39,7 +39,7 @@ from megatron.data.tokenizer import (
     read_tokenizer,
 )
 from tools.corpus.records import Funnel, documents, read_documents
-from tools.corpus.shards import placed
+from tools.corpus.shards import cut, placed
 
 BYTES = 256
 MOST_LETTERS = 1000  # that a WordPiece knows, as BERT's; rarer ones are [UNK]
@@ -160,7 +160,7 @@ def tell_unknown(tokenizer: Tokenizer, sample: Sequence[str], most: int) -> None
     encodings = tokenizer.encode_batch(sample, add_special_tokens=False)
     ids = [number for encoding in encodings for number in encoding.ids]
     share = ids.count(MARKS.index(UNKNOWN)) / max(1, len(ids))
-    if share <= TELL_UNKNOWN:
+    if share <= WARN_UNKNOWN:
         return
     cure = f"a larger --vocab-size, which knows more than {most} letters,"
     if most == MOST_LETTERS:

@@ -164,13 +164,6 @@ class IndexedShard:
         if hasattr(self, "_stream"):  # else it did not open
             self._stream.close()
 
-    def first_token(self, document: int) -> int:
-        """Offset of its first token; that after the last token for the number after the last."""
-        sequence = int(self.documents[document])
-        if sequence >= len(self.sizes):
-            return self.num_tokens
-        return int(self.pointers[sequence]) // self.dtype.itemsize
-
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens [start, stop), uint16 or int32, the caller's own; safe in any thread.
 
@@ -272,7 +265,9 @@ class IndexedDataset:
     def first_token(self, document: int) -> int:
         """Offset of its first token; num_tokens for document num_documents."""
         shard, first_token, number = self._find_document(document)
-        start = shard.first_token(number)
+        sequence, start = int(shard.documents[number]), shard.num_tokens
+        if sequence < len(shard.sizes):
+            start = int(shard.pointers[sequence]) // shard.dtype.itemsize
         if not 0 <= start <= shard.num_tokens:
             raise ValueError(f"{shard.prefix}.idx is damaged: its documents are not in order")
         return first_token + start

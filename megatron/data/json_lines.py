@@ -1,20 +1,14 @@
-"""JSON lines: finding files of them, reading them in bounded memory, one record a line.
-
-A unit of work is a range of bytes of a plain file, or a whole compressed one; how files are cut
-into units does not depend on how many workers there are.
-"""
+"""JSON lines: finding files of them, reading them in bounded memory, one record a line."""
 
 import bz2
 import codecs
 import contextlib
 import gzip
-import itertools
 import json
 import lzma
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -35,25 +29,6 @@ DAMAGED = "damaged or cut short"  # of the fault, for the books to tell it from 
 DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 NOT_SHARDS = {MANIFEST, "run.json", "rejected.jsonl", "duplicates.jsonl"}
 DEEPEST = 200  # levels of lists and objects; orjson writes 254, and reads more
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The lines of `file` that begin at the bytes `start` to `stop` - 1; all if it is compressed.
-
-    size and modified tell whether the file is still the one that was looked at.
-    """
-
-    number: int
-    file: str
-    start: int
-    stop: int
-    size: int
-    modified: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.number:05}"
 
 
 class Line(NamedTuple):
@@ -112,24 +87,6 @@ def _below(folder: Path, names: tuple[str, ...]) -> str:
     return ""
 
 
-def cut(shards: Sequence[Path], unit_bytes: int) -> list[Unit]:
-    """The units of all shards, in order; an empty shard is none."""
-    units: list[Unit] = []
-    for path in shards:
-        status = path.stat()
-        size = status.st_size
-        ranges = [(0, size)] if size else []
-        if path.suffix not in OPENERS:
-            pieces = max(1, -(-size // unit_bytes))
-            bounds = [size * k // pieces for k in range(pieces + 1)]
-            ranges = [pair for pair in itertools.pairwise(bounds) if pair[0] < pair[1]]
-        units += [
-            Unit(len(units) + k, str(path), start, stop, size, status.st_mtime_ns)
-            for k, (start, stop) in enumerate(ranges)
-        ]
-    return units
-
-
 @contextlib.contextmanager
 def open_shard(path: Path | str) -> Iterator[IO[bytes]]:
     """A binary stream of the file's content, decompressed if its name says so."""
@@ -138,19 +95,22 @@ def open_shard(path: Path | str) -> Iterator[IO[bytes]]:
         yield OPENERS.get(path.suffix, lambda plain: plain)(raw)
 
 
-def read_lines(unit: Unit, longest: int = LONGEST_LINE) -> Iterator[Line]:
-    """The lines of the unit that are not blank, in bounded memory.
+def read_lines(
+    file: Path | str, start: int = 0, stop: int = sys.maxsize, *, longest: int = LONGEST_LINE
+) -> Iterator[Line]:
+    """The lines that are not blank, in bounded memory.
 
-    A line longer than `longest`, and what cannot be decompressed, come as one line with a fault.
+    start, stop: of a plain file, only the lines that begin at bytes `start` to `stop` - 1. A line
+    longer than `longest`, and what cannot be decompressed, come as one line with a fault.
     """
-    compressed = Path(unit.file).suffix in OPENERS
-    with open_shard(unit.file) as stream:
-        offset = unit.start
-        if unit.start:  # the line that goes over the boundary belongs to the unit before
-            stream.seek(unit.start - 1)
-            offset += _skip_line(stream, unit.stop - unit.start + 1) - 1
+    compressed = Path(file).suffix in OPENERS
+    with open_shard(file) as stream:
+        offset = start
+        if start:  # the line that goes over the boundary belongs to the range before
+            stream.seek(start - 1)
+            offset += _skip_line(stream, stop - start + 1) - 1
         try:
-            while compressed or offset < unit.stop:
+            while compressed or offset < stop:
                 line = stream.readline(longest + 1)
                 if not line:
                     return

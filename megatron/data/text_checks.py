@@ -13,11 +13,11 @@ from megatron.data.tokenizer import UNKNOWN, BertTokenizer
 # Of the tokens of a text. English has next to none with BERT's own vocabulary (RACE: 0 of 15
 # million; QQP: 34 of 250,157), sentences of Chinese 60 %, of Korean 16 %, of Hindi 7 %. Russian or
 # Arabic, whose letters it has, has none either.
-TELL_UNKNOWN = 0.01
+WARN_UNKNOWN = 0.01
 MAX_UNKNOWN = 0.05  # unless --max-unknown says another share
 # Texts with capitals: of RACE's articles all, of QQP's questions 99.96 %, of MNLI's sentences, a
 # fifth of which are telephone calls written down in lower case, 90 %; of lower-cased data none.
-TELL_CAPITALS = 0.5
+WARN_CAPITALS = 0.5
 LEAST_CAPITALS = 0.01
 ENOUGH_TEXTS = 20  # fewer tell nothing about their casing
 
@@ -40,12 +40,12 @@ def count_casing(texts: Iterable[str]) -> Casing:
 
 
 def judge_casing(
-    name: str, casing: Casing, tokenizer: BertTokenizer, *, allow: bool, cure: str
+    name: str, casing: Casing, tokenizer: BertTokenizer, *, allow: bool, works: str
 ) -> str | None:
     """A warning where text for a vocabulary with capitals has few of them, else None.
 
     ValueError where it has next to none, unless `allow`: --allow-lower-case. A vocabulary without
-    capitals takes any text. name: of the texts; cure: what else would take text in lower case.
+    capitals takes any text. name: of the texts; works: what else would take text in lower case.
     """
     if tokenizer.is_lower_case or casing.texts < ENOUGH_TEXTS:
         return None
@@ -55,23 +55,22 @@ def judge_casing(
         f"letter, as {tokenizer.kind} needs"
     )
     if share < LEAST_CAPITALS and not allow:
-        raise ValueError(f"{message}; {cure}, or --allow-lower-case, would work")
-    return message if share < TELL_CAPITALS else None
+        raise ValueError(f"{message}; {works}, or --allow-lower-case, would work")
+    return message if share < WARN_CAPITALS else None
 
 
-def judge_unknown(
-    name: str, count: int, tokens: int, most: float, *, why: str, cure: str
-) -> str | None:
-    """A warning where more than TELL_UNKNOWN of the tokens are [UNK], else None.
+def judge_unknown(name: str, count: int, tokens: int, most: float, works: str) -> str | None:
+    """A warning where more than WARN_UNKNOWN of the tokens are [UNK], else None.
 
-    ValueError where more than `most`, --max-unknown, are. name: of what the tokens are of.
+    ValueError where more than `most`, --max-unknown, are. name: of the tokens' texts; works: what
+    else would take them.
     """
     share = count / max(1, tokens)
-    message = f"{name}: {count} of {tokens} tokens ({share:.1%}) are {UNKNOWN}, {why}"
+    message = f"{name}: {count} of {tokens} tokens ({share:.1%}) are {UNKNOWN}; {works}"
     if share > most:
         allowed = f"--max-unknown {math.ceil(100 * share) / 100:.2f}"
-        raise ValueError(f"{message}; {cure}, or {allowed}, would work")
-    return f"{message}; {cure} would work" if share > TELL_UNKNOWN else None
+        raise ValueError(f"{message}, or {allowed}, would work")
+    return f"{message} would work" if share > WARN_UNKNOWN else None
 
 
 def _could_have_capitals(text: str) -> bool:

@@ -119,16 +119,15 @@ def test_whole_documents_of_a_wordpiece(folder: Path, capsys: pytest.CaptureFixt
         ]
 
 
-@pytest.mark.parametrize("where", ["--output-prefix", "--output"])
 def test_text_of_another_language_is_refused_before_anything_is_written(
-    folder: Path, capsys: pytest.CaptureFixture[str], where: str
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Though it is a part of the input only, and not its beginning."""
     (folder / "a.jsonl").write_bytes(lines(TEXTS * 40) + lines([UNKNOWN * 20] * 4000))
     before = set(folder.iterdir())
-    words = [*SPLIT, "--input", "a.jsonl", where, "p", "--workers", "1"]
+    words = [*SPLIT, "--input", "a.jsonl", "--output", "p", "--workers", "1"]
     said, _ = refusal(capsys, *words)
-    assert re.search(r"a sample of it: \d+ of \d+ tokens .*--vocab-file .*--max-unknown 0.\d", said)
+    assert re.search(r"--input a.jsonl.* \d+ of \d+ tokens .*--max-unknown 0.\d", said)
     assert set(folder.iterdir()) == before
     preprocess_data.main([*words, "--max-unknown", "1"])
 
@@ -147,7 +146,7 @@ def test_a_share_of_unknown_tokens_is_told_warned_of_and_refused(
         assert said.count("warning: ") == said.count(f" {9 * unknown} of 900") == (unknown > 1)
     earlier = outputs(folder, "p")
     said, _ = refusal(capsys, *GIVEN, "--overwrite")
-    assert "72 of 900 tokens (8.0%) are [UNK], " in said
+    assert "72 of 900 tokens (8.0%) are [UNK]; " in said
     assert "--max-unknown 0.08" in said
     assert {name: found for name, found in outputs(folder, "p").items() if "work" not in name} == (
         earlier
@@ -158,16 +157,16 @@ def test_a_share_of_unknown_tokens_is_told_warned_of_and_refused(
     assert not list(folder.glob("*.work"))
 
 
-@pytest.mark.parametrize("place", [["--output-prefix", "p"], ["--output", "p"]])
 def test_text_in_lower_case_is_refused_by_a_vocabulary_with_capitals(
-    folder: Path, capsys: pytest.CaptureFixture[str], place: list[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of which nothing is [UNK]; below one half of texts with capitals the share is told."""
     capitals = string.ascii_uppercase
     file = Path(write_wordpiece(folder, *capitals, *(f"##{letter}" for letter in capitals)))
     file.rename("cased.txt")  # a tokenizer is made once of a file
     before = set(folder.iterdir())
-    words = ["--split-sentences", "--input", "a.jsonl", *place, "--overwrite", "--workers", "1",
+    words = ["--split-sentences", "--input", "a.jsonl", "--output-prefix", "p", "--overwrite",
+             "--workers", "1",
              "--tokenizer-type", "BertWordPieceCase", "--vocab-file", "cased.txt"]  # fmt: skip
     for cased, texts in ((0, LOWER), (40, [*TEXTS[:40], *LOWER[40:]]), (120, TEXTS)):
         (folder / "a.jsonl").write_bytes(lines(texts))
@@ -191,47 +190,36 @@ def test_what_is_unknown_and_of_one_sentence_is_noted_of_every_shard(
     (folder / "a.jsonl").write_bytes(lines(texts))
     words = [*SPLIT, "--input", "a.jsonl", "--output", "out", "--shard-size", "10KB"]
     preprocess_data.main([*words, "--workers", "1"])
+    assert "text_sentence.tokenizer/vocab.txt" in content(folder / "out")
     facts = described("out/text_sentence")
     assert len(facts.shards) > 1
     assert (facts.unknown_tokens, facts.one_sentence) == (3, 3)
     assert sum(shard.one_sentence or 0 for shard in facts.shards) == 3
     noted = manifest(folder / "out")
     assert (noted["unknown_tokens"], noted["one_sentence"]) == (3, 3)
+    assert (noted["sentences"], noted["empty_sentences"]) == (facts.sentences, 0)
+    assert noted["settings"]["sentences"].startswith("sentencex ")
 
 
-@pytest.mark.parametrize("size", [[], ["--shard-size", "150KB"]])
 def test_the_same_bytes_for_any_number_of_workers(
-    folder: Path, capsys: pytest.CaptureFixture[str], size: list[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = lines([*TEXTS, "\u200b"] * 30).splitlines(keepends=True)
     texts[5::100] = [b"bad\n"] * len(texts[5::100])
     (folder / "a.jsonl").write_bytes(b"".join(texts))
     found = []
     for workers in ("1", "3"):
-        preprocess(capsys, "--output-prefix", f"w{workers}", "--workers", workers, *size)
+        preprocess(
+            capsys, "--output-prefix", f"w{workers}", "--workers", workers, "--shard-size", "150KB"
+        )
         found.append(outputs(folder, f"w{workers}"))
     assert found[0] == found[1]
-    assert (len(found[0]) > 7) == bool(size)
+    assert len(found[0]) > 7
     good = [json.loads(line)["text"] for line in texts if line != b"bad\n"]
     expected = [document for document in encoded(good) if document != [[]]]
     assert read("w1_text_sentence") == expected
     report = verify("w3_text_sentence")
     assert (report.documents, report.sequences) == (len(expected), sum(map(len, expected)))
-
-
-def test_a_folder_is_filled_as_by_a_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*SPLIT, "--input", "a.jsonl", "--output", "out", "--workers", "1"]
-    preprocess_data.main(words)
-    assert set(content(folder / "out")) == {
-        "manifest.json", "text_sentence.bin", "text_sentence.idx", "text_sentence.json",
-        "text_sentence.tokenizer/vocab.txt",
-    }  # fmt: skip
-    facts = manifest(folder / "out")
-    sentences = described("out/text_sentence").sentences
-    assert (facts["sentences"], facts["empty_sentences"]) == (sentences, 0)
-    assert facts["settings"]["sentences"].startswith("sentencex ")
-    preprocess_data.main(words)
-    assert "nothing is left to do" in capsys.readouterr().err
 
 
 def test_a_table_of_a_corpus_run_takes_the_same_flags(folder: Path) -> None:

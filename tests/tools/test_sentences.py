@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sentences import cuts, read_cases, score
 from tests.tools.corpus.lines import write_jsonl
 from tests.tools.test_encoders import PROBES, fuzz
 from tools import sentences
@@ -46,13 +45,6 @@ def check(text: str) -> list[str]:
 )
 def test_sentences_by_hand(text: str, expected: list[str]) -> None:
     assert check(text) == expected
-
-
-def test_most_hard_cases_are_right() -> None:
-    marks = score(split_sentences)
-    assert (marks.right, marks.extra, marks.missed) == (50, 11, 3)
-    assert len(list(read_cases())) == 60
-    assert cuts(["a b", " ", "c."]) == [2, 4]
 
 
 def test_odd_text_loses_nothing() -> None:

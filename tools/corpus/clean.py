@@ -17,14 +17,13 @@ from pathlib import Path
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron.config.checks import UsageError
-from megatron.data.json_lines import Unit
 from megatron.data.tokenizer import build_tokenizer
 from tools.corpus.language import CODES, UNKNOWN, identify
 from tools.corpus.program import program, say
 from tools.corpus.records import Document, Funnel, dump_record, read_documents, source_of
 from tools.corpus.repair import mend_newlines, repair
 from tools.corpus.settings import LengthSettings
-from tools.corpus.shards import ShardWriter
+from tools.corpus.shards import ShardWriter, Unit
 from tools.corpus.step import StepRun
 from tools.corpus.units import map_units
 from tools.encoders import Encoder, build_encoder

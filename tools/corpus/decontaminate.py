@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron.config.checks import UsageError, at_least, share
-from megatron.data.json_lines import WORK, Unit
+from megatron.data.json_lines import WORK
 from tools.corpus.clean import has_tokens, token_counter, warn_of_unknown
 from tools.corpus.evaluation import Evaluation, load_evaluation, normalise_title
 from tools.corpus.leakage import Marks, leakage_table, show
@@ -42,7 +42,7 @@ from tools.corpus.records import (
     source_of,
 )
 from tools.corpus.settings import LengthSettings
-from tools.corpus.shards import ShardWriter
+from tools.corpus.shards import ShardWriter, Unit
 from tools.corpus.step import StepRun
 from tools.corpus.units import map_units
 

@@ -61,7 +61,7 @@ def parse_fields(line: bytes, key: str) -> Record:
 
 def read_json_lines(part: Part, key: str) -> Iterator[Item]:
     """Lines of JSON with their text under `key`, of a range of a file."""
-    for line in read_lines(part.unit):
+    for line in read_lines(part.unit.file, part.unit.start, part.unit.stop):
         try:
             if line.fault:
                 raise ValueError(line.fault)
@@ -86,7 +86,7 @@ def json_parser(key: str) -> Parse:
 
 def read_listed(part: Part, roots: tuple[str, ...], parse: Parse) -> Iterator[Item]:
     """Files that lie in folders: part is a range of a listing of [number of root, path] lines."""
-    for line in read_lines(part.unit):
+    for line in read_lines(part.unit.file, part.unit.start, part.unit.stop):
         number, name = json.loads(line.content)
         file = os.path.join(roots[number], name)  # noqa: PTH118, names need not be UTF-8
         try:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.checks import UsageError
-from megatron.data.json_lines import MANIFEST, WORK, Unit
+from megatron.data.json_lines import MANIFEST, WORK
+from tools.corpus.shards import Unit
 
 RUN = "run.json"
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.part$")  # as `placed` names what it has not finished

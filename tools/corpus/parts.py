@@ -14,9 +14,9 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, NamedTuple
 
 from megatron.config.checks import UsageError
-from megatron.data.json_lines import OPENERS, Unit, cut, find_shards
+from megatron.data.json_lines import OPENERS, find_shards
 from tools.corpus.program import say
-from tools.corpus.shards import placed
+from tools.corpus.shards import Unit, cut, placed
 
 Format = Literal["wikiextractor", "openwebtext", "wet", "text", "jsonl", "json"]
 LINES = ("jsonl", "wikiextractor")  # formats of which a file can be cut

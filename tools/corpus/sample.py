@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.data.json_lines import Unit, find_shards, read_lines
+from megatron.data.json_lines import find_shards, read_lines
 from tools.corpus.parts import find_parts, is_packed, walk_loose
 
 PLACES = 16
@@ -57,7 +57,7 @@ def draw(files: Iterable[File], total: int, budget: int, seed: int, folder: Path
                 more = file.size if file.whole else stop - start
                 starts[file.path] = min(file.size, starts.get(file.path, 0) + more)
             else:
-                lines = read_lines(Unit(0, str(file.path), start, stop, 0, 0))
+                lines = read_lines(file.path, start, stop)
                 content = b"".join(line.content + b"\n" for line in lines if line.fault is None)
                 copies += copy(file.path, content, folder / f"{len(copies):03}")
     for path, length in starts.items():

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from megatron.config.checks import UsageError, at_least
 from megatron.data.files import sha256
-from megatron.data.json_lines import Unit, cut, find_shards
+from megatron.data.json_lines import find_shards
 from tools.corpus.manifest import known_checksums
 from tools.corpus.program import say
 from tools.corpus.scheduler import check_scheduler
-from tools.corpus.shards import Compression
+from tools.corpus.shards import Compression, Unit, cut
 
 SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
 LEAST_UNIT, LEAST_MEMORY = 100, 1000  # bytes

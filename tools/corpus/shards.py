@@ -4,16 +4,57 @@ import contextlib
 import gzip
 import hashlib
 import io
+import itertools
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from backports import zstd
 
+from megatron.data.json_lines import OPENERS
+
 Compression = Literal["none", "gzip", "zstd"]
 ENDINGS: dict[Compression, str] = {"none": "", "gzip": ".gz", "zstd": ".zst"}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The lines of `file` that begin at the bytes `start` to `stop` - 1; all if it is compressed.
+
+    size and modified tell whether the file is still the one that was looked at.
+    """
+
+    number: int
+    file: str
+    start: int
+    stop: int
+    size: int
+    modified: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.number:05}"
+
+
+def cut(shards: Sequence[Path], unit_bytes: int) -> list[Unit]:
+    """The units of all shards, in order; an empty shard is none."""
+    units: list[Unit] = []
+    for path in shards:
+        status = path.stat()
+        size = status.st_size
+        ranges = [(0, size)] if size else []
+        if path.suffix not in OPENERS:
+            pieces = max(1, -(-size // unit_bytes))
+            bounds = [size * k // pieces for k in range(pieces + 1)]
+            ranges = [pair for pair in itertools.pairwise(bounds) if pair[0] < pair[1]]
+        units += [
+            Unit(len(units) + k, str(path), start, stop, size, status.st_mtime_ns)
+            for k, (start, stop) in enumerate(ranges)
+        ]
+    return units
 
 
 @contextlib.contextmanager

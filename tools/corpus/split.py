@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.config.checks import UsageError
-from megatron.data.json_lines import MANIFEST, WORK, Unit
+from megatron.data.json_lines import MANIFEST, WORK
 from tools.corpus.program import program, say
 from tools.corpus.records import Funnel, document_id, documents, keyed_hash, read_documents
 from tools.corpus.settings import StepSettings, parse_size
-from tools.corpus.shards import placed, write_shard
+from tools.corpus.shards import Unit, placed, write_shard
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import keep_rejected, sum_funnels

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron.config.checks import UsageError
-from megatron.data.json_lines import MANIFEST, WORK, Unit
+from megatron.data.json_lines import MANIFEST, WORK
 from tools.corpus.manifest import (
     check_output,
     checksum_of,
@@ -42,7 +42,7 @@ from tools.corpus.program import Unfinished, progress, say
 from tools.corpus.records import Funnel
 from tools.corpus.scheduler import Call, open_scheduler
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import concatenate, placed
+from tools.corpus.shards import Unit, concatenate, placed
 from tools.corpus.tasks import Task, digest, execute, marker_of, read_marker, telling
 
 BEGUN = "begun.json"  # in .work: which step it is, with which settings

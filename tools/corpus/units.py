@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.data.json_lines import WORK, Unit
+from megatron.data.json_lines import WORK
 from tools.corpus.program import say
 from tools.corpus.records import Funnel
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import ShardWriter, placed, write_shard
+from tools.corpus.shards import ShardWriter, Unit, placed, write_shard
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 

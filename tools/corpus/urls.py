@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config.checks import UsageError
-from megatron.data.json_lines import OPENERS, WORK, Line, Unit, cut, find_shards, read_lines
+from megatron.data.json_lines import OPENERS, WORK, Line, find_shards, read_lines
 from tools.corpus.program import program
 from tools.corpus.records import Funnel, documents
 from tools.corpus.repeats import count_parts, find_repeats, repeats_of, write_rows
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import write_shard
+from tools.corpus.shards import Unit, cut, write_shard
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import keep_rejected, sum_funnels
@@ -142,7 +142,7 @@ def _entries(flag: str, files: Sequence[Path], form: re.Pattern[str]) -> Iterato
 
 
 def read_urls(unit: Unit, blacklists: Blacklists) -> Iterator[Url]:
-    for line in read_lines(unit, LONGEST):
+    for line in read_lines(unit.file, unit.start, unit.stop, longest=LONGEST):
         try:
             text = line.content.decode().strip()
         except UnicodeDecodeError as error:

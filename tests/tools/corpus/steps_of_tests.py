@@ -12,11 +12,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.data.json_lines import Unit
 from tools.corpus.program import program
 from tools.corpus.records import Funnel, dump_record, read_documents
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import placed, write_shard
+from tools.corpus.shards import Unit, placed, write_shard
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import keep_rejected, sum_funnels

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from megatron.data.json_lines import Unit
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tools.corpus import extract as module
 from tools.corpus import formats
 from tools.corpus.extract import Settings, run
 from tools.corpus.parts import Part, group, walk
+from tools.corpus.shards import Unit
 
 
 def extract(output: Path, *inputs: Path, format: str, **more: Any) -> list[dict[str, Any]]:

@@ -17,9 +17,16 @@ from typing import Any
 import pytest
 from backports import zstd
 
-from megatron.data.json_lines import OPENERS, cut, find_shards, open_shard, read_lines
+from megatron.data.json_lines import (
+    LONGEST_LINE,
+    OPENERS,
+    Line,
+    find_shards,
+    open_shard,
+    read_lines,
+)
 from tests.tools.corpus.lines import write_jsonl
-from tools.corpus.shards import Compression, concatenate, placed, write_shard
+from tools.corpus.shards import Compression, concatenate, cut, placed, write_shard
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
@@ -48,8 +55,17 @@ def lines_of(content: bytes, longest: int) -> list[tuple[int, bytes | None]]:
     return found
 
 
+def lines_of_units(path: Path, unit_bytes: int, longest: int = LONGEST_LINE) -> list[Line]:
+    units = cut([path], unit_bytes)
+    return [
+        line
+        for unit in units
+        for line in read_lines(unit.file, unit.start, unit.stop, longest=longest)
+    ]
+
+
 def read_all(path: Path, unit_bytes: int, longest: int) -> list[tuple[int, bytes | None]]:
-    lines = [line for unit in cut([path], unit_bytes) for line in read_lines(unit, longest)]
+    lines = lines_of_units(path, unit_bytes, longest)
     return [(line.offset, None if line.fault else line.content) for line in lines]
 
 
@@ -65,7 +81,7 @@ def random_content(dice: random.Random, unit: int) -> bytes:
     return content.rstrip(b"\r\n") if dice.random() < 0.4 else content
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_units_cover_every_line_exactly_once(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)
     path = tmp_path / "in.jsonl"
@@ -108,7 +124,7 @@ def test_a_line_of_a_gigabyte_is_set_aside_without_being_held(tmp_path: Path) ->
         file.seek(1 << 30)
         file.write(b'\n{"text": "after"}\n')
     tracemalloc.start()
-    lines = [line for unit in cut([path], 32_000_000) for line in read_lines(unit, 1 << 20)]
+    lines = lines_of_units(path, 32_000_000, 1 << 20)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [(line.offset, line.fault) for line in lines] == [
@@ -135,7 +151,7 @@ def test_units_inside_one_long_line_do_not_read_to_its_end(
             return line
 
     monkeypatch.setattr("megatron.data.json_lines.open_shard", Counting)
-    lines = [line for unit in cut([path], 1 << 20) for line in read_lines(unit, 1 << 20)]
+    lines = lines_of_units(path, 1 << 20, 1 << 20)
     assert [line.offset for line in lines] == [0]
     assert sum(read) < 3 * (20 << 20)
 
@@ -151,8 +167,7 @@ def test_a_compressed_file_cut_in_the_middle_yields_what_is_before(
     path.write_bytes(packed[: len(packed) // 2])
     whole = DECOMPRESSORS[ending]().decompress(packed[: len(packed) // 2]).split(b"\n")[:-1]
     assert len(whole) > 8000
-    [unit] = cut([path], 1000)
-    *before, last = read_lines(unit)
+    *before, last = lines_of_units(path, 1000)
     assert [line.content for line in before] == whole
     assert not any(line.fault for line in before)
     assert last.fault
@@ -164,7 +179,7 @@ def test_a_compressed_file_cut_in_the_middle_yields_what_is_before(
 def test_a_file_that_is_not_what_its_name_says_is_one_fault(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"in.jsonl{ending}"
     path.write_bytes(b'{"text": "plain"}\n' * 100)
-    [line] = [line for unit in cut([path], 1000) for line in read_lines(unit)]
+    [line] = lines_of_units(path, 1000)
     assert line.fault
     assert line.offset == 0
 
@@ -181,7 +196,7 @@ def test_a_failing_disk_is_not_taken_for_a_damaged_file(
 
     monkeypatch.setitem(OPENERS, ".gz", lambda raw: Failing())
     with pytest.raises(OSError, match="Input/output"):
-        list(read_lines(cut([path], 100)[0]))
+        lines_of_units(path, 100)
 
 
 def test_a_folder_is_read_in_order_and_without_the_files_of_the_step(tmp_path: Path) -> None:
@@ -192,12 +207,7 @@ def test_a_folder_is_read_in_order_and_without_the_files_of_the_step(tmp_path: P
     (tmp_path / "g.jsonl").mkdir()
     assert [path.name for path in find_shards([tmp_path])] == sorted(names)
     assert [path.name for path in find_shards([tmp_path], (".txt",))] == ["notes.txt"]
-
-
-def test_files_come_as_they_are_named(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.jsonl"):
-        (tmp_path / name).touch()
-    named = [tmp_path / "b.txt", tmp_path / "a.jsonl"]
+    named = [tmp_path / "notes.txt", tmp_path / "a.jsonl.zst"]
     assert find_shards(named) == named
 
 
@@ -248,18 +258,6 @@ def test_a_shard_has_the_same_bytes_twice_and_says_what_it_holds(
     }
     with open_shard(tmp_path / "a" / f"part-00007{ending}") as stream:
         assert stream.read() == b"".join(line + b"\n" for line in lines)
-
-
-@pytest.mark.parametrize("compression", ["none", "gzip", "zstd"])
-def test_an_interrupted_shard_is_not_there(compression: Compression, tmp_path: Path) -> None:
-    def interrupted() -> None:
-        with write_shard(tmp_path, "part", compression) as shard:
-            shard.write(b"half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupted_file_leaves_the_old_one(tmp_path: Path) -> None:

@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 
 from megatron.data.files import sha256
-from megatron.data.json_lines import cut, find_shards
+from megatron.data.json_lines import find_shards
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tests.tools.corpus.steps_of_tests import Settings, run
 from tools.corpus import extract
 from tools.corpus.program import Unfinished, program
 from tools.corpus.records import Count, Funnel
 from tools.corpus.settings import StepSettings, parse_size
+from tools.corpus.shards import cut
 from tools.corpus.step import StepRun
 
 TOY = "tests.tools.corpus.steps_of_tests"

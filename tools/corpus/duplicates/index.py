@@ -20,10 +20,10 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from megatron.data.json_lines import OPENERS, Unit, open_shard, parse_record, read_lines
+from megatron.data.json_lines import OPENERS, open_shard, parse_record, read_lines
 from tools.corpus.records import Document, Funnel, document_id, read_documents, source_of
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import placed
+from tools.corpus.shards import Unit, placed
 from tools.corpus.shingles import PERMUTATIONS, Shingler, Signatures, Words
 from tools.corpus.units import keep_rejected
 
@@ -299,7 +299,11 @@ def _lines_at(unit: Unit, offsets: Numbers, lengths: Numbers) -> Iterator[bytes]
     """The lines that begin there, in order: read directly if the file is plain."""
     if Path(unit.file).suffix in OPENERS:
         wanted = set(offsets.tolist())
-        yield from (line.content for line in read_lines(unit) if line.offset in wanted)
+        yield from (
+            line.content
+            for line in read_lines(unit.file, unit.start, unit.stop)
+            if line.offset in wanted
+        )
         return
     with open_shard(unit.file) as file:
         for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
