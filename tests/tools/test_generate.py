@@ -235,7 +235,7 @@ def test_a_fault_of_the_program_keeps_its_traceback(trained: Path, monkeypatch: 
     def broken(*_: Any) -> Any:
         raise ValueError("shapes do not match")
 
-    monkeypatch.setattr(megatron.train.generate, "choose", broken)
+    monkeypatch.setattr(megatron.train.generate, "draw", broken)
     with pytest.raises(ValueError, match="shapes do not match"):
         main(["--load", str(trained), "--prompt", "in", "--max-new-tokens", "8"], {})
 
