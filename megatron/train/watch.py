@@ -93,9 +93,10 @@ class Watch:
         self._who = f"rank {self._rank} of {self._size} on {socket.gethostname()}"
         self._is_built = False
         self._left: int | None = None
-        self._number = self._checks = 0
+        self._number = self._beats = self._checks = 0
         self._seen: tuple[object, ...] = ()
-        self._moved = self._checked = self._answered = time.monotonic()
+        # Seconds, counted in beats: no time passes for a run whose ranks are all stopped (Ctrl-Z).
+        self._idle = self._unchecked = 0.0
         self._first: Report | None = None  # of rank 0, where it keeps the store
         self._closed = threading.Event()
         self._ends = threading.Lock()  # is never released
@@ -252,7 +253,7 @@ class Watch:
             self._find_stall()
         if self._is_kept and self._rank == 1:
             self._first = self._read(0)
-        self._answered = time.monotonic()
+        self._beats += 1
 
     def _measure_progress(self) -> None:
         """A rank makes progress when it notes something, begins a collective, or is elsewhere in
@@ -262,8 +263,7 @@ class Watch:
         """
         begun = {axis: calls.begun for axis, calls in [*CALLS.items()]}
         seen = (Progress.phase, Progress.step, begun, _positions())
-        if seen != self._seen:
-            self._moved = time.monotonic()
+        self._idle = 0.0 if seen != self._seen else self._idle + BEAT
         self._seen = seen
 
     def _report(self) -> Report:
@@ -279,7 +279,7 @@ class Watch:
             phase=Progress.phase,
             begun={axis: calls.begun for axis, calls in [*CALLS.items()]},
             waits=waits,
-            idle=time.monotonic() - self._moved,
+            idle=self._idle,
             number=self._number,
             left=self._left,
         )
@@ -323,10 +323,11 @@ class Watch:
     def _find_stall(self) -> None:
         """End the run where this rank has made no progress for the limit and others are behind."""
         limit = self._limit if self._is_built else max(self._limit, _START)
-        checks, now = self._store.add("checks", 0), time.monotonic()
-        if checks > self._checks:  # a rank checks for a stall: the others need not, for one limit
-            self._checks, self._checked = checks, now
-        if now - max(self._moved, self._checked) <= limit:
+        checks = self._store.add("checks", 0)
+        # A rank that checks for a stall spares the others the check for one limit.
+        self._unchecked = 0.0 if checks > self._checks else self._unchecked + BEAT
+        self._checks = checks
+        if min(self._idle, self._unchecked) <= limit:
             return
         if self._store.add("checks", 1) > checks + 1:
             return
@@ -346,8 +347,10 @@ class Watch:
 
     def _guard(self) -> None:
         """A store whose keeper is stopped does not answer, and the other thread waits for it."""
+        beats, silence = 0, 0.0
         while not self._closed.wait(BEAT):
-            silence = time.monotonic() - self._answered
+            silence = 0.0 if self._beats > beats else silence + BEAT
+            beats = self._beats
             if silence > self._limit + 2 * ECHO:
                 self._lose_store(
                     f"has not answered for {silence:.0f} s: its process is stopped, or its host "

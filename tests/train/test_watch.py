@@ -182,6 +182,7 @@ if last and rank == 1:
     while time.monotonic() < end:
         for depth in range(20): compute(depth)
 """
+JUMP = "now = time.monotonic\nif last: time.monotonic = lambda: now() + 3600"
 
 
 @pytest.mark.parametrize(
@@ -191,6 +192,8 @@ if last and rank == 1:
         (f"{STEP}\nif last: sys.exit(75)", 60.0, 75, ""),
         # A rank that computes while the other one waits for it is let be for six limits.
         (f"{WORK.format(limit=HANG)}\n{STEP}\nif last: print('done')", HANG, 0, "done\n"),
+        # All ranks are stopped for an hour, as by Ctrl-Z, and go on.
+        (f"{JUMP}\n{WORK.format(limit=1)}\n{STEP}\nif last: print('done')", HANG, 0, "done\n"),
     ],
 )
 def test_a_run_without_faults_ends_without_a_message(
