@@ -97,7 +97,8 @@ class Watch:
         self._seen: tuple[object, ...] = ()
         # Seconds, counted in beats: no time passes for a run whose ranks are all stopped (Ctrl-Z).
         self._idle = self._unchecked = 0.0
-        self._first: Report | None = None  # of rank 0, where it keeps the store
+        # The last report of rank 0, known where rank 0 takes the store with it when it ends.
+        self._first: Report | None = None
         self._closed = threading.Event()
         self._ends = threading.Lock()  # is never released
         self._threads = [
@@ -106,10 +107,14 @@ class Watch:
         ]
 
     def add_mesh(self, mesh: Mesh) -> None:
-        """From here on errors are failures of the run, and the rank has coordinates."""
+        """From here on errors are failures of the run, and the rank has coordinates. Every rank
+        calls this."""
         rank = f"rank {self._rank} of {self._size} ({mesh.describe_rank()})"
         self._who, self._is_built = f"{rank} on {socket.gethostname()}", True
         self._publish()
+        reports = mesh.control.gather(self._report())
+        if self._is_kept and self._rank == 1:
+            self._first = reports[0]
 
     def __enter__(self) -> Watch:
         for thread in self._threads:
@@ -251,7 +256,7 @@ class Watch:
         if self._left is None:
             self._find_leaver(report)
             self._find_stall()
-        if self._is_kept and self._rank == 1:
+        if self._first is not None:
             self._first = self._read(0)
         self._beats += 1
 

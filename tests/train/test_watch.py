@@ -112,7 +112,7 @@ FAULTS = {
         (
             r"no progress for 6 s: rank 3 of 4 \(data 1, tensor 1\) on \S+ is behind\n",
             r"\n    rank 1 .* data: all_reduce of \[3\], number 6",
-            r"\n->  rank 3 .* control: gather of int, number 1",
+            r"\n->  rank 3 .* control: gather of int, number 2",
         ),
         world=4,
         limit=HANG,
