@@ -1,6 +1,6 @@
 """Gradients of one step, in flat buffers of fp32 (or the parameters' wider dtype).
 
-Our layers add the gradients of large weights to the buffers themselves (linear.py); a hook adds the
+Our layers add the gradients of large weights to the buffers themselves (layers.py); a hook adds the
 `.grad` of all other parameters and sets it to None. So all accumulate in fp32, whatever the
 parameters' dtype, a tied weight's two uses too. In the last micro-batch a bucket that has all its
 gradients starts its reduction while the backward goes on. The same buffers serve accumulation,
