@@ -68,7 +68,8 @@ from megatron.config.training import LoggingConfig
 from megatron.train.metrics import Metrics
 from megatron.train.sinks import open_sinks
 
-mesh = SimpleNamespace(is_first=True)
+control = SimpleNamespace(gather=lambda value: [value])
+mesh = SimpleNamespace(is_first=True, control=control)
 path, start = Path(sys.argv[1]), int(sys.argv[2])
 received, hooks = [], (sys.exit, sys.excepthook)
 signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
