@@ -92,6 +92,7 @@ def writable(config: object, field: str, ending: str = "") -> None:
         allowed, works = "a file, not a folder", path / f"result{ending or '.json'}"
     elif not path.parent.is_dir():
         allowed, works = "in a folder that is there", Path(path.name)
+        works = works.with_suffix(ending or path.suffix)
     elif not path.name.endswith(ending):
         allowed, works = f"a file whose name ends in {ending}", path.with_suffix(ending)
     if allowed:
