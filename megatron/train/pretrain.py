@@ -140,7 +140,7 @@ def build(config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> R
         refuse_alike(mesh, partial(refuse_other_run, config, inputs, start, found))
     resumed = None if found is None or start.finetune else found.manifest
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
-    precision = choose_precision(precision, mesh, "--bf16", "--no-bf16")
+    precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
     compiled, warnings = choose_compile(config.training.compile, mesh)
     state = build_state(
         config.model,

@@ -231,7 +231,7 @@ def chosen(given: str | None, devices: list[str]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state_module, "default_precision", lambda _: devices[mesh.control.rank])
         try:
-            return choose_precision(given, mesh, "--bf16", "--no-bf16")
+            return choose_precision(given, mesh, "--bf16", ("--no-bf16",))
         except UsageError as error:
             return error.flag
 
