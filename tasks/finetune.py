@@ -135,7 +135,7 @@ def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
 
     Raises ValueError, on every rank, where the devices of the ranks differ in that.
     """
-    dtype = choose_precision(plan.settings.dtype, mesh, "--dtype", "--dtype fp32")
+    dtype = choose_precision(plan.settings.dtype, mesh, "--dtype", ("--dtype", "fp32"))
     settings: Any = replace(plan.settings, dtype=dtype)
     parameters = {**plan.facts["hyper_parameters"], "dtype": dtype}
     return replace(plan, settings=settings, facts={**plan.facts, "hyper_parameters": parameters})

@@ -18,7 +18,7 @@ from megatron.checkpoint.format import (
     step_of,
 )
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import UsageError, flag
+from megatron.config.checks import UsageError, flag, switch
 from megatron.config.pretrain import PretrainConfig
 
 # A resumed run is compared with its checkpoint by the settings of these parts of its config; what
@@ -51,7 +51,7 @@ class Start:
 
     folders: tuple[Path, ...] = ()
     finetune: bool = False
-    """Take the weights alone and begin at step 0."""
+    """Take the weights alone and start at step 0."""
 
 
 def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
@@ -214,7 +214,7 @@ def _arguments(name: str, value: Any) -> tuple[str, ...]:
     if not name.startswith("--"):
         return ()
     if isinstance(value, bool):
-        return (name if value else f"--no-{name[2:]}",)
+        return (switch(name[2:], value),)
     return (name, *map(str, value if isinstance(value, list) else [value]))
 
 

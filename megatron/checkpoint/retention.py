@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +87,14 @@ def remove_leftovers(directory: Path) -> tuple[str, ...]:
     return tuple(failures)
 
 
-def set_aside(final: Path, went_back_to: int | None) -> tuple[str, ...]:
+def set_aside(final: Path, went_back_to: float) -> tuple[str, ...]:
     """Rename the checkpoints beyond the step that the run went back to, so that no later run
     resumes from them, and whatever has the name of the new one; a line for each."""
-    folders = step_folders(final.parent) if went_back_to is not None else []
+    folders = step_folders(final.parent) if went_back_to < inf else []
     notes = [
         f"{_abandon(folder)}: this run went on from step {went_back_to}"
         for folder in folders
-        if went_back_to is not None and step_of(folder) > went_back_to
+        if step_of(folder) > went_back_to
     ]
     if final.exists():
         notes.append(f"{_abandon(final)}: this run saved that step again")

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from threading import Thread
 from types import MappingProxyType, TracebackType
@@ -85,14 +85,14 @@ def save(
     mesh: Mesh,
     attached: Mapping[str, bytes] = NOTHING,
     *,
-    went_back_to: int | None = None,
+    went_back_to: float = inf,
 ) -> SaveReport:
     """Write SAVE/step_XXXXXXXX with every tensor, `facts` (JSON) and the files {name: content} that
     are attached on the first rank.
 
     went_back_to: checkpoints beyond this step are set aside. Every rank calls this and has to see
     one directory. Raises OSError on every rank where one fails; then nothing of this checkpoint is
-    left.
+    left, unless it was already whole.
     """
     start = time.monotonic()
     final = Path(directory) / f"step_{step:08d}"
@@ -214,7 +214,7 @@ class Saver:
         self._attached = attached
         self._mesh = replace(mesh, control=mesh.control.another())
         self._retention = Retention(config.keep_checkpoints, self._mesh, facts.get("run"))
-        self._went_back_to: int | None = start_step
+        self._went_back_to: float = start_step
         self._host: dict[str, Tensor] = {}  # kept, so that only the first save allocates
         self._pending: tuple[Future[SaveReport], float] | None = None
         self._finished: list[SaveReport] = []
@@ -247,7 +247,7 @@ class Saver:
             try:
                 back = self._went_back_to
                 report = save(directory, step, slices, facts, mesh, attached, went_back_to=back)
-                self._went_back_to = None
+                self._went_back_to = inf
                 seconds = time.monotonic() - start
                 removed, notes = self._retention.apply(directory)
                 notes = (*report.notes, *notes)

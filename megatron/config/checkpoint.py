@@ -46,7 +46,7 @@ class CheckpointConfig:
                 raise UsageError(flag(field), number, "given with --save", works=cure)
         if self.finetune and self.load is None:
             cure = ("--finetune", "--load", "checkpoints")
-            raise UsageError("--finetune", allowed="given with --load", works=cure)
+            raise UsageError("--finetune", None, "given with --load", works=cure)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,18 +20,15 @@ class UsageError(ValueError):
     """
 
     def __init__(
-        self,
-        flag: str,
-        value: object = None,
-        allowed: str | None = None,
-        *,
-        works: tuple[str, ...] = (),
+        self, flag: str, value: object, allowed: str, *, works: tuple[str, ...] = ()
     ) -> None:
+        super().__init__(flag, value, allowed)  # with which a copy for another rank is made
         self.flag, self.value, self.allowed, self.works = flag, value, allowed, works
-        text = flag if value is None else f"{flag} {value}"
-        text += f": must be {allowed}" if allowed else ""
-        text += f"; {' '.join(works)} works" if works else ""
-        super().__init__(text)
+
+    def __str__(self) -> str:
+        text = self.flag if self.value is None else f"{self.flag} {self.value}"
+        cure = f"; {' '.join(self.works)} works" if self.works else ""
+        return f"{text}: must be {self.allowed}{cure}"
 
 
 def flag(field: str) -> str:
@@ -92,6 +89,7 @@ def writable(config: object, field: str, ending: str = "") -> None:
         allowed, works = "a file, not a folder", path / f"result{ending or '.json'}"
     elif not path.parent.is_dir():
         allowed, works = "in a folder that is there", Path(path.name)
+        works = works.with_suffix(ending or path.suffix)
     elif not path.name.endswith(ending):
         allowed, works = f"a file whose name ends in {ending}", path.with_suffix(ending)
     if allowed:

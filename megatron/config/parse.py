@@ -155,8 +155,8 @@ def parse(
             try:
                 _run_tyro(one, _arguments(key, value), {}, ())
             except UsageError as error:
-                allowed = error.allowed or str(known[key])
-                raise UsageError("--preset", f"{file}: {key} = {value!r}", allowed) from None
+                given = f"{file}: {key} = {value!r}"
+                raise UsageError("--preset", given, error.allowed) from None
         raise
 
 
@@ -230,7 +230,7 @@ def _refusal(
     if unknown := re.search(r"Unrecognized options: ([^\s,]+)", text):
         if not unknown[1].startswith("--"):
             allowed = f"the value of a flag; {help_command} lists the flags"
-            return UsageError(unknown[1], allowed=allowed)
+            return UsageError(unknown[1], None, allowed)
         name = unknown[1].partition("=")[0].replace("_", "-")
         values, flags = _values(name, arguments), [flag(field) for field in known]
         near = [each for each in _SYNONYMS.get(name, ()) if each in flags]
@@ -240,7 +240,7 @@ def _refusal(
         return UsageError(name, " ".join(values) or None, allowed, works=works)
     if "Required options" in box.splitlines()[0]:
         missing = [line.split()[0] for line in lines if re.match(r"--(?!help)|[A-Z]{2}", line)]
-        return UsageError(" ".join(missing), allowed=f"given; {help_command} says what it is")
+        return UsageError(" ".join(missing), None, f"given; {help_command} says what it is")
     name = named[0] if named else ""
     value = " ".join(_values(name, arguments)) or None
     if choices := re.search(r"[Ee]xpected one of \((.*?)\)", text):

@@ -91,6 +91,7 @@ class BertDataConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        positive(self, "max_ngram_size")
         fraction(self, "short_seq_prob")
 
 
@@ -218,19 +219,22 @@ class PrecisionConfig:
         positive(self, "min_loss_scale", "max_consecutive_skips")
         if self.fp16 and self.bf16:
             raise UsageError("--fp16", None, "given without --bf16", works=("--no-fp16",))
-        if self.first_scale() < self.min_loss_scale:
+        first, with_fp16 = self.first_scale(), [] if self.fp16 else ["--fp16"]
+        if self.bf16:
+            with_fp16 = ["--no-bf16", "--fp16"]
+        if self.loss_scale is None and first < self.min_loss_scale:
             raise UsageError(
                 "--min-loss-scale",
                 self.min_loss_scale,
                 f"at most --initial-loss-scale {self.initial_loss_scale}",
-                works=("--min-loss-scale", f"{self.first_scale():g}"),
+                works=(*with_fp16, "--min-loss-scale", str(first)),
             )
         for each in fields(self):
             name, value = flag(each.name), getattr(self, each.name)
             if value == each.default or name in ("--bf16", "--fp16"):
                 continue
             if not self.fp16:
-                works = ("--fp16", name, str(value))
+                works = (*with_fp16, name, str(value))
                 raise UsageError(name, value, "given with --fp16", works=works)
             is_dynamic = name not in ("--loss-scale", "--max-consecutive-skips")
             if self.loss_scale is not None and is_dynamic:

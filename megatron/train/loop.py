@@ -52,7 +52,7 @@ def train(state: TrainState, loop: Loop) -> str:
     """Train to `train_iters`, or to an exit that was asked for; return what ended it.
 
     At the end the state is evaluated and saved; after a signal it is only saved, since the
-    scheduler does not wait for an evaluation.
+    scheduler does not wait for an evaluation. A signal in the last step changes nothing.
     """
     training, saver, clock, checked = loop.training, loop.saver, Clock(), None
 

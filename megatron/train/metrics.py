@@ -46,9 +46,11 @@ class Metrics:
         console, standard output if not given.
 
         Lines that a full disk does not take are reported once, kept in memory and tried again with
-        each new one: a run goes on to its next save. Raises OSError, naming the file, here, and at
-        the end of a `with` where some are still not on disk.
+        each new one: a run goes on to its next save. Raises OSError, naming the file, here, on all
+        ranks (each calls this), and at the end of a `with` where some are still not on disk.
         """
+        from megatron.parallel.agree import refuse_alike
+
         self.is_first = mesh.is_first
         self.path = Path(path) if self.is_first and path is not None else None
         self.sinks = list(sinks)
@@ -57,9 +59,7 @@ class Metrics:
         self.exit_code = 0
         self._step = start
         self._unwritten: list[str] = []
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            mark_rewound(self.path, start)
+        refuse_alike(mesh, lambda: None if self.path is None else mark_rewound(self.path, start))
         # Not in a log file, where it would hide the lines between its own.
         is_shown = self.is_first and sys.stderr.isatty()
         self.bar = tqdm(
@@ -72,7 +72,10 @@ class Metrics:
         """Write what holds for the whole run to run.json beside the metrics."""
         if self.path is not None:
             text = json.dumps(facts, indent=1) + "\n"
-            self.path.with_name("run.json").write_text(text, encoding="utf-8")
+            try:
+                write_atomically(self.path.with_name("run.json"), text.encode())
+            except OSError as error:
+                self.log(f"warning: {error}")
 
     def log(self, text: str) -> None:
         """Write a line to the console."""
@@ -160,6 +163,7 @@ def mark_rewound(path: Path, start: int) -> None:
     The file is replaced whole, or, where there is nothing to mark, left alone.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         before = path.read_bytes() if path.exists() else b""
         marked = ""
         for line in _lines(before):
@@ -167,8 +171,8 @@ def mark_rewound(path: Path, start: int) -> None:
             marked += json.dumps(line if stands else {**line, "rewound": True}) + "\n"
         if marked.encode() != before:
             write_atomically(path, marked.encode())
-    except OSError as error:  # of a full disk, without the file's name
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _lines(data: bytes) -> Iterator[Line]:

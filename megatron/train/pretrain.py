@@ -47,7 +47,7 @@ def pretrain(
     """program: its settings. open_inputs: its data, opened and checked without torch.
 
     Raises SystemExit with status 75 where SIGTERM or SIGUSR1 asked for it: the same command with
-    --load resumes the run.
+    --load resumes the run (without --save nothing is kept).
     """
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
@@ -68,14 +68,30 @@ def pretrain(
             mesh = stack.enter_context(launch(config.parallel, environ))
         with user_errors(environ, agreed=True):
             stack.enter_context(claim(config.checkpoint.save, mesh))
-            run = build(config, inputs, start, mesh)
-        loop = open_loop(run, signals, environ, stack)
+            run = build(config, inputs, find_again(config, start, mesh), mesh)
+            loop = open_loop(run, signals, environ, stack)
         log_start(run, loop)
         signals.arm()
+        begun = run.state.step
         end = train(run.state, loop)
-        log_end(run, loop, end)
+        log_end(run, loop, begun, end)
         if code := exit_code(end):
             raise SystemExit(code)
+
+
+def find_again(config: PretrainConfig, start: Start, mesh: Mesh) -> Start:
+    """On the first rank what there is once --save belongs to this run: until then a former run may
+    have made its last save there. On the others `start`."""
+    from megatron.parallel.agree import refuse_alike
+
+    found = [start]
+
+    def find() -> None:
+        if mesh.is_first:
+            found.append(find_start(config.checkpoint))
+
+    refuse_alike(mesh, find)
+    return found[-1]
 
 
 def refuse_other_run(
@@ -124,7 +140,7 @@ def build(config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> R
         refuse_alike(mesh, partial(refuse_other_run, config, inputs, start, found))
     resumed = None if found is None or start.finetune else found.manifest
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
-    precision = choose_precision(precision, mesh, "--bf16", "--no-bf16")
+    precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
     compiled, warnings = choose_compile(config.training.compile, mesh)
     state = build_state(
         config.model,
@@ -271,11 +287,14 @@ def log_start(run: Run, loop: Loop) -> None:
     loop.metrics.write({"step": state.step, "started": now, "data": data, **facts})
 
 
-def log_end(run: Run, loop: Loop, end: str) -> None:
-    """Log what ended the run, and whether it can go on: only a checkpoint can be resumed."""
+def log_end(run: Run, loop: Loop, begun: int, end: str) -> None:
+    """Log what ended the run that had begun at step `begun`, and whether it can go on: only a
+    checkpoint can be resumed."""
     config, step = run.config, run.state.step
     loop.metrics.write({"step": step, "ended": end, "exit_code": exit_code(end)})
-    if end == "train_iters":
+    if step == begun:
+        message = "nothing was trained"
+    elif end == "train_iters":
         message = f"done: --train-iters {config.training.train_iters}"
     elif config.checkpoint.save is None:
         message = f"ended by {end}; without --save nothing is kept"

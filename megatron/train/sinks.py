@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.training import LoggingConfig
 from megatron.data.files import write_atomically
 
-if TYPE_CHECKING:  # read_metrics needs no torch
+if TYPE_CHECKING:  # metrics.py imports this without torch
     from megatron.parallel.mesh import Mesh
 
 FINISH_SECONDS = 60  # that a lost network may hold up the end of a run
@@ -32,9 +32,8 @@ def open_sinks(
     facts: Mapping[str, Any],
     mesh: Mesh,
     stop: Callable[[str], None],
-    log: Callable[[str], None] = print,
 ) -> list[Sink]:
-    """The sinks asked for, on the first rank of the mesh; one that cannot open is logged.
+    """The sinks asked for, on the first rank of the mesh; one that cannot open is reported.
 
     start: steps done before this process. facts: the settings of the run, as JSON takes them.
     stop: called with "wandb", from some thread, where a person stops the run on wandb's page.
@@ -53,7 +52,7 @@ def open_sinks(
         try:
             sinks.append(opener())
         except Exception as error:  # what the library raises: no reason not to train
-            log(f"{name} gets nothing of this run: {one_line(error)}")
+            print(f"{name} gets nothing of this run: {one_line(error)}")
     return sinks
 
 

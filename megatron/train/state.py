@@ -165,7 +165,7 @@ def build_state(
     )
 
 
-def choose_precision(given: str | None, mesh: Mesh, flag: str, works: str) -> str:
+def choose_precision(given: str | None, mesh: Mesh, flag: str, works: tuple[str, ...]) -> str:
     """The precision of all ranks: `given`, or else what suits the device.
 
     Raises UsageError on every rank where ranks differ: `flag` must be given, such as `works`.
@@ -174,7 +174,7 @@ def choose_precision(given: str | None, mesh: Mesh, flag: str, works: str) -> st
     if len(set(chosen)) > 1:
         found = (f"{name} (rank {chosen.index(name)})" for name in dict.fromkeys(chosen))
         allowed = f"given: the ranks' devices would compute in {' and '.join(found)}"
-        raise UsageError(flag, None, allowed, works=tuple(works.split()))
+        raise UsageError(flag, None, allowed, works=works)
     return chosen[0]
 
 

@@ -38,6 +38,8 @@ LAST = """
 --fp16 --initial-loss-scale 2**9999 | --fp16 --initial-loss-scale 2^16
 --fp16 --initial-loss-scale nan | --fp16 --initial-loss-scale inf
 --fp16 --initial-loss-scale large | --fp16 --initial-loss-scale 2**3 --min-loss-scale 16
+--fp16 --initial-loss-scale 2**20 --min-loss-scale 2000000 | --min-loss-scale 100000
+--fp16 --loss-scale 128 --min-loss-scale 1e5 | --bf16 --loss-scale 8 | --bf16 --min-loss-scale 1e5
 --fp16 --loss-scale 8 --hysteresis 1 | --fp16 --loss-scale 8 --loss-scale-window 9
 --fp16 --max-consecutive-skips 0 | --lr-warmup-iters 400
 --num-layer 3 | --batch-size 4 | --n-layer 3 | --lr-decay-style cos
@@ -62,6 +64,10 @@ REFUSED = [
     ("--preset=", 1, "--preset"),
     ("--preset --lr=1", 1, "--preset"),
 ]  # fmt: skip
+BERTS = [
+    ("--max-ngram-size 0", 1, "--max-ngram-size"),
+    ("--short-seq-prob 1", 1, "--short-seq-prob"),
+]
 # Refused without one value that would do.
 NO_CURE = [
     ("--hidden-size 0", "--hidden-size"),
@@ -112,9 +118,10 @@ def mended(arguments: Sequence[str], error: UsageError) -> list[str]:
 
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_refused_and_what_works_instead_is_accepted(number: int) -> None:
-    """Each parser has every third row: all are made of the same configs."""
+    """Each parser has every third row, as all are made of the same configs, and BERT its own."""
     program = list(PROGRAMS)[number]
-    for text, world_size, flag in REFUSED[number :: len(PROGRAMS)]:
+    rows = REFUSED[number :: len(PROGRAMS)] + (BERTS if program == "bert" else [])
+    for text, world_size, flag in rows:
         with pytest.raises(UsageError) as refused:
             accept(program, text.split(), world_size)
         assert refused.value.flag == flag, text
@@ -175,7 +182,12 @@ class Own:
 
 def test_checks_of_other_programs(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for path, ending in (("", ".json"), ("no/x.json", ".json"), ("new.txt", ".png")):
+    for path, ending in (
+        ("", ".json"),
+        ("no/x.json", ".json"),
+        ("no/x.txt", ".png"),
+        ("new.txt", ".png"),
+    ):
         with pytest.raises(UsageError) as refused:
             writable(Own(output=tmp_path / path), "output", ending)
         name, works = refused.value.works

@@ -164,6 +164,10 @@ def test_a_signal_to_any_rank_ends_all_after_the_step_with_a_save_and_no_evaluat
         assert answer[1:] == ([(3, False)], 3, "SIGUSR1")
 
 
+def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    assert run(1, tmp_path, (6, 0))[1:] == ([(5, False), (6, True)], 6, "train_iters")
+
+
 def test_replicas_are_compared_at_their_interval_and_before_each_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

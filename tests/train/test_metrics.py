@@ -38,7 +38,8 @@ class Recorder:
 def metrics(
     path: Path | None, start: int = 0, *, is_first: bool = True, sinks: Sequence[Recorder] = ()
 ) -> Metrics:
-    mesh = SimpleNamespace(is_first=is_first)
+    control = SimpleNamespace(gather=lambda value: [value])
+    mesh = SimpleNamespace(is_first=is_first, control=control)
     return Metrics(path, mesh, start=start, steps=9, sinks=sinks)
 
 
@@ -152,6 +153,15 @@ def test_lines_that_a_full_disk_does_not_take_are_written_later(
                 filler.unlink()
     assert [line["step"] for line in every_line(path)] == steps
     assert capsys.readouterr().out.count("its lines are kept in memory") == 1
+
+
+def test_a_full_disk_keeps_no_facts_and_the_run_goes_on(small_disk: Path) -> None:
+    with metrics(small_disk / "metrics.jsonl") as file:
+        file.describe({"device": "cpu"})
+        filler = fill(small_disk)
+        file.describe({"devices": ["cpu"] * 20_000})
+        filler.unlink()
+    assert json.loads((small_disk / "run.json").read_text()) == {"device": "cpu"}
 
 
 def test_lines_that_are_lost_in_the_end_are_an_error(small_disk: Path) -> None:

@@ -1,7 +1,9 @@
 """How a run starts: the same on every rank, whatever each of them sees."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import load
+from megatron.checkpoint import load, retention
 from megatron.checkpoint.resume import Start
 from megatron.config.checks import UsageError
 from megatron.train import pretrain
@@ -18,6 +20,7 @@ from megatron.train.pretrain import Run, build
 from megatron.train.state import choose_precision
 from tests.config.test_checks import settings
 from tests.dist import Pool
+from tests.programs import pretrain as run_program
 from tests.tiny import VOCABULARY, mesh_of_ranks, save_state, tiny_section, tiny_state
 
 CONFIG = replace(settings(), model=tiny_section())  # trains to step 3
@@ -78,6 +81,79 @@ def test_a_checkpoint_at_the_target_leaves_nothing_to_train(tmp_path: Path) -> N
     for step, is_done in ((2, False), (3, True), (40, True)):
         messages = start(save(tmp_path / str(step), step)).messages
         assert any(f"--train-iters {2 * step}" in each for each in messages) == is_done
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the data set and the logs of `train`."""
+    return tmp_path_factory.mktemp("resume")
+
+
+def train(
+    words: str,
+    folder: Path,
+    *,
+    world: int = 1,
+    code: int = 0,
+    before: Callable[[], None] | None = None,
+) -> str:
+    """What the first rank of a run of the program printed."""
+    words = f"--eval-iters 0 --lr-decay-iters 9 {words}"
+    with run_program(words, world=world, folder=folder, before=before) as run:
+        assert run.wait() == [code] * world, run.text()
+        assert "Traceback" not in run.text()
+        return run.text(0)
+
+
+def rename_before_the_claim(one: Path, other: Path) -> None:
+    """In this process one becomes the other just before --save is claimed."""
+    claim, was = retention.claim, one
+
+    def late(*arguments: Any) -> Any:
+        if was.exists():
+            was.rename(other)
+        return claim(*arguments)
+
+    retention.claim = late
+
+
+def test_a_save_of_the_former_run_between_start_and_lock_is_gone_on_from(
+    folder: Path, tmp_path: Path
+) -> None:
+    way = f"--save {tmp_path} --load {tmp_path} --save-interval 1"
+    train(f"{way} --train-iters 2", folder)
+    newest = tmp_path / "step_00000002"
+    aside = newest.rename(tmp_path / "aside")
+    before = partial(rename_before_the_claim, aside, newest)
+    assert f"going on from {newest}" in train(f"{way} --train-iters 3", folder, before=before)
+    assert len(list(tmp_path.glob("step_*"))) == 3, "nothing is abandoned"
+
+
+def test_what_appears_before_the_lock_is_refused_by_all(folder: Path, tmp_path: Path) -> None:
+    save, other = tmp_path / "save", tmp_path / "other"
+    train(f"--save {other} --train-iters 1", folder)
+    before = partial(rename_before_the_claim, other, save)
+    text = train(f"--save {save} --train-iters 1", folder, world=2, code=2, before=before)
+    assert "error: --save" in text
+
+
+def test_a_run_that_is_at_its_target_ends_with_nothing_trained(
+    folder: Path, tmp_path: Path
+) -> None:
+    way = f"--save {tmp_path} --load {tmp_path}"
+    assert "| done:" in train(f"{way} --train-iters 2", folder)
+    for target in (2, 1):
+        assert "| done:" not in train(f"{way} --train-iters {target}", folder)
+
+
+@pytest.mark.parametrize("place", ["", "file/metrics.jsonl"])
+def test_a_record_that_cannot_be_written_is_refused_by_all(
+    folder: Path, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").touch()
+    words = f"--metrics-file {tmp_path / place} --train-iters 1"
+    text = train(words, folder, world=2, code=2)
+    assert f"error: {tmp_path / place} " in text
 
 
 def start_from(lists: list[tuple[Path, ...]]) -> int:
@@ -155,7 +231,7 @@ def chosen(given: str | None, devices: list[str]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state_module, "default_precision", lambda _: devices[mesh.control.rank])
         try:
-            return choose_precision(given, mesh, "--bf16", "--no-bf16")
+            return choose_precision(given, mesh, "--bf16", ("--no-bf16",))
         except UsageError as error:
             return error.flag
 

@@ -68,7 +68,8 @@ from megatron.config.training import LoggingConfig
 from megatron.train.metrics import Metrics
 from megatron.train.sinks import open_sinks
 
-mesh = SimpleNamespace(is_first=True)
+control = SimpleNamespace(gather=lambda value: [value])
+mesh = SimpleNamespace(is_first=True, control=control)
 path, start = Path(sys.argv[1]), int(sys.argv[2])
 received, hooks = [], (sys.exit, sys.excepthook)
 signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
@@ -233,12 +234,13 @@ def test_a_run_keeps_its_id_until_it_starts_from_scratch_or_changes_project(tmp_
 # Both.
 
 
-def test_a_sink_that_cannot_open_is_said_and_left_out(tmp_path: Path) -> None:
+def test_a_sink_that_cannot_open_is_said_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
-    said: list[str] = []
     logging = LoggingConfig(tensorboard_dir=str(tmp_path / "file"))
-    assert open_sinks(logging, None, {}, 0, {}, FIRST, print, said.append) == []
-    [text] = said
+    assert open_sinks(logging, None, {}, 0, {}, FIRST, print) == []
+    [text] = capsys.readouterr().out.splitlines()
     assert text.startswith("TensorBoard gets nothing of this run: ")
 
 
