@@ -185,12 +185,13 @@ def score_windows(
     """Score all windows, dealt out to the data-parallel ranks, with a progress bar called `name`.
 
     Every rank returns the same. Neither batch size nor padding nor layout changes it but for
-    rounding. Raises ValueError, on every rank, where a window is longer than the model's positions,
-    and where log-probabilities are not numbers.
+    rounding. Raises, on every rank, ValueError where a window is longer than the model's positions,
+    and DivergedError where log-probabilities are not numbers.
     """
     import torch
 
     from megatron.parallel.collectives import all_reduce
+    from megatron.train.generate import DivergedError
 
     lengths = [len(windows[number].inputs) for number in range(len(windows))]
     if max(lengths, default=0) > model.positions:
@@ -202,10 +203,7 @@ def score_windows(
     columns = all_reduce(rows.to(mesh.device), mesh.data).cpu().numpy().T
     log_probability, tokens, hits, last_hit = columns
     if not np.isfinite(log_probability).all():
-        raise ValueError(
-            f"{name}: log-probabilities are not numbers; a model that has not diverged would work, "
-            "and in place of --dtype fp16 --dtype bf16 or fp32"
-        )
+        raise DivergedError(f"{name}: log-probabilities are not numbers")
     return Scores(log_probability, tokens.astype(int), hits.astype(int), last_hit.astype(bool))
 
 

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.checkpoint.format import Checkpoint, step_folders
-from megatron.checkpoint.load import newest_whole
 from megatron.checkpoint.retention import claim, remove
 from megatron.checkpoint.save import save
 from megatron.config.checks import UsageError, flag
@@ -36,7 +35,7 @@ from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
 from megatron.train.diagnose import NonFiniteError
-from megatron.train.evaluate import load_newest
+from megatron.train.evaluate import find_newest, load_newest
 from megatron.train.generate import DivergedError
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
@@ -144,10 +143,8 @@ def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
 def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> Run:
     """Find the newest whole checkpoint to start from."""
     settings, task = plan.settings, plan.task
-    pretrained, passed_over = newest_whole(plan.models[0], mesh)
+    pretrained = find_newest(plan.models[0], mesh)
     manifest = pretrained.manifest
-    for reason in passed_over if mesh.is_first else ():
-        print(f"warning: passed over: {reason}", file=sys.stderr)
     config = finetuned_config(
         config_of(manifest),
         task.head,
@@ -188,6 +185,7 @@ def train_seed(run: Run, seed: int) -> None:
     )
     optimizer = optimizer_config(settings, len(steps))
     assert settings.dtype is not None  # with_dtype
+    assert optimizer.lr_decay_iters is not None
     with user_errors(run.environ, agreed=True):
         if directory is not None:  # with what an interrupted run left
             folders = step_folders(directory) if mesh.is_first else []
@@ -195,8 +193,9 @@ def train_seed(run: Run, seed: int) -> None:
                 print(f"{directory}: this seed was interrupted and begins anew", file=sys.stderr)
             remove_all(folders, mesh)
         state = start(run.pretrained, run.config, optimizer, settings.dtype, seed, mesh)
-    file = None if directory is None else directory / METRICS
-    with Metrics(file, mesh, start=0, steps=len(steps), stream=sys.stderr) as metrics:
+        file = None if directory is None else directory / METRICS
+        metrics = Metrics(file, mesh, start=0, steps=len(steps), stream=sys.stderr)
+    with metrics:
         metrics.bar.set_description(f"{run.plan.name}, seed {seed}")
         epochs = Epochs(run, steps, metrics)
         loop = Loop(
@@ -206,7 +205,7 @@ def train_seed(run: Run, seed: int) -> None:
                 check_replicas_interval=steps.per_epoch,
             ),
             batches=epochs.batches(),
-            learning_rate=partial(learning_rate, optimizer, decay_iters=len(steps) + 1),
+            learning_rate=partial(learning_rate, optimizer, decay_iters=optimizer.lr_decay_iters),
             evaluate=epochs.evaluate,
             save=epochs.save,
             metrics=metrics,
@@ -218,10 +217,8 @@ def train_seed(run: Run, seed: int) -> None:
         )
         try:
             train(state, loop)
-        except (NonFiniteError, DivergedError) as error:
+        except NonFiniteError as error:
             with user_errors(run.environ, agreed=True):
-                if isinstance(error, DivergedError):  # of an evaluation
-                    raise
                 raise ValueError(_divergence(error, state, seed, run.epoch)) from error
     result = epochs.result()
     if directory is not None and mesh.is_first:
@@ -272,7 +269,8 @@ class Epochs:
         loss = self.loss_sum / self.examples_seen if self.examples_seen else nan
         self.loss_sum = self.examples_seen = 0.0
         label = f"epoch {run.epoch}"
-        logits = ask(run.plan.task, state.model, run.config, run.mesh, size, label)
+        with user_errors(run.environ, agreed=True, kinds=(DivergedError,)):
+            logits = ask(run.plan.task, state.model, run.config, run.mesh, size, label)
         figures = judge(run.plan.task, logits) if run.mesh.is_first else {}
         figures = run.mesh.control.gather(figures)[0]
         line = {"epoch": run.epoch, "train_loss": loss if isfinite(loss) else None}
@@ -451,11 +449,8 @@ def evaluate_models(
         with user_errors(environ, agreed=True):
             checkpoint, model = load_newest(folders, mesh, DTYPES[dtype])
         manifest, size = checkpoint.manifest, plan.settings.micro_batch_size
-        try:
+        with user_errors(environ, agreed=True, kinds=(DivergedError,)):
             every.append(ask(plan.task, model, config_of(manifest), mesh, size, plan.name))
-        except DivergedError:
-            with user_errors(environ, agreed=True):
-                raise
         facts = describe(checkpoint, model, mesh, dtype)
         rows.append({**facts, "finetuned": manifest.get("finetuned", {})})
     if not mesh.is_first:

@@ -134,7 +134,9 @@ def run_finetuned(
         if figures is not None:
             check_judged(settings)
             data = [identify(each) for each in settings.files]
-            record = arrange(name, figures, {**version(), "data": data, "command": command})
+            record = arrange(
+                name, figures, {"version": version(), "data": data, "command": command}
+            )
             if is_first(environ):
                 publish(record, settings.evaluation)
             return
@@ -169,6 +171,7 @@ def run_zero_shot(
         data = [identify(file) for file in settings.files]
 
     from megatron.train.evaluate import load_newest
+    from megatron.train.generate import DivergedError
     from megatron.train.launch import launch
     from megatron.train.state import DTYPES
 
@@ -176,8 +179,9 @@ def run_zero_shot(
     with launch(settings.parallel, environ) as mesh:
         with user_errors(environ, agreed=True):
             checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
-        # What goes wrong here is a fault of the task, which its traceback finds.
-        figures = evaluate(task, model, mesh, size, name)
+        # What else goes wrong here is a fault of the task, which its traceback finds.
+        with user_errors(environ, agreed=True, kinds=(DivergedError,)):
+            figures = evaluate(task, model, mesh, size, name)
         if mesh.is_first:
             facts = describe(checkpoint, model, mesh, settings.trained.dtype)
             how = {"data": data, "micro_batch_size": size, "command": command}

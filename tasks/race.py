@@ -203,11 +203,12 @@ class Settings(FinetuneSettings):
         super().__post_init__()
         positive(self, "max_qa_length")
         if self.kept_qa + SPECIAL >= self.seq_length:
+            shortest = self.max_qa_length + SPECIAL + 1 if self.max_qa_length else 16
             raise UsageError(
                 "--seq-length",
                 self.seq_length,
                 f"above --max-qa-length {self.kept_qa} and {SPECIAL} special tokens",
-                works=("--seq-length", str(4 * (self.kept_qa + SPECIAL))),
+                works=("--seq-length", str(shortest)),
             )
 
     @property

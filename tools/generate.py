@@ -220,11 +220,9 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with launch(settings.parallel, environ) as mesh:
         with user_errors(environ, agreed=True):
             checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
-        try:
+        # Any other error is a fault of the program, which its traceback finds.
+        with user_errors(environ, agreed=True, kinds=(DivergedError,)):
             records = answer(model, mesh, prompts, reader, settings)
-        except DivergedError:  # any other ValueError is the program's fault: a traceback
-            with user_errors(environ, agreed=True):
-                raise
         if mesh.is_first:
             with user_errors(environ):
                 facts = describe(checkpoint, settings)

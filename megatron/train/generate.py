@@ -42,7 +42,13 @@ class Sampling:
 
 
 class DivergedError(ValueError):
-    """The model's logits are not numbers."""
+    """The model's logits are not numbers: raised with where that is so."""
+
+    def __str__(self) -> str:
+        return (
+            f"{super().__str__()}; a model that has not diverged would work, and in place of "
+            "--dtype fp16 --dtype bf16 or fp32"
+        )
 
 
 class Reader:
@@ -127,8 +133,7 @@ def generate(
             if token == model.vocab_size:  # no token: a logit is NaN
                 raise DivergedError(
                     f"prompt {numbers[row] + 1}: after {len(new[row])} new tokens the logits are "
-                    "not numbers: --dtype fp16 may overflow (bf16 and fp32 do not), or the model "
-                    "has diverged"
+                    "not numbers"
                 )
             new[row].append(token)
         reader.follow(ids)

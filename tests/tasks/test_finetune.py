@@ -244,6 +244,14 @@ def test_logits_that_are_no_numbers_are_one_message(
     assert f"error: {TASK} near: " in error
 
 
+def test_metrics_that_cannot_be_written_are_one_message(
+    words: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "save" / "seed_1234" / "metrics.jsonl").mkdir(parents=True)
+    error = refusal([*words, "--save", str(tmp_path / "save")], capsys)
+    assert "metrics.jsonl" in error.splitlines()[-1]
+
+
 def at_epoch(number: int, act: Callable[[], None]) -> Callable[[], None]:
     """A function that acts when the first example of an epoch is read; epochs of all seeds count,
     from 0."""
