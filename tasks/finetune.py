@@ -42,10 +42,10 @@ from megatron.train.metrics import Metrics
 from megatron.train.signals import SIGNALS, StopSignals
 from megatron.train.state import DTYPES, TrainState, choose_precision, environment, model_slices
 from megatron.train.step import StepResult
-from tasks.finetuning import Finetuning, figure_name
+from tasks.examples import Steps, finetuned_config, logits_of, optimizer_config, start
 from tasks.plan import RESULT, Plan
+from tasks.protocol import Finetuning, figure_name
 from tasks.record import arrange, describe
-from tasks.training import Steps, finetuned_config, logits_of, optimizer_config, start
 
 METRICS = "metrics.jsonl"
 LINES = 10  # of metrics in an epoch
@@ -65,7 +65,7 @@ Logits: TypeAlias = Mapping[str, Sequence[NDArray[np.float32]]]
 
 
 @dataclass(kw_only=True)
-class Run:
+class FinetuneRun:
     """What all seeds have in common, and how far the fine-tuning has come."""
 
     plan: Plan
@@ -104,7 +104,7 @@ def fine_tune(
     """(record, figures for the paper's table) of training with every seed."""
     settings = plan.settings
     seeds = range(settings.seed, settings.seed + settings.seeds)
-    run: Run | None = None
+    run: FinetuneRun | None = None
     # A signal ends the process at once: of an epoch that is not done nothing could be used.
     try:
         with StopSignals(), ExitStack() as stack:
@@ -140,7 +140,7 @@ def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
     return replace(plan, settings=settings, facts={**plan.facts, "hyper_parameters": parameters})
 
 
-def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> Run:
+def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> FinetuneRun:
     """Find the newest whole checkpoint to start from."""
     settings, task = plan.settings, plan.task
     pretrained = find_newest(plan.models[0], mesh)
@@ -162,7 +162,7 @@ def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> Run:
         "the evaluations": list(task.evaluations),
         **{flag(name): value for name, value in plan.facts["hyper_parameters"].items()},
     }
-    return Run(
+    return FinetuneRun(
         plan=plan,
         mesh=mesh,
         environ=environ,
@@ -172,7 +172,7 @@ def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> Run:
     )
 
 
-def train_seed(run: Run, seed: int) -> None:
+def train_seed(run: FinetuneRun, seed: int) -> None:
     """Train with this seed; its result is kept in --save and in `run.finished`."""
     mesh, settings, directory = run.mesh, run.plan.settings, run.directory(seed)
     run.seed, run.epoch = seed, 0
@@ -245,7 +245,7 @@ class Epochs:
     """The epochs of a seed for the loop: the batches, the evaluation at the end of each, and the
     checkpoints of the last and the best one."""
 
-    def __init__(self, run: Run, steps: Steps, metrics: Metrics) -> None:
+    def __init__(self, run: FinetuneRun, steps: Steps, metrics: Metrics) -> None:
         self.run, self.steps, self.metrics = run, steps, metrics
         self.done: list[dict[str, Any]] = []
         self.loss_sum = self.examples_seen = 0.0
@@ -275,8 +275,8 @@ class Epochs:
         figures = run.mesh.control.gather(figures)[0]
         line = {"epoch": run.epoch, "train_loss": loss if isfinite(loss) else None}
         self.metrics.write({"step": state.step, "seed": self.steps.seed, **line, **figures})
-        told = {"train_loss": loss, **figures}
-        words = [f"{name} {value:.4g}" for name, value in told.items() if _is_number(value)]
+        shown = {"train_loss": loss, **figures}
+        words = [f"{name} {value:.4g}" for name, value in shown.items() if _is_number(value)]
         self.metrics.log(" | ".join([f"step {state.step}", *words]))
         self.done.append({**line, "figures": figures, "checkpoint": None})
 
@@ -343,7 +343,7 @@ def _divergence(error: NonFiniteError, state: TrainState, seed: int, epoch: int)
     )
 
 
-def load_finished(run: Run, seeds: Sequence[int]) -> None:
+def load_finished(run: FinetuneRun, seeds: Sequence[int]) -> None:
     """Load the results of the seeds that --save holds finished; the first rank's hold for all.
 
     Raises ValueError, on every rank, where one is of another command.
@@ -360,7 +360,7 @@ def load_finished(run: Run, seeds: Sequence[int]) -> None:
     run.finished = run.mesh.control.gather(run.finished)[0]
 
 
-def read_result(file: Path, run: Run) -> Result:
+def read_result(file: Path, run: FinetuneRun) -> Result:
     """The result of a finished seed; ValueError, with what differs, where it is of another run."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
@@ -385,7 +385,7 @@ def read_result(file: Path, run: Run) -> Result:
     return result
 
 
-def report(run: Run, results: Sequence[Result]) -> tuple[dict[str, Any], dict[str, Any]]:
+def report(run: FinetuneRun, results: Sequence[Result]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(record, figures for the paper's table); only the first rank asks."""
     last = [each["epochs"][-1]["figures"] for each in results]
     best = [each["epochs"][each["best_epoch"] - 1]["figures"] for each in results]

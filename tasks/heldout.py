@@ -87,7 +87,7 @@ class HeldOut(Task):
     windows: Sequence[Window]
     cloze_passages: int  # the last so many windows
 
-    def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def score(self, scores: Scores, continuations: Sequence[Sequence[int]]) -> dict[str, Any]:
         first = len(scores) - self.cloze_passages
         text, cloze = scores[:first], scores[first:]
         vocabulary, end = self.tokenizer.vocab_size, self.tokenizer.eod

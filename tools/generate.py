@@ -3,7 +3,7 @@
 Prints a JSON list of {"prompt", "text" (the continuation alone), "tokens" (its ids), "finished":
 "end of document" or "length", "number" (of the prompt, from 1), and what else the text depends on}.
 Nothing is put before a prompt, but an empty one begins with the end mark, as a document does. Under
-torchrun the model is cut over the processes and the prompts are dealt out to its copies; neither
+torchrun the model is cut over the processes and the prompts are sharded over its copies; neither
 changes a text.
 """
 

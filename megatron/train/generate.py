@@ -51,7 +51,7 @@ class DivergedError(ValueError):
         )
 
 
-class Reader:
+class BatchReader:
     """A batch of texts of unequal length, read by a model once and then token by token.
 
     A shorter text is padded on the left, which no token attends to; positions count from its start.
@@ -120,7 +120,7 @@ def generate(
 
     new: list[list[int]] = [[] for _ in prompts]
     running = list(range(len(prompts)))
-    reader = Reader(model, texts, sampling.max_new_tokens)
+    reader = BatchReader(model, texts, sampling.max_new_tokens)
     while running:
         logits = reader.logits()
         if sampling.temperature == 0:

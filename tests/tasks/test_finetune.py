@@ -19,9 +19,9 @@ from megatron.train.metrics import read_metrics
 from megatron.train.objectives import answer_scores
 from tasks import finetune
 from tasks.finetune import evaluate_models, fine_tune, mean_logits
-from tasks.finetuning import Head
 from tasks.main import main
 from tasks.plan import dtype_of, make_plan
+from tasks.protocol import Head
 from tests.dist import Pool
 from tests.tasks import made
 from tests.tasks.made import COUNT, small_section, write_files, write_model
@@ -239,7 +239,7 @@ def test_logits_that_are_no_numbers_are_one_message(
     def broken(model: Any, batch: Any, device: Any) -> Any:
         return answer_scores(model, batch, device) * torch.nan
 
-    monkeypatch.setattr("tasks.training.answer_scores", broken)
+    monkeypatch.setattr("tasks.examples.answer_scores", broken)
     error = refusal(["--load", str(save / "seed_1234"), *evaluating(save)], capsys)
     assert f"error: {TASK} near: " in error
 

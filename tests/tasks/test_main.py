@@ -185,7 +185,7 @@ class Broken(Task):
     def __getitem__(self, number):
         question, answer = [number]
 
-    def score(self, scores, written):
+    def score(self, scores, continuations):
         return {}
 
 

@@ -28,7 +28,7 @@ from megatron.train.generate import DivergedError
 from megatron.train.loader import shard
 from megatron.train.objectives import answer_scores
 from megatron.train.state import DTYPES, TrainState, build_state
-from tasks.finetuning import Example, FinetuneSettings
+from tasks.protocol import Example, FinetuneSettings
 
 
 def make_batch(examples: Sequence[Example], counted: int | None = None) -> ExampleBatch:
