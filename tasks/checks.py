@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megatron.config.checks import UsageError, share
 from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, judge_unknown
 from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase
-from tasks.finetuning import BESIDE
+from tasks.protocol import BESIDE
 
 # RACE cut at the paper's 512 tokens is the case that has to pass: 7 % of its sequences are longer,
 # of the high schools' 10 %. At 384 it would be 42 %.
@@ -74,7 +74,7 @@ def check_truncation(
     --max-truncated. place: flag and file, for the message."""
     longest, count = int(lengths.max()), int((lengths > seq_length).sum())
     share = count / len(lengths)
-    said = (
+    message = (
         f"{place}: {count} of {len(lengths)} sequences ({share:.1%}) are longer than --seq-length "
         f"{seq_length} and are cut"
     )
@@ -83,7 +83,7 @@ def check_truncation(
         better = min(longest, positions)
         left = int((lengths > better).sum())
         cure = f"--seq-length {better} would cut {left or 'none'}"
-    check_cut(said, share, cure, WARN_TRUNCATED, most)
+    check_cut(message, share, cure, WARN_TRUNCATED, most)
     return {
         "sequences": len(lengths),
         "truncated": count,
@@ -92,14 +92,14 @@ def check_truncation(
     }
 
 
-def check_cut(said: str, share: float, cure: str, warn_above: float, most: float) -> None:
+def check_cut(message: str, share: float, cure: str, warn_above: float, most: float) -> None:
     """Warn above one share of what is cut; ValueError above the other, `most`, which is
-    --max-truncated. said: what is cut, with the number."""
+    --max-truncated. message: what is cut, with the number."""
     if share > most:
         allowed = f"--max-truncated {np.ceil(100 * share) / 100:.2f} would let them be cut"
-        raise ValueError(f"{said}; {cure}, or {allowed}")
+        raise ValueError(f"{message}; {cure}, or {allowed}")
     if share > warn_above:
-        warnings.warn(f"{said}; {cure}", stacklevel=3)
+        warnings.warn(f"{message}; {cure}", stacklevel=3)
 
 
 def check_unknown(
@@ -108,8 +108,8 @@ def check_unknown(
     """tokens: the ids of all texts, without special ones; most: --max-unknown."""
     count = int((tokens == tokenizer.unknown).sum())
     works = "a model of this language or script"
-    if told := judge_unknown(place, count, len(tokens), most, works):
-        warnings.warn(told, stacklevel=2)
+    if message := judge_unknown(place, count, len(tokens), most, works):
+        warnings.warn(message, stacklevel=2)
     return {"tokens": len(tokens), "unknown_tokens": count}
 
 
@@ -119,8 +119,8 @@ def check_casing(
     """Whether text for a vocabulary with capitals has some. allow: --allow-lower-case."""
     casing = count_casing(texts)
     works = f"a model of {BertWordPieceLowerCase.kind}"
-    if told := judge_casing(place, casing, tokenizer, allow=allow, works=works):
-        warnings.warn(told, stacklevel=2)
+    if message := judge_casing(place, casing, tokenizer, allow=allow, works=works):
+        warnings.warn(message, stacklevel=2)
     return {"texts_with_letters": casing.texts, "texts_with_capitals": casing.with_capitals}
 
 
@@ -184,6 +184,6 @@ def check_classes(
             f"data with {' and '.join(names)} would work"
         )
     if missing := [name for name in names if name not in found]:
-        said = "a model cannot learn it" if trained else "the figures say nothing of it"
-        warnings.warn(f"{place}: no example is {' or '.join(missing)}; {said}", stacklevel=2)
+        message = "a model cannot learn it" if trained else "the figures say nothing of it"
+        warnings.warn(f"{place}: no example is {' or '.join(missing)}; {message}", stacklevel=2)
     return dict(zip(names, counts, strict=True))

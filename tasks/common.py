@@ -76,7 +76,7 @@ class Window:
     first: int
 
 
-class Windows(Protocol):
+class WindowSequence(Protocol):
     """Windows by number, 0 to len - 1: a list, or what makes each when it is asked for."""
 
     def __len__(self) -> int: ...
@@ -125,7 +125,7 @@ class Task(ABC):
 
     prompts: Prompts | None = None
     """Of a task that compares what the model writes."""
-    windows: Windows
+    windows: WindowSequence
     """Those of a task that has made them; one that makes each when it is asked for has its own
     __len__ and __getitem__ instead."""
 
@@ -136,11 +136,11 @@ class Task(ABC):
         return self.windows[number]
 
     @abstractmethod
-    def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> Mapping[str, Any]:
+    def score(self, scores: Scores, continuations: Sequence[Sequence[int]]) -> Mapping[str, Any]:
         """The figures, JSON; only the first rank asks. Under "conventions" stands what each means,
         by its name, and under "protocol", if need be, how they were taken.
 
-        written: the new tokens of each prompt; none without prompts.
+        continuations: the new tokens of each prompt; none without prompts.
         """
 
 
@@ -180,17 +180,18 @@ class Sliding:
 
 
 def score_windows(
-    model: GPT2, mesh: Mesh, windows: Windows, micro_batch_size: int, name: str
+    model: GPT2, mesh: Mesh, windows: WindowSequence, micro_batch_size: int, name: str
 ) -> Scores:
-    """Score all windows, dealt out to the data-parallel ranks, with a progress bar called `name`.
+    """Score all windows, sharded over the data-parallel ranks, with a progress bar called `name`.
 
     Every rank returns the same. Neither batch size nor padding nor layout changes it but for
-    rounding. Raises ValueError, on every rank, where a window is longer than the model's positions,
-    and where log-probabilities are not numbers.
+    rounding. Raises, on every rank, ValueError where a window is longer than the model's positions,
+    and DivergedError where log-probabilities are not numbers.
     """
     import torch
 
     from megatron.parallel.collectives import all_reduce
+    from megatron.train.generate import DivergedError
 
     lengths = [len(windows[number].inputs) for number in range(len(windows))]
     if max(lengths, default=0) > model.positions:
@@ -202,10 +203,7 @@ def score_windows(
     columns = all_reduce(rows.to(mesh.device), mesh.data).cpu().numpy().T
     log_probability, tokens, hits, last_hit = columns
     if not np.isfinite(log_probability).all():
-        raise ValueError(
-            f"{name}: log-probabilities are not numbers; a model that has not diverged would work, "
-            "and in place of --dtype fp16 --dtype bf16 or fp32"
-        )
+        raise DivergedError(f"{name}: log-probabilities are not numbers")
     return Scores(log_probability, tokens.astype(int), hits.astype(int), last_hit.astype(bool))
 
 

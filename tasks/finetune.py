@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.checkpoint.format import Checkpoint, step_folders
-from megatron.checkpoint.load import newest_whole
 from megatron.checkpoint.retention import claim, remove
 from megatron.checkpoint.save import save
 from megatron.config.checks import UsageError, flag
@@ -36,17 +35,17 @@ from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import RandomStreams
 from megatron.train.diagnose import NonFiniteError
-from megatron.train.evaluate import load_newest
+from megatron.train.evaluate import find_newest, load_newest
 from megatron.train.generate import DivergedError
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
 from megatron.train.signals import SIGNALS, StopSignals
 from megatron.train.state import DTYPES, TrainState, choose_precision, environment, model_slices
 from megatron.train.step import StepResult
-from tasks.finetuning import Finetuning, figure_name
+from tasks.examples import Steps, finetuned_config, logits_of, optimizer_config, start
 from tasks.plan import RESULT, Plan
+from tasks.protocol import Finetuning, figure_name
 from tasks.record import arrange, describe
-from tasks.training import Steps, finetuned_config, logits_of, optimizer_config, start
 
 METRICS = "metrics.jsonl"
 LINES = 10  # of metrics in an epoch
@@ -66,7 +65,7 @@ Logits: TypeAlias = Mapping[str, Sequence[NDArray[np.float32]]]
 
 
 @dataclass(kw_only=True)
-class Run:
+class FinetuneRun:
     """What all seeds have in common, and how far the fine-tuning has come."""
 
     plan: Plan
@@ -105,7 +104,7 @@ def fine_tune(
     """(record, figures for the paper's table) of training with every seed."""
     settings = plan.settings
     seeds = range(settings.seed, settings.seed + settings.seeds)
-    run: Run | None = None
+    run: FinetuneRun | None = None
     # A signal ends the process at once: of an epoch that is not done nothing could be used.
     try:
         with StopSignals(), ExitStack() as stack:
@@ -141,13 +140,11 @@ def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
     return replace(plan, settings=settings, facts={**plan.facts, "hyper_parameters": parameters})
 
 
-def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> Run:
+def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> FinetuneRun:
     """Find the newest whole checkpoint to start from."""
     settings, task = plan.settings, plan.task
-    pretrained, passed_over = newest_whole(plan.models[0], mesh)
+    pretrained = find_newest(plan.models[0], mesh)
     manifest = pretrained.manifest
-    for reason in passed_over if mesh.is_first else ():
-        print(f"warning: passed over: {reason}", file=sys.stderr)
     config = finetuned_config(
         config_of(manifest),
         task.head,
@@ -165,7 +162,7 @@ def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> Run:
         "the evaluations": list(task.evaluations),
         **{flag(name): value for name, value in plan.facts["hyper_parameters"].items()},
     }
-    return Run(
+    return FinetuneRun(
         plan=plan,
         mesh=mesh,
         environ=environ,
@@ -175,7 +172,7 @@ def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> Run:
     )
 
 
-def train_seed(run: Run, seed: int) -> None:
+def train_seed(run: FinetuneRun, seed: int) -> None:
     """Train with this seed; its result is kept in --save and in `run.finished`."""
     mesh, settings, directory = run.mesh, run.plan.settings, run.directory(seed)
     run.seed, run.epoch = seed, 0
@@ -188,6 +185,7 @@ def train_seed(run: Run, seed: int) -> None:
     )
     optimizer = optimizer_config(settings, len(steps))
     assert settings.dtype is not None  # with_dtype
+    assert optimizer.lr_decay_iters is not None
     with user_errors(run.environ, agreed=True):
         if directory is not None:  # with what an interrupted run left
             folders = step_folders(directory) if mesh.is_first else []
@@ -195,8 +193,9 @@ def train_seed(run: Run, seed: int) -> None:
                 print(f"{directory}: this seed was interrupted and begins anew", file=sys.stderr)
             remove_all(folders, mesh)
         state = start(run.pretrained, run.config, optimizer, settings.dtype, seed, mesh)
-    file = None if directory is None else directory / METRICS
-    with Metrics(file, mesh, start=0, steps=len(steps), stream=sys.stderr) as metrics:
+        file = None if directory is None else directory / METRICS
+        metrics = Metrics(file, mesh, start=0, steps=len(steps), stream=sys.stderr)
+    with metrics:
         metrics.bar.set_description(f"{run.plan.name}, seed {seed}")
         epochs = Epochs(run, steps, metrics)
         loop = Loop(
@@ -206,7 +205,7 @@ def train_seed(run: Run, seed: int) -> None:
                 check_replicas_interval=steps.per_epoch,
             ),
             batches=epochs.batches(),
-            learning_rate=partial(learning_rate, optimizer, decay_iters=len(steps) + 1),
+            learning_rate=partial(learning_rate, optimizer, decay_iters=optimizer.lr_decay_iters),
             evaluate=epochs.evaluate,
             save=epochs.save,
             metrics=metrics,
@@ -218,10 +217,8 @@ def train_seed(run: Run, seed: int) -> None:
         )
         try:
             train(state, loop)
-        except (NonFiniteError, DivergedError) as error:
+        except NonFiniteError as error:
             with user_errors(run.environ, agreed=True):
-                if isinstance(error, DivergedError):  # of an evaluation
-                    raise
                 raise ValueError(_divergence(error, state, seed, run.epoch)) from error
     result = epochs.result()
     if directory is not None and mesh.is_first:
@@ -248,7 +245,7 @@ class Epochs:
     """The epochs of a seed for the loop: the batches, the evaluation at the end of each, and the
     checkpoints of the last and the best one."""
 
-    def __init__(self, run: Run, steps: Steps, metrics: Metrics) -> None:
+    def __init__(self, run: FinetuneRun, steps: Steps, metrics: Metrics) -> None:
         self.run, self.steps, self.metrics = run, steps, metrics
         self.done: list[dict[str, Any]] = []
         self.loss_sum = self.examples_seen = 0.0
@@ -272,13 +269,14 @@ class Epochs:
         loss = self.loss_sum / self.examples_seen if self.examples_seen else nan
         self.loss_sum = self.examples_seen = 0.0
         label = f"epoch {run.epoch}"
-        logits = ask(run.plan.task, state.model, run.config, run.mesh, size, label)
+        with user_errors(run.environ, agreed=True, kinds=(DivergedError,)):
+            logits = ask(run.plan.task, state.model, run.config, run.mesh, size, label)
         figures = judge(run.plan.task, logits) if run.mesh.is_first else {}
         figures = run.mesh.control.gather(figures)[0]
         line = {"epoch": run.epoch, "train_loss": loss if isfinite(loss) else None}
         self.metrics.write({"step": state.step, "seed": self.steps.seed, **line, **figures})
-        told = {"train_loss": loss, **figures}
-        words = [f"{name} {value:.4g}" for name, value in told.items() if _is_number(value)]
+        shown = {"train_loss": loss, **figures}
+        words = [f"{name} {value:.4g}" for name, value in shown.items() if _is_number(value)]
         self.metrics.log(" | ".join([f"step {state.step}", *words]))
         self.done.append({**line, "figures": figures, "checkpoint": None})
 
@@ -345,7 +343,7 @@ def _divergence(error: NonFiniteError, state: TrainState, seed: int, epoch: int)
     )
 
 
-def load_finished(run: Run, seeds: Sequence[int]) -> None:
+def load_finished(run: FinetuneRun, seeds: Sequence[int]) -> None:
     """Load the results of the seeds that --save holds finished; the first rank's hold for all.
 
     Raises ValueError, on every rank, where one is of another command.
@@ -362,7 +360,7 @@ def load_finished(run: Run, seeds: Sequence[int]) -> None:
     run.finished = run.mesh.control.gather(run.finished)[0]
 
 
-def read_result(file: Path, run: Run) -> Result:
+def read_result(file: Path, run: FinetuneRun) -> Result:
     """The result of a finished seed; ValueError, with what differs, where it is of another run."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
@@ -387,7 +385,7 @@ def read_result(file: Path, run: Run) -> Result:
     return result
 
 
-def report(run: Run, results: Sequence[Result]) -> tuple[dict[str, Any], dict[str, Any]]:
+def report(run: FinetuneRun, results: Sequence[Result]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(record, figures for the paper's table); only the first rank asks."""
     last = [each["epochs"][-1]["figures"] for each in results]
     best = [each["epochs"][each["best_epoch"] - 1]["figures"] for each in results]
@@ -451,11 +449,8 @@ def evaluate_models(
         with user_errors(environ, agreed=True):
             checkpoint, model = load_newest(folders, mesh, DTYPES[dtype])
         manifest, size = checkpoint.manifest, plan.settings.micro_batch_size
-        try:
+        with user_errors(environ, agreed=True, kinds=(DivergedError,)):
             every.append(ask(plan.task, model, config_of(manifest), mesh, size, plan.name))
-        except DivergedError:
-            with user_errors(environ, agreed=True):
-                raise
         facts = describe(checkpoint, model, mesh, dtype)
         rows.append({**facts, "finetuned": manifest.get("finetuned", {})})
     if not mesh.is_first:

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from megatron.config.checks import UsageError
 from megatron.data.tokenizer import BertTokenizer
 from tasks.checks import ChecksConfig, InputChecks, LabelMap, check_apart, check_classes, majority
-from tasks.finetuning import Example, FinetuneSettings, Finetuning, name_conventions
 from tasks.pairs import SPECIAL, PairExamples, encode, shape_of
+from tasks.protocol import Example, FinetuneSettings, Finetuning, name_conventions
 from tasks.reading import read_marked
 
 SIMPLE = ("text_a", "text_b", "label")
@@ -80,11 +80,11 @@ def read_pairs(flag: str, file: Path, form: Form) -> Pairs:
             pairs.first.append(first)
             pairs.second.append(second)
     if bad := pairs.bad:
-        said = f"{place}: {len(bad)} of {count} rows are left out: {'; '.join(bad[:3])}"
-        said += "; ..." if len(bad) > 3 else ""
+        message = f"{place}: {len(bad)} of {count} rows are left out: {'; '.join(bad[:3])}"
+        message += "; ..." if len(bad) > 3 else ""
         if len(bad) > MOST_BAD * count:
-            raise ValueError(f"{said}; up to {MOST_BAD:.0%} would be let pass: {form.cure}")
-        warnings.warn(said, stacklevel=2)
+            raise ValueError(f"{message}; up to {MOST_BAD:.0%} would be let pass: {form.cure}")
+        warnings.warn(message, stacklevel=2)
     if not pairs.ids:
         raise ValueError(f"{place} has no pair with a label in {count} rows; {form.cure}")
     return pairs
@@ -190,8 +190,8 @@ CONVENTIONS = {
     "majority_accuracy": "accuracy of one who always names the class that is most frequent here",
     "accuracy": "the share of pairs whose class has the highest score; of equal scores the first "
     "class's counts",
-    "f1": "of the second class, duplicate: 2 x hits / (pairs of the class + pairs said to be of "
-    "it); 0 where that is 0 / 0",
+    "f1": "of the second class, duplicate: 2 x hits / (pairs of the class + pairs predicted to be "
+    "of it); 0 where that is 0 / 0",
 }
 
 
@@ -230,18 +230,18 @@ class Classified(Finetuning):
 
     def figures(self, name: str, logits: Sequence[NDArray[np.float32]]) -> Mapping[str, Any]:
         right = self.evaluations[name].classes
-        said = np.stack(logits).argmax(axis=1)
+        predicted = np.stack(logits).argmax(axis=1)
         figures = {
             "pairs": len(right),
             "majority_accuracy": majority(right),
-            "accuracy": float((said == right).mean()),
+            "accuracy": float((predicted == right).mean()),
         }
-        return {**figures, "f1": f1(said == 1, right == 1)} if self.with_f1 else figures
+        return {**figures, "f1": f1(predicted == 1, right == 1)} if self.with_f1 else figures
 
 
-def f1(said: NDArray[np.bool_], right: NDArray[np.bool_]) -> float:
-    count = int(said.sum() + right.sum())
-    return 2 * int((said & right).sum()) / count if count else 0.0
+def f1(predicted: NDArray[np.bool_], right: NDArray[np.bool_]) -> float:
+    count = int(predicted.sum() + right.sum())
+    return 2 * int((predicted & right).sum()) / count if count else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,7 @@ class HeldOut(Task):
     windows: Sequence[Window]
     cloze_passages: int  # the last so many windows
 
-    def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def score(self, scores: Scores, continuations: Sequence[Sequence[int]]) -> dict[str, Any]:
         first = len(scores) - self.cloze_passages
         text, cloze = scores[:first], scores[first:]
         vocabulary, end = self.tokenizer.vocab_size, self.tokenizer.eod
@@ -177,8 +177,8 @@ def cloze_windows(
         if len(paragraph.split()) >= settings.cloze_words
         and (found := LAST_WORD.match(paragraph.strip()))
     ]
-    every = max(1, len(passages) // settings.cloze_passages)
-    for found in passages[::every][: settings.cloze_passages]:
+    count = min(settings.cloze_passages, len(passages))
+    for found in (passages[number * len(passages) // count] for number in range(count)):
         word = tokenizer.encode(found["word"])
         tokens = [tokenizer.eod, *tokenizer.encode(found["context"]), *word][-length - 1 :]
         yield Window(tokens[:-1], tokens[1:], len(tokens) - 1 - len(word))

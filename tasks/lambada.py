@@ -98,11 +98,11 @@ class Lambada(Task):
         text = self.tokenizer.decode(new)
         return not text.startswith(" ") or any(map(str.isspace, text[1:]))
 
-    def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def score(self, scores: Scores, continuations: Sequence[Sequence[int]]) -> dict[str, Any]:
         passages, count = self.passages, len(self)
         right = sum(
             spells(self.tokenizer.decode(new), passage.target)
-            for passage, new in zip(passages, written, strict=True)
+            for passage, new in zip(passages, continuations, strict=True)
         )
         return {
             "num_examples": count,

@@ -24,15 +24,15 @@ from megatron.config.parse import parse, user_errors
 from megatron.train.trained import open_trained
 from tasks import paper
 from tasks.common import Task, TaskSettings, continue_prompts, score_windows
-from tasks.finetuning import FinetuneSettings
 from tasks.plan import check_judged, make_plan
+from tasks.protocol import FinetuneSettings
 from tasks.record import ROOT, arrange, describe, identify, publish, version
 
 if TYPE_CHECKING:
     from megatron.models.gpt2 import GPT2
     from megatron.parallel.mesh import Mesh
 
-# Where each is: a module, or one and a class. tasks/common.py and tasks/finetuning.py say what it
+# Where each is: a module, or one and a class. tasks/common.py and tasks/protocol.py say what it
 # has. One of one's own is named itself.
 TASKS = {
     "WIKITEXT103": "tasks.wikitext103",
@@ -53,7 +53,7 @@ def wants_list(arguments: Sequence[str]) -> bool:
 
 
 def list_tasks() -> str:
-    """The tasks, each with the first line of what is said of it; none is imported."""
+    """The tasks, each with the first line of its docstring; none is imported."""
     lines = ["usage: tasks/main.py --task NAME --load DIRECTORY ...", ""]
     lines += [f"  {name:<12} {_summary(place)}" for name, place in TASKS.items()]
     own = "  tasks.mine   A module of your own: tasks/README.md says what it has."
@@ -134,7 +134,9 @@ def run_finetuned(
         if figures is not None:
             check_judged(settings)
             data = [identify(each) for each in settings.files]
-            record = arrange(name, figures, {**version(), "data": data, "command": command})
+            record = arrange(
+                name, figures, {"version": version(), "data": data, "command": command}
+            )
             if is_first(environ):
                 publish(record, settings.evaluation)
             return
@@ -169,6 +171,7 @@ def run_zero_shot(
         data = [identify(file) for file in settings.files]
 
     from megatron.train.evaluate import load_newest
+    from megatron.train.generate import DivergedError
     from megatron.train.launch import launch
     from megatron.train.state import DTYPES
 
@@ -176,8 +179,9 @@ def run_zero_shot(
     with launch(settings.parallel, environ) as mesh:
         with user_errors(environ, agreed=True):
             checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
-        # What goes wrong here is a fault of the task, which its traceback finds.
-        figures = evaluate(task, model, mesh, size, name)
+        # What else goes wrong here is a fault of the task, which its traceback finds.
+        with user_errors(environ, agreed=True, kinds=(DivergedError,)):
+            figures = evaluate(task, model, mesh, size, name)
         if mesh.is_first:
             facts = describe(checkpoint, model, mesh, settings.trained.dtype)
             how = {"data": data, "micro_batch_size": size, "command": command}
@@ -191,10 +195,12 @@ def evaluate(
 ) -> Mapping[str, Any]:
     """The task's figures on the first rank, nothing on the others; every rank calls this."""
     scores = score_windows(model, mesh, task, micro_batch_size, name)
-    written: list[list[int]] = []
+    continuations: list[list[int]] = []
     if task.prompts is not None:
-        written = continue_prompts(model, mesh, task.prompts, micro_batch_size, f"{name}, greedy")
-    return task.score(scores, written) if mesh.is_first else {}
+        continuations = continue_prompts(
+            model, mesh, task.prompts, micro_batch_size, f"{name}, greedy"
+        )
+    return task.score(scores, continuations) if mesh.is_first else {}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron.data.pairs import SPECIAL, lengths_kept
 from megatron.data.tokenizer import BertTokenizer
-from tasks.finetuning import Encoding, Example
+from tasks.protocol import Encoding, Example
 
 AT_ONCE = 4096  # texts; the library holds some hundred bytes for each of their tokens
 

@@ -18,7 +18,7 @@ from megatron.train.trained import open_trained
 from tasks import paper
 from tasks.checks import ChecksConfig
 from tasks.common import ReportConfig
-from tasks.finetuning import FinetuneSettings, Finetuning
+from tasks.protocol import FinetuneSettings, Finetuning
 from tasks.record import identify
 
 RESULT = "result.json"  # of a seed that is finished

@@ -32,8 +32,8 @@ from tasks.checks import (
     check_cut,
     majority,
 )
-from tasks.finetuning import Example, FinetuneSettings, Finetuning, name_conventions
 from tasks.pairs import SPECIAL, Ragged, Shape, encode, shape_of
+from tasks.protocol import Example, FinetuneSettings, Finetuning, name_conventions
 
 CURE = "a folder as released, with middle/ and high/ of .txt files, would work"
 LEVELS = ("middle", "high")
@@ -42,7 +42,7 @@ ARCHIVES = (".tar", ".gz", ".xz", ".tgz", ".txz", ".zip")
 
 
 @dataclass(frozen=True)
-class Question:
+class RaceQuestion:
     text: str
     options: Sequence[str]  # four
     right: int  # number of the right one
@@ -56,9 +56,9 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Passage:
+class RacePassage:
     article: str
-    questions: Sequence[Question]
+    questions: Sequence[RaceQuestion]
 
     @property
     def texts(self) -> Iterator[str]:
@@ -97,7 +97,7 @@ def _unpack(file: Path) -> str:
     return f"what `{'unzip' if file.suffix == '.zip' else 'tar xf'} {file}` unpacks would work"
 
 
-def read_level(flag: str, folder: Path) -> tuple[list[Passage], dict[str, int]]:
+def read_level(flag: str, folder: Path) -> tuple[list[RacePassage], dict[str, int]]:
     """(the passages of a folder's .txt files, in the order of their names, what was counted).
 
     Warns of passages without a question, which are two of the release, and of texts that are
@@ -127,7 +127,7 @@ def read_level(flag: str, folder: Path) -> tuple[list[Passage], dict[str, int]]:
     return kept, counts
 
 
-def _read_passage(place: str, file: Path) -> Passage:
+def _read_passage(place: str, file: Path) -> RacePassage:
     try:
         record = json.loads(file.read_bytes())
     except ValueError as error:
@@ -145,16 +145,16 @@ def _read_passage(place: str, file: Path) -> Passage:
             "answers; one of each a question would work"
         )
     rows = enumerate(zip(*lists, strict=True), start=1)
-    return Passage(article, [_question(f"{place}, question {n}", *row) for n, row in rows])
+    return RacePassage(article, [_question(f"{place}, question {n}", *row) for n, row in rows])
 
 
-def _question(place: str, text: Any, options: Any, answer: Any) -> Question:
+def _question(place: str, text: Any, options: Any, answer: Any) -> RaceQuestion:
     if not isinstance(options, list) or len(options) != len(LETTERS):
         count = len(options) if isinstance(options, list) else type(options).__name__
         raise ValueError(f"{place}: {count} options; {len(LETTERS)} would work")
     if answer not in LETTERS:
         raise ValueError(f"{place}: the answer {answer!r} is not one of {', '.join(LETTERS)}")
-    return Question(
+    return RaceQuestion(
         _text(place, "its text", text),
         [_text(place, "an option", each) for each in options],
         LETTERS.index(answer),
@@ -203,11 +203,12 @@ class Settings(FinetuneSettings):
         super().__post_init__()
         positive(self, "max_qa_length")
         if self.kept_qa + SPECIAL >= self.seq_length:
+            shortest = self.max_qa_length + SPECIAL + 1 if self.max_qa_length else 16
             raise UsageError(
                 "--seq-length",
                 self.seq_length,
                 f"above --max-qa-length {self.kept_qa} and {SPECIAL} special tokens",
-                works=("--seq-length", str(4 * (self.kept_qa + SPECIAL))),
+                works=("--seq-length", str(shortest)),
             )
 
     @property
@@ -342,14 +343,14 @@ def check_options(place: str, lengths: NDArray[np.int64], shape: Shape, checks: 
     assert shape.first is not None
     count, longest = int((lengths > shape.first).sum()), int(lengths.max())
     share = count / len(lengths)
-    said = (
+    message = (
         f"{place}: {count} of {len(lengths)} questions with an option ({share:.1%}) are longer "
         f"than --max-qa-length {shape.first} and lose their end"
     )
     better = min(longest, shape.length - SPECIAL - 1)
     left = int((lengths > better).sum())
     cure = f"--max-qa-length {better} would cut {left or 'none'}"
-    check_cut(said, share, cure, WARN_CUT_QUESTIONS, checks.config.max_truncated)
+    check_cut(message, share, cure, WARN_CUT_QUESTIONS, checks.config.max_truncated)
     return count
 
 

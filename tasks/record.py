@@ -63,14 +63,15 @@ def describe(checkpoint: Checkpoint, model: Any, mesh: Mesh, dtype: str) -> dict
         "step": step_of(checkpoint.path),
         "tokenizer": manifest["tokenizer"],
         "dtype": dtype,
-        **version(),
+        "version": version(),
         **environment(mesh),
     }
 
 
-def version() -> dict[str, str]:
+def version() -> str:
+    """The project's version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {"version": project["version"]}
+    return str(project["version"])
 
 
 def publish(

@@ -92,7 +92,7 @@ class WikiText103(Task):
     stream: Sliding
     windows: Sequence[Window]
 
-    def score(self, scores: Scores, written: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def score(self, scores: Scores, continuations: Sequence[Sequence[int]]) -> dict[str, Any]:
         stream, alone = scores[: len(self.stream)], scores[len(self.stream) :]
         num_scored = int(stream.tokens.sum())
         assert num_scored == len(self.stream.tokens) - 1

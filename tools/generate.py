@@ -3,7 +3,7 @@
 Prints a JSON list of {"prompt", "text" (the continuation alone), "tokens" (its ids), "finished":
 "end of document" or "length", "number" (of the prompt, from 1), and what else the text depends on}.
 Nothing is put before a prompt, but an empty one begins with the end mark, as a document does. Under
-torchrun the model is cut over the processes and the prompts are dealt out to its copies; neither
+torchrun the model is cut over the processes and the prompts are sharded over its copies; neither
 changes a text.
 """
 
@@ -220,11 +220,9 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with launch(settings.parallel, environ) as mesh:
         with user_errors(environ, agreed=True):
             checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
-        try:
+        # Any other error is a fault of the program, which its traceback finds.
+        with user_errors(environ, agreed=True, kinds=(DivergedError,)):
             records = answer(model, mesh, prompts, reader, settings)
-        except DivergedError:  # any other ValueError is the program's fault: a traceback
-            with user_errors(environ, agreed=True):
-                raise
         if mesh.is_first:
             with user_errors(environ):
                 facts = describe(checkpoint, settings)

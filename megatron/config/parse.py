@@ -67,8 +67,13 @@ _SYNONYMS = {
 
 
 @contextlib.contextmanager
-def user_errors(environ: Mapping[str, str], *, agreed: bool = False) -> Iterator[None]:
-    """End the program with status 2 and one message where a ValueError or OSError is raised.
+def user_errors(
+    environ: Mapping[str, str],
+    *,
+    agreed: bool = False,
+    kinds: tuple[type[Exception], ...] = (ValueError, OSError),
+) -> Iterator[None]:
+    """End the program with status 2 and one message where an error of these kinds is raised.
 
     Prints each warning as one line. Where the reader of stdout has gone (`| head`), the program
     ends without a message and with status 141. Mostly every rank meets the same error, so that
@@ -88,7 +93,7 @@ def user_errors(environ: Mapping[str, str], *, agreed: bool = False) -> Iterator
                 yield
             finally:
                 print(end="", flush=True)
-    except (ValueError, OSError) as error:
+    except kinds as error:
         if isinstance(error, BrokenPipeError):
             poll = select.poll()
             poll.register(sys.stdout.fileno(), 0)

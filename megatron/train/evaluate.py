@@ -28,14 +28,23 @@ SCORED_AT_ONCE = 1024  # rows of logits that are in memory together; at GPT-2's 
 def load_newest(
     folders: Sequence[Path], mesh: Mesh, dtype: torch.dtype = torch.float32
 ) -> tuple[Checkpoint, Any]:
-    """(checkpoint, its model) of the first that is whole; the first rank says what it passed over.
+    """(checkpoint, its model) of `find_newest`.
 
     dtype: of weights and activations, whatever the checkpoint's. Raises ValueError where none is.
+    """
+    newest = find_newest(folders, mesh)
+    return newest, load_model(newest, mesh, dtype)
+
+
+def find_newest(folders: Sequence[Path], mesh: Mesh) -> Checkpoint:
+    """The first checkpoint that is whole; the first rank prints which were passed over, and why.
+
+    Raises ValueError, on every rank, where none is.
     """
     newest, passed_over = newest_whole(folders, mesh)
     for reason in passed_over if mesh.is_first else ():
         print(f"warning: passed over: {reason}", file=sys.stderr)
-    return newest, load_model(newest, mesh, dtype)
+    return newest
 
 
 def load_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Any:

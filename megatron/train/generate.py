@@ -42,10 +42,16 @@ class Sampling:
 
 
 class DivergedError(ValueError):
-    """The model's logits are not numbers."""
+    """The model's logits are not numbers: raised with where that is so."""
+
+    def __str__(self) -> str:
+        return (
+            f"{super().__str__()}; a model that has not diverged would work, and in place of "
+            "--dtype fp16 --dtype bf16 or fp32"
+        )
 
 
-class Reader:
+class BatchReader:
     """A batch of texts of unequal length, read by a model once and then token by token.
 
     A shorter text is padded on the left, which no token attends to; positions count from its start.
@@ -114,7 +120,7 @@ def generate(
 
     new: list[list[int]] = [[] for _ in prompts]
     running = list(range(len(prompts)))
-    reader = Reader(model, texts, sampling.max_new_tokens)
+    reader = BatchReader(model, texts, sampling.max_new_tokens)
     while running:
         logits = reader.logits()
         if sampling.temperature == 0:
@@ -127,8 +133,7 @@ def generate(
             if token == model.vocab_size:  # no token: a logit is NaN
                 raise DivergedError(
                     f"prompt {numbers[row] + 1}: after {len(new[row])} new tokens the logits are "
-                    "not numbers: --dtype fp16 may overflow (bf16 and fp32 do not), or the model "
-                    "has diverged"
+                    "not numbers"
                 )
             new[row].append(token)
         reader.follow(ids)

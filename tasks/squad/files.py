@@ -161,8 +161,8 @@ def _check_places(squad: Squad, most: float) -> None:
         for place, ids in places.items()
         if ids
     ]
-    said = f"{squad.place}: {wrong} of {total} answers are not at their answer_start"
-    text = f"{said}: {', '.join(parts)}"
+    message = f"{squad.place}: {wrong} of {total} answers are not at their answer_start"
+    text = f"{message}: {', '.join(parts)}"
     if wrong > most * total:
         raise ValueError(f"{text}; {CURE}")
     warnings.warn(text, stacklevel=3)

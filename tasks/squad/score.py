@@ -76,9 +76,9 @@ def normalise(text: str) -> str:
 
 def word_f1(answer: str, right: str) -> float:
     """Of two normalised answers; 0 where they share no word."""
-    said, gold = answer.split(), right.split()
-    shared = (Counter(said) & Counter(gold)).total()
-    return 2 * shared / (len(said) + len(gold)) if shared else 0.0
+    words, gold = answer.split(), right.split()
+    shared = (Counter(words) & Counter(gold)).total()
+    return 2 * shared / (len(words) + len(gold)) if shared else 0.0
 
 
 def mark(squad: Squad, predictions: Mapping[str, str]) -> Marks:

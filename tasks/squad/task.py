@@ -28,8 +28,8 @@ from tasks.checks import (
     check_cut,
     check_unknown,
 )
-from tasks.finetuning import BESIDE, Example, FinetuneSettings, Finetuning
 from tasks.pairs import SPECIAL, shape_of
+from tasks.protocol import BESIDE, Example, FinetuneSettings, Finetuning
 from tasks.squad.files import Squad, read_squad
 from tasks.squad.score import best_figures, conventions, figures, mark, score_file, unanswered
 from tasks.squad.windows import Windows, make_windows, read_answers
@@ -253,13 +253,17 @@ def make_examples(
 def _check_losses(windows: Windows, counts: Mapping[str, int], settings: Settings) -> None:
     """Warn of what is lost of the data; raises ValueError where too many questions are cut."""
     place, questions, cut = windows.squad.place, counts["questions"], counts["truncated_questions"]
-    said = (
+    message = (
         f"{place}: {cut} of {questions} questions ({cut / questions:.1%}) are longer than "
         f"--max-query-length {settings.max_query_length}, and their end is cut"
     )
     most = settings.checks.max_truncated
     check_cut(
-        said, cut / questions, "a larger one would help", warn_above=WARN_CUT_QUESTIONS, most=most
+        message,
+        cut / questions,
+        "a larger one would help",
+        warn_above=WARN_CUT_QUESTIONS,
+        most=most,
     )
     losses = {
         "blank_questions": f"have no words, such as {', '.join(windows.blank[:3])}",

@@ -212,6 +212,8 @@ def test_a_warning_is_one_line(rank: str, message: str, capsys: pytest.CaptureFi
 def test_other_errors_are_not_the_user_s() -> None:
     with pytest.raises(AssertionError), user_errors({}):
         raise AssertionError
+    with pytest.raises(ValueError, match="at fault"), user_errors({}, kinds=(OSError,)):
+        raise ValueError("at fault")
 
 
 def test_a_program_needs_neither_torch_nor_numpy_to_check_its_flags() -> None:

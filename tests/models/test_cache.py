@@ -11,7 +11,7 @@ from megatron.models.cache import KeyValueCache
 from megatron.models.gpt2 import GPT2
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import whole_logits
-from megatron.train.generate import Reader
+from megatron.train.generate import BatchReader
 from tests.dist import Pool
 from tests.models.dense import dense_gpt2
 from tests.tiny import (
@@ -34,7 +34,7 @@ STEPS = SEQUENCE - max(LENGTHS)
 def with_cache(model: GPT2) -> Iterator[Tensor]:
     """Logits [4, v/t] of each step, where row r reads TEXTS[r] from LENGTHS[r] tokens on."""
     prompts = [text[:length] for text, length in zip(TEXTS, LENGTHS, strict=True)]
-    reader = Reader(model, prompts, STEPS)
+    reader = BatchReader(model, prompts, STEPS)
     for step in range(STEPS):
         yield reader.logits()
         following = [text[length + step] for text, length in zip(TEXTS, LENGTHS, strict=True)]
@@ -97,7 +97,7 @@ def test_rows_that_end_leave_and_change_no_other() -> None:
     model, _ = tiny_model(serial_mesh())
     kept = [3, 0]
     everything = list(with_cache(model.eval()))
-    reader = Reader(model, [TEXTS[row][: LENGTHS[row]] for row in range(4)], STEPS)
+    reader = BatchReader(model, [TEXTS[row][: LENGTHS[row]] for row in range(4)], STEPS)
     reader.logits()
     reader.follow(torch.tensor([TEXTS[row][LENGTHS[row]] for row in range(4)]))
     reader.keep(kept)

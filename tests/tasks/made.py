@@ -18,7 +18,7 @@ from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec
 from megatron.train.state import build_model, environment, model_slices
 from tasks.checks import ChecksConfig
-from tasks.finetuning import Encoding, Example, FinetuneSettings, Finetuning, Head
+from tasks.protocol import Encoding, Example, FinetuneSettings, Finetuning, Head
 from tests.data.samples import write_wordpiece
 
 KEY, ALIKE = 20, 21  # what an example is about, and what is like it

@@ -19,9 +19,9 @@ from megatron.train.metrics import read_metrics
 from megatron.train.objectives import answer_scores
 from tasks import finetune
 from tasks.finetune import evaluate_models, fine_tune, mean_logits
-from tasks.finetuning import Head
 from tasks.main import main
 from tasks.plan import dtype_of, make_plan
+from tasks.protocol import Head
 from tests.dist import Pool
 from tests.tasks import made
 from tests.tasks.made import COUNT, small_section, write_files, write_model
@@ -239,9 +239,17 @@ def test_logits_that_are_no_numbers_are_one_message(
     def broken(model: Any, batch: Any, device: Any) -> Any:
         return answer_scores(model, batch, device) * torch.nan
 
-    monkeypatch.setattr("tasks.training.answer_scores", broken)
+    monkeypatch.setattr("tasks.examples.answer_scores", broken)
     error = refusal(["--load", str(save / "seed_1234"), *evaluating(save)], capsys)
     assert f"error: {TASK} near: " in error
+
+
+def test_metrics_that_cannot_be_written_are_one_message(
+    words: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "save" / "seed_1234" / "metrics.jsonl").mkdir(parents=True)
+    error = refusal([*words, "--save", str(tmp_path / "save")], capsys)
+    assert "metrics.jsonl" in error.splitlines()[-1]
 
 
 def at_epoch(number: int, act: Callable[[], None]) -> Callable[[], None]:

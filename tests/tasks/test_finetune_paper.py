@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.config.parse import parse
-from tasks.finetuning import FinetuneSettings
 from tasks.main import ROOT, find_module, main, split_task
 from tasks.paper import PAPER, as_text, check_figures, compare
+from tasks.protocol import FinetuneSettings
 from tests.tasks.made import write_model
 
 PRESETS = ROOT / "scripts" / "presets" / "finetune"

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megatron.checkpoint.format import read_manifest
 from megatron.data.files import temporary
+from megatron.train.evaluate import load_newest
 from tasks.main import ROOT, TASKS, main
 from tests.tasks.passages import passages, some_articles
 from tests.tasks.peer import POSITIONS, Peer
@@ -96,6 +99,28 @@ def test_wikitext103_is_evaluated_in_bf16_beside_the_paper(
     assert (record["paper"]["here"], record["dtype"]) == (here, "bf16")
 
 
+@pytest.mark.parametrize("task", ["WIKITEXT103", "LAMBADA"])
+def test_a_model_that_has_diverged_is_one_message(
+    peer: Peer,
+    test_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    task: str,
+) -> None:
+    file = tmp_path / "input"
+    texts = {"WIKITEXT103": some_articles(test_data, 1), "LAMBADA": "In the end\n"}
+    file.write_text(texts[task], encoding="utf-8")
+
+    def broken(*arguments: Any) -> Any:
+        checkpoint, model = load_newest(*arguments)
+        torch.nn.init.constant_(model.final_norm.bias, torch.nan)
+        return checkpoint, model
+
+    monkeypatch.setattr("megatron.train.evaluate.load_newest", broken)
+    assert f"error: {task}: " in refusal(of_file(file, peer), capsys, task)
+
+
 def test_input_is_refused_before_torch_is_imported(peer: Peer, tmp_path: Path) -> None:
     words = flags("LAMBADA", tmp_path / "none", peer)
     code = (
@@ -160,7 +185,7 @@ class Broken(Task):
     def __getitem__(self, number):
         question, answer = [number]
 
-    def score(self, scores, written):
+    def score(self, scores, continuations):
         return {}
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tasks import pairs
+from tasks.examples import make_batch
 from tasks.pairs import PairExamples, Shape, encode, shape_of
-from tasks.training import make_batch
 from tests.tasks.made import wordpiece
 
 TOKENIZER = wordpiece("cat", "dog", "sits")

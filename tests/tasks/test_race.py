@@ -10,8 +10,8 @@ import pytest
 
 from megatron.data.tokenizer import BertWordPieceLowerCase
 from tasks.checks import ChecksConfig
+from tasks.examples import make_batch
 from tasks.race import Race, Settings, prepare
-from tasks.training import make_batch
 from tests.tasks.made import small_section, wordpiece, write_model
 from tests.tasks.program import result
 

@@ -70,6 +70,11 @@ ROWS = [
     ("QQP --load {pre} --valid-data {near} --seq-length 2", "--seq-length"),
     ("RACE --load {pre} --valid-data {near} --seq-length 4", "--seq-length"),
     ("RACE --load {pre} --valid-data {near} --seq-length 64 --max-qa-length 61", "--seq-length"),
+    (
+        "RACE --load {pre} --train-data {near} --valid-data {near} --seq-length 20 "
+        "--max-qa-length 18",
+        "--seq-length",
+    ),
     ("RACE --load {pre} --valid-data {near} --max-qa-length 0", "--max-qa-length"),
     # Data.
     ("MADE --load {pre} --train-data {empty} --valid-data {near}", "--train-data"),

@@ -1,6 +1,7 @@
 """Windows score every token once; neither scores nor a task's figures depend on batch or layout."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,12 @@ def test_cloze_asks_for_the_last_word_of_long_paragraphs(tmp_path: Path) -> None
 
     (short, _) = cloze_windows([text], tokenizer, 8, settings)
     assert (len(short.inputs), short.labels) == (8, first.labels[-8:])
+
+    words = ["zero", "one", "two", "three", "four", "five", "six"]
+    texts_of_one = [f"a b c {word}" for word in words]
+    some = cloze_windows(texts_of_one, tokenizer, 100, replace(settings, cloze_passages=4))
+    found = [tokenizer.decode(window.labels[window.first :]) for window in some]
+    assert found == [" zero", " one", " three", " five"], "spread evenly, where some are left out"
 
 
 def test_a_line_without_text_is_named_and_counted(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron.train.evaluate import whole_logits
 from megatron.train.generate import (
+    BatchReader,
     DivergedError,
-    Reader,
     Sampling,
     draw,
     generate,
@@ -192,7 +192,7 @@ def test_narrow_weights_generate_too(dtype: torch.dtype, tolerance: float) -> No
     config = tiny_section(max_position_embeddings=POSITIONS)
     narrow, wide = (tiny_model(mesh, config, dtype=d)[0].eval() for d in (dtype, torch.float64))
     with torch.inference_mode():
-        logits = [Reader(model, FULL, 1).logits() for model in (narrow, wide)]
+        logits = [BatchReader(model, FULL, 1).logits() for model in (narrow, wide)]
     assert logits[0].dtype == dtype
     torch.testing.assert_close(logits[0].double(), logits[1], rtol=0, atol=tolerance)
     assert all(len(row) == 24 for row in generate(narrow, mesh, FULL, DRAWN, eod=None))

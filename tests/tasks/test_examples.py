@@ -25,8 +25,7 @@ from megatron.parallel.sharding import ShardingSpec
 from megatron.train.objectives import OBJECTIVES
 from megatron.train.state import DTYPES, TrainState, model_slices
 from megatron.train.step import train_step
-from tasks.finetuning import Example, Head
-from tasks.training import (
+from tasks.examples import (
     Steps,
     finetuned_config,
     logits_of,
@@ -34,6 +33,7 @@ from tasks.training import (
     optimizer_config,
     start,
 )
+from tasks.protocol import Example, Head
 from tests.dist import Pool
 from tests.tasks import made
 from tests.tasks.made import make_examples, small_section, write_model

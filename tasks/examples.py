@@ -28,7 +28,7 @@ from megatron.train.generate import DivergedError
 from megatron.train.loader import shard
 from megatron.train.objectives import answer_scores
 from megatron.train.state import DTYPES, TrainState, build_state
-from tasks.finetuning import Example, FinetuneSettings
+from tasks.protocol import Example, FinetuneSettings
 
 
 def make_batch(examples: Sequence[Example], counted: int | None = None) -> ExampleBatch:
@@ -177,10 +177,7 @@ def logits_of(
     model.train(was_training)
     whole = all_reduce(flat.to(mesh.device), mesh.data).cpu().numpy()
     if not np.isfinite(whole).all():
-        raise DivergedError(
-            f"{name}: logits are not numbers; a model that has not diverged would work, and in "
-            "place of --dtype fp16 --dtype bf16 or fp32"
-        )
+        raise DivergedError(f"{name}: logits are not numbers")
     parts = np.split(whole, ends[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
