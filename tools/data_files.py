@@ -5,7 +5,6 @@ import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -247,7 +246,8 @@ def verify(prefix: str) -> Report:
     highest = 0
     for shard, facts in zip(data.shards, pairs, strict=True):
         if facts is not None:
-            _check_sum(f"{shard.prefix}.idx", sha256(Path(f"{shard.prefix}.idx")), facts.idx_sha256)
+            index = with_suffix(shard.prefix, ".idx")
+            _check_sum(str(index), sha256(index), facts.idx_sha256)
         highest_of_shard, checksum = _read_tokens(shard)
         highest = max(highest, highest_of_shard)
         if facts is not None and description is not None:

@@ -193,7 +193,6 @@ def check(settings: Settings) -> None:
         works = ("--output-prefix", prefix, "--overwrite")
         raise UsageError("--output-prefix", prefix, f"new ({found} is there)", works=works)
     is_bert = isinstance(settings.tokenizer, BertTokenizer)
-    parse_size("--shard-size", settings.shard_size)
     if settings.split_sentences and not is_bert:
         raise UsageError(
             "--tokenizer-type",

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.config.parse import parse_call, user_errors
+from megatron.data.files import sha256
 from tools.command import Command, Failure, cause, run_commands
 from tools.corpus.shards import placed
 
@@ -39,7 +40,7 @@ class Stage:
 
     def fingerprint(self) -> str:
         """Changes with the commands, but for what suits the machine, and the inputs' content."""
-        facts = [[command.argv for command in self.commands], [digest(p) for p in self.inputs]]
+        facts = [[command.argv for command in self.commands], [sha256(p) for p in self.inputs]]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def sizes(self, out: Path) -> dict[str, int]:
@@ -50,11 +51,6 @@ class Stage:
 
 def files_of(path: Path) -> Iterator[Path]:
     return (p for p in path.rglob("*") if p.is_file()) if path.is_dir() else iter([path])
-
-
-def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove(path: Path) -> None:

@@ -145,10 +145,9 @@ def _sample_ids(data: IndexedDataset, vocab_size: int) -> None:
         stacklevel=2,
     )
     step = max(SAMPLED_CHUNK, data.num_tokens // SAMPLED_CHUNKS)
-    for shard in data.shards:
-        for start in range(0, shard.num_tokens, step):
-            ids = shard.read(start, min(start + SAMPLED_CHUNK, shard.num_tokens))
-            check_highest_id(data.prefix, int(ids.max()), vocab_size)
+    for start in range(0, data.num_tokens, step):
+        ids = data.read(start, min(start + SAMPLED_CHUNK, data.num_tokens))
+        check_highest_id(data.prefix, int(ids.max()), vocab_size)
 
 
 def _warn_unless_shuffled(sources: Sequence[Source]) -> None:

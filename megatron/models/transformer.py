@@ -40,7 +40,8 @@ def _runner(
     granularity."""
     if config.recompute_granularity != granularity:
         return _run
-    # It is not traced: what is run again is told where the random streams stood. Layers are.
+    # torch.compile traces the layers, but not the checkpoint, whose second run restores the
+    # position of the random numbers.
     return torch.compiler.disable(factory.checkpoint)
 
 

@@ -36,7 +36,7 @@ class TorchAdam:
         self.set_updates(0)
 
     def set_updates(self, updates: int) -> None:
-        """Say how many updates the moments have behind them."""
+        """Set how many updates the moments have behind them."""
         self.updates = [torch.tensor(float(updates), device=each.device) for each in self.weights]
 
     @torch.no_grad()

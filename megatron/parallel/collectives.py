@@ -40,8 +40,8 @@ def all_reduce(x: Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> Tensor:
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Sum `x` over `axis` while other work goes on; what is returned waits, and returns the sum. It
-    is in `x`, but for a compiler, which knows nothing of work in progress."""
+    """Sum `x` over `axis` while other work goes on; what is returned waits, and returns the sum.
+    Except under torch.compile the sum is also in `x`."""
     if axis.size == 1:
         return lambda: x
     if torch.compiler.is_compiling():

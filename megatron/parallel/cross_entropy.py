@@ -78,7 +78,7 @@ def softmax(logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> Soft
     is_here = (index >= 0) & (index < columns)
     index = index.where(is_here, 0)
     rows = torch.arange(len(labels), device=labels.device)
-    picked = exponentials[rows, index] * is_here
+    picked = exponentials[rows, index].where(is_here, 0)  # where it is not, maybe infinite
     real.exp_()
     total, picked = all_reduce(torch.stack([real.sum(dim=1), picked]), axis)
     return Softmax(exponentials, total, picked, index, is_here)
@@ -142,7 +142,7 @@ def _loss_and_gradients(
         parts = softmax(matmul(x[rows], weight, bias), labels[rows], axis, vocab_size)
         total += (parts.losses * scales[rows]).sum()
         dz = parts.gradient(scales[rows]).to(x.dtype)
-        del parts  # or beside a narrow dz the wide one would be there during its products
+        del parts  # or the wide dz would stay beside the narrow one during its matmuls
         dx[rows] = matmul(dz, weight.T)
         waits.append(start_all_reduce(dx[rows], axis))
         if view is not None:
@@ -225,5 +225,6 @@ def most_probable(logits: Tensor, axis: Axis, vocab_size: int) -> Tensor:
     own = best
     # Above all: which of a number and NaN is the larger depends on the backend.
     best = all_reduce(best.where(~best.isnan(), torch.inf), axis, ReduceOp.MAX)
-    candidate = (column + start).where(own == best, vocab_size)
-    return all_reduce(candidate, axis, ReduceOp.MIN)
+    candidate = (column + start).where(own == best, vocab_size).where(~own.isnan(), -1)
+    chosen = all_reduce(candidate, axis, ReduceOp.MIN)
+    return chosen.where(chosen >= 0, vocab_size)

@@ -77,6 +77,9 @@ class Bucket:
         self.wait: Callable[[], object] = _nothing
 
     def reduce(self) -> None:
+        for view in self.views:
+            if not view.is_filled:  # no gradient came
+                view.gradient.zero_()
         for axis in self.axes:
             self.wait()
             self.wait = start_all_reduce(self.flat, axis)
@@ -100,8 +103,9 @@ class GradientBuffers:
         """specs: of all parameters; by default `sharding_specs(model)`, which has to know them all.
 
         direct: the switch of the fast path. True: our layers add weight gradients to the buffers
-        during the backward. False: all gradients go through autograd and `.grad`; the numbers are
-        the same, except that a tied weight's two uses are summed in its own dtype.
+        during the backward. False: all gradients go through autograd and `.grad`, in the
+        parameters' dtype: the same numbers in fp32 or wider; in a narrow dtype each micro-batch's
+        gradient is rounded to it.
         """
         table = sharding_specs(model) if specs is None else specs
         groups = defaultdict(list)
@@ -165,9 +169,6 @@ class GradientBuffers:
     def _finish(self) -> None:
         for bucket in self.buckets:
             if bucket.missing:  # parameters that the last micro-batch did not reach
-                for view in bucket.views:
-                    if not view.is_filled:
-                        view.gradient.zero_()
                 bucket.reduce()
         for bucket in self.buckets:
             bucket.wait()

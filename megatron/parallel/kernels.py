@@ -60,11 +60,15 @@ def add_rows_(table: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
 ) -> Tensor:
-    """As F.scaled_dot_product_attention, on q, k, v [b, a, s, d].
+    """As F.scaled_dot_product_attention, on q [b, a, s, d] and k, v [b, a, m, d].
 
-    mask: bool [b or 1, 1, 1 or s, s], True where a query may look.
+    mask: bool [b or 1, 1, 1 or s, m], True where a query may look.
     """
-    if _by_cpu_kernels(q) and functional.pays_in_blocks(q, is_causal, dropout):
+    if (
+        _by_cpu_kernels(q)
+        and q.shape == k.shape
+        and functional.pays_in_blocks(q, is_causal, dropout)
+    ):
         return functional.block_attention(q, k, v, mask, dropout, is_causal)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
 

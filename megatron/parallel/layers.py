@@ -336,7 +336,7 @@ class AttentionCore(nn.Module):
         self.streams, self.dropout, self.name = streams, dropout, name
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """mask: bool [b or 1, 1, s, m], True where a query may look.
+        """mask: bool [b or 1, 1, 1 or s, m], True where a query may look.
 
         None: the causal mask where s = m; a single query, the last of m tokens, sees all.
         """

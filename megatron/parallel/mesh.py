@@ -81,8 +81,8 @@ class Axis:
 class ControlGroup:
     """All ranks of a run, for small Python values beside training's collectives.
 
-    They have a gloo group of their own, which neither waits for training's collectives nor a GPU;
-    a thread that talks to its peers needs another one, since a group's calls must come in order.
+    They have a gloo group of their own, which waits neither for training's collectives nor for a
+    GPU; a thread that talks to its peers needs another one: a group's calls must come in order.
     """
 
     size: int = 1

@@ -73,8 +73,8 @@ class RandomStreams:
     def checkpoint(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Call `function` and keep only its arguments; the backward runs it again.
 
-        The second run draws the same numbers, because it is told the position of the first. Without
-        gradients there is no second run.
+        The second run draws the same numbers, because it restores the position of the first.
+        Without gradients there is no second run.
         """
         if not torch.is_grad_enabled():
             return function(*arguments)

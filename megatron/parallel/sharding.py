@@ -158,8 +158,8 @@ def sharding_specs(
 ) -> dict[str, ShardingSpec]:
     """{full parameter name: spec}, in the order of `model.named_parameters()`.
 
-    others: specs, by name, of parameters that no ShardedModule owns. Raises ValueError where one of
-    these has none.
+    others: specs, by name, of parameters that no ShardedModule owns. Raises ValueError for a
+    parameter without a spec.
     """
     table = dict(others or {})
     for prefix, module in model.named_modules():
@@ -172,7 +172,8 @@ def sharding_specs(
             kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise ValueError(
                 f"parameter {name!r} of {kind} has no sharding spec: use a layer of "
-                f"megatron.parallel.layers, or others={{{name!r}: ShardingSpec(...)}}"
+                "megatron.parallel.layers, or give its spec to "
+                f"GradientBuffers(specs=sharding_specs(model, {{{name!r}: ShardingSpec(...)}}))"
             )
     return {name: table[name] for name in names}
 

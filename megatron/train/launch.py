@@ -66,7 +66,8 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
         raise
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # where gloo aborts a process, it shows its stacks
-    dump_prefix = environ.get("TORCH_FR_DUMP_TEMP_FILE", f"{gettempdir()}/flight_recorder_")
+    dump_prefix = f"{gettempdir()}/flight_recorder_{info.port}_"  # the port is this run's alone
+    dump_prefix = environ.get("TORCH_FR_DUMP_TEMP_FILE", dump_prefix)
     watch = Watch(dist.PrefixStore("watch", store), info, limit, error_file, dump_prefix)
     with watch:
         if not is_first:

@@ -92,6 +92,19 @@ def test_it_can_be_filled_in_parts_of_any_size() -> None:
     torch.testing.assert_close(torch.cat(parts, 1), together, rtol=1e-12, atol=1e-12)
 
 
+def test_it_is_read_where_gradients_are_recorded_too() -> None:
+    model, _ = tiny_model(serial_mesh(), dtype=torch.bfloat16)
+    tokens = torch.tensor(TEXTS)
+    positions = torch.arange(SEQUENCE).expand_as(tokens)
+    found = []
+    for recorded in (True, False):
+        cache = KeyValueCache(SEQUENCE)
+        with torch.set_grad_enabled(recorded):
+            model.eval().read(tokens[:, :5], positions[:, :5], cache=cache)
+            found.append(model.read(tokens[:, 5:6], positions[:, 5:6], cache=cache).detach())
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+
+
 @torch.no_grad()
 def test_rows_that_end_leave_and_change_no_other() -> None:
     model, _ = tiny_model(serial_mesh())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -156,6 +157,29 @@ def test_parameters_that_a_micro_batch_does_not_reach(gloo: Pool) -> None:
     for bucket_bytes in (BUCKET_BYTES, 16):
         for uses in ((True, False), (False, True), (False, False)):
             gloo.run(2, check_unused_parameters, uses, bucket_bytes)
+
+
+class NoGradient(torch.autograd.Function):
+    """Uses a weight, and has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
+        return d_y, None
+
+
+def test_a_parameter_that_is_reached_without_a_gradient_has_none() -> None:
+    model = Branches(serial_mesh())
+    buffers = GradientBuffers(model, bucket_bytes=16)  # one parameter each
+    for buffer in buffers.buffers:
+        buffer.flat.fill_(torch.nan)
+    buffers.start()
+    with buffers.accumulate(is_last=True):
+        NoGradient.apply(model.first(torch.ones(3, 4)), model.second.weight).sum().backward()
+    assert not whole_gradients(buffers)["second.weight"].any()
 
 
 def in_bf16(tensor_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:

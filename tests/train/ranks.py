@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.programs import start_ranks
 
+DUMP = "flight_recorder_"  # and the rank, beside the program
 PROGRAM = """\
 import os, signal, sys, threading, time
 import torch
@@ -21,6 +22,7 @@ parallel = ParallelConfig(
     tensor_model_parallel_size={tensor}, distributed_timeout_minutes={limit} / 60
 )
 rank = int(os.environ["RANK"])
+os.environ["TORCH_FR_DUMP_TEMP_FILE"] = {dumps!r}
 {first}
 with launch(parallel, os.environ) as mesh:
     for step in range(6):
@@ -44,8 +46,9 @@ def write_program(
     limit: seconds without progress. first: lines run before the ranks meet.
     """
     lines = "\n".join(f"        {line}" for line in body.strip().splitlines())
-    path = folder / "program.py"
-    path.write_text(PROGRAM.format(tensor=tensor, limit=limit, first=first, body=lines))
+    path, dumps = folder / "program.py", str(folder / DUMP)
+    text = PROGRAM.format(tensor=tensor, limit=limit, first=first, dumps=dumps, body=lines)
+    path.write_text(text)
     return path
 
 

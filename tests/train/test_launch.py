@@ -58,7 +58,17 @@ def test_the_device_is_the_processes_own_gpu_or_the_cpu_for_all() -> None:
         choose_device(0, arrivals(("a", 1), ("b", 0)), {})
 
 
-SHORT = "start.PATIENCE, start.NOTICE = 3.0, 1.0"
+UNREACHED = "start.PATIENCE = 3.0"
+# Rank 0's patience begins when rank 1 is there.
+SHORT = """
+from datetime import timedelta
+meet, start.NOTICE = start.meet, 1.0
+def meet_soon(store, info, watch, patience):
+    if rank == 0:
+        store.wait(["here/1"], timedelta(seconds=120))
+    return meet(store, info, watch, 3.0)
+start.meet = meet_soon
+"""
 # Rank 1 leaves once all others are waiting for the third rank, or before the groups are built.
 MEETING = """
 meet = start.meet
@@ -82,7 +92,7 @@ start.choose_device = choose_and_leave
     ("world", "ranks", "first", "statuses", "says"),
     [
         (4, (0, 1), SHORT, {1, 2}, "ranks 2, 3 of 4 did not arrive at rank 0 at 127.0.0.1:"),
-        (2, (1,), SHORT, {1}, "did not reach rank 0 at 127.0.0.1:"),
+        (2, (1,), UNREACHED, {1}, "did not reach rank 0 at 127.0.0.1:"),
         (3, (0, 1), MEETING, {75}, r"rank 1 of 3 on \S+ left, with exit status 75, before the run"),
         (2, (0, 1), BUILDING, {75}, r"rank 1 of 2 on \S+ left, with exit status 75, before the"),
         (3, (0, 1, 1), "", {1, 2}, "RANK 1: must be the rank of one process"),

@@ -30,7 +30,7 @@ class Numbers:
 
     def wait_for(self, made: list[list[int]]) -> bool:
         with self.changed:
-            return self.changed.wait_for(lambda: self.made == made, timeout=20)
+            return self.changed.wait_for(lambda: self.made == made, timeout=120)
 
 
 def is_running() -> bool:

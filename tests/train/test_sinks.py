@@ -73,7 +73,8 @@ mesh = SimpleNamespace(is_first=True, control=control)
 path, start = Path(sys.argv[1]), int(sys.argv[2])
 received, hooks = [], (sys.exit, sys.excepthook)
 signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
-megatron.train.sinks.INIT_SECONDS = 3
+if "WANDB_API_KEY" in os.environ:  # of a server that does not answer
+    megatron.train.sinks.INIT_SECONDS = 3
 config, facts = LoggingConfig(wandb_project="tiny"), {"layers": 2}
 sinks = open_sinks(config, path, os.environ, start, facts, mesh, received.append)
 assert hooks == (sys.exit, sys.excepthook)
@@ -89,7 +90,7 @@ KILL_THE_SERVICE = """
     import psutil
     [service] = psutil.Process().children()
     service.kill()
-    service.wait(timeout=30)
+    service.wait(timeout=120)
     step = start + 4
     while metrics.sinks and step < 100:  # the first writes may still find room in a buffer
         metrics.write({"step": step})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.train.stall import Report, Wait, find_behind
-from tests.train.ranks import Ended, run_ranks, write_program
+from tests.train.ranks import DUMP, Ended, run_ranks, write_program
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG = 6.0  # seconds
@@ -173,6 +173,9 @@ def test_a_fault_ends_the_run_and_names_the_rank(tmp_path: Path, name: str) -> N
     for pattern in fault.says:
         assert re.search(pattern, text), (pattern, [each.text for each in ended])
     assert tuple(each.status for each in ended) == fault.statuses
+    dumped = {path.stem.removeprefix(DUMP) for path in tmp_path.glob(f"{DUMP}*.json")}
+    stalled = range(fault.world) if text.startswith("no progress") else ()
+    assert dumped == {str(rank) for rank in stalled if rank not in fault.stopped}
 
 
 WORK = """

@@ -19,6 +19,7 @@ from benchmarks.turns import ResidentMemory
 from megatron.config.model import ModelConfig, RecomputeGranularity
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.models.transformer import Transformer
+from megatron.parallel.kernels import use_cpu_kernels
 from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.random import RandomStreams
@@ -65,6 +66,7 @@ def saved_bytes(function: nn.Module, *arguments: object) -> int:
     return sum(size for place, size in storages.items() if place not in parameters)
 
 
+@pytest.mark.skipif(not use_cpu_kernels, reason="torch's attention keeps other tensors")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("granularity", ["none", "selective", "full"])
@@ -133,6 +135,7 @@ def most_allocated(step: Callable[[], object]) -> int:
 MEDIUM = replace(SHAPE, hidden=256, sequence=128, positions=128, vocabulary=4000)
 
 
+@pytest.mark.skipif(not use_cpu_kernels, reason="torch's attention keeps other tensors")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("granularity", ["none", "full"])
 @pytest.mark.parametrize("batch", [1, 8])
