@@ -154,6 +154,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             manager = find_tasks(settings.names, [*given, folder])
 
         from megatron.train.evaluate import load_newest
+        from megatron.train.generate import DivergedError
         from megatron.train.launch import launch
         from megatron.train.state import DTYPES
         from tools.harness.language_model import CheckpointLM
@@ -162,7 +163,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             with user_errors(environ, agreed=True):
                 checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
             lm = CheckpointLM(model, mesh, tokenizer, settings.micro_batch_size)
-            found = ask(lm, settings.names, manager, settings.limit)
+            with user_errors(environ, agreed=True, kinds=(DivergedError,)):
+                found = ask(lm, settings.names, manager, settings.limit)
             if mesh.is_first:
                 record = {
                     "results": found["results"],

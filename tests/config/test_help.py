@@ -41,11 +41,20 @@ def test_help_is_printed_without_a_word_beside_it(program: str) -> None:
     assert len(output.splitlines()) > 5
 
 
-@pytest.mark.parametrize("program", ["pretrain_gpt2.py", "tasks/main.py", "tools/checkpoint.py"])
-def test_a_reader_that_went_away_is_no_error(program: str) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("pretrain_gpt2.py",),
+        ("tasks/main.py",),
+        ("tasks/main.py", "--task", "SQUAD"),
+        ("tools/checkpoint.py",),
+        ("tools/plan.py",),
+    ],
+)
+def test_a_reader_that_went_away_is_no_error(words: tuple[str, ...]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    with start(program, "--help", stdout=writing) as running:
+    with start(*words, "--help", stdout=writing) as running:
         os.close(writing)
         _, errors = running.communicate()
     assert (running.returncode, errors) == (141, "")
