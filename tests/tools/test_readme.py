@@ -6,18 +6,22 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
+from megatron.models.registry import build_model
+from tests.tools.planning.counted import fake_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = {"pretrain_gpt2.py": PretrainGPT2Config, "pretrain_bert.py": PretrainBertConfig}
+PROGRAMS = {"pretrain_gpt2": PretrainGPT2Config, "pretrain_bert": PretrainBertConfig}
+VOCABULARY = 50_257
 
 
 def training_commands() -> list[list[str]]:
     """Words of every command that pretrains, whatever kind of block it is in."""
     lines = (ROOT / "README.md").read_text().replace("\\\n", " ").splitlines()
-    program = re.compile(r"(torchrun|python) .*pretrain_\w+\.py ")
+    program = re.compile(r"(torchrun|python|sbatch) .*pretrain_\w+\.(py|sh) ")
     return [shlex.split(line) for line in map(str.strip, lines) if program.match(line)]
 
 
@@ -27,17 +31,28 @@ def option(words: list[str], name: str) -> int:
 
 @pytest.mark.parametrize("words", training_commands(), ids=" ".join)
 def test_a_training_command_fits_its_preset(words: list[str]) -> None:
-    (program,) = PROGRAMS.keys() & set(words)
+    (program,) = (word for word in words if Path(word).stem in PROGRAMS)
     world_size = option(words, "--nproc-per-node") * option(words, "--nnodes")
-    flags = [word for word in words[words.index(program) + 1 :] if word != "..."]
-    if flags[-2:] == ["--data-path", "--save"]:  # "--data-path ... --save ..."
-        flags = flags[:-2]
+    world_size *= option(words, "--ntasks-per-node") * option(words, "--nodes")
+    flags = words[words.index(program) + 1 :]
+    while "..." in flags:  # in place of the reader's own path
+        place = flags.index("...")
+        del flags[place - 1 : place + 1]
+    if program.endswith(".sh"):
+        flags = ["--preset", *flags]
     flags = [f"{ROOT}/{word}" if word.startswith("scripts/") else word for word in flags]
-    parse(PROGRAMS[program], flags, {}).check(world_size)
+    config = parse(PROGRAMS[Path(program).stem], flags, {})
+    config.check(world_size)
+    if world_size > 2:  # too large to run here
+        with fake_ranks(world_size, config.parallel.tensor_model_parallel_size) as mesh:
+            model, _ = build_model(config.model, mesh, VOCABULARY, seed=None, dtype=torch.bfloat16)
+        assert mesh.size == world_size
+        assert {each.device.type for each in model.parameters()} == {"meta"}
 
 
 def test_the_training_commands_are_found() -> None:
-    assert len(training_commands()) >= 5
+    programs = {words[0] for words in training_commands()}
+    assert programs == {"torchrun", "python", "sbatch"}
 
 
 def test_the_core_path_is_short() -> None:
