@@ -103,8 +103,8 @@ def compare(pretrained: Path, output: Path, seed: int = 1234) -> None:
 
 if __name__ == "__main__":
     with user_errors(os.environ):
-        if "--" not in sys.argv:
+        if "--" not in sys.argv and not {"-h", "--help"} & {*sys.argv}:
             raise ValueError(
                 "what tasks/main.py is to do is missing: -- --task MNLI ... would work"
             )
-        tyro.cli(compare, args=sys.argv[1 : sys.argv.index("--")])
+        tyro.cli(compare, args=sys.argv[1 : [*sys.argv, "--"].index("--")])

@@ -372,7 +372,7 @@ def _verify(prefix: str) -> str:
 def main(argv: Sequence[str]) -> None:
     with running():
         if argv[:1] == ["verify"]:
-            if len(argv) != 2:
+            if len(argv) != 2 or argv[1].startswith("-"):
                 raise ValueError("verify takes one prefix: verify P_text_document would work")
             print(_verify(argv[1]))
             return
