@@ -8,14 +8,17 @@ from pathlib import Path
 from megatron.parallel import kernels
 
 ROOT = Path(__file__).parents[2]
+LAYOUTS = (
+    "tests/train/test_layouts_agree.py::test_every_layout_and_split_of_the_batch_gives_one_answer"
+)
 TESTS = (
     "tests/parallel/test_layers.py",
     "tests/parallel/test_gradients.py",
     "tests/parallel/test_cross_entropy.py::test_the_incoming_gradient_may_be_any_number",
     "tests/models/test_gpt2.py::test_it_equals_plain_modules",
-    "tests/train/test_layouts_agree.py::test_every_layout_and_split_of_the_batch_gives_one_answer[t2-gpt2]",
-    "tests/train/test_layouts_agree.py::test_every_layout_and_split_of_the_batch_gives_one_answer[t2-bert]",
-    "tests/train/test_layouts_agree.py::test_every_layout_and_split_of_the_batch_gives_one_answer[t2-d2-2-micro-batches-gpt2]",
+    f"{LAYOUTS}[t2-gpt2]",
+    f"{LAYOUTS}[t2-bert pre-ln]",
+    f"{LAYOUTS}[t2-d2-2-micro-batches-gpt2]",
 )
 
 
