@@ -73,7 +73,7 @@ mesh = SimpleNamespace(is_first=True, control=control)
 path, start = Path(sys.argv[1]), int(sys.argv[2])
 received, hooks = [], (sys.exit, sys.excepthook)
 signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
-if "WANDB_API_KEY" in os.environ:  # of a server that does not answer
+if "WANDB_BASE_URL" in os.environ:  # of a server that does not answer
     megatron.train.sinks.INIT_SECONDS = 3
 config, facts = LoggingConfig(wandb_project="tiny"), {"layers": 2}
 sinks = open_sinks(config, path, os.environ, start, facts, mesh, received.append)
