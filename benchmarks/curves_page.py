@@ -52,7 +52,11 @@ def renew(out: Path, part: str, record: Record) -> None:
 def write_page(out: Path, parts: Mapping[str, Record]) -> None:
     columns: list[Column] = []
     sections: list[str] = []
+    result = ""
     if LAYOUTS in parts:
+        losses = parts[LAYOUTS]["losses"]
+        (value, step), layout = furthest(losses)
+        result = RESULT.format(layout=layout, gap=value, step=step, steps=len(losses[SERIAL]))
         columns.append(layout_column(parts[LAYOUTS]["losses"]))
         sections.append(layout_section(parts[LAYOUTS]))
     if PRECISION in parts:
@@ -60,12 +64,21 @@ def write_page(out: Path, parts: Mapping[str, Record]) -> None:
         columns += precision_report.columns(runs)
         sections.append(precision_report.section(parts[PRECISION], runs))
     draw(columns, out / "learning_curves.png")
-    (out / "learning_curves.md").write_text("\n".join([HEAD, *sections, FOOT]))
+    (out / "learning_curves.md").write_text(
+        "\n".join([HEAD.format(result=result), *sections, FOOT])
+    )
 
 
 def gaps_to_serial(losses: Curves) -> dict[str, list[float]]:
     """Of the layouts: the gap to the serial run."""
     return {name: gap(each, losses[SERIAL]) for name, each in losses.items() if name != SERIAL}
+
+
+def furthest(losses: Curves) -> tuple[tuple[float, int], str]:
+    """((largest gap, its step), name) of the layout in fp32 that leaves the serial run furthest."""
+    gaps = gaps_to_serial(losses)
+    ours = [name for name in gaps if name != BF16 and not name.startswith(PEER)]
+    return max((largest(gaps[name]), name) for name in ours)
 
 
 def layout_column(losses: Curves) -> Column:
@@ -75,8 +88,7 @@ def layout_column(losses: Curves) -> Column:
 def layout_section(record: Record) -> str:
     """Markdown."""
     losses, gaps = record["losses"], gaps_to_serial(record["losses"])
-    ours = [name for name in gaps if name != BF16 and not name.startswith(PEER)]
-    (value, step), layout = max((largest(gaps[name]), name) for name in ours)
+    (value, step), layout = furthest(losses)
     peer_gap, peer_step = largest(gaps[PEER])
     return LAYOUT_SECTION.format(
         **record,
@@ -92,9 +104,16 @@ def layout_section(record: Record) -> str:
     )
 
 
+RESULT = """\
+**In fp32 no layout's loss leaves the serial run's by more than {gap:.1e} in {steps} steps
+("{layout}", step {step}).**
+
+"""
+
 HEAD = """\
 # Learning curves
 
+{result}\
 Training losses that should agree, at every step: of one model trained by every route, and of one
 trained in every number format.
 

@@ -94,6 +94,7 @@ def page(found: Record, picture: str | None) -> str:
     formulas = [f"- {name}: {told}" for name, told in found["formulas"].items()]
     parts = [
         "# Scaling: section 5.1 measured",
+        *result(found),
         f"    {found['command']}",
         " ".join(about(found)),
         *shown,
@@ -102,6 +103,21 @@ def page(found: Record, picture: str | None) -> str:
         "\n".join([*formulas, *notes(found)]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def result(found: Record) -> Iterator[str]:
+    """Weak scaling on the most ranks on which it was measured."""
+    shares = []
+    for study, name in ((MODEL, "model parallel"), (BOTH, "model and data parallel")):
+        points = [p for p in found["points"] if p["study"] == study and p["measured"] is not None]
+        if points:
+            own = found["configurations"][points[-1]["configuration"]]
+            layout = f"t x d = {own['tensor_parallel']} x {own['data_parallel']}"
+            shares.append(
+                f"{name} ({layout}) {spread(points[-1]['measured'], form_of(points[-1]))}"
+            )
+    if shares:
+        yield f"**Share of linear: {'; '.join(shares)}.**"
 
 
 def about(found: Record) -> Iterator[str]:
