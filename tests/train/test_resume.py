@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -110,7 +111,7 @@ def rename_before_the_claim(one: Path, other: Path) -> None:
     claim, was = retention.claim, one
 
     def late(*arguments: Any) -> Any:
-        if was.exists():
+        with suppress(FileNotFoundError):  # another rank was faster
             was.rename(other)
         return claim(*arguments)
 
