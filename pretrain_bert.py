@@ -10,13 +10,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from megatron.config.pretrain import PretrainBertConfig
-from megatron.train.inputs import open_bert_inputs
 from megatron.train.pretrain import pretrain
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    pretrain(arguments, environ, PretrainBertConfig, open_bert_inputs)
+    pretrain(arguments, environ, "bert")
 
 
 if __name__ == "__main__":

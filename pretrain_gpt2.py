@@ -10,13 +10,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from megatron.config.pretrain import PretrainGPT2Config
-from megatron.train.inputs import open_gpt2_inputs
 from megatron.train.pretrain import pretrain
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    pretrain(arguments, environ, PretrainGPT2Config, open_gpt2_inputs)
+    pretrain(arguments, environ, "gpt2")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_js
 from megatron.checkpoint.load import verify
 from megatron.checkpoint.save import Saver, SaveReport, save
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.model import ModelConfig
+from megatron.config.model import GPT2Config
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import TrainState, build_state
@@ -121,7 +121,7 @@ def dd(*words: str) -> None:
 
 
 def open_bench(directory: Path, memory: Path, layers: int) -> Bench:
-    section = ModelConfig(
+    section = GPT2Config(
         num_layers=layers, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024
     )
     state = build_state(

@@ -92,7 +92,7 @@ def ours(setting: Setting, *, recompute: Any | None = None, compiled: bool | Non
 
 def plain(setting: Setting) -> Step:
     """nn.Linear, nn.Embedding, nn.LayerNorm and F.cross_entropy; cut by DTensor where t > 1."""
-    grid = setting.mesh.tensor.grid
+    grid = setting.mesh.device_mesh() if setting.mesh.tensor.size > 1 else None
     projections = FusedProjections if grid is None else SeparateProjections
     section, weights = model_section(setting.case), initial_weights(setting.case)
     model = PlainGPT2(section, setting.case.vocab_size, projections)
@@ -197,7 +197,7 @@ def connect(told: dict[str, Any], store: str, rank: int) -> tuple[Mesh, Callable
         wait()
         dist.barrier()
 
-    return build_mesh(size, device), wait_for_all
+    return build_mesh({"tensor": size}, device), wait_for_all
 
 
 def alone(size: int, device: torch.device) -> Mesh:
@@ -206,7 +206,7 @@ def alone(size: int, device: torch.device) -> Mesh:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    return replace(build_mesh(size, device), control=ControlGroup())
+    return replace(build_mesh({"tensor": size}, device), control=ControlGroup())
 
 
 def nothing() -> None:

@@ -28,10 +28,12 @@ from megatron.config.checkpoint import TrainedConfig
 from megatron.config.model import BertConfig
 from megatron.config.parse import user_errors
 from megatron.config.training import ParallelConfig
+from megatron.models.build import build_on_meta
 from megatron.models.registry import config_of
+from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import initial_value, sharding_specs
 from megatron.train.trained import open_trained
-from tools.convert.writing import empty_model, write_checkpoint
+from tools.convert.writing import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 MAJORITY = "majority_accuracy"
@@ -45,7 +47,7 @@ def write_twin(pretrained: Path, to: Path, seed: int) -> None:
     section, vocab_size = config_of(manifest), manifest["vocab_size"]
     weights = {
         name: initial_value(name, spec, seed)
-        for name, spec in sharding_specs(empty_model(section, vocab_size)).items()
+        for name, spec in sharding_specs(build_on_meta(section, serial_mesh(), vocab_size)).items()
     }
     write_checkpoint(
         to, section, weights, vocab_size, tokenizer, "random weights", lambda path: None

@@ -28,17 +28,17 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 from benchmarks import transformers_gpt2
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
-from megatron.config.model import ModelConfig
+from megatron.config.model import GPT2Config
+from megatron.inference.generate import Sampling, generate
+from megatron.models.build import build_model
 from megatron.models.gpt2 import GPT2
-from megatron.models.registry import build_model
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.parallel.sharding import initial_value, sharding_specs
-from megatron.train.generate import Sampling, generate
 
 SEED = 1234
 THREADS = 2  # of all ranks together
 VOCABULARY = 50257
-SECTION = ModelConfig(
+SECTION = GPT2Config(
     num_layers=6, hidden_size=384, num_attention_heads=6, max_position_embeddings=256
 )
 LONGEST = 32  # tokens of a prompt
@@ -135,7 +135,7 @@ def run_rank(rank: int, size: int, folder: str, rounds: int, new: int) -> None:
     if size > 1:
         store = dist.FileStore(f"{folder}/store", size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    mesh = serial_mesh() if size == 1 else build_mesh(size, torch.device("cpu"))
+    mesh = serial_mesh() if size == 1 else build_mesh({"tensor": size}, torch.device("cpu"))
     results = [asdict(timing) for timing in measure(mesh, rounds, new)]
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))

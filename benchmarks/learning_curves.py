@@ -26,7 +26,7 @@ from benchmarks import transformers_gpt2
 from benchmarks.curves import gap_table
 from benchmarks.curves_page import BF16, LAYOUTS, PEER, SERIAL, about, gaps_to_serial, renew
 from benchmarks.program import pretrain, setting_flags, step_lines
-from megatron.config.model import ModelConfig
+from megatron.config.model import GPT2Config
 from megatron.config.training import (
     GPT2DataConfig,
     LoggingConfig,
@@ -36,10 +36,10 @@ from megatron.config.training import (
 )
 from megatron.data.gpt2 import open_splits
 from megatron.data.sources import Corpus, open_corpus
-from megatron.models.registry import build_model
+from megatron.models.build import build_model
 from megatron.parallel.mesh import serial_mesh
 
-MODEL = ModelConfig(
+MODEL = GPT2Config(
     num_layers=4,
     hidden_size=128,
     num_attention_heads=4,

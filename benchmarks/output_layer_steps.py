@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cases import SEED, Case
-from megatron.parallel.gradients import GradientBuffers
+from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import materialize
@@ -20,10 +20,10 @@ def output_layer(case: Case, mesh: Mesh, dtype: str, in_chunks: bool) -> Callabl
     with torch.device("meta"):
         h, v, rows = case.hidden_size, case.vocab_size, case.divisible_by
         embedding = VocabParallelEmbedding(mesh, v, h, divisible_by=rows, std=0.02)
-        head = VocabParallelHead(mesh, v)
+        head = VocabParallelHead(mesh, v, h, divisible_by=rows)
     parts = nn.ModuleList([embedding, head])
     materialize(parts, device=mesh.device, dtype=DTYPES[dtype], seed=SEED)
-    buffers = GradientBuffers(parts)
+    buckets = GradientBuckets(parts)
     numbers = torch.Generator().manual_seed(SEED)
     stream = torch.randn(case.tokens, h, generator=numbers).to(mesh.device, DTYPES[dtype])
     stream.requires_grad_()
@@ -37,8 +37,8 @@ def output_layer(case: Case, mesh: Mesh, dtype: str, in_chunks: bool) -> Callabl
 
     def step(number: int) -> float:
         labels = torch.from_numpy(case.text(number)[:, 1:].copy()).flatten()
-        buffers.start()
-        with buffers.accumulate(is_last=True):
+        buckets.start()
+        with buckets.accumulate(is_last=True):
             found = loss(labels.to(mesh.device))
             found.backward()
         stream.grad = None

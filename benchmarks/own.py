@@ -8,19 +8,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import SEED, Case
-from megatron.config.model import ModelConfig, RecomputeGranularity
+from megatron.config.model import GPT2Config, RecomputeGranularity
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.gpt2 import GPT2Batch
-from megatron.models.gpt2 import GPT2
-from megatron.parallel.layers import factory_1d
+from megatron.models.build import build_on_meta
 from megatron.parallel.mesh import Mesh, serial_mesh
-from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import initial_value, sharding_specs
 from megatron.train.state import DTYPES, TrainState, build_state
 
 
-def model_section(case: Case) -> ModelConfig:
-    return ModelConfig(
+def model_section(case: Case) -> GPT2Config:
+    return GPT2Config(
         num_layers=case.num_layers,
         hidden_size=case.hidden_size,
         num_attention_heads=case.heads,
@@ -73,8 +71,8 @@ def build(
 @torch.no_grad()
 def draw_there(state: TrainState) -> None:
     torch.manual_seed(SEED)
-    for slot, master in state.optimizer.views():
-        own, spec = slot.view(master), slot.spec
+    for view, own in state.optimizer.master_views():
+        spec = view.spec
         if spec.std is None:
             own.fill_(spec.fill)
         else:
@@ -86,10 +84,7 @@ def draw_there(state: TrainState) -> None:
 def initial_weights(case: Case) -> dict[str, Tensor]:
     """The whole parameters that `build` begins with, by name."""
     mesh = serial_mesh()
-    with torch.device("meta"):
-        model = GPT2(
-            model_section(case), factory_1d(mesh, RandomStreams(SEED, mesh)), case.vocab_size
-        )
+    model = build_on_meta(model_section(case), mesh, case.vocab_size)
     table = sharding_specs(model)
     return {name: initial_value(name, spec, SEED) for name, spec in table.items()}
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import GPT2Config
 from megatron.config.training import OptimizerConfig
 
 
@@ -47,7 +47,7 @@ class SeparateProjections(nn.Module):
 class Layer(nn.Module):
     """x [b, s, h] to [b, s, h]."""
 
-    def __init__(self, section: ModelConfig, projections: Callable[[int], nn.Module]) -> None:
+    def __init__(self, section: GPT2Config, projections: Callable[[int], nn.Module]) -> None:
         super().__init__()
         h, epsilon = section.hidden_size, section.layernorm_epsilon
         self.head_size = h // section.num_attention_heads
@@ -71,7 +71,7 @@ class Layer(nn.Module):
 
 class PlainGPT2(nn.Module):
     def __init__(
-        self, section: ModelConfig, vocab_size: int, projections: Callable[[int], nn.Module]
+        self, section: GPT2Config, vocab_size: int, projections: Callable[[int], nn.Module]
     ) -> None:
         super().__init__()
         h = section.hidden_size

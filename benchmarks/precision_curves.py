@@ -26,7 +26,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 from benchmarks.curves_page import PRECISION, about, renew
 from benchmarks.precision_report import Followed, Run, followed, scaling, table
 from benchmarks.program import pretrain, setting_flags, step_lines
-from megatron.config.model import ModelConfig
+from megatron.config.model import GPT2Config
 from megatron.config.training import (
     GPT2DataConfig,
     LoggingConfig,
@@ -37,7 +37,7 @@ from megatron.config.training import (
 from megatron.data.sources import open_corpus
 
 # Small, because CPUs multiply fp16 matrices some fifty times slower than fp32 ones.
-MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=2, max_position_embeddings=64)
+MODEL = GPT2Config(num_layers=2, hidden_size=64, num_attention_heads=2, max_position_embeddings=64)
 DATA = GPT2DataConfig(split="1,0,0", seq_length=64)
 # At the default of 0.999 gradients of this small model spike, and any rounding grows there.
 OPTIMIZER = OptimizerConfig(lr=1e-3, min_lr=1e-4, lr_warmup_iters=50, adam_beta2=0.95)

@@ -19,7 +19,7 @@ from benchmarks.turns import ResidentMemory, Stopwatch, serve
 from megatron.config.training import PrecisionConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import DTYPES, build_state
-from megatron.train.step import train_step
+from megatron.train.step import loss_sums, train_step
 
 
 def kept_bytes(model: nn.Module, loss: Callable[[], Tensor]) -> int:
@@ -54,7 +54,9 @@ def main(file: str) -> None:
 
     def kept() -> int:
         model, batch, factors = state.model.train(), make_batch(case, 0), torch.ones(1)
-        return kept_bytes(model, lambda: state.objective.sums(model, batch, mesh.device, factors))
+        return kept_bytes(
+            model, lambda: loss_sums(model, state.objective, batch, mesh.device, factors)
+        )
 
     watch = Stopwatch(step, lambda: None)
     serve(

@@ -81,7 +81,9 @@ def measure(case: Case, precision: str, mesh: Mesh, rounds: int, steps: int) -> 
         check_replicas(state, batches)
 
     common = [
-        piece.local.nbytes for piece in state.slices() if mesh.data.size > 1 or not piece.spec.cuts
+        piece.local.nbytes
+        for piece in state.slices()
+        if mesh.data.size > 1 or not piece.spec.shards
     ]
     milliseconds(step, 2)
     milliseconds(check, 2)
@@ -96,11 +98,12 @@ def run_rank(rank: int, folder: str, rounds: int, steps: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    meshes = [build_mesh({"tensor": size}, torch.device("cpu")) for size in (1, RANKS)]
     results = [
-        asdict(measure(case, precision, build_mesh(size, torch.device("cpu")), rounds, steps))
+        asdict(measure(case, precision, mesh, rounds, steps))
         for case in CASES
         for precision in PRECISIONS
-        for size in (1, RANKS)
+        for mesh in meshes
     ]
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))

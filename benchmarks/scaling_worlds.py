@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.own import draw_there
 from benchmarks.scaling_configurations import Configuration
 from benchmarks.turns import OUT_OF_MEMORY, Stopwatch
-from megatron.parallel.mesh import Axis, ControlGroup, Mesh, serial_mesh
+from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh, serial_mesh
 from megatron.train.state import DTYPES, TrainState, build_state
 from megatron.train.step import train_step
 
@@ -106,17 +105,11 @@ def first_ranks(whole: Mesh, copies: int, tensor: int) -> Mesh | None:
     ranks = copies * tensor
     if ranks == 1:
         return serial_mesh(whole.device) if whole.is_first else None
-    numbers = torch.arange(ranks).view(copies, tensor)
-    grid = DeviceMesh(whole.device.type, numbers, mesh_dim_names=("data", "tensor"))
-    group = dist.new_group(range(ranks), backend="gloo", timeout=whole.control.timeout)
-    if whole.control.rank >= ranks:
-        return None
-    data, tensor_axis = (
-        Axis(name, grid if size > 1 else None)
-        for name, size in (("data", copies), ("tensor", tensor))
-    )
-    peers = ControlGroup(ranks, whole.control.rank, group, whole.control.timeout)
-    return Mesh(tensor=tensor_axis, data=data, device=whole.device, control=peers)
+    timeout = whole.control.timeout
+    group = dist.new_group(range(ranks), backend="gloo", timeout=timeout)
+    control = ControlGroup(ranks, whole.control.rank, group, timeout)
+    mesh = build_mesh({"tensor": tensor}, whole.device, timeout, control)
+    return mesh if whole.control.rank < ranks else None
 
 
 def steps(state: TrainState, configuration: Configuration) -> Callable[[int], float]:

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import TextModelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data.gpt2 import GPT2Batch
 
@@ -31,7 +31,7 @@ NAMES = {
 }
 
 
-def build(section: ModelConfig, vocab_size: int, weights: dict[str, Tensor]) -> GPT2LMHeadModel:
+def build(section: TextModelConfig, vocab_size: int, weights: dict[str, Tensor]) -> GPT2LMHeadModel:
     """weights: whole ones under our names."""
     config = GPT2Config(
         vocab_size=vocab_size,

@@ -75,7 +75,7 @@ def run_rank(rank: int, folder: str, port: int, watched: bool, steps: int) -> No
     else:
         store = dist.FileStore(f"{folder}/store", RANKS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-        result = measure(build_mesh(RANKS, torch.device("cpu")), steps)
+        result = measure(build_mesh({"tensor": RANKS}, torch.device("cpu")), steps)
         dist.destroy_process_group()
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(result))

@@ -190,8 +190,8 @@ def score_windows(
     """
     import torch
 
+    from megatron.inference.generate import DivergedError
     from megatron.parallel.collectives import all_reduce
-    from megatron.train.generate import DivergedError
 
     lengths = [len(windows[number].inputs) for number in range(len(windows))]
     if max(lengths, default=0) > model.positions:
@@ -200,7 +200,7 @@ def score_windows(
     for numbers in shard(lengths, micro_batch_size, mesh, name):
         batch = [windows[number] for number in numbers]
         rows[numbers] = torch.from_numpy(_score_batch(model, mesh, batch))
-    columns = all_reduce(rows.to(mesh.device), mesh.data).cpu().numpy().T
+    columns = all_reduce(rows.to(mesh.device), mesh.loss).cpu().numpy().T
     log_probability, tokens, hits, last_hit = columns
     if not np.isfinite(log_probability).all():
         raise DivergedError(f"{name}: log-probabilities are not numbers")
@@ -244,7 +244,7 @@ def continue_prompts(
     model: GPT2, mesh: Mesh, prompts: Prompts, micro_batch_size: int, name: str
 ) -> list[list[int]]:
     """The new tokens of every prompt, in order, the same on every rank."""
-    from megatron.train.generate import Sampling, generate_all
+    from megatron.inference.generate import Sampling, generate_all
 
     return generate_all(
         model,

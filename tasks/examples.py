@@ -22,12 +22,12 @@ from megatron.config.model import FinetunedConfig, Head, ModelConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.batch import ExampleBatch
 from megatron.data.order import permute
+from megatron.inference.generate import DivergedError
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
-from megatron.train.generate import DivergedError
 from megatron.train.loader import shard
-from megatron.train.objectives import answer_scores
 from megatron.train.state import DTYPES, TrainState, build_state
+from megatron.train.step import on_device
 from tasks.protocol import Example, FinetuneSettings
 
 
@@ -88,11 +88,11 @@ class Steps:
         """
         rows = [self.examples[number] for number in self.numbers(step)]
         rows.sort(key=lambda example: -example.longest)
-        rounds = -(-len(rows) // (self.micro_batch_size * mesh.data.size))
-        shares = rounds * mesh.data.size
+        rounds = -(-len(rows) // (self.micro_batch_size * mesh.batch.size))
+        shares = rounds * mesh.batch.size
         size = -(-len(rows) // shares)
         cuts = [len(rows) * number // shares for number in range(shares + 1)]
-        own = range(mesh.data.rank, shares, mesh.data.size)
+        own = range(mesh.batch.rank, shares, mesh.batch.size)
         parts = [rows[cuts[number] : cuts[number + 1]] for number in own]
         return [make_batch([*part, *[rows[-1]] * (size - len(part))], len(part)) for part in parts]
 
@@ -170,12 +170,12 @@ def logits_of(
     flat = torch.zeros(int(ends[-1]) if len(ends) else 0)
     for numbers in shard([each.longest for each in examples], micro_batch_size, mesh, name):
         batch = make_batch([replace(examples[number], label=()) for number in numbers])
-        logits = answer_scores(model, batch, mesh.device).float().cpu()
+        logits = model(on_device(batch, mesh.device)).float().cpu()
         for number, row in zip(numbers, logits, strict=True):
             count = prod(shapes[number])
             flat[ends[number] - count : ends[number]] = row.flatten()[:count]
     model.train(was_training)
-    whole = all_reduce(flat.to(mesh.device), mesh.data).cpu().numpy()
+    whole = all_reduce(flat.to(mesh.device), mesh.loss).cpu().numpy()
     if not np.isfinite(whole).all():
         raise DivergedError(f"{name}: logits are not numbers")
     parts = np.split(whole, ends[:-1])

@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megatron.checkpoint.format import Checkpoint, step_folders
@@ -28,15 +27,14 @@ from megatron.config.parse import user_errors
 from megatron.config.training import TrainingConfig
 from megatron.data.batch import ExampleBatch
 from megatron.data.files import write_atomically
-from megatron.models.registry import MODELS, config_of
+from megatron.inference.generate import DivergedError
+from megatron.models.build import build_on_meta
+from megatron.models.registry import config_of
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.agree import agree, refuse_alike
-from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.random import RandomStreams
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.evaluate import find_newest, load_newest
-from megatron.train.generate import DivergedError
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
 from megatron.train.signals import SIGNALS, StopSignals
@@ -391,9 +389,7 @@ def report(run: FinetuneRun, results: Sequence[Result]) -> tuple[dict[str, Any],
     best = [each["epochs"][each["best_epoch"] - 1]["figures"] for each in results]
     here = {"last_epoch": medians(last), "best_epoch": medians(best)}
     vocab_size = run.pretrained.manifest["vocab_size"]
-    _, make = MODELS[run.config.kind]
-    with torch.device("meta"):  # without memory: its shapes are asked for
-        model = make(run.config, factory_1d(run.mesh, RandomStreams(0, run.mesh)), vocab_size)
+    model = build_on_meta(run.config, run.mesh, vocab_size)
     assert run.plan.settings.dtype is not None
     facts = describe(run.pretrained, model, run.mesh, run.plan.settings.dtype)
     facts["model"] |= {name: asdict(run.config)[name] for name in ("head", "labels")}

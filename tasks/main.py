@@ -170,8 +170,8 @@ def run_zero_shot(
         task = module.prepare(settings, manifest, tokenizer)
         data = [identify(file) for file in settings.files]
 
+    from megatron.inference.generate import DivergedError
     from megatron.train.evaluate import load_newest
-    from megatron.train.generate import DivergedError
     from megatron.train.launch import launch
     from megatron.train.state import DTYPES
 

@@ -16,7 +16,8 @@ MASK = VOCABULARY - 1  # the id that stands for a hidden token
 
 
 def bert_section(order: Any = "pre-ln", **changes: Any) -> BertConfig:
-    return BertConfig(**(vars(tiny_section()) | {"residual_order": order} | changes))
+    settings = {**vars(tiny_section()), "activation": "gelu", "residual_order": order}
+    return BertConfig(**(settings | changes))
 
 
 def bert_model(

@@ -10,10 +10,10 @@ import torch
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.save import save
-from megatron.config.model import ModelConfig
+from megatron.config.model import GPT2Config
 from megatron.config.training import GPT2DataConfig, PrecisionConfig
-from megatron.models.registry import build_model
-from megatron.optim.schedule import LossScaler
+from megatron.models.build import build_model
+from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import environment, model_slices
 from tests.data.samples import write_data_of_tokenizer
@@ -33,7 +33,7 @@ def imported(folder: Path) -> Path:
     """A directory with the weights of the shape and the vocabulary that tests/programs.py trains,
     and a tokenizer."""
     some_data(folder)
-    section = ModelConfig(
+    section = GPT2Config(
         num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16
     )
     mesh = serial_mesh()

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.save import save
-from megatron.config.model import ModelConfig, RecomputeGranularity
+from megatron.config.model import GPT2Config, RecomputeGranularity
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
+from megatron.models.build import build_model
 from megatron.models.gpt2 import GPT2
-from megatron.models.registry import build_model
+from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
-from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
-from megatron.parallel.random import RandomStreams
+from megatron.parallel.random import NamedRNGs
 from megatron.parallel.sharding import ShardingSpec, initial_value, load_whole, sharding_specs
-from megatron.train.objectives import NextToken
 from megatron.train.state import TrainState, build_state
+from megatron.train.step import on_device
 
 SEED = 1234
 VOCABULARY = 101
@@ -32,7 +32,7 @@ SEQUENCE = 16
 GRANULARITIES = get_args(RecomputeGranularity)
 
 
-def tiny_section(**changes: Any) -> ModelConfig:
+def tiny_section(**changes: Any) -> GPT2Config:
     settings: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -41,29 +41,29 @@ def tiny_section(**changes: Any) -> ModelConfig:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
-    return ModelConfig(**(settings | changes))
+    return GPT2Config(**(settings | changes))
 
 
 def mesh_of_ranks(tensor_size: int) -> Mesh:
     """The ranks of this call of the pool, or the process of the test alone."""
     if not dist.is_initialized():
         return serial_mesh()
-    return build_mesh(tensor_size, torch.device("cpu"))
+    return build_mesh({"tensor": tensor_size}, torch.device("cpu"))
 
 
 def tiny_model(
-    mesh: Mesh, section: ModelConfig | None = None, *, dtype: torch.dtype = torch.float64
-) -> tuple[GPT2, RandomStreams]:
-    """A model whose every parameter, biases and norms too, is random, and its streams."""
+    mesh: Mesh, section: GPT2Config | None = None, *, dtype: torch.dtype = torch.float64
+) -> tuple[GPT2, NamedRNGs]:
+    """A model whose every parameter, biases and norms too, is random, and its rngs."""
     section = section or tiny_section()
-    model, streams = build_model(section, mesh, VOCABULARY, seed=SEED, dtype=dtype)
+    model, rngs = build_model(section, mesh, VOCABULARY, seed=SEED, dtype=dtype)
     scatter_weights(model, tiny_weights(model))
-    return model, streams
+    return model, rngs
 
 
 def tiny_state(
     mesh: Mesh,
-    section: ModelConfig | None = None,
+    section: GPT2Config | None = None,
     optimizer: OptimizerConfig | None = None,
     precision: PrecisionConfig | None = None,
     *,
@@ -75,9 +75,8 @@ def tiny_state(
     section, precision = section or tiny_section(), precision or PrecisionConfig()
     state = build_state(section, optimizer, precision, mesh, VOCABULARY, seed=seed, dtype=dtype)
     scatter_weights(state.model, tiny_weights(state.model))
-    for buffer, master in zip(state.gradients.buffers, state.optimizer.masters, strict=True):
-        for view in buffer.views:
-            view.view(master.detach()).copy_(view.parameter.detach())
+    for view, master in state.optimizer.master_views():
+        master.copy_(view.parameter.detach())
     return state
 
 
@@ -107,7 +106,7 @@ def scatter_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
 def gather_whole(local: Tensor, spec: ShardingSpec) -> Tensor:
     """The whole tensor, of which this rank holds `local`; its padding has to be zero."""
     whole = local.detach()
-    for dim, axis in reversed(spec.cuts):  # the minor axis of a dim comes last
+    for dim, axis in reversed(spec.shards):  # the minor axis of a dim comes last
         whole = gather_from(whole, dim, axis)
     rows = spec.shape[0]
     assert not whole[rows:].any(), "padding rows are not zero"
@@ -119,11 +118,11 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     return {n: gather_whole(parameters[n], spec) for n, spec in sharding_specs(model).items()}
 
 
-def whole_gradients(gradients: GradientBuffers) -> dict[str, Tensor]:
+def whole_gradients(gradients: GradientBuckets) -> dict[str, Tensor]:
     return {
-        view.name: gather_whole(view.view(buffer.flat), view.spec)
-        for buffer in gradients.buffers
-        for view in buffer.views
+        view.name: gather_whole(view.gradient, view.spec)
+        for bucket in gradients.buckets
+        for view in bucket.views
     }
 
 
@@ -146,23 +145,22 @@ def samples(count: int, *, seed: int = 0, first: int = 0) -> GPT2Batch:
 
 def summed_loss(model: nn.Module, batch: GPT2Batch, device: torch.device) -> tuple[Tensor, float]:
     """(sum of the loss over counted tokens, number of counted tokens)."""
-    objective = NextToken()
-    scales = torch.ones(1, dtype=torch.float64)
-    return objective.sums(model, batch, device, scales)[0], objective.denominators(batch)[0]
+    total = model(on_device(batch, device), torch.ones(1, dtype=torch.float64))[0]
+    return total, float(batch.loss_mask.sum(dtype=np.float64))
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
 def rows(batch: AnyBatch, part: slice) -> AnyBatch:
-    arrays = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    arrays = {each.name: getattr(batch, each.name) for each in fields(batch) if each.init}
     return type(batch)(**{n: None if array is None else array[part] for n, array in arrays.items()})
 
 
 def micro_batches(batch: AnyBatch, mesh: Mesh, size: int) -> list[AnyBatch]:
     """What this rank's data-parallel place gets of a global batch."""
     first = mesh.data.rank * size
-    starts = range(first, len(batch.tokens), size * mesh.data.size)
+    starts = range(first, batch.num_samples, size * mesh.data.size)
     return [rows(batch, slice(start, start + size)) for start in starts]
 
 

@@ -31,9 +31,9 @@ from megatron.train.trained import open_trained
 from tools.prompts import Prompt, Reader, of_command_line, of_file, typed_lines
 
 if TYPE_CHECKING:
+    from megatron.inference.generate import Sampling
     from megatron.models.gpt2 import GPT2
     from megatron.parallel.mesh import Mesh
-    from megatron.train.generate import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class Settings:
 
     @property
     def sampling(self) -> Sampling:
-        from megatron.train.generate import Sampling
+        from megatron.inference.generate import Sampling
 
         temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(
@@ -130,7 +130,7 @@ def converse(
     model: GPT2, mesh: Mesh, reader: Reader, settings: Settings
 ) -> Iterator[tuple[Prompt, list[int]]]:
     """(prompt, its new tokens) of each line that is typed; every rank computes all of them."""
-    from megatron.train.generate import generate
+    from megatron.inference.generate import generate
 
     count = 0
     for number, line in enumerate(typed_lines(mesh), start=1):
@@ -152,7 +152,7 @@ def answer(
     model: GPT2, mesh: Mesh, prompts: Sequence[Prompt], reader: Reader, settings: Settings
 ) -> list[dict[str, Any]]:
     """The record of each prompt but for the checkpoint; typed ones are answered as they come."""
-    from megatron.train.generate import generate_all
+    from megatron.inference.generate import generate_all
 
     if settings.interactive:
         answers = [*converse(model, mesh, reader, settings)]
@@ -212,8 +212,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         reader = Reader(tokenizer, positions, settings.max_new_tokens)
         prompts = read_prompts(settings, reader)
 
+    from megatron.inference.generate import DivergedError
     from megatron.train.evaluate import load_newest
-    from megatron.train.generate import DivergedError
     from megatron.train.launch import launch
     from megatron.train.state import DTYPES
 

@@ -153,8 +153,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             given = [] if settings.include_path is None else [settings.include_path]
             manager = find_tasks(settings.names, [*given, folder])
 
+        from megatron.inference.generate import DivergedError
         from megatron.train.evaluate import load_newest
-        from megatron.train.generate import DivergedError
         from megatron.train.launch import launch
         from megatron.train.state import DTYPES
         from tools.harness.language_model import CheckpointLM

@@ -5,8 +5,9 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from megatron.checkpoint.format import (
@@ -20,6 +21,7 @@ from megatron.checkpoint.format import (
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError, flag, switch
 from megatron.config.pretrain import PretrainConfig
+from megatron.models.registry import find_kind
 
 # A resumed run is compared with its checkpoint by the settings of these parts of its config; what
 # the others hold (where files are, how fast it runs, what it logs) changes no result.
@@ -30,6 +32,9 @@ FIXED = {
     "--num-layers",
     "--hidden-size",
     "--num-attention-heads",
+    "--ffn-hidden-size",
+    "--activation",
+    "--untie-embeddings-and-output-weights",
     "--max-position-embeddings",
     "--layernorm-epsilon",
     "--residual-order",
@@ -254,12 +259,20 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
     "data sets": their number, "data sets: 1": its SHA-256, ...}, as JSON has them. What was left
     open is what it comes to."""
     parts = json.loads(json.dumps({part: facts["config"].get(part, {}) for part in COMPARED}))
+    if "kind" in facts:  # a checkpoint that is older than a setting has its default
+        config = resolve_name(find_kind(facts["kind"], "kind").config)
+        defaults = {each.name: each.default for each in fields(config)}
+        parts["model"] = {k: v for k, v in defaults.items() if v is not MISSING} | parts["model"]
     found = {flag(name): value for part in parts.values() for name, value in part.items()}
     if parts["training"]:
         micro_batches = found["--micro-batch-size"] * data_size
         found["--global-batch-size"] = found["--global-batch-size"] or micro_batches
         if found["--lr-decay-style"] != "constant":
             found["--lr-decay-iters"] = found["--lr-decay-iters"] or found["--train-iters"]
+    if "--ffn-hidden-size" in found:
+        found["--ffn-hidden-size"] = found["--ffn-hidden-size"] or 4 * found["--hidden-size"]
+        if found["--embedding-dropout"] is None:
+            found["--embedding-dropout"] = found["--hidden-dropout"]
     for name in ("--bf16", "--fp16"):  # compared by what they come to
         found.pop(name, None)
     if "precision" in facts:

@@ -32,7 +32,7 @@ from megatron.checkpoint.format import FORMAT, check_tiling, seal
 from megatron.checkpoint.load import TensorSlice
 from megatron.checkpoint.retention import Retention, remove_leftovers, set_aside
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.data.files import flush_directory, room, sha256, write_atomically
+from megatron.data.files import disk_space, flush_directory, sha256, write_atomically
 from megatron.parallel.agree import agree
 from megatron.parallel.mesh import Mesh
 
@@ -138,13 +138,8 @@ def save(
 
 
 def own_slices(slices: Iterable[TensorSlice], mesh: Mesh) -> list[TensorSlice]:
-    """What this rank writes: each slice is written once, by the first of the ranks that hold it."""
-
-    def is_first_holder(each: TensorSlice) -> bool:
-        cut = {axis.name for _, axis in each.spec.cuts}
-        return not any(rank for name, rank in mesh.coordinates.items() if name not in cut)
-
-    return [s for s in slices if s.spec.real(s.local).numel() and is_first_holder(s)]
+    """What this rank writes: each slice is written once, by its owner."""
+    return [s for s in slices if s.spec.is_owner(*mesh.axes) and s.spec.real(s.local).numel()]
 
 
 def _write_files(
@@ -170,7 +165,7 @@ def _write_files(
     except (OSError, SafetensorError) as error:
         shard.unlink(missing_ok=True)  # what it took is free again
         needed = sum(tensor.nbytes for tensor in tensors.values())
-        raise OSError(f"{shard}: {reason(error)}; {room(shard, needed)}") from error
+        raise OSError(f"{shard}: {reason(error)}; {disk_space(shard, needed)}") from error
     entries = {}
     for each in slices:
         box = each.spec.local_slices

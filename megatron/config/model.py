@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from megatron.config.checks import UsageError, fraction, positive
 
 RecomputeGranularity = Literal["none", "full", "selective"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]
 ResidualOrder = Literal["pre-ln", "post-ln"]
 Head = Literal["classifier", "choice", "span"]
 TOKEN_TYPES = 2  # of the first and of the second segment of a BERT's sample
@@ -13,28 +14,25 @@ TOKEN_TYPES = 2  # of the first and of the second segment of a BERT's sample
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """GPT-2's; other kinds of model add to it."""
+    """What every kind of transformer has."""
 
-    kind: ClassVar[str] = "gpt2"
+    kind: ClassVar[str]
     """What checkpoints call such a model."""
 
     num_layers: int
     """Transformer layers."""
 
     hidden_size: int
-    """Width of the stream between layers; the MLP is four times as wide."""
+    """Width of the stream between layers."""
 
     num_attention_heads: int
     """Attention heads of a layer; divides the hidden size."""
 
-    max_position_embeddings: int = 1024
-    """Rows of the position embedding: the longest sequence that the model can read."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP; 4 x --hidden-size if not given."""
 
-    vocab_size: int | None = None
-    """True size of the vocabulary; that of the data set's tokenizer if not given."""
-
-    make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+    activation: Activation = "gelu"
+    """Between the two matmuls of the MLP; swiglu and geglu are SiLU and GeLU of a gate."""
 
     layernorm_epsilon: float = 1e-5
     """Added to the variance in LayerNorm."""
@@ -49,7 +47,10 @@ class ModelConfig:
     """Dropout probability of the attention probabilities."""
 
     hidden_dropout: float = 0.1
-    """Dropout probability of the embeddings and before each residual add."""
+    """Dropout probability before each residual add."""
+
+    embedding_dropout: float | None = None
+    """Dropout probability of the embeddings; that of --hidden-dropout if not given."""
 
     recompute_granularity: RecomputeGranularity = field(
         default="none", metadata={"alias": "checkpoint_activations"}
@@ -64,13 +65,11 @@ class ModelConfig:
             "num_layers",
             "hidden_size",
             "num_attention_heads",
-            "max_position_embeddings",
-            "make_vocab_size_divisible_by",
+            "ffn_hidden_size",
             "layernorm_epsilon",
             "init_method_std",
-            "vocab_size",
         )
-        fraction(self, "attention_dropout", "hidden_dropout")
+        fraction(self, "attention_dropout", "hidden_dropout", "embedding_dropout")
         if self.hidden_size % (heads := self.num_attention_heads):
             divisors = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]
             nearest = min(divisors, key=lambda n: (abs(n - heads), -n))
@@ -81,10 +80,51 @@ class ModelConfig:
                 works=("--num-attention-heads", str(nearest)),
             )
 
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def dropout_of_embeddings(self) -> float:
+        given = self.embedding_dropout
+        return self.hidden_dropout if given is None else given
+
 
 @dataclass(frozen=True, kw_only=True)
-class BertConfig(ModelConfig):
+class TextModelConfig(ModelConfig):
+    """What models of text add."""
+
+    max_position_embeddings: int
+    """Rows of the position embedding: the longest sequence that the model can read."""
+
+    vocab_size: int | None = None
+    """True size of the vocabulary; that of the data set's tokenizer if not given."""
+
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer a weight of its own; else it is the word embedding's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config(TextModelConfig):
+    kind: ClassVar[str] = "gpt2"
+
+    activation: Activation = "gelu_tanh"
+
+    max_position_embeddings: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig(TextModelConfig):
     kind: ClassVar[str] = "bert"
+
+    activation: Activation = "gelu"
 
     max_position_embeddings: int = 512
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError, flag
-from megatron.config.model import BertConfig, ModelConfig
+from megatron.config.model import BertConfig, GPT2Config, ModelConfig, TextModelConfig
 from megatron.config.training import (
     BertDataConfig,
     BertOptimizerConfig,
@@ -35,7 +35,7 @@ class PretrainConfig:
 
     def data_parallel_size(self, world_size: int) -> int:
         """Models trained side by side by world_size processes."""
-        return world_size // self.parallel.tensor_model_parallel_size
+        return self.parallel.data_parallel_size(world_size)
 
     def global_batch_size(self, world_size: int) -> int:
         """Samples of an optimizer step."""
@@ -63,14 +63,6 @@ class PretrainConfig:
                 f"a multiple of --micro-batch-size {self.training.micro_batch_size} x "
                 f"data-parallel size {copies}",
                 works=("--global-batch-size", str(-(-batch // smallest) * smallest)),
-            )
-        length, positions = self.data.seq_length, self.model.max_position_embeddings
-        if length > positions:
-            raise UsageError(
-                "--seq-length",
-                length,
-                f"at most --max-position-embeddings {positions}",
-                works=("--seq-length", str(positions)),
             )
         warmup, end = self.optimizer.lr_warmup_iters, self.lr_decay_iters()
         if warmup > end:
@@ -101,12 +93,29 @@ class PretrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainGPT2Config(PretrainConfig):
+class PretrainTextConfig(PretrainConfig):
+    model: TextModelConfig
+
+    def check(self, world_size: int) -> None:
+        super().check(world_size)
+        length, positions = self.data.seq_length, self.model.max_position_embeddings
+        if length > positions:
+            raise UsageError(
+                "--seq-length",
+                length,
+                f"at most --max-position-embeddings {positions}",
+                works=("--seq-length", str(positions)),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainGPT2Config(PretrainTextConfig):
+    model: GPT2Config
     data: GPT2DataConfig = field(default_factory=GPT2DataConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainBertConfig(PretrainConfig):
+class PretrainBertConfig(PretrainTextConfig):
     model: BertConfig
     data: BertDataConfig = field(default_factory=BertDataConfig)
     optimizer: BertOptimizerConfig = field(default_factory=BertOptimizerConfig)

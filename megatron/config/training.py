@@ -13,12 +13,24 @@ class ParallelConfig:
     """Processes that share one model, each holding a slice of every layer; the remaining
     factor of the world size is data parallelism. Also spelt --model-parallel-size."""
 
+    tensor_parallel_mode: Literal["1d"] = "1d"
+    """How a layer is cut: 1d, along the columns or rows of its weights, as in the paper."""
+
     distributed_timeout_minutes: float = 10.0
     """Minutes without progress after which a run of several processes stops and says which one is
     behind; longer than the longest save, evaluation or load."""
 
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis but data, which takes what is left of them."""
+        return {"tensor": self.tensor_model_parallel_size}
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Models trained side by side by world_size processes."""
+        return world_size // math.prod(self.sizes.values())
 
     def check(self, world_size: int, heads: int = 0) -> None:
         """Raise UsageError where processes or attention heads cannot be shared out evenly; of 0

@@ -1,37 +1,59 @@
 """What a data set gives: samples of given numbers, as arrays; and which numbers a rank reads."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol, Self
 
-import numpy as np
-from numpy.typing import NDArray
+Array = Any  # of numpy as a data set makes it, of torch on a device
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Some samples; each kind of model has fields of its own. b: samples, s: tokens of each."""
+    """Some samples. Each kind of model has fields of its own: arrays whose first dim is the sample.
 
-    tokens: NDArray[np.int64]
-    """[b, s], or [b, sequences of a sample, s]"""
+    b: samples, s: tokens of each. per_token: the fields whose last dim is a token of a sample.
+    """
+
+    per_token: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def num_samples(self) -> int:
+        return len(getattr(self, fields(self)[0].name))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are read; padding does not count."""
-        return self.tokens.size
+        """Tokens that are read, padding aside; of what has none, the samples."""
+        return self.num_samples
+
+    def take(self, order: Array) -> Self:
+        """The tokens at these places of each sample, int64 [at most s], in this order."""
+        arrays = {name: getattr(self, name) for name in self.per_token}
+        return replace(
+            self, **{n: None if each is None else each[..., order] for n, each in arrays.items()}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExampleBatch(Batch):
+class TextBatch(Batch):
+    tokens: Array
+    """int64 [b, s], or [b, sequences of a sample, s]"""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleBatch(TextBatch):
     """Labelled examples to fine-tune BERT on, padded to the longest sequence among them.
 
     With several options tokens, token_types and is_real have three dims, [b, options, s].
     """
 
-    token_types: NDArray[np.int64]  # [b, s]
-    is_real: NDArray[np.bool_]  # [b, s], False where there is padding
-    labels: NDArray[np.int64]  # [b, 1], [b, 2] of spans, [b, 0] where they are not known
-    counted: NDArray[np.float32]  # [b], 0 of an example that only fills the batch
+    token_types: Array  # int64 [b, s]
+    is_real: Array  # bool [b, s], False where there is padding
+    labels: Array  # int64 [b, 1], [b, 2] of spans, [b, 0] where they are not known
+    counted: Array  # float32 [b], 0 of an example that only fills the batch
 
     @property
     def num_tokens(self) -> int:

@@ -19,35 +19,59 @@ b: samples of a batch; s: tokens of a sample (--seq-length), of which 3 are mark
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.batch import Batch
+from megatron.data.batch import Array, TextBatch
 from megatron.data.indexed import IndexedDataset, check_highest_id
 from megatron.data.order import Series, open_series
 from megatron.data.pairs import SPECIAL, Blocks, Pair, draw_pair
 from megatron.data.sources import Corpus
 from megatron.data.tokenizer import BertTokenizer
 
+MASKED_MULTIPLE = 16  # of the rows whose tokens are predicted, so that kernels meet few sizes
+
 # Shares of the tokens to be predicted that are replaced; the others are read as they are.
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertBatch(Batch):
-    token_types: NDArray[np.int64]
-    """[b, s]: 1 for the second segment and the mark after it, else 0."""
-    is_real: NDArray[np.bool_]
-    """[b, s]: False where there is padding."""
-    labels: NDArray[np.int64]
-    """[b, s]: the tokens before masking, also where nothing is to be predicted."""
-    loss_mask: NDArray[np.float32]
-    """[b, s]: 1 where a token is to be predicted, else 0."""
-    is_swapped: NDArray[np.int64]
-    """[b]: 1 where the second segment comes before the first in the document, else 0."""
+class BertBatch(TextBatch):
+    per_token: ClassVar = ("tokens", "token_types", "is_real", "labels", "loss_mask")
+
+    token_types: Array
+    """int64 [b, s]: 1 for the second segment and the mark after it, else 0."""
+    is_real: Array
+    """bool [b, s]: False where there is padding."""
+    labels: Array = None
+    """int64 [b, s]: the tokens before masking, also where nothing is to be predicted."""
+    loss_mask: Array = None
+    """float32 [b, s]: 1 where a token is to be predicted, else 0."""
+    is_swapped: Array = None
+    """int64 [b]: 1 where the second segment comes before the first in the document, else 0."""
+
+    # Of the k masked tokens: which they are of all b x s, and their labels. They are filled up with
+    # places that do not count, so that the sizes of matmuls come again.
+    masked: Array = field(init=False, default=None)
+    """int64 [k]"""
+    masked_labels: Array = field(init=False, default=None)
+    """int64 [k]"""
+    is_counted: Array = field(init=False, default=None)
+    """bool [k]"""
+
+    def __post_init__(self) -> None:
+        if self.loss_mask is None:
+            return
+        masked = np.flatnonzero(self.loss_mask)
+        size = -(-len(masked) // MASKED_MULTIPLE) * MASKED_MULTIPLE
+        filled = np.pad(masked, (0, size - len(masked)))
+        object.__setattr__(self, "masked", filled)
+        object.__setattr__(self, "masked_labels", self.labels.reshape(-1)[filled])
+        object.__setattr__(self, "is_counted", np.arange(size) < len(masked))
 
     @property
     def num_tokens(self) -> int:

@@ -38,11 +38,11 @@ def write_atomically(file: Path, content: bytes) -> None:
     except OSError as error:
         staged.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(f"{file}: {error.strerror}; {room(file, len(content))}") from error
+            raise OSError(f"{file}: {error.strerror}; {disk_space(file, len(content))}") from error
         raise
 
 
-def room(file: Path, needed: int) -> str:
+def disk_space(file: Path, needed: int) -> str:
     """For a message: the bytes that a file needs, and those that are free where it would lie."""
     free = shutil.disk_usage(file.parent).free
     return f"it needs {needed:,} bytes, {free:,} are free there"

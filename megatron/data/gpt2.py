@@ -11,28 +11,30 @@ b: samples of a batch; s: tokens of a sample (--seq-length).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.batch import Batch
+from megatron.data.batch import Array, TextBatch
 from megatron.data.indexed import IndexedDataset, check_highest_id
 from megatron.data.order import Series, open_series
 from megatron.data.sources import Corpus
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPT2Batch(Batch):
-    labels: NDArray[np.int64]
-    """[b, s]: the token after each token."""
-    loss_mask: NDArray[np.float32]
-    """[b, s]: 1 where the loss counts, else 0."""
-    positions: NDArray[np.int64]
-    """[b, s]"""
-    document_starts: NDArray[np.int64] | None
-    """[b, s]: where in its sample the document of each token starts, and with it what the token may
-    attend to; None where attention crosses documents."""
+class GPT2Batch(TextBatch):
+    per_token: ClassVar = ("tokens", "labels", "loss_mask", "positions", "document_starts")
+
+    positions: Array
+    """int64 [b, s]"""
+    labels: Array = None
+    """int64 [b, s]: the token after each token; None where there is no loss."""
+    loss_mask: Array = None
+    """float32 [b, s]: 1 where the loss counts, else 0."""
+    document_starts: Array = None
+    """int64 [b, s]: where in its sample the document of each token starts, and with it what the
+    token may attend to; None where attention crosses documents."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,19 @@ post-LN: transformer(norm(sum of embeddings)); its layers end in norms of their 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatron.config.model import TOKEN_TYPES, BertConfig, FinetunedConfig
+from megatron.data.batch import ExampleBatch
+from megatron.data.bert import BertBatch
 from megatron.models.transformer import Transformer
-from megatron.parallel.layers import LayerFactory
+from megatron.parallel.factory import LayerFactory
 
 SPAN_ENDS = 2  # scores of a token as the first and as the last one of a span
 
@@ -37,29 +42,34 @@ class BertEncoder(nn.Module):
         )
         self.token_type_embedding = factory.position_embedding(TOKEN_TYPES, h, std=std)
         self.embedding_norm = (
-            nn.Identity() if is_pre else factory.norm(h, epsilon=config.layernorm_epsilon)
+            nn.Identity() if is_pre else factory.layer_norm(h, epsilon=config.layernorm_epsilon)
         )
-        self.embedding_dropout = factory.dropout(config.hidden_dropout, "embedding")
+        self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
         self.transformer = Transformer(
-            config, factory, range(config.num_layers), order=config.residual_order, gelu="none"
+            config, factory, range(config.num_layers), order=config.residual_order
         )
         self.final_norm = (
-            factory.norm(h, epsilon=config.layernorm_epsilon) if is_pre else nn.Identity()
+            factory.layer_norm(h, epsilon=config.layernorm_epsilon) if is_pre else nn.Identity()
         )
 
-    def forward(self, tokens: Tensor, token_types: Tensor, is_real: Tensor) -> Tensor:
-        """tokens, token_types: int64 [b, s]; is_real: bool [b, s], False for padding.
-
-        No token attends to padding; what comes out at padding means nothing.
-        """
+    def embed(self, batch: BertBatch | ExampleBatch) -> Tensor:
+        """The stream [n, h] that enters the first layer."""
+        tokens, token_types = (
+            each.view(-1, each.shape[-1]) for each in (batch.tokens, batch.token_types)
+        )
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         x = (
             self.word_embedding(tokens.flatten())
             + self.position_embedding(positions.flatten())
             + self.token_type_embedding(token_types.flatten())
         )
-        x = self.embedding_dropout(self.embedding_norm(x))
-        return self.final_norm(self.transformer(x, tokens.shape[0], is_real[:, None, None, :]))
+        return self.embedding_dropout(self.embedding_norm(x))
+
+    def layers(self, x: Tensor, batch: BertBatch | ExampleBatch) -> Tensor:
+        """The stream behind the last layer. No token attends to padding; what comes out at padding
+        means nothing."""
+        is_real = batch.is_real.view(-1, 1, 1, batch.is_real.shape[-1])
+        return self.transformer(x, len(is_real), is_real, is_causal=False)
 
 
 class Pooler(nn.Module):
@@ -81,8 +91,16 @@ class MaskedTokenHead(nn.Module):
         super().__init__()
         h = config.hidden_size
         self.dense = factory.linear(h, h, std=config.init_method_std)
-        self.norm = factory.norm(h, epsilon=config.layernorm_epsilon)
-        self.head = factory.head(vocab_size, bias_divisible_by=config.make_vocab_size_divisible_by)
+        self.norm = factory.layer_norm(h, epsilon=config.layernorm_epsilon)
+        self.head = factory.head(
+            vocab_size,
+            h,
+            divisible_by=config.make_vocab_size_divisible_by,
+            bias=True,
+            untied_std=config.init_method_std
+            if config.untie_embeddings_and_output_weights
+            else None,
+        )
 
     def forward(
         self,
@@ -96,6 +114,8 @@ class MaskedTokenHead(nn.Module):
 
 
 class BERT(nn.Module):
+    terms: ClassVar = ("mlm_loss", "sop_loss")
+
     def __init__(self, config: BertConfig, factory: LayerFactory, vocab_size: int) -> None:
         """vocab_size: the true one; the factory pads it."""
         super().__init__()
@@ -103,28 +123,40 @@ class BERT(nn.Module):
         self.encoder = BertEncoder(config, factory, vocab_size)
         self.pooler = Pooler(config, factory)
         self.mlm = MaskedTokenHead(config, factory, vocab_size)
-        self.sop = factory.linear(config.hidden_size, 2, std=config.init_method_std)
+        self.sop = factory.output(config.hidden_size, 2, std=config.init_method_std)
+
+    def denominators(self, batch: BertBatch) -> list[float]:
+        return [float(np.count_nonzero(batch.loss_mask)), float(len(batch.is_swapped))]
+
+    def embed(self, batch: BertBatch) -> Tensor:
+        return self.encoder.embed(batch)
+
+    def layers(self, x: Tensor, batch: BertBatch) -> Tensor:
+        return self.encoder.layers(x, batch)
+
+    def loss(self, x: Tensor, batch: BertBatch, loss_scales: Tensor) -> Tensor:
+        """Cross-entropy of each masked token, and of the order of the segments of a sample: as of
+        Objective."""
+        x = self.encoder.final_norm(x)
+        scales = batch.is_counted * loss_scales[0]
+        words = self.encoder.word_embedding
+        masked = self.mlm(x[batch.masked], words, batch.masked_labels, scales)
+        order = self.sop(self.pooler(x, len(batch.tokens)))
+        wide = torch.promote_types(order.dtype, torch.float32)
+        of_order = F.cross_entropy(order.to(wide), batch.is_swapped, reduction="sum")
+        return torch.stack([masked, of_order * loss_scales[1].to(wide)])
 
     def forward(
-        self,
-        tokens: Tensor,
-        token_types: Tensor,
-        is_real: Tensor,
-        picked: Tensor | None = None,
-        labels: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(of masked-token prediction, of sentence order): logits [k, v/t] of this rank's columns,
-        with labels the loss of each [k], with scales too the sum of scale x loss; and logits
-        [b, 2], of segments in order and swapped.
-
-        tokens, token_types, is_real: as of the encoder. picked: int64 [k], the positions (row x s +
-        column) to predict; None for all n. labels: int64 [k]. scales: [k].
-        """
-        x = self.encoder(tokens, token_types, is_real)
-        order = self.sop(self.pooler(x, tokens.shape[0]))
-        rows = x if picked is None else x[picked]
-        return self.mlm(rows, self.encoder.word_embedding, labels, scales), order
+        self, batch: BertBatch, loss_scales: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The stages in order: as of `loss`, without scales logits of all tokens [n, v/t], this
+        rank's columns, and [b, 2] of segments in order and swapped."""
+        x = self.layers(self.embed(batch), batch)
+        if loss_scales is not None:
+            return self.loss(x, batch, loss_scales)
+        x = self.encoder.final_norm(x)
+        order = self.sop(self.pooler(x, len(batch.tokens)))
+        return self.mlm(x, self.encoder.word_embedding), order
 
 
 class FinetunedBert(nn.Module):
@@ -134,6 +166,8 @@ class FinetunedBert(nn.Module):
     span is found by scores of every token, and has no pooler.
     """
 
+    terms: ClassVar = ("loss",)
+
     def __init__(self, config: FinetunedConfig, factory: LayerFactory, vocab_size: int) -> None:
         """vocab_size: the true one; the factory pads it."""
         super().__init__()
@@ -142,15 +176,39 @@ class FinetunedBert(nn.Module):
         self.pooler = None if config.head == "span" else Pooler(config, factory)
         self.dropout = factory.dropout(config.hidden_dropout, "head")
         outputs = {"classifier": len(config.labels), "choice": 1, "span": SPAN_ENDS}[config.head]
-        self.head = factory.linear(config.hidden_size, outputs, std=config.init_method_std)
+        self.head = factory.output(config.hidden_size, outputs, std=config.init_method_std)
 
-    def forward(self, tokens: Tensor, token_types: Tensor, is_real: Tensor) -> Tensor:
-        """Scores [b, classes], [b, 1] of options or [b, s, 2], fp32 at least; arguments as of the
-        encoder."""
-        x = self.encoder(tokens, token_types, is_real)
+    def denominators(self, batch: ExampleBatch) -> list[float]:
+        return [float(batch.counted.sum())]
+
+    def embed(self, batch: ExampleBatch) -> Tensor:
+        return self.encoder.embed(batch)
+
+    def layers(self, x: Tensor, batch: ExampleBatch) -> Tensor:
+        return self.encoder.layers(x, batch)
+
+    def loss(self, x: Tensor, batch: ExampleBatch, loss_scales: Tensor) -> Tensor:
+        """Cross-entropy of each example's label; of a span the mean of those of its first and its
+        last token, each over the tokens of the sequence alone: as of Objective."""
+        scores = self.scores(x, batch)
+        losses = F.cross_entropy(scores, batch.labels, reduction="none").mean(1)
+        return (losses * batch.counted).sum() * loss_scales.to(scores.dtype)
+
+    def scores(self, x: Tensor, batch: ExampleBatch) -> Tensor:
+        """Of each example's k labels, [b, candidates, k] in fp32 or wider: of its classes or
+        options, k = 1, or of its tokens as first and last of a span, k = 2; minus infinity at
+        padding."""
+        x = self.encoder.final_norm(x)
         if self.pooler is None:
-            return self._score(x).view(*tokens.shape, SPAN_ENDS)
-        return self._score(self.pooler(x, tokens.shape[0]))
+            scores = self._score(x).view(*batch.tokens.shape, SPAN_ENDS)
+            return scores.masked_fill(~batch.is_real[..., None], -torch.inf)
+        sequences = batch.tokens.numel() // batch.tokens.shape[-1]
+        return self._score(self.pooler(x, sequences)).view(len(batch.tokens), -1, 1)
+
+    def forward(self, batch: ExampleBatch, loss_scales: Tensor | None = None) -> Tensor:
+        """The stages in order: as of `loss`, without scales as of `scores`."""
+        x = self.layers(self.embed(batch), batch)
+        return self.scores(x, batch) if loss_scales is None else self.loss(x, batch, loss_scales)
 
     def _score(self, x: Tensor) -> Tensor:
         """x [n, h] to scores [n, k], fp32: in bf16 scores that differ by less than one part in 256

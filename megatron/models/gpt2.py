@@ -1,18 +1,26 @@
-"""GPT-2: embeddings, pre-LN transformer, final norm, head tied to the word embedding."""
+"""GPT-2: embeddings, pre-LN transformer, final norm, head tied to the word embedding.
+
+Its stages are `embed`, `layers` and `loss`; a batch holds tensors on the model's device.
+"""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
-from megatron.models.cache import KeyValueCache
-from megatron.models.transformer import Transformer
-from megatron.parallel.layers import LayerFactory
+from megatron.config.model import GPT2Config
+from megatron.data.gpt2 import GPT2Batch
+from megatron.models.transformer import KeyValueCache, Transformer
+from megatron.parallel.factory import LayerFactory
 
 
 class GPT2(nn.Module):
-    def __init__(self, config: ModelConfig, factory: LayerFactory, vocab_size: int) -> None:
+    terms: ClassVar = ("loss",)
+
+    def __init__(self, config: GPT2Config, factory: LayerFactory, vocab_size: int) -> None:
         """vocab_size: the true one; the factory pads it."""
         super().__init__()
         self.vocab_size = vocab_size
@@ -22,55 +30,61 @@ class GPT2(nn.Module):
             vocab_size, h, divisible_by=config.make_vocab_size_divisible_by, std=std
         )
         self.position_embedding = factory.position_embedding(self.positions, h, std=std)
-        self.embedding_dropout = factory.dropout(config.hidden_dropout, "embedding")
+        self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
         self.transformer = Transformer(config, factory, range(config.num_layers))
-        self.final_norm = factory.norm(h, epsilon=config.layernorm_epsilon)
-        self.head = factory.head(vocab_size)
+        self.final_norm = factory.layer_norm(h, epsilon=config.layernorm_epsilon)
+        self.head = factory.head(
+            vocab_size,
+            h,
+            divisible_by=config.make_vocab_size_divisible_by,
+            untied_std=std if config.untie_embeddings_and_output_weights else None,
+        )
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        labels: Tensor | None = None,
-        document_starts: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> Tensor:
-        """Logits [n, v/t] of this rank's columns, with labels the loss of each token [n], with
-        scales too the sum of scale x loss, which is what training differentiates.
+    def denominators(self, batch: GPT2Batch) -> list[float]:
+        return [float(batch.loss_mask.sum(dtype=np.float64))]
 
-        All arguments are [b, s], scales in floating point, the others int64. document_starts:
-        where in the sample the document of each token begins; then no token attends to another
-        document. None attends across documents.
+    def embed(self, batch: GPT2Batch) -> Tensor:
+        """The stream [n, h] that enters the first layer."""
+        words = self.word_embedding(batch.tokens.flatten())
+        return self.embedding_dropout(words + self.position_embedding(batch.positions.flatten()))
+
+    def layers(self, x: Tensor, batch: GPT2Batch, cache: KeyValueCache | None = None) -> Tensor:
+        """The stream behind the last layer.
+
+        cache: of what was read before, which the batch follows and then belongs to; evaluation
+        only.
         """
-        x = self.read(tokens, positions, document_starts)
-        of_tokens = (None if each is None else each.flatten() for each in (labels, scales))
-        return self.head(x, self.word_embedding, *of_tokens)
-
-    def read(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        document_starts: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        """What the head sees of each token, [n, h]; arguments as above.
-
-        cache: of what was read before, which `tokens` follow and then belong to; evaluation only.
-        """
-        mask = None if document_starts is None else document_mask(document_starts)
+        starts, size = batch.document_starts, batch.tokens.shape[1]
+        mask = None if starts is None else document_mask(starts)
         if cache is not None:
             assert mask is None
             assert not self.training
-            mask = cache.mask(tokens.shape[1], tokens.device)
-        x = self.word_embedding(tokens.flatten()) + self.position_embedding(positions.flatten())
-        x = self.transformer(self.embedding_dropout(x), tokens.shape[0], mask, cache)
+            mask = cache.mask(size, x.device)
+        is_causal = mask is None and size > 1  # a single query is the last of all tokens
+        x = self.transformer(x, len(batch.tokens), mask, is_causal, cache)
         if cache is not None:
-            cache.advance(tokens.shape[1])
-        return self.final_norm(x)
+            cache.advance(size)
+        return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits [m, v/t] of this rank's columns, of the rows [m, h] of what `read` returns."""
-        return self.head(x, self.word_embedding)
+        """Logits [m, v/t] of this rank's columns, of rows [m, h] of what `layers` returns."""
+        return self.head(self.final_norm(x), self.word_embedding)
+
+    def losses(self, x: Tensor, batch: GPT2Batch, scales: Tensor | None = None) -> Tensor:
+        """The loss of each label [n]; with scales [b, s], floating, the sum of scale x loss."""
+        labels = batch.labels.flatten()
+        scales = None if scales is None else scales.flatten()
+        return self.head(self.final_norm(x), self.word_embedding, labels, scales)
+
+    def loss(self, x: Tensor, batch: GPT2Batch, loss_scales: Tensor) -> Tensor:
+        """Cross-entropy of each counted token: as of Objective."""
+        return self.losses(x, batch, batch.loss_mask.double() * loss_scales)[None]
+
+    def forward(self, batch: GPT2Batch, loss_scales: Tensor | None = None) -> Tensor:
+        """The stages in order: as of `loss`; without scales this rank's columns of the logits,
+        [n, v/t]."""
+        x = self.layers(self.embed(batch), batch)
+        return self.logits(x) if loss_scales is None else self.loss(x, batch, loss_scales)
 
 
 def document_mask(document_starts: Tensor) -> Tensor:

@@ -1,34 +1,87 @@
-"""The kinds of model: the config that describes each, and what builds it."""
+"""The kinds of model, an entry each. Needs no torch.
+
+An entry names its parts as "module:name", so that knowing the kinds needs neither torch nor the
+parts of other kinds. A kind of one's own is a `ModelKind` too: `register` gives it a name, or
+"module:name" of the entry is its name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
-import torch
-from torch import nn
+from megatron.config.checks import UsageError
 
-from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
-from megatron.models.bert import BERT, FinetunedBert
-from megatron.models.gpt2 import GPT2
-from megatron.parallel.layers import factory_1d
-from megatron.parallel.mesh import Mesh
-from megatron.parallel.random import RandomStreams
-from megatron.parallel.sharding import materialize
 
-MODELS: dict[str, tuple[type[ModelConfig], type[nn.Module]]] = {
-    config.kind: (config, model)
-    for config, model in (
-        (ModelConfig, GPT2),
-        (BertConfig, BERT),
-        (FinetunedConfig, FinetunedBert),
-    )
+@dataclass(frozen=True, kw_only=True)
+class ModelKind:
+    config: str
+    """A ModelConfig, whose `kind` is the name of the entry."""
+    model: str
+    """The class, built from (config, factory, vocabulary size); it is its own objective."""
+    program: str | None = None
+    """The settings of a pretraining run, a PretrainConfig; None for what is not pretrained."""
+    inputs: str | None = None
+    """Opens the data of a run, without torch: settings to Inputs."""
+    data: str
+    """The DataConfig of checkpoints that were imported."""
+    conversion: str | None = None
+    """Tables of the conversion from and to HuggingFace: several Family."""
+
+
+KINDS = {
+    "gpt2": ModelKind(
+        config="megatron.config.model:GPT2Config",
+        model="megatron.models.gpt2:GPT2",
+        program="megatron.config.pretrain:PretrainGPT2Config",
+        inputs="megatron.train.inputs:open_gpt2_inputs",
+        data="megatron.config.training:GPT2DataConfig",
+        conversion="tools.convert.gpt2:GPT2S",
+    ),
+    "bert": ModelKind(
+        config="megatron.config.model:BertConfig",
+        model="megatron.models.bert:BERT",
+        program="megatron.config.pretrain:PretrainBertConfig",
+        inputs="megatron.train.inputs:open_bert_inputs",
+        data="megatron.config.training:BertDataConfig",
+        conversion="tools.convert.bert:PRETRAINED",
+    ),
+    "finetuned": ModelKind(
+        config="megatron.config.model:FinetunedConfig",
+        model="megatron.models.bert:FinetunedBert",
+        data="megatron.config.training:BertDataConfig",
+        conversion="tools.convert.bert:FINETUNED",
+    ),
 }
 
 
-def config_of(manifest: Mapping[str, Any]) -> ModelConfig:
+def register(name: str, kind: ModelKind) -> None:
+    """Add a kind. Raises ValueError where the name is taken."""
+    if name in KINDS:
+        raise ValueError(f"a kind of model called {name!r} is registered already")
+    KINDS[name] = kind
+
+
+def find_kind(name: str, given: str = "--model") -> ModelKind:
+    """The entry of this name, or at "module:name". given: the flag, for messages. Raises
+    UsageError where there is none."""
+    if name in KINDS:
+        return KINDS[name]
+    try:
+        kind = resolve_name(name) if ":" in name else None
+    except (ImportError, AttributeError, ValueError):
+        kind = None
+    if not isinstance(kind, ModelKind):
+        allowed = f"{', '.join(KINDS)}, or module:name of a megatron.models.registry.ModelKind"
+        raise UsageError(given, name, allowed, works=(given, next(iter(KINDS))))
+    return kind
+
+
+def config_of(manifest: Mapping[str, Any]) -> Any:
     """The config of the model of a checkpoint, from its manifest."""
-    config, _ = MODELS[manifest["kind"]]
+    config = resolve_name(find_kind(manifest["kind"], "kind").config)
     settings: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in manifest["config"]["model"].items()
@@ -37,19 +90,3 @@ def config_of(manifest: Mapping[str, Any]) -> ModelConfig:
     if settings.pop("checkpoint_activations", False):
         settings["recompute_granularity"] = "full"
     return config(**settings)
-
-
-def build_model(
-    config: ModelConfig, mesh: Mesh, vocab_size: int, *, seed: int | None, dtype: torch.dtype
-) -> tuple[Any, RandomStreams]:
-    """A model of the config's kind on this rank's device, with its initial weights, and the random
-    streams it draws from.
-
-    seed: None for a model that is loaded next and draws nothing.
-    """
-    streams = RandomStreams(seed or 0, mesh)
-    _, make = MODELS[config.kind]
-    with torch.device("meta"):
-        model = make(config, factory_1d(mesh, streams, norm=config.layernorm_impl), vocab_size)
-    materialize(model, device=mesh.device, dtype=dtype, seed=seed)
-    return model, streams

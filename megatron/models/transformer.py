@@ -1,6 +1,6 @@
 """The transformer of section 3 of the paper, in either order of norm and residual (section 5.2).
 
-    b batch   s sequence   n = b s tokens   h hidden   a heads   d = h/a head size
+    b batch   s sequence   n = b s tokens   h hidden   a heads   d = h/a head size   f MLP's width
     t tensor-parallel size, which this file never reads: what is cut is left to the factory
 
     pre-LN, the paper's (figure 7, b)            post-LN, the original BERT's (figure 7, a)
@@ -17,16 +17,28 @@ and not the probabilities, [b, a/t, s, s]: much memory for little arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import sqrt
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, RecomputeGranularity
-from megatron.models.cache import KeyValueCache
-from megatron.parallel.layers import LayerFactory
+from megatron.parallel.factory import LayerFactory
+
+
+class KeyValueCache(Protocol):
+    """What attention asks of megatron/inference/cache.py."""
+
+    def append(self, name: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values of the layer `name`, of which k, v [b, a/t, s, d] are the last."""
+        ...
+
+    def mask(self, columns: int, device: torch.device) -> Tensor | None: ...
+
+    def advance(self, columns: int) -> None: ...
 
 
 def _run(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -59,49 +71,75 @@ class Attention(nn.Module):
         self.output = factory.row(h, h, std=std / sqrt(2 * config.num_layers))
 
     def forward(
-        self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None
+        self,
+        x: Tensor,
+        batch: int,
+        mask: Tensor | None,
+        is_causal: bool,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         qkv = self.qkv(x)  # [n, 3h/t]
         qkv = qkv.view(batch, -1, 3, qkv.shape[1] // (3 * self.head_size), self.head_size)
         q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # each [b, a/t, s, d]
         if cache is not None:
             k, v = cache.append(self.name, k, v)
-        heads = self.run_core(self.core, q, k, v, mask)
+        heads = self.run_core(self.core, q, k, v, mask, is_causal)
         return self.output(heads.transpose(1, 2).reshape(x.shape[0], -1))
 
 
-class MLP(nn.Module):
-    """[n, h] to [n, 4h/t] to [n, h]; GeLU acts on each rank's columns alone."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+# Of half of the columns, which then multiply the other half (Shazeer, 2020, arXiv:2002.05202).
+GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}
 
-    def __init__(self, config: ModelConfig, factory: LayerFactory, gelu: str) -> None:
-        """gelu: "tanh" for the approximation, "none" for the exact one."""
+
+class MLP(nn.Module):
+    """[n, h] to [n, f/t] to [n, h]; the activation acts on each rank's columns alone."""
+
+    def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
         super().__init__()
-        self.gelu = gelu
-        h, std = config.hidden_size, config.init_method_std
-        self.up = factory.column(h, 4 * h, std=std)
-        self.down = factory.row(4 * h, h, std=std / sqrt(2 * config.num_layers))
+        self.is_gated = config.activation in GATED
+        self.activation = (ACTIVATIONS | GATED)[config.activation]
+        h, f, std = config.hidden_size, config.ffn_size, config.init_method_std
+        self.up = factory.column(h, f, parts=2 if self.is_gated else 1, std=std)
+        self.down = factory.row(f, h, std=std / sqrt(2 * config.num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate=self.gelu))
+        y = self.up(x)
+        if self.is_gated:
+            gate, y = y.chunk(2, dim=1)
+            return self.down(self.activation(gate) * y)
+        return self.down(self.activation(y))
 
 
 class TransformerLayer(nn.Module):
     """Pre-LN: nothing but additions on the path of the residuals."""
 
-    def __init__(self, config: ModelConfig, factory: LayerFactory, number: int, gelu: str) -> None:
+    def __init__(self, config: ModelConfig, factory: LayerFactory, number: int) -> None:
         super().__init__()
         name = f"layers.{number}"
-        self.attention_norm = factory.norm(config.hidden_size, epsilon=config.layernorm_epsilon)
+        self.attention_norm = factory.layer_norm(
+            config.hidden_size, epsilon=config.layernorm_epsilon
+        )
         self.attention = Attention(config, factory, f"{name}.attention")
         self.attention_dropout = factory.dropout(config.hidden_dropout, f"{name}.attention")
-        self.mlp_norm = factory.norm(config.hidden_size, epsilon=config.layernorm_epsilon)
-        self.mlp = MLP(config, factory, gelu)
+        self.mlp_norm = factory.layer_norm(config.hidden_size, epsilon=config.layernorm_epsilon)
+        self.mlp = MLP(config, factory)
         self.mlp_dropout = factory.dropout(config.hidden_dropout, f"{name}.mlp")
 
     def forward(
-        self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None
+        self,
+        x: Tensor,
+        batch: int,
+        mask: Tensor | None,
+        is_causal: bool,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
-        heads = self.attention(self.attention_norm(x), batch, mask, cache)
+        heads = self.attention(self.attention_norm(x), batch, mask, is_causal, cache)
         x = x + self.attention_dropout(heads)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
 
@@ -110,9 +148,14 @@ class PostNormLayer(TransformerLayer):
     """Post-LN: the same parts, and every sum passes through a norm."""
 
     def forward(
-        self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None
+        self,
+        x: Tensor,
+        batch: int,
+        mask: Tensor | None,
+        is_causal: bool,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
-        heads = self.attention(x, batch, mask, cache)
+        heads = self.attention(x, batch, mask, is_causal, cache)
         x = self.attention_norm(x + self.attention_dropout(heads))
         return self.mlp_norm(x + self.mlp_dropout(self.mlp(x)))
 
@@ -121,7 +164,7 @@ RESIDUAL_ORDERS = {"pre-ln": TransformerLayer, "post-ln": PostNormLayer}
 
 
 class Transformer(nn.Module):
-    """A range of layers; they keep their numbers in the whole model, in names and in streams."""
+    """A range of layers; parameters and RNGs are named by a layer's number in the whole model."""
 
     def __init__(
         self,
@@ -130,19 +173,23 @@ class Transformer(nn.Module):
         numbers: Iterable[int],
         *,
         order: str = "pre-ln",
-        gelu: str = "tanh",
     ) -> None:
-        """order: a key of RESIDUAL_ORDERS. gelu: as of MLP."""
+        """order: a key of RESIDUAL_ORDERS."""
         super().__init__()
         make = RESIDUAL_ORDERS[order]
         self.layers = nn.ModuleDict(
-            {str(number): make(config, factory, number, gelu) for number in numbers}
+            {str(number): make(config, factory, number) for number in numbers}
         )
         self.run_layer = _runner(config, factory, "full")
 
     def forward(
-        self, x: Tensor, batch: int, mask: Tensor | None, cache: KeyValueCache | None = None
+        self,
+        x: Tensor,
+        batch: int,
+        mask: Tensor | None,
+        is_causal: bool,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         for layer in self.layers.values():
-            x = self.run_layer(layer, x, batch, mask, cache)
+            x = self.run_layer(layer, x, batch, mask, is_causal, cache)
         return x

@@ -1,4 +1,4 @@
-"""AdamW on flat fp32 master weights, one flat tensor for each gradient buffer.
+"""AdamW on flat fp32 master weights, one flat tensor for each bucket of gradients.
 
 The masters lie in memory exactly as the gradients do, so that scaling, norm and AdamW are a few
 passes over a few long tensors. Parameters that have the masters' dtype are views of them; those of
@@ -8,6 +8,7 @@ a narrower dtype are rounded from them after each step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -15,47 +16,122 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from megatron.config.training import OptimizerConfig
-from megatron.parallel.gradients import GradientBuffers
+from megatron.config.training import OptimizerConfig, PrecisionConfig
+from megatron.parallel.buckets import Bucket, GradientBuckets
 from megatron.parallel.sharding import GradientView
+
+COUNTERS = ("scale", "good_steps", "overflows", "skips")
+
+
+@dataclass
+class LossScaler:
+    """What the loss is multiplied by before the backward, and what an overflow does to it.
+
+    A dynamic scale is doubled after `window` steps without overflow. Until then it bears
+    `hysteresis` overflows: the last of these and every further one halve it. A static scale has
+    window None. fp32 and bf16 need no scaling and skip nothing: most_skips is 0.
+    """
+
+    scale: float = 1.0
+    window: int | None = None
+    hysteresis: int = 1
+    smallest: float = 0.0  # an overflow there ends the run
+    most_skips: int = 0  # steps skipped in a row that end the run
+    good_steps: int = 0  # in a row, since the scale last changed upwards
+    overflows: int = 0  # since the scale last changed upwards
+    skips: int = 0  # in a row
+
+    @classmethod
+    def of(cls, config: PrecisionConfig, dtype: torch.dtype) -> LossScaler:
+        """That of a run whose weights and activations are of `dtype`."""
+        if dtype != torch.float16:
+            return cls()
+        if config.loss_scale is not None:
+            return cls(scale=config.loss_scale, most_skips=config.max_consecutive_skips)
+        return cls(
+            scale=config.first_scale(),
+            window=config.loss_scale_window,
+            hysteresis=config.hysteresis,
+            smallest=config.min_loss_scale,
+            most_skips=config.max_consecutive_skips,
+        )
+
+    @property
+    def is_scaling(self) -> bool:
+        return self.most_skips > 0
+
+    def may_skip(self) -> bool:
+        """Whether the run goes on if the step at hand overflows."""
+        return self.scale > self.smallest and self.skips + 1 < self.most_skips
+
+    def update(self, overflowed: bool) -> None:
+        """Account for one step; every rank passes the same value."""
+        self.skips = self.skips + 1 if overflowed else 0
+        self.good_steps = 0 if overflowed else self.good_steps + 1
+        if self.window is None:
+            return
+        if overflowed:
+            self.overflows += 1
+            if self.overflows >= self.hysteresis:
+                self.scale = max(self.smallest, self.scale / 2)
+        elif self.good_steps >= self.window:
+            self.scale *= 2
+            self.good_steps = self.overflows = 0
+
+    def counters(self) -> dict[str, float]:
+        """What changes, for a checkpoint; the rest comes from the command line."""
+        return {name: getattr(self, name) for name in COUNTERS}
+
+    def load(self, counters: dict[str, float]) -> None:
+        """Go on from a checkpoint's counters; a static scale stays what it was set to."""
+        for name in COUNTERS[1:]:
+            setattr(self, name, int(counters[name]))
+        if self.window is not None:
+            self.scale = max(self.smallest, counters["scale"])
+
+
+@dataclass(frozen=True)
+class FlatWeights:
+    """What AdamW updates in one call: neighbours in a bucket that decay alike, or do not."""
+
+    weight: nn.Parameter  # its `grad` is set
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    decay: float
 
 
 class TorchAdam:
-    """AdamW of flat weights, whose `grad` is set, by torch's fused kernel.
+    """AdamW by torch's fused kernel.
 
-    moments: (exp_avg, exp_avg_sq) of each weight. The kernel is called as a function: torch's
-    optimizer object imports a compiler's front end in the first step, for 1.8 s, and takes a factor
-    only from its own GradScaler.
+    The kernel is called as a function: torch's optimizer object imports a compiler's front end in
+    the first step, for 1.8 s, and takes a factor only from its own GradScaler.
     """
 
-    def __init__(
-        self, weights: Sequence[nn.Parameter], decays: Sequence[float], config: OptimizerConfig
-    ) -> None:
-        self.weights, self.decays, self.config = weights, decays, config
-        self.moments = [(torch.zeros_like(each), torch.zeros_like(each)) for each in weights]
+    def __init__(self, flats: Sequence[FlatWeights], config: OptimizerConfig) -> None:
+        self.flats, self.config = flats, config
         self.set_updates(0)
 
     def set_updates(self, updates: int) -> None:
         """Set how many updates the moments have behind them."""
-        self.updates = [torch.tensor(float(updates), device=each.device) for each in self.weights]
+        weights = [each.weight for each in self.flats]
+        self.updates = [torch.tensor(float(updates), device=each.device) for each in weights]
 
     @torch.no_grad()
     def step(self, lr: float, factor: float) -> None:
         """Update by the gradients x factor; what is left in the gradients is undefined."""
         config = self.config
-        rows = zip(self.weights, self.decays, self.moments, self.updates, strict=True)
-        for weight, decay, (exp_avg, exp_avg_sq), updates in rows:
-            assert weight.grad is not None
-            divisor = None
-            if weight.dtype == torch.float64:  # the kernel's divisor is fp32
-                weight.grad.mul_(factor)
+        for flat, updates in zip(self.flats, self.updates, strict=True):
+            gradient, divisor = flat.weight.grad, None
+            assert gradient is not None
+            if gradient.dtype == torch.float64:  # the kernel's divisor is fp32
+                gradient.mul_(factor)
             elif factor != 1.0:
-                divisor = torch.full((), 1.0 / factor, device=weight.device)  # nothing is copied
+                divisor = torch.full((), 1.0 / factor, device=gradient.device)  # nothing is copied
             adamw(
-                [weight],
-                [weight.grad],
-                [exp_avg],
-                [exp_avg_sq],
+                [flat.weight],
+                [gradient],
+                [flat.exp_avg],
+                [flat.exp_avg_sq],
                 [],
                 [updates],
                 fused=True,
@@ -64,7 +140,7 @@ class TorchAdam:
                 beta1=config.adam_beta1,
                 beta2=config.adam_beta2,
                 lr=lr,
-                weight_decay=decay,
+                weight_decay=flat.decay,
                 eps=config.adam_eps,
                 maximize=False,
             )
@@ -73,23 +149,18 @@ class TorchAdam:
 class ApexAdam:
     """The same by NVIDIA apex's FusedAdam, imported only where it is asked for."""
 
-    def __init__(
-        self, weights: Sequence[nn.Parameter], decays: Sequence[float], config: OptimizerConfig
-    ) -> None:
-        self.weights = weights
+    def __init__(self, flats: Sequence[FlatWeights], config: OptimizerConfig) -> None:
+        self.flats = flats
         self.optimizer: Any = import_module("apex.optimizers").FusedAdam(
-            [
-                {"params": [weight], "weight_decay": decay}
-                for weight, decay in zip(weights, decays, strict=True)
-            ],
+            [{"params": [each.weight], "weight_decay": each.decay} for each in flats],
             lr=config.lr,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
             adam_w_mode=True,
         )
-        self.moments = [(torch.zeros_like(each), torch.zeros_like(each)) for each in weights]
-        for weight, (exp_avg, exp_avg_sq) in zip(weights, self.moments, strict=True):
-            self.optimizer.state[weight] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        for each in flats:
+            moments = {"exp_avg": each.exp_avg, "exp_avg_sq": each.exp_avg_sq}
+            self.optimizer.state[each.weight] = moments
         self.set_updates(0)
 
     def set_updates(self, updates: int) -> None:
@@ -97,9 +168,9 @@ class ApexAdam:
             group["step"] = updates
 
     def step(self, lr: float, factor: float) -> None:
-        for weight in self.weights:
-            assert weight.grad is not None
-            weight.grad.mul_(factor)
+        for each in self.flats:
+            assert each.weight.grad is not None
+            each.weight.grad.mul_(factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -112,17 +183,28 @@ ADAMS: dict[str, type[TorchAdam] | type[ApexAdam]] = {"torch": TorchAdam, "apex"
 class MasterWeights:
     """The optimizer of a materialised model."""
 
-    def __init__(self, gradients: GradientBuffers, config: OptimizerConfig) -> None:
-        self.gradients = gradients
+    def __init__(self, gradients: GradientBuckets, config: OptimizerConfig) -> None:
         self.config = config
-        self.masters = [_flat_master(buffer.flat, buffer.views) for buffer in gradients.buffers]
-        decays = [config.weight_decay * buffer.decay for buffer in gradients.buffers]
-        self.adam = ADAMS[config.optimizer_impl](self.masters, decays, config)
+        self.buckets = gradients.buckets
+        self.masters = [_flat_master(bucket) for bucket in self.buckets]
+        self.moments = [
+            (torch.zeros_like(master), torch.zeros_like(master)) for master in self.masters
+        ]
+        flats = []
+        rows = zip(self.buckets, self.masters, self.moments, strict=True)
+        for bucket, master, (exp_avg, exp_avg_sq) in rows:
+            for run in bucket.runs:
+                own = slice(run.start, run.stop)
+                weight = nn.Parameter(master[own])
+                weight.grad = bucket.flat[own]
+                decay = config.weight_decay * run.spec.decay
+                flats.append(FlatWeights(weight, exp_avg[own], exp_avg_sq[own], decay))
+        self.adam = ADAMS[config.optimizer_impl](flats, config)
 
     def step(self, lr: float, unscale: float, norm: float) -> None:
         """Clip by the global norm and update.
 
-        unscale: scalar that turns the buffers' sums into gradients of the mean loss.
+        unscale: scalar that turns the buckets' sums into gradients of the mean loss.
         norm: finite, of all the model's gradients x `unscale`.
         """
         limit = self.config.clip_grad
@@ -133,41 +215,39 @@ class MasterWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters to the parameters that are kept in a narrower dtype."""
-        for view, master in self.views():
+        for view, master in self.master_views():
             if view.parameter.dtype != master.dtype:
-                view.parameter.copy_(view.view(master))
+                view.parameter.copy_(master)
 
-    def views(self) -> Iterator[tuple[GradientView, nn.Parameter]]:
-        """(view, the flat master of which it is one) of every parameter."""
-        for buffer, master in zip(self.gradients.buffers, self.masters, strict=True):
-            for view in buffer.views:
-                yield view, master
+    def master_views(self) -> Iterator[tuple[GradientView, Tensor]]:
+        """(view, this rank's shard of the master) of every parameter."""
+        for bucket, master in zip(self.buckets, self.masters, strict=True):
+            for view in bucket.views:
+                yield view, view.view(master)
 
-    @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, GradientView, Tensor]]:
         """(kind, view, this rank's shard) of all that a checkpoint keeps of the optimizer."""
-        rows = zip(self.gradients.buffers, self.masters, self.adam.moments, strict=True)
-        for buffer, master, (exp_avg, exp_avg_sq) in rows:
-            for view in buffer.views:
+        rows = zip(self.buckets, self.masters, self.moments, strict=True)
+        for bucket, master, (exp_avg, exp_avg_sq) in rows:
+            for view in bucket.views:
                 yield "exp_avg", view, view.view(exp_avg)
                 yield "exp_avg_sq", view, view.view(exp_avg_sq)
                 if view.parameter.dtype != master.dtype:
                     yield "master", view, view.view(master)
 
-    @torch.no_grad()
     def loaded(self, updates: int) -> None:
         """Parameters and `tensors()` were filled from a checkpoint behind so many updates."""
         self.adam.set_updates(updates)
         self.publish()
 
 
-def _flat_master(gradient: Tensor, views: list[GradientView]) -> nn.Parameter:
-    master = nn.Parameter(torch.empty_like(gradient))
-    master.grad = gradient
-    with torch.no_grad():
-        for each in views:
-            own = each.view(master.detach())
-            own.copy_(each.parameter)
-            if each.parameter.dtype == master.dtype:
-                each.parameter.data = own
+@torch.no_grad()
+def _flat_master(bucket: Bucket) -> Tensor:
+    """The parameters' values, laid out like the bucket; those of its dtype become views of it."""
+    master = torch.zeros_like(bucket.flat)
+    for view in bucket.views:
+        own = view.view(master)
+        own.copy_(view.parameter)
+        if view.parameter.dtype == master.dtype:
+            view.parameter.data = own
     return master

@@ -3,7 +3,7 @@
 Section 3 of the paper has a conjugate pair: one does backward what the other does forward.
 
            forward                   backward                  where
-    f      x                         sum over ranks of dx      layers.linear, beside its dW
+    f      x                         sum over ranks of dx      layers.linear, beside its dW; copy_to
     g      sum over ranks of x       dx                        reduce_from
 
 The law of the pair: <f(x), y> = <x, g(y)>, inner products taken over all ranks.
@@ -27,7 +27,7 @@ def _call(name: str, x: Tensor, axis: Axis, collective: Callable[[], object]) ->
     if torch.compiler.is_compiling():
         collective()
         return
-    axis.calls.waits = axis.calls.begin(name, x.shape)
+    axis.calls.waits = axis.calls.start(name, x.shape)
     collective()
     axis.calls.waits = None
 
@@ -49,7 +49,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
         functional = torch.ops._c10d_functional
         summed = functional.all_reduce(x, "sum", axis.group.group_name)
         return lambda: functional.wait_tensor(summed)
-    call = axis.calls.begin("all_reduce", x.shape)
+    call = axis.calls.start("all_reduce", x.shape)
     work = dist.all_reduce(x, group=axis.group, async_op=True)
 
     def wait() -> Tensor:
@@ -85,3 +85,36 @@ class _ReduceFrom(torch.autograd.Function):
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     """g: leave the parallel region by summing the ranks' partial `x`, in place."""
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(dx.contiguous().clone(), ctx.axis), None
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """f: enter the parallel region where several matmuls share `x`."""
+    return x if axis.size == 1 else _CopyTo.apply(x, axis)
+
+
+class _GatherWithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return gather_from(x, -1, axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy.chunk(ctx.axis.size, -1)[ctx.axis.rank], None
+
+
+def gather_with_gradient(x: Tensor, axis: Axis) -> Tensor:
+    """The ranks' columns `x` side by side, for what every rank computes alike: each keeps the
+    gradient of its own columns."""
+    return x if axis.size == 1 else _GatherWithGradient.apply(x, axis)

@@ -6,15 +6,12 @@
                                 A cut by columns         B cut by rows
 
 A weight is stored as torch stores it, [out, in], so columns of A are rows of the stored tensor.
-`linear` and `look_up` are what the layers compute with, `factory_1d` is what models make them by.
+`linear` and `look_up` are what the layers compute with; factory.py is what models make them by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -24,10 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
-from megatron.parallel.collectives import reduce_from, start_all_reduce
+from megatron.parallel.collectives import copy_to, reduce_from, start_all_reduce
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.random import RandomStreams
+from megatron.parallel.random import NamedRNGs
 from megatron.parallel.sharding import GradientView, ShardedModule
 
 
@@ -90,7 +87,7 @@ def linear(
         copied, and of a tied weight's two uses there is no sum in a narrow dtype.
     """
     _require_dims(x, 2)
-    if torch.compiler.is_compiling():  # a compiled backward cannot write into buffers
+    if torch.compiler.is_compiling():  # a compiled backward cannot write into buckets
         view = None
     if not torch.is_grad_enabled():
         return kernels.matmul(x, *_flat(weight, bias))
@@ -146,49 +143,127 @@ class ColumnParallelLinear(ShardedModule):
     """
 
     weight: nn.Parameter
-    bias: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
-        self, mesh: Mesh, in_features: int, out_features: int, *, parts: int = 1, std: float
+        self,
+        mesh: Mesh,
+        in_features: int,
+        out_features: int,
+        *,
+        parts: int = 1,
+        bias: bool = True,
+        std: float,
     ) -> None:
         super().__init__(mesh)
         rows = (parts, out_features) if parts > 1 else (out_features,)
-        cuts = ((len(rows) - 1, mesh.tensor),)
-        self.add_parameter("weight", (*rows, in_features), cuts, std=std)
-        self.add_parameter("bias", rows, cuts, decay=False)
+        shards = ((len(rows) - 1, mesh.tensor),)
+        self.add_parameter("weight", (*rows, in_features), shards, std=std)
+        self.add_bias(bias, rows, shards)
 
     def forward(self, x: Tensor) -> Tensor:
         view = self.gradient_views.get("weight")
         return linear(x, self.weight, self.bias, axis=self.mesh.tensor, view=view)
 
 
+class GroupedQueryLinear(ShardedModule):
+    """x [n, h] to queries [n, a/t x d], keys and values [n, g x d], with fewer key/value heads than
+    query heads: a/g queries share one (Ainslie et al., 2023, arXiv:2305.13245).
+
+        heads of the queries      0 1 2 3 4 5 | 6 7 8 9 10 11      a = 12, t = 2
+        their keys and values     0 0 0 0 1 1 | 1 1 2 2 2  2       3 of them, g = 2 on each rank
+
+    Where t divides the number of key/value heads, their weight is cut like that of the queries.
+    Where it does not, every rank holds it whole and multiplies by the rows that its queries need,
+    so that its gradient is partial over the tensor axis.
+
+    of_query: int64 [a/t], which of the g heads each query head of this rank uses.
+    """
+
+    query: nn.Parameter
+    query_bias: nn.Parameter | None
+    key_value: nn.Parameter
+    key_value_bias: nn.Parameter | None
+    of_query: Tensor
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        hidden_size: int,
+        *,
+        heads: int,
+        key_value_heads: int,
+        head_size: int,
+        bias: bool = True,
+        std: float,
+    ) -> None:
+        super().__init__(mesh)
+        tensor, self.head_size = mesh.tensor, head_size
+        own = range(tensor.rank * heads // tensor.size, (tensor.rank + 1) * heads // tensor.size)
+        needed = [head * key_value_heads // heads for head in own]
+        self.of_query = torch.tensor([head - needed[0] for head in needed], device="cpu")
+        self.rows: slice | None = None
+        shards: tuple[tuple[int, Axis], ...] = ((1, tensor),)
+        partial_axes: tuple[Axis, ...] = (mesh.replicas,)
+        if key_value_heads % tensor.size:
+            self.rows = slice(needed[0] * head_size, (needed[-1] + 1) * head_size)
+            shards, partial_axes = (), (mesh.replicas, tensor)
+        size = heads * head_size
+        self.add_parameter("query", (size, hidden_size), ((0, tensor),), std=std)
+        self.add_bias(bias, (size,), ((0, tensor),), "query_bias")
+        size = key_value_heads * head_size
+        self.add_parameter(
+            "key_value", (2, size, hidden_size), shards, partial=partial_axes, std=std
+        )
+        self.add_bias(bias, (2, size), shards, "key_value_bias", partial=partial_axes)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = copy_to(x, self.mesh.tensor)
+        q = linear(x, self.query, self.query_bias, view=self.gradient_views.get("query"))
+        weight: Tensor = self.key_value
+        bias: Tensor | None = self.key_value_bias
+        view = None
+        if self.rows is None:
+            view = self.gradient_views.get("key_value")
+        else:  # autograd adds the gradient of the rows to that of the whole
+            weight = weight[:, self.rows]
+            bias = None if bias is None else bias[:, self.rows]
+        k, v = linear(x, weight, bias, view=view).chunk(2, dim=1)
+        return q, k, v
+
+
 class RowParallelLinear(ShardedModule):
     """x [n, in/t] to [n, out]: the matmul with this rank's rows, then g, then the bias once."""
 
     weight: nn.Parameter
-    bias: nn.Parameter
+    bias: nn.Parameter | None
 
-    def __init__(self, mesh: Mesh, in_features: int, out_features: int, *, std: float) -> None:
+    def __init__(
+        self, mesh: Mesh, in_features: int, out_features: int, *, bias: bool = True, std: float
+    ) -> None:
         super().__init__(mesh)
-        cuts = ((1, mesh.tensor),)
-        self.add_parameter("weight", (out_features, in_features), cuts, std=std)
-        self.add_parameter("bias", (out_features,), decay=False)
+        shards = ((1, mesh.tensor),)
+        self.add_parameter("weight", (out_features, in_features), shards, std=std)
+        self.add_bias(bias, (out_features,))
 
     def forward(self, x: Tensor) -> Tensor:
         y = linear(x, self.weight, None, view=self.gradient_views.get("weight"))
-        return reduce_from(y, self.mesh.tensor).add_(self.bias)
+        y = reduce_from(y, self.mesh.tensor)
+        return y if self.bias is None else y.add_(self.bias)
 
 
 class Linear(ShardedModule):
     """x [n, in] to [n, out], the same on every rank: for what is small beside a layer."""
 
     weight: nn.Parameter
-    bias: nn.Parameter
+    bias: nn.Parameter | None
 
-    def __init__(self, mesh: Mesh, in_features: int, out_features: int, *, std: float) -> None:
+    def __init__(
+        self, mesh: Mesh, in_features: int, out_features: int, *, bias: bool = True, std: float
+    ) -> None:
         super().__init__(mesh)
         self.add_parameter("weight", (out_features, in_features), std=std)
-        self.add_parameter("bias", (out_features,), decay=False)
+        self.add_bias(bias, (out_features,))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -213,9 +288,9 @@ class VocabParallelEmbedding(ShardedModule):
         self, mesh: Mesh, vocab_size: int, hidden_size: int, *, divisible_by: int, std: float
     ) -> None:
         super().__init__(mesh)
-        cuts, padded_rows = ((0, mesh.tensor),), _padded(vocab_size, divisible_by, mesh)
+        shards, padded_rows = ((0, mesh.tensor),), _padded(vocab_size, divisible_by, mesh)
         shape = (vocab_size, hidden_size)
-        self.add_parameter("weight", shape, cuts, padded_rows=padded_rows, std=std)
+        self.add_parameter("weight", shape, shards, padded_rows=padded_rows, std=std)
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self.weight.shape[0]
@@ -240,36 +315,51 @@ class PositionEmbedding(ShardedModule):
 
 
 class VocabParallelHead(ShardedModule):
-    """Output layer tied to the word embedding, and its loss.
+    """Output layer and its loss, tied to the word embedding or with a weight of its own.
 
-    It owns no weight and is given the embedding, so that the tie needs no care: nothing that
+    Tied, it owns no weight and is given the embedding, so that the tie needs no care: nothing that
     copies, casts or shards the model can undo it.
     """
 
+    weight: nn.Parameter | None
     bias: nn.Parameter | None
 
     def __init__(
-        self, mesh: Mesh, vocab_size: int, *, bias_divisible_by: int | None = None
+        self,
+        mesh: Mesh,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        divisible_by: int,
+        bias: bool = False,
+        untied_std: float | None = None,
     ) -> None:
-        """bias_divisible_by: as of the embedding, for a bias of each token; None for no biases."""
+        """divisible_by: as of the embedding. bias: of each token. untied_std: standard deviation of
+        the weight of an untied head; None for a tied one."""
         super().__init__(mesh)
         self.vocab_size = vocab_size
-        self.register_parameter("bias", None)
-        if bias_divisible_by is not None:
-            cuts, padded_rows = ((0, mesh.tensor),), _padded(vocab_size, bias_divisible_by, mesh)
-            self.add_parameter("bias", (vocab_size,), cuts, padded_rows=padded_rows, decay=False)
+        shards, padded_rows = ((0, mesh.tensor),), _padded(vocab_size, divisible_by, mesh)
+        self.register_parameter("weight", None)
+        if untied_std is not None:
+            shape = (vocab_size, hidden_size)
+            self.add_parameter("weight", shape, shards, padded_rows=padded_rows, std=untied_std)
+        self.add_bias(bias, (vocab_size,), shards, padded_rows=padded_rows)
 
     def forward(
         self,
         x: Tensor,
-        embedding: VocabParallelEmbedding,
+        embedding: VocabParallelEmbedding | None = None,
         labels: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> Tensor:
         """x [n, h] to this rank's logits [n, v/t], the loss of labels [n], or the sum of scales [n]
-        x loss: as linear_cross_entropy, which never holds all logits."""
+        x loss: as linear_cross_entropy, which never holds all logits.
+
+        embedding: that a tied head shares its weight with.
+        """
         _require_dims(x, 2)
-        weight, view = embedding.weight, embedding.gradient_views.get("weight")
+        owner: Any = self if self.weight is not None else embedding
+        weight, view = owner.weight, owner.gradient_views.get("weight")
         axis, vocab_size = self.mesh.tensor, self.vocab_size
         if labels is not None and scales is not None:
             return linear_cross_entropy(
@@ -309,18 +399,54 @@ class ApexLayerNorm(LayerNorm):
         return normalised
 
 
+class RMSNorm(ShardedModule):
+    """x / sqrt(mean of x^2 + epsilon) x weight over the last dim of [n, h], in fp32 or wider (Zhang
+    and Sennrich, 2019, arXiv:1910.07467)."""
+
+    weight: nn.Parameter
+
+    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float) -> None:
+        super().__init__(mesh)
+        self.epsilon = epsilon
+        self.add_parameter("weight", (hidden_size,), fill=1, decay=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, self.weight.shape, eps=self.epsilon).to(x.dtype) * self.weight
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns each pair of channels (c, c + d/2) of a head by position x base^(-2c/d) (Su et al.,
+    2021, arXiv:2104.09864; the order of channels is Llama's)."""
+
+    def __init__(self, head_size: int, *, base: float = 10_000.0) -> None:
+        super().__init__()
+        self.head_size, self.base = head_size, base
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x: [b, a, s, d]. positions: int64 [b, s]. Angles are fp32 or wider."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        channels = torch.arange(0, self.head_size, 2, device=x.device, dtype=wide)
+        frequencies = self.base ** (-channels / self.head_size)
+        angles = positions[:, None, :, None].to(wide) * frequencies  # [b, 1, s, d/2]
+        cos, sin = angles.cos(), angles.sin()
+        first, second = x.to(wide).chunk(2, dim=-1)
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return turned.to(x.dtype)
+
+
 class SharedDropout(nn.Module):
     """Dropout outside the parallel region: the same draw on every tensor-parallel rank."""
 
-    def __init__(self, streams: RandomStreams, p: float, name: str) -> None:
+    def __init__(self, rngs: NamedRNGs, p: float, name: str) -> None:
         """name: of the random numbers; another one draws others."""
         super().__init__()
-        self.streams, self.p, self.name = streams, p, name
+        self.rngs, self.p, self.name = rngs, p, name
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        with self.streams.shared(self.name):
+        with self.rngs.shared(self.name):
             return kernels.dropout(x, self.p)
 
 
@@ -330,63 +456,19 @@ class AttentionCore(nn.Module):
     Dropout differs between ranks, as heads do.
     """
 
-    def __init__(self, streams: RandomStreams, dropout: float, name: str) -> None:
+    def __init__(self, rngs: NamedRNGs, dropout: float, name: str) -> None:
         """name: as of SharedDropout."""
         super().__init__()
-        self.streams, self.dropout, self.name = streams, dropout, name
+        self.rngs, self.dropout, self.name = rngs, dropout, name
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """mask: bool [b or 1, 1, 1 or s, m], True where a query may look.
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        """mask: bool [b or 1, 1, 1 or s, m], True where a query may look; None for no mask.
 
-        None: the causal mask where s = m; a single query, the last of m tokens, sees all.
+        is_causal: query i looks at the keys up to i; then s = m, and there is no mask.
         """
-        is_causal = mask is None and q.shape[2] > 1
-        assert not is_causal or q.shape[2] == k.shape[2]
+        assert not is_causal or (mask is None and q.shape[2] == k.shape[2])
         dropout = self.dropout if self.training else 0.0
-        with self.streams.per_rank(self.name) if dropout else nullcontext():
+        with self.rngs.per_rank(self.name) if dropout else nullcontext():
             return kernels.attention(q, k, v, mask, dropout, is_causal)
-
-
-Maker = Callable[..., nn.Module]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerFactory:
-    """The makers of the layers that a model is built from.
-
-    A model names its layers and their whole sizes; the factory decides how they are cut. Another
-    way to cut a model is another factory, and no change to the model.
-    """
-
-    column: Maker  # (in, out, parts=, std=): [n, in] to the parallel region
-    row: Maker  # (in, out, std=): from the parallel region to [n, out]
-    linear: Maker  # (in, out, std=): outside the parallel region
-    word_embedding: Maker  # (vocabulary, hidden, divisible_by=, std=)
-    position_embedding: Maker  # (positions, hidden, std=)
-    norm: Maker  # (hidden, epsilon=)
-    dropout: Maker  # (p, name): outside the parallel region
-    attention_core: Maker  # (dropout, name): inside the parallel region
-    head: Maker  # (vocabulary, bias_divisible_by=None): logits or losses of [n, h], tied
-    checkpoint: Callable[..., Tensor]  # (function, *arguments): recompute in the backward
-
-
-LAYER_NORMS = {"torch": LayerNorm, "apex": ApexLayerNorm}
-
-
-def factory_1d(mesh: Mesh, streams: RandomStreams, *, norm: str = "torch") -> LayerFactory:
-    """The paper's: layers cut along the one tensor axis of the mesh.
-
-    norm: whose kernel LayerNorm runs on, a key of LAYER_NORMS.
-    """
-    return LayerFactory(
-        column=partial(ColumnParallelLinear, mesh),
-        row=partial(RowParallelLinear, mesh),
-        linear=partial(Linear, mesh),
-        word_embedding=partial(VocabParallelEmbedding, mesh),
-        position_embedding=partial(PositionEmbedding, mesh),
-        norm=partial(LAYER_NORMS[norm], mesh),
-        dropout=partial(SharedDropout, streams),
-        attention_core=partial(AttentionCore, streams),
-        head=partial(VocabParallelHead, mesh),
-        checkpoint=streams.checkpoint,
-    )

@@ -1,24 +1,42 @@
 """The grid of ranks: the only place where ranks are computed.
 
-A mesh has named axes; the tensor axis is the fastest, so that the ranks that share a model sit in
+A mesh has named axes; the tensor axis is the fastest, so that the ranks that share a layer sit in
 one server:
 
     world of 8, tensor 4:      tensor ->  0  1  2  3     (one model)
                          data |           4  5  6  7     (its copy, on other samples)
 
-Say *axis* for the mesh and *dim* for a tensor.
+What several axes do together has a name too, a union of axes: code asks for the union that it
+means (`mesh.loss`), and a new axis is one entry here. Say *axis* for the mesh and *dim* for a
+tensor.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pipeline", "data", "context", "tensor")
+"""Every axis, the slowest first."""
+
+UNIONS = {
+    "batch": ("data",),
+    "loss": ("data", "context"),
+    "replicas": ("data", "context"),
+    "model_parallel": ("pipeline", "tensor"),
+}
+"""The axes of each union; see Mesh."""
+
+OF_STAGES = {"pipeline", "embedding_group"}
+"""What joins pipeline stages: these hold different layers, and copies of what is tied."""
 
 CALLS: dict[str, Calls] = {}
 """Of each axis and control group over which this process has communicated, by name."""
@@ -27,47 +45,51 @@ CALLS: dict[str, Calls] = {}
 class Calls:
     """The collectives that this rank has started over one group, noted for the failure watch.
 
-    begun: how many. waits: (its number from 1, its name, the shape) of the one in which a thread
+    started: how many. waits: (its number from 1, its name, the shape) of the one in which a thread
     waits, or None; it stays set where a collective raises. ranks: the members of the group.
     """
 
-    __slots__ = ("begun", "ranks", "waits")
+    __slots__ = ("ranks", "started", "waits")
 
     def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
-        self.begun = 0
+        self.started = 0
         self.waits: tuple[int, str, object] | None = None
         self.ranks = [] if group is None else dist.get_process_group_ranks(group)
         CALLS[name] = self
 
-    def begin(self, name: str, shape: object) -> tuple[int, str, object]:
-        self.begun += 1
-        return self.begun, name, shape
+    def start(self, name: str, shape: object) -> tuple[int, str, object]:
+        self.started += 1
+        return self.started, name, shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Axis:
-    """One named axis of the grid; without a `grid` it is an axis of size 1.
+    """A named axis of the grid, or a union of axes; by default one of a single rank.
 
     Modules keep axes, not groups: a module that holds a ProcessGroup cannot be deep-copied, and an
-    axis can, because its copy is itself. Size, rank and group are looked up once, since the look-up
-    in a DeviceMesh costs as much as a small collective.
+    axis can, because its copy is itself.
+
+    parts: the axes of a union, the slowest first; of an axis itself alone.
     """
 
     name: str
-    grid: DeviceMesh | None = None
+    size: int = 1
+    rank: int = 0
+    process_group: dist.ProcessGroup | None = None
+    parts_of_union: tuple[Axis, ...] = ()
 
-    @cached_property
-    def size(self) -> int:
-        return 1 if self.grid is None else self.grid[self.name].size()
+    @property
+    def parts(self) -> tuple[Axis, ...]:
+        return self.parts_of_union or (self,)
 
-    @cached_property
-    def rank(self) -> int:
-        return 0 if self.grid is None else self.grid.get_local_rank(self.name)
+    @property
+    def is_of_stages(self) -> bool:
+        return self.name in OF_STAGES
 
-    @cached_property
+    @property
     def group(self) -> dist.ProcessGroup:
-        assert self.grid is not None, f"axis {self.name!r} has one rank and so no group"
-        return self.grid.get_group(self.name)
+        assert self.process_group is not None, f"axis {self.name!r} has one rank and so no group"
+        return self.process_group
 
     @cached_property
     def calls(self) -> Calls:
@@ -100,7 +122,7 @@ class ControlGroup:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        self.calls.waits = self.calls.begin("gather", type(value).__name__)
+        self.calls.waits = self.calls.start("gather", type(value).__name__)
         dist.all_gather_object(values, value, group=self.group)
         self.calls.waits = None
         return values
@@ -120,28 +142,48 @@ def connect_control(timeout: timedelta | None, name: str = "control") -> Control
     return ControlGroup(dist.get_world_size(), dist.get_rank(), group, timeout, name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Mesh:
-    """The axes over which this run is cut, and the device this rank computes on."""
+    """The axes over which this run is cut, their unions, and the device this rank computes on."""
 
-    tensor: Axis
-    data: Axis
     device: torch.device
-    control: ControlGroup = field(default=ControlGroup())
+    control: ControlGroup = ControlGroup()
+    tensor_parallel_mode: str = "1d"
+    """How layers are cut: a key of megatron.parallel.factory.FACTORIES."""
 
-    @property
-    def model(self) -> Axis:
-        """All ranks that together hold one model: they agree on overflow and gradient norm."""
-        return self.tensor
+    pipeline: Axis = Axis("pipeline")
+    data: Axis = Axis("data")
+    context: Axis = Axis("context")
+    tensor: Axis = Axis("tensor")
+
+    batch: Axis = Axis("batch")
+    """Its ranks read different samples."""
+    loss: Axis = Axis("loss")
+    """Its ranks hold different terms of the loss: sums and denominators are added up over it."""
+    replicas: Axis = Axis("replicas")
+    """Its ranks hold the same shard of every parameter."""
+    model_parallel: Axis = Axis("model_parallel")
+    """Its ranks hold one copy of the model: they agree on overflow and gradient norm."""
+    embedding_group: Axis = Axis("embedding_group")
+    """The first and the last pipeline stage, which share the word embedding."""
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """Every axis, the slowest first."""
-        return self.data, self.tensor
+        return tuple(getattr(self, name) for name in AXES)
+
+    @property
+    def named_axes(self) -> tuple[Axis, ...]:
+        """Those that messages and records name: data and tensor, and others where they are used."""
+        return tuple(axis for axis in self.axes if axis.size > 1 or axis.name in _ALWAYS_NAMED)
 
     @property
     def coordinates(self) -> dict[str, int]:
-        return {axis.name: axis.rank for axis in self.axes}
+        return {axis.name: axis.rank for axis in self.named_axes}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis.name: axis.size for axis in self.named_axes}
 
     def describe_rank(self) -> str:
         """This rank's coordinates for messages: "data 0, tensor 1"."""
@@ -156,37 +198,82 @@ class Mesh:
     def size(self) -> int:
         return self.control.size
 
+    def device_mesh(self) -> DeviceMesh:
+        """The same axes, but for those of size 1, for torch's own parallelism."""
+        axes = [axis for axis in self.axes if axis.size > 1]
+        ranks = torch.arange(self.size).view([axis.size for axis in axes])
+        names = tuple(axis.name for axis in axes)
+        groups = [axis.group for axis in axes]
+        only = groups[0] if len(groups) == 1 else groups
+        return DeviceMesh.from_group(only, self.device.type, ranks, mesh_dim_names=names)
+
+
+_ALWAYS_NAMED = ("data", "tensor")
+
 
 def build_mesh(
-    tensor_parallel_size: int, device: torch.device, timeout: timedelta | None = None
+    sizes: Mapping[str, int],
+    device: torch.device,
+    timeout: timedelta | None = None,
+    control: ControlGroup | None = None,
+    *,
+    tensor_parallel_mode: str = "1d",
 ) -> Mesh:
-    """Cut the initialised process group into data x tensor ranks (every rank calls this).
+    """Cut the initialised process group into the axes (every rank calls this).
 
-    timeout: after which torch gives up a collective; None for torch's default.
+    sizes: of some of AXES; the data axis takes the ranks that are left, the others have size 1.
+    timeout: after which torch gives up a collective; None for torch's default. control: the first
+    ranks of the process group, which alone are cut; None for all.
     """
-    world, tensor = dist.get_world_size(), tensor_parallel_size
-    assert world % tensor == 0, f"tensor axis of {tensor} in a world of {world} ranks"
-    sizes = {"data": world // tensor, "tensor": tensor}
-    names = tuple(name for name, size in sizes.items() if size > 1)
-    ranks = torch.arange(world).view([sizes[name] for name in names])
-    grid = None
-    if names:
-        # init_device_mesh has no argument for the groups' timeout.
-        groups = [
-            dist.new_subgroups_by_enumeration(
-                ranks.movedim(dim, -1).reshape(-1, sizes[name]).tolist(), timeout=timeout
-            )[0]
-            for dim, name in enumerate(names)
-        ]
-        only = groups[0] if len(groups) == 1 else groups
-        grid = DeviceMesh.from_group(only, device.type, ranks, mesh_dim_names=names)
-    axes = {name: Axis(name, grid if name in names else None) for name in sizes}
-    for axis in axes.values():
-        # Looked up now: torch.compile cannot trace the first access to a cached property.
-        _ = (axis.size, axis.rank, axis.group, axis.calls) if axis.size > 1 else axis.rank
-    return Mesh(**axes, device=device, control=connect_control(timeout))
+    control = control or connect_control(timeout)
+    world, sizes = control.size, dict.fromkeys(AXES, 1) | dict(sizes)
+    rest = prod(size for name, size in sizes.items() if name != "data")
+    assert world % rest == 0, f"axes {sizes} in a world of {world} ranks"
+    sizes["data"] = world // rest
+    grid = torch.arange(world).view([sizes[name] for name in AXES])
+
+    def connect(name: str, groups: torch.Tensor, parts: tuple[Axis, ...] = ()) -> Axis:
+        """groups: [number of groups, ranks of each]; this rank may be in none."""
+        # Every rank makes all groups, in the same order.
+        own, _ = dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)
+        if own is None:
+            return Axis(name)
+        return Axis(name, groups.shape[1], dist.get_rank(own), own, parts)
+
+    def groups_along(names: tuple[str, ...]) -> torch.Tensor:
+        dims = [AXES.index(name) for name in names]
+        last = list(range(-len(dims), 0))
+        return grid.movedim(dims, last).reshape(-1, prod(sizes[name] for name in names))
+
+    axes = {
+        name: connect(name, groups_along((name,))) if size > 1 else Axis(name)
+        for name, size in sizes.items()
+    }
+    unions = {}
+    for name, members in UNIONS.items():
+        used = [axes[member] for member in members if axes[member].size > 1]
+        if len(used) > 1:
+            parts = tuple(axes[member] for member in members)
+            unions[name] = connect(name, groups_along(members), parts)
+        else:  # the same ranks, and so the same group, as its only axis of several
+            unions[name] = used[0] if used else Axis(name)
+    stages = groups_along(("pipeline",))
+    ends = axes["pipeline"]
+    if sizes["pipeline"] > 2:
+        ends = connect("embedding_group", stages[:, [0, -1]])
+    for axis in (*axes.values(), *unions.values(), ends):
+        if axis.size > 1:  # looked up now: torch.compile cannot trace the first access
+            _ = axis.calls
+    return Mesh(
+        device=device,
+        control=control,
+        tensor_parallel_mode=tensor_parallel_mode,
+        **axes,
+        **unions,
+        embedding_group=ends,
+    )
 
 
 def serial_mesh(device: torch.device | str = "cpu") -> Mesh:
     """A mesh of one rank, which needs no torch.distributed."""
-    return Mesh(tensor=Axis("tensor"), data=Axis("data"), device=torch.device(device))
+    return Mesh(device=torch.device(device))

@@ -1,9 +1,9 @@
-"""Random streams that are derived, not carried along.
+"""Named random number generators, derived and not carried along.
 
-Every draw of dropout comes from a stream named by (seed, step, micro-batch, data rank, name) and,
-inside the tensor-parallel region, by the tensor rank too (paper, section 3: residual dropout is the
-same on all tensor ranks, dropout inside the region differs). So no order of execution, no
-recomputation and no resume can change a draw.
+Every draw of dropout comes from a generator that is seeded by (seed, step, micro-batch, data rank,
+name) and, inside the tensor-parallel region, by the tensor rank too (paper, section 3: residual
+dropout is the same on all tensor ranks, dropout inside the region differs). So no order of
+execution, no recomputation and no resume can change a draw.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-class RandomStreams:
-    """The streams of one model on one rank; `at(step, micro_batch)` says where training stands."""
+class NamedRNGs:
+    """Those of one model on one rank, at one (step, micro-batch): see `at`."""
 
     def __init__(self, seed: int, mesh: Mesh) -> None:
         self.seed = seed
@@ -63,7 +63,7 @@ class RandomStreams:
         generator = default_generator(self.mesh.device)
         state = generator.get_state()
         generator.manual_seed(
-            derive_seed(self.seed, "draw", *self.position, self.mesh.data.rank, name, *inner)
+            derive_seed(self.seed, "draw", *self.position, self.mesh.batch.rank, name, *inner)
         )
         try:
             yield

@@ -25,16 +25,17 @@ class ShardingSpec:
     """One parameter, whole and sharded.
 
     shape: the whole parameter as it is saved, that is with the true number of rows.
-    cuts: (dim, axis) for every dim that is cut into equal shards along an axis; of several axes
+    shards: (dim, axis) for every dim that is cut into equal shards along an axis; of several axes
         that cut one dim the major one comes first.
     padded_rows: size of dim 0 with the padding that makes it divisible; None for no padding.
-    partial: axes over which each rank's gradient is one term of a sum.
+    partial: axes over which each rank's gradient is one term of a sum. A tied parameter is a copy
+        on each rank of its tie's group, and partial over that, too.
     std: standard deviation of the normal initialisation; None for the constant `fill`.
     decay: whether weight decay applies (not to biases and norms).
     """
 
     shape: tuple[int, ...]
-    cuts: tuple[tuple[int, Axis], ...] = ()
+    shards: tuple[tuple[int, Axis], ...] = ()
     padded_rows: int | None = None
     partial: tuple[Axis, ...] = ()
     std: float | None = None
@@ -45,7 +46,7 @@ class ShardingSpec:
         """(start, size) of this rank's shard in each dim, padding included."""
         starts, sizes = [0] * len(self.shape), list(self.shape)
         sizes[0] = self.padded_rows or sizes[0]
-        for dim, axis in self.cuts:
+        for dim, axis in self.shards:
             assert sizes[dim] % axis.size == 0, f"{self.shape} dim {dim} on {axis.size} ranks"
             sizes[dim] //= axis.size
             starts[dim] += axis.rank * sizes[dim]
@@ -64,6 +65,23 @@ class ShardingSpec:
             for (start, size), whole in zip(self._extents(), self.shape, strict=True)
         )
 
+    @property
+    def shard_axes(self) -> set[Axis]:
+        return {part for _, axis in self.shards for part in axis.parts}
+
+    def copied_over(self, *axes: Axis) -> set[Axis]:
+        """Of the parts of these axes, those whose ranks hold the same shard.
+
+        Pipeline stages hold different parameters, and copies of a tied one along its tie's group.
+        """
+        parts = {part for axis in axes for part in axis.parts if not part.is_of_stages}
+        ties = {axis for axis in self.partial if axis.is_of_stages}
+        return (parts | ties) - self.shard_axes
+
+    def is_owner(self, *axes: Axis) -> bool:
+        """Whether this rank counts for all that hold its shard along the axes: it is the first."""
+        return all(axis.rank == 0 for axis in self.copied_over(*axes))
+
     def real(self, local: Tensor) -> Tensor:
         """View of this rank's shard without padding rows."""
         return local[tuple(slice(0, each.stop - each.start) for each in self.local_slices)]
@@ -71,7 +89,7 @@ class ShardingSpec:
 
 @dataclass
 class GradientView:
-    """The elements [start, stop) of a flat gradient buffer that belong to one parameter."""
+    """The elements [start, stop) of a bucket that belong to one parameter."""
 
     name: str
     parameter: nn.Parameter
@@ -85,7 +103,7 @@ class GradientView:
         return self.start + self.parameter.numel()
 
     def view(self, flat: Tensor) -> Tensor:
-        """The same elements of any flat tensor that is laid out like the buffer."""
+        """The same elements of any flat tensor that is laid out like the bucket."""
         return flat[self.start : self.stop].view(self.spec.local_shape)
 
     def add(self, gradient: Tensor) -> None:
@@ -119,7 +137,7 @@ class ShardedModule(nn.Module):
 
     Its parameters are on meta, and calling it is an error, until `materialize` gives them values.
     gradient_views: where the layer adds the gradients of parameters, by name; empty where it leaves
-        that to autograd (see GradientBuffers).
+        that to autograd (see GradientBuckets).
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -133,13 +151,28 @@ class ShardedModule(nn.Module):
         self,
         name: str,
         shape: tuple[int, ...],
-        cuts: tuple[tuple[int, Axis], ...] = (),
+        shards: tuple[tuple[int, Axis], ...] = (),
         **fields: Any,
     ) -> None:
-        """fields: others of ShardingSpec. Unless they say so, the gradient is partial over data."""
-        fields = {"partial": (self.mesh.data,)} | fields
-        spec = self.specs[name] = ShardingSpec(shape=shape, cuts=cuts, **fields)
+        """fields: others of ShardingSpec. Unless they say so, the gradient is partial over the
+        replicas, which compute it of other samples."""
+        fields = {"partial": (self.mesh.replicas,)} | fields
+        spec = self.specs[name] = ShardingSpec(shape=shape, shards=shards, **fields)
         self.register_parameter(name, nn.Parameter(torch.empty(spec.local_shape, device="meta")))
+
+    def add_bias(
+        self,
+        exists: bool,
+        shape: tuple[int, ...],
+        shards: tuple[tuple[int, Axis], ...] = (),
+        name: str = "bias",
+        **fields: Any,
+    ) -> None:
+        """A parameter of zeros that does not decay, or None."""
+        if exists:
+            self.add_parameter(name, shape, shards, decay=False, **fields)
+        else:
+            self.register_parameter(name, None)
 
 
 def _require_values(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -173,7 +206,7 @@ def sharding_specs(
             raise ValueError(
                 f"parameter {name!r} of {kind} has no sharding spec: use a layer of "
                 "megatron.parallel.layers, or give its spec to "
-                f"GradientBuffers(specs=sharding_specs(model, {{{name!r}: ShardingSpec(...)}}))"
+                f"GradientBuckets(specs=sharding_specs(model, {{{name!r}: ShardingSpec(...)}}))"
             )
     return {name: table[name] for name in names}
 
@@ -222,3 +255,45 @@ def load_whole(local: Tensor, whole: Tensor, spec: ShardingSpec) -> None:
     assert whole.shape == spec.shape, f"{tuple(whole.shape)} is not {spec.shape}"
     local.zero_()
     spec.real(local).copy_(whole[spec.local_slices])
+
+
+def to_dtensors(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
+    """{name: the parameter as a DTensor of its whole shape}, for torch's own tools, such as
+    torch.distributed.checkpoint (every rank calls this).
+
+    On one rank they are plain tensors. They share the parameters' memory but where there are
+    padding rows, of which DTensor knows nothing: see `from_dtensors`. Raises ValueError for a dim
+    that is cut by axes in another order than the mesh's, which DTensor cannot say.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    parameters, table = dict(model.named_parameters()), sharding_specs(model)
+    axes = [axis for axis in mesh.axes if axis.size > 1]
+    if not axes:
+        return {name: spec.real(parameters[name].detach()) for name, spec in table.items()}
+    grid, found = mesh.device_mesh(), dict[str, Any]()
+    for name, spec in table.items():
+        shards = [(part, dim) for dim, axis in spec.shards for part in axis.parts if part.size > 1]
+        for dim in range(len(spec.shape)):
+            order = [axes.index(part) for part, its_dim in shards if its_dim == dim]
+            if order != sorted(order):
+                raise ValueError(f"{name}: the axes that cut dim {dim} are not in the mesh's order")
+        dims = dict(shards)
+        placements = [Shard(dims[axis]) if axis in dims else Replicate() for axis in axes]
+        local = parameters[name].detach()
+        whole: Any = DTensor.from_local(local, grid, placements, run_check=False)
+        if spec.padded_rows is not None:
+            whole = whole[: spec.shape[0]].redistribute(placements=placements)
+        found[name] = whole
+    return found
+
+
+def from_dtensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy into the parameters what was read into the tensors of `to_dtensors` (every rank calls
+    this)."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, spec in sharding_specs(model).items():
+            tensor: Any = tensors[name]
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            load_whole(parameters[name], whole.clone(), spec)

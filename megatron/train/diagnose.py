@@ -51,8 +51,8 @@ def non_finite(
 
     state: as it was before the step. what: "loss" or "gradient". replay: as of `find_first`.
     """
-    found, scaler, data_size = find_first(state, replay), state.scaler, state.mesh.data.size
-    size = len(batches[0].tokens)
+    found, scaler, data_size = find_first(state, replay), state.scaler, state.mesh.batch.size
+    size = batches[0].num_samples
     total = size * len(batches) * data_size
     step = f"samples {state.samples} to {state.samples + total - 1}"
     if found is None:
@@ -97,9 +97,9 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
         nonlocal looked
         looked += 1
         if not own and not value.detach().isfinite().all():
-            now = state.streams.position[1] if micro_batch is None else micro_batch
+            now = state.rngs.position[1] if micro_batch is None else micro_batch
             rank, coordinates = mesh.control.rank, mesh.describe_rank()
-            own.append(Finding(now, looked, rank, what, mesh.data.rank, coordinates))
+            own.append(Finding(now, looked, rank, what, mesh.batch.rank, coordinates))
 
     def first() -> Finding | None:
         return min((each for found in mesh.control.gather(own) for each in found), default=None)

@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load, newest_whole
 from megatron.data.batch import Samples
+from megatron.data.gpt2 import GPT2Batch
+from megatron.models.build import build_model
 from megatron.models.gpt2 import GPT2
-from megatron.models.registry import build_model, config_of
+from megatron.models.registry import config_of
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh
 from megatron.train.objectives import Objective
 from megatron.train.state import model_slices
+from megatron.train.step import loss_sums
 
 SCORED_AT_ONCE = 1024  # rows of logits that are in memory together; at GPT-2's vocabulary 0.2 GB
 
@@ -75,24 +78,29 @@ def mean_losses(
     k = len(objective.terms)
     totals = torch.zeros(2 * k, dtype=torch.float64, device=mesh.device)
     loss_scales = torch.ones_like(totals[:k])
-    own = range(mesh.data.rank, samples, mesh.data.size)
+    own = range(mesh.batch.rank, samples, mesh.batch.size)
     for start in range(0, len(own), micro_batch_size):
         batch = data.batch(own[start : start + micro_batch_size])
-        totals[:k] += objective.sums(model, batch, mesh.device, loss_scales)
+        totals[:k] += loss_sums(model, objective, batch, mesh.device, loss_scales)
         totals[k:] += totals.new_tensor(objective.denominators(batch))
     model.train(was_training)
-    sums, denominators = all_reduce(totals, mesh.data).view(2, k).tolist()
+    sums, denominators = all_reduce(totals, mesh.loss).view(2, k).tolist()
     if not all(denominators):
         raise ValueError("no token of the validation split counts towards the loss")
     means = (total / number for total, number in zip(sums, denominators, strict=True))
     return dict(zip(objective.terms, means, strict=True))
 
 
+def batch_of(tokens: Tensor) -> GPT2Batch:
+    """Texts int64 [b, s], to be read from their first token on."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return GPT2Batch(tokens=tokens, positions=positions)
+
+
 @torch.no_grad()
 def whole_logits(model: GPT2, mesh: Mesh, tokens: Tensor) -> Tensor:
     """Logits [b, s, true vocabulary], fp32 or wider, of tokens int64 [b, s]; on every rank."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    logits = gather_from(model(tokens, positions), -1, mesh.tensor)
+    logits = gather_from(model(batch_of(tokens)), -1, mesh.tensor)
     logits = logits[:, : model.vocab_size].view(*tokens.shape, -1)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -107,8 +115,9 @@ def score(
     scored: bool [b, s]; at other positions no logits are computed. The log-probabilities are fp32
     or wider; among equally probable tokens the one of the lowest id is the most probable.
     """
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    rows, wanted = model.read(tokens, positions)[scored.flatten()], labels[scored]
+    batch = batch_of(tokens)
+    rows = model.layers(model.embed(batch), batch)[scored.flatten()]
+    wanted = labels[scored]
     log_probabilities, hits = [], []
     for x, ids in zip(rows.split(SCORED_AT_ONCE), wanted.split(SCORED_AT_ONCE), strict=True):
         logits = model.logits(x)

@@ -87,7 +87,8 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
             timeout=timeout,
             device_id=device if has_gpu else None,
         )
-        mesh = build_mesh(parallel.tensor_model_parallel_size, device, timeout)
+        mode = parallel.tensor_parallel_mode
+        mesh = build_mesh(parallel.sizes, device, timeout, tensor_parallel_mode=mode)
         watch.add_mesh(mesh)
         yield mesh
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""From samples to tensors: sharded over the data-parallel ranks, prefetched, moved to the device.
+"""Samples of this rank: sharded over the ranks that read different ones, and prefetched.
 
 Importing this needs no torch.
 """
@@ -8,17 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from megatron.data.batch import Batch, Samples, micro_batches
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from megatron.parallel.mesh import Mesh
 
 
@@ -30,7 +26,7 @@ def shard(lengths: Sequence[int], size: int, mesh: Mesh, name: str) -> Iterator[
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     batches = [order[start : start + size] for start in range(0, len(order), size)]
-    own = batches[mesh.data.rank :: mesh.data.size]
+    own = batches[mesh.batch.rank :: mesh.batch.size]
     is_shown = mesh.is_first and sys.stderr.isatty()  # a log would be full of it
     with tqdm(total=sum(map(len, own)), desc=name, disable=not is_shown) as bar:
         for numbers in own:
@@ -66,14 +62,3 @@ def prefetch(
                 yield due.result()
         if ahead is not None:
             yield ahead.result()
-
-
-def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
-    """Copies of the arrays on the device; the host does not wait for a GPU's, which needs pinned
-    memory."""
-    import torch
-
-    tensors = map(torch.from_numpy, arrays)
-    if device.type == "cuda":
-        return [each.pin_memory().to(device, non_blocking=True) for each in tensors]
-    return [each.to(device) for each in tensors]

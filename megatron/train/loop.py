@@ -73,6 +73,7 @@ def train(state: TrainState, loop: Loop) -> str:
     with closing(loop.batches):
         while end is None:
             batches, lr = next(loop.batches), loop.learning_rate(state.updates + 1)
+            note("train step", state.step)
             result = train_step(state, batches, lr, wants_stop)
             clock.tokens += result.tokens
             loop.metrics.advance()

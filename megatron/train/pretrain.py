@@ -5,13 +5,14 @@ torch is imported inside the functions: wrong input is reported before that take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from math import exp, inf
-from typing import TYPE_CHECKING, Any, TypeVar
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.resume import (
@@ -23,9 +24,11 @@ from megatron.checkpoint.resume import (
     newest_readable,
     run_id,
 )
-from megatron.config.launch import world_size
+from megatron.config.checks import UsageError
+from megatron.config.launch import is_first, world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig
+from megatron.models.registry import KINDS, find_kind
 from megatron.train.inputs import Inputs
 from megatron.train.signals import StopSignals, exit_code
 
@@ -35,16 +38,9 @@ if TYPE_CHECKING:
     from megatron.train.metrics import Metrics
     from megatron.train.state import TrainState
 
-Program = TypeVar("Program", bound=PretrainConfig)
 
-
-def pretrain(
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    program: type[Program],
-    open_inputs: Callable[[Program], Inputs],
-) -> None:
-    """program: its settings. open_inputs: its data, opened and checked without torch.
+def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | None = None) -> None:
+    """kind: of model, as of `find_kind`; by default what --model says.
 
     Raises SystemExit with status 75 where SIGTERM or SIGUSR1 asked for it: the same command with
     --load resumes the run (without --save nothing is kept).
@@ -53,9 +49,15 @@ def pretrain(
         signals = stack.enter_context(StopSignals())
         with user_errors(environ):
             world = world_size(environ)
-            config = parse(program, arguments, environ)
+            if kind is None:
+                kind, arguments = take_model(arguments, environ)
+            entry = find_kind(kind)
+            if entry.program is None or entry.inputs is None:
+                raise UsageError("--model", kind, "a kind of model that is pretrained")
+            config: PretrainConfig = parse(resolve_name(entry.program), arguments, environ)
             config.check(world)
-            inputs, start = open_inputs(config), find_start(config.checkpoint)
+            inputs: Inputs = resolve_name(entry.inputs)(config)
+            start = find_start(config.checkpoint)
             if start.folders:
                 newest, _ = newest_readable(start.folders)
                 refuse_other_run(config, inputs, start, newest)
@@ -72,11 +74,41 @@ def pretrain(
             loop = open_loop(run, signals, environ, stack)
         log_start(run, loop)
         signals.arm()
-        begun = run.state.step
+        first_step = run.state.step
         end = train(run.state, loop)
-        log_end(run, loop, begun, end)
+        log_end(run, loop, first_step, end)
         if code := exit_code(end):
             raise SystemExit(code)
+
+
+MODEL_HELP = """\
+usage: pretrain.py --model KIND [flags]
+
+Pretrain a model. --model KIND --help lists the flags of a kind.
+
+    KIND    {kinds}
+            or module:NAME, a megatron.models.registry.ModelKind of one's own
+"""
+
+
+def take_model(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[str, list[str]]:
+    """(the kind of --model, the other arguments). Prints the kinds for --help without --model."""
+    rest, given = list[str](), None
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == "--model":
+            given = value if equals else next(words, "")
+        else:
+            rest.append(word)
+    kinds = [name for name, each in KINDS.items() if each.program is not None]
+    if given is None and {"-h", "--help"} & set(rest):
+        if is_first(environ):
+            print(MODEL_HELP.format(kinds=", ".join(kinds)))
+        raise SystemExit(0)
+    if given is None:
+        raise UsageError("--model", None, "given", works=("--model", kinds[0]))
+    return given, rest
 
 
 def find_again(config: PretrainConfig, start: Start, mesh: Mesh) -> Start:
@@ -170,7 +202,7 @@ def build(config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> R
     else:
         refuse_alike(mesh, partial(state.load, found))
         messages.append(f"going on from {found.path}")
-        messages += changes(facts, resumed, mesh.data.size)
+        messages += changes(facts, resumed, mesh.batch.size)
         saved, now = resumed["environment"], environment(mesh)
         messages += [
             f"warning: {name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: "
@@ -220,8 +252,8 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
             inputs.train,
             range(first, first + (steps - start) * size, size),
             micro_batch_size=config.training.micro_batch_size,
-            data_rank=mesh.data.rank,
-            data_size=mesh.data.size,
+            data_rank=mesh.batch.rank,
+            data_size=mesh.batch.size,
         ),
         learning_rate=partial(learning_rate, config.optimizer, decay_iters=config.lr_decay_iters()),
         evaluate=lambda state: validate(run, metrics),
@@ -273,7 +305,7 @@ def log_start(run: Run, loop: Loop) -> None:
     state = run.state
     facts, data = state.describe(), data_fingerprint(run.inputs.corpus.identity)
     loop.metrics.describe(facts)
-    axes = " x ".join(f"{axis.name} {axis.size}" for axis in state.mesh.axes)
+    axes = " x ".join(f"{name} {size}" for name, size in state.mesh.sizes.items())
     size = f"{facts['parameters']:,} parameters in {facts['dtype']}"
     lr = loop.learning_rate(state.updates + 1)
     for message in (
@@ -287,12 +319,12 @@ def log_start(run: Run, loop: Loop) -> None:
     loop.metrics.write({"step": state.step, "started": now, "data": data, **facts})
 
 
-def log_end(run: Run, loop: Loop, begun: int, end: str) -> None:
-    """Log what ended the run that had begun at step `begun`, and whether it can go on: only a
+def log_end(run: Run, loop: Loop, first_step: int, end: str) -> None:
+    """Log what ended the run that started at step `first_step`, and whether it can go on: only a
     checkpoint can be resumed."""
     config, step = run.config, run.state.step
     loop.metrics.write({"step": step, "ended": end, "exit_code": exit_code(end)})
-    if step == begun:
+    if step == first_step:
         message = "nothing was trained"
     elif end == "train_iters":
         message = f"done: --train-iters {config.training.train_iters}"

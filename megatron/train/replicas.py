@@ -24,7 +24,7 @@ from torch.distributed import ReduceOp
 
 from megatron.data.batch import Batch
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Axis, Mesh
 from megatron.train.state import TrainState
 
 # Elements that are hashed at a time: at 8 bytes each they fit a processor's cache, or fill a GPU.
@@ -107,21 +107,30 @@ def _shared(
     """(name, axes whose ranks hold it in common, hash) of all tensors of a checkpoint, padding rows
     included, of the batches and of the counters."""
     mesh = state.mesh
-    axes = tuple(axis.name for axis in mesh.axes if axis.size > 1)
+    axes = _several(mesh.axes)
     for each in state.slices():
-        cut = {axis.name for _, axis in each.spec.cuts}
-        if along := tuple(axis for axis in axes if axis not in cut):
+        copies = {axis.name for axis in each.spec.copied_over(*mesh.axes)}
+        if along := tuple(name for name in axes if name in copies):
             yield each.key, along, digest(each.local)
-    for field in fields(batches[0]) if batches and mesh.model.size > 1 else ():
+    for field in fields(batches[0]) if batches and mesh.model_parallel.size > 1 else ():
         arrays = [getattr(batch, field.name) for batch in batches]
         content = b"".join(
             b"none" if array is None else repr(array.shape).encode() + array.tobytes()
             for array in arrays
         )
-        yield f"batch.{field.name}", (mesh.model.name,), _digest_bytes(content, mesh)
+        yield (
+            f"batch.{field.name}",
+            _several(mesh.model_parallel.parts),
+            _digest_bytes(content, mesh),
+        )
     for name, value in state.counters().items():
         content = json.dumps(value, sort_keys=True).encode()
         yield f"counters.{name}", axes, _digest_bytes(content, mesh)
+
+
+def _several(axes: Sequence[Axis]) -> tuple[str, ...]:
+    """The names of those that have several ranks."""
+    return tuple(axis.name for axis in axes if axis.size > 1)
 
 
 @torch.no_grad()

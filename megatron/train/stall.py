@@ -1,6 +1,6 @@
 """Which ranks hold up a stalled run, from where each rank stands.
 
-A rank in the nth collective of an axis waits for the ranks of its group that have begun fewer.
+A rank in the nth collective of an axis waits for the ranks of its group that have started fewer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Wait:
 class Report:
     """Where a rank stands.
 
-    who: the rank, its coordinates and host. begun: collectives, by axis. idle: seconds without
+    who: the rank, its coordinates and host. started: collectives, by axis. idle: seconds without
     progress. number: of this rank's reports. left: the exit status of a rank that waits for the
     others' end.
     """
@@ -34,7 +34,7 @@ class Report:
     who: str
     step: int
     phase: str
-    begun: Mapping[str, int]
+    started: Mapping[str, int]
     waits: Sequence[Wait]
     idle: float
     number: int = 0
@@ -63,7 +63,7 @@ def find_behind(
             for wait in report.waits
             if wait.axis not in ignored and rank not in silent
             for other in wait.ranks
-            if reports[other].begun.get(wait.axis, 0) < wait.number
+            if reports[other].started.get(wait.axis, 0) < wait.number
         }
         waiting, awaited = {rank for rank, _ in edges}, {other for _, other in edges}
         if behind := (awaited - waiting) | {*silent}:
@@ -72,7 +72,7 @@ def find_behind(
     if circle:
         found, what = sorted(circle), "waiting for each other"
     else:  # Nobody is known to wait, as on a GPU, whose collectives do not block Python.
-        done = {rank: (each.step, sum(each.begun.values())) for rank, each in reports.items()}
+        done = {rank: (each.step, sum(each.started.values())) for rank, each in reports.items()}
         found, what = [rank for rank in reports if done[rank] == min(done.values())], "behind"
         if len(found) == len(reports):
             found = [rank for rank in reports if not reports[rank].waits] or found

@@ -19,16 +19,15 @@ from megatron.checkpoint.load import TensorSlice, load, load_weights
 from megatron.config.checks import UsageError
 from megatron.config.model import ModelConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
-from megatron.models.registry import build_model
+from megatron.models.build import build_model
 from megatron.models.transformer import TransformerLayer
-from megatron.optim.adam import MasterWeights
-from megatron.optim.schedule import LossScaler
-from megatron.parallel.gradients import GradientBuffers
+from megatron.optim.adam import LossScaler, MasterWeights
+from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.random import RandomStreams
+from megatron.parallel.random import NamedRNGs
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.launch import default_precision
-from megatron.train.objectives import OBJECTIVES, Objective
+from megatron.train.objectives import Objective
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of weights and activations; masters and gradients are never narrower than fp32.
@@ -43,8 +42,8 @@ class TrainState:
     mesh: Mesh
     model: nn.Module
     objective: Objective
-    streams: RandomStreams
-    gradients: GradientBuffers
+    rngs: NamedRNGs
+    gradients: GradientBuckets
     optimizer: MasterWeights
     scaler: LossScaler
     compiled: bool = False  # whether layers are, by torch.compile
@@ -71,7 +70,7 @@ class TrainState:
             yield TensorSlice(f"{kind}.{view.name}", view.spec, local)
 
     def counters(self) -> dict[str, Any]:
-        """The state of a run beside its tensors, as JSON. No random state: streams are derived."""
+        """The state of a run beside its tensors, as JSON. Random numbers have no state to keep."""
         return {
             "step": self.step,
             "samples": self.samples,
@@ -109,8 +108,8 @@ class TrainState:
         missing, surplus, errors: as of megatron.checkpoint.load.load_weights.
         """
         weights = [
-            TensorSlice(view.name, view.spec, view.view(master.detach()))
-            for view, master in self.optimizer.views()
+            TensorSlice(view.name, view.spec, master)
+            for view, master in self.optimizer.master_views()
         ]
         load_weights(checkpoint, weights, missing=missing, surplus=surplus)
         self.optimizer.publish()
@@ -149,15 +148,15 @@ def build_state(
     seed: as of build_model. compiled: each layer is compiled when it is first called; names,
     weights and hooks of the model stay.
     """
-    model, streams = build_model(model_config, mesh, vocab_size, seed=seed, dtype=dtype)
+    model, rngs = build_model(model_config, mesh, vocab_size, seed=seed, dtype=dtype)
     if compiled:
         compile_layers(model)
-    gradients = GradientBuffers(model)
+    gradients = GradientBuckets(model)
     return TrainState(
         mesh=mesh,
         model=model,
-        objective=OBJECTIVES[model_config.kind],
-        streams=streams,
+        objective=model,
+        rngs=rngs,
         gradients=gradients,
         optimizer=MasterWeights(gradients, optimizer_config),
         scaler=LossScaler.of(precision_config, dtype),
@@ -230,7 +229,7 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "layout": {axis.name: axis.size for axis in mesh.axes},
+        "layout": mesh.sizes,
     }
 
 

@@ -9,20 +9,24 @@ the batch is spread over micro-batches and ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields
 from functools import partial
 from math import isfinite, sqrt
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.data.batch import Batch
 from megatron.parallel.collectives import all_reduce
 from megatron.train.diagnose import non_finite
-from megatron.train.loader import to_device
+from megatron.train.objectives import Objective
 from megatron.train.state import TrainState
-from megatron.train.watch import note
+
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +59,18 @@ def train_step(
     rank is skipped on all: it changes no weight, moment or learning rate, and its samples are not
     read again. Raises NonFiniteError on every rank where that may not be, or not once more.
     """
-    note("train step", state.step)
     mesh, scaler, k = state.mesh, state.scaler, len(state.objective.terms)
     state.model.train()
     counts = count(state, micro_batches)
     totals = forward_backward(state, micro_batches, counts)
 
-    # All ranks agree by two small all-reduces, along data and then within the model, and one copy
+    # All ranks agree by two small all-reduces, of the loss and then within the model, and one copy
     # to the host.
     stop = totals.new_full((1,), float(wants_stop()))
-    reduced = all_reduce(torch.cat([totals, stop]), mesh.data)
+    reduced = all_reduce(torch.cat([totals, stop]), mesh.loss)
     is_bad = ~reduced[:k].isfinite().all()
-    agreed = torch.stack([state.gradients.squares(mesh.model), reduced[k], is_bad])
-    agreed = all_reduce(agreed, mesh.model)
+    agreed = torch.stack([state.gradients.squares(mesh.model_parallel), reduced[k], is_bad])
+    agreed = all_reduce(agreed, mesh.model_parallel)
     tokens, *numbers = torch.cat([counts, reduced[:k], agreed]).tolist()
     denominators, sums, (squares, stops, bad_losses) = numbers[:k], numbers[k:-3], numbers[-3:]
     means = {}
@@ -88,7 +91,7 @@ def train_step(
     if not overflowed:
         state.optimizer.step(lr, 1.0 / scaler.scale, norm)
     state.step += 1
-    state.samples += sum(len(batch.tokens) for batch in micro_batches) * mesh.data.size
+    state.samples += sum(batch.num_samples for batch in micro_batches) * mesh.batch.size
     state.skipped += overflowed
     scaler.update(overflowed)
     return StepResult(
@@ -106,11 +109,27 @@ def count(state: TrainState, micro_batches: Sequence[Batch]) -> Tensor:
     host does not wait for it."""
     own = [[each.num_tokens, *state.objective.denominators(each)] for each in micro_batches]
     (sums,) = to_device(state.mesh.device, np.array(own, dtype=np.float64).sum(axis=0))
-    return all_reduce(sums, state.mesh.data)
+    return all_reduce(sums, state.mesh.loss)
+
+
+class Action(NamedTuple):
+    direction: Literal["forward", "backward"]
+    stage: int  # virtual pipeline stage, of the whole model
+    micro_batch: int
+
+
+def schedule(micro_batches: int) -> list[Action]:
+    """F0 B0 F1 B1 ..., that of a pipeline of one stage: the activations of one micro-batch are in
+    memory at a time."""
+    return [
+        Action(direction, 0, number)
+        for number in range(micro_batches)
+        for direction in ("forward", "backward")
+    ]
 
 
 def forward_backward(state: TrainState, micro_batches: Sequence[Batch], counts: Tensor) -> Tensor:
-    """Fill the gradient buffers; return this rank's sum of each term, fp64 [k].
+    """Fill the gradient buckets; return this rank's sum of each term, fp64 [k].
 
     The only caller of the model in training. counts: of `count`. Gradients are those of the loss x
     loss scale, reduced over the axes on which they are partial.
@@ -118,11 +137,44 @@ def forward_backward(state: TrainState, micro_batches: Sequence[Batch], counts: 
     # A term whose denominator is zero is reported after the step.
     loss_scales = state.scaler.scale / counts[1:].clamp(min=1)
     totals = torch.zeros_like(loss_scales)
+    model, objective, device = state.model, state.objective, state.mesh.device
+    in_flight: dict[int, Tensor] = {}
+    actions = schedule(len(micro_batches))
     state.gradients.start()
-    for number, batch in enumerate(micro_batches):
-        is_last = number == len(micro_batches) - 1
-        with state.streams.at(state.step, number), state.gradients.accumulate(is_last=is_last):
-            sums = state.objective.sums(state.model, batch, state.mesh.device, loss_scales)
-            sums.sum().backward()
-        totals += sums.detach() / loss_scales.to(sums.dtype)
+    for action in actions:
+        number = action.micro_batch
+        with state.rngs.at(state.step, number):
+            if action.direction == "forward":
+                sums = loss_sums(model, objective, micro_batches[number], device, loss_scales)
+                totals += sums.detach() / loss_scales.to(sums.dtype)
+                in_flight[number] = sums.sum()
+            else:
+                with state.gradients.accumulate(is_last=action is actions[-1]):
+                    in_flight.pop(number).backward()
     return totals
+
+
+def loss_sums(
+    model: Any, objective: Objective, batch: Batch, device: torch.device, loss_scales: Tensor
+) -> Tensor:
+    """The stages of the model in order, on a batch of arrays: as `Objective.loss`."""
+    moved = on_device(batch, device)
+    return objective.loss(model.layers(model.embed(moved), moved), moved, loss_scales)
+
+
+def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
+    """A copy whose fields are tensors on the device."""
+    moved = copy(batch)
+    for each in fields(batch):
+        if (array := getattr(batch, each.name)) is not None:
+            object.__setattr__(moved, each.name, to_device(device, array)[0])
+    return moved
+
+
+def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
+    """Copies of the arrays on the device; the host does not wait for a GPU's, which needs pinned
+    memory."""
+    tensors = map(torch.from_numpy, arrays)
+    if device.type == "cuda":
+        return [each.pin_memory().to(device, non_blocking=True) for each in tensors]
+    return [each.to(device) for each in tensors]

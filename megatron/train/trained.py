@@ -10,7 +10,6 @@ from typing import Any
 from megatron.checkpoint.resume import find_start, newest_readable
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
 from megatron.config.checks import UsageError
-from megatron.config.model import ModelConfig
 from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import (
     Tokenizer,
@@ -25,7 +24,7 @@ def open_trained(
     config: TrainedConfig,
     parallel: ParallelConfig,
     world_size: int,
-    kinds: Sequence[str] = (ModelConfig.kind,),
+    kinds: Sequence[str] = ("gpt2",),
     given: str = "--load",
 ) -> tuple[Sequence[Path], Tokenizer, dict[str, Any]]:
     """The checkpoints of --load from the newest readable one on, its tokenizer and its manifest.

@@ -266,8 +266,8 @@ class Watch:
         into C does not, nor one that sleeps: a loop that polls gives Python's lock away nowhere but
         in its sleep.
         """
-        begun = {axis: calls.begun for axis, calls in [*CALLS.items()]}
-        seen = (Progress.phase, Progress.step, begun, _positions())
+        started = {axis: calls.started for axis, calls in [*CALLS.items()]}
+        seen = (Progress.phase, Progress.step, started, _positions())
         self._idle = 0.0 if seen != self._seen else self._idle + BEAT
         self._seen = seen
 
@@ -282,7 +282,7 @@ class Watch:
             who=self._who,
             step=Progress.step,
             phase=Progress.phase,
-            begun={axis: calls.begun for axis, calls in [*CALLS.items()]},
+            started={axis: calls.started for axis, calls in [*CALLS.items()]},
             waits=waits,
             idle=self._idle,
             number=self._number,
@@ -298,7 +298,7 @@ class Watch:
     def _read(self, rank: int) -> Report:
         """The last report of this rank."""
         if not self._store.check([f"report/{rank}"]):
-            return Report(f"rank {rank}", 0, "not begun", {}, [], 0.0)
+            return Report(f"rank {rank}", 0, "not started", {}, [], 0.0)
         fields = json.loads(self._store.get(f"report/{rank}"))
         return Report(**fields | {"waits": [Wait(**wait) for wait in fields["waits"]]})
 
@@ -319,7 +319,7 @@ class Watch:
             return
         for wait in report.waits:
             for other in map(self._read, wait.ranks):
-                if other.left is not None and other.begun.get(wait.axis, 0) < wait.number:
+                if other.left is not None and other.started.get(wait.axis, 0) < wait.number:
                     headline = f"{other.who} left the run, with exit status {other.left}, before"
                     headline += " the others"
                     text = f"{headline}\n  {self._who} waits for it in {wait}"

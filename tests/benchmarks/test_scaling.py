@@ -16,7 +16,7 @@ from benchmarks.comparison import ROOT
 from benchmarks.scaling_configurations import Configuration, studies
 from benchmarks.scaling_worlds import Failed, Worlds, first_ranks
 from benchmarks.turns import Stopwatch
-from megatron.parallel.mesh import Axis, ControlGroup, Mesh, build_mesh
+from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh
 from tests.dist import Pool
 
 SETTINGS = scaling.Settings(
@@ -37,7 +37,7 @@ def make_tiny() -> None:
 
 
 def whole_mesh() -> Mesh:
-    return build_mesh(dist.get_world_size(), torch.device("cpu"))
+    return build_mesh({"tensor": dist.get_world_size()}, torch.device("cpu"))
 
 
 def worlds(**changes: Any) -> Worlds:
@@ -155,7 +155,7 @@ class CannedWorlds:
     """Two ranks, of which one says what the other does; the number of heads never fits."""
 
     def __init__(self) -> None:
-        self.whole = Mesh(Axis("tensor"), Axis("data"), torch.device("cpu"), ControlGroup(size=2))
+        self.whole = Mesh(device=torch.device("cpu"), control=ControlGroup(size=2))
         self.order: list[str] = []
 
     def turn(self, configuration: Configuration, work: Any) -> Any:

@@ -64,7 +64,7 @@ def test_kernels_name_their_group_on_a_gpu() -> None:
 
 def one_axis_alone(name: str) -> dict[str, Any]:
     """Of steps on 2 x 2 ranks that communicate along one axis, from one of which much."""
-    mesh = build_mesh(2, torch.device("cpu"))
+    mesh = build_mesh({"tensor": 2}, torch.device("cpu"))
     numbers = torch.ones(2**20)
 
     def step(_: int) -> float:

@@ -8,26 +8,38 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import GPT2Config
 from megatron.models.gpt2 import GPT2
-from megatron.parallel.layers import LayerFactory
+from megatron.parallel.factory import LayerFactory
 
 
 class PlainAttention(nn.Module):
     """Softmax attention, written out."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        queries, keys = q.shape[2], k.shape[2]
-        if mask is None:  # the queries are the last of the tokens
-            mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
         scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
-        return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+        if is_causal:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1) @ v
 
 
 class PlainHead(nn.Module):
-    def __init__(self, vocabulary: int, *, bias_divisible_by: int | None = None) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        hidden: int,
+        *,
+        divisible_by: int,
+        bias: bool = False,
+        untied_std: float | None = None,
+    ) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.zeros(vocabulary)) if bias_divisible_by else None
+        self.bias = nn.Parameter(torch.zeros(vocabulary)) if bias else None
+        self.weight = None if untied_std is None else nn.Parameter(torch.empty(vocabulary, hidden))
 
     def forward(
         self,
@@ -36,7 +48,7 @@ class PlainHead(nn.Module):
         labels: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> Tensor:
-        logits = x @ embedding.weight.T
+        logits = x @ (embedding.weight if self.weight is None else self.weight).T
         if self.bias is not None:
             logits = logits + self.bias
         if labels is None:
@@ -49,13 +61,24 @@ def recompute(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return checkpoint(function, *arguments, use_reentrant=False)
 
 
+def linear(
+    inputs: int, outputs: int, *, parts: int = 1, bias: bool = True, std: float
+) -> nn.Linear:
+    return nn.Linear(inputs, parts * outputs, bias=bias)
+
+
 DENSE_FACTORY = LayerFactory(
-    column=lambda inputs, outputs, parts=1, std=0.0: nn.Linear(inputs, parts * outputs),
-    row=lambda inputs, outputs, std: nn.Linear(inputs, outputs),
-    linear=lambda inputs, outputs, std: nn.Linear(inputs, outputs),
+    column=linear,
+    grouped_query=linear,
+    row=linear,
+    linear=linear,
+    input=linear,
+    output=linear,
     word_embedding=lambda vocabulary, hidden, divisible_by, std: nn.Embedding(vocabulary, hidden),
     position_embedding=lambda positions, hidden, std: nn.Embedding(positions, hidden),
-    norm=lambda hidden, epsilon: nn.LayerNorm(hidden, eps=epsilon),
+    rotary=nn.Identity,
+    layer_norm=lambda hidden, epsilon: nn.LayerNorm(hidden, eps=epsilon),
+    rms_norm=lambda hidden, epsilon: nn.RMSNorm(hidden, eps=epsilon),
     dropout=lambda p, name: nn.Dropout(p),
     attention_core=lambda dropout, name: PlainAttention(),
     head=PlainHead,
@@ -63,7 +86,7 @@ DENSE_FACTORY = LayerFactory(
 )
 
 
-def dense_gpt2(section: ModelConfig, vocab_size: int, weights: dict[str, Tensor]) -> GPT2:
+def dense_gpt2(section: GPT2Config, vocab_size: int, weights: dict[str, Tensor]) -> GPT2:
     """In fp64, with the whole weights of a model of layers that are cut."""
     model = GPT2(section, DENSE_FACTORY, vocab_size).double()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

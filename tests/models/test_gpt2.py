@@ -12,6 +12,7 @@ import torch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.gpt2 import document_mask
 from megatron.parallel.mesh import serial_mesh
+from megatron.train.step import on_device
 from tests.models.dense import dense_gpt2
 from tests.tiny import (
     GRANULARITIES,
@@ -68,21 +69,20 @@ def test_it_equals_plain_modules(
 def test_a_document_is_read_as_if_it_were_alone() -> None:
     model, _ = tiny_model(serial_mesh())
     batch = with_documents(samples(2))
-    tokens, positions, labels, starts = (
-        torch.from_numpy(array)
-        for array in (batch.tokens, batch.positions, batch.labels, batch.document_starts)
-    )
-    together = model(tokens, positions, labels, starts).view(tokens.shape)
+    starts, whole = batch.document_starts, on_device(batch, CPU)
+    together = model(whole).view(*starts.shape, -1)
     documents = 0
     for sample in range(2):
-        bounds = [*starts[sample].unique().tolist(), SEQUENCE]
+        bounds = [*np.unique(starts[sample]).tolist(), SEQUENCE]
         for start, stop in pairwise(bounds):
             own = slice(sample, sample + 1), slice(start, stop)
-            alone = model(tokens[own], torch.arange(stop - start)[None], labels[own])
+            positions = torch.arange(stop - start)[None]
+            alone = model(GPT2Batch(tokens=whole.tokens[own], positions=positions))
             torch.testing.assert_close(together[own][0], alone, rtol=1e-12, atol=1e-12)
             documents += 1
     assert documents == 8
-    assert not torch.allclose(together, model(tokens, positions, labels).view(tokens.shape))
+    across = model(replace(whole, document_starts=None)).view(*starts.shape, -1)
+    assert not torch.allclose(together, across)
 
 
 def test_the_mask_is_causal_and_within_documents() -> None:

@@ -10,11 +10,12 @@ import transformers
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.models.registry import build_model
+from megatron.models.build import build_model
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.evaluate import whole_logits
+from megatron.train.step import loss_sums, on_device
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.tiny import (
@@ -37,7 +38,8 @@ from tools.convert.weights import resolve
 
 POST_LN, PRE_LN = PRETRAINED
 TEXT, BATCH = samples(3), bert_samples(6)
-INPUTS = [torch.from_numpy(each) for each in (BATCH.tokens, BATCH.token_types, BATCH.is_real)]
+MOVED = on_device(BATCH, torch.device("cpu"))
+INPUTS = [MOVED.tokens, MOVED.token_types, MOVED.is_real]
 LABELS, MASK, IS_SWAPPED = (
     torch.from_numpy(each)
     for each in (BATCH.labels, BATCH.loss_mask.astype(bool), BATCH.is_swapped)
@@ -76,11 +78,10 @@ def their_bert(model: Any) -> list[Tensor]:
 
 def our_bert(model: Any, mesh: Mesh) -> list[Tensor]:
     with torch.no_grad():
-        masked, in_order = model(*INPUTS)
+        masked, in_order = model(MOVED)
     masked = gather_from(masked, -1, mesh.tensor)[INPUTS[2].flatten(), :VOCABULARY]
-    picked = MASK.flatten().nonzero()[:, 0]
-    losses, swapped = model(*INPUTS, picked, LABELS.flatten()[picked])
-    (losses.mean() + F.cross_entropy(swapped, IS_SWAPPED)).backward()
+    loss_scales = 1 / torch.tensor(model.denominators(BATCH), dtype=torch.float64)
+    loss_sums(model, model, BATCH, torch.device("cpu"), loss_scales).sum().backward()
     return [masked, in_order]
 
 

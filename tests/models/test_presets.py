@@ -4,14 +4,10 @@ from math import prod
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
-from megatron.models.bert import BERT
-from megatron.models.gpt2 import GPT2
-from megatron.parallel.layers import factory_1d
-from megatron.parallel.random import RandomStreams
+from megatron.models.build import build_on_meta
 from megatron.parallel.sharding import sharding_specs
 from tests.tools.planning.counted import fake_ranks
 
@@ -40,9 +36,8 @@ def test_the_papers_models(name: str) -> None:
     config = parse(kind, ["--preset", str(PRESETS / f"{name}.toml")], {})
     assert config.parallel.tensor_model_parallel_size == tensor_size
     vocab_size = BERT_VOCABULARY if is_bert else GPT2_VOCABULARY
-    with fake_ranks(tensor_size, tensor_size) as mesh, torch.device("meta"):
-        make = BERT if is_bert else GPT2
-        model = make(config.model, factory_1d(mesh, RandomStreams(0, mesh)), vocab_size)
+    with fake_ranks(tensor_size, tensor_size) as mesh:
+        model = build_on_meta(config.model, mesh, vocab_size)
         table = sharding_specs(model)
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         assert shapes == {name: spec.local_shape for name, spec in table.items()}

@@ -15,7 +15,7 @@ from megatron.parallel.kernels import use_cpu_kernels
 from megatron.parallel.layers import AttentionCore, SharedDropout
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs
-from megatron.train.objectives import MaskedTokensAndOrder, NextToken, Objective
+from megatron.train.step import loss_sums
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.tiny import (
@@ -36,13 +36,12 @@ BATCH = 4
 class Kind(NamedTuple):
     section: Callable[..., ModelConfig]
     samples: Callable[[int], Any]
-    objective: Objective
 
 
 KINDS = {
-    "gpt2": Kind(tiny_section, samples, NextToken()),
-    "bert pre-ln": Kind(partial(bert_section, "pre-ln"), bert_samples, MaskedTokensAndOrder()),
-    "bert post-ln": Kind(partial(bert_section, "post-ln"), bert_samples, MaskedTokensAndOrder()),
+    "gpt2": Kind(tiny_section, samples),
+    "bert pre-ln": Kind(partial(bert_section, "pre-ln"), bert_samples),
+    "bert post-ln": Kind(partial(bert_section, "post-ln"), bert_samples),
 }
 
 
@@ -50,7 +49,7 @@ KINDS = {
 def test_each_dropout_alone_changes_the_loss(name: str) -> None:
     kind = KINDS[name]
     section = kind.section(hidden_dropout=0.5, attention_dropout=0.25)
-    model, streams = tiny_model(serial_mesh(), section)
+    model, rngs = tiny_model(serial_mesh(), section)
     residual = [each for each in model.modules() if isinstance(each, SharedDropout)]
     cores = [each for each in model.modules() if isinstance(each, AttentionCore)]
     assert [each.p for each in residual] == [0.5] * (1 + 2 * section.num_layers)
@@ -62,9 +61,9 @@ def test_each_dropout_alone_changes_the_loss(name: str) -> None:
             each.p = 0.5 * (each is active)
         for each in cores:
             each.dropout = 0.25 * (each is active)
-        ones = torch.ones(len(kind.objective.terms))
-        with streams.at(3, 0):
-            return kind.objective.sums(model.train(), kind.samples(3), CPU, ones).sum().item()
+        ones = torch.ones(len(model.terms))
+        with rngs.at(3, 0):
+            return loss_sums(model.train(), model, kind.samples(3), CPU, ones).sum().item()
 
     plain = loss(None)
     for each in (*residual, *cores):
@@ -76,18 +75,18 @@ Outcome = tuple[list[Tensor], dict[str, Tensor]]
 
 def losses_and_gradients(kind: str, tensor_size: int, dropout: float, granularity: str) -> Outcome:
     """Two micro-batches run forward before the first runs backward, outside their position."""
-    mesh, (section, make, objective) = mesh_of_ranks(tensor_size), KINDS[kind]
+    mesh, (section, make) = mesh_of_ranks(tensor_size), KINDS[kind]
     settings = section(
         recompute_granularity=granularity, hidden_dropout=dropout, attention_dropout=dropout
     )
-    model, streams = tiny_model(mesh, settings)
+    model, rngs = tiny_model(mesh, settings)
     torch.manual_seed(len(granularity))  # must not matter
     before = torch.get_rng_state()
     losses = []
     for number, batch in enumerate(micro_batches(make(BATCH), mesh, 2)):
-        with streams.at(7, number):
-            ones = torch.ones(len(objective.terms))
-            losses.append(objective.sums(model.train(), batch, CPU, ones).sum())
+        with rngs.at(7, number):
+            ones = torch.ones(len(model.terms))
+            losses.append(loss_sums(model.train(), model, batch, CPU, ones).sum())
     for loss in losses:
         loss.backward()
     assert torch.equal(torch.get_rng_state(), before)
@@ -124,7 +123,7 @@ def kept_of_layers(tensor_size: int, layers: int, dropout: float, granularity: s
     )
     model, _ = tiny_model(mesh_of_ranks(tensor_size), section)
     batch, scales = samples(BATCH), torch.ones(1)
-    return kept_bytes(model, lambda: NextToken().sums(model.train(), batch, CPU, scales))
+    return kept_bytes(model, lambda: loss_sums(model.train(), model, batch, CPU, scales))
 
 
 def kept_of_a_layer(tensor_size: int, dropout: float) -> dict[str, int]:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron.config.training import OptimizerConfig, PrecisionConfig
-from megatron.optim.schedule import LossScaler, learning_rate
+from megatron.optim.adam import LossScaler
+from megatron.optim.schedule import learning_rate
 
 WARMUP, END = 100, 1100
 SHAPES = {

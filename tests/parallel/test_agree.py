@@ -14,7 +14,7 @@ def fail_on(failing: tuple[int, ...]) -> None:
 
 
 def outcome(failing: tuple[int, ...]) -> tuple[object, ...]:
-    mesh = build_mesh(1, torch.device("cpu"))
+    mesh = build_mesh({}, torch.device("cpu"))
     try:
         refuse_alike(mesh, lambda: fail_on(failing))
     except UsageError as error:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.parallel import cross_entropy
+from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.cross_entropy import (
     linear_cross_entropy,
     most_probable,
     vocab_parallel_cross_entropy,
 )
-from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.kernels import padded_rows
 from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 from megatron.parallel.mesh import Axis, Mesh, serial_mesh
@@ -181,7 +181,7 @@ class Tied(nn.Module):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.embedding = VocabParallelEmbedding(mesh, VOCABULARY, HIDDEN, divisible_by=1, std=1.0)
-        self.head = VocabParallelHead(mesh, VOCABULARY, bias_divisible_by=1)
+        self.head = VocabParallelHead(mesh, VOCABULARY, HIDDEN, divisible_by=1, bias=True)
 
     def forward(self, tokens: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
         total: Tensor = self.head(self.embedding(tokens), self.embedding, labels, scales)
@@ -192,17 +192,17 @@ def gradients_of_two_micro_batches(dtype: torch.dtype, factor: float, direct: bo
     """Whole gradients of factor x the sum of both losses."""
     model = Tied(mesh_of_ranks(dist.get_world_size() if dist.is_initialized() else 1))
     materialize(model, device=torch.device("cpu"), dtype=dtype, seed=1)
-    buffers = GradientBuffers(model, direct=direct)
-    for buffer in buffers.buffers:
-        assert buffer.flat.dtype == torch.promote_types(dtype, torch.float32)
-        buffer.flat.fill_(torch.nan)  # what an earlier step left must not be seen
-    buffers.start()
+    buckets = GradientBuckets(model, direct=direct)
+    for bucket in buckets.buckets:
+        assert bucket.flat.dtype == torch.promote_types(dtype, torch.float32)
+        bucket.flat.fill_(torch.nan)  # what an earlier step left must not be seen
+    buckets.start()
     _, _, _, labels, scales = example(dtype)
     for number in range(2):
         tokens = (labels + 5 * number) % VOCABULARY
-        with buffers.accumulate(is_last=number == 1):
+        with buckets.accumulate(is_last=number == 1):
             (model(tokens, labels, scales) * factor).backward()
-    return whole_gradients(buffers)
+    return whole_gradients(buckets)
 
 
 @SMALL_CHUNKS

@@ -10,13 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from megatron.parallel.collectives import gather_from
+from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.layers import (
     ColumnParallelLinear,
+    GroupedQueryLinear,
     LayerNorm,
     Linear,
     PositionEmbedding,
+    RMSNorm,
+    RotaryEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -45,6 +50,10 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, (HIDDEN,), weight, bias)
 
 
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (HIDDEN,), weight, 1e-5)
+
+
 def maker(layer: type[nn.Module], *sizes: int, **others: int) -> Callable[[Mesh], nn.Module]:
     return lambda mesh: layer(mesh, *sizes, **others, std=1.0)
 
@@ -67,7 +76,15 @@ LAYERS = {
         maker(ColumnParallelLinear, HIDDEN, OUT, parts=3), column, X, (3, OUT), y_dim=2
     ),
     "row": Case(maker(RowParallelLinear, OUT, HIDDEN), F.linear, WIDE_X, (HIDDEN,), x_dim=1),
+    "column without bias": Case(
+        maker(ColumnParallelLinear, HIDDEN, OUT, bias=False), F.linear, X, (OUT,), y_dim=1
+    ),
+    "row without bias": Case(
+        maker(RowParallelLinear, OUT, HIDDEN, bias=False), F.linear, WIDE_X, (HIDDEN,), x_dim=1
+    ),
     "linear": Case(maker(Linear, HIDDEN, OUT), F.linear, X, (OUT,)),
+    "linear without bias": Case(maker(Linear, HIDDEN, OUT, bias=False), F.linear, X, (OUT,)),
+    "RMS norm": Case(lambda mesh: RMSNorm(mesh, HIDDEN, epsilon=1e-5), rms_norm, X, (HIDDEN,)),
     "norm": Case(lambda mesh: LayerNorm(mesh, HIDDEN, epsilon=1e-5), norm, X, (HIDDEN,)),
     "words": Case(
         maker(VocabParallelEmbedding, VOCABULARY, HIDDEN, divisible_by=4),
@@ -117,10 +134,54 @@ def check_layer(name: str) -> None:
     assert_gradients_equal(layer, weights)
 
 
-def check_head() -> None:
+def check_grouped_query(heads: int, key_value_heads: int, bias: bool) -> None:
+    """Against heads whose keys and values are written out for each query head."""
+    mesh, size = mesh_of_ranks(dist.get_world_size()), 2
+    layer = GroupedQueryLinear(
+        mesh,
+        HIDDEN,
+        heads=heads,
+        key_value_heads=key_value_heads,
+        head_size=size,
+        bias=bias,
+        std=1.0,
+    )
+    weights = dense_weights(layer)
+
+    def per_head(y: Tensor) -> Tensor:  # [n, heads, size]
+        return y.unflatten(1, (-1, size))
+
+    x, own = X.clone().requires_grad_(), X.clone().requires_grad_()
+    k_bias, v_bias = weights["key_value_bias"] if bias else (None, None)
+    k_weight, v_weight = weights["key_value"]
+    dense_q = per_head(F.linear(x, weights["query"], weights.get("query_bias")))
+    dense = [dense_q]
+    for weight, its_bias in ((k_weight, k_bias), (v_weight, v_bias)):
+        y = per_head(F.linear(x, weight, its_bias))
+        dense.append(y.repeat_interleave(heads // key_value_heads, dim=1))
+    expected = torch.stack(dense)  # [3, n, heads, size]
+    dy = random(11, *expected.shape)
+    expected.backward(dy)
+
+    q, k, v = (per_head(each) for each in layer(own))
+    found = torch.stack([q, k[:, layer.of_query], v[:, layer.of_query]])
+    found.backward(dy.chunk(mesh.tensor.size, 2)[mesh.tensor.rank])
+    assert_close(gather_from(found, 2, mesh.tensor), expected)
+    assert_close(own.grad, x.grad)
+    table = sharding_specs(layer)
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None
+        if mesh.tensor in table[name].partial:
+            all_reduce(parameter.grad, mesh.tensor)
+    assert_gradients_equal(layer, weights)
+
+
+def check_head(is_tied: bool) -> None:
     mesh = mesh_of_ranks(dist.get_world_size())
-    owner = VocabParallelEmbedding(mesh, VOCABULARY, HIDDEN, divisible_by=4, std=1.0)
-    head = VocabParallelHead(mesh, VOCABULARY)
+    embedding = VocabParallelEmbedding(mesh, VOCABULARY, HIDDEN, divisible_by=4, std=1.0)
+    untied_std = None if is_tied else 1.0
+    head = VocabParallelHead(mesh, VOCABULARY, HIDDEN, divisible_by=4, untied_std=untied_std)
+    owner = embedding if is_tied else head
     weights = dense_weights(owner)
     x, labels = random(10, TOKENS, HIDDEN), torch.tensor([12, 0, 4, 5, 7, 12])
     importance = random(12, TOKENS)
@@ -131,9 +192,9 @@ def check_head() -> None:
     expected.backward(importance)
 
     x.requires_grad_()
-    logits = gather_from(head(x, owner), 1, mesh.tensor)
+    logits = gather_from(head(x, embedding), 1, mesh.tensor)
     assert_close(logits[:, :VOCABULARY], expected_logits)
-    losses, total = head(x, owner, labels), head(x, owner, labels, importance)
+    losses, total = head(x, embedding, labels), head(x, embedding, labels, importance)
     assert_close(losses, expected)
     assert_close(total, expected @ importance)
     for loss in (losses @ importance, total):
@@ -146,12 +207,37 @@ def check_head() -> None:
 def check_all() -> None:
     for name in LAYERS:
         check_layer(name)
-    check_head()
+    for is_tied in (True, False):
+        check_head(is_tied)
+    for heads, key_value_heads in ((12, 3), (12, 4), (12, 1), (4, 4)):
+        for bias in (True, False):
+            check_grouped_query(heads, key_value_heads, bias)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_layers_equal_their_dense_twins(gloo: Pool, size: int) -> None:
     gloo.run(size, check_all)
+
+
+def test_rotary_scores_depend_on_the_distance_alone() -> None:
+    """q at i and k at j score as at 0 and j - i; position 0 turns nothing; lengths stay."""
+    rotary = RotaryEmbedding(8)
+    q, k = random(1, 1, 2, 5, 8), random(2, 1, 2, 5, 8)
+    positions = torch.tensor([[0, 1, 4, 9, 100]])
+    turned_q, turned_k = rotary(q, positions), rotary(k, positions + 3)
+    assert_close(turned_q[:, :, 0], q[:, :, 0])
+    assert_close(turned_q.norm(dim=-1), q.norm(dim=-1))
+    at_zero = (q * rotary(k, torch.full((1, 5), 3))).sum(-1)
+    assert_close((turned_q * turned_k).sum(-1), at_zero)
+
+
+def test_rotary_is_that_of_llama() -> None:
+    config = LlamaConfig(hidden_size=16, num_attention_heads=2)
+    positions = torch.arange(7)[None]
+    q, k = random(1, 1, 2, 7, 8), random(2, 1, 2, 7, 8)
+    cos, sin = LlamaRotaryEmbedding(config)(q, positions)
+    theirs, _ = apply_rotary_pos_emb(q, k, cos.double(), sin.double())
+    torch.testing.assert_close(RotaryEmbedding(8)(q, positions), theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["column", "row", "words", "positions"])

@@ -1,19 +1,31 @@
+"""The mesh: which ranks each axis and each union of axes joins."""
+
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.parallel.mesh import build_mesh, serial_mesh
+from megatron.parallel.mesh import Axis, Mesh, build_mesh, serial_mesh
+from megatron.parallel.sharding import ShardingSpec
 from tests.dist import Pool
+
+CPU = torch.device("cpu")
 
 
 def grid(tensor_size: int) -> tuple[dict[str, int], bool, int, list[int]]:
-    mesh = build_mesh(tensor_size, torch.device("cpu"))
+    mesh = build_mesh({"tensor": tensor_size}, CPU)
     assert copy.deepcopy(mesh.tensor) is mesh.tensor
-    peers: list[int] = []
-    if mesh.tensor.size > 1:
-        peers = torch.distributed.get_process_group_ranks(mesh.tensor.group)
-    return mesh.coordinates, mesh.is_first, mesh.size, peers
+    return mesh.coordinates, mesh.is_first, mesh.size, ranks(mesh.tensor)
+
+
+def ranks(axis: Axis) -> list[int]:
+    """Those that this rank meets along the axis."""
+    return dist.get_process_group_ranks(axis.group) if axis.size > 1 else []
 
 
 def test_the_tensor_axis_is_the_fastest(gloo: Pool) -> None:
@@ -30,13 +42,69 @@ def test_the_tensor_axis_is_the_fastest(gloo: Pool) -> None:
 
 
 def test_a_size_that_does_not_divide_is_an_error(gloo: Pool) -> None:
-    with pytest.raises(RuntimeError, match="tensor axis of 2 in a world of 3"):
+    with pytest.raises(RuntimeError, match="in a world of 3"):
         gloo.run(3, grid, 2)
+
+
+@contextmanager
+def rank_of(world: int, rank: int, **sizes: int) -> Iterator[Mesh]:
+    """The mesh of one rank, of others that are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield build_mesh(sizes, CPU)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_unions_join_the_ranks_that_the_table_says() -> None:
+    """Of pipeline 3, data 2, context 2, tensor 2, the slowest first: rank 22 is at 2, 1, 1, 0."""
+    with rank_of(24, 22, pipeline=3, context=2, tensor=2) as mesh:
+        assert mesh.coordinates == {"pipeline": 2, "data": 1, "context": 1, "tensor": 0}
+        assert mesh.describe_rank() == "pipeline 2, data 1, context 1, tensor 0"
+        assert ranks(mesh.pipeline) == [6, 14, 22]
+        assert ranks(mesh.data) == [18, 22]
+        assert ranks(mesh.context) == [20, 22]
+        assert ranks(mesh.tensor) == [22, 23]
+        assert mesh.batch is mesh.data
+        assert ranks(mesh.loss) == ranks(mesh.replicas) == [16, 18, 20, 22]
+        assert ranks(mesh.model_parallel) == [6, 7, 14, 15, 22, 23]
+        assert mesh.model_parallel.parts == (mesh.pipeline, mesh.tensor)
+        assert (mesh.embedding_group.rank, ranks(mesh.embedding_group)) == (1, [6, 22])
+    with rank_of(24, 14, pipeline=3, context=2, tensor=2) as mesh:
+        assert mesh.embedding_group.size == 1, "a stage in the middle holds no embedding"
+
+
+def test_one_rank_counts_for_all_that_hold_a_shard() -> None:
+    """Of pipeline 3, data 2, tensor 2: who owns what, along the model and along all axes."""
+    for rank in range(12):
+        with rank_of(12, rank, pipeline=3, tensor=2) as mesh:
+            place = tuple(mesh.coordinates.values())
+            whole = ShardingSpec(shape=(4,), partial=(mesh.replicas,))
+            cut = ShardingSpec(shape=(4,), shards=((0, mesh.tensor),), partial=(mesh.replicas,))
+            zero = ShardingSpec(shape=(4,), shards=((0, mesh.data), (0, mesh.tensor)))
+            tied = replace(cut, partial=(mesh.replicas, mesh.embedding_group))
+            stage, copy_of_data, shard = place
+            for spec, owns in (
+                (whole, (shard == 0, shard == copy_of_data == 0)),
+                (cut, (True, copy_of_data == 0)),
+                (zero, (True, True)),
+                (tied, (stage < 2, stage < 2 and copy_of_data == 0)),
+            ):
+                found = spec.is_owner(mesh.model_parallel), spec.is_owner(*mesh.axes)
+                assert found == owns, (place, spec)
+
+
+def test_a_union_of_one_axis_is_that_axis() -> None:
+    with rank_of(4, 1, tensor=2) as mesh:
+        assert mesh.batch is mesh.loss is mesh.replicas is mesh.data
+        assert mesh.model_parallel is mesh.tensor
+        assert mesh.sizes == {"data": 2, "tensor": 2}
+        assert mesh.embedding_group.size == mesh.pipeline.size == mesh.context.size == 1
 
 
 def test_the_serial_mesh_needs_no_process_group() -> None:
     mesh = serial_mesh()
-    assert not torch.distributed.is_initialized()
+    assert not dist.is_initialized()
     assert (mesh.size, mesh.is_first) == (1, True)
     assert mesh.coordinates == {"data": 0, "tensor": 0}
     assert mesh.describe_rank() == "data 0, tensor 0"

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megatron.parallel.layers import AttentionCore, SharedDropout
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.random import RandomStreams, derive_seed
+from megatron.parallel.random import NamedRNGs, derive_seed
 from tests.dist import Pool
 from tests.tiny import SEED, mesh_of_ranks
 
@@ -14,28 +14,30 @@ NAMES = ["layers.0", "layers.1"]
 Draws = dict[tuple[Position, str], Tensor]
 
 
-def residual(streams: RandomStreams, name: str) -> Tensor:
-    return SharedDropout(streams, 0.5, name)(torch.ones(64, 8))
+def residual(rngs: NamedRNGs, name: str) -> Tensor:
+    return SharedDropout(rngs, 0.5, name)(torch.ones(64, 8))
 
 
-def attention(streams: RandomStreams, name: str) -> Tensor:
+def attention(rngs: NamedRNGs, name: str) -> Tensor:
     """The attention probabilities after dropout: queries see all keys alike, values are one-hot."""
     q = torch.zeros(1, 2, 16, 16)
     v = torch.eye(16).expand_as(q)
-    return AttentionCore(streams, 0.5, name)(q, q, v, torch.ones(1, 1, 16, 16, dtype=torch.bool))
+    return AttentionCore(rngs, 0.5, name)(
+        q, q, v, torch.ones(1, 1, 16, 16, dtype=torch.bool), False
+    )
 
 
 def draws(tensor_size: int, seed: int = SEED) -> tuple[dict[str, int], Draws, Draws]:
     """(where this rank is, its residual draws, its attention draws)."""
     mesh = mesh_of_ranks(tensor_size)
-    streams = RandomStreams(seed, mesh)
+    rngs = NamedRNGs(seed, mesh)
     shared, inner = {}, {}
     torch.manual_seed(mesh.data.rank * 10 + mesh.tensor.rank)  # must not matter
     for position in POSITIONS:
-        with streams.at(*position):
+        with rngs.at(*position):
             for name in NAMES:
-                shared[position, name] = residual(streams, name)
-                inner[position, name] = attention(streams, name)
+                shared[position, name] = residual(rngs, name)
+                inner[position, name] = attention(rngs, name)
     return mesh.coordinates, shared, inner
 
 
@@ -70,7 +72,7 @@ def test_draws_depend_on_the_seed_alone() -> None:
 
 
 def test_dropout_keeps_the_mean_and_evaluation_drops_nothing() -> None:
-    layer = SharedDropout(RandomStreams(SEED, serial_mesh()), 0.25, "place")
+    layer = SharedDropout(NamedRNGs(SEED, serial_mesh()), 0.25, "place")
     x = torch.ones(1000, 100)
     kept = layer(x) > 0
     assert kept.float().mean().item() == pytest.approx(0.75, abs=0.01)
@@ -79,15 +81,15 @@ def test_dropout_keeps_the_mean_and_evaluation_drops_nothing() -> None:
 
 
 def test_the_default_generator_is_left_alone() -> None:
-    streams = RandomStreams(SEED, serial_mesh())
+    rngs = NamedRNGs(SEED, serial_mesh())
     state = torch.get_rng_state()
-    with streams.at(3, 4):
-        residual(streams, "here")
-        attention(streams, "there")
-    assert streams.position == (0, 0)
-    with pytest.raises(ZeroDivisionError), streams.at(1, 1), streams.per_rank("place"):
+    with rngs.at(3, 4):
+        residual(rngs, "here")
+        attention(rngs, "there")
+    assert rngs.position == (0, 0)
+    with pytest.raises(ZeroDivisionError), rngs.at(1, 1), rngs.per_rank("place"):
         _ = torch.rand(3) / (1 // 0)
-    assert streams.position == (0, 0)
+    assert rngs.position == (0, 0)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -2,21 +2,35 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from math import sqrt
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.fsdp import fully_shard
 
 from megatron.config.model import ModelConfig
+from megatron.models.build import build_model, build_on_meta
 from megatron.models.gpt2 import GPT2
-from megatron.models.registry import build_model
-from megatron.parallel.layers import factory_1d
 from megatron.parallel.mesh import Mesh, serial_mesh
-from megatron.parallel.random import RandomStreams
-from megatron.parallel.sharding import ShardingSpec, load_whole, materialize, sharding_specs
+from megatron.parallel.sharding import (
+    ShardedModule,
+    ShardingSpec,
+    from_dtensors,
+    load_whole,
+    materialize,
+    sharding_specs,
+    to_dtensors,
+)
+from megatron.train.step import on_device
 from tests.bert import bert_section
 from tests.dist import Pool
 from tests.tiny import (
@@ -35,8 +49,7 @@ CPU = torch.device("cpu")
 
 
 def on_meta(mesh: Mesh) -> GPT2:
-    with torch.device("meta"):
-        return GPT2(tiny_section(), factory_1d(mesh, RandomStreams(SEED, mesh)), VOCABULARY)
+    return build_on_meta(tiny_section(), mesh, VOCABULARY)
 
 
 def initial(mesh: Mesh, seed: int = SEED, dtype: torch.dtype = torch.float32) -> GPT2:
@@ -47,8 +60,7 @@ def initial(mesh: Mesh, seed: int = SEED, dtype: torch.dtype = torch.float32) ->
 
 def loss(model: torch.nn.Module, number: int = 0) -> Tensor:
     batch = rows(samples(number + 1), slice(number, number + 1))
-    arrays = batch.tokens, batch.positions, batch.labels
-    return model(*(torch.from_numpy(array) for array in arrays)).mean()
+    return model(on_device(batch, CPU), torch.ones(1)).sum()
 
 
 def initial_weights(tensor_size: int) -> dict[str, Tensor]:
@@ -106,7 +118,7 @@ def test_padding_rows_are_zero_and_a_rank_may_hold_nothing_else(gloo: Pool) -> N
 def check_two_cuts_of_one_dim() -> None:
     """Row r of a dim cut over data, then tensor, is on the rank (r // 4, r // 2 % 2)."""
     mesh = mesh_of_ranks(2)
-    spec = ShardingSpec(shape=(7, 2), padded_rows=8, cuts=((0, mesh.data), (0, mesh.tensor)))
+    spec = ShardingSpec(shape=(7, 2), padded_rows=8, shards=((0, mesh.data), (0, mesh.tensor)))
     whole, local = torch.arange(14.0).view(7, 2), torch.empty(spec.local_shape)
     load_whole(local, whole, spec)
     first = 4 * mesh.data.rank + 2 * mesh.tensor.rank
@@ -116,6 +128,44 @@ def check_two_cuts_of_one_dim() -> None:
 
 def test_two_axes_may_cut_one_dim(gloo: Pool) -> None:
     gloo.run(4, check_two_cuts_of_one_dim)
+
+
+def check_dtensors_of_two_cuts() -> None:
+    """DTensor orders the axes of one dim as the mesh does; another order is refused."""
+    mesh = mesh_of_ranks(2)
+    orders = ((mesh.data, mesh.tensor), (mesh.tensor, mesh.data))
+    for axes, is_allowed in zip(orders, (True, False), strict=True):
+        module = ShardedModule(mesh)
+        module.add_parameter("weight", (8, 2), tuple((0, axis) for axis in axes))
+        materialize(module, device=CPU, dtype=torch.float32, seed=None)
+        whole = torch.arange(16.0).view(8, 2)
+        with torch.no_grad():
+            load_whole(module.weight, whole, module.specs["weight"])
+        with nullcontext() if is_allowed else pytest.raises(ValueError, match="weight"):
+            assert torch.equal(to_dtensors(module, mesh)["weight"].full_tensor(), whole)
+
+
+def test_dtensors_keep_the_order_of_two_cuts(gloo: Pool) -> None:
+    gloo.run(4, check_dtensors_of_two_cuts)
+
+
+def write_and_read(folder: str, writes: int, reads: int) -> None:
+    """Weights of one layout, through torch's distributed checkpoint to another one."""
+    source, target = tiny_model(mesh_of_ranks(writes))[0], initial(mesh_of_ranks(reads), seed=2)
+    writer = HuggingFaceStorageWriter(folder, save_distributed=True)
+    dcp.save(to_dtensors(source, source.head.mesh), storage_writer=writer)
+    tensors = to_dtensors(target.double(), target.head.mesh)
+    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
+    from_dtensors(target, tensors)
+    found, expected = whole_weights(target), whole_weights(source)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("writes", "reads"), [(2, 4), (4, 1)])
+def test_torchs_distributed_checkpoint_keeps_the_weights(
+    gloo: Pool, tmp_path: Path, writes: int, reads: int
+) -> None:
+    gloo.run(4, write_and_read, str(tmp_path), writes, reads)
 
 
 def check_specs_survive(tensor_size: int) -> None:
@@ -159,8 +209,8 @@ def check_fully_shard(tensor_size: int) -> None:
     plain, sharded = tiny_model(mesh)[0], tiny_model(mesh)[0]
     before = sharding_specs(sharded)
     for layer in sharded.transformer.layers.values():
-        fully_shard(layer, mesh=mesh.data.grid["data"])
-    fully_shard(sharded, mesh=mesh.data.grid["data"])
+        fully_shard(layer, mesh=mesh.device_mesh()["data"])
+    fully_shard(sharded, mesh=mesh.device_mesh()["data"])
     assert sharding_specs(sharded) == before == sharding_specs(plain)
 
     own = loss(sharded, mesh.data.rank)

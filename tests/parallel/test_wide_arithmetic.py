@@ -21,7 +21,7 @@ from megatron.parallel.layers import (
     VocabParallelEmbedding,
 )
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.random import RandomStreams
+from megatron.parallel.random import NamedRNGs
 from megatron.parallel.sharding import materialize
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
@@ -174,11 +174,11 @@ def test_softmax(
         monkeypatch.setattr("megatron.parallel.cpu.functional.BLOCK", 16)
     q, k, v = attention_case(dtype, large)
     q.requires_grad_(in_blocks)  # where that pays, which tests of their own say
-    streams = RandomStreams(1, serial_mesh())
-    core = AttentionCore(streams, dropout, "core").train()
-    result = core(q, k, v, documents(is_cut))
+    rngs = NamedRNGs(1, serial_mesh())
+    core = AttentionCore(rngs, dropout, "core").train()
+    result = core(q, k, v, documents(is_cut), not is_cut)
     result, q = result.detach(), q.detach()
-    with streams.per_rank("core"):  # what dropout in the core has drawn
+    with rngs.per_rank("core"):  # what dropout in the core has drawn
         kept = F.dropout(torch.ones(2, 3, 40, 40), dropout).double()
     mask = documents(is_cut)
     mask = torch.ones(40, 40, dtype=torch.bool).tril() if mask is None else mask

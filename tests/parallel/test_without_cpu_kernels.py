@@ -13,7 +13,7 @@ LAYOUTS = (
 )
 TESTS = (
     "tests/parallel/test_layers.py",
-    "tests/parallel/test_gradients.py",
+    "tests/parallel/test_buckets.py",
     "tests/parallel/test_cross_entropy.py::test_the_incoming_gradient_may_be_any_number",
     "tests/models/test_gpt2.py::test_it_equals_plain_modules",
     f"{LAYOUTS}[t2-gpt2]",

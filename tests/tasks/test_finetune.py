@@ -14,9 +14,9 @@ import torch
 from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.config.model import ResidualOrder
 from megatron.config.parse import parse
-from megatron.optim.schedule import LossScaler
+from megatron.models.bert import FinetunedBert
+from megatron.optim.adam import LossScaler
 from megatron.train.metrics import read_metrics
-from megatron.train.objectives import answer_scores
 from tasks import finetune
 from tasks.finetune import evaluate_models, fine_tune, mean_logits
 from tasks.main import main
@@ -174,7 +174,7 @@ def test_every_seed_has_a_head_an_order_and_dropout_of_its_own(
 
     def looks(state: Any, loop: Any) -> str:
         heads.append(state.model.head.weight.detach().clone())
-        with state.streams.at(0, 0):
+        with state.rngs.at(0, 0):
             masks.append(state.model.dropout(torch.ones(4, 32)))
         orders.append(torch.from_numpy(next(loop.batches)[0].tokens))
         assert loop.training.check_replicas_interval == 4, "after every epoch"
@@ -237,10 +237,8 @@ def test_logits_that_are_no_numbers_are_one_message(
 ) -> None:
     save, _ = tuned
 
-    def broken(model: Any, batch: Any, device: Any) -> Any:
-        return answer_scores(model, batch, device) * torch.nan
-
-    monkeypatch.setattr("tasks.examples.answer_scores", broken)
+    scores = FinetunedBert.scores
+    monkeypatch.setattr(FinetunedBert, "scores", lambda *inputs: scores(*inputs) * torch.nan)
     error = refusal(["--load", str(save / "seed_1234"), *evaluating(save)], capsys)
     assert f"error: {TASK} near: " in error
 

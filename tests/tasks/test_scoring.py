@@ -11,6 +11,7 @@ import torch
 
 from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer
+from megatron.train.evaluate import batch_of
 from tasks.common import Scores, Sliding, Window, score_windows
 from tasks.heldout import Settings, cloze_windows, read_texts, training_tokens
 from tests.data.samples import write_data, write_tokenizer
@@ -56,7 +57,7 @@ def easy_window(tokens: Any) -> Window:
     with torch.no_grad():
         for _ in range(3):
             ids = torch.from_numpy(tokens)[None]
-            logits = model.eval()(ids, torch.arange(len(tokens))[None])[-1, :VOCABULARY]
+            logits = model.eval()(batch_of(ids))[-1, :VOCABULARY]
             tokens = np.append(tokens, logits.argmax() if len(tokens) == 3 else 0)
     return Window(tokens[:-1], tokens[1:], 0)
 
@@ -80,9 +81,8 @@ def test_scores_depend_on_neither_batch_size_nor_layout(gloo: Pool) -> None:
     rows = []
     for window in windows_of_text():  # one at a time, without padding, by torch's own functions
         inputs = torch.from_numpy(window.inputs)[None]
-        positions = torch.arange(len(window.inputs))[None]
         with torch.no_grad():
-            logits = model.eval()(inputs, positions)[window.first :, :VOCABULARY]
+            logits = model.eval()(batch_of(inputs))[window.first :, :VOCABULARY]
         labels = torch.from_numpy(window.labels[window.first :])
         loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
         hits = logits.argmax(dim=1) == labels

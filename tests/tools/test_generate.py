@@ -230,12 +230,12 @@ def test_what_diverges_on_one_rank_is_told_on_all(gloo: Pool, trained: Path) -> 
 
 
 def test_a_fault_of_the_program_keeps_its_traceback(trained: Path, monkeypatch: Any) -> None:
-    import megatron.train.generate
+    import megatron.inference.generate
 
     def broken(*_: Any) -> Any:
         raise ValueError("shapes do not match")
 
-    monkeypatch.setattr(megatron.train.generate, "draw", broken)
+    monkeypatch.setattr(megatron.inference.generate, "draw", broken)
     with pytest.raises(ValueError, match="shapes do not match"):
         main(["--load", str(trained), "--prompt", "in", "--max-new-tokens", "8"], {})
 

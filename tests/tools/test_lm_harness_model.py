@@ -12,6 +12,7 @@ pytest.importorskip("lm_eval")
 import torch
 from lm_eval.api.instance import Instance
 
+from megatron.train.evaluate import batch_of
 from tests.dist import Pool
 from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, tiny_model
 from tools.harness.language_model import CheckpointLM
@@ -67,11 +68,11 @@ def test_a_whole_text_is_scored_as_the_plain_sum_over_its_windows() -> None:
     """Non-overlapping windows, of which the last reaches back to be full."""
     lm = tiny_lm()
     ids = [Letters.eod, *Letters().encode(LONG)]
-    positions, expected = torch.arange(SEQUENCE)[None], 0.0
+    expected = 0.0
     for done in range(1, len(ids), SEQUENCE):
         end = min(done + SEQUENCE, len(ids))
         start = end - SEQUENCE - 1
-        logits = lm._model(torch.tensor([ids[start : end - 1]]), positions)[:, :VOCABULARY]
+        logits = lm._model(batch_of(torch.tensor([ids[start : end - 1]])))[:, :VOCABULARY]
         picked = logits.log_softmax(-1).gather(1, torch.tensor(ids[start + 1 : end])[:, None])
         expected += picked[done - end :].sum().item()
     (found,) = lm.loglikelihood_rolling(instances("loglikelihood_rolling", (LONG,)))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.config.parse import parse
+from megatron.inference.generate import DivergedError
 from megatron.train.evaluate import load_newest
-from megatron.train.generate import DivergedError
 from megatron.train.trained import open_trained
 from tests.tiny import mesh_of_ranks
 from tools.generate import Settings, answer, main, read_prompts

@@ -8,10 +8,8 @@ from torch import Tensor
 from megatron.config.training import OptimizerConfig
 from megatron.data.bert import BertBatch
 from megatron.models.bert import BERT
-from megatron.parallel.kernels import padded_rows
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.objectives import MaskedTokensAndOrder
-from megatron.train.step import train_step
+from megatron.train.step import on_device, train_step
 from tests.bert import bert_samples, bert_section, whole_bert
 from tests.tiny import assert_relative, micro_batches, tiny_state, tiny_weights, whole_gradients
 
@@ -20,12 +18,11 @@ GLOBAL_BATCH = 4
 
 def plain_losses(model: torch.nn.Module, batch: BertBatch) -> tuple[Tensor, Tensor]:
     """The means that the paper's losses are, over one batch, as anyone would write them."""
-    arrays = (batch.tokens, batch.token_types, batch.is_real, batch.labels, batch.is_swapped)
-    tokens, types, is_real, labels, is_swapped = map(torch.from_numpy, arrays)
-    masked, order = model(tokens, types, is_real)
-    places = torch.from_numpy(batch.loss_mask).flatten() > 0
-    of_masked = F.cross_entropy(masked[places], labels.flatten()[places])
-    return of_masked, F.cross_entropy(order, is_swapped)
+    batch = on_device(batch, torch.device("cpu"))
+    masked, order = model(batch)
+    places = batch.loss_mask.flatten() > 0
+    of_masked = F.cross_entropy(masked[places], batch.labels.flatten()[places])
+    return of_masked, F.cross_entropy(order, batch.is_swapped)
 
 
 def test_the_loss_is_the_mean_over_masked_tokens_and_that_over_samples() -> None:
@@ -47,15 +44,8 @@ def test_the_loss_is_the_mean_over_masked_tokens_and_that_over_samples() -> None
 
 def test_masked_tokens_come_in_few_sizes() -> None:
     """Or steps would be slower, and memory would grow with each new size (kernels.padded_rows)."""
-    sizes = []
-
-    def model(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-        sizes.append(len(inputs[3]))
-        return torch.zeros(()), torch.zeros(GLOBAL_BATCH, 2)
-
     batches = [bert_samples(GLOBAL_BATCH, seed=seed) for seed in range(20)]
-    for batch in batches:
-        MaskedTokensAndOrder().sums(model, batch, torch.device("cpu"), torch.ones(2))
     masked = [int(batch.loss_mask.sum()) for batch in batches]
     assert len(set(masked)) > 5
-    assert sizes == [padded_rows(each) for each in masked]
+    assert [int(batch.is_counted.sum()) for batch in batches] == masked
+    assert [len(batch.masked) for batch in batches] == [-(-each // 16) * 16 for each in masked]

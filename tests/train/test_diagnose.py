@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.optim.schedule import LossScaler
+from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError, non_finite
 from megatron.train.state import TrainState
@@ -27,7 +27,7 @@ Fault = Callable[[TrainState, nn.Module], object]
 
 
 def is_third_micro_batch(state: TrainState) -> bool:
-    return state.streams.position[1] == 2
+    return state.rngs.position[1] == 2
 
 
 def infinite_output(state: TrainState, module: nn.Module) -> None:
@@ -176,10 +176,10 @@ def replayed(tensor_size: int) -> bool:
     batches = micro_batches(samples(GLOBAL_BATCH), state.mesh, 1)
     counts = count(state, batches)
     forward_backward(state, batches, counts)
-    first = [buffer.flat.clone() for buffer in state.gradients.buffers]
+    first = [bucket.flat.clone() for bucket in state.gradients.buckets]
     assert all(each.any() for each in first)
     non_finite(state, batches, "loss", lambda: forward_backward(state, batches, counts))
-    return all(map(torch.equal, first, (buffer.flat for buffer in state.gradients.buffers)))
+    return all(map(torch.equal, first, (bucket.flat for bucket in state.gradients.buckets)))
 
 
 def test_the_second_run_computes_what_the_first_did(gloo: Pool) -> None:

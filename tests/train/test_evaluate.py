@@ -1,4 +1,4 @@
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +8,13 @@ from torch import Tensor
 
 from megatron.checkpoint.format import step_folders
 from megatron.checkpoint.load import verify
-from megatron.config.model import ModelConfig
+from megatron.config.model import GPT2Config
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.registry import config_of
 from megatron.train import evaluate
 from megatron.train.evaluate import load_model, load_newest, mean_losses, score
+from megatron.train.step import on_device
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.tiny import (
@@ -42,8 +43,9 @@ class BertSplit:
     samples_per_epoch = 7
 
     def batch(self, numbers: range) -> BertBatch:
-        each = [vars(bert_samples(1, first=number)) for number in numbers]
-        return BertBatch(**{name: np.concatenate([one[name] for one in each]) for name in each[0]})
+        each = [bert_samples(1, first=number) for number in numbers]
+        names = [field.name for field in fields(BertBatch) if field.init]
+        return BertBatch(**{n: np.concatenate([getattr(one, n) for one in each]) for n in names})
 
 
 def losses_of_seven(tensor_size: int, micro_batch_size: int) -> dict[str, float]:
@@ -97,8 +99,8 @@ def test_scores_are_whole_on_every_rank_and_in_chunks(
     # The same numbers as the loss of training, token by token.
     model, _ = tiny_model(mesh_of_ranks(1))
     batch = samples(3)
-    arrays = (batch.tokens, batch.positions, batch.labels)
-    losses = model(*(torch.from_numpy(array) for array in arrays)).view(3, 16)
+    batch = on_device(batch, torch.device("cpu"))
+    losses = model.losses(model.layers(model.embed(batch), batch), batch).view(3, 16)
     losses = losses[scored_of(losses)]
     torch.testing.assert_close(-log_probability, losses.detach(), rtol=1e-12, atol=1e-12)
 
@@ -127,7 +129,7 @@ def loaded(tensor_size: int, path: Path) -> tuple[bool, int, dict[str, Tensor]]:
 def test_a_model_is_rebuilt_from_its_checkpoint_alone(gloo: Pool, tmp_path: Path) -> None:
     config = tiny_section(num_layers=1, hidden_dropout=0.1)
     state = tiny_state(mesh_of_ranks(1), config)
-    assert ModelConfig(**asdict(config)) == config
+    assert GPT2Config(**asdict(config)) == config
     facts = {"config": {"model": asdict(config)}, "vocab_size": VOCABULARY}
     save_state(state, tmp_path, **facts)
     expected = whole_weights(state.model)

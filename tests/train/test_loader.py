@@ -6,7 +6,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from megatron.data.batch import Batch
+from megatron.data.batch import TextBatch
 from megatron.train.loader import prefetch
 
 
@@ -20,13 +20,13 @@ class Numbers:
         self.made: list[list[int]] = []
         self.changed = threading.Condition()
 
-    def batch(self, numbers: range) -> Batch:
+    def batch(self, numbers: range) -> TextBatch:
         with self.changed:
             self.made.append(list(numbers))
             self.changed.notify_all()
         if self.broken in numbers:
             raise ValueError(f"sample {self.broken} is broken")
-        return Batch(tokens=np.array(numbers)[:, None])
+        return TextBatch(tokens=np.array(numbers)[:, None])
 
     def wait_for(self, made: list[list[int]]) -> bool:
         with self.changed:

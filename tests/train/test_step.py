@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron.config.training import PrecisionConfig
-from megatron.optim.schedule import LossScaler
+from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.state import TrainState
@@ -52,7 +52,8 @@ def infinite_replica(state: TrainState) -> RemovableHandle:
 
 def infinite_loss(state: TrainState) -> RemovableHandle:
     """The loss is infinite and all gradients are as they were."""
-    return state.model.register_forward_hook(lambda model, inputs, losses: losses + torch.inf)
+    head: Any = state.model.head
+    return head.register_forward_hook(lambda module, inputs, total: total + torch.inf)
 
 
 FAULTS = {"gradient": infinite_gradient, "replica": infinite_replica, "loss": infinite_loss}
@@ -149,15 +150,15 @@ def stops(tensor_size: int, voter: int) -> list[bool]:
     asked = []
 
     def vote() -> bool:
-        assert any(buffer.flat.any() for buffer in state.gradients.buffers), "asked too early"
+        assert any(bucket.flat.any() for bucket in state.gradients.buckets), "asked too early"
         asked.append(state.step)
         return state.step == 1 and state.mesh.control.rank == voter
 
     seen = []
     for number in range(3):
         batches = micro_batches(samples(4, first=4 * number), state.mesh, 1)
-        for buffer in state.gradients.buffers:
-            buffer.flat.zero_()
+        for bucket in state.gradients.buckets:
+            bucket.flat.zero_()
         seen.append(train_step(state, batches, 1e-3, wants_stop=vote).stop)
     assert (asked, state.updates) == ([0, 1, 2], 3), "the step itself is finished"
     return seen

@@ -25,10 +25,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.config.training import OptimizerConfig
 from megatron.models.gpt2 import document_mask
-from megatron.optim.adam import ADAMS
-from megatron.parallel.layers import LayerFactory, factory_1d
+from megatron.optim.adam import ADAMS, FlatWeights
+from megatron.parallel.factory import LayerFactory, factory_1d
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.random import RandomStreams
+from megatron.parallel.random import NamedRNGs
 from megatron.parallel.sharding import materialize
 from tools.probes.findings import Fact, Finding
 
@@ -73,8 +73,8 @@ def probes(
 ) -> dict[str, Callable[[], Iterator[Finding]]]:
     """{layer: probe} of the factory's layers and the optimizer; apex: whether to try its, too."""
     mesh = serial_mesh(device)
-    streams = RandomStreams(0, mesh)
-    bench = Bench(factory_1d(mesh, streams), device, dtype)
+    rngs = NamedRNGs(0, mesh)
+    bench = Bench(factory_1d(mesh, rngs), device, dtype)
     makers: dict[str, Callable[[], Action]] = {
         "column-parallel linear": lambda: bench.layer(
             lambda factory: factory.column(H, H, std=0.02)
@@ -87,16 +87,16 @@ def probes(
         "attention, dropout": lambda: bench.attention(DROPOUT, is_masked=False),
         "attention, documents": lambda: bench.attention(0.0, is_masked=True),
         "attention, dropout, documents": lambda: bench.attention(DROPOUT, is_masked=True),
-        "LayerNorm": lambda: bench.layer(lambda factory: factory.norm(H, epsilon=1e-5)),
+        "LayerNorm": lambda: bench.layer(lambda factory: factory.layer_norm(H, epsilon=1e-5)),
         "GeLU": lambda: bench.run(partial(F.gelu, approximate="tanh"), bench.stream()),
         "dropout": lambda: bench.layer(lambda factory: factory.dropout(DROPOUT, "dropout")),
         "output layer and loss": bench.loss,
         "AdamW": lambda: bench.adamw("torch"),
     }
     if apex:
-        other = Bench(factory_1d(mesh, streams, norm="apex"), device, dtype)
+        other = Bench(factory_1d(mesh, rngs, norm="apex"), device, dtype)
         makers["LayerNorm of apex"] = lambda: other.layer(
-            lambda factory: factory.norm(H, epsilon=1e-5)
+            lambda factory: factory.layer_norm(H, epsilon=1e-5)
         )
         makers["AdamW of apex"] = lambda: other.adamw("apex")
     return {name: partial(_found, name, make, device) for name, make in makers.items()}
@@ -143,10 +143,12 @@ class Bench:
         starts[:, length // 2 :] = length // 2
         mask = document_mask(starts) if is_masked else None
         core = self.build(lambda factory: factory.attention_core(dropout, "core"))
-        return self.run(core, *(self.stream(B, A, length, D) for _ in range(3)), mask)
+        return self.run(
+            core, *(self.stream(B, A, length, D) for _ in range(3)), mask, not is_masked
+        )
 
     def loss(self) -> Action:
-        head = self.build(lambda factory: factory.head(V))
+        head = self.build(lambda factory: factory.head(V, H, divisible_by=1))
         embedding = self.build(
             lambda factory: factory.word_embedding(V, H, divisible_by=1, std=0.02)
         )
@@ -156,7 +158,8 @@ class Bench:
     def adamw(self, impl: str) -> Action:
         master = nn.Parameter(torch.randn(H, H, device=self.device))
         master.grad = torch.randn_like(master)
-        adam = ADAMS[impl]([master], [0.1], OptimizerConfig())
+        moments = torch.zeros_like(master), torch.zeros_like(master)
+        adam = ADAMS[impl]([FlatWeights(master, *moments, decay=0.1)], OptimizerConfig())
         return lambda: adam.step(1e-3, 0.5)
 
 

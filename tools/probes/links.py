@@ -42,7 +42,7 @@ def ranks(mesh: Mesh) -> Iterator[Finding]:
 def all_reduces(mesh: Mesh) -> Iterator[Finding]:
     """Every rank calls this; the figures are those of the slowest rank."""
     yield Fact("formula", FORMULA)
-    for axis in (mesh.data, mesh.tensor):
+    for axis in mesh.named_axes:
         if axis.size == 1:
             yield Fact(f"{axis.name} axis", {"size": 1}, "1 rank: nothing to send")
             continue

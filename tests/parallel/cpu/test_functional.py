@@ -17,7 +17,7 @@ from megatron.parallel.cpu.functional import (
 from megatron.parallel.cpu.functional import block_attention as attention
 from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.random import RandomStreams
+from megatron.parallel.random import NamedRNGs
 
 BATCH, HEADS, SIZE = 2, 3, 8
 
@@ -130,13 +130,13 @@ def test_where_it_takes_less_time_training_uses_it(
         return attention(*arguments)
 
     monkeypatch.setattr(functional, "block_attention", spy)
-    core = AttentionCore(RandomStreams(0, serial_mesh()), dropout, "core").train()
+    core = AttentionCore(NamedRNGs(0, serial_mesh()), dropout, "core").train()
     q, k, v = draw(length, dtype)
     mask = None if is_causal else key_mask(length)
-    core(q, k, v, mask)
+    core(q, k, v, mask, mask is None)
     assert len(calls) == is_used
     with torch.no_grad():
-        core.eval()(q, k, v, mask)
+        core.eval()(q, k, v, mask, mask is None)
     assert len(calls) == is_used
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.profiler import profile
 
+from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.cpu import onednn
 from megatron.parallel.cpu.onednn import is_faster_by_onednn
-from megatron.parallel.gradients import GradientBuffers
 from megatron.parallel.kernels import add_matmul_, matmul, padded_rows
 from megatron.parallel.mesh import Mesh
 from tests.dist import Pool
@@ -128,15 +128,15 @@ def test_onednn_is_taken_where_mkl_leaves_half_the_processor_idle(
 def of_two_micro_batches(mesh: Mesh, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
     """(sum of the losses, whole gradients) of the tiny model."""
     model = tiny_model(mesh, dtype=dtype)[0]
-    buffers, total = GradientBuffers(model), torch.zeros((), dtype=dtype)
-    buffers.start()
+    buckets, total = GradientBuckets(model), torch.zeros((), dtype=dtype)
+    buckets.start()
     batches = micro_batches(samples(4), mesh, 2)
     for each in batches:
-        with buffers.accumulate(is_last=each is batches[-1]):
+        with buckets.accumulate(is_last=each is batches[-1]):
             loss = summed_loss(model, each, torch.device("cpu"))[0]
             loss.backward()
         total += loss.detach()
-    return total, whole_gradients(buffers)
+    return total, whole_gradients(buckets)
 
 
 def check_a_model(ranks: int) -> None:

@@ -1,0 +1,39 @@
+"""A model of any kind, from its config."""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.models.registry import find_kind
+from megatron.parallel.factory import FACTORIES
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.random import NamedRNGs
+from megatron.parallel.sharding import materialize
+
+
+def build_on_meta(
+    config: ModelConfig, mesh: Mesh, vocab_size: int, rngs: NamedRNGs | None = None
+) -> Any:
+    """A model of the config's kind without memory, for its names, shapes and sharding specs."""
+    make = resolve_name(find_kind(config.kind, "kind").model)
+    make_factory = FACTORIES[mesh.tensor_parallel_mode]
+    factory = make_factory(mesh, rngs or NamedRNGs(0, mesh), norm=config.layernorm_impl)
+    with torch.device("meta"):
+        return make(config, factory, vocab_size)
+
+
+def build_model(
+    config: ModelConfig, mesh: Mesh, vocab_size: int, *, seed: int | None, dtype: torch.dtype
+) -> tuple[Any, NamedRNGs]:
+    """A model of the config's kind on this rank's device, with its initial weights, and the
+    generators that its dropout draws from.
+
+    seed: None for a model that is loaded next and draws nothing.
+    """
+    rngs = NamedRNGs(seed or 0, mesh)
+    model = build_on_meta(config, mesh, vocab_size, rngs)
+    return materialize(model, device=mesh.device, dtype=dtype, seed=seed), rngs

@@ -1,0 +1,213 @@
+"""Gradients of one step, in buckets: flat tensors of fp32 (or the parameters' wider dtype).
+
+Our layers add the gradients of large weights to the buckets themselves (layers.py); a hook adds the
+`.grad` of all other parameters and sets it to None. So all accumulate in fp32, whatever the
+parameters' dtype, a tied weight's two uses too. In the last micro-batch a bucket that has all its
+gradients starts its reduction while the backward goes on. The same buckets serve accumulation,
+reduction, the norm and the optimizer.
+
+    one bucket:   | attention.weight   mlp.weight      .. | norm.weight   biases   .. | ... |
+                    decays, cut over tensor               | does not decay, whole     | padding
+
+Each parameter starts at a multiple of ALIGNMENT elements, and the end is padded so that the ranks
+that hold the bucket could have equal parts of it. Padding is zero and stays zero.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.linalg import vector_norm
+
+from megatron.parallel.collectives import start_all_reduce
+from megatron.parallel.mesh import Axis
+from megatron.parallel.sharding import GradientView, ShardedModule, ShardingSpec, sharding_specs
+
+BUCKET_BYTES = 64 * 2**20
+ALIGNMENT = 64  # elements; kernels such as torch's AdamW round differently at odd addresses
+
+# Elements whose norm torch computes at a time; the squares of these norms are added up in fp64. On
+# the CPU torch adds squares one by one in fp32: the norm of 10^5 elements is wrong by 1e-6, of 10^8
+# by 1e-2.
+NORM_CHUNK = 2**12
+
+Named = tuple[str, nn.Parameter, ShardingSpec]
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _kind(named: Named) -> tuple[bool, list[str]]:
+    """What parameters of one run have in common: weight decay and the axes that cut them."""
+    *_, spec = named
+    return not spec.decay, sorted(axis.name for axis in spec.shard_axes)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbours in a bucket that decay alike and are cut along the same axes: [start, stop)."""
+
+    start: int
+    stop: int
+    spec: ShardingSpec  # of the first of them
+
+
+class Bucket:
+    """Parameters of one dtype whose gradients are summed over the same axes, at once."""
+
+    def __init__(self, named: Sequence[Named]) -> None:
+        _, first, spec = named[0]
+        self.axes = [axis for axis in spec.partial if axis.size > 1]
+        self.views: list[GradientView] = []
+        self.runs: list[Run] = []
+        end = 0
+        for _, neighbours in groupby(sorted(named, key=_kind), _kind):
+            start = end
+            for name, parameter, its_spec in neighbours:
+                self.views.append(GradientView(name, parameter, its_spec, end))
+                end = _round_up(self.views[-1].stop, ALIGNMENT)
+            self.runs.append(Run(start, end, its_spec))
+        end = _round_up(end, ALIGNMENT * prod(axis.size for axis in self.axes))
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        self.flat = torch.zeros(end, dtype=dtype, device=first.device)
+        for view in self.views:
+            view.gradient = view.view(self.flat)
+        self.missing = len(self.views)
+        self.wait: Callable[[], object] = _nothing
+
+    def reduce(self) -> None:
+        """Start the sum over the partial axes; `wait` waits for it."""
+        for view in self.views:
+            if not view.is_filled:  # no gradient came
+                view.gradient.zero_()
+        for axis in self.axes:
+            self.wait()
+            self.wait = start_all_reduce(self.flat, axis)
+
+
+def _assemble(model: nn.Module, table: Mapping[str, ShardingSpec], most: int) -> list[Bucket]:
+    """Buckets of at most `most` bytes, or one parameter where it is larger, in the order in which
+    the backward fills them: it reaches the last layers first."""
+    found: list[list[Named]] = []
+    open_buckets: dict[object, list[Named]] = {}
+    free: dict[object, int] = defaultdict(int)
+    for name, parameter in reversed(list(model.named_parameters())):
+        spec = table[name]
+        key = parameter.dtype, tuple(axis.name for axis in spec.partial)
+        width = torch.promote_types(parameter.dtype, torch.float32).itemsize
+        if free[key] < (size := parameter.numel() * width):
+            open_buckets[key], free[key] = [], most
+            found.append(open_buckets[key])
+        open_buckets[key].append((name, parameter, spec))
+        free[key] -= size
+    return [Bucket(named) for named in found]
+
+
+class GradientBuckets:
+    """All gradients of a materialised model. One step:
+
+    start(); the backward of each micro-batch inside accumulate(); then every bucket's `flat` holds
+    the sum over micro-batches and partial axes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        specs: Mapping[str, ShardingSpec] | None = None,
+        direct: bool = True,
+    ) -> None:
+        """specs: of all parameters; by default `sharding_specs(model)`, which has to know them all.
+
+        direct: the switch of the fast path. True: our layers add weight gradients to the buckets
+        during the backward. False: all gradients go through autograd and `.grad`, in the
+        parameters' dtype: the same numbers in fp32 or wider; in a narrow dtype each micro-batch's
+        gradient is rounded to it.
+        """
+        table = sharding_specs(model) if specs is None else specs
+        self.buckets = _assemble(model, table, bucket_bytes)
+        self.is_last = False
+        self.watch: Callable[[GradientView], object] = _nothing  # called when one was added to
+        views = {view.name: view for bucket in self.buckets for view in bucket.views}
+        for prefix, module in model.named_modules():
+            if isinstance(module, ShardedModule):
+                start = f"{prefix}." if prefix else ""
+                own = {name: views[start + name] for name in module.specs}
+                module.gradient_views = own if direct else {}
+        self.nodes: list[Node] = []  # kept alive, since hooks go with the nodes that they hang on
+        for bucket in self.buckets:
+            for view in bucket.views:
+                node = get_gradient_edge(view.parameter).node
+                node.register_hook(partial(self._collect, bucket, view))
+                self.nodes.append(node)
+
+    def start(self) -> None:
+        """Forget the gradients of the step before."""
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.views)
+            for view in bucket.views:
+                view.is_filled = False
+
+    def _collect(self, bucket: Bucket, view: GradientView, *_: object) -> None:
+        """Runs when the backward has passed all uses of a parameter."""
+        if view.parameter.grad is not None:
+            view.add(view.parameter.grad)
+            view.parameter.grad = None
+        self.watch(view)
+        if self.is_last:
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                bucket.reduce()
+
+    @contextmanager
+    def accumulate(self, *, is_last: bool) -> Iterator[None]:
+        """The backward of one micro-batch runs inside; with is_last each bucket is reduced as it
+        fills, and on leaving the buckets are complete."""
+        self.is_last = is_last
+        try:
+            yield
+        finally:
+            self.is_last = False
+        if is_last:
+            self._finish()
+
+    def _finish(self) -> None:
+        for bucket in self.buckets:
+            if bucket.missing:  # parameters that the last micro-batch did not reach
+                bucket.reduce()
+        for bucket in self.buckets:
+            bucket.wait()
+            bucket.wait = _nothing
+
+    def squares(self, model_parallel: Axis) -> Tensor:
+        """This rank's term of the squared global L2 norm, an fp64 scalar.
+
+        The terms add up over `model_parallel`; what several of its ranks hold counts on the owner.
+        On the others its weight is 0, which still makes the sum NaN where it is not finite.
+        """
+        total = self.buckets[0].flat.new_zeros((), dtype=torch.float64)
+        for bucket in self.buckets:
+            for run in bucket.runs:
+                flat = bucket.flat[run.start : run.stop]
+                rows, rest = flat.tensor_split([len(flat) // NORM_CHUNK * NORM_CHUNK])
+                norms = torch.cat(
+                    [vector_norm(rows.view(-1, NORM_CHUNK), dim=1), vector_norm(rest)[None]]
+                )
+                is_owner = run.spec.is_owner(model_parallel)
+                total += float(is_owner) * norms.double().square().sum()
+        return total

@@ -1,0 +1,69 @@
+"""The layer factory: a model names its layers and their whole sizes, and does not know how they are
+cut. Another way to cut a model is another factory, and no change to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from megatron.parallel import layers
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.random import NamedRNGs
+
+Maker = Callable[..., nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFactory:
+    """The makers of the layers that a model is built from; x is the stream [n, h]."""
+
+    column: Maker  # (in, out, parts=1, bias=True, std=): x to the parallel region
+    grouped_query: Maker  # (hidden, heads=, key_value_heads=, head_size=, bias=True, std=)
+    row: Maker  # (in, out, bias=True, std=): from the parallel region to x
+    linear: Maker  # (in, out, bias=True, std=): x to x, outside the parallel region
+    input: Maker  # (in, out, bias=True, std=): [n, in] that is whole on every rank, to x
+    output: Maker  # (in, out, bias=True, std=): x to a few columns, whole on every rank
+    word_embedding: Maker  # (vocabulary, hidden, divisible_by=, std=)
+    position_embedding: Maker  # (positions, hidden, std=)
+    rotary: Maker  # (head_size, base=): inside the parallel region
+    layer_norm: Maker  # (hidden, epsilon=)
+    rms_norm: Maker  # (hidden, epsilon=)
+    dropout: Maker  # (p, name): outside the parallel region
+    attention_core: Maker  # (dropout, name): inside the parallel region
+    head: Maker  # (vocabulary, hidden, divisible_by=, bias=False, untied_std=None): logits, losses
+    checkpoint: Callable[..., Any]  # (function, *arguments): recompute in the backward
+
+
+LAYER_NORMS = {"torch": layers.LayerNorm, "apex": layers.ApexLayerNorm}
+
+
+def factory_1d(mesh: Mesh, rngs: NamedRNGs, *, norm: str = "torch") -> LayerFactory:
+    """The paper's: layers cut along the one tensor axis of the mesh.
+
+    norm: whose kernel LayerNorm runs on, a key of LAYER_NORMS.
+    """
+    return LayerFactory(
+        column=partial(layers.ColumnParallelLinear, mesh),
+        grouped_query=partial(layers.GroupedQueryLinear, mesh),
+        row=partial(layers.RowParallelLinear, mesh),
+        linear=partial(layers.Linear, mesh),
+        input=partial(layers.Linear, mesh),
+        output=partial(layers.Linear, mesh),
+        word_embedding=partial(layers.VocabParallelEmbedding, mesh),
+        position_embedding=partial(layers.PositionEmbedding, mesh),
+        rotary=layers.RotaryEmbedding,
+        layer_norm=partial(LAYER_NORMS[norm], mesh),
+        rms_norm=partial(layers.RMSNorm, mesh),
+        dropout=partial(layers.SharedDropout, rngs),
+        attention_core=partial(layers.AttentionCore, rngs),
+        head=partial(layers.VocabParallelHead, mesh),
+        checkpoint=rngs.checkpoint,
+    )
+
+
+FACTORIES = {"1d": factory_1d}
+"""By the name that --tensor-parallel-mode gives them."""

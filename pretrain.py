@@ -1,0 +1,21 @@
+"""Pretrain a model of any kind; megatron/train/pretrain.py tells the story.
+
+    torchrun --nproc-per-node 2 pretrain.py --model gpt2 --preset scripts/presets/quickstart.toml \\
+        --tensor-model-parallel-size 2 --data-path P_text_document --save checkpoints
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from megatron.train.pretrain import pretrain
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    pretrain(arguments, environ)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], os.environ)

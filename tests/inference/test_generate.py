@@ -1,0 +1,242 @@
+"""Generation: transformers' greedy text, the same text at every layout and batch, and the draws."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.inference.generate import (
+    BatchReader,
+    DivergedError,
+    Sampling,
+    draw,
+    generate,
+    probabilities,
+)
+from megatron.train.evaluate import whole_logits
+from tests.dist import Pool
+from tests.models.test_huggingface import KINDS, by_our_names
+from tests.tiny import (
+    VOCABULARY,
+    mesh_of_ranks,
+    scatter_weights,
+    tiny_model,
+    tiny_section,
+)
+
+POSITIONS = 64
+PROMPTS = [[5, 6], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [], [5, 6], [99, 100, 0, 1]]
+GREEDY = Sampling(24, temperature=0.0)
+DRAWN = Sampling(24, seed=5)
+
+
+def continued(
+    tensor_size: int,
+    sampling: Sampling,
+    batch: int = len(PROMPTS),
+    eod: int = 0,
+    weights: dict[str, Tensor] | None = None,
+) -> list[list[int]]:
+    """The new tokens of PROMPTS, so many of them together."""
+    mesh = mesh_of_ranks(tensor_size)
+    config = tiny_section(max_position_embeddings=POSITIONS)
+    model, _ = tiny_model(mesh, config, dtype=torch.float32)
+    if weights is not None:
+        scatter_weights(model, weights)
+    new = []
+    for start in range(0, len(PROMPTS), batch):
+        numbers = range(len(PROMPTS))[start : start + batch]
+        prompts = [PROMPTS[number] for number in numbers]
+        new += generate(model.eval(), mesh, prompts, sampling, eod=eod, numbers=numbers)
+    return new
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, Sampling(24, 0.8, top_k=20, top_p=0.9)])
+def test_the_text_is_the_same_at_every_layout_and_in_every_batch(
+    gloo: Pool, sampling: Sampling
+) -> None:
+    expected = continued(1, sampling)
+    assert len({tuple(tokens) for tokens in expected}) >= 5, "not all the same"
+    assert continued(1, sampling, batch=1) == continued(1, sampling, batch=4) == expected
+    for size in (2, 4):
+        for found in gloo.run(size, continued, size, sampling, 4):
+            assert found == expected
+
+
+def test_draws_depend_on_the_seed_and_on_the_number_of_the_prompt() -> None:
+    first, again, other = (continued(1, Sampling(24, seed=seed)) for seed in (1, 1, 2))
+    assert first == again
+    assert all(one != two for one, two in zip(first, other, strict=True))
+    assert first[0] != first[4], "one prompt, two numbers"
+
+
+@pytest.fixture(scope="module")
+def transformers_run() -> tuple[dict[str, Tensor], list[list[int]], list[list[int]]]:
+    """(weights in our names, new tokens of each of PROMPTS alone, and in one batch)."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = tiny_section(max_position_embeddings=POSITIONS)
+    theirs = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=POSITIONS,
+        n_embd=config.hidden_size,
+        n_layer=config.num_layers,
+        n_head=config.num_attention_heads,
+        eos_token_id=END,
+        bos_token_id=END,
+    )
+    torch.manual_seed(7)
+    model = GPT2LMHeadModel(theirs).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    weights = by_our_names(KINDS["gpt2"]._replace(config=config), model.state_dict())
+    prompts = [prompt or [END] for prompt in PROMPTS]
+    alone = [run for prompt in prompts for run in _transformers_text(model, [prompt])]
+    return weights, alone, _transformers_text(model, prompts)
+
+
+END = 98  # which the text of the first prompt comes to
+
+
+def _transformers_text(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
+    longest = max(len(prompt) for prompt in prompts)
+    gaps = [longest - len(prompt) for prompt in prompts]
+    texts = model.generate(
+        torch.tensor([[0] * gap + prompt for gap, prompt in zip(gaps, prompts, strict=True)]),
+        attention_mask=torch.tensor([[0] * gap + [1] * (longest - gap) for gap in gaps]),
+        max_new_tokens=GREEDY.max_new_tokens,
+        do_sample=False,
+        pad_token_id=END,
+    )
+    rows = texts[:, longest:].tolist()
+    return [row[: row.index(END)] if END in row else row for row in rows]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_greedy_text_is_that_of_transformers(
+    gloo: Pool,
+    transformers_run: tuple[dict[str, Tensor], list[list[int]], list[list[int]]],
+    size: int,
+) -> None:
+    weights, alone, together = transformers_run
+    assert alone == together
+    assert any(len(tokens) < 24 for tokens in alone), "one comes to its end"
+    assert any(len(tokens) == 24 for tokens in alone)
+    for batch in (1, len(PROMPTS)):
+        for found in gloo.run(size, continued, size, GREEDY, batch, END, weights):
+            assert found == alone
+
+
+FULL = [prompt for prompt in PROMPTS if prompt]  # none of them needs an end mark
+
+
+def new_tokens(sampling: Sampling, eod: int | None, **others: Any) -> list[list[int]]:
+    mesh = mesh_of_ranks(1)
+    model, _ = tiny_model(mesh, tiny_section(max_position_embeddings=POSITIONS))
+    return generate(model.eval(), mesh, FULL, sampling, eod=eod, **others)
+
+
+def test_a_text_ends_at_its_mark_and_leaves_the_others() -> None:
+    whole = new_tokens(DRAWN, None)
+    assert all(len(row) == 24 for row in whole)
+    ended = 0
+    for mark in range(20):
+        expected = [row[: row.index(mark)] if mark in row else row for row in whole]
+        assert new_tokens(DRAWN, mark) == expected
+        ended += sum(len(row) < 24 for row in expected)
+    assert ended > 5
+
+
+def test_a_text_ends_where_it_is_said_to_be_done() -> None:
+    seen: list[list[int]] = []
+
+    def is_done(tokens: Sequence[int]) -> bool:
+        seen.append(list(tokens))
+        return sum(tokens) > 300
+
+    whole = new_tokens(DRAWN, None)
+    ends = [next(n for n in range(1, 25) if sum(row[:n]) > 300) for row in whole]
+    assert new_tokens(DRAWN, None, is_done=is_done) == [
+        row[:end] for row, end in zip(whole, ends, strict=True)
+    ]
+    assert len(set(ends)) > 1
+    assert len(seen) == sum(ends), "a row that has ended is not asked again"
+
+
+def test_no_prompt_has_no_continuation() -> None:
+    mesh = mesh_of_ranks(1)
+    assert generate(tiny_model(mesh)[0].eval(), mesh, [], GREEDY, eod=0) == []
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, Sampling(24, top_k=3)])
+def test_logits_that_are_no_numbers_are_an_error(sampling: Sampling) -> None:
+    mesh = mesh_of_ranks(1)
+    model, _ = tiny_model(mesh)
+    with torch.no_grad():
+        model.position_embedding.weight[5] = torch.nan
+    few = replace(sampling, max_new_tokens=6)
+    assert len(generate(model.eval(), mesh, [[1]], replace(few, max_new_tokens=5), eod=None)[0])
+    with pytest.raises(
+        DivergedError, match="prompt 8: after 5 new tokens the logits are not numbers"
+    ):
+        generate(model.eval(), mesh, [[1]], few, eod=None, numbers=[7])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.01)])
+def test_narrow_weights_generate_too(dtype: torch.dtype, tolerance: float) -> None:
+    mesh = mesh_of_ranks(1)
+    config = tiny_section(max_position_embeddings=POSITIONS)
+    narrow, wide = (tiny_model(mesh, config, dtype=d)[0].eval() for d in (dtype, torch.float64))
+    with torch.inference_mode():
+        logits = [BatchReader(model, FULL, 1).logits() for model in (narrow, wide)]
+    assert logits[0].dtype == dtype
+    torch.testing.assert_close(logits[0].double(), logits[1], rtol=0, atol=tolerance)
+    assert all(len(row) == 24 for row in generate(narrow, mesh, FULL, DRAWN, eod=None))
+
+
+def test_draws_follow_the_distribution() -> None:
+    """In a thousand even shares."""
+    shares = [number / 1000 for number in range(1000)]
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(1000, 4)
+    for sampling, expected in (
+        (Sampling(1), [0.1, 0.4, 0.2, 0.3]),
+        (Sampling(1, top_k=3, top_p=0.5), [0, 4 / 7, 0, 3 / 7]),
+    ):
+        found = (draw(logits, sampling, shares).bincount(minlength=4) / 1000).tolist()
+        assert found == pytest.approx(expected, abs=0.002)
+        assert [share == 0 for share in found] == [share == 0 for share in expected]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1, 40])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 1.0])
+def test_the_distribution_is_that_of_transformers(
+    temperature: float, top_k: int, top_p: float
+) -> None:
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = 3 * torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(0)).double()
+    ours = probabilities(logits, Sampling(1, temperature, top_k, top_p))
+    warpers: list[Any] = [TemperatureLogitsWarper(temperature)]
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    theirs = logits
+    for warper in [*warpers, TopPLogitsWarper(top_p)]:
+        theirs = warper(None, theirs)
+    torch.testing.assert_close(ours / ours.sum(-1, keepdim=True), theirs.softmax(-1))
+
+
+def test_the_texts_of_many_seeds_have_the_distribution_of_the_model() -> None:
+    mesh = mesh_of_ranks(1)
+    model, _ = tiny_model(mesh)
+    sampling = Sampling(1, top_k=4)
+    prompts = [[5, 6]] * 2000
+    found = torch.tensor(generate(model.eval(), mesh, prompts, sampling, eod=None)).flatten()
+    logits = whole_logits(model, mesh, torch.tensor([[5, 6]]))[0, -1:]
+    expected = probabilities(logits, sampling)[0]
+    assert (found.bincount(minlength=VOCABULARY) / 2000).tolist() == pytest.approx(
+        expected.tolist(), abs=0.04
+    )

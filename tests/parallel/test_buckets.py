@@ -1,0 +1,383 @@
+"""Gradient buckets against torch's DistributedDataParallel and plain autograd."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron.parallel import buckets as buckets_module
+from megatron.parallel import layers
+from megatron.parallel.buckets import ALIGNMENT, BUCKET_BYTES, GradientBuckets
+from megatron.parallel.collectives import all_reduce, start_all_reduce
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.mesh import Axis, Mesh, build_mesh, serial_mesh
+from megatron.parallel.sharding import ShardedModule, ShardingSpec, materialize, sharding_specs
+from tests.dist import Pool
+from tests.tiny import (
+    SEED,
+    assert_gradients,
+    assert_relative,
+    gather_whole,
+    mesh_of_ranks,
+    micro_batches,
+    samples,
+    scatter_weights,
+    summed_loss,
+    tiny_model,
+    tiny_state,
+    whole_gradients,
+)
+
+CPU = torch.device("cpu")
+
+
+def losses(model: nn.Module, mesh: Mesh, step: int) -> Iterator[tuple[bool, Tensor]]:
+    """(whether it is the last micro-batch, its loss) of two micro-batches on each data rank."""
+    batch = samples(2 * mesh.data.size, first=100 * step)
+    for number, each in enumerate(micro_batches(batch, mesh, 1)):
+        yield number == 1, summed_loss(model, each, CPU)[0]
+
+
+def check_against_ddp(bucket_bytes: int, direct: bool) -> None:
+    mesh = mesh_of_ranks(1)
+    model, plain = tiny_model(mesh)[0], tiny_model(mesh)[0]
+    table = sharding_specs(model)
+    replica = DistributedDataParallel(plain)
+    buckets = GradientBuckets(model, bucket_bytes, direct=direct)
+    assert len(buckets.buckets) > 10 or bucket_bytes == BUCKET_BYTES
+    for step in range(2):
+        buckets.start()
+        for is_last, loss in losses(model, mesh, step):
+            with buckets.accumulate(is_last=is_last):
+                loss.backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        plain.zero_grad()
+        for is_last, loss in losses(replica, mesh, step):
+            with nullcontext() if is_last else replica.no_sync():
+                loss.backward()
+        expected = {  # DDP averages over its ranks
+            name: gather_whole(each.grad * mesh.data.size, table[name])
+            for name, each in plain.named_parameters()
+        }
+        assert_gradients(whole_gradients(buckets), expected, 1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_they_equal_distributed_data_parallel(gloo: Pool, size: int) -> None:
+    for bucket_bytes, direct in ((BUCKET_BYTES, True), (4096, True), (4096, False)):
+        gloo.run(size, check_against_ddp, bucket_bytes, direct)
+
+
+class Mixed(nn.Module):
+    """Our layers beside torch's."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(mesh, 4, 8, std=1.0)
+        self.down = RowParallelLinear(mesh, 8, 4, std=1.0)
+        materialize(self, device=CPU, dtype=torch.float64, seed=SEED)
+        torch.manual_seed(SEED)
+        self.norm, self.probe = nn.LayerNorm(4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.probe(self.norm(self.down(self.up(x)))).square().sum()
+
+
+def check_a_mixed_model() -> None:
+    mesh = mesh_of_ranks(2)
+    model, plain = Mixed(mesh), Mixed(mesh)
+    with pytest.raises(ValueError, match=r"'norm.weight' of LayerNorm"):
+        sharding_specs(model)
+    others = {
+        name: ShardingSpec(shape=tuple(each.shape), partial=(mesh.data,))
+        for name, each in model.named_parameters()
+        if name.startswith(("norm", "probe"))
+    }
+    buckets = GradientBuckets(model, specs=sharding_specs(model, others))
+    buckets.start()
+    for number in range(2):
+        generator = torch.Generator().manual_seed(2 * mesh.data.rank + number)
+        x = torch.randn(3, 4, dtype=torch.float64, generator=generator)
+        with buckets.accumulate(is_last=number == 1):
+            model(x).backward()
+        plain(x).backward()
+    parameters = dict(plain.named_parameters())
+    for bucket in buckets.buckets:
+        for view in bucket.views:
+            expected = all_reduce(parameters[view.name].grad, mesh.data)
+            torch.testing.assert_close(view.gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_torchs_modules_may_stand_beside_ours(gloo: Pool) -> None:
+    gloo.run(4, check_a_mixed_model)
+
+
+class Branches(nn.Module):
+    """Two layers, of which a micro-batch may use one alone."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.first = RowParallelLinear(mesh, 4, 4, std=1.0)
+        self.second = RowParallelLinear(mesh, 4, 4, std=1.0)
+        materialize(self, device=CPU, dtype=torch.float32, seed=None)
+        weights = {name: torch.ones(spec.shape) for name, spec in sharding_specs(self).items()}
+        scatter_weights(self, weights)
+
+    def forward(self, x: Tensor, uses_second: bool) -> Tensor:
+        y = self.first(x)
+        return (self.second(y) if uses_second else y).square().sum()
+
+
+def check_unused_parameters(uses: tuple[bool, ...], bucket_bytes: int) -> None:
+    mesh = mesh_of_ranks(1)
+    model, plain = Branches(mesh), Branches(mesh)
+    buckets = GradientBuckets(model, bucket_bytes)
+    for bucket in buckets.buckets:
+        bucket.flat.fill_(torch.nan)  # what an earlier step left must not be seen
+    buckets.start()
+    for number, uses_second in enumerate(uses):
+        x = torch.full((3, 4), 1.0 + number + mesh.data.rank)
+        plain(x, uses_second).backward()
+        with buckets.accumulate(is_last=number == len(uses) - 1):
+            model(x, uses_second).backward()
+    found = whole_gradients(buckets)
+    for name, parameter in plain.named_parameters():
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found[name], all_reduce(expected, mesh.data))
+
+
+def test_parameters_that_a_micro_batch_does_not_reach(gloo: Pool) -> None:
+    for bucket_bytes in (BUCKET_BYTES, 16):
+        for uses in ((True, False), (False, True), (False, False)):
+            gloo.run(2, check_unused_parameters, uses, bucket_bytes)
+
+
+class NoGradient(torch.autograd.Function):
+    """Uses a weight, and has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
+        return d_y, None
+
+
+def test_a_parameter_that_is_reached_without_a_gradient_has_none() -> None:
+    model = Branches(serial_mesh())
+    buckets = GradientBuckets(model, bucket_bytes=16)  # one parameter each
+    for bucket in buckets.buckets:
+        bucket.flat.fill_(torch.nan)
+    buckets.start()
+    with buckets.accumulate(is_last=True):
+        NoGradient.apply(model.first(torch.ones(3, 4)), model.second.weight).sum().backward()
+    assert not whole_gradients(buckets)["second.weight"].any()
+
+
+def in_bf16(tensor_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of 8 bf16 micro-batches: the buckets', their fp32 sum, their bf16 sum."""
+    mesh = mesh_of_ranks(tensor_size)
+    model, plain = (tiny_model(mesh, dtype=torch.bfloat16)[0] for _ in range(2))
+    buckets = GradientBuckets(model)
+    assert {bucket.flat.dtype for bucket in buckets.buckets} == {torch.float32}
+    wide = {name: torch.zeros_like(each).float() for name, each in plain.named_parameters()}
+    narrow = {name: torch.zeros_like(each) for name, each in plain.named_parameters()}
+    batches = micro_batches(samples(8), mesh, 1)
+    for number, batch in enumerate(batches):
+        with buckets.accumulate(is_last=number == len(batches) - 1):
+            summed_loss(model, batch, CPU)[0].backward()
+        plain.zero_grad()
+        summed_loss(plain, batch, CPU)[0].backward()
+        for name, parameter in plain.named_parameters():
+            wide[name] += parameter.grad.float()
+            narrow[name] += parameter.grad
+    table = sharding_specs(model)
+    sums = ({n: gather_whole(g, table[n]) for n, g in each.items()} for each in (wide, narrow))
+    return whole_gradients(buckets), *sums
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bf16_gradients_accumulate_in_fp32(gloo: Pool, size: int) -> None:
+    for buckets, wide, narrow in gloo.run(size, in_bf16, size):
+        for name, gradient in buckets.items():
+            if name == "word_embedding.weight":  # of whose two uses autograd's sum is in bf16
+                assert_relative(gradient, wide[name], 2**-7, name)
+            else:
+                assert torch.equal(gradient, wide[name]), name
+            assert not torch.equal(gradient, narrow[name].float()), name
+
+
+def norms(tensor_size: int) -> tuple[float, float]:
+    """(norm of the buckets, norm of all whole gradients)."""
+    mesh = mesh_of_ranks(tensor_size)
+    state = tiny_state(mesh)
+    for bucket in state.gradients.buckets:
+        for view in bucket.views:
+            value = 1.0 if view.name.endswith("norm.bias") else 0.5
+            view.spec.real(view.view(bucket.flat)).fill_(value)
+    whole = whole_gradients(state.gradients).values()
+    expected = torch.nn.utils.get_total_norm(whole)
+    squares = all_reduce(state.gradients.squares(mesh.model_parallel), mesh.model_parallel)
+    return squares.sqrt().item(), expected.item()
+
+
+def test_the_norm_counts_every_parameter_once(gloo: Pool) -> None:
+    alone, expected = norms(1)
+    assert alone == pytest.approx(expected, rel=1e-12)
+    for world, size in ((2, 2), (4, 4), (4, 2), (2, 1)):
+        for norm, whole in gloo.run(world, norms, size):
+            assert norm == pytest.approx(expected, rel=1e-12)
+            assert whole == pytest.approx(expected, rel=1e-12)
+
+
+class Tied(ShardedModule):
+    """A copy on each of two pipeline stages, beside a parameter of the stage alone."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.add_parameter("tied", (5,), partial=(mesh.replicas, mesh.embedding_group))
+        self.add_parameter("own", (3,))
+        materialize(self, device=CPU, dtype=torch.float64, seed=0)
+
+
+def gradients_of_a_tie() -> tuple[list[float], list[float], float]:
+    mesh = build_mesh({"pipeline": 2}, CPU)
+    model = Tied(mesh)
+    buckets = GradientBuckets(model)
+    number = 1.0 + mesh.control.rank  # data is the faster axis: 1, 2 on the first stage
+    buckets.start()
+    with buckets.accumulate(is_last=True):
+        (number * (model.tied.sum() + 10 * model.own.sum())).backward()
+    squares = all_reduce(buckets.squares(mesh.model_parallel), mesh.model_parallel)
+    found = whole_gradients(buckets)
+    return found["tied"].tolist(), found["own"].tolist(), squares.item()
+
+
+def test_a_tie_of_two_stages_is_summed_and_counted_once(gloo: Pool) -> None:
+    for rank, (tied, own, squares) in enumerate(gloo.run(4, gradients_of_a_tie)):
+        stage = 30.0 if rank < 2 else 70.0  # 1 + 2 and 3 + 4 of the data axis, ten times
+        assert (tied, own) == ([10.0] * 5, [stage] * 3)
+        assert squares == 5 * 10**2 + 3 * (30**2 + 70**2)
+
+
+def check_the_order_of_a_bucket() -> None:
+    mesh = mesh_of_ranks(2)
+    for bucket in GradientBuckets(tiny_model(mesh)[0]).buckets:
+        assert len(bucket.flat) % (ALIGNMENT * mesh.data.size) == 0
+        assert all(view.start % ALIGNMENT == 0 for view in bucket.views)
+        kinds = [(not view.spec.decay, bool(view.spec.shards)) for view in bucket.views]
+        assert kinds == sorted(kinds)
+        assert bucket.runs[0].start == 0
+        for run, following in pairwise(bucket.runs):
+            assert run.stop == following.start
+        for view in bucket.views:
+            (run,) = [run for run in bucket.runs if run.start <= view.start < run.stop]
+            assert view.stop <= run.stop
+            assert (run.spec.decay, run.spec.shard_axes) == (view.spec.decay, view.spec.shard_axes)
+
+
+def test_a_bucket_can_be_divided_among_its_ranks(gloo: Pool) -> None:
+    gloo.run(4, check_the_order_of_a_bucket)
+
+
+def reduced_before_the_end(bucket_bytes: int) -> list[int]:
+    """Buckets whose reduction had started when each parameter's gradient arrived."""
+    mesh = mesh_of_ranks(1)
+    model = tiny_model(mesh)[0]
+    buckets = GradientBuckets(model, bucket_bytes)
+    started: list[int] = []
+    begin = Mock(wraps=start_all_reduce)
+    buckets.watch = lambda _: started.append(begin.call_count)
+    buckets.start()
+    with buckets.accumulate(is_last=True), patch.object(buckets_module, "start_all_reduce", begin):
+        summed_loss(model, samples(1), CPU)[0].backward()
+    assert begin.call_count == len(buckets.buckets)
+    return started
+
+
+def test_reduction_overlaps_the_backward(gloo: Pool) -> None:
+    for started in gloo.run(2, reduced_before_the_end, 4096):
+        assert started == sorted(started)
+        assert started[len(started) // 2] > 0
+
+
+def order_of_a_layer() -> list[str]:
+    """What the backward of a layer cut by columns does, in order."""
+    layer = ColumnParallelLinear(mesh_of_ranks(dist.get_world_size()), 4, 8, std=1.0)
+    materialize(layer, device=CPU, dtype=torch.float32, seed=0)
+    buckets, seen = GradientBuckets(layer), []
+    view = layer.gradient_views["weight"]
+
+    def begin(dx: Tensor, axis: Axis) -> Callable[[], Tensor]:
+        wait = start_all_reduce(dx, axis)
+        seen.append("f begins")
+
+        def end() -> Tensor:
+            seen.append("f ends")
+            return wait()
+
+        return end
+
+    def add_matmul(dy: Tensor, x: Tensor) -> None:
+        seen.append("dW")
+        type(view).add_matmul(view, dy, x)
+
+    view.add_matmul = add_matmul
+    x = torch.randn(3, 4, requires_grad=True)
+    with buckets.accumulate(is_last=True), patch.object(layers, "start_all_reduce", begin):
+        layer(x).sum().backward()
+    return seen
+
+
+def test_the_sum_of_f_goes_on_while_the_gradient_of_the_weight_is_computed(gloo: Pool) -> None:
+    assert gloo.run(2, order_of_a_layer) == [["f begins", "dW", "f ends"]] * 2
+
+
+def order_of_a_compiled_layer() -> list[str]:
+    """What a compiler is given as the backward of a layer cut by columns."""
+    mesh, seen = mesh_of_ranks(dist.get_world_size()), list[str]()
+    layer = ColumnParallelLinear(mesh, 4, 8, std=1.0)
+    materialize(layer, device=CPU, dtype=torch.float32, seed=0)
+    assert mesh.tensor.group  # looked up, as by the embedding of a model
+
+    def keep(backward: GraphModule, _: object) -> GraphModule:
+        seen.extend(str(node.target) for node in backward.graph.nodes)
+        return backward
+
+    layer.compile(backend=aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=keep))
+    layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    return [each for each in seen if each.startswith(("aten.mm", "_c10d"))]
+
+
+def test_a_compiled_layer_does_it_in_the_same_order(gloo: Pool) -> None:
+    product = "aten.mm.default"
+    begun, ended = ("_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default")
+    assert gloo.run(2, order_of_a_compiled_layer) == [[product, begun, product, ended]] * 2
+
+
+class Long(ShardedModule):
+    """One parameter of ten million elements."""
+
+    def __init__(self) -> None:
+        super().__init__(serial_mesh())
+        self.add_parameter("weight", (10**7,))
+
+
+def test_the_norm_of_a_long_bucket_keeps_its_digits() -> None:
+    buckets = GradientBuckets(materialize(Long(), device=CPU, dtype=torch.float32, seed=None))
+    (bucket,) = buckets.buckets
+    bucket.flat.normal_(generator=torch.Generator().manual_seed(0))
+    expected = bucket.flat.double().square().sum().sqrt().item()
+    norm = buckets.squares(serial_mesh().tensor).sqrt().item()
+    # The norms of the pieces are rounded to fp32; torch's own of the whole is 4e-4 too small.
+    assert norm == pytest.approx(expected, rel=1e-8)
