@@ -112,6 +112,13 @@ def test_settings_come_from_args_and_else_from_flags(tmp_path: Path) -> None:
     assert not torch.allclose(our_logits(with_args), old_logits(parts, 0, TOKENS)[..., :VOCABULARY])
 
 
+@pytest.mark.parametrize(("fusion", "activation"), [(True, "gelu_tanh"), (False, "gelu")])
+def test_the_form_of_gelu_comes_from_args(tmp_path: Path, fusion: bool, activation: str) -> None:
+    args = old_args(1, bias_gelu_fusion=fusion, openai_gelu=False)
+    step = run(write_old(tmp_path / "old", old_weights(1), args=args), tmp_path / "new")
+    assert read_manifest(step)["config"]["model"]["activation"] == activation
+
+
 def test_fp16_stays_fp16_and_the_manifest_tells_where_it_is_from(tmp_path: Path) -> None:
     parts = old_weights(2, torch.float16)
     step = run(write_old(tmp_path / "old", parts, args=old_args(2)), tmp_path / "new")
@@ -212,7 +219,6 @@ def test_tensors_that_do_not_fit_are_named(
         ({"model_parallel_size": 4}, "", "model_parallel_size 4"),
         ({"num_attention_heads": torch.half}, "", "which is no number"),
         ({"apply_residual_connection_post_layernorm": True}, "", "before the norm"),
-        ({"bias_gelu_fusion": False, "openai_gelu": False}, "", "the exact GeLU"),
     ],
 )
 def test_settings_that_are_missing_or_disagree_are_named(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron.config.model import TOKEN_TYPES, BertConfig, FinetunedConfig, ResidualOrder
 from tools.convert.table import (
     AS_IS,
+    Choice,
     Family,
     Lacking,
     Option,
@@ -130,21 +131,16 @@ def _settings(num_layers: int, hidden_size: int, heads: int) -> tuple[Setting, .
         Setting("initializer_range", "init_method_std", 0.02),
         Setting("attention_probs_dropout_prob", "attention_dropout", 0.1),
         Setting("hidden_dropout_prob", "hidden_dropout", 0.1),
+        Setting("hidden_dropout_prob", "embedding_dropout", 0.1, meaning="dropout_of_embeddings"),
+        Setting("intermediate_size", "ffn_hidden_size", 4 * hidden_size, meaning="ffn_size"),
     )
 
 
 OPTIONS = (
-    Option("hidden_act", always("gelu"), "the exact GeLU"),
-    Option(
-        "intermediate_size",
-        lambda numbers: (4 * numbers["hidden_size"],),
-        "an MLP of 4 hidden_size",
-    ),
     Option("position_embedding_type", always(None, "absolute"), "an embedding of each position"),
     Option("type_vocab_size", always(TOKEN_TYPES), "two segments"),
     Option("is_decoder", always(False), "a BERT that sees both ways"),
     Option("add_cross_attention", always(False), "self-attention alone"),
-    Option("tie_word_embeddings", always(True), "a head tied to the word embedding"),
     Option(
         "classifier_dropout",
         lambda numbers: (None, numbers["hidden_dropout_prob"]),
@@ -152,6 +148,9 @@ OPTIONS = (
     ),
     Option("quantization_config", always(None), "weights in fp32, bf16 or fp16"),
 )
+# Theirs has the same function behind the MLP and in the head of masked tokens; here that is GeLU.
+ACTIVATION = Choice("hidden_act", "activation", {"gelu": "gelu"})
+TIE = Choice("tie_word_embeddings", "untie_embeddings_and_output_weights", {True: False})
 LACKING = Lacking(
     ("pooler.", "cls.seq_relationship."),
     "for BertForMaskedLM saves neither the pooler nor the head of sentence order",
@@ -174,6 +173,7 @@ def _pretrained(
         spares=(POSITIONS, *DECODER),
         settings=settings,
         options=OPTIONS,
+        choices=(ACTIVATION, TIE),
         lacking=LACKING,
         prefix="bert.",
         bare=("cls.", "classifier.", "qa_outputs."),
@@ -197,6 +197,7 @@ def _finetuned(family: Family, head: str, task: str, theirs: str, here: str) -> 
         rows=(*ENCODER, *NORMS[family.fields["residual_order"]], *pooler, *_both("head", theirs)),
         spares=(POSITIONS,),
         options=(*OPTIONS, *HEAD_OPTIONS[head]),
+        choices=(ACTIVATION,),
         lacking=None,
     )
 
@@ -218,7 +219,4 @@ PRETRAINED = (
     _pretrained("Bert", "bert", "post-ln", _settings(12, 768, 12)),
     _pretrained("MegatronBert", "megatron-bert", "pre-ln", _settings(24, 1024, 16)),
 )
-BERTS = (
-    *PRETRAINED,
-    *(_finetuned(family, *head) for family in PRETRAINED for head in HEADS),
-)
+FINETUNED = tuple(_finetuned(family, *head) for family in PRETRAINED for head in HEADS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from safetensors import SafetensorError
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import TensorSlice, load
 from megatron.checkpoint.save import reason
+from megatron.config.checks import flag
 from megatron.config.model import ModelConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.models.registry import config_of
 from tools.convert.table import Family
+from tools.convert.tokenizing import any_of
 from tools.convert.weights import Entry, Weights, resolve, to_theirs
 
 
@@ -35,11 +37,26 @@ def write_model(
     """
     manifest = checkpoint.manifest
     section = config_of(manifest)
+    values = _config_values(family, section, checkpoint.path)
     entries = resolve(family, section, manifest["vocab_size"])
     weights = _read_parameters(checkpoint, entries)
     (dtype,) = {weight.dtype for weight in weights.values()}
     special = {name: getattr(tokenizer, attribute) for name, attribute in family.special.items()}
-    _write_config(folder, family, section, manifest["vocab_size"], special, dtype)
+    if family.has_labels:
+        labels = asdict(section)["labels"]
+        values["id2label"] = dict(enumerate(labels))
+        values["label2id"] = {label: number for number, label in enumerate(labels)}
+    config = transformers.AutoConfig.for_model(
+        family.model_type,
+        architectures=[family.architectures[0]],
+        vocab_size=manifest["vocab_size"],
+        dtype=dtype,
+        **values,
+        **special,
+    )
+    config.save_pretrained(folder)
+    if family.generates:
+        transformers.GenerationConfig(**special).save_pretrained(folder)
     try:
         huggingface_hub.save_torch_state_dict(to_theirs(family, entries, weights), folder)
     except SafetensorError as error:
@@ -72,33 +89,23 @@ def _read_parameters(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Weight
     return {name: piece.local for name, piece in zip(layouts, pieces, strict=True)}
 
 
-def _write_config(
-    folder: Path,
-    family: Family,
-    section: ModelConfig,
-    vocab_size: int,
-    special: Mapping[str, int],
-    dtype: torch.dtype,
-) -> None:
-    """Write config.json, and generation_config.json where there is one.
+def _config_values(family: Family, section: ModelConfig, path: Path) -> dict[str, Any]:
+    """What their configuration says of the model; ValueError, naming the checkpoint, where it has
+    no way to say it."""
+    fields, values = asdict(section), dict[str, Any]()
 
-    special: ids of tokens. dtype: of the weights.
-    """
-    fields = asdict(section)
-    values: dict[str, Any] = {row.theirs: fields[row.ours] for row in family.settings}
+    def refuse(ours: str, known: str) -> ValueError:
+        value, model = fields[ours], family.architectures[0]
+        return ValueError(f"{path}: {flag(ours)} is {value}; {model} of transformers has {known}")
+
+    for row in family.settings:
+        value = getattr(section, row.meaning) if row.meaning else fields[row.ours]
+        if values.setdefault(row.theirs, value) != value:
+            raise refuse(row.ours, f"one {row.theirs}, here {values[row.theirs]}")
+    for choice in family.choices:
+        found = [theirs for theirs, ours in choice.values.items() if ours == fields[choice.ours]]
+        if not found:
+            raise refuse(choice.ours, any_of(list(choice.values.values())))
+        values[choice.theirs] = found[0]
     forms = {option.theirs: option.allowed(values)[0] for option in family.options}
-    values |= {name: form for name, form in forms.items() if form is not None}
-    if family.has_labels:
-        values["id2label"] = dict(enumerate(fields["labels"]))
-        values["label2id"] = {label: number for number, label in enumerate(fields["labels"])}
-    config = transformers.AutoConfig.for_model(
-        family.model_type,
-        architectures=[family.architectures[0]],
-        vocab_size=vocab_size,
-        dtype=dtype,
-        **values,
-        **special,
-    )
-    config.save_pretrained(folder)
-    if family.generates:
-        transformers.GenerationConfig(**special).save_pretrained(folder)
+    return values | {name: form for name, form in forms.items() if form is not None}

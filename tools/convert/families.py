@@ -4,13 +4,17 @@ saved it decides, and the first where none is named."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any
 
-from tools.convert.bert import BERTS
-from tools.convert.gpt2 import GPT2
+from megatron.models.registry import KINDS
 from tools.convert.table import Family
 
-FAMILIES: tuple[Family, ...] = (GPT2, *BERTS)
+FAMILIES: tuple[Family, ...] = tuple(
+    family
+    for kind in KINDS.values()
+    for family in (resolve_name(kind.conversion) if kind.conversion else ())
+)
 
 
 def family_of(manifest: Mapping[str, Any]) -> Family:

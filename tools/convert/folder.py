@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from megatron.checkpoint.format import one_step, step_folders
 from megatron.config.checks import flag
 from megatron.config.model import ModelConfig
 from tools.convert.families import FAMILIES
-from tools.convert.table import Family, Setting
+from tools.convert.table import Choice, Family, Setting
 from tools.convert.tokenizing import any_of
 
 # What is fetched of a name on the hub: no pickle, and no weights in other formats.
@@ -74,7 +73,8 @@ def read_description(folder: Path) -> Description:
     family = _family(config, file)
     numbers = {row.theirs: _number(config, row, file) for row in family.settings}
     _check_options(config, family, numbers, file)
-    fields = _fields(family, numbers, file)
+    fields: dict[str, Any] = {row.ours: numbers[row.theirs] for row in family.settings}
+    fields |= {choice.ours: _chosen(config, choice, file) for choice in family.choices}
     if family.has_labels:
         fields["labels"] = _labels(config, file)
     return Description(family, _section(family, fields, file), _vocab_size(config, file))
@@ -130,9 +130,11 @@ def _vocab_size(config: Mapping[str, Any], file: Path) -> int:
     return size
 
 
-def _number(config: Mapping[str, Any], row: Setting, file: Path) -> int | float:
+def _number(config: Mapping[str, Any], row: Setting, file: Path) -> int | float | None:
     value = config.get(row.theirs, row.default)
-    kinds = (int,) if isinstance(row.default, int) else (int, float)
+    if value is None and row.default is None:
+        return None
+    kinds = (int, float) if isinstance(row.default, float) else (int,)
     if type(value) not in kinds:
         wanted = "a whole number" if len(kinds) == 1 else "a number"
         raise ValueError(f"{file}: {row.theirs} is {_show(value)}, and should be {wanted}")
@@ -152,6 +154,17 @@ def _check_options(
             )
 
 
+def _chosen(config: Mapping[str, Any], choice: Choice, file: Path) -> Any:
+    """The value of our field."""
+    value = config.get(choice.theirs, next(iter(choice.values)))
+    for theirs, ours in choice.values.items():
+        if type(value) is type(theirs) and value == theirs:
+            return ours
+    raise ValueError(
+        f"{file}: {choice.theirs} is {_show(value)}; {any_of(list(choice.values))} would work"
+    )
+
+
 def _labels(config: Mapping[str, Any], file: Path) -> tuple[str, ...]:
     """Names of the classes; where there are none, those that transformers gives."""
     names = config.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})
@@ -166,29 +179,20 @@ def _labels(config: Mapping[str, Any], file: Path) -> tuple[str, ...]:
     return labels
 
 
-def _fields(family: Family, numbers: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    names: dict[str, str] = {}
-    for row in family.settings:
-        value = numbers[row.theirs]
-        name = names.setdefault(row.ours, row.theirs)
-        if fields.setdefault(row.ours, value) != value:
-            warnings.warn(
-                f"{file}: {row.theirs} is {value} and {name} {fields[row.ours]}, which are one "
-                f"setting here: it becomes {fields[row.ours]}",
-                stacklevel=2,
-            )
-    return fields
-
-
 def _section(family: Family, fields: Mapping[str, Any], file: Path) -> ModelConfig:
     try:
-        return family.section_of(fields)
+        section = family.section_of(fields)
     except ValueError as error:
         said = str(error)
         for row in family.settings:
             said = said.replace(flag(row.ours), row.theirs)
         raise ValueError(f"{file} is no model of this project: {said}") from error
+    for row in family.settings:  # a number that is not given means the same
+        if row.meaning:
+            without = replace(section, **{row.ours: None})
+            if getattr(without, row.meaning) == fields[row.ours]:
+                section = without
+    return section
 
 
 def _show(value: Any) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import GPT2Config
 from tools.convert.byte_pairs import BYTE_PAIRS
 from tools.convert.table import (
     AS_IS,
+    Choice,
     Family,
     Option,
     Row,
@@ -45,6 +46,7 @@ ROWS = (
     Row("transformer.layers.{n}.mlp.down.bias", ("h.{n}.mlp.c_proj.bias",), AS_IS),
     Row("final_norm.weight", ("ln_f.weight",), AS_IS),
     Row("final_norm.bias", ("ln_f.bias",), AS_IS),
+    Row("head.weight", ("lm_head.weight",), AS_IS, is_optional=True),
 )
 
 
@@ -69,7 +71,7 @@ SPARES = (
     Spare(
         "lm_head.weight",
         _is_embedding,
-        "is not the word embedding wte.weight; the head of a GPT-2 here is tied to it",
+        "is not the word embedding wte.weight, to which config.json ties it",
     ),
     Spare("h.{n}.attn.bias", _is_causal_mask, "is no causal mask; attention here is causal"),
     Spare("h.{n}.attn.masked_bias", _is_mask_value, "is no mask value, that is one below -1e4"),
@@ -84,22 +86,32 @@ SETTINGS = (
     Setting("initializer_range", "init_method_std", 0.02),
     Setting("attn_pdrop", "attention_dropout", 0.1),
     Setting("resid_pdrop", "hidden_dropout", 0.1),
-    Setting("embd_pdrop", "hidden_dropout", 0.1),
+    Setting("embd_pdrop", "embedding_dropout", 0.1, meaning="dropout_of_embeddings"),
+    Setting("n_inner", "ffn_hidden_size", None),
+)
+CHOICES = (
+    Choice(
+        "activation_function",
+        "activation",
+        {
+            "gelu_new": "gelu_tanh",
+            "gelu_pytorch_tanh": "gelu_tanh",
+            "gelu": "gelu",
+            "relu": "relu",
+            "silu": "silu",
+            "swish": "silu",
+        },
+    ),
+    Choice(
+        "tie_word_embeddings", "untie_embeddings_and_output_weights", {True: False, False: True}
+    ),
 )
 
-
 OPTIONS = (
-    Option(
-        "activation_function",
-        always("gelu_new", "gelu_pytorch_tanh"),
-        "GeLU in its tanh form",
-    ),
-    Option("n_inner", lambda numbers: (None, 4 * numbers["n_embd"]), "an MLP of 4 n_embd"),
     Option("scale_attn_weights", always(True), "scores divided by the root of the head size"),
     Option("scale_attn_by_inverse_layer_idx", always(False), "the same scale in every layer"),
     Option("reorder_and_upcast_attn", always(False), "attention in the dtype of the model"),
     Option("add_cross_attention", always(False), "self-attention alone"),
-    Option("tie_word_embeddings", always(True), "a head tied to the word embedding"),
     Option("quantization_config", always(None), "weights in fp32, bf16 or fp16"),
 )
 
@@ -108,15 +120,18 @@ GPT2 = Family(
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     here="a GPT-2 that predicts the next token",
     auto_class="AutoModelForCausalLM",
-    section=ModelConfig,
+    section=GPT2Config,
     fields={},
     rows=ROWS,
     spares=SPARES,
     settings=SETTINGS,
     options=OPTIONS,
+    choices=CHOICES,
     prefix="transformer.",
+    bare=("lm_head.",),
     old={},
     tokenizing=BYTE_PAIRS,
     special={"bos_token_id": "eod", "eos_token_id": "eod"},
     generates=True,
 )
+GPT2S = (GPT2,)

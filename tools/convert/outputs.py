@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.data.bert import BertBatch
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.mesh import Mesh
 from megatron.train.evaluate import whole_logits
@@ -26,6 +27,9 @@ class Prompt:
     tokens: Tensor
     token_types: Tensor
     is_real: Tensor
+
+    def batch(self) -> BertBatch:
+        return BertBatch(tokens=self.tokens, token_types=self.token_types, is_real=self.is_real)
 
     def for_transformers(self) -> dict[str, Tensor]:
         return {
@@ -53,7 +57,7 @@ def _their_next(model: Any, prompt: Prompt) -> Logits:
 
 
 def _our_pretraining(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
-    masked, order = model(prompt.tokens, prompt.token_types, prompt.is_real)
+    masked, order = model(prompt.batch())
     masked = gather_from(masked, -1, mesh.tensor)[:, : model.vocab_size]
     return {"masked tokens": masked[prompt.is_real.flatten()], "the order of segments": order}
 
@@ -65,7 +69,7 @@ def _their_pretraining(model: Any, prompt: Prompt) -> Logits:
 
 
 def _our_scores(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
-    return {"the task": model(prompt.tokens, prompt.token_types, prompt.is_real)}
+    return {"the task": model(prompt.batch()).flatten(1)}
 
 
 def _their_classes(model: Any, prompt: Prompt) -> Logits:
@@ -79,7 +83,7 @@ def _their_options(model: Any, prompt: Prompt) -> Logits:
 
 
 def _our_spans(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
-    return {"the task": _our_scores(model, mesh, prompt)["the task"][prompt.is_real]}
+    return {"the task": model(prompt.batch())[prompt.is_real]}
 
 
 def _their_spans(model: Any, prompt: Prompt) -> Logits:

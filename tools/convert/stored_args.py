@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config.checks import UsageError, flag
-from megatron.config.model import ModelConfig
+from megatron.config.model import GPT2Config, ModelConfig
 from tools.convert.ranks import Rank
 
 # Settings that a flag of this program may give, and what holds where neither args nor flag do.
@@ -51,7 +51,10 @@ def section_of(
     chosen = {name: _choose(first, name, given.get(name)) for name in FLAGS}
     training = {name: value for name in TRAINING if (value := _number(first, name)) is not None}
     settings: dict[str, Any] = {**shown, **chosen, **training}
-    section = ModelConfig(**settings)
+    # Code that knew this arg computed the exact GeLU where neither form of the other was asked for.
+    if first.args.get("bias_gelu_fusion", True) is False and not first.args.get("openai_gelu"):
+        settings["activation"] = "gelu"
+    section = GPT2Config(**settings)
     if section.num_attention_heads % len(ranks):
         raise UsageError(
             "--num-attention-heads",
@@ -104,10 +107,4 @@ def _check_options(rank: Rank) -> None:
         raise ValueError(
             f"{rank.file} was trained with apply_residual_connection_post_layernorm; this "
             "project's residuals are taken before the norm"
-        )
-    # Code that knew this arg computed the exact GeLU where neither form of the other was asked for.
-    if args.get("bias_gelu_fusion", True) is False and not args.get("openai_gelu"):
-        raise ValueError(
-            f"{rank.file} was trained with neither bias_gelu_fusion nor openai_gelu, that is with "
-            "the exact GeLU; this project's GPT-2 has the tanh form alone"
         )

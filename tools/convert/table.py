@@ -33,11 +33,15 @@ AS_IS = Transform(lambda ours: (ours,), lambda theirs, shape: theirs[0])
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter of this project, and the tensors of theirs that hold the same numbers."""
+    """A parameter of this project, and the tensors of theirs that hold the same numbers.
+
+    is_optional: whether only some models have it.
+    """
 
     ours: str
     theirs: tuple[str, ...]
     transform: Transform
+    is_optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,29 @@ class Spare:
 
 @dataclass(frozen=True)
 class Setting:
-    """A number of their configuration and the field of ModelConfig that is the same."""
+    """A number of their configuration and the field of ModelConfig that is the same.
+
+    default: where the configuration has none. meaning: the property of ModelConfig that says what a
+    field of None means, where their configuration cannot hold a None.
+    """
 
     theirs: str
     ours: str
-    default: int | float  # where the configuration has none
+    default: int | float | None
+    meaning: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An option of theirs and the field of ModelConfig that is the same.
+
+    values: theirs to ours. The first is what a configuration without the option means, and of
+    several with one meaning the first is what an export says.
+    """
+
+    theirs: str
+    ours: str
+    values: Mapping[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -125,6 +147,7 @@ class Family:
     spares: tuple[Spare, ...]
     settings: tuple[Setting, ...]
     options: tuple[Option, ...]
+    choices: tuple[Choice, ...] = ()
     lacking: Lacking | None = None
 
     prefix: str

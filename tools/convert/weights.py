@@ -14,11 +14,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.models.build import build_on_meta
+from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec, sharding_specs
 from megatron.train.state import DTYPES
 from tools.convert.folder import read_object
 from tools.convert.table import Family, Transform
-from tools.convert.writing import empty_model
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -45,11 +46,13 @@ class Entry:
 
 def resolve(family: Family, section: ModelConfig, vocab_size: int) -> list[Entry]:
     """The table for a model of this size, an entry for each of its parameters."""
-    table = sharding_specs(empty_model(section, vocab_size))
+    table = sharding_specs(build_on_meta(section, serial_mesh(), vocab_size))
     entries = []
     for row in family.rows:
         for number in _numbers(row.ours, section):
             ours = row.ours.format(n=number)
+            if row.is_optional and ours not in table:
+                continue
             theirs = tuple(each.format(n=number) for each in row.theirs)
             entries.append(Entry(ours, theirs, table[ours], row.transform))
     names = [entry.ours for entry in entries]
@@ -69,12 +72,13 @@ def read_weights(folder: Path, family: Family, section: ModelConfig, vocab_size:
     there twice, or of another shape or dtype.
     """
     entries = resolve(family, section, vocab_size)
+    wanted = [name for entry in entries for name in entry.theirs]
     spares = {
-        spare.theirs.format(n=number): spare
+        name: spare
         for spare in family.spares
         for number in _numbers(spare.theirs, section)
+        if (name := spare.theirs.format(n=number)) not in wanted
     }
-    wanted = [name for entry in entries for name in entry.theirs]
     tensors = _read_tensors(folder, family, wanted, spares.keys())
     _check_dtypes(folder, {name: tensors[name] for name in wanted})
     for name in spares.keys() & tensors.keys():

@@ -6,41 +6,27 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import TensorSlice
 from megatron.checkpoint.save import save
 from megatron.config.checks import flag
 from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
-from megatron.config.training import BertDataConfig, DataConfig, GPT2DataConfig, PrecisionConfig
+from megatron.config.training import PrecisionConfig
 from megatron.data.tokenizer import Tokenizer
-from megatron.models.registry import MODELS
-from megatron.optim.schedule import LossScaler
-from megatron.parallel.layers import factory_1d
+from megatron.models.build import build_on_meta
+from megatron.models.registry import KINDS
+from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.state import DTYPES, environment
 from tools.convert.staging import staged
 from tools.convert.vocabulary import NoTokenizer
-
-DATA: dict[str, type[DataConfig]] = {
-    ModelConfig.kind: GPT2DataConfig,
-    BertConfig.kind: BertDataConfig,
-    FinetunedConfig.kind: BertDataConfig,
-}
-
-
-def empty_model(section: ModelConfig, vocab_size: int) -> nn.Module:
-    """The model uncut and without memory, for its names, shapes and layouts."""
-    mesh = serial_mesh()
-    _, make = MODELS[section.kind]
-    with torch.device("meta"):
-        return make(section, factory_1d(mesh, RandomStreams(0, mesh)), vocab_size)
 
 
 def write_checkpoint(
@@ -59,7 +45,7 @@ def write_checkpoint(
     of the staged checkpoint, and raises where it should not come to be; then nothing of it is left.
     Raises FileExistsError where `to` is there, OSError where it cannot be written.
     """
-    table = sharding_specs(empty_model(section, vocab_size))
+    table = sharding_specs(build_on_meta(section, serial_mesh(), vocab_size))
     assert weights.keys() == table.keys(), f"not the model's: {weights.keys() ^ table.keys()}"
     for name, spec in table.items():
         assert weights[name].shape == spec.shape, f"{name}: {weights[name].shape}"
@@ -78,16 +64,21 @@ def write_checkpoint(
 
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-FORM = ("layernorm_epsilon", "residual_order")  # told where they are not the default
+FORM = (  # told where they are not the default
+    "ffn_hidden_size",
+    "activation",
+    "untie_embeddings_and_output_weights",
+    "layernorm_epsilon",
+    "residual_order",
+)
 TASKS = {"choice": "RACE", "span": "SQUAD"}  # that have such a head
-PROGRAMS = {ModelConfig.kind: "pretrain_gpt2.py", BertConfig.kind: "pretrain_bert.py"}
 
 
 def tell(source: str | Path, path: Path, section: ModelConfig) -> None:
     """Say what was imported, and how to go on from it."""
     print(f"imported {source} as {path}")
-    if section.kind in PROGRAMS:
-        program, flags = PROGRAMS[section.kind], " ".join(_flags(path, section))
+    if KINDS[section.kind].program is not None:
+        program, flags = f"pretrain_{section.kind}.py", " ".join(_flags(path, section))
         print(f"to train on from it: {program} --finetune --load {path.parent} {flags} ...")
     if isinstance(section, BertConfig):
         print(f"{_use(section)} --load {path.parent} ...")
@@ -109,7 +100,7 @@ def _flags(path: Path, section: ModelConfig) -> Iterator[str]:
         if field.name in SHAPE or (field.name in FORM and value != field.default):
             yield f"{flag(field.name)} {value}"
     kind = read_manifest(path)["config"]["data"]["tokenizer_type"]
-    if kind != DATA[section.kind].tokenizer_type:
+    if kind != resolve_name(KINDS[section.kind].data).tokenizer_type:
         yield f"--tokenizer-type {kind}"
 
 
@@ -118,7 +109,9 @@ def _facts_of_no_run(section: ModelConfig, dtype: torch.dtype, tokenizer: str) -
 
     tokenizer: its kind.
     """
-    data = DATA[section.kind](seq_length=section.max_position_embeddings, tokenizer_type=tokenizer)
+    data = resolve_name(KINDS[section.kind].data)(
+        seq_length=section.max_position_embeddings, tokenizer_type=tokenizer
+    )
     scaler = LossScaler.of(PrecisionConfig(), dtype)
     return {
         "kind": section.kind,

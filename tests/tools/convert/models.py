@@ -16,7 +16,8 @@ from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import load, verify
 from megatron.checkpoint.save import save
 from megatron.data.tokenizer import file_names
-from megatron.models.registry import build_model, config_of
+from megatron.models.build import build_model
+from megatron.models.registry import config_of
 from megatron.train.state import DTYPES, model_slices
 from tests.data.samples import write_tokenizer
 from tests.tiny import mesh_of_ranks

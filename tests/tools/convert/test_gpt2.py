@@ -4,17 +4,18 @@ import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.format import read_checkpoint, read_manifest
 from megatron.checkpoint.load import verify
-from megatron.config.model import ModelConfig
+from megatron.config.model import GPT2Config
 from megatron.config.training import ParallelConfig
-from megatron.data.tokenizer import GPT2BPETokenizer
+from megatron.data.tokenizer import GPT2BPETokenizer, read_tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, whole_logits
 from megatron.train.trained import TrainedConfig, open_trained
@@ -28,11 +29,12 @@ from tests.tools.convert.models import (
     write_model,
 )
 from tools.convert.compare import compare_logits
+from tools.convert.exporting import write_model as write_model_of
 from tools.convert.gpt2 import GPT2
 from tools.convert.weights import read_weights, resolve
 from tools.convert_hf import export_model, import_model
 
-SECTION = ModelConfig(
+SECTION = GPT2Config(
     num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16
 )
 
@@ -82,7 +84,7 @@ def test_an_import_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
     assert (tmp_path / "ours" / "latest").read_text() == "step_00000000\n"
     assert manifest["imported_from"] == f"HuggingFace {folder}"
     assert manifest["vocab_size"] == tokenizer.vocab_size == VOCABULARY
-    model = ModelConfig(**manifest["config"]["model"])
+    model = GPT2Config(**manifest["config"]["model"])
     assert model == replace(SECTION, layernorm_epsilon=1e-6, attention_dropout=0.0)
     tokens = torch.arange(16)[None]
     mesh = serial_mesh()
@@ -142,15 +144,44 @@ def test_the_table_makes_every_tensor_of_theirs_in_its_shape(tmp_path: Path) -> 
     assert made == theirs
     fused = next(entry for entry in entries if entry.ours.endswith("0.attention.qkv.weight"))
     assert fused.spec.shape == (3, 32, 32)
-    assert [(dim, axis.name) for dim, axis in fused.spec.cuts] == [(1, "tensor")]
+    assert [(dim, axis.name) for dim, axis in fused.spec.shards] == [(1, "tensor")]
 
 
-def test_unequal_dropouts_become_one_with_a_warning(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "hf", resid_pdrop=0.2, embd_pdrop=0.3)
-    with pytest.warns(UserWarning, match=r"embd_pdrop is 0.3 and resid_pdrop 0.2.* becomes 0.2"):
-        import_model(str(folder), tmp_path / "ours")
-    manifest = read_manifest(tmp_path / "ours" / "step_00000000")
-    assert manifest["config"]["model"]["hidden_dropout"] == 0.2
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"resid_pdrop": 0.2, "embd_pdrop": 0.3}, {"embedding_dropout": 0.3}),
+        ({"resid_pdrop": 0.2, "embd_pdrop": 0.2}, {"embedding_dropout": None}),
+        ({"n_inner": 40, "activation_function": "relu"}, {"ffn_hidden_size": 40}),
+        ({"activation_function": "gelu"}, {"activation": "gelu"}),
+        ({"activation_function": "silu"}, {"activation": "silu"}),
+        ({"tie_word_embeddings": False}, {"untie_embeddings_and_output_weights": True}),
+    ],
+)
+def test_other_forms_of_a_gpt2_come_and_go(
+    tmp_path: Path, theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    """Both ways compare the logits of the two programs."""
+    folder = write_model(tmp_path / "hf", **theirs)
+    import_model(str(folder), tmp_path / "ours")
+    model = read_manifest(tmp_path / "ours" / "step_00000000")["config"]["model"]
+    assert {name: model[name] for name in ours} == ours
+    export_model(str(tmp_path / "ours"), tmp_path / "back")
+    assert_same_weights(folder, tmp_path / "back")
+    config = json.loads((tmp_path / "back" / "config.json").read_bytes())
+    assert {name: config[name] for name in theirs} == theirs
+
+
+@pytest.mark.parametrize(("name", "value"), [("activation", "swiglu"), ("activation", "geglu")])
+def test_what_transformers_cannot_say_is_not_exported(
+    tmp_path: Path, name: str, value: str
+) -> None:
+    import_model(str(write_model(tmp_path / "hf")), tmp_path / "ours")
+    checkpoint = read_checkpoint(tmp_path / "ours" / "step_00000000")
+    checkpoint.manifest["config"]["model"][name] = value
+    tokenizer = read_tokenizer("GPT2BPETokenizer", checkpoint.path)
+    with pytest.raises(ValueError, match=f"--{name}"):
+        write_model_of(tmp_path / "back", checkpoint, GPT2, tokenizer)
 
 
 @pytest.mark.parametrize(
