@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tools.planning.parameters import buckets, table
+from tools.planning.parameters import buckets, padded_numbers, table
 from tools.planning.shape import WIDE, Shape
 from tools.planning.software import THIS_PROJECT, Software
 
@@ -69,7 +69,7 @@ def data_calls(shape: Shape) -> Iterator[Call]:
         return
     most = THIS_PROJECT.bucket_bytes // WIDE
     for bucket in buckets(table(shape), most):
-        yield Call("backward", WIDE * sum(each.local for each in bucket), 1)
+        yield Call("backward", WIDE * padded_numbers(bucket, shape.data), 1)
     terms = 1 if shape.kind == "gpt2" else 2
     # What the terms of the loss are means over, with the tokens; then the terms, with the wishes.
     yield Call("agreement", (1 + terms) * AGREED, 2)

@@ -6,13 +6,14 @@ h^2 + h behind attention, 4 h^2 + 4 h and 4 h^2 + h in the MLP.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.config.model import TOKEN_TYPES
 from tools.planning.shape import Shape
+
+ALIGNMENT = 64  # numbers, of this project's buckets
 
 
 @dataclass(frozen=True)
@@ -107,27 +108,27 @@ def local(shape: Shape) -> int:
     return sum(each.local for each in table(shape))
 
 
-def buckets(
-    parameters: Sequence[Parameter], most: int, *, apart: bool = True
-) -> list[list[Parameter]]:
+def buckets(parameters: Sequence[Parameter], most: int) -> list[list[Parameter]]:
     """Those whose gradients are reduced in one call, in the order in which the backward fills them.
 
-    most: numbers of a bucket, which a single parameter may exceed. apart: weights that decay and
-    those that do not, cut and kept ones, are in different buckets.
+    most: numbers of a bucket, which a single parameter may exceed.
     """
-    groups = defaultdict(list)
+    found: list[list[Parameter]] = []
+    room = 0
     for each in reversed(parameters):
-        groups[(each.decays, each.is_cut) if apart else ()].append(each)
-    return [bucket for group in groups.values() for bucket in _runs(group, most)]
+        if not found or room < each.local:
+            found.append([])
+            room = most
+        found[-1].append(each)
+        room -= each.local
+    return [sorted(bucket, key=lambda each: (not each.decays, each.is_cut)) for bucket in found]
 
 
-def _runs(group: list[Parameter], most: int) -> Iterator[list[Parameter]]:
-    run: list[Parameter] = []
-    numbers = 0
-    for each in group:
-        if run and numbers + each.local > most:
-            yield run
-            run, numbers = [], 0
-        run.append(each)
-        numbers += each.local
-    yield run
+def padded_numbers(bucket: Sequence[Parameter], ranks: int) -> int:
+    """Of a bucket of this project: its parameters and the whole of it are padded."""
+    numbers = sum(_round_up(each.local, ALIGNMENT) for each in bucket)
+    return _round_up(numbers, ALIGNMENT * ranks)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

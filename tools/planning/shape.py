@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.model import BertConfig, RecomputeGranularity
+from megatron.config.checks import UsageError, flag
+from megatron.config.model import BertConfig, RecomputeGranularity, TextModelConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.config.training import BertDataConfig
 
@@ -13,6 +15,14 @@ GPT2_VOCABULARY = 50_257  # where a preset leaves it to the tokenizer
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight and of an activation
 WIDE = 4  # of gradients, masters and moments, of which none is narrower than fp32
 FILLED = 16  # BERT's masked tokens come in a multiple of so many
+
+# What the formulas of a plan are of.
+ASSUMED: dict[str, Callable[[TextModelConfig], tuple[object, ...]]] = {
+    "ffn_hidden_size": lambda model: (None, 4 * model.hidden_size),
+    "activation": lambda model: ("gelu", "gelu_tanh"),
+    "untie_embeddings_and_output_weights": lambda model: (False,),
+    "embedding_dropout": lambda model: (None, model.hidden_dropout),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +82,10 @@ class Shape:
 def shape_of(config: PretrainConfig, ranks: int, precision: str) -> Shape:
     """config: one that `check(ranks)` has let pass. precision: a key of WIDTHS."""
     model, data = config.model, config.data
+    for name, assumed in ASSUMED.items():
+        if (value := getattr(model, name)) not in assumed(model):
+            allowed = f"{' or '.join(map(str, assumed(model)))}, which a plan assumes"
+            raise UsageError(flag(name), value, allowed)
     copies = config.data_parallel_size(ranks)
     is_bert = isinstance(model, BertConfig)
     return Shape(

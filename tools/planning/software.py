@@ -50,7 +50,6 @@ class Software:
     gradient_bytes: int  # of a number that is reduced over data-parallel ranks
     bucket_bytes: int
     overlaps: bool  # gradients are reduced while the backward goes on, else behind it
-    apart: bool  # buckets, as parameters.buckets
     chunk_bytes: int  # of the logits that are there at a time, in fp32
     overlaps_f: bool  # its all-reduce goes on while the same layer's weight gradient is computed
 
@@ -90,7 +89,6 @@ THIS_PROJECT = Software(
     gradient_bytes=4,
     bucket_bytes=64 * 2**20,
     overlaps=True,
-    apart=True,
     chunk_bytes=2**27,
     overlaps_f=True,
 )
@@ -116,7 +114,6 @@ MEGATRON_2019 = Software(
     gradient_bytes=2,
     bucket_bytes=2**62,
     overlaps=False,
-    apart=False,
     chunk_bytes=2**62,
     overlaps_f=False,
 )
@@ -135,7 +132,6 @@ MEGATRON_2020 = Software(
     gradient_bytes=2,
     bucket_bytes=2**62,
     overlaps=False,
-    apart=False,
     chunk_bytes=2**62,
     overlaps_f=False,
 )

@@ -170,7 +170,7 @@ def _data_seconds(
     What is hidden still takes memory bandwidth from the backward, which is exposed.
     """
     ring, width = data_ring(shape), software.gradient_bytes
-    found = buckets(table(shape), software.bucket_bytes // width, apart=software.apart)
+    found = buckets(table(shape), software.bucket_bytes // width)
     end, busy, moved = 0.0 if software.overlaps else window, 0.0, 0.0
     for ready, size in sorted(_ready(found, shape, window, width)):
         taken = ring.seconds(size, hardware)

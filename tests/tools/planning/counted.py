@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +19,10 @@ from megatron.config.pretrain import PretrainConfig
 from megatron.data.batch import Batch
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
-from megatron.models.registry import build_model
-from megatron.optim.schedule import LossScaler
-from megatron.parallel.gradients import GradientBuffers
+from megatron.models.build import build_model
+from megatron.optim.adam import LossScaler
+from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import Mesh, build_mesh
-from megatron.train.objectives import OBJECTIVES, Objective
 from megatron.train.state import DTYPES, TrainState
 from tools.planning.shape import Shape
 
@@ -38,8 +38,7 @@ def fake_ranks(world: int, tensor: int, device: torch.device = META) -> Iterator
     """Rank 0 of `world` ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        mesh = build_mesh(tensor, torch.device("cpu"))
-        yield Mesh(tensor=mesh.tensor, data=mesh.data, device=device, control=mesh.control)
+        yield replace(build_mesh({"tensor": tensor}, torch.device("cpu")), device=device)
     finally:
         dist.destroy_process_group()
 
@@ -66,19 +65,20 @@ class Traffic:
         self.bytes[key] += x.numel() * x.element_size()
         return SimpleNamespace(wait=lambda: None) if async_op else None
 
-    def following(self, objective: Objective) -> Objective:
-        """The same, with the phase told: its sums are the forward."""
+    def follow(self, model: Any) -> None:
+        """Set the phase when the stages of the model begin and end."""
+        embed, loss = model.embed, model.loss
 
-        def sums(*arguments: Any) -> torch.Tensor:
+        def first(batch: Any) -> Any:
             self.phase = "forward"
-            result = objective.sums(*arguments)
+            return embed(batch)
+
+        def last(*arguments: Any) -> Any:
+            result = loss(*arguments)
             self.phase = "backward"
             return result
 
-        followed: Any = SimpleNamespace(
-            terms=objective.terms, denominators=objective.denominators, sums=sums
-        )
-        return followed
+        model.embed, model.loss = first, last
 
     def _refuse(self, *arguments: Any, **named: Any) -> None:
         raise AssertionError("a collective that the plan does not know")
@@ -86,14 +86,14 @@ class Traffic:
 
 def meta_state(config: PretrainConfig, mesh: Mesh, precision: str, vocab_size: int) -> TrainState:
     """All that a forward and backward pass needs, without memory; no optimizer."""
-    model, streams = build_model(config.model, mesh, vocab_size, seed=None, dtype=DTYPES[precision])
+    model, rngs = build_model(config.model, mesh, vocab_size, seed=None, dtype=DTYPES[precision])
     nothing: Any = None
     return TrainState(
         mesh=mesh,
         model=model.train(),
-        objective=OBJECTIVES[config.model.kind],
-        streams=streams,
-        gradients=GradientBuffers(model),
+        objective=model,
+        rngs=rngs,
+        gradients=GradientBuckets(model),
         optimizer=nothing,
         scaler=LossScaler(),
     )

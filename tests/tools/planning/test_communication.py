@@ -34,7 +34,7 @@ def counted(config: PretrainConfig, shape: Shape, patch: pytest.MonkeyPatch) -> 
         state = meta_state(config, mesh, "fp16", config.model.vocab_size or GPT2_VOCABULARY)
         batches = [micro_batch(shape) for _ in range(shape.micro_batches)]
         counts = count(state, batches)
-        state.objective = traffic.following(state.objective)
+        traffic.follow(state.model)
         with META:  # dropout draws on the default device
             forward_backward(state, batches, counts)
     return traffic

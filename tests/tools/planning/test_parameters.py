@@ -3,13 +3,10 @@
 from math import prod
 
 import pytest
-import torch
 
-from megatron.models.registry import MODELS
-from megatron.parallel.gradients import GradientBuffers
+from megatron.models.build import build_on_meta
+from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.kernels import padded_rows, use_cpu_kernels
-from megatron.parallel.layers import factory_1d
-from megatron.parallel.random import RandomStreams
 from megatron.parallel.sharding import sharding_specs
 from tests.tools.planning.counted import fake_ranks
 from tests.tools.planning.presets import NAMES, planned, preset
@@ -29,14 +26,13 @@ def test_parameters_are_those_of_the_model(name: str, flags: tuple[str, ...]) ->
     config = preset(name, *flags)
     size = config.parallel.tensor_model_parallel_size
     shape = planned(config, size)
-    with fake_ranks(size, size) as mesh, torch.device("meta"):
-        _, make = MODELS[config.model.kind]
-        model = make(config.model, factory_1d(mesh, RandomStreams(0, mesh)), shape.vocabulary)
+    with fake_ranks(size, size) as mesh:
+        model = build_on_meta(config.model, mesh, shape.vocabulary)
         found = {
             key: (prod(spec.shape), prod(spec.local_shape), spec.decay)
             for key, spec in sharding_specs(model).items()
         }
-        gradients = GradientBuffers(model)
+        gradients = GradientBuckets(model)
     plan = table(shape)
     assert {each.name: (each.whole, each.local, each.decays) for each in plan} == found
     assert [each.name for each in plan] == list(found)
