@@ -1,0 +1,142 @@
+"""Kinds of model that no part of the project knows of: one of text, as a Llama is built, and one
+of images."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import Activation, ModelConfig, TextModelConfig
+from megatron.config.pretrain import PretrainTextConfig
+from megatron.config.training import GPT2DataConfig
+from megatron.data.batch import Batch
+from megatron.data.gpt2 import GPT2Batch
+from megatron.models.registry import ModelKind
+from megatron.parallel.factory import LayerFactory
+from megatron.parallel.layers import GroupedQueryLinear
+
+KIND = ModelKind(
+    config="tests.models.own_kind:OwnConfig",
+    model="tests.models.own_kind:Own",
+    program="tests.models.own_kind:PretrainOwnConfig",
+    inputs="megatron.train.inputs:open_gpt2_inputs",
+    data="megatron.config.training:GPT2DataConfig",
+)
+IMAGES = ModelKind(
+    config="tests.models.own_kind:ImageConfig",
+    model="tests.models.own_kind:ImageClassifier",
+    data="megatron.config.training:DataConfig",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnConfig(TextModelConfig):
+    kind: ClassVar[str] = "tests.models.own_kind:KIND"
+
+    activation: Activation = "swiglu"
+
+    max_position_embeddings: int = 64
+
+    key_value_heads: int = 3
+    """Heads of keys and values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainOwnConfig(PretrainTextConfig):
+    model: OwnConfig
+    data: GPT2DataConfig
+
+
+class Own(nn.Module):
+    """One layer with RMSNorm, rotary positions, shared keys and values, SwiGLU, no bias and a head
+    of its own weight."""
+
+    terms: ClassVar = ("loss",)
+    qkv: GroupedQueryLinear
+
+    def __init__(self, config: OwnConfig, factory: LayerFactory, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        h, heads, std = config.hidden_size, config.num_attention_heads, config.init_method_std
+        f, rows = config.ffn_size, config.make_vocab_size_divisible_by
+        self.head_size = h // heads
+        self.word_embedding = factory.word_embedding(vocab_size, h, divisible_by=rows, std=std)
+        self.attention_norm = factory.rms_norm(h, epsilon=1e-5)
+        self.qkv = factory.grouped_query(
+            h,
+            heads=heads,
+            key_value_heads=config.key_value_heads,
+            head_size=self.head_size,
+            bias=False,
+            std=std,
+        )
+        self.rotary = factory.rotary(self.head_size)
+        self.core = factory.attention_core(config.attention_dropout, "core")
+        self.output = factory.row(h, h, bias=False, std=std)
+        self.mlp_norm = factory.rms_norm(h, epsilon=1e-5)
+        self.up = factory.column(h, f, parts=2, bias=False, std=std)
+        self.down = factory.row(f, h, bias=False, std=std)
+        self.final_norm = factory.rms_norm(h, epsilon=1e-5)
+        self.head = factory.head(vocab_size, h, divisible_by=rows, untied_std=std)
+
+    def denominators(self, batch: GPT2Batch) -> list[float]:
+        return [float(batch.loss_mask.sum(dtype=np.float64))]
+
+    def embed(self, batch: Any) -> Tensor:
+        return self.word_embedding(batch.tokens.flatten())
+
+    def layers(self, x: Tensor, batch: Any) -> Tensor:
+        b, s = batch.tokens.shape
+        q, k, v = (
+            each.view(b, s, -1, self.head_size).transpose(1, 2)
+            for each in self.qkv(self.attention_norm(x))
+        )
+        q, k = self.rotary(q, batch.positions), self.rotary(k, batch.positions)
+        of_query = self.qkv.of_query
+        heads = self.core(q, k[:, of_query], v[:, of_query], None, True)
+        x = x + self.output(heads.transpose(1, 2).reshape(b * s, -1))
+        gate, up = self.up(self.mlp_norm(x)).chunk(2, dim=1)
+        return x + self.down(F.silu(gate) * up)
+
+    def loss(self, x: Tensor, batch: Any, loss_scales: Tensor) -> Tensor:
+        scales = (batch.loss_mask.double() * loss_scales).flatten()
+        return self.head(self.final_norm(x), None, batch.labels.flatten(), scales)[None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig(ModelConfig):
+    kind: ClassVar[str] = "tests.models.own_kind:IMAGES"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageBatch(Batch):
+    images: Any  # float64 [b, 3, 4, 4]
+    labels: Any  # int64 [b]
+
+
+class ImageClassifier(nn.Module):
+    terms: ClassVar = ("loss",)
+
+    def __init__(self, config: ImageConfig, factory: LayerFactory, vocab_size: int) -> None:
+        """vocab_size: the number of classes."""
+        super().__init__()
+        h = config.hidden_size
+        self.input = factory.input(3 * 4 * 4, h, std=0.1)
+        self.norm = factory.layer_norm(h, epsilon=1e-5)
+        self.up = factory.column(h, config.ffn_size, std=0.1)
+        self.down = factory.row(config.ffn_size, h, std=0.1)
+        self.output = factory.output(h, vocab_size, std=0.1)
+
+    def denominators(self, batch: ImageBatch) -> list[float]:
+        return [float(batch.num_samples)]
+
+    def embed(self, batch: Any) -> Tensor:
+        return self.input(batch.images.flatten(1))
+
+    def layers(self, x: Tensor, batch: Any) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    def loss(self, x: Tensor, batch: Any, loss_scales: Tensor) -> Tensor:
+        return F.cross_entropy(self.output(x), batch.labels, reduction="sum") * loss_scales

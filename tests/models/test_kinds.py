@@ -1,0 +1,165 @@
+"""Settings of a model, kinds of one's own and losses of one's own: the same at every layout."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.config.checks import UsageError
+from megatron.config.model import ModelConfig
+from megatron.data.batch import Batch
+from megatron.models.registry import KINDS, find_kind, register
+from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.train.objectives import WholeLogitsLoss
+from megatron.train.state import TrainState
+from megatron.train.step import on_device, train_step
+from tests.dist import Pool
+from tests.models.own_kind import IMAGES, ImageBatch, ImageConfig, OwnConfig
+from tests.tiny import (
+    assert_relative,
+    mesh_of_ranks,
+    micro_batches,
+    samples,
+    tiny_model,
+    tiny_section,
+    tiny_state,
+    whole_weights,
+)
+
+CPU = torch.device("cpu")
+LAYOUTS = ((2, 2), (2, 1), (4, 2), (4, 4))  # ranks and those along the tensor axis
+Change = Callable[[TrainState, Mesh], None]
+
+
+def images(count: int, *, first: int) -> ImageBatch:
+    rng = np.random.default_rng(first)
+    return ImageBatch(images=rng.normal(size=(count, 3, 4, 4)), labels=rng.integers(5, size=count))
+
+
+def own_config(**changes: Any) -> OwnConfig:
+    sizes = {"num_layers": 1, "hidden_size": 48, "num_attention_heads": 12, "ffn_hidden_size": 40}
+    return OwnConfig(**(sizes | {"attention_dropout": 0.0} | changes))
+
+
+CONFIGS: dict[str, ModelConfig] = {
+    "plain": tiny_section(),
+    "ffn": tiny_section(ffn_hidden_size=40),
+    "gelu": tiny_section(activation="gelu"),
+    "relu": tiny_section(activation="relu"),
+    "silu": tiny_section(activation="silu"),
+    "swiglu": tiny_section(activation="swiglu", ffn_hidden_size=24),
+    "geglu": tiny_section(activation="geglu"),
+    "untied": tiny_section(untie_embeddings_and_output_weights=True),
+    "own kind": own_config(),
+    "own kind, 4 key/value heads": own_config(key_value_heads=4),
+    "images": ImageConfig(num_layers=1, hidden_size=32, num_attention_heads=4),
+}
+
+
+def smoothed(logits: Tensor, batch: Any) -> Tensor:
+    losses = F.cross_entropy(logits, batch.labels.flatten(), reduction="none", label_smoothing=0.1)
+    return losses @ batch.loss_mask.flatten().to(losses.dtype)
+
+
+def set_whole_logits_loss(state: TrainState, mesh: Mesh) -> None:
+    def denominator(batch: Any) -> float:
+        return float(batch.loss_mask.sum(dtype=np.float64))
+
+    state.objective = WholeLogitsLoss(state.model, mesh, smoothed, denominator)
+
+
+OBJECTIVES: dict[str, Change] = {"whole logits": set_whole_logits_loss}
+
+
+def train(name: str, tensor_size: int) -> tuple[list[float], dict[str, Tensor]]:
+    """(losses and gradient norms of three steps, the weights after them)."""
+    mesh, config = mesh_of_ranks(tensor_size), CONFIGS.get(name, tiny_section())
+    state, numbers = tiny_state(mesh, config), list[float]()
+    if name in OBJECTIVES:
+        OBJECTIVES[name](state, mesh)
+    for step in range(3):
+        make: Callable[..., Batch] = images if name == "images" else samples
+        batches: Sequence[Batch] = micro_batches(make(4, first=4 * step), mesh, 1)
+        result = train_step(state, batches, 1e-2)
+        numbers += [result.loss, result.grad_norm]
+    return numbers, whole_weights(state.model)
+
+
+def train_all(tensor_size: int) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+    return {name: train(name, tensor_size) for name in (*CONFIGS, *OBJECTIVES)}
+
+
+def test_every_layout_gives_the_same_model(gloo: Pool) -> None:
+    expected = train_all(1)
+    losses = {name: numbers[0] for name, (numbers, _) in expected.items()}
+    assert len(set(losses.values())) == len(losses), "a setting changes nothing"
+    for world, tensor_size in LAYOUTS:
+        for found in gloo.run(world, train_all, tensor_size):
+            for name, (numbers, weights) in found.items():
+                assert numbers == pytest.approx(expected[name][0], rel=1e-10), name
+                for parameter, weight in weights.items():
+                    wanted = expected[name][1][parameter]
+                    assert_relative(weight, wanted, 1e-9, f"{name}, t = {tensor_size}, {parameter}")
+
+
+def test_a_loss_on_whole_logits_is_the_models_own_where_it_is_the_same() -> None:
+    model, _ = tiny_model(serial_mesh())
+    own = WholeLogitsLoss(
+        model,
+        serial_mesh(),
+        lambda logits, batch: (
+            F.cross_entropy(logits, batch.labels.flatten(), reduction="none")
+            @ batch.loss_mask.flatten().to(logits.dtype)
+        ),
+        lambda batch: 1.0,
+    )
+    batch, scales = on_device(samples(2), CPU), torch.ones(1, dtype=torch.float64)
+    x = model.layers(model.embed(batch), batch)
+    torch.testing.assert_close(own.loss(x, batch, scales), model.loss(x, batch, scales))
+
+
+def test_a_model_alone_is_its_stages_in_order() -> None:
+    model, _ = tiny_model(serial_mesh())
+    batch, scales = on_device(samples(2), CPU), torch.ones(1, dtype=torch.float64)
+    x = model.layers(model.embed(batch), batch)
+    assert torch.equal(model(batch, scales), model.loss(x, batch, scales))
+    assert torch.equal(model(batch), model.logits(x))
+
+
+@pytest.mark.parametrize(("embedding", "hidden"), [(0.5, 0.0), (0.0, 0.5), (None, 0.5)])
+def test_dropout_of_the_embeddings_is_a_setting(embedding: float | None, hidden: float) -> None:
+    config = tiny_section(embedding_dropout=embedding, hidden_dropout=hidden)
+    model, _ = tiny_model(serial_mesh(), config)
+    x = model.train().embed(on_device(samples(4), CPU))
+    p = hidden if embedding is None else embedding
+    assert (x == 0).double().mean().item() == pytest.approx(p, abs=0.05)
+
+
+def test_a_batch_takes_its_tokens_in_an_order() -> None:
+    batch, order = samples(3), np.array([5, 0, 9])
+    taken = batch.take(order)
+    assert (batch.num_samples, batch.num_tokens) == (3, batch.tokens.size)
+    assert (taken.num_samples, taken.num_tokens) == (3, 9)
+    for name in ("tokens", "labels", "loss_mask", "positions"):
+        assert np.array_equal(getattr(taken, name), getattr(batch, name)[:, order]), name
+    pictures = images(3, first=0)
+    assert (pictures.num_samples, pictures.num_tokens) == (3, 3)
+
+
+def test_a_kind_is_found_by_its_name_or_registered_under_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron.models.registry.KINDS", KINDS.copy())
+    assert find_kind("tests.models.own_kind:IMAGES") is IMAGES
+    for name in ("nothing", "tests.models.own_kind:OwnConfig", "tests.models.nowhere:KIND"):
+        with pytest.raises(UsageError) as error:
+            find_kind(name)
+        assert "--model" in str(error.value)
+    register("pictures", IMAGES)
+    assert find_kind("pictures") is IMAGES
+    with pytest.raises(ValueError, match="pictures"):
+        register("pictures", IMAGES)
