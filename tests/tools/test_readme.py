@@ -10,7 +10,7 @@ import torch
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
-from megatron.models.registry import build_model
+from megatron.models.build import build_model
 from tests.tools.planning.counted import fake_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,12 +53,3 @@ def test_a_training_command_fits_its_preset(words: list[str]) -> None:
 def test_the_training_commands_are_found() -> None:
     programs = {words[0] for words in training_commands()}
     assert programs == {"torchrun", "python", "sbatch"}
-
-
-def test_the_core_path_is_short() -> None:
-    """What a reader opens to follow one training step."""
-    path = (ROOT / "CONTRIBUTING.md").read_text().partition("## The core path")[2]
-    names = re.findall(r"^\d+\. `(\S+)`", path, re.MULTILINE)
-    assert 10 < len(names) <= 15
-    assert len(set(names)) == len(names)
-    assert sum(len((ROOT / name).read_text().splitlines()) for name in names) <= 4000
