@@ -49,8 +49,7 @@ class Settings:
 
     def check(self, world: int) -> None:
         """Raise ValueError or OSError where the processes or the file do not fit."""
-        size = self.parallel.tensor_model_parallel_size
-        self.parallel.check(world, size)
+        self.parallel.check(world)
         if self.json is not None and not Path(self.json).absolute().parent.is_dir():
             raise UsageError("--json", self.json, "in a folder that is there")
 

@@ -85,6 +85,14 @@ class ModelConfig:
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
+    def widths(self) -> dict[str, int]:
+        """What tensor parallelism cuts into equal parts, by flag."""
+        found = {"--num-attention-heads": self.num_attention_heads}
+        if self.ffn_hidden_size is not None:
+            found["--ffn-hidden-size"] = self.ffn_hidden_size
+        return found
+
+    @property
     def dropout_of_embeddings(self) -> float:
         given = self.embedding_dropout
         return self.hidden_dropout if given is None else given

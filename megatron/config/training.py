@@ -1,6 +1,7 @@
 """The configs of a training run beside its model, in the order in which --help lists them."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -32,17 +33,19 @@ class ParallelConfig:
         """Models trained side by side by world_size processes."""
         return world_size // math.prod(self.sizes.values())
 
-    def check(self, world_size: int, heads: int = 0) -> None:
-        """Raise UsageError where processes or attention heads cannot be shared out evenly; of 0
-        heads nothing is known."""
-        size = self.tensor_model_parallel_size
-        if heads % size or world_size % size:
-            fitting = (n for n in range(1, size) if heads % n == 0 and world_size % n == 0)
-            both = f"--num-attention-heads {heads} and of " if heads else ""
+    def check(self, world_size: int, widths: Mapping[str, int] | None = None) -> None:
+        """Raise UsageError where processes or the widths of a model, `ModelConfig.widths`, cannot
+        be shared out evenly."""
+        size, widths = self.tensor_model_parallel_size, widths or {}
+        whole = (world_size, *widths.values())
+        if any(each % size for each in whole):
+            fitting = (n for n in range(1, size) if not any(each % n for each in whole))
+            of_model = "".join(f"{name} {width} and of " for name, width in widths.items())
             raise UsageError(
                 "--tensor-model-parallel-size",
                 size,
-                f"a divisor of {both}the processes: torchrun --nproc-per-node, now {world_size}",
+                f"a divisor of {of_model}the processes: torchrun --nproc-per-node, now "
+                f"{world_size}",
                 works=("--tensor-model-parallel-size", str(max(fitting))),
             )
 

@@ -18,6 +18,7 @@ from megatron.data.tokenizer import (
     file_names,
     read_tokenizer,
 )
+from megatron.models.registry import config_of
 
 
 def open_trained(
@@ -42,7 +43,7 @@ def open_trained(
     if manifest["kind"] not in kinds:
         allowed = f"a model of the kind {' or '.join(kinds)}, not {manifest['kind']}"
         raise UsageError(given, path, allowed)
-    parallel.check(world_size, manifest["config"]["model"]["num_attention_heads"])
+    parallel.check(world_size, config_of(manifest).widths)
 
     kind = config.tokenizer_type or manifest["config"]["data"]["tokenizer_type"]
     files = [file for file in (config.vocab_file, config.merge_file) if file is not None]

@@ -54,6 +54,7 @@ REFUSED = [
     ("--fp16 --bf16", 1, "--fp16"),
     ("--tensor-model-parallel-size 3", 3, "--tensor-model-parallel-size"),
     ("--tensor-model-parallel-size 4", 6, "--tensor-model-parallel-size"),
+    ("--ffn-hidden-size 6 --tensor-model-parallel-size 4", 4, "--tensor-model-parallel-size"),
     ("--model-parallel-size 2", 1, "--tensor-model-parallel-size"),
     ("--micro-batch-size 3 --global-batch-size 8", 4, "--global-batch-size"),
     ("--seq-length 65 --max-position-embeddings 64", 1, "--seq-length"),
