@@ -1,13 +1,14 @@
 """This tree beside another commit of the project: CPU seconds of a training step, and losses.
 
-    python benchmarks/commits.py --against COMMIT [--starts 10] [--json FILE]
+    python benchmarks/commits.py --against COMMIT [--starts 10] [--dropout 0.1] [--json FILE]
     python benchmarks/commits.py --against COMMIT --losses 50
 
 The first prints the ratio of CPU seconds, this tree's over the other's, for two models, two
 precisions and one and two ranks. Processes of the same code differ by several per cent, so each
 start makes new ones of both trees; they take turns, and a start gives one ratio. The table has the
-median over the starts and its 95 % bootstrap interval. The second trains the quickstart's model in
-fp32 on random tokens, on one rank, at t = 2 and at d = 2, and compares the logged losses.
+median over the starts, its 95 % bootstrap interval, and the memory at its peak, above that of the
+start. The second trains the quickstart's model in fp32 on random tokens, on one rank, at t = 2 and
+at d = 2, and compares the logged losses.
 """
 
 import io
@@ -55,8 +56,9 @@ def checked_out(commit: str) -> Iterator[Path]:
 
 
 @contextmanager
-def started(tree: Path, case: Case, dtype: str, ranks: int) -> Iterator[Contender]:
-    """The processes of this project's contender of train_step.py, from the code of `tree`."""
+def started(tree: Path, case: Case, dtype: str, ranks: int, dropout: float) -> Iterator[Contender]:
+    """The processes of this project's contender of train_step.py, from the code of `tree`; with
+    dropout, that of recomputation.py."""
     threads = 2 // ranks
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "settings.json")
@@ -68,10 +70,13 @@ def started(tree: Path, case: Case, dtype: str, ranks: int) -> Iterator[Contende
             "tensor_parallel": ranks,
             "stub_communication": False,
             "has_peers": True,
+            "model": {"attention_dropout": dropout, "hidden_dropout": dropout},
         }
         file.write_text(json.dumps(settings))
         command = [sys.executable, "-m", "benchmarks.contenders", OURS, str(file)]
         commands = [[*command, str(rank)] for rank in range(ranks)]
+        if dropout:
+            commands = [[sys.executable, "-m", "benchmarks.recomputing", str(file)]]
         environ = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(tree)}
         contender = Contender(tree.name, commands, environ, tree)
         try:
@@ -80,10 +85,13 @@ def started(tree: Path, case: Case, dtype: str, ranks: int) -> Iterator[Contende
             contender.stop()
 
 
-def one_start(trees: list[Path], case: Case, dtype: str, ranks: int, rounds: int) -> float:
-    """CPU seconds of a step of the first tree over those of the second, of fresh processes."""
+def one_start(
+    trees: list[Path], case: Case, dtype: str, ranks: int, rounds: int, dropout: float
+) -> tuple[float, list[float]]:
+    """(CPU seconds of a step of the first tree over those of the second, peak MB of a rank of
+    each), of fresh processes."""
     with ExitStack() as stack:
-        both = [stack.enter_context(started(tree, case, dtype, ranks)) for tree in trees]
+        both = [stack.enter_context(started(tree, case, dtype, ranks, dropout)) for tree in trees]
         for contender in both:
             contender.ask("losses", steps=WARM_UP_STEPS)
         seconds: list[list[float]] = [[], []]
@@ -91,7 +99,8 @@ def one_start(trees: list[Path], case: Case, dtype: str, ranks: int, rounds: int
             for which in (0, 1) if number % 2 == 0 else (1, 0):
                 answers = both[which].ask("time", steps=3)
                 seconds[which].append(sum(answer["cpu"] for answer in answers))
-    return float(np.median(seconds[0]) / np.median(seconds[1]))
+        peaks = [max(each["bytes"] for each in tree.ask("memory")) / 1e6 for tree in both]
+    return float(np.median(seconds[0]) / np.median(seconds[1])), peaks
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
@@ -159,6 +168,7 @@ def commits(
     presets: tuple[str, ...] = tuple(PRESETS),
     dtypes: tuple[str, ...] = ("fp32", "bf16"),
     tensor_parallel: tuple[int, ...] = (1, 2),
+    dropout: float = 0.0,
     json_file: JsonFile = None,
 ) -> None:
     """Compare and print.
@@ -171,27 +181,42 @@ def commits(
         presets: names of presets, keys of PRESETS.
         dtypes: fp32, bf16.
         tensor_parallel: ranks.
+        dropout: of attention's probabilities, embeddings and residuals; on one rank.
         json_file: where every ratio is written.
     """
-    record = facts("torch")
+    record = facts("torch") | {"dropout": dropout}
     print(told(record))
+    if dropout and tensor_parallel != (1,):
+        raise SystemExit("error: --dropout is measured on one rank: --tensor-parallel 1")
     with checked_out(against) as other:
         trees = [ROOT, other]
         if losses is not None:
             compare_losses(trees, losses)
             return
-        rows, record["ratios"] = [], {}
+        rows, record["ratios"], record["peaks"] = [], {}, {}
         for preset in presets:
             file = ROOT / "scripts" / "presets" / f"{preset}.toml"
             case = replace(read_case(file, PRESETS[preset], None, False), name=preset)
             for dtype in dtypes:
                 for ranks in tensor_parallel:
-                    ratios = [one_start(trees, case, dtype, ranks, rounds) for _ in range(starts)]
+                    found = [
+                        one_start(trees, case, dtype, ranks, rounds, dropout) for _ in range(starts)
+                    ]
+                    ratios, peaks = [each[0] for each in found], [each[1] for each in found]
                     low, high = interval(ratios)
                     name = f"{preset}, {dtype}, t = {ranks}"
-                    rows.append([name, f"{np.median(ratios):.3f}", f"{low:.3f} to {high:.3f}"])
-                    record["ratios"][name] = ratios
-                    print(markdown(["", "ratio", "95 %"], rows[-1:]).splitlines()[-1], flush=True)
+                    ours, theirs = np.median(peaks, axis=0)
+                    rows.append(
+                        [
+                            name,
+                            f"{np.median(ratios):.3f}",
+                            f"{low:.3f} to {high:.3f}",
+                            f"{ours:.0f} and {theirs:.0f}",
+                        ]
+                    )
+                    record["ratios"][name], record["peaks"][name] = ratios, peaks
+                    header = ["", "ratio", "95 %", "peak MB, here and there"]
+                    print(markdown(header, rows[-1:]).splitlines()[-1], flush=True)
     write_json(json_file, {"against": against, **record})
 
 

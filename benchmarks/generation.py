@@ -97,7 +97,7 @@ def peer(model: GPT2LMHeadModel) -> Generate:
 
 def build_sides(mesh: Mesh) -> dict[str, Generate]:
     """Both, from the same weights; on more than one rank this project alone."""
-    model, _ = build_model(SECTION, mesh, VOCABULARY, seed=SEED, dtype=torch.float32)
+    model = build_model(SECTION, mesh, VOCABULARY, seed=SEED, dtype=torch.float32)
     if mesh.tensor.size > 1:
         return {"ours": ours(model.eval(), mesh)}
     weights = {

@@ -115,7 +115,7 @@ def peer_curve(name: str, corpus: Corpus) -> Curve:
     data, _, _ = open_splits(corpus, split=DATA.split, seq_length=DATA.seq_length, seed=seed)
     assert data is not None
     batches = (data.batch(range(step * BATCH, (step + 1) * BATCH)) for step in range(STEPS))
-    model, _ = build_model(MODEL, serial_mesh(), vocab_size, seed=seed, dtype=torch.float32)
+    model = build_model(MODEL, serial_mesh(), vocab_size, seed=seed, dtype=torch.float32)
     weights = {key: each.detach() for key, each in model.named_parameters()}
     weights["word_embedding.weight"] = weights["word_embedding.weight"][:vocab_size]  # no padding
     peer = transformers_gpt2.build(MODEL, vocab_size, weights)

@@ -102,4 +102,5 @@ def make_batch(case: Case, number: int) -> GPT2Batch:
         loss_mask=np.ones(shape, np.float32),
         positions=np.broadcast_to(np.arange(shape[1]), shape).copy(),
         document_starts=None,
+        numbers=np.arange(number * case.batch, (number + 1) * case.batch),
     )

@@ -143,8 +143,8 @@ initial weights on the same batches.
 {tolerance_fp16:.1e}), of all steps, at either t, with dropout and without. Steps that fp16
 skipped, all runs together: {skipped}.**
 
-Each run is compared with the fp32 run of the same t and dropout. The format changes no draw of
-dropout, but t does: each rank draws for its own attention heads from a stream of its own.
+Each run is compared with the fp32 run of the same t and dropout. Neither the format nor t changes
+what dropout drops.
 
 {table}
 
@@ -162,9 +162,8 @@ gradients of this small model spike once the learning rate is at its highest, an
 there: at t = 1 bf16 left fp32 by up to 1.0e-02 in 500 steps, and fp16 without dropout by 2.5e-03 in
 400, outside its tolerance. Hence the 0.95.
 
-The fp32 runs of t = 1 and t = 2 are apart by at most {apart_plain:.1e} without dropout (the order
-of sums) and by {apart_dropout:.1e} with it (other draws): what dropout draws moves a loss by more
-than the format does.
+The fp32 runs of t = 1 and t = 2 are apart by at most {apart_plain:.1e} without dropout and by
+{apart_dropout:.1e} with it (the order of sums).
 
 How it was run:
 

@@ -86,15 +86,22 @@ class Steps:
         Examples of similar length go together, so that there is little padding. Where they do not
         go round, what is short is filled with one that does not count.
         """
-        rows = [self.examples[number] for number in self.numbers(step)]
-        rows.sort(key=lambda example: -example.longest)
+        rows = sorted(self.numbers(step), key=lambda number: -self.examples[number].longest)
         rounds = -(-len(rows) // (self.micro_batch_size * mesh.batch.size))
         shares = rounds * mesh.batch.size
         size = -(-len(rows) // shares)
         cuts = [len(rows) * number // shares for number in range(shares + 1)]
         own = range(mesh.batch.rank, shares, mesh.batch.size)
         parts = [rows[cuts[number] : cuts[number + 1]] for number in own]
-        return [make_batch([*part, *[rows[-1]] * (size - len(part))], len(part)) for part in parts]
+        return [
+            self._batch([*part, *[rows[-1]] * (size - len(part))], len(part), step)
+            for part in parts
+        ]
+
+    def _batch(self, numbers: Sequence[int], counted: int, step: int) -> ExampleBatch:
+        batch = make_batch([self.examples[number] for number in numbers], counted)
+        epochs_before = step // self.per_epoch * len(self.examples)  # each drops other elements
+        return replace(batch, numbers=np.array(numbers) + epochs_before)
 
 
 def finetuned_config(
@@ -103,7 +110,8 @@ def finetuned_config(
     """The config of a pretrained BERT with this head in place of its own; changes: of dropout
     and the like, which belong to the run and not to the weights."""
     # Other kernels compute the same model, and need not be installed where it is fine-tuned.
-    settings = {**asdict(pretrained), "layernorm_impl": "torch", **changes}
+    other = {"layernorm_impl": "torch", "attention_dropout_rng": None}
+    settings = {**asdict(pretrained), **other, **changes}
     return FinetunedConfig(head=head, labels=tuple(labels), **settings)
 
 

@@ -84,8 +84,8 @@ class FinetuneSettings:
     """Dropout probability of the attention probabilities."""
 
     micro_batch_size: int = 8
-    """Examples of one forward pass, each with all of its options; it changes dropout's draws, and
-    else the result by rounding alone."""
+    """Examples of one forward pass, each with all of its options; it changes the result by rounding
+    alone."""
 
     global_batch_size: int = 32
     """Examples of an optimizer step; the last one of an epoch has those that are left."""

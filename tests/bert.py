@@ -24,7 +24,7 @@ def bert_model(
     mesh: Mesh, order: str = "pre-ln", *, dtype: torch.dtype = torch.float64, **changes: Any
 ) -> Any:
     """A model whose every parameter, biases and norms too, is random."""
-    return tiny_model(mesh, bert_section(order, **changes), dtype=dtype)[0]
+    return tiny_model(mesh, bert_section(order, **changes), dtype=dtype)
 
 
 def whole_bert(make: Any, section: BertConfig, weights: dict[str, Tensor]) -> nn.Module:
@@ -58,4 +58,5 @@ def bert_samples(count: int, *, seed: int = 0, first: int = 0) -> BertBatch:
         labels=labels,
         loss_mask=mask,
         is_swapped=is_swapped,
+        numbers=np.arange(first, first + count),
     )

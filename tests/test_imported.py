@@ -37,7 +37,7 @@ def imported(folder: Path) -> Path:
         num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16
     )
     mesh = serial_mesh()
-    model, _ = build_model(section, mesh, 100, seed=5, dtype=torch.float32)
+    model = build_model(section, mesh, 100, seed=5, dtype=torch.float32)
     scaler = LossScaler.of(PrecisionConfig(), torch.float32)
     facts = {
         "config": {"model": asdict(section), "data": asdict(GPT2DataConfig(seq_length=16))},

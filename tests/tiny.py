@@ -21,7 +21,6 @@ from megatron.models.gpt2 import GPT2
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
-from megatron.parallel.random import NamedRNGs
 from megatron.parallel.sharding import ShardingSpec, initial_value, load_whole, sharding_specs
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import on_device
@@ -53,12 +52,12 @@ def mesh_of_ranks(tensor_size: int) -> Mesh:
 
 def tiny_model(
     mesh: Mesh, section: GPT2Config | None = None, *, dtype: torch.dtype = torch.float64
-) -> tuple[GPT2, NamedRNGs]:
-    """A model whose every parameter, biases and norms too, is random, and its rngs."""
+) -> GPT2:
+    """A model whose every parameter, biases and norms too, is random."""
     section = section or tiny_section()
-    model, rngs = build_model(section, mesh, VOCABULARY, seed=SEED, dtype=dtype)
+    model: GPT2 = build_model(section, mesh, VOCABULARY, seed=SEED, dtype=dtype)
     scatter_weights(model, tiny_weights(model))
-    return model, rngs
+    return model
 
 
 def tiny_state(
@@ -140,6 +139,7 @@ def samples(count: int, *, seed: int = 0, first: int = 0) -> GPT2Batch:
         loss_mask=np.stack(masks).astype(np.float32),
         positions=np.broadcast_to(np.arange(SEQUENCE), (count, SEQUENCE)).copy(),
         document_starts=None,
+        numbers=np.arange(first, first + count),
     )
 
 

@@ -23,6 +23,7 @@ from megatron.config.checks import UsageError, flag, switch
 from megatron.config.pretrain import PretrainConfig
 from megatron.models.registry import find_kind
 
+DROPOUTS = ("--attention-dropout", "--hidden-dropout", "--embedding-dropout")
 # A resumed run is compared with its checkpoint by the settings of these parts of its config; what
 # the others hold (where files are, how fast it runs, what it logs) changes no result.
 COMPARED = ("model", "data", "optimizer", "training", "precision")
@@ -273,6 +274,9 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
         found["--ffn-hidden-size"] = found["--ffn-hidden-size"] or 4 * found["--hidden-size"]
         if found["--embedding-dropout"] is None:
             found["--embedding-dropout"] = found["--hidden-dropout"]
+    if any(found.get(name) for name in DROPOUTS):
+        is_drawn = "attention_dropout_rng" not in facts["config"]["model"]
+        found["dropout masks"] = "drawn by each rank" if is_drawn else "a function of coordinates"
     for name in ("--bf16", "--fp16"):  # compared by what they come to
         found.pop(name, None)
     if "precision" in facts:

@@ -46,6 +46,11 @@ class ModelConfig:
     attention_dropout: float = 0.1
     """Dropout probability of the attention probabilities."""
 
+    attention_dropout_rng: Literal["coordinates", "kernel"] | None = None
+    """Where the dropout of attention comes from: coordinates, a function of sample, head, query and
+    key, the same at every layout; kernel, what a fused kernel draws, which depends on the layout.
+    By default coordinates on CPUs and kernel on GPUs."""
+
     hidden_dropout: float = 0.1
     """Dropout probability before each residual add."""
 
@@ -96,6 +101,11 @@ class ModelConfig:
     def dropout_of_embeddings(self) -> float:
         given = self.embedding_dropout
         return self.hidden_dropout if given is None else given
+
+    def draws_in_kernel(self, device: str) -> bool:
+        """Whether a kernel draws attention's dropout; device: torch's name of its kind."""
+        by_default = "kernel" if device == "cuda" else "coordinates"
+        return self.attention_dropout > 0 and (self.attention_dropout_rng or by_default) == "kernel"
 
 
 @dataclass(frozen=True, kw_only=True)

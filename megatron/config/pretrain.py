@@ -87,6 +87,11 @@ class PretrainConfig:
         elif self.checkpoint.save_interval is None and steps > 1:
             some = min(1000, max(1, steps // 4))
             found.append(f"warning: saved only at the end; --save-interval {some} saves on the way")
+        if self.model.draws_in_kernel(device):
+            found.append(
+                "attention's dropout is drawn by its kernel and depends on the layout; with "
+                "--attention-dropout-rng coordinates it does not"
+            )
         if self.precision.fp16 and device == "cpu":
             found.append("warning: --fp16 on a CPU is many times slower than --bf16 or --no-bf16")
         return found

@@ -16,9 +16,16 @@ class Batch:
 
     per_token: ClassVar[tuple[str, ...]] = ()
 
+    numbers: Array = None
+    """int64 [b]: of the samples in the whole training, which dropout is a function of; None in
+    evaluation."""
+    places: Array = None
+    """int64 [tokens]: where in its sample each token is; None where all of them are there."""
+
     @property
     def num_samples(self) -> int:
-        return len(getattr(self, fields(self)[0].name))
+        own = (each.name for each in fields(self) if each.name not in ("numbers", "places"))
+        return len(getattr(self, next(own)))
 
     @property
     def num_tokens(self) -> int:
@@ -28,9 +35,9 @@ class Batch:
     def take(self, order: Array) -> Self:
         """The tokens at these places of each sample, int64 [at most s], in this order."""
         arrays = {name: getattr(self, name) for name in self.per_token}
-        return replace(
-            self, **{n: None if each is None else each[..., order] for n, each in arrays.items()}
-        )
+        cut = {n: None if each is None else each[..., order] for n, each in arrays.items()}
+        places = order if self.places is None else self.places[order]
+        return replace(self, places=places, **cut)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from megatron.config.model import TOKEN_TYPES, BertConfig, FinetunedConfig
 from megatron.data.batch import ExampleBatch
 from megatron.data.bert import BertBatch
-from megatron.models.transformer import Transformer
+from megatron.models.transformer import Sequences, Transformer, text_rows
 from megatron.parallel.factory import LayerFactory
 
 SPAN_ENDS = 2  # scores of a token as the first and as the last one of a span
@@ -63,13 +63,14 @@ class BertEncoder(nn.Module):
             + self.position_embedding(positions.flatten())
             + self.token_type_embedding(token_types.flatten())
         )
-        return self.embedding_dropout(self.embedding_norm(x))
+        return self.embedding_dropout(self.embedding_norm(x), text_rows(batch))
 
     def layers(self, x: Tensor, batch: BertBatch | ExampleBatch) -> Tensor:
         """The stream behind the last layer. No token attends to padding; what comes out at padding
         means nothing."""
         is_real = batch.is_real.view(-1, 1, 1, batch.is_real.shape[-1])
-        return self.transformer(x, len(is_real), is_real, is_causal=False)
+        at = Sequences(count=len(is_real), mask=is_real, is_causal=False, rows=text_rows(batch))
+        return self.transformer(x, at)
 
 
 class Pooler(nn.Module):
@@ -199,21 +200,23 @@ class FinetunedBert(nn.Module):
         options, k = 1, or of its tokens as first and last of a span, k = 2; minus infinity at
         padding."""
         x = self.encoder.final_norm(x)
+        rows = text_rows(batch)
         if self.pooler is None:
-            scores = self._score(x).view(*batch.tokens.shape, SPAN_ENDS)
+            scores = self._score(x, rows).view(*batch.tokens.shape, SPAN_ENDS)
             return scores.masked_fill(~batch.is_real[..., None], -torch.inf)
         sequences = batch.tokens.numel() // batch.tokens.shape[-1]
-        return self._score(self.pooler(x, sequences)).view(len(batch.tokens), -1, 1)
+        rows = None if rows is None else rows.view(sequences, -1)[:, 0]
+        return self._score(self.pooler(x, sequences), rows).view(len(batch.tokens), -1, 1)
 
     def forward(self, batch: ExampleBatch, loss_scales: Tensor | None = None) -> Tensor:
         """The stages in order: as of `loss`, without scales as of `scores`."""
         x = self.layers(self.embed(batch), batch)
         return self.scores(x, batch) if loss_scales is None else self.loss(x, batch, loss_scales)
 
-    def _score(self, x: Tensor) -> Tensor:
+    def _score(self, x: Tensor, rows: Tensor | None) -> Tensor:
         """x [n, h] to scores [n, k], fp32: in bf16 scores that differ by less than one part in 256
         would be equal, and the first of them the answer."""
         wide = torch.promote_types(x.dtype, torch.float32)
         weights = {name: each.to(wide) for name, each in self.head.named_parameters()}
-        scores: Tensor = functional_call(self.head, weights, (self.dropout(x).to(wide),))
+        scores: Tensor = functional_call(self.head, weights, (self.dropout(x, rows).to(wide),))
         return scores

@@ -11,29 +11,29 @@ from megatron.config.model import ModelConfig
 from megatron.models.registry import find_kind
 from megatron.parallel.factory import FACTORIES
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.random import NamedRNGs
 from megatron.parallel.sharding import materialize
 
 
-def build_on_meta(
-    config: ModelConfig, mesh: Mesh, vocab_size: int, rngs: NamedRNGs | None = None
-) -> Any:
+def build_on_meta(config: ModelConfig, mesh: Mesh, vocab_size: int, seed: int | None = None) -> Any:
     """A model of the config's kind without memory, for its names, shapes and sharding specs."""
     make = resolve_name(find_kind(config.kind, "kind").model)
     make_factory = FACTORIES[mesh.tensor_parallel_mode]
-    factory = make_factory(mesh, rngs or NamedRNGs(0, mesh), norm=config.layernorm_impl)
+    factory = make_factory(
+        mesh,
+        seed or 0,
+        norm=config.layernorm_impl,
+        draws_in_kernel=config.draws_in_kernel(mesh.device.type),
+    )
     with torch.device("meta"):
         return make(config, factory, vocab_size)
 
 
 def build_model(
     config: ModelConfig, mesh: Mesh, vocab_size: int, *, seed: int | None, dtype: torch.dtype
-) -> tuple[Any, NamedRNGs]:
-    """A model of the config's kind on this rank's device, with its initial weights, and the
-    generators that its dropout draws from.
+) -> Any:
+    """A model of the config's kind on this rank's device, with its initial weights.
 
-    seed: None for a model that is loaded next and draws nothing.
+    seed: of these and of dropout; None for a model that is loaded next and drops nothing.
     """
-    rngs = NamedRNGs(seed or 0, mesh)
-    model = build_on_meta(config, mesh, vocab_size, rngs)
-    return materialize(model, device=mesh.device, dtype=dtype, seed=seed), rngs
+    model = build_on_meta(config, mesh, vocab_size, seed)
+    return materialize(model, device=mesh.device, dtype=dtype, seed=seed)

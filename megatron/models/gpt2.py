@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import GPT2Config
 from megatron.data.gpt2 import GPT2Batch
-from megatron.models.transformer import KeyValueCache, Transformer
+from megatron.models.transformer import KeyValueCache, Sequences, Transformer, text_rows
 from megatron.parallel.factory import LayerFactory
 
 
@@ -46,7 +46,8 @@ class GPT2(nn.Module):
     def embed(self, batch: GPT2Batch) -> Tensor:
         """The stream [n, h] that enters the first layer."""
         words = self.word_embedding(batch.tokens.flatten())
-        return self.embedding_dropout(words + self.position_embedding(batch.positions.flatten()))
+        positions = self.position_embedding(batch.positions.flatten())
+        return self.embedding_dropout(words + positions, text_rows(batch))
 
     def layers(self, x: Tensor, batch: GPT2Batch, cache: KeyValueCache | None = None) -> Tensor:
         """The stream behind the last layer.
@@ -60,8 +61,14 @@ class GPT2(nn.Module):
             assert mask is None
             assert not self.training
             mask = cache.mask(size, x.device)
-        is_causal = mask is None and size > 1  # a single query is the last of all tokens
-        x = self.transformer(x, len(batch.tokens), mask, is_causal, cache)
+        at = Sequences(
+            count=len(batch.tokens),
+            mask=mask,
+            is_causal=mask is None and size > 1,  # a single query is the last of all tokens
+            rows=text_rows(batch),
+            cache=cache,
+        )
+        x = self.transformer(x, at)
         if cache is not None:
             cache.advance(size)
         return x

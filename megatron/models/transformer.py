@@ -17,8 +17,9 @@ and not the probabilities, [b, a/t, s, s]: much memory for little arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
-from math import sqrt
+from math import prod, sqrt
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, RecomputeGranularity
+from megatron.data.batch import TextBatch
+from megatron.parallel.dropout import row_keys
 from megatron.parallel.factory import LayerFactory
 
 
@@ -41,6 +44,31 @@ class KeyValueCache(Protocol):
     def advance(self, columns: int) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """What the layers know of the sequences whose tokens are the rows of the stream [n, h]."""
+
+    count: int  # b; each has n / b tokens
+    mask: Tensor | None  # bool [b or 1, 1, 1 or s, m], True where a query may look
+    is_causal: bool  # query i looks at the keys up to i, and there is no mask
+    rows: Tensor | None = None  # int64 [n], as of `text_rows`
+    cache: KeyValueCache | None = None  # of what was read before; evaluation only
+
+
+def text_rows(batch: TextBatch) -> Tensor | None:
+    """int64 [n]: keys of the tokens, which dropout is a function of; None without sample numbers.
+
+    Each sequence of a sample has a number of its own.
+    """
+    if batch.numbers is None:
+        return None
+    *samples, size = batch.tokens.shape
+    several, device = prod(samples[1:]), batch.numbers.device
+    numbers = batch.numbers[:, None] * several + torch.arange(several, device=device)
+    places = torch.arange(size, device=device) if batch.places is None else batch.places
+    return row_keys(numbers.flatten(), places)
+
+
 def _run(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return function(*arguments)
 
@@ -52,8 +80,7 @@ def _runner(
     granularity."""
     if config.recompute_granularity != granularity:
         return _run
-    # torch.compile traces the layers, but not the checkpoint, whose second run restores the
-    # position of the random numbers.
+    # torch.compile traces the layers, but not the checkpoint.
     return torch.compiler.disable(factory.checkpoint)
 
 
@@ -70,20 +97,13 @@ class Attention(nn.Module):
         self.run_core = _runner(config, factory, "selective")
         self.output = factory.row(h, h, std=std / sqrt(2 * config.num_layers))
 
-    def forward(
-        self,
-        x: Tensor,
-        batch: int,
-        mask: Tensor | None,
-        is_causal: bool,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, at: Sequences) -> Tensor:
         qkv = self.qkv(x)  # [n, 3h/t]
-        qkv = qkv.view(batch, -1, 3, qkv.shape[1] // (3 * self.head_size), self.head_size)
+        qkv = qkv.view(at.count, -1, 3, qkv.shape[1] // (3 * self.head_size), self.head_size)
         q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # each [b, a/t, s, d]
-        if cache is not None:
-            k, v = cache.append(self.name, k, v)
-        heads = self.run_core(self.core, q, k, v, mask, is_causal)
+        if at.cache is not None:
+            k, v = at.cache.append(self.name, k, v)
+        heads = self.run_core(self.core, q, k, v, at.mask, at.is_causal, at.rows)
         return self.output(heads.transpose(1, 2).reshape(x.shape[0], -1))
 
 
@@ -131,33 +151,17 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(config, factory)
         self.mlp_dropout = factory.dropout(config.hidden_dropout, f"{name}.mlp")
 
-    def forward(
-        self,
-        x: Tensor,
-        batch: int,
-        mask: Tensor | None,
-        is_causal: bool,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        heads = self.attention(self.attention_norm(x), batch, mask, is_causal, cache)
-        x = x + self.attention_dropout(heads)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+    def forward(self, x: Tensor, at: Sequences) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), at), at.rows)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), at.rows)
 
 
 class PostNormLayer(TransformerLayer):
     """Post-LN: the same parts, and every sum passes through a norm."""
 
-    def forward(
-        self,
-        x: Tensor,
-        batch: int,
-        mask: Tensor | None,
-        is_causal: bool,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        heads = self.attention(x, batch, mask, is_causal, cache)
-        x = self.attention_norm(x + self.attention_dropout(heads))
-        return self.mlp_norm(x + self.mlp_dropout(self.mlp(x)))
+    def forward(self, x: Tensor, at: Sequences) -> Tensor:
+        x = self.attention_norm(x + self.attention_dropout(self.attention(x, at), at.rows))
+        return self.mlp_norm(x + self.mlp_dropout(self.mlp(x), at.rows))
 
 
 RESIDUAL_ORDERS = {"pre-ln": TransformerLayer, "post-ln": PostNormLayer}
@@ -182,14 +186,7 @@ class Transformer(nn.Module):
         )
         self.run_layer = _runner(config, factory, "full")
 
-    def forward(
-        self,
-        x: Tensor,
-        batch: int,
-        mask: Tensor | None,
-        is_causal: bool,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, at: Sequences) -> Tensor:
         for layer in self.layers.values():
-            x = self.run_layer(layer, x, batch, mask, is_causal, cache)
+            x = self.run_layer(layer, x, at)
         return x

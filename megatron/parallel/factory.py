@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.parallel import layers
+from megatron.parallel.dropout import Dropout
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.random import NamedRNGs
 
 Maker = Callable[..., nn.Module]
 
@@ -41,10 +42,13 @@ class LayerFactory:
 LAYER_NORMS = {"torch": layers.LayerNorm, "apex": layers.ApexLayerNorm}
 
 
-def factory_1d(mesh: Mesh, rngs: NamedRNGs, *, norm: str = "torch") -> LayerFactory:
+def factory_1d(
+    mesh: Mesh, seed: int, *, norm: str = "torch", draws_in_kernel: bool = False
+) -> LayerFactory:
     """The paper's: layers cut along the one tensor axis of the mesh.
 
-    norm: whose kernel LayerNorm runs on, a key of LAYER_NORMS.
+    seed: of dropout. norm: whose kernel LayerNorm runs on, a key of LAYER_NORMS. draws_in_kernel:
+    whether attention's kernel draws its dropout.
     """
     return LayerFactory(
         column=partial(layers.ColumnParallelLinear, mesh),
@@ -58,10 +62,10 @@ def factory_1d(mesh: Mesh, rngs: NamedRNGs, *, norm: str = "torch") -> LayerFact
         rotary=layers.RotaryEmbedding,
         layer_norm=partial(LAYER_NORMS[norm], mesh),
         rms_norm=partial(layers.RMSNorm, mesh),
-        dropout=partial(layers.SharedDropout, rngs),
-        attention_core=partial(layers.AttentionCore, rngs),
+        dropout=partial(Dropout, seed),
+        attention_core=partial(layers.AttentionCore, mesh, seed, draws_in_kernel=draws_in_kernel),
         head=partial(layers.VocabParallelHead, mesh),
-        checkpoint=rngs.checkpoint,
+        checkpoint=partial(checkpoint, use_reentrant=False, preserve_rng_state=draws_in_kernel),
     )
 
 

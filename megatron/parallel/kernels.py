@@ -2,7 +2,7 @@
 
 The latter are faster, and exact where torch adds up many numbers in bf16 or fp16. They are used
 where the folder is there and `use_cpu_kernels` is True; otherwise all is plain torch, whose results
-differ by rounding and whose dropout draws other numbers.
+differ by rounding.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.parallel.block_attention import block_attention, pays_in_blocks
+
 try:
-    from megatron.parallel.cpu import functional, onednn
+    from megatron.parallel.cpu import layer_norm as cpu_layer_norm
+    from megatron.parallel.cpu import onednn
 
     use_cpu_kernels = True
 except ImportError:
@@ -62,24 +65,16 @@ def attention(
 ) -> Tensor:
     """As F.scaled_dot_product_attention, on q [b, a, s, d] and k, v [b, a, m, d].
 
-    mask: bool [b or 1, 1, 1 or s, m], True where a query may look.
+    mask: bool [b or 1, 1, 1 or s, m], True where a query may look. dropout: drawn by torch.
     """
-    if (
-        _by_cpu_kernels(q)
-        and q.shape == k.shape
-        and functional.pays_in_blocks(q, is_causal, dropout)
-    ):
-        return functional.block_attention(q, k, v, mask, dropout, is_causal)
+    pays = _by_cpu_kernels(q) and q.shape == k.shape and pays_in_blocks(q, is_causal)
+    if pays and not dropout:
+        return block_attention(q, k, v, mask, is_causal)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
-
-
-def dropout(x: Tensor, p: float) -> Tensor:
-    """F.dropout, drawn from the default generator."""
-    return functional.dropout(x, p) if _by_cpu_kernels(x) else F.dropout(x, p)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """F.layer_norm over the last dim of x."""
-    if _by_cpu_kernels(x) and x.dtype in functional.NARROW and torch.is_grad_enabled():
-        return functional.narrow_layer_norm(x, weight, bias, epsilon)
+    if _by_cpu_kernels(x) and x.dtype in cpu_layer_norm.NARROW and torch.is_grad_enabled():
+        return cpu_layer_norm.narrow_layer_norm(x, weight, bias, epsilon)
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)

@@ -11,7 +11,6 @@ A weight is stored as torch stores it, [out, in], so columns of A are rows of th
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -21,10 +20,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
+from megatron.parallel.block_attention import block_attention
 from megatron.parallel.collectives import copy_to, reduce_from, start_all_reduce
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron.parallel.dropout import head_keys, known, layer_key
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.random import NamedRNGs
 from megatron.parallel.sharding import GradientView, ShardedModule
 
 
@@ -435,40 +435,36 @@ class RotaryEmbedding(nn.Module):
         return turned.to(x.dtype)
 
 
-class SharedDropout(nn.Module):
-    """Dropout outside the parallel region: the same draw on every tensor-parallel rank."""
-
-    def __init__(self, rngs: NamedRNGs, p: float, name: str) -> None:
-        """name: of the random numbers; another one draws others."""
-        super().__init__()
-        self.rngs, self.p, self.name = rngs, p, name
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0.0:
-            return x
-        with self.rngs.shared(self.name):
-            return kernels.dropout(x, self.p)
-
-
 class AttentionCore(nn.Module):
-    """q [b, a/t, s, d], k and v [b, a/t, m, d] to [b, a/t, s, d].
+    """q [b, a/t, s, d], k and v [b, a/t, m, d] to [b, a/t, s, d], with dropout of the
+    probabilities: by coordinates, or in the kernel, which draws it."""
 
-    Dropout differs between ranks, as heads do.
-    """
-
-    def __init__(self, rngs: NamedRNGs, dropout: float, name: str) -> None:
-        """name: as of SharedDropout."""
+    def __init__(
+        self, mesh: Mesh, seed: int, dropout: float, name: str, *, draws_in_kernel: bool = False
+    ) -> None:
+        """seed, name: as of Dropout."""
         super().__init__()
-        self.rngs, self.dropout, self.name = rngs, dropout, name
+        self.mesh, self.dropout, self.name = mesh, dropout, name
+        self.key, self.draws_in_kernel = layer_key(seed, name), draws_in_kernel
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """mask: bool [b or 1, 1, 1 or s, m], True where a query may look; None for no mask.
 
-        is_causal: query i looks at the keys up to i; then s = m, and there is no mask.
+        is_causal: query i looks at the keys up to i; then s = m, and there is no mask. rows: int64
+        [b x s], as of Dropout.
         """
         assert not is_causal or (mask is None and q.shape[2] == k.shape[2])
-        dropout = self.dropout if self.training else 0.0
-        with self.rngs.per_rank(self.name) if dropout else nullcontext():
-            return kernels.attention(q, k, v, mask, dropout, is_causal)
+        p = self.dropout if self.training else 0.0
+        if p == 0.0 or self.draws_in_kernel:
+            return kernels.attention(q, k, v, mask, p, is_causal)
+        first, heads = self.mesh.tensor.rank * q.shape[1], q.shape[1]
+        keys = head_keys(known(rows), self.key, range(first, first + heads), len(q))
+        return block_attention(q, k, v, mask, is_causal, p, keys)

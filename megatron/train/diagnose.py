@@ -1,7 +1,7 @@
 """Where a step that was not finite went wrong: the step is run again, and every module watched.
 
-The weights are those the step began with and the random numbers are derived from its number, so the
-second run computes what the first did. All ranks run it, since the collectives are in it.
+The weights are those the step began with and dropout is a function of its samples, so the second
+run computes what the first did. All ranks run it, since the collectives are in it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
         nonlocal looked
         looked += 1
         if not own and not value.detach().isfinite().all():
-            now = state.rngs.position[1] if micro_batch is None else micro_batch
+            now = state.micro_batch if micro_batch is None else micro_batch
             rank, coordinates = mesh.control.rank, mesh.describe_rank()
             own.append(Finding(now, looked, rank, what, mesh.batch.rank, coordinates))
 

@@ -55,7 +55,7 @@ def load_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype = torch.fl
     manifest = checkpoint.manifest
     # Other kernels compute the same model, and need not be installed where it is used.
     config = replace(config_of(manifest), layernorm_impl="torch")
-    model, _ = build_model(config, mesh, manifest["vocab_size"], seed=None, dtype=dtype)
+    model = build_model(config, mesh, manifest["vocab_size"], seed=None, dtype=dtype)
     load(checkpoint, model_slices(model))
     return model.eval()
 

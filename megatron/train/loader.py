@@ -8,8 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 from tqdm import tqdm
 
 from megatron.data.batch import Batch, Samples, micro_batches
@@ -52,7 +54,7 @@ def prefetch(
             data_rank=data_rank,
             data_size=data_size,
         )
-        return [data.batch(each) for each in numbers]
+        return [replace(data.batch(each), numbers=np.array(each)) for each in numbers]
 
     with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
         ahead: Future[list[Batch]] | None = None

@@ -24,7 +24,6 @@ from megatron.models.transformer import TransformerLayer
 from megatron.optim.adam import LossScaler, MasterWeights
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.random import NamedRNGs
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.launch import default_precision
 from megatron.train.objectives import Objective
@@ -42,11 +41,12 @@ class TrainState:
     mesh: Mesh
     model: nn.Module
     objective: Objective
-    rngs: NamedRNGs
     gradients: GradientBuckets
     optimizer: MasterWeights
     scaler: LossScaler
     compiled: bool = False  # whether layers are, by torch.compile
+    kernel_seed: int | None = None  # where attention's kernel draws its dropout
+    micro_batch: int = 0  # that is in the model
     # Optimizer steps and samples behind this state, steps that fp16 skipped included.
     step: int = 0
     samples: int = 0
@@ -148,7 +148,7 @@ def build_state(
     seed: as of build_model. compiled: each layer is compiled when it is first called; names,
     weights and hooks of the model stay.
     """
-    model, rngs = build_model(model_config, mesh, vocab_size, seed=seed, dtype=dtype)
+    model = build_model(model_config, mesh, vocab_size, seed=seed, dtype=dtype)
     if compiled:
         compile_layers(model)
     gradients = GradientBuckets(model)
@@ -156,11 +156,11 @@ def build_state(
         mesh=mesh,
         model=model,
         objective=model,
-        rngs=rngs,
         gradients=gradients,
         optimizer=MasterWeights(gradients, optimizer_config),
         scaler=LossScaler.of(precision_config, dtype),
         compiled=compiled,
+        kernel_seed=seed if model_config.draws_in_kernel(mesh.device.type) else None,
     )
 
 
@@ -181,8 +181,7 @@ def compile_layers(model: nn.Module) -> None:
     """torch.compile of each transformer layer; all layers share one graph.
 
     Matmuls, attention and collectives run as they stand in the code; what is element by element
-    between them runs in a few kernels of the compiler. A draw from a named RNG
-    (parallel/random.py) ends a graph.
+    between them runs in a few kernels of the compiler, dropout by coordinates included.
     """
     for module in model.modules():
         if isinstance(module, TransformerLayer):

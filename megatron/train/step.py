@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron.data.batch import Batch
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.random import seed_kernels
 from megatron.train.diagnose import non_finite
 from megatron.train.objectives import Objective
 from megatron.train.state import TrainState
@@ -142,15 +143,16 @@ def forward_backward(state: TrainState, micro_batches: Sequence[Batch], counts: 
     actions = schedule(len(micro_batches))
     state.gradients.start()
     for action in actions:
-        number = action.micro_batch
-        with state.rngs.at(state.step, number):
-            if action.direction == "forward":
-                sums = loss_sums(model, objective, micro_batches[number], device, loss_scales)
-                totals += sums.detach() / loss_scales.to(sums.dtype)
-                in_flight[number] = sums.sum()
-            else:
-                with state.gradients.accumulate(is_last=action is actions[-1]):
-                    in_flight.pop(number).backward()
+        state.micro_batch = number = action.micro_batch
+        if action.direction == "forward":
+            if state.kernel_seed is not None:
+                seed_kernels(state.kernel_seed, state.step, number, state.mesh)
+            sums = loss_sums(model, objective, micro_batches[number], device, loss_scales)
+            totals += sums.detach() / loss_scales.to(sums.dtype)
+            in_flight[number] = sums.sum()
+        else:
+            with state.gradients.accumulate(is_last=action is actions[-1]):
+                in_flight.pop(number).backward()
     return totals
 
 

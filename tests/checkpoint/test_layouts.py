@@ -86,10 +86,10 @@ def test_every_tensor_is_the_same_at_another_layout(
 
 
 def resumed(
-    tensor_size: int, dropout: float, path: Path | None, save_to: Path | None
+    tensor_size: int, path: Path | None, save_to: Path | None
 ) -> tuple[Tensors, list[float]]:
     """Three steps from scratch or from `path`, in fp64; then saved, and three more."""
-    section = tiny_section(hidden_dropout=dropout, attention_dropout=dropout)
+    section = tiny_section(hidden_dropout=0.1, attention_dropout=0.1)
     state = tiny_state(mesh_of_ranks(tensor_size), section)
     if path is not None:
         load(state, path)
@@ -104,8 +104,8 @@ def resumed(
 def test_resuming_at_the_same_layout_is_exact(
     gloo: Pool, tmp_path: Path, world: int, tensor_size: int
 ) -> None:
-    straight = gloo.run(world, resumed, tensor_size, 0.1, None, tmp_path)
-    again = gloo.run(world, resumed, tensor_size, 0.1, tmp_path / "step_00000003", None)
+    straight = gloo.run(world, resumed, tensor_size, None, tmp_path)
+    again = gloo.run(world, resumed, tensor_size, tmp_path / "step_00000003", None)
     for (tensors, losses), (tensors_again, losses_again) in zip(straight, again, strict=True):
         assert losses[3:] == losses_again
         for key, tensor in tensors.items():
@@ -113,10 +113,10 @@ def test_resuming_at_the_same_layout_is_exact(
 
 
 def test_resuming_at_another_layout_goes_on(gloo: Pool, tmp_path: Path) -> None:
-    straight, losses = gloo.run(2, resumed, 2, 0.0, None, tmp_path)[0]
+    straight, losses = gloo.run(2, resumed, 2, None, tmp_path)[0]
     path = tmp_path / "step_00000003"
     for world, tensor_size in ((1, 1), (4, 4), (2, 1), (4, 2)):
-        for tensors, losses_again in gloo.run(world, resumed, tensor_size, 0.0, path, None):
+        for tensors, losses_again in gloo.run(world, resumed, tensor_size, path, None):
             assert losses_again == pytest.approx(losses[3:], rel=1e-10)
             for key, tensor in tensors.items():
                 torch.testing.assert_close(tensor, straight[key], rtol=0, atol=1e-10)

@@ -46,7 +46,7 @@ def with_cache(model: GPT2) -> Iterator[Tensor]:
 def largest_difference(tensor_size: int, dtype: torch.dtype) -> float:
     """Between the two ways, over all steps and rows; each row alone is read at once."""
     mesh = mesh_of_ranks(tensor_size)
-    model, _ = tiny_model(mesh, dtype=dtype)
+    model = tiny_model(mesh, dtype=dtype)
     differences = []
     for step, cached in enumerate(with_cache(model.eval())):
         for row, length in enumerate(LENGTHS):
@@ -71,7 +71,7 @@ def test_they_are_where_the_model_is_cut(gloo: Pool) -> None:
 
 @torch.no_grad()
 def test_a_factory_of_plain_modules_has_a_cache_too() -> None:
-    ours, _ = tiny_model(serial_mesh())
+    ours = tiny_model(serial_mesh())
     weights = {name: weight.double() for name, weight in tiny_weights(ours).items()}
     dense = dense_gpt2(tiny_section(), VOCABULARY, weights)
     for one, other in zip(with_cache(ours.eval()), with_cache(dense.eval()), strict=True):
@@ -87,7 +87,7 @@ def behind_layers(
 
 @torch.no_grad()
 def test_it_can_be_filled_in_parts_of_any_size() -> None:
-    model, _ = tiny_model(serial_mesh())
+    model = tiny_model(serial_mesh())
     tokens = torch.tensor(TEXTS)
     positions = torch.arange(SEQUENCE).expand_as(tokens)
     cache = KeyValueCache(SEQUENCE)
@@ -102,7 +102,7 @@ def test_it_can_be_filled_in_parts_of_any_size() -> None:
 
 
 def test_it_is_read_where_gradients_are_recorded_too() -> None:
-    model, _ = tiny_model(serial_mesh(), dtype=torch.bfloat16)
+    model = tiny_model(serial_mesh(), dtype=torch.bfloat16)
     tokens = torch.tensor(TEXTS)
     positions = torch.arange(SEQUENCE).expand_as(tokens)
     found = []
@@ -117,7 +117,7 @@ def test_it_is_read_where_gradients_are_recorded_too() -> None:
 
 @torch.no_grad()
 def test_rows_that_end_leave_and_change_no_other() -> None:
-    model, _ = tiny_model(serial_mesh())
+    model = tiny_model(serial_mesh())
     kept = [3, 0]
     everything = list(with_cache(model.eval()))
     reader = BatchReader(model, [TEXTS[row][: LENGTHS[row]] for row in range(4)], STEPS)
@@ -149,7 +149,7 @@ def test_without_padding_there_is_no_mask() -> None:
 @torch.no_grad()
 def test_no_place_that_is_read_is_nan() -> None:
     """Of padding either: a weight of 0 times NaN is NaN, in the rows that look elsewhere."""
-    model, _ = tiny_model(serial_mesh())
+    model = tiny_model(serial_mesh())
     cache = KeyValueCache(8, torch.tensor([0, 6]))
     positions = torch.arange(8).repeat(2, 1)
     x = behind_layers(model.eval(), torch.tensor(TEXTS)[:2, :8], positions, cache)

@@ -43,7 +43,7 @@ def continued(
     """The new tokens of PROMPTS, so many of them together."""
     mesh = mesh_of_ranks(tensor_size)
     config = tiny_section(max_position_embeddings=POSITIONS)
-    model, _ = tiny_model(mesh, config, dtype=torch.float32)
+    model = tiny_model(mesh, config, dtype=torch.float32)
     if weights is not None:
         scatter_weights(model, weights)
     new = []
@@ -136,7 +136,7 @@ FULL = [prompt for prompt in PROMPTS if prompt]  # none of them needs an end mar
 
 def new_tokens(sampling: Sampling, eod: int | None, **others: Any) -> list[list[int]]:
     mesh = mesh_of_ranks(1)
-    model, _ = tiny_model(mesh, tiny_section(max_position_embeddings=POSITIONS))
+    model = tiny_model(mesh, tiny_section(max_position_embeddings=POSITIONS))
     return generate(model.eval(), mesh, FULL, sampling, eod=eod, **others)
 
 
@@ -169,13 +169,13 @@ def test_a_text_ends_where_it_is_said_to_be_done() -> None:
 
 def test_no_prompt_has_no_continuation() -> None:
     mesh = mesh_of_ranks(1)
-    assert generate(tiny_model(mesh)[0].eval(), mesh, [], GREEDY, eod=0) == []
+    assert generate(tiny_model(mesh).eval(), mesh, [], GREEDY, eod=0) == []
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, Sampling(24, top_k=3)])
 def test_logits_that_are_no_numbers_are_an_error(sampling: Sampling) -> None:
     mesh = mesh_of_ranks(1)
-    model, _ = tiny_model(mesh)
+    model = tiny_model(mesh)
     with torch.no_grad():
         model.position_embedding.weight[5] = torch.nan
     few = replace(sampling, max_new_tokens=6)
@@ -190,7 +190,7 @@ def test_logits_that_are_no_numbers_are_an_error(sampling: Sampling) -> None:
 def test_narrow_weights_generate_too(dtype: torch.dtype, tolerance: float) -> None:
     mesh = mesh_of_ranks(1)
     config = tiny_section(max_position_embeddings=POSITIONS)
-    narrow, wide = (tiny_model(mesh, config, dtype=d)[0].eval() for d in (dtype, torch.float64))
+    narrow, wide = (tiny_model(mesh, config, dtype=d).eval() for d in (dtype, torch.float64))
     with torch.inference_mode():
         logits = [BatchReader(model, FULL, 1).logits() for model in (narrow, wide)]
     assert logits[0].dtype == dtype
@@ -231,7 +231,7 @@ def test_the_distribution_is_that_of_transformers(
 
 def test_the_texts_of_many_seeds_have_the_distribution_of_the_model() -> None:
     mesh = mesh_of_ranks(1)
-    model, _ = tiny_model(mesh)
+    model = tiny_model(mesh)
     sampling = Sampling(1, top_k=4)
     prompts = [[5, 6]] * 2000
     found = torch.tensor(generate(model.eval(), mesh, prompts, sampling, eod=None)).flatten()

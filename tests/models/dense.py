@@ -17,7 +17,13 @@ class PlainAttention(nn.Module):
     """Softmax attention, written out."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        rows: Tensor | None = None,
     ) -> Tensor:
         scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
         if is_causal:
@@ -25,6 +31,11 @@ class PlainAttention(nn.Module):
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
         return scores.softmax(-1) @ v
+
+
+class NoDropout(nn.Module):
+    def forward(self, x: Tensor, rows: Tensor | None) -> Tensor:
+        return x
 
 
 class PlainHead(nn.Module):
@@ -79,7 +90,7 @@ DENSE_FACTORY = LayerFactory(
     rotary=nn.Identity,
     layer_norm=lambda hidden, epsilon: nn.LayerNorm(hidden, eps=epsilon),
     rms_norm=lambda hidden, epsilon: nn.RMSNorm(hidden, eps=epsilon),
-    dropout=lambda p, name: nn.Dropout(p),
+    dropout=lambda p, name: NoDropout(),
     attention_core=lambda dropout, name: PlainAttention(),
     head=PlainHead,
     checkpoint=recompute,

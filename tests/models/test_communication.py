@@ -27,7 +27,7 @@ def traffic(layers: int, granularity: str, dropout: float) -> tuple[Calls, Calls
     section = tiny_section(
         num_layers=layers, recompute_granularity=granularity, hidden_dropout=dropout
     )
-    model, _ = tiny_model(mesh, section)
+    model = tiny_model(mesh, section)
     batch = samples(BATCH)
     with Communication() as forward:
         loss, _ = summed_loss(model, batch, torch.device("cpu"))
@@ -61,7 +61,7 @@ def test_recomputation_adds_up_to_two_per_layer(
 
 def no_traffic() -> int:
     mesh = mesh_of_ranks(1)
-    model, _ = tiny_model(mesh)
+    model = tiny_model(mesh)
     with Communication() as communication:
         summed_loss(model, samples(BATCH), torch.device("cpu"))[0].backward()
     return len(communication.calls)

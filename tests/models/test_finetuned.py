@@ -41,13 +41,13 @@ def finetuned_section(head: Any) -> FinetunedConfig:
 
 
 def scores(head: str, tensor_size: int) -> Tensor:
-    model, _ = tiny_model(mesh_of_ranks(tensor_size), finetuned_section(head))
+    model = tiny_model(mesh_of_ranks(tensor_size), finetuned_section(head))
     return model.eval()(inputs(3)).detach()
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_of_tasks_have_their_shapes_and_equal_plain_modules(gloo: Pool, head: str) -> None:
-    model, _ = tiny_model(serial_mesh(), finetuned_section(head))
+    model = tiny_model(serial_mesh(), finetuned_section(head))
     dense = whole_bert(FinetunedBert, finetuned_section(head), tiny_weights(model))
     assert any("pooler" in name for name in sharding_specs(model)) == (head != "span")
     expected = dense(inputs(3))
@@ -59,7 +59,7 @@ def test_heads_of_tasks_have_their_shapes_and_equal_plain_modules(gloo: Pool, he
 @pytest.mark.parametrize("head", HEADS)
 def test_dropout_stands_before_the_head_in_training_alone(head: str) -> None:
     section = replace(finetuned_section(head), hidden_dropout=0.25)
-    model: Any = tiny_model(serial_mesh(), section)[0]
+    model: Any = tiny_model(serial_mesh(), section)
     seen: dict[str, Tensor] = {}
     body = model.encoder.final_norm if model.pooler is None else model.pooler
     body.register_forward_hook(lambda each, given, out: seen.update(body=out.detach()))
@@ -75,7 +75,7 @@ def test_dropout_stands_before_the_head_in_training_alone(head: str) -> None:
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_of_narrow_formats_are_told_apart(head: str, dtype: torch.dtype) -> None:
-    model: Any = tiny_model(serial_mesh(), finetuned_section(head), dtype=dtype)[0]
+    model: Any = tiny_model(serial_mesh(), finetuned_section(head), dtype=dtype)
     with torch.no_grad():
         model.head.bias.fill_(64)
     found = model(inputs(3))

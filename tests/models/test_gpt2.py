@@ -45,7 +45,7 @@ def test_it_equals_plain_modules(
     prepare: Callable[[GPT2Batch], GPT2Batch], granularity: str
 ) -> None:
     section = tiny_section(recompute_granularity=granularity)
-    model, _ = tiny_model(serial_mesh(), section)
+    model = tiny_model(serial_mesh(), section)
     weights = {name: weight.double() for name, weight in tiny_weights(model).items()}
     dense = dense_gpt2(section, VOCABULARY, weights)
     batch = prepare(samples(3))
@@ -67,7 +67,7 @@ def test_it_equals_plain_modules(
 
 
 def test_a_document_is_read_as_if_it_were_alone() -> None:
-    model, _ = tiny_model(serial_mesh())
+    model = tiny_model(serial_mesh())
     batch = with_documents(samples(2))
     starts, whole = batch.document_starts, on_device(batch, CPU)
     together = model(whole).view(*starts.shape, -1)

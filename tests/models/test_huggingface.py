@@ -140,7 +140,7 @@ def run_ours(
     """(logits, whole gradients) on this rank."""
     kind, mesh = KINDS[name], mesh_of_ranks(tensor_size)
     dtype = next(iter(weights.values())).dtype
-    model, _ = build_model(kind.config, mesh, VOCABULARY, seed=1, dtype=dtype)
+    model = build_model(kind.config, mesh, VOCABULARY, seed=1, dtype=dtype)
     scatter_weights(model, weights)
     logits = kind.ours(model.eval(), mesh)
     table = sharding_specs(model)

@@ -107,7 +107,7 @@ def test_every_layout_gives_the_same_model(gloo: Pool) -> None:
 
 
 def test_a_loss_on_whole_logits_is_the_models_own_where_it_is_the_same() -> None:
-    model, _ = tiny_model(serial_mesh())
+    model = tiny_model(serial_mesh())
     own = WholeLogitsLoss(
         model,
         serial_mesh(),
@@ -123,7 +123,7 @@ def test_a_loss_on_whole_logits_is_the_models_own_where_it_is_the_same() -> None
 
 
 def test_a_model_alone_is_its_stages_in_order() -> None:
-    model, _ = tiny_model(serial_mesh())
+    model = tiny_model(serial_mesh())
     batch, scales = on_device(samples(2), CPU), torch.ones(1, dtype=torch.float64)
     x = model.layers(model.embed(batch), batch)
     assert torch.equal(model(batch, scales), model.loss(x, batch, scales))
@@ -133,7 +133,7 @@ def test_a_model_alone_is_its_stages_in_order() -> None:
 @pytest.mark.parametrize(("embedding", "hidden"), [(0.5, 0.0), (0.0, 0.5), (None, 0.5)])
 def test_dropout_of_the_embeddings_is_a_setting(embedding: float | None, hidden: float) -> None:
     config = tiny_section(embedding_dropout=embedding, hidden_dropout=hidden)
-    model, _ = tiny_model(serial_mesh(), config)
+    model = tiny_model(serial_mesh(), config)
     x = model.train().embed(on_device(samples(4), CPU))
     p = hidden if embedding is None else embedding
     assert (x == 0).double().mean().item() == pytest.approx(p, abs=0.05)

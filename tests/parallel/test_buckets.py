@@ -49,7 +49,7 @@ def losses(model: nn.Module, mesh: Mesh, step: int) -> Iterator[tuple[bool, Tens
 
 def check_against_ddp(bucket_bytes: int, direct: bool) -> None:
     mesh = mesh_of_ranks(1)
-    model, plain = tiny_model(mesh)[0], tiny_model(mesh)[0]
+    model, plain = tiny_model(mesh), tiny_model(mesh)
     table = sharding_specs(model)
     replica = DistributedDataParallel(plain)
     buckets = GradientBuckets(model, bucket_bytes, direct=direct)
@@ -187,7 +187,7 @@ def test_a_parameter_that_is_reached_without_a_gradient_has_none() -> None:
 def in_bf16(tensor_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Gradients of 8 bf16 micro-batches: the buckets', their fp32 sum, their bf16 sum."""
     mesh = mesh_of_ranks(tensor_size)
-    model, plain = (tiny_model(mesh, dtype=torch.bfloat16)[0] for _ in range(2))
+    model, plain = (tiny_model(mesh, dtype=torch.bfloat16) for _ in range(2))
     buckets = GradientBuckets(model)
     assert {bucket.flat.dtype for bucket in buckets.buckets} == {torch.float32}
     wide = {name: torch.zeros_like(each).float() for name, each in plain.named_parameters()}
@@ -272,7 +272,7 @@ def test_a_tie_of_two_stages_is_summed_and_counted_once(gloo: Pool) -> None:
 
 def check_the_order_of_a_bucket() -> None:
     mesh = mesh_of_ranks(2)
-    for bucket in GradientBuckets(tiny_model(mesh)[0]).buckets:
+    for bucket in GradientBuckets(tiny_model(mesh)).buckets:
         assert len(bucket.flat) % (ALIGNMENT * mesh.data.size) == 0
         assert all(view.start % ALIGNMENT == 0 for view in bucket.views)
         kinds = [(not view.spec.decay, bool(view.spec.shards)) for view in bucket.views]
@@ -293,7 +293,7 @@ def test_a_bucket_can_be_divided_among_its_ranks(gloo: Pool) -> None:
 def reduced_before_the_end(bucket_bytes: int) -> list[int]:
     """Buckets whose reduction had started when each parameter's gradient arrived."""
     mesh = mesh_of_ranks(1)
-    model = tiny_model(mesh)[0]
+    model = tiny_model(mesh)
     buckets = GradientBuckets(model, bucket_bytes)
     started: list[int] = []
     begin = Mock(wraps=start_all_reduce)

@@ -79,7 +79,7 @@ def test_initial_weights_do_not_depend_on_the_layout(gloo: Pool, size: int) -> N
 @pytest.mark.parametrize("section", [tiny_section, bert_section, partial(bert_section, "post-ln")])
 def test_initial_weights_and_decay_are_the_papers(section: Callable[..., ModelConfig]) -> None:
     config = section(num_layers=8, hidden_size=64, max_position_embeddings=256)
-    model, _ = build_model(config, serial_mesh(), 1000, seed=SEED, dtype=torch.float32)
+    model = build_model(config, serial_mesh(), 1000, seed=SEED, dtype=torch.float32)
     table = sharding_specs(model)
     for name, weight in model.named_parameters():
         real = table[name].real(weight)
@@ -151,7 +151,7 @@ def test_dtensors_keep_the_order_of_two_cuts(gloo: Pool) -> None:
 
 def write_and_read(folder: str, writes: int, reads: int) -> None:
     """Weights of one layout, through torch's distributed checkpoint to another one."""
-    source, target = tiny_model(mesh_of_ranks(writes))[0], initial(mesh_of_ranks(reads), seed=2)
+    source, target = tiny_model(mesh_of_ranks(writes)), initial(mesh_of_ranks(reads), seed=2)
     writer = HuggingFaceStorageWriter(folder, save_distributed=True)
     dcp.save(to_dtensors(source, source.head.mesh), storage_writer=writer)
     tensors = to_dtensors(target.double(), target.head.mesh)
@@ -206,7 +206,7 @@ def test_specs_and_ties_survive_meta_materialise_bf16_and_deepcopy(gloo: Pool, s
 def check_fully_shard(tensor_size: int) -> None:
     """FSDP over the data axis: the same table, loss and gradients (FSDP averages them)."""
     mesh = mesh_of_ranks(tensor_size)
-    plain, sharded = tiny_model(mesh)[0], tiny_model(mesh)[0]
+    plain, sharded = tiny_model(mesh), tiny_model(mesh)
     before = sharding_specs(sharded)
     for layer in sharded.transformer.layers.values():
         fully_shard(layer, mesh=mesh.device_mesh()["data"])

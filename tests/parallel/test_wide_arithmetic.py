@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.parallel import kernels
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.dropout import factors, head_keys, row_keys
 from megatron.parallel.layers import (
     AttentionCore,
     LayerNorm,
@@ -21,7 +22,6 @@ from megatron.parallel.layers import (
     VocabParallelEmbedding,
 )
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.random import NamedRNGs
 from megatron.parallel.sharding import materialize
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
@@ -171,15 +171,15 @@ def test_softmax(
 ) -> None:
     """One rounding of the probabilities too: they are the softmax's result, and meet v rounded."""
     if in_blocks:
-        monkeypatch.setattr("megatron.parallel.cpu.functional.BLOCK", 16)
+        monkeypatch.setattr("megatron.parallel.block_attention.BLOCK", 16)
     q, k, v = attention_case(dtype, large)
     q.requires_grad_(in_blocks)  # where that pays, which tests of their own say
-    rngs = NamedRNGs(1, serial_mesh())
-    core = AttentionCore(rngs, dropout, "core").train()
-    result = core(q, k, v, documents(is_cut), not is_cut)
+    core = AttentionCore(serial_mesh(), 1, dropout, "core").train()
+    rows = row_keys(torch.arange(2), torch.arange(40))
+    result = core(q, k, v, documents(is_cut), not is_cut, rows)
     result, q = result.detach(), q.detach()
-    with rngs.per_rank("core"):  # what dropout in the core has drawn
-        kept = F.dropout(torch.ones(2, 3, 40, 40), dropout).double()
+    keys = head_keys(rows, core.key, range(3), 2).flatten()
+    kept = factors(keys, 0, 40, dropout, torch.float64).view(2, 3, 40, 40)
     mask = documents(is_cut)
     mask = torch.ones(40, 40, dtype=torch.bool).tril() if mask is None else mask
     expected = attend(q.double(), k.double(), v.double(), mask, kept)

@@ -160,7 +160,7 @@ def write_model(
     section, mesh = section or small_section(), serial_mesh()
     tokenizer = build_tokenizer("BertWordPieceLowerCase", write_wordpiece(folder, *words), None)
     size = tokenizer.vocab_size
-    model, _ = build_model(section, mesh, size, seed=7, dtype=torch.float32)
+    model = build_model(section, mesh, size, seed=7, dtype=torch.float32)
     pieces = [each for each in model_slices(model) if each.key != f"model.{without}"]
     if beside is not None:
         pieces.append(

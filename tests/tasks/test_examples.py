@@ -56,11 +56,6 @@ def config_of(head: Head, **changes: Any) -> FinetunedConfig:
     return finetuned_config(small_section(**changes), head, LABELS[head])
 
 
-def still(head: Head, **changes: Any) -> FinetunedConfig:
-    """A config without dropout."""
-    return config_of(head, hidden_dropout=0.0, attention_dropout=0.0, **changes)
-
-
 SETTINGS = made.Settings(
     valid_data=(Path("x"),), epochs=EPOCHS, lr=1e-3, lr_warmup_fraction=0.25, seq_length=24
 )
@@ -94,7 +89,7 @@ Outcome = tuple[list[float], list[NDArray[np.float32]], dict[str, Tensor]]
 
 def outcome(folder: Path, head: Head, tensor_size: int, micro: int) -> Outcome:
     """(the loss of each step, logits after the last, weights whole) of a run in fp64."""
-    mesh, config, steps = mesh_of_ranks(tensor_size), still(head), steps_of(head, micro)
+    mesh, config, steps = mesh_of_ranks(tensor_size), config_of(head), steps_of(head, micro)
     with patch.dict(DTYPES, {"fp64": torch.float64}):  # of no program: exact enough to compare
         state = start(verify(folder, mesh), config, OPTIMIZER, "fp64", 5, mesh)
     scatter_weights(state.model, tiny_weights(state.model))
@@ -151,8 +146,11 @@ def one_by_one(model: Any, example: Example) -> Tensor:
 def test_the_loss_is_the_mean_of_examples_read_alone_and_padding_does_not_count(
     head: Head, order: ResidualOrder
 ) -> None:
-    mesh, config = serial_mesh(), still(head, residual_order=order)
-    model, _ = tiny_model(mesh, config)
+    mesh, config = (
+        serial_mesh(),
+        config_of(head, hidden_dropout=0.0, attention_dropout=0.0, residual_order=order),
+    )
+    model = tiny_model(mesh, config)
     examples = make_examples(head, 6, 3)
     batch = make_batch([*examples, examples[0]], counted=6)
     assert batch.tokens.shape[-1] == max(each.longest for each in examples)

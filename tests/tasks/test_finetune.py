@@ -174,9 +174,9 @@ def test_every_seed_has_a_head_an_order_and_dropout_of_its_own(
 
     def looks(state: Any, loop: Any) -> str:
         heads.append(state.model.head.weight.detach().clone())
-        with state.rngs.at(0, 0):
-            masks.append(state.model.dropout(torch.ones(4, 32)))
-        orders.append(torch.from_numpy(next(loop.batches)[0].tokens))
+        batch = next(loop.batches)[0]
+        masks.append(state.model.dropout(torch.ones(4, 32), torch.arange(4)))
+        orders.append(torch.from_numpy(batch.tokens))
         assert loop.training.check_replicas_interval == 4, "after every epoch"
         loop.evaluate(state)
         return "train_iters"
@@ -201,7 +201,7 @@ def test_several_processes_train_keep_and_evaluate(
     gloo: Pool, words: list[str], tmp_path: Path, tensor_size: int
 ) -> None:
     save = tmp_path / "save"
-    words = [*words, "--hidden-dropout", "0", "--attention-dropout", "0", "--seeds", "2"]
+    words = [*words, "--seeds", "2"]
     cut = ["--tensor-model-parallel-size", str(tensor_size)]
     record, nothing = gloo.run(2, ranks, [*words, *cut, "--save", str(save)], tensor_size)
     assert nothing == {}

@@ -53,7 +53,7 @@ def windows_of_text() -> list[Window]:
 
 def easy_window(tokens: Any) -> Window:
     """One whose last label alone is what the tiny model thinks most probable."""
-    model, _ = tiny_model(mesh_of_ranks(1))
+    model = tiny_model(mesh_of_ranks(1))
     with torch.no_grad():
         for _ in range(3):
             ids = torch.from_numpy(tokens)[None]
@@ -64,7 +64,7 @@ def easy_window(tokens: Any) -> Window:
 
 def scored(tensor_size: int, micro_batch_size: int) -> Scores:
     mesh = mesh_of_ranks(tensor_size)
-    model, _ = tiny_model(mesh)
+    model = tiny_model(mesh)
     return score_windows(model.eval(), mesh, windows_of_text(), micro_batch_size, "test")
 
 
@@ -77,7 +77,7 @@ def assert_equal(scores: Scores, expected: Scores) -> None:
 
 
 def test_scores_depend_on_neither_batch_size_nor_layout(gloo: Pool) -> None:
-    model, _ = tiny_model(mesh_of_ranks(1))
+    model = tiny_model(mesh_of_ranks(1))
     rows = []
     for window in windows_of_text():  # one at a time, without padding, by torch's own functions
         inputs = torch.from_numpy(window.inputs)[None]
@@ -143,7 +143,7 @@ def test_every_task_gives_the_same_figures_at_every_layout_and_batch_size(
 def diverged(tensor_size: int) -> str:
     """The error of a model that has."""
     mesh = mesh_of_ranks(tensor_size)
-    model, _ = tiny_model(mesh)
+    model = tiny_model(mesh)
     torch.nn.init.constant_(model.final_norm.bias, float("nan"))
     with pytest.raises(ValueError, match="--dtype") as refused:
         score_windows(model.eval(), mesh, windows_of_text(), 4, "test")

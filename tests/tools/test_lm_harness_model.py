@@ -37,7 +37,7 @@ class Letters:
 
 def tiny_lm(tensor_size: int = 1, micro_batch_size: int = 3) -> CheckpointLM:
     mesh = mesh_of_ranks(tensor_size)
-    model, _ = tiny_model(mesh)
+    model = tiny_model(mesh)
     return CheckpointLM(model.eval(), mesh, Letters(), micro_batch_size)  # type: ignore[arg-type]
 
 

@@ -45,7 +45,7 @@ def test_a_training_command_fits_its_preset(words: list[str]) -> None:
     config.check(world_size)
     if world_size > 2:  # too large to run here
         with fake_ranks(world_size, config.parallel.tensor_model_parallel_size) as mesh:
-            model, _ = build_model(config.model, mesh, VOCABULARY, seed=None, dtype=torch.bfloat16)
+            model = build_model(config.model, mesh, VOCABULARY, seed=None, dtype=torch.bfloat16)
         assert mesh.size == world_size
         assert {each.device.type for each in model.parameters()} == {"meta"}
 

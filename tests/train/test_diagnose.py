@@ -27,7 +27,7 @@ Fault = Callable[[TrainState, nn.Module], object]
 
 
 def is_third_micro_batch(state: TrainState) -> bool:
-    return state.rngs.position[1] == 2
+    return state.micro_batch == 2
 
 
 def infinite_output(state: TrainState, module: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """One answer for every layout: the paper's claim that sharding the model changes nothing."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -27,14 +27,20 @@ from tests.tiny import (
 )
 
 GLOBAL_BATCH, STEPS = 4, 5
+DROPOUT: dict[str, Any] = {
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "embedding_dropout": 0.2,
+}
 MODELS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "gpt2": (tiny_section(), samples),
-    "bert pre-ln": (bert_section("pre-ln"), bert_samples),
-    "bert post-ln": (bert_section("post-ln"), bert_samples),
+    "gpt2 dropout": (tiny_section(**DROPOUT), samples),
+    "bert pre-ln": (bert_section("pre-ln", **DROPOUT), bert_samples),
+    "bert post-ln": (bert_section("post-ln", **DROPOUT), bert_samples),
 }
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 # In fp32 Adam amplifies the rounding noise of the key bias, whose gradient is zero in theory.
-DTYPES = {"gpt2": [torch.float64, torch.float32]}
+DTYPES = {"gpt2": [torch.float64, torch.float32], "gpt2 dropout": [torch.float64, torch.float32]}
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,15 @@ class Outcome:
     weights: dict[str, Tensor]
 
 
-def outcome(model: str, tensor_size: int, micro_batch_size: int, dtype: torch.dtype) -> Outcome:
+def outcome(
+    model: str,
+    tensor_size: int,
+    micro_batch_size: int,
+    dtype: torch.dtype,
+    granularity: str = "none",
+) -> Outcome:
     mesh, (config, draw) = mesh_of_ranks(tensor_size), MODELS[model]
+    config = replace(config, recompute_granularity=granularity)
     state = tiny_state(mesh, config, dtype=dtype)
     logits = None
     if model == "gpt2":
@@ -65,9 +78,11 @@ def outcome(model: str, tensor_size: int, micro_batch_size: int, dtype: torch.dt
     return Outcome(logits, losses, gradients, results, whole_weights(state.model))
 
 
-def outcomes(model: str, tensor_size: int, micro_batch_size: int) -> dict[torch.dtype, Outcome]:
-    dtypes = DTYPES.get(model, [torch.float64])
-    return {each: outcome(model, tensor_size, micro_batch_size, each) for each in dtypes}
+def outcomes(
+    model: str, tensor_size: int, micro_batch_size: int, granularity: str = "none"
+) -> dict[torch.dtype, Outcome]:
+    dtypes, sizes = DTYPES.get(model, [torch.float64]), (tensor_size, micro_batch_size)
+    return {each: outcome(model, *sizes, each, granularity) for each in dtypes}
 
 
 @cache
@@ -114,6 +129,18 @@ def test_every_layout_and_split_of_the_batch_gives_one_answer(
         return
     for each in gloo.run(world, outcomes, model, tensor_size, micro_batch_size):
         assert_agree(each, alone(model))
+
+
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+@pytest.mark.parametrize("model", ["gpt2 dropout", "bert post-ln"])
+def test_recomputation_drops_the_same(gloo: Pool, model: str, granularity: str) -> None:
+    for each in gloo.run(4, outcomes, model, 2, 1, granularity):
+        assert_agree(each, alone(model))
+
+
+def test_dropout_is_on() -> None:
+    plain, dropped = (alone(model)[torch.float64] for model in ("gpt2", "gpt2 dropout"))
+    assert abs(plain.results[0].loss - dropped.results[0].loss) > 1e-3
 
 
 def test_the_masks_are_uneven_and_the_norm_is_of_all_gradients() -> None:

@@ -186,7 +186,7 @@ def drift_of_batches(bad: tuple[int, int], has_documents: bool) -> Drift | None:
 
 @pytest.mark.parametrize(
     ("has_documents", "fields"),
-    [(False, ["tokens", "labels", "loss_mask"]), (True, ["document_starts"])],
+    [(False, ["numbers", "tokens", "labels", "loss_mask"]), (True, ["document_starts"])],
 )
 def test_another_batch_on_one_tensor_rank_is_named(
     gloo: Pool, has_documents: bool, fields: list[str]

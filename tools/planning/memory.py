@@ -3,7 +3,7 @@
 All of a step: weights, their gradients and Adam's two moments, and in narrow precision masters.
 A micro-batch adds what the layers keep for the backward, N = n h numbers being the stream:
 
-    none        norms' inputs and results 4 N, q, k, v and heads 4 N/t, around GeLU 8 N/t, masks
+    none        norms' inputs and results 4 N, q, k, v and heads 4 N/t, around GeLU 8 N/t
     selective   the same without what attention's core keeps
     full        the layer's input N; of one layer at a time all of the above
 
@@ -48,10 +48,10 @@ def fits(total: int, hardware: Hardware) -> bool:
 
 
 def activations(shape: Shape, hardware: Hardware) -> int:
-    """What layers, embedding dropout and final norm keep from forward to backward."""
+    """What layers and final norm keep from forward to backward."""
     stream = shape.tokens * shape.hidden
     layer = shape.width * stream if shape.recompute == "full" else kept(shape, hardware)
-    return shape.layers * layer + _norm(shape) + _dropout(shape)
+    return shape.layers * layer + _norm(shape)
 
 
 def by_granularity(shape: Shape, hardware: Hardware) -> dict[str, int]:
@@ -64,18 +64,13 @@ def kept(shape: Shape, hardware: Hardware) -> int:
     n, h, t, width = shape.tokens, shape.hidden, shape.tensor, shape.width
     cut = (3 + 1 + 4 + 4) * width * n * h // t
     core = 0 if shape.recompute == "selective" else _core(shape, hardware)
-    return 2 * _norm(shape) + cut + 2 * _dropout(shape) + core
+    return 2 * _norm(shape) + cut + core
 
 
 def _norm(shape: Shape) -> int:
     """Its input, mean and deviation, and its result, which a product keeps; of the last norm in
     place of the result its gradient."""
     return 2 * shape.width * shape.tokens * shape.hidden + 2 * WIDE * shape.tokens
-
-
-def _dropout(shape: Shape) -> int:
-    """A mask."""
-    return shape.tokens * shape.hidden * shape.hidden_dropout
 
 
 def _core(shape: Shape, hardware: Hardware) -> int:
@@ -88,7 +83,7 @@ def _core(shape: Shape, hardware: Hardware) -> int:
     if not (shape.attention_dropout or (s <= SHORT and (causal or is_narrow))):
         return WIDE * many * s
     seen = sum(min(start + BLOCK, s) if causal else s for start in range(0, s, BLOCK)) * BLOCK
-    return many * min(seen, s * s) * (shape.width + shape.attention_dropout)
+    return many * min(seen, s * s) * shape.width
 
 
 def logits(shape: Shape) -> int:

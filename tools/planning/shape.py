@@ -21,6 +21,7 @@ ASSUMED: dict[str, Callable[[TextModelConfig], tuple[object, ...]]] = {
     "ffn_hidden_size": lambda model: (None, 4 * model.hidden_size),
     "activation": lambda model: ("gelu", "gelu_tanh"),
     "untie_embeddings_and_output_weights": lambda model: (False,),
+    "attention_dropout_rng": lambda model: (None,),
     "embedding_dropout": lambda model: (None, model.hidden_dropout),
 }
 

@@ -28,7 +28,6 @@ from megatron.models.gpt2 import document_mask
 from megatron.optim.adam import ADAMS, FlatWeights
 from megatron.parallel.factory import LayerFactory, factory_1d
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.random import NamedRNGs
 from megatron.parallel.sharding import materialize
 from tools.probes.findings import Fact, Finding
 
@@ -73,8 +72,7 @@ def probes(
 ) -> dict[str, Callable[[], Iterator[Finding]]]:
     """{layer: probe} of the factory's layers and the optimizer; apex: whether to try its, too."""
     mesh = serial_mesh(device)
-    rngs = NamedRNGs(0, mesh)
-    bench = Bench(factory_1d(mesh, rngs), device, dtype)
+    bench = Bench(factory_1d(mesh, 0), device, dtype)
     makers: dict[str, Callable[[], Action]] = {
         "column-parallel linear": lambda: bench.layer(
             lambda factory: factory.column(H, H, std=0.02)
@@ -94,7 +92,7 @@ def probes(
         "AdamW": lambda: bench.adamw("torch"),
     }
     if apex:
-        other = Bench(factory_1d(mesh, rngs, norm="apex"), device, dtype)
+        other = Bench(factory_1d(mesh, 0, norm="apex"), device, dtype)
         makers["LayerNorm of apex"] = lambda: other.layer(
             lambda factory: factory.layer_norm(H, epsilon=1e-5)
         )

@@ -127,7 +127,7 @@ def test_onednn_is_taken_where_mkl_leaves_half_the_processor_idle(
 
 def of_two_micro_batches(mesh: Mesh, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
     """(sum of the losses, whole gradients) of the tiny model."""
-    model = tiny_model(mesh, dtype=dtype)[0]
+    model = tiny_model(mesh, dtype=dtype)
     buckets, total = GradientBuckets(model), torch.zeros((), dtype=dtype)
     buckets.start()
     batches = micro_batches(samples(4), mesh, 2)

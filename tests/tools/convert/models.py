@@ -82,7 +82,7 @@ def load_and_save(checkpoint: Path, to: Path, tensor_size: int) -> None:
     mesh, manifest = mesh_of_ranks(tensor_size), read_manifest(checkpoint)
     dtype = DTYPES[manifest["precision"]]
     section, size = config_of(manifest), manifest["vocab_size"]
-    model, _ = build_model(section, mesh, size, seed=None, dtype=dtype)
+    model = build_model(section, mesh, size, seed=None, dtype=dtype)
     load(verify(checkpoint, mesh), model_slices(model))
     names = file_names(manifest["config"]["data"]["tokenizer_type"])
     files = {name: (checkpoint / name).read_bytes() for name in names}

@@ -86,13 +86,12 @@ class Traffic:
 
 def meta_state(config: PretrainConfig, mesh: Mesh, precision: str, vocab_size: int) -> TrainState:
     """All that a forward and backward pass needs, without memory; no optimizer."""
-    model, rngs = build_model(config.model, mesh, vocab_size, seed=None, dtype=DTYPES[precision])
+    model = build_model(config.model, mesh, vocab_size, seed=None, dtype=DTYPES[precision])
     nothing: Any = None
     return TrainState(
         mesh=mesh,
         model=model.train(),
         objective=model,
-        rngs=rngs,
         gradients=GradientBuckets(model),
         optimizer=nothing,
         scaler=LossScaler(),
@@ -110,6 +109,7 @@ def micro_batch(shape: Shape) -> Batch:
             loss_mask=np.ones(size, np.float32),
             positions=np.broadcast_to(np.arange(shape.sequence), size).copy(),
             document_starts=None,
+            numbers=np.arange(shape.batch),
         )
     mask = np.zeros(shape.tokens, np.float32)
     mask[: shape.predicted] = 1
@@ -120,4 +120,5 @@ def micro_batch(shape: Shape) -> Batch:
         token_types=tokens,
         is_real=np.ones(size, bool),
         is_swapped=np.zeros(shape.batch, np.int64),
+        numbers=np.arange(shape.batch),
     )

@@ -5,7 +5,7 @@ import pytest
 from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.kernels import use_cpu_kernels
 from megatron.train.step import count, forward_backward
-from tests.tools.planning.counted import META, Traffic, fake_ranks, meta_state, micro_batch
+from tests.tools.planning.counted import Traffic, fake_ranks, meta_state, micro_batch
 from tests.tools.planning.presets import planned, preset
 from tools.planning.communication import data_calls, tensor_calls, totals
 from tools.planning.shape import GPT2_VOCABULARY, Shape
@@ -35,8 +35,7 @@ def counted(config: PretrainConfig, shape: Shape, patch: pytest.MonkeyPatch) -> 
         batches = [micro_batch(shape) for _ in range(shape.micro_batches)]
         counts = count(state, batches)
         traffic.follow(state.model)
-        with META:  # dropout draws on the default device
-            forward_backward(state, batches, counts)
+        forward_backward(state, batches, counts)
     return traffic
 
 

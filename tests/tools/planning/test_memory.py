@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.turns import ResidentMemory
 from megatron.config.model import GPT2Config, RecomputeGranularity
 from megatron.config.training import OptimizerConfig, PrecisionConfig
-from megatron.models.transformer import Transformer
+from megatron.models.transformer import Sequences, Transformer
+from megatron.parallel.dropout import row_keys
 from megatron.parallel.factory import factory_1d
 from megatron.parallel.kernels import use_cpu_kernels
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.random import NamedRNGs
 from megatron.parallel.sharding import materialize
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step
@@ -89,11 +89,13 @@ def test_layers_keep_what_is_planned(
         recompute_granularity=granularity,
     )
     mesh = serial_mesh()
-    layers = Transformer(section, factory_1d(mesh, NamedRNGs(0, mesh)), range(shape.layers))
+    layers = Transformer(section, factory_1d(mesh, 0), range(shape.layers))
     materialize(layers, device=mesh.device, dtype=DTYPES[precision], seed=0).train()
     x = torch.randn(shape.tokens, shape.hidden, dtype=DTYPES[precision], requires_grad=True)
+    rows = row_keys(torch.arange(shape.batch), torch.arange(shape.sequence))
+    at = Sequences(count=shape.batch, mask=None, is_causal=True, rows=rows)
     each = shape.width * x.numel() if granularity == "full" else kept(shape, CPU)
-    assert saved_bytes(layers, x, shape.batch, None, True) == pytest.approx(2 * each, rel=0.01)
+    assert saved_bytes(layers, x, at) == pytest.approx(2 * each, rel=0.01)
 
 
 def test_lasting_memory_is_16_or_18_bytes_a_parameter() -> None:

@@ -1,0 +1,159 @@
+"""Dropout that no generator draws: whether an element is kept is a function of where it is.
+
+The keep-mask is an integer hash of (seed, name of the layer, sample, place in the sample, channel),
+or for a probability of attention of (seed, name, sample, query, head, key). So every rank computes
+the elements that it holds, however model and batch are cut, and nothing is kept for the backward,
+which computes the mask again. Recomputation, other micro-batches and a resumed run drop the same.
+
+    key of a row       64 bits: one coordinate after another is added and mixed (SplitMix64, Steele
+                       et al., 2014), then the key of the layer
+    two columns        32 bits: key and number of the pair, mixed by two multiplications
+    an element         16 of these bits, compared with p
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.parallel.random import derive_seed
+
+STEPS = 2**16  # probabilities are multiples of 1 / STEPS
+CHUNK = 2**17  # pairs of columns that are mixed at a time, so that they stay in a CPU's cache
+PAIR = 0x9E3779B1 - 2**32  # of two columns; any odd number with many bits set
+
+
+def row_keys(numbers: Tensor, places: Tensor) -> Tensor:
+    """int64 [b x s]: keys of the rows of a stream, of samples int64 [b] and places in a sample,
+    int64 [s]."""
+    return fold(fold(0, numbers)[:, None], places).flatten()
+
+
+def head_keys(rows: Tensor, key: Tensor, heads: range, batch: int) -> Tensor:
+    """int64 [b, heads, s]: of the rows of attention's probabilities in one layer, by their heads of
+    the whole model. rows: as of `row_keys`."""
+    numbers = torch.arange(heads.start, heads.stop, device=rows.device)
+    return fold(fold(key, rows).view(batch, 1, -1), numbers[:, None])
+
+
+def layer_key(seed: int, name: str) -> Tensor:
+    """int64, a scalar on the host: a tensor, so that compiled layers share one graph."""
+    return torch.tensor(derive_seed(seed, "dropout", name), device="cpu")
+
+
+class Dropout(nn.Module):
+    """Dropout of the stream [n, h] outside the parallel region: each rank drops the same."""
+
+    def __init__(self, seed: int, p: float, name: str) -> None:
+        """name: of the layer; another one drops other elements."""
+        super().__init__()
+        self.p, self.name, self.key = p, name, layer_key(seed, name)
+
+    def forward(self, x: Tensor, rows: Tensor | None) -> Tensor:
+        """rows: int64 [n], as of `row_keys`."""
+        if not self.training or self.p == 0.0:
+            return x
+        return dropout(x, fold(self.key, known(rows)), self.p)
+
+
+def known(rows: Tensor | None) -> Tensor:
+    """Raises ValueError for the rows of a batch without sample numbers."""
+    if rows is None:
+        raise ValueError(
+            "dropout is a function of sample numbers, and this batch has none: set Batch.numbers, "
+            "or call eval() on the model"
+        )
+    return rows
+
+
+def dropout(x: Tensor, keys: Tensor, p: float, first: int = 0) -> Tensor:
+    """x [r, c] with each element 0 with probability p, else x / (1 - p).
+
+    keys: int64 [r], of the rows. first: number of the first column of x among those of the whole
+    row. p is rounded to a multiple of 1 / STEPS.
+    """
+    if torch.compiler.is_compiling():
+        return x * factors(keys, first, x.shape[1], p, x.dtype)
+    dropped: Tensor = _Dropout.apply(x, keys, p, first)
+    return dropped
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keys: Tensor, p: float, first: int) -> Tensor:
+        ctx.save_for_backward(keys)
+        ctx.p, ctx.first = p, first
+        return multiply(keys, p, x, first=first)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return multiply(*ctx.saved_tensors, ctx.p, dy, first=ctx.first)[0], None, None, None
+
+
+def multiply(keys: Tensor, p: float, *tensors: Tensor, first: int = 0) -> list[Tensor]:
+    """Each tensor [r, c] times the factors of dropout: as of `dropout`, not differentiable."""
+    count = tensors[0].shape[1]
+    products = [torch.empty_like(each) for each in tensors]
+    for rows in _chunks(keys, count):
+        kept = factors(keys[rows], first, count, p, tensors[0].dtype)
+        for x, product in zip(tensors, products, strict=True):
+            torch.mul(x[rows], kept, out=product[rows])
+    return products
+
+
+def _chunks(keys: Tensor, columns: int) -> Iterator[slice]:
+    """Rows at a time."""
+    is_small = keys.is_cuda or torch.compiler.is_compiling()
+    size = len(keys) if is_small else max(1, 2 * CHUNK // columns)
+    return (slice(start, start + size) for start in range(0, len(keys), size))
+
+
+def factors(keys: Tensor, first: int, count: int, p: float, dtype: torch.dtype) -> Tensor:
+    """[r, c] of 0 and 1 / (1 - p), for the columns first to first + count."""
+    steps = min(round(p * STEPS), STEPS - 1)
+    threshold, scale = steps - STEPS // 2, STEPS / (STEPS - steps)
+    columns = torch.arange(first, first + count, dtype=torch.int32, device=keys.device)
+    if torch.compiler.is_compiling():
+        # One kernel, which hashes each pair twice and writes nothing.
+        words = hash_pairs(keys, columns >> 1)
+        halves = torch.where((columns & 1).bool(), words >> 16, words << 16 >> 16)
+        return torch.where(halves >= threshold, scale, 0.0).to(dtype)
+    pairs = torch.arange(
+        first // 2, (first + count + 1) // 2, dtype=torch.int32, device=keys.device
+    )
+    halves = hash_pairs(keys, pairs).view(torch.int16)[:, first % 2 :][:, :count]
+    kept = torch.empty(halves.shape, dtype=dtype, device=keys.device)
+    return torch.ge(halves, threshold, out=kept).mul_(scale)
+
+
+def hash_pairs(keys: Tensor, pairs: Tensor) -> Tensor:
+    """int32 [r, number of pairs]: a hash of (key, pair)."""
+    low, high = keys.to(torch.int32)[:, None], (keys >> 32).to(torch.int32)[:, None]
+    # The multipliers are those of lowbias32 (Wellons, 2018). The upper half of the key comes in
+    # between: with the lower one alone, two rows could share a mask that is shifted.
+    x = low + pairs * PAIR
+    x ^= shifted(x, 16)
+    x *= 0x7FEB352D
+    x += high
+    x ^= shifted(x, 15)
+    x *= 0x846CA68B - 2**32
+    x ^= shifted(x, 16)
+    return x
+
+
+def fold(key: Tensor | int, number: Tensor) -> Tensor:
+    """SplitMix64 of key + number."""
+    x = number + key + (0x9E3779B97F4A7C15 - 2**64)
+    x = (x ^ shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ shifted(x, 31)
+
+
+def shifted(x: Tensor, bits: int) -> Tensor:
+    """x >> bits with zeros from the left, where torch's fills in the sign."""
+    return (x >> bits) & ((1 << 8 * x.itemsize - bits) - 1)

@@ -1,0 +1,185 @@
+"""Dropout is a function of coordinates, whatever is cut or compiled; its masks look random."""
+
+import shutil
+from collections.abc import Iterable
+from functools import reduce
+from math import sqrt
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.dropout_quality import quality
+from megatron.parallel import dropout as module
+from megatron.parallel.dropout import (
+    STEPS,
+    Dropout,
+    dropout,
+    factors,
+    fold,
+    head_keys,
+    layer_key,
+    row_keys,
+)
+from megatron.parallel.layers import AttentionCore
+from megatron.parallel.random import derive_seed
+from tests.dist import Pool
+from tests.tiny import mesh_of_ranks
+
+U32, U64 = 2**32, 2**64
+
+
+def folded(key: int, numbers: Iterable[int]) -> int:
+    """SplitMix64 of one coordinate after another, in Python's integers."""
+
+    def step(key: int, number: int) -> int:
+        x = (key + number + 0x9E3779B97F4A7C15) % U64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % U64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % U64
+        return x ^ x >> 31
+
+    return reduce(step, numbers, key)
+
+
+def is_kept(key: int, column: int, p: float) -> bool:
+    x = (key % U32 + column // 2 * 0x9E3779B1) % U32
+    x = ((x ^ x >> 16) * 0x7FEB352D + (key >> 32)) % U32
+    x = (x ^ x >> 15) * 0x846CA68B % U32
+    x ^= x >> 16
+    half = x >> 16 if column % 2 else x % 2**16
+    signed = half - STEPS if half >= STEPS // 2 else half
+    return signed >= round(p * STEPS) - STEPS // 2
+
+
+def mask(keys: Tensor, columns: range, p: float = 0.3) -> Tensor:
+    return factors(keys, columns.start, len(columns), p, torch.float32) > 0
+
+
+NUMBERS, PLACES = torch.tensor([0, 7, 2**40]), torch.tensor([0, 1, 5])
+
+
+def test_a_mask_is_the_hash_that_the_file_says() -> None:
+    """Of every coordinate; another one would change the losses of a run that is resumed."""
+    keys = fold(layer_key(3, "here"), row_keys(NUMBERS, PLACES))
+    found, own = mask(keys, range(2, 9)), derive_seed(3, "dropout", "here")
+    rows = [(number, place) for number in NUMBERS.tolist() for place in PLACES.tolist()]
+    for row, (number, place) in enumerate(rows):
+        # The layer's key is added to that of the row.
+        key = folded(folded(0, [number, place]), [own])
+        assert found[row].tolist() == [is_kept(key, column, 0.3) for column in range(2, 9)]
+    heads = head_keys(row_keys(NUMBERS, PLACES), layer_key(3, "here"), range(1, 3), len(NUMBERS))
+    assert heads.shape == (3, 2, 3)
+    expected = folded(folded(0, [7, 5]), [own, 2])
+    assert heads[1, 1, 2].item() % U64 == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 2**17])
+def test_a_rank_computes_its_part_alone(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    keys = fold(layer_key(1, "a"), row_keys(torch.arange(5), torch.arange(9)))
+    x = torch.ones(len(keys), 33)
+    whole = dropout(x, keys, 0.3)
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    assert torch.equal(dropout(x, keys, 0.3), whole)
+    for rows in (slice(0, 45, 9), slice(44, 45), slice(3, 20)):
+        for columns in (range(33), range(1, 2), range(3, 20), range(8, 33)):
+            part = slice(columns.start, columns.stop)
+            found = dropout(x[rows, part], keys[rows], 0.3, first=columns.start)
+            assert torch.equal(found, whole[rows, part])
+
+
+def attention_masks(tensor_size: int) -> tuple[Tensor, Tensor]:
+    """(what this rank keeps of the stream, of the probabilities of its heads)."""
+    mesh = mesh_of_ranks(tensor_size)
+    torch.manual_seed(mesh.data.rank * 10 + mesh.tensor.rank)  # must not matter
+    numbers, size, heads = torch.arange(2) + 2 * mesh.data.rank, 20, 4 // tensor_size
+    rows = row_keys(numbers, torch.arange(size))
+    q, v = torch.zeros(2, heads, size, size), torch.eye(size).expand(2, heads, -1, -1)
+    core = AttentionCore(mesh, 5, 0.5, "core")
+    stream = Dropout(5, 0.5, "stream")(torch.ones(len(rows), 8), rows)
+    return stream, core(q, q, v, None, False, rows)
+
+
+def test_ranks_share_one_mask_of_the_stream_and_have_their_heads_of_attention(gloo: Pool) -> None:
+    (whole, scores), (other, other_scores) = gloo.run(2, attention_masks, 1)
+    ranks = gloo.run(4, attention_masks, 2)
+    for rank, (stream, own) in enumerate(ranks):
+        data, tensor = divmod(rank, 2)
+        assert torch.equal(stream, (whole, other)[data])
+        heads = slice(2 * tensor, 2 * tensor + 2)
+        assert torch.equal(own, (scores, other_scores)[data][:, heads])
+    assert not torch.equal(whole, other)
+    assert not torch.equal(scores[:, 0], scores[:, 1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_it_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 1)
+    torch._dynamo.reset()
+    layer, rows = Dropout(1, 0.3, "a"), row_keys(torch.arange(5), torch.arange(9))
+    x = torch.randn(45, 33, requires_grad=True)
+    y = layer(x, rows)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    found = torch.compile(layer, fullgraph=True)(x, rows)
+    assert torch.equal(found, y)
+    assert torch.equal(torch.autograd.grad(found.sum(), x)[0], dx)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
+def test_the_share_that_is_dropped_is_p(p: float) -> None:
+    keys = fold(layer_key(1, "a"), row_keys(torch.arange(27), torch.arange(37)))
+    kept = mask(keys, range(1001), p).double()
+    assert abs(1 - kept.mean().item() - p) <= 5 * sqrt(p * (1 - p) / kept.numel()) + 0.5 / STEPS
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_expectation_stays_and_the_gradient_has_the_same_mask(dtype: torch.dtype) -> None:
+    keys = fold(layer_key(1, "a"), row_keys(torch.arange(20), torch.arange(20)))
+    x = torch.ones(400, 500, dtype=dtype, requires_grad=True)
+    y = dropout(x, keys, 0.1)
+    y.sum().backward()
+    assert y.detach().unique().tolist() == pytest.approx([0.0, 1 / 0.9], rel=1e-2)
+    assert y.double().mean().item() == pytest.approx(1.0, abs=5e-3)
+    assert torch.equal(x.grad, y)
+    assert torch.isfinite(dropout(x, keys, 1 - 1e-9)).all()
+
+
+def test_evaluation_drops_nothing_and_training_needs_sample_numbers() -> None:
+    layer, x = Dropout(1, 0.3, "a"), torch.ones(4, 4)
+    with pytest.raises(ValueError, match="sample numbers"):
+        layer(x, None)
+    assert layer.eval()(x, None) is x
+    assert Dropout(1, 0.0, "a")(x, None) is x
+
+
+BOUND = 4.5  # standard deviations; of 16 figures
+
+
+def test_masks_look_as_if_they_were_drawn() -> None:
+    found = quality(2048, 512)
+    assert all(abs(each) < BOUND for each in found.values()), found
+
+
+def no_finaliser(x: Tensor, bits: int) -> Tensor:
+    return torch.zeros_like(x)
+
+
+def only_the_lower_half(key: Tensor, number: Tensor) -> Tensor:
+    return number * 3 + key
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"), [("shifted", no_finaliser), ("fold", only_the_lower_half)]
+)
+def test_a_bad_hash_is_found(monkeypatch: pytest.MonkeyPatch, name: str, bad: object) -> None:
+    monkeypatch.setattr(module, name, bad)
+    monkeypatch.setattr("benchmarks.dropout_quality.fold", module.fold)
+    found = quality(2048, 512)
+    assert max(abs(each) for each in found.values()) > 10 * BOUND, found
+
+
+def test_seeds_are_the_same_on_every_machine_and_tell_keys_apart() -> None:
+    assert derive_seed(1, "a", 2) == 2524119925830061422
+    keys = [(1, 2), (12,), ("1", 2), (1, "2"), (1, 2, 0)]
+    assert len({derive_seed(*key) for key in keys}) == len(keys)
+    assert all(0 <= derive_seed(number) < 2**63 for number in range(100))
