@@ -29,7 +29,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are read, padding aside; of what has none, the samples."""
+        """Tokens that are read, padding aside; of what has none, the samples. Of numpy's arrays."""
         return self.num_samples
 
     def take(self, order: Array) -> Self:
@@ -75,7 +75,7 @@ class Samples(Protocol):
     def batch(self, numbers: Sequence[int], /) -> Batch: ...
 
 
-def micro_batches(
+def micro_batch_numbers(
     consumed: int,
     *,
     global_batch_size: int,

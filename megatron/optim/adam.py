@@ -193,11 +193,11 @@ class MasterWeights:
         flats = []
         rows = zip(self.buckets, self.masters, self.moments, strict=True)
         for bucket, master, (exp_avg, exp_avg_sq) in rows:
-            for run in bucket.runs:
-                own = slice(run.start, run.stop)
+            for segment in bucket.segments:
+                own = slice(segment.start, segment.stop)
                 weight = nn.Parameter(master[own])
                 weight.grad = bucket.flat[own]
-                decay = config.weight_decay * run.spec.decay
+                decay = config.weight_decay * segment.spec.decay
                 flats.append(FlatWeights(weight, exp_avg[own], exp_avg_sq[own], decay))
         self.adam = ADAMS[config.optimizer_impl](flats, config)
 

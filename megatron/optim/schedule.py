@@ -1,4 +1,4 @@
-"""What changes from step to step: the learning rate, and fp16's loss scale (paper, section 4.2)."""
+"""The learning rate of each update (paper, section 4.2)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ DECAY = {
 }
 
 
-def learning_rate(config: OptimizerConfig, step: int, decay_iters: int) -> float:
-    """Rate of optimizer step `step`, counted from 1: linear warm-up, then decay to a floor, which
-    holds from step `decay_iters` on."""
+def learning_rate(config: OptimizerConfig, update: int, decay_iters: int) -> float:
+    """Rate of an update of the weights, counted from 1: linear warm-up, then decay to a floor,
+    which holds from update `decay_iters` on."""
     warmup = config.lr_warmup_iters
-    if step <= warmup:
-        return config.lr * step / warmup
-    progress = min(1.0, (step - warmup) / max(1, decay_iters - warmup))
+    if update <= warmup:
+        return config.lr * update / warmup
+    progress = min(1.0, (update - warmup) / max(1, decay_iters - warmup))
     return config.min_lr + (config.lr - config.min_lr) * DECAY[config.lr_decay_style](progress)

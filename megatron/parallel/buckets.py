@@ -52,18 +52,18 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _kind(named: Named) -> tuple[bool, list[str]]:
-    """What parameters of one run have in common: weight decay and the axes that cut them."""
+    """What parameters of one segment have in common: weight decay and the axes that cut them."""
     *_, spec = named
     return not spec.decay, sorted(axis.name for axis in spec.shard_axes)
 
 
 @dataclass(frozen=True)
-class Run:
+class Segment:
     """Neighbours in a bucket that decay alike and are cut along the same axes: [start, stop)."""
 
     start: int
     stop: int
-    spec: ShardingSpec  # of the first of them
+    spec: ShardingSpec  # of one of them
 
 
 class Bucket:
@@ -73,14 +73,14 @@ class Bucket:
         _, first, spec = named[0]
         self.axes = [axis for axis in spec.partial if axis.size > 1]
         self.views: list[GradientView] = []
-        self.runs: list[Run] = []
+        self.segments: list[Segment] = []
         end = 0
         for _, neighbours in groupby(sorted(named, key=_kind), _kind):
             start = end
             for name, parameter, its_spec in neighbours:
                 self.views.append(GradientView(name, parameter, its_spec, end))
                 end = _round_up(self.views[-1].stop, ALIGNMENT)
-            self.runs.append(Run(start, end, its_spec))
+            self.segments.append(Segment(start, end, its_spec))
         end = _round_up(end, ALIGNMENT * prod(axis.size for axis in self.axes))
         dtype = torch.promote_types(first.dtype, torch.float32)
         self.flat = torch.zeros(end, dtype=dtype, device=first.device)
@@ -134,15 +134,15 @@ class GradientBuckets:
     ) -> None:
         """specs: of all parameters; by default `sharding_specs(model)`, which has to know them all.
 
-        direct: the switch of the fast path. True: our layers add weight gradients to the buckets
-        during the backward. False: all gradients go through autograd and `.grad`, in the
-        parameters' dtype: the same numbers in fp32 or wider; in a narrow dtype each micro-batch's
-        gradient is rounded to it.
+        direct: True: our layers add the gradients of their weights to the buckets, as soon as they
+        have them. False, and in layers that torch.compile has compiled: all gradients go through
+        autograd and `.grad`, in the parameters' dtype. In fp32 or wider the numbers are the same;
+        in a narrow dtype both round the gradient of a micro-batch to it, the head's by its chunks.
         """
         table = sharding_specs(model) if specs is None else specs
         self.buckets = _assemble(model, table, bucket_bytes)
         self.is_last = False
-        self.watch: Callable[[GradientView], object] = _nothing  # called when one was added to
+        self.on_gradient: Callable[[GradientView], object] = _nothing  # after one was added to
         views = {view.name: view for bucket in self.buckets for view in bucket.views}
         for prefix, module in model.named_modules():
             if isinstance(module, ShardedModule):
@@ -152,6 +152,8 @@ class GradientBuckets:
         self.nodes: list[Node] = []  # kept alive, since hooks go with the nodes that they hang on
         for bucket in self.buckets:
             for view in bucket.views:
+                # A hook of the node runs also where a layer returned None, as its gradient is in
+                # the bucket already; one of the parameter would not.
                 node = get_gradient_edge(view.parameter).node
                 node.register_hook(partial(self._collect, bucket, view))
                 self.nodes.append(node)
@@ -168,7 +170,7 @@ class GradientBuckets:
         if view.parameter.grad is not None:
             view.add(view.parameter.grad)
             view.parameter.grad = None
-        self.watch(view)
+        self.on_gradient(view)
         if self.is_last:
             bucket.missing -= 1
             if bucket.missing == 0:
@@ -202,12 +204,12 @@ class GradientBuckets:
         """
         total = self.buckets[0].flat.new_zeros((), dtype=torch.float64)
         for bucket in self.buckets:
-            for run in bucket.runs:
-                flat = bucket.flat[run.start : run.stop]
+            for segment in bucket.segments:
+                flat = bucket.flat[segment.start : segment.stop]
                 rows, rest = flat.tensor_split([len(flat) // NORM_CHUNK * NORM_CHUNK])
                 norms = torch.cat(
                     [vector_norm(rows.view(-1, NORM_CHUNK), dim=1), vector_norm(rest)[None]]
                 )
-                is_owner = run.spec.is_owner(model_parallel)
+                is_owner = segment.spec.is_owner(model_parallel)
                 total += float(is_owner) * norms.double().square().sum()
         return total

@@ -1,9 +1,10 @@
-"""Collectives over an axis of the mesh; on an axis of size 1 each returns its argument.
+"""Collectives over an axis of the mesh; on an axis of size 1 each leaves its argument as it is.
 
 Section 3 of the paper has a conjugate pair: one does backward what the other does forward.
 
            forward                   backward                  where
-    f      x                         sum over ranks of dx      layers.linear, beside its dW; copy_to
+    f      x                         sum over ranks of dx      layers.linear, beside its dW;
+                                                               linear_cross_entropy; copy_to
     g      sum over ranks of x       dx                        reduce_from
 
 The law of the pair: <f(x), y> = <x, g(y)>, inner products taken over all ranks.
@@ -27,9 +28,7 @@ def _call(name: str, x: Tensor, axis: Axis, collective: Callable[[], object]) ->
     if torch.compiler.is_compiling():
         collective()
         return
-    axis.calls.waits = axis.calls.start(name, x.shape)
-    collective()
-    axis.calls.waits = None
+    axis.calls.wait_for(axis.calls.start(name, x.shape), collective)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> Tensor:
@@ -53,9 +52,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     work = dist.all_reduce(x, group=axis.group, async_op=True)
 
     def wait() -> Tensor:
-        axis.calls.waits = call
-        work.wait()
-        axis.calls.waits = None
+        axis.calls.wait_for(call, work.wait)
         return x
 
     return wait

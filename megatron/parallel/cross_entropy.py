@@ -12,7 +12,8 @@ exponentials and the label's logit together: of size b x s, never b x s x v.
 gradient exist for a chunk of the tokens at a time, so that memory does not grow with b s v. For
 that the gradient is computed with the loss, for which each token's scale has to be known ahead:
 
-    dz = scale (softmax(z) - [v = y])        dx = f(dz W)        dW = dz' x        db = sum of dz
+    dz = scale (softmax(z) - [v = y])        dx = sum over ranks of dz W
+    dW = dz' x                               db = sum of dz
 """
 
 from __future__ import annotations

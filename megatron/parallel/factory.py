@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.parallel import layers
+from megatron.parallel import layers, layers_llama
 from megatron.parallel.dropout import Dropout
 from megatron.parallel.mesh import Mesh
 
@@ -52,16 +52,16 @@ def factory_1d(
     """
     return LayerFactory(
         column=partial(layers.ColumnParallelLinear, mesh),
-        grouped_query=partial(layers.GroupedQueryLinear, mesh),
+        grouped_query=partial(layers_llama.GroupedQueryLinear, mesh),
         row=partial(layers.RowParallelLinear, mesh),
         linear=partial(layers.Linear, mesh),
         input=partial(layers.Linear, mesh),
         output=partial(layers.Linear, mesh),
         word_embedding=partial(layers.VocabParallelEmbedding, mesh),
         position_embedding=partial(layers.PositionEmbedding, mesh),
-        rotary=layers.RotaryEmbedding,
+        rotary=layers_llama.RotaryEmbedding,
         layer_norm=partial(LAYER_NORMS[norm], mesh),
-        rms_norm=partial(layers.RMSNorm, mesh),
+        rms_norm=partial(layers_llama.RMSNorm, mesh),
         dropout=partial(Dropout, seed),
         attention_core=partial(layers.AttentionCore, mesh, seed, draws_in_kernel=draws_in_kernel),
         head=partial(layers.VocabParallelHead, mesh),

@@ -7,13 +7,13 @@ one server:
                          data |           4  5  6  7     (its copy, on other samples)
 
 What several axes do together has a name too, a union of axes: code asks for the union that it
-means (`mesh.loss`), and a new axis is one entry here. Say *axis* for the mesh and *dim* for a
-tensor.
+means (`mesh.loss`), and a new axis is an entry here and a field of Mesh. Say *axis* for the mesh
+and *dim* for a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -36,10 +36,10 @@ UNIONS = {
 """The axes of each union; see Mesh."""
 
 OF_STAGES = {"pipeline", "embedding_group"}
-"""What joins pipeline stages: these hold different layers, and copies of what is tied."""
+"""What joins pipeline stages: the ranks hold different layers, and copies of what is tied."""
 
 CALLS: dict[str, Calls] = {}
-"""Of each axis and control group over which this process has communicated, by name."""
+"""By name, of each axis of several ranks and of each control group that was used."""
 
 
 class Calls:
@@ -61,6 +61,11 @@ class Calls:
         self.started += 1
         return self.started, name, shape
 
+    def wait_for(self, call: tuple[int, str, object], wait: Callable[[], object]) -> None:
+        self.waits = call
+        wait()
+        self.waits = None
+
 
 @dataclass(frozen=True, eq=False)
 class Axis:
@@ -68,8 +73,6 @@ class Axis:
 
     Modules keep axes, not groups: a module that holds a ProcessGroup cannot be deep-copied, and an
     axis can, because its copy is itself.
-
-    parts: the axes of a union, the slowest first; of an axis itself alone.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Axis:
 
     @property
     def parts(self) -> tuple[Axis, ...]:
+        """The axes of a union, the slowest first; of an axis itself alone."""
         return self.parts_of_union or (self,)
 
     @property
@@ -122,9 +126,8 @@ class ControlGroup:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        self.calls.waits = self.calls.start("gather", type(value).__name__)
-        dist.all_gather_object(values, value, group=self.group)
-        self.calls.waits = None
+        call = self.calls.start("gather", type(value).__name__)
+        self.calls.wait_for(call, lambda: dist.all_gather_object(values, value, group=self.group))
         return values
 
     def another(self, name: str = "save") -> ControlGroup:
@@ -262,8 +265,8 @@ def build_mesh(
     if sizes["pipeline"] > 2:
         ends = connect("embedding_group", stages[:, [0, -1]])
     for axis in (*axes.values(), *unions.values(), ends):
-        if axis.size > 1:  # looked up now: torch.compile cannot trace the first access
-            _ = axis.calls
+        if axis.size > 1:
+            _ = axis.calls  # in CALLS from now on, where the failure watch looks
     return Mesh(
         device=device,
         control=control,

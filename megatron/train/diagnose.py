@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.data.batch import Batch, micro_batches
+from megatron.data.batch import Batch, micro_batch_numbers
 from megatron.parallel.sharding import GradientView
 from megatron.train.state import TrainState
 
@@ -65,7 +65,7 @@ def non_finite(
         if found.micro_batch < 0:
             where += f"before {step} were read"
         else:
-            own = micro_batches(
+            own = micro_batch_numbers(
                 state.samples,
                 global_batch_size=total,
                 micro_batch_size=size,
@@ -123,12 +123,12 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
         for name, module in state.model.named_modules()
         if name  # the model's own output is that of its last module
     ]
-    before, state.gradients.watch = state.gradients.watch, look_at_gradient
+    before, state.gradients.on_gradient = state.gradients.on_gradient, look_at_gradient
     try:
         with torch.compiler.set_stance("force_eager"):  # what is compiled calls no hooks
             replay()
     finally:
-        state.gradients.watch = before
+        state.gradients.on_gradient = before
         for hook in hooks:
             hook.remove()
     return first()

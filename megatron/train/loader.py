@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from megatron.data.batch import Batch, Samples, micro_batches
+from megatron.data.batch import Batch, Samples, micro_batch_numbers
 
 if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh
@@ -47,7 +47,7 @@ def prefetch(
     """
 
     def read(start: int) -> list[Batch]:
-        numbers = micro_batches(
+        numbers = micro_batch_numbers(
             start,
             global_batch_size=starts.step,
             micro_batch_size=micro_batch_size,

@@ -54,7 +54,8 @@ def train(state: TrainState, loop: Loop) -> str:
     At the end the state is evaluated and saved; after a signal it is only saved, since the
     scheduler does not wait for an evaluation. A signal in the last step changes nothing.
     """
-    training, saver, clock, checked = loop.training, loop.saver, Clock(), None
+    training, saver, clock = loop.training, loop.saver, Clock()
+    checked: int | None = None  # the step of the last check of replicas
 
     def wants_stop() -> bool:
         """Whether this rank has a reason to leave; all leave at the step at which one has."""
@@ -68,11 +69,13 @@ def train(state: TrainState, loop: Loop) -> str:
         return end is not None or (interval is not None and state.step % interval == 0)
 
     if loop.evaluate_first:
-        loop.evaluate(state)
+        with clock.paused():
+            loop.evaluate(state)
     end = "train_iters" if state.step >= training.train_iters else None
     with closing(loop.batches):
         while end is None:
-            batches, lr = next(loop.batches), loop.learning_rate(state.updates + 1)
+            batches = next(loop.batches)
+            lr = loop.learning_rate(state.updates + 1)
             note("train step", state.step)
             result = train_step(state, batches, lr, wants_stop)
             clock.tokens += result.tokens
@@ -89,9 +92,13 @@ def train(state: TrainState, loop: Loop) -> str:
             elif training.exit_interval and state.step % training.exit_interval == 0:
                 end = "exit_interval"
 
-            saves, interval = is_due(loop.save_interval), training.check_replicas_interval
+            saves = is_due(loop.save_interval)
+            interval = training.check_replicas_interval
             if interval and (saves or state.step % interval == 0):
-                check_replicas(state, batches, checked)  # before a save: what is kept is correct
+                with clock.paused():
+                    check_replicas(
+                        state, batches, checked
+                    )  # before a save: what is kept is correct
                 checked = state.step
             if is_due(loop.log_interval):
                 log_step(state, loop, result, lr, clock)

@@ -58,7 +58,7 @@ def train_step(
     micro_batches: this rank's, of equal size. wants_stop: asked once, when the gradients are
     there; the step is finished all the same. A step whose loss or gradient is not finite on any
     rank is skipped on all: it changes no weight, moment or learning rate, and its samples are not
-    read again. Raises NonFiniteError on every rank where that may not be, or not once more.
+    read again. Raises NonFiniteError on every rank where steps may not be skipped, or no more.
     """
     mesh, scaler, k = state.mesh, state.scaler, len(state.objective.terms)
     state.model.train()
@@ -78,8 +78,8 @@ def train_step(
     for term, total, number in zip(state.objective.terms, sums, denominators, strict=True):
         if not number:
             raise ValueError(
-                f"nothing in step {state.step + 1} counts towards its {term}: with --eod-mask-loss "
-                "a batch of end marks alone does not; leave that out or check --data-path"
+                f"nothing in step {state.step + 1} counts towards its {term}: check --data-path, "
+                "and leave out --eod-mask-loss if given (a batch may be of end marks alone)"
             )
         means[term] = total / number
     norm = sqrt(squares) / scaler.scale
@@ -136,7 +136,7 @@ def forward_backward(state: TrainState, micro_batches: Sequence[Batch], counts: 
     loss scale, reduced over the axes on which they are partial.
     """
     # A term whose denominator is zero is reported after the step.
-    loss_scales = state.scaler.scale / counts[1:].clamp(min=1)
+    loss_scales = state.scaler.scale / counts[1:].where(counts[1:] > 0, 1)
     totals = torch.zeros_like(loss_scales)
     model, objective, device = state.model, state.objective, state.mesh.device
     in_flight: dict[int, Tensor] = {}
@@ -166,7 +166,7 @@ def loss_sums(
 
 def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
     """A copy whose fields are tensors on the device."""
-    moved = copy(batch)
+    moved = copy(batch)  # dataclasses.replace would derive fields again, from tensors
     for each in fields(batch):
         if (array := getattr(batch, each.name)) is not None:
             object.__setattr__(moved, each.name, to_device(device, array)[0])

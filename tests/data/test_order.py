@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.data.batch import micro_batches
+from megatron.data.batch import micro_batch_numbers
 from megatron.data.order import LONGEST_PERIOD, Blend, permute, split_documents
 
 
@@ -97,7 +97,7 @@ def test_orders_of_few_are_equally_likely() -> None:
 @pytest.mark.parametrize(("data_size", "micro_batch_size"), [(1, 1), (1, 12), (2, 3), (4, 1)])
 def test_a_step_reads_the_same_samples_at_any_layout(data_size: int, micro_batch_size: int) -> None:
     ranks = [
-        micro_batches(
+        micro_batch_numbers(
             36,
             global_batch_size=12,
             micro_batch_size=micro_batch_size,

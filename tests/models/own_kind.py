@@ -15,7 +15,7 @@ from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.registry import ModelKind
 from megatron.parallel.factory import LayerFactory
-from megatron.parallel.layers import GroupedQueryLinear
+from megatron.parallel.layers_llama import GroupedQueryLinear
 
 KIND = ModelKind(
     config="tests.models.own_kind:OwnConfig",

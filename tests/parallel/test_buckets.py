@@ -277,11 +277,11 @@ def check_the_order_of_a_bucket() -> None:
         assert all(view.start % ALIGNMENT == 0 for view in bucket.views)
         kinds = [(not view.spec.decay, bool(view.spec.shards)) for view in bucket.views]
         assert kinds == sorted(kinds)
-        assert bucket.runs[0].start == 0
-        for run, following in pairwise(bucket.runs):
+        assert bucket.segments[0].start == 0
+        for run, following in pairwise(bucket.segments):
             assert run.stop == following.start
         for view in bucket.views:
-            (run,) = [run for run in bucket.runs if run.start <= view.start < run.stop]
+            (run,) = [run for run in bucket.segments if run.start <= view.start < run.stop]
             assert view.stop <= run.stop
             assert (run.spec.decay, run.spec.shard_axes) == (view.spec.decay, view.spec.shard_axes)
 
@@ -297,7 +297,7 @@ def reduced_before_the_end(bucket_bytes: int) -> list[int]:
     buckets = GradientBuckets(model, bucket_bytes)
     started: list[int] = []
     begin = Mock(wraps=start_all_reduce)
-    buckets.watch = lambda _: started.append(begin.call_count)
+    buckets.on_gradient = lambda _: started.append(begin.call_count)
     buckets.start()
     with buckets.accumulate(is_last=True), patch.object(buckets_module, "start_all_reduce", begin):
         summed_loss(model, samples(1), CPU)[0].backward()

@@ -16,16 +16,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.layers import (
     ColumnParallelLinear,
-    GroupedQueryLinear,
     LayerNorm,
     Linear,
     PositionEmbedding,
-    RMSNorm,
-    RotaryEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
+from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm, RotaryEmbedding
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.sharding import materialize, sharding_specs
 from tests.dist import Pool
