@@ -13,7 +13,6 @@ which computes the mask again. Recomputation, other micro-batches and a resumed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from megatron.parallel.random import derive_seed
 
 STEPS = 2**16  # probabilities are multiples of 1 / STEPS
-CHUNK = 2**17  # pairs of columns that are mixed at a time, so that they stay in a CPU's cache
+CHUNK = 2**18  # pairs of columns that are mixed at a time, so that they stay in a CPU's cache
 PAIR = 0x9E3779B1 - 2**32  # of two columns; any odd number with many bits set
 
 
@@ -100,18 +99,15 @@ def multiply(keys: Tensor, p: float, *tensors: Tensor, first: int = 0) -> list[T
     """Each tensor [r, c] times the factors of dropout: as of `dropout`, not differentiable."""
     count = tensors[0].shape[1]
     products = [torch.empty_like(each) for each in tensors]
-    for rows in _chunks(keys, count):
+    size = len(keys)
+    if keys.device.type == "cpu" and not torch.compiler.is_compiling():
+        size = max(1, 2 * CHUNK // count)
+    for start in range(0, len(keys), size):
+        rows = slice(start, start + size)
         kept = factors(keys[rows], first, count, p, tensors[0].dtype)
         for x, product in zip(tensors, products, strict=True):
             torch.mul(x[rows], kept, out=product[rows])
     return products
-
-
-def _chunks(keys: Tensor, columns: int) -> Iterator[slice]:
-    """Rows at a time."""
-    is_small = keys.is_cuda or torch.compiler.is_compiling()
-    size = len(keys) if is_small else max(1, 2 * CHUNK // columns)
-    return (slice(start, start + size) for start in range(0, len(keys), size))
 
 
 def factors(keys: Tensor, first: int, count: int, p: float, dtype: torch.dtype) -> Tensor:
@@ -125,8 +121,8 @@ def factors(keys: Tensor, first: int, count: int, p: float, dtype: torch.dtype) 
         words = hash_pairs(keys, columns >> 1)
         halves = torch.where((columns & 1).bool(), words >> 16, words << 16 >> 16)
         return torch.where(halves >= threshold, scale, 0.0).to(dtype)
-    pairs = numbers(first // 2, (first + count + 1) // 2)
-    halves = hash_pairs(keys, pairs).view(torch.int16)[:, first % 2 :][:, :count]
+    words = hash_pairs(keys, numbers(first // 2, (first + count + 1) // 2))
+    halves = words.view(torch.int16)[:, first % 2 : first % 2 + count]
     kept = torch.empty(halves.shape, dtype=dtype, device=keys.device)
     return torch.ge(halves, threshold, out=kept).mul_(scale)
 

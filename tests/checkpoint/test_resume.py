@@ -258,6 +258,16 @@ def test_what_has_changed_is_said(
     assert [line.split()[1] for line in lines] == changed
 
 
+@pytest.mark.parametrize(("p", "lines"), [(0.1, 1), (0.0, 0)])
+def test_other_masks_of_dropout_are_said_once(p: float, lines: int) -> None:
+    """Where the checkpoint is of the time when each rank drew them."""
+    dropout = {"attention_dropout": p, "hidden_dropout": p}
+    old, now = manifest(**dropout), {"config": asdict(settings(**dropout)), **IDENTITY}
+    assert changes(now, old, 2) == []
+    del old["config"]["model"]["attention_dropout_rng"]
+    assert len(changes(now, old, 2)) == lines
+
+
 def test_a_setting_that_the_checkpoint_does_not_know_is_not_compared() -> None:
     old = manifest()
     del old["config"]["model"]["layernorm_epsilon"], old["config"]["training"]["seed"]

@@ -158,9 +158,13 @@ def test_the_first_loss_scale_is_a_decimal_or_a_power_of_two(text: str, scale: f
 
 
 @pytest.mark.parametrize(("words", "device", "count"), [
-    ("--fp16", "cpu", 1), ("--fp16", "cuda", 0), ("--bf16", "cpu", 0), ("--save b", "cpu", 0),
+    ("--fp16", "cpu", 1), ("--bf16", "cpu", 0), ("--save b", "cpu", 0),
+    ("--fp16", "cuda", 1), ("--attention-dropout-rng kernel", "cpu", 1),
+    ("--fp16 --attention-dropout 0", "cuda", 0), ("--attention-dropout-rng coordinates", "cuda", 0),
 ])  # fmt: skip
-def test_fp16_on_a_cpu_is_warned_of(words: str, device: str, count: int) -> None:
+def test_slow_fp16_and_draws_that_depend_on_the_layout_are_warned_of(
+    words: str, device: str, count: int
+) -> None:
     config = accept("gpt2", ["--save", "a", "--save-interval", "5", *words.split()], 1)
     assert len(config.warnings(device)) == count
 

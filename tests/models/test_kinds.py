@@ -13,6 +13,7 @@ from megatron.config.checks import UsageError
 from megatron.config.model import ModelConfig
 from megatron.data.batch import Batch
 from megatron.models.registry import KINDS, find_kind, register
+from megatron.models.transformer import text_rows
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.train.objectives import WholeLogitsLoss
 from megatron.train.state import TrainState
@@ -146,6 +147,10 @@ def test_a_batch_takes_its_tokens_in_an_order() -> None:
     assert (taken.num_samples, taken.num_tokens) == (3, 9)
     for name in ("tokens", "labels", "loss_mask", "positions"):
         assert np.array_equal(getattr(taken, name), getattr(batch, name)[:, order]), name
+    again = taken.take(np.array([2, 0]))  # places are those in the sample
+    for part, places in ((taken, order), (again, order[[2, 0]])):
+        rows = text_rows(on_device(part, CPU)).view(3, -1)
+        assert torch.equal(rows, text_rows(on_device(batch, CPU)).view(3, -1)[:, places])
     pictures = images(3, first=0)
     assert (pictures.num_samples, pictures.num_tokens) == (3, 3)
 

@@ -16,7 +16,7 @@ from megatron.parallel.kernels import use_cpu_kernels
 from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs
-from megatron.train.step import loss_sums
+from megatron.train.step import count, forward_backward, loss_sums
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.tiny import (
@@ -28,6 +28,8 @@ from tests.tiny import (
     samples,
     tiny_model,
     tiny_section,
+    tiny_state,
+    whole_gradients,
 )
 
 CPU = torch.device("cpu")
@@ -112,6 +114,40 @@ def test_loss_and_gradients_are_the_same_bit_for_bit(gloo: Pool, kind: str, size
                     assert torch.equal(gradient, gradients_again[name]), name
         first[dropout] = losses[0]
     assert first[0.0] != first[0.2]
+
+
+def drawn_in_the_kernel(tensor_size: int, granularity: str, step: int) -> list[Tensor]:
+    """Loss and a gradient of attention's weight, twice from the same step."""
+    section = tiny_section(
+        attention_dropout=0.2,
+        attention_dropout_rng="kernel",
+        recompute_granularity=granularity,
+    )
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)  # must not matter
+        state = tiny_state(mesh_of_ranks(tensor_size), section)
+        state.step = step
+        batches = [samples(BATCH)]
+        loss = forward_backward(state, batches, count(state, batches))
+        gradients = whole_gradients(state.gradients)
+        found += [loss, gradients["transformer.layers.0.attention.qkv.weight"]]
+    return found
+
+
+def test_what_a_kernel_draws_is_drawn_again(gloo: Pool) -> None:
+    """In the backward, and by a run that resumes; another step draws other numbers."""
+    for size in (1, 2):
+        first = gloo.run(size, drawn_in_the_kernel, size, "none", 3)
+        for granularity in GRANULARITIES:
+            for found, wanted in zip(
+                gloo.run(size, drawn_in_the_kernel, size, granularity, 3), first, strict=True
+            ):
+                assert torch.equal(found[0], wanted[0])
+                assert torch.equal(found[1], wanted[1])
+                assert torch.equal(found[2], wanted[0])
+                assert torch.equal(found[3], wanted[1])
+        assert gloo.run(size, drawn_in_the_kernel, size, "none", 4)[0][0] != first[0][0]
 
 
 def kept_of_layers(tensor_size: int, layers: int, dropout: float, granularity: str) -> int:

@@ -172,6 +172,14 @@ def test_an_epoch_has_every_example_once_in_an_order_of_its_own() -> None:
     assert len({tuple(each) for each in orders}) == 4
 
 
+def test_every_example_of_every_epoch_drops_other_elements() -> None:
+    steps, found = steps_of("choice", 3), list[int]()
+    for step in range(len(steps)):
+        for batch in steps.micro_batches(step, serial_mesh()):
+            found += batch.numbers[batch.counted > 0].tolist()
+    assert sorted(found) == list(range(EPOCHS * EXAMPLES))
+
+
 def test_the_order_is_that_of_earlier_versions() -> None:
     """Recorded at 98c61ae: kept figures depend on it."""
     assert steps_of("classifier").numbers(4).tolist() == [9, 4, 19, 11, 20, 7, 0, 13]

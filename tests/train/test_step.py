@@ -209,6 +209,18 @@ def test_a_batch_without_a_counted_token_is_an_error() -> None:
         train_step(tiny_state(mesh_of_ranks(1)), [batch], 1e-3)
 
 
+def test_a_mean_may_be_over_less_than_one() -> None:
+    """Of a user's weights, say: loss and gradient are divided by the same number."""
+    batch = samples(2)
+    light = replace(batch, loss_mask=batch.loss_mask / 64)
+    whole, small = (
+        train_step(tiny_state(mesh_of_ranks(1)), [each], 1e-3) for each in (batch, light)
+    )
+    assert light.loss_mask.sum() < 1
+    assert small.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert small.grad_norm == pytest.approx(whole.grad_norm, rel=1e-12)
+
+
 def uneven_ranks(tensor_size: int) -> StepResult:
     """One data rank has nothing to count; the others' gradients are the mean all the same."""
     mesh = mesh_of_ranks(tensor_size)
