@@ -69,15 +69,15 @@ def first_steps(kind: str, size: int, is_compiled: bool, changes: dict[str, Any]
             "bert",
             2,
             {"residual_order": "post-ln", "recompute_granularity": "full"} | DROPOUT,
-            False,
+            True,
         ),
     ],
 )
 def test_losses_and_gradients_are_those_of_plain_layers(
     gloo: Pool, kind: str, size: int, changes: dict[str, Any], is_whole: bool
 ) -> None:
-    """is_whole: whether all layers share one graph, collectives in it. Where numbers are drawn, or
-    a part of a layer is recomputed, a graph ends."""
+    """is_whole: whether all layers share one graph, collectives and dropout in it. Where a part of
+    a layer is recomputed, a graph ends."""
     plain = gloo.run(size, first_steps, kind, size, False, changes)
     found = gloo.run(size, first_steps, kind, size, True, changes, timeout=300)
     for theirs, ours in zip(plain, found, strict=True):
