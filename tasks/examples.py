@@ -110,7 +110,7 @@ def finetuned_config(
     """The config of a pretrained BERT with this head in place of its own; changes: of dropout
     and the like, which belong to the run and not to the weights."""
     # Other kernels compute the same model, and need not be installed where it is fine-tuned.
-    other = {"layernorm_impl": "torch", "attention_dropout_rng": None}
+    other = {"layernorm_impl": "torch", "attention_dropout_rng": "coordinates"}
     settings = {**asdict(pretrained), **other, **changes}
     return FinetunedConfig(head=head, labels=tuple(labels), **settings)
 

@@ -111,6 +111,20 @@ def test_ranks_share_one_mask_of_the_stream_and_have_their_heads_of_attention(gl
     assert not torch.equal(scores[:, 0], scores[:, 1])
 
 
+def test_every_coordinate_matters() -> None:
+    """The seed and the name of a layer, too."""
+    numbers, places = torch.arange(4), torch.arange(64)
+    rows, x = row_keys(numbers, places), torch.ones(256, 64)
+    masks = [
+        Dropout(seed, 0.5, name)(x, row_keys(numbers + first, places))
+        for seed, name, first in ((1, "a", 0), (2, "a", 0), (1, "b", 0), (1, "a", 4))
+    ]
+    assert torch.equal(Dropout(1, 0.5, "a")(x, rows), masks[0])
+    everything = torch.cat(masks)
+    for lines in (everything, everything.T):  # no row and no column is another one's
+        assert len(lines.unique(dim=0)) == len(lines)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_it_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,12 @@ from megatron.checkpoint.load import TensorSlice, verify
 from megatron.checkpoint.save import save
 from megatron.config.model import FinetunedConfig, ResidualOrder
 from megatron.data.bert import BertBatch
+from megatron.models.transformer import text_rows
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec
 from megatron.train.state import DTYPES, TrainState, model_slices
-from megatron.train.step import loss_sums, train_step
+from megatron.train.step import loss_sums, on_device, train_step
 from tasks.examples import (
     Steps,
     finetuned_config,
@@ -178,6 +179,8 @@ def test_every_example_of_every_epoch_drops_other_elements() -> None:
         for batch in steps.micro_batches(step, serial_mesh()):
             found += batch.numbers[batch.counted > 0].tolist()
     assert sorted(found) == list(range(EPOCHS * EXAMPLES))
+    rows = text_rows(on_device(batch, torch.device("cpu")))  # of each option of its own
+    assert len(rows.unique()) == batch.tokens.size
 
 
 def test_the_order_is_that_of_earlier_versions() -> None:
