@@ -38,7 +38,9 @@ def is_running() -> bool:
 
 
 def read(data: Numbers, starts: range, rank: int = 0, size: int = 1) -> list[list[list[int]]]:
-    steps = prefetch(data, starts, micro_batch_size=2, data_rank=rank, data_size=size)
+    """The numbers of the samples, which each batch knows, too."""
+    steps = list(prefetch(data, starts, micro_batch_size=2, data_rank=rank, data_size=size))
+    assert all((batch.numbers == batch.tokens[:, 0]).all() for step in steps for batch in step)
     return [[batch.tokens[:, 0].tolist() for batch in step] for step in steps]
 
 
