@@ -86,22 +86,20 @@ class Steps:
         Examples of similar length go together, so that there is little padding. Where they do not
         go round, what is short is filled with one that does not count.
         """
-        rows = sorted(self.numbers(step), key=lambda number: -self.examples[number].longest)
+        rows = [(number, self.examples[number]) for number in self.numbers(step)]
+        rows.sort(key=lambda row: -row[1].longest)
         rounds = -(-len(rows) // (self.micro_batch_size * mesh.batch.size))
         shares = rounds * mesh.batch.size
         size = -(-len(rows) // shares)
         cuts = [len(rows) * number // shares for number in range(shares + 1)]
-        own = range(mesh.batch.rank, shares, mesh.batch.size)
-        parts = [rows[cuts[number] : cuts[number + 1]] for number in own]
-        return [
-            self._batch([*part, *[rows[-1]] * (size - len(part))], len(part), step)
-            for part in parts
-        ]
-
-    def _batch(self, numbers: Sequence[int], counted: int, step: int) -> ExampleBatch:
-        batch = make_batch([self.examples[number] for number in numbers], counted)
         epochs_before = step // self.per_epoch * len(self.examples)  # each drops other elements
-        return replace(batch, numbers=np.array(numbers) + epochs_before)
+        batches = []
+        for share in range(mesh.batch.rank, shares, mesh.batch.size):
+            own = rows[cuts[share] : cuts[share + 1]]
+            numbers, examples = zip(*own, *[rows[-1]] * (size - len(own)), strict=True)
+            batch = make_batch(examples, len(own))
+            batches.append(replace(batch, numbers=np.array(numbers) + epochs_before))
+        return batches
 
 
 def finetuned_config(

@@ -14,6 +14,7 @@ from megatron.config.training import GPT2DataConfig
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.registry import ModelKind
+from megatron.models.transformer import text_rows
 from megatron.parallel.factory import LayerFactory
 from megatron.parallel.layers_llama import GroupedQueryLinear
 
@@ -95,7 +96,7 @@ class Own(nn.Module):
         )
         q, k = self.rotary(q, batch.positions), self.rotary(k, batch.positions)
         of_query = self.qkv.of_query
-        heads = self.core(q, k[:, of_query], v[:, of_query], None, True)
+        heads = self.core(q, k[:, of_query], v[:, of_query], None, True, text_rows(batch))
         x = x + self.output(heads.transpose(1, 2).reshape(b * s, -1))
         gate, up = self.up(self.mlp_norm(x)).chunk(2, dim=1)
         return x + self.down(F.silu(gate) * up)

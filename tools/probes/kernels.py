@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron.config.training import OptimizerConfig
 from megatron.models.gpt2 import document_mask
 from megatron.optim.adam import ADAMS, FlatWeights
+from megatron.parallel.dropout import row_keys
 from megatron.parallel.factory import LayerFactory, factory_1d
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import materialize
@@ -87,7 +88,7 @@ def probes(
         "attention, dropout, documents": lambda: bench.attention(DROPOUT, is_masked=True),
         "LayerNorm": lambda: bench.layer(lambda factory: factory.layer_norm(H, epsilon=1e-5)),
         "GeLU": lambda: bench.run(partial(F.gelu, approximate="tanh"), bench.stream()),
-        "dropout": lambda: bench.layer(lambda factory: factory.dropout(DROPOUT, "dropout")),
+        "dropout": bench.dropout,
         "output layer and loss": bench.loss,
         "AdamW": lambda: bench.adamw("torch"),
     }
@@ -136,13 +137,26 @@ class Bench:
         module = self.build(lambda factory: factory.position_embedding(S, H, std=0.02))
         return self.run(module, self.numbers(S))
 
+    def dropout(self) -> Action:
+        module = self.build(lambda factory: factory.dropout(DROPOUT, "dropout"))
+        return self.run(module, self.stream(), self.rows(S))
+
+    def rows(self, length: int) -> Tensor:
+        """Of the samples, for dropout."""
+        ranges = (torch.arange(size, device=self.device) for size in (B, length))
+        return row_keys(*ranges)
+
     def attention(self, dropout: float, *, is_masked: bool, length: int = S) -> Action:
         starts = torch.zeros(B, length, dtype=torch.int64, device=self.device)
         starts[:, length // 2 :] = length // 2
         mask = document_mask(starts) if is_masked else None
         core = self.build(lambda factory: factory.attention_core(dropout, "core"))
         return self.run(
-            core, *(self.stream(B, A, length, D) for _ in range(3)), mask, not is_masked
+            core,
+            *(self.stream(B, A, length, D) for _ in range(3)),
+            mask,
+            not is_masked,
+            self.rows(length),
         )
 
     def loss(self) -> Action:
