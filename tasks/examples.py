@@ -109,7 +109,7 @@ def finetuned_config(
     and the like, which belong to the run and not to the weights."""
     # Other kernels compute the same model, and need not be installed where it is fine-tuned.
     other = {"layernorm_impl": "torch", "attention_dropout_rng": "coordinates"}
-    settings = {**asdict(pretrained), **other, **changes}
+    settings = {**asdict(pretrained), "embedding_dropout": None, **other, **changes}
     return FinetunedConfig(head=head, labels=tuple(labels), **settings)
 
 
@@ -181,7 +181,7 @@ def logits_of(
             count = prod(shapes[number])
             flat[ends[number] - count : ends[number]] = row.flatten()[:count]
     model.train(was_training)
-    whole = all_reduce(flat.to(mesh.device), mesh.loss).cpu().numpy()
+    whole = all_reduce(flat.to(mesh.device), mesh.batch).cpu().numpy()
     if not np.isfinite(whole).all():
         raise DivergedError(f"{name}: logits are not numbers")
     parts = np.split(whole, ends[:-1])

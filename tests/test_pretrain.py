@@ -83,3 +83,11 @@ def test_it_trains_as_the_papers_program_and_a_kind_of_ones_own(data: Path, tmp_
         losses[name] = [line["loss"] for line in lines if "loss" in line]
     assert len(losses["own"]) == 3
     assert losses["gpt2"] == losses["gpt2 alone"] != losses["own"]
+
+
+def test_a_kind_whose_config_is_of_another_is_refused(data: Path) -> None:
+    """Its model would not be built: a checkpoint is read by the kind that its config names."""
+    misnamed = ["--model", "tests.models.own_kind:MISNAMED"]
+    ended = run("pretrain.py", *misnamed, *SIZES, "--data-path", data)
+    assert ended.returncode == 2, ended.stderr
+    assert "--model" in ended.stderr

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any, ClassVar, Protocol, Self
 
 Array = Any  # of numpy as a data set makes it, of torch on a device
@@ -47,7 +48,7 @@ class TextBatch(Batch):
 
     @property
     def num_tokens(self) -> int:
-        return int(self.tokens.size)
+        return prod(self.tokens.shape)
 
 
 @dataclass(frozen=True, kw_only=True)

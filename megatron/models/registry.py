@@ -69,12 +69,14 @@ def find_kind(name: str, given: str = "--model") -> ModelKind:
     UsageError where there is none."""
     if name in KINDS:
         return KINDS[name]
+    kind, reason = None, ""
     try:
         kind = resolve_name(name) if ":" in name else None
-    except (ImportError, AttributeError, ValueError):
-        kind = None
+    except (ImportError, AttributeError, ValueError) as error:
+        reason = f" ({error})"
     if not isinstance(kind, ModelKind):
         allowed = f"{', '.join(KINDS)}, or module:name of a megatron.models.registry.ModelKind"
+        allowed += reason
         raise UsageError(given, name, allowed, works=(given, next(iter(KINDS))))
     return kind
 

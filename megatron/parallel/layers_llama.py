@@ -45,6 +45,11 @@ class GroupedQueryLinear(ShardedModule):
     ) -> None:
         super().__init__(mesh)
         tensor, self.head_size = mesh.tensor, head_size
+        if heads % key_value_heads or heads % tensor.size:
+            raise ValueError(
+                f"{heads} heads are no multiple of {key_value_heads} key/value heads and of "
+                f"{tensor.size} tensor-parallel ranks"
+            )
         own = range(tensor.rank * heads // tensor.size, (tensor.rank + 1) * heads // tensor.size)
         needed = [head * key_value_heads // heads for head in own]
         self.of_query = torch.tensor([head - needed[0] for head in needed], device="cpu")
@@ -79,8 +84,8 @@ class GroupedQueryLinear(ShardedModule):
 
 
 class RMSNorm(ShardedModule):
-    """x / sqrt(mean of x^2 + epsilon) x weight over the last dim of [n, h], in fp32 or wider (Zhang
-    and Sennrich, 2019, arXiv:1910.07467)."""
+    """x / sqrt(mean of x^2 + epsilon) over the last dim of [n, h] in fp32 or wider, then x weight
+    in the dtype of x (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
 
     weight: nn.Parameter
 

@@ -232,6 +232,7 @@ def build_mesh(
     world, sizes = control.size, dict.fromkeys(AXES, 1) | dict(sizes)
     rest = prod(size for name, size in sizes.items() if name != "data")
     assert world % rest == 0, f"axes {sizes} in a world of {world} ranks"
+    assert sizes["data"] in (1, world // rest), f"axes {sizes} in a world of {world} ranks"
     sizes["data"] = world // rest
     grid = torch.arange(world).view([sizes[name] for name in AXES])
 

@@ -18,5 +18,5 @@ def derive_seed(*key: int | str) -> int:
 def seed_kernels(seed: int, step: int, micro_batch: int, mesh: Mesh) -> None:
     """Seed the default generators, which attention's kernel draws its dropout from: a resumed run
     draws what an undisturbed one does at the same layout, and ranks draw for their own heads."""
-    where = mesh.batch.rank, mesh.tensor.rank
+    where = (axis.rank for axis in mesh.axes)
     torch.manual_seed(derive_seed(seed, "kernels", step, micro_batch, *where))

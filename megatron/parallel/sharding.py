@@ -45,9 +45,14 @@ class ShardingSpec:
     def _extents(self) -> list[tuple[int, int]]:
         """(start, size) of this rank's shard in each dim, padding included."""
         starts, sizes = [0] * len(self.shape), list(self.shape)
-        sizes[0] = self.padded_rows or sizes[0]
+        if self.padded_rows is not None:
+            sizes[0] = self.padded_rows
         for dim, axis in self.shards:
-            assert sizes[dim] % axis.size == 0, f"{self.shape} dim {dim} on {axis.size} ranks"
+            if sizes[dim] % axis.size:
+                raise ValueError(
+                    f"dim {dim} of {self.shape} is {sizes[dim]}, no multiple of the {axis.size} "
+                    f"ranks of the {axis.name} axis"
+                )
             sizes[dim] //= axis.size
             starts[dim] += axis.rank * sizes[dim]
         return list(zip(starts, sizes, strict=True))
@@ -290,7 +295,7 @@ def to_dtensors(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
 
 def from_dtensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy into the parameters what was read into the tensors of `to_dtensors` (every rank calls
-    this)."""
+    this), before an optimizer is built: its masters are copies of their own."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, spec in sharding_specs(model).items():

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megatron.parallel.collectives import gather_with_gradient
@@ -52,8 +53,9 @@ class WholeLogitsLoss:
         function: Callable[[Tensor, Any], Tensor],
         denominator: Callable[[Any], float],
     ) -> None:
-        """function: of the logits [n, vocabulary] and the batch, to the sum of the loss, a scalar.
-        denominator: of a batch, what the mean is over."""
+        """model: one with `logits`, as GPT2. function: of the logits [n, vocabulary], fp32 or
+        wider, and the batch, to the sum of the loss, a scalar. denominator: of a batch, what the
+        mean is over."""
         self.model, self.mesh, self.function, self.denominator = model, mesh, function, denominator
 
     def denominators(self, batch: Any) -> list[float]:
@@ -61,5 +63,6 @@ class WholeLogitsLoss:
 
     def loss(self, x: Tensor, batch: Any, loss_scales: Tensor) -> Tensor:
         logits = gather_with_gradient(self.model.logits(x), self.mesh.tensor)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         total = self.function(logits[:, : self.model.vocab_size], batch)
         return (total * loss_scales.to(total.dtype)).view(1)

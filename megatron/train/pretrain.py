@@ -55,6 +55,8 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             if entry.program is None or entry.inputs is None:
                 raise UsageError("--model", kind, "a kind of model that is pretrained")
             config: PretrainConfig = parse(resolve_name(entry.program), arguments, environ)
+            if config.model.kind != kind:
+                raise UsageError("--model", kind, f"the kind of its config, {config.model.kind}")
             config.check(world)
             inputs: Inputs = resolve_name(entry.inputs)(config)
             start = find_start(config.checkpoint)

@@ -1,7 +1,7 @@
 """Kinds of model that no part of the project knows of: one of text, as a Llama is built, and one
 of images."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +25,7 @@ KIND = ModelKind(
     inputs="megatron.train.inputs:open_gpt2_inputs",
     data="megatron.config.training:GPT2DataConfig",
 )
+MISNAMED = replace(KIND)
 IMAGES = ModelKind(
     config="tests.models.own_kind:ImageConfig",
     model="tests.models.own_kind:ImageClassifier",

@@ -107,8 +107,10 @@ def test_every_layout_gives_the_same_model(gloo: Pool) -> None:
                     assert_relative(weight, wanted, 1e-9, f"{name}, t = {tensor_size}, {parameter}")
 
 
-def test_a_loss_on_whole_logits_is_the_models_own_where_it_is_the_same() -> None:
-    model = tiny_model(serial_mesh())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_loss_on_whole_logits_is_the_models_own_where_it_is_the_same(dtype: torch.dtype) -> None:
+    """In bf16, too, it is computed in fp32."""
+    model = tiny_model(serial_mesh(), dtype=dtype)
     own = WholeLogitsLoss(
         model,
         serial_mesh(),
@@ -118,7 +120,7 @@ def test_a_loss_on_whole_logits_is_the_models_own_where_it_is_the_same() -> None
         ),
         lambda batch: 1.0,
     )
-    batch, scales = on_device(samples(2), CPU), torch.ones(1, dtype=torch.float64)
+    batch, scales = on_device(samples(2), CPU), torch.full((1,), 1 / 48, dtype=torch.float64)
     x = model.layers(model.embed(batch), batch)
     torch.testing.assert_close(own.loss(x, batch, scales), model.loss(x, batch, scales))
 

@@ -251,3 +251,13 @@ def test_misuse_is_an_error_of_one_line(name: str) -> None:
         with pytest.raises(ValueError, match=r"flatten\(0, 1\)") as error:
             use(flat.unflatten(0, (2, 3)))
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("heads", "key_value_heads"), [(12, 5), (4, 8)])
+def test_key_value_heads_that_do_not_divide_the_heads_are_refused(
+    heads: int, key_value_heads: int
+) -> None:
+    with pytest.raises(ValueError, match=f"{heads} heads"):
+        GroupedQueryLinear(
+            serial_mesh(), 32, heads=heads, key_value_heads=key_value_heads, head_size=4, std=0.1
+        )

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import TensorSlice
 from megatron.checkpoint.save import save
-from megatron.config.checks import flag
+from megatron.config.checks import flag, switch
 from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
 from megatron.config.training import PrecisionConfig
 from megatron.data.tokenizer import Tokenizer
@@ -98,7 +98,8 @@ def _flags(path: Path, section: ModelConfig) -> Iterator[str]:
     for field in fields(section):
         value = getattr(section, field.name)
         if field.name in SHAPE or (field.name in FORM and value != field.default):
-            yield f"{flag(field.name)} {value}"
+            is_switch = isinstance(value, bool)
+            yield switch(field.name, value) if is_switch else f"{flag(field.name)} {value}"
     kind = read_manifest(path)["config"]["data"]["tokenizer_type"]
     if kind != resolve_name(KINDS[section.kind].data).tokenizer_type:
         yield f"--tokenizer-type {kind}"
