@@ -27,13 +27,14 @@ def setting_flags(*sections: Any) -> Iterator[str]:
                 yield from (flag(field.name), str(value))
 
 
-def pretrain(arguments: Sequence[str], processes: int = 1) -> None:
-    """Run pretrain_gpt2.py to its end, one thread a process; what it prints is dropped.
+def pretrain(arguments: Sequence[str], processes: int = 1, model: str = "gpt2") -> None:
+    """Run pretrain.py to its end, one thread a process; what it prints is dropped.
 
-    Raises CalledProcessError where it fails; its last lines are on the standard error by then.
+    model: a kind, as of --model. Raises CalledProcessError where it fails; its last lines are on the standard error by then.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *(launcher if processes > 1 else []), "pretrain_gpt2.py"]
+    command = [sys.executable, *(launcher if processes > 1 else []), "pretrain.py"]
+    command += ["--model", model]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, *arguments], cwd=ROOT, env=environ, capture_output=True, text=True, check=False

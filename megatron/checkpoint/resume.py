@@ -27,19 +27,15 @@ DROPOUTS = ("--attention-dropout", "--hidden-dropout", "--embedding-dropout")
 # A resumed run is compared with its checkpoint by the settings of these parts of its config; what
 # the others hold (where files are, how fast it runs, what it logs) changes no result.
 COMPARED = ("model", "data", "optimizer", "training", "precision")
-# Of those, these may not change, as they make another model. What decides which sample comes when
-# changes only with --override-data: see `check_start`. The rest may change, and is said.
-FIXED = {
-    "--num-layers",
-    "--hidden-size",
-    "--num-attention-heads",
-    "--ffn-hidden-size",
-    "--activation",
-    "--untie-embeddings-and-output-weights",
-    "--max-position-embeddings",
-    "--layernorm-epsilon",
-    "--residual-order",
-    "vocabulary",
+# Of the model's, these may change, and it is said; any other makes another model.
+FREE = {
+    *DROPOUTS,
+    "--attention-dropout-rng",
+    "--init-method-std",
+    "--layernorm-impl",
+    "--make-vocab-size-divisible-by",
+    "--recompute-granularity",
+    "--vocab-size",  # compared as "vocabulary"
 }
 # The fields of a data config that do not: the data set's fingerprint covers them.
 WHERE = {"--data-path", "--tokenizer-type", "--vocab-file", "--merge-file"}
@@ -184,7 +180,8 @@ def check_start(
             f"a run to resume, not weights imported from {manifest['imported_from']}",
             works=("--load", str(path), "--finetune"),
         )
-    fixed = FIXED | (set() if finetune else {"precision"})
+    fixed = {flag(each.name) for each in fields(config.model)} - FREE | {"vocabulary"}
+    fixed |= set() if finetune else {"precision"}
     overridable = {"tokenizer"}
     if not finetune:
         overridable |= {"--seed", "data sets", *(flag(each.name) for each in fields(config.data))}

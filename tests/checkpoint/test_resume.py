@@ -19,9 +19,11 @@ from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from tests.checkpoint.files import make_checkpoint
 from tests.config.test_checks import settings
+from tests.models.own_kind import PretrainOwnConfig
 
 IDENTITY = {"vocab_size": 100, "tokenizer": "f", "data": ["1/4 of SHA-256 a", "3/4 of SHA-256 b"]}
 PATH = Path("somewhere/step_00000004")
+WORDS = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --train-iters 3".split()
 
 
 def manifest(**changes: Any) -> dict[str, Any]:
@@ -50,8 +52,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start_of(arguments: str) -> Start:
-    words = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --train-iters 3"
-    config = parse(PretrainGPT2Config, [*words.split(), *arguments.split()], {})
+    config = parse(PretrainGPT2Config, [*WORDS, *arguments.split()], {})
     return find_start(config.checkpoint)
 
 
@@ -187,6 +188,18 @@ def test_what_may_not_change(changes: dict[str, Any], flag: str, works: tuple[st
     assert str(PATH) in str(error.value)
     if works == OVERRIDE:
         check(**changes, override_data=True)
+
+
+def test_what_a_kind_of_ones_own_adds_may_not_change_either() -> None:
+    saved, now = (
+        parse(PretrainOwnConfig, [*WORDS, "--data-path", "d", "--key-value-heads", heads], {})
+        for heads in "12"
+    )
+    facts = {"config": asdict(saved), "precision": "fp32", **IDENTITY, "kind": saved.model.kind}
+    check_start(saved, PATH, facts, identity=IDENTITY)
+    with pytest.raises(UsageError) as error:
+        check_start(now, PATH, facts, identity=IDENTITY)
+    assert error.value.works == ("--key-value-heads", "1")
 
 
 @pytest.mark.parametrize(

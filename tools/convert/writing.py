@@ -78,7 +78,7 @@ def tell(source: str | Path, path: Path, section: ModelConfig) -> None:
     """Say what was imported, and how to go on from it."""
     print(f"imported {source} as {path}")
     if KINDS[section.kind].program is not None:
-        program, flags = f"pretrain_{section.kind}.py", " ".join(_flags(path, section))
+        program, flags = f"pretrain.py --model {section.kind}", " ".join(_flags(path, section))
         print(f"to train on from it: {program} --finetune --load {path.parent} {flags} ...")
     if isinstance(section, BertConfig):
         print(f"{_use(section)} --load {path.parent} ...")
