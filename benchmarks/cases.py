@@ -13,13 +13,23 @@ SEED = 1234
 OURS, FLOOR = "this project", "floor"
 NOT_COMPILED = "this project, not compiled"
 FULL, SELECTIVE = "this project, full recomputation", "this project, selective recomputation"
+COORDINATES, KERNEL = (
+    f"this project, dropout 0.1, attention's {rng}" for rng in ("by coordinates", "by the kernel")
+)
 PLAIN, DTENSOR, MEGATRON = "plain torch", "DTensor", "Megatron-Core"
 TRANSFORMERS, COMPILED = "transformers", "transformers, compiled"
-NAMES = (OURS, NOT_COMPILED, FULL, SELECTIVE, PLAIN, DTENSOR, MEGATRON, TRANSFORMERS, COMPILED)
 IN_CHUNKS, AT_ONCE = "logits in chunks", "all logits at once"  # of the output layer alone
-# What our own compute again in the backward pass, in the words of --recompute-granularity.
-RECOMPUTED = {FULL: "full", SELECTIVE: "selective"}
-VARIANTS = {OURS, NOT_COMPILED, *RECOMPUTED}
+# Settings of the model of our own, beside the case's.
+SETTINGS: dict[str, dict[str, Any]] = {
+    FULL: {"recompute_granularity": "full"},
+    SELECTIVE: {"recompute_granularity": "selective"},
+    **{
+        name: {"attention_dropout": 0.1, "hidden_dropout": 0.1, "attention_dropout_rng": rng}
+        for name, rng in {COORDINATES: "coordinates", KERNEL: "kernel"}.items()
+    },
+}
+VARIANTS = (OURS, NOT_COMPILED, *SETTINGS)
+NAMES = (*VARIANTS, PLAIN, DTENSOR, MEGATRON, TRANSFORMERS, COMPILED)
 LEARNING_RATE = 1e-3
 
 

@@ -12,8 +12,10 @@ import numpy as np
 
 from benchmarks.cases import (
     COMPILED,
+    COORDINATES,
     DTENSOR,
     FLOOR,
+    KERNEL,
     MEGATRON,
     OURS,
     PLAIN,
@@ -89,7 +91,7 @@ def started(settings: Settings, names: Sequence[str]) -> Iterator[dict[str, Cont
             "threads": threads,
             "tensor_parallel": settings.tensor_parallel,
             "stub_communication": settings.stub_communication,
-            "has_peers": not VARIANTS.issuperset({*names} - {FLOOR}),
+            "has_peers": bool({*names} - {*VARIANTS, FLOOR}),
         }
         file.write_text(json.dumps(told))
         try:
@@ -134,11 +136,12 @@ def ask_all(
 
 
 def compare_losses(settings: Settings, found: dict[str, Contender]) -> float | None:
-    """Largest difference of the contenders' losses from this project's, None where it has dropped
-    out; the steps warm all up."""
+    """Largest difference of the contenders' losses from this project's, of those without dropout;
+    None where this project has dropped out. The steps warm all up."""
     names = [name for name in found if name != FLOOR]
     answers = ask_all(found, names, "losses", steps=COMPARED_STEPS)
-    losses = {name: answer[0]["losses"] for name, answer in answers.items()}
+    compared = answers.keys() - {COORDINATES, KERNEL}
+    losses = {name: answers[name][0]["losses"] for name in compared}
     if OURS not in losses:
         return None
     largest = float(max(np.abs(np.subtract(each, losses[OURS])).max() for each in losses.values()))

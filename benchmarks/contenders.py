@@ -35,7 +35,7 @@ from benchmarks.cases import (
     NOT_COMPILED,
     OURS,
     PLAIN,
-    RECOMPUTED,
+    SETTINGS,
     TRANSFORMERS,
     Case,
 )
@@ -71,15 +71,15 @@ class Setting:
     notes: list[str] = field(default_factory=list)  # what the record should say of the contender
 
 
-def ours(setting: Setting, *, recompute: Any | None = None, compiled: bool | None = None) -> Step:
-    """recompute: in place of the case's. compiled: as --compile."""
+def ours(setting: Setting, *, compiled: bool | None = None, **settings: Any) -> Step:
+    """compiled: as --compile. settings: of the model, in place of the case's."""
     is_compiled, warnings = choose_compile(compiled, setting.mesh)
     setting.notes.extend(warnings)
     state = build(
         setting.case,
         setting.mesh,
         setting.dtype,
-        recompute=recompute,
+        settings=settings,
         compiled=is_compiled,
         is_drawn_there=not setting.has_peers,
     )
@@ -143,7 +143,7 @@ def training(setting: Setting, model: nn.Module, loss: Callable[[Tensor, Tensor]
 CONTENDERS: dict[str, Callable[[Setting], Step]] = {
     OURS: ours,
     NOT_COMPILED: partial(ours, compiled=False),
-    **{name: partial(ours, recompute=recompute) for name, recompute in RECOMPUTED.items()},
+    **{name: partial(ours, **settings) for name, settings in SETTINGS.items()},
     PLAIN: plain,
     DTENSOR: plain,
     TRANSFORMERS: transformers,

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import on_paper
-from benchmarks.cases import FLOOR, OURS, RECOMPUTED, Case
+from benchmarks.cases import FLOOR, OURS, SETTINGS, Case
 from benchmarks.comparison import Result, Settings, quantiles
 from benchmarks.machine import markdown, spread
 from benchmarks.turns import Contender
@@ -63,7 +63,8 @@ def utilisation(
     if peak is None:
         return {"mfu": None, "hfu": None}
     case, size = settings.case, settings.tensor_parallel
-    granularity = RECOMPUTED.get(name, "full" if case.checkpoint_activations else "none")
+    granularity = "full" if case.checkpoint_activations else "none"
+    granularity = SETTINGS.get(name, {}).get("recompute_granularity", granularity)
     hardware = on_paper.flops(on_paper.shape(case, size, granularity), causal=False)
     return {
         "mfu": case.flops / (size * seconds * peak),

@@ -1,14 +1,16 @@
 """This project's side of the benchmarks of training steps: a case as its settings and batches."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.cases import SEED, Case
-from megatron.config.model import GPT2Config, RecomputeGranularity
+from megatron.config.model import GPT2Config
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_on_meta
@@ -46,15 +48,14 @@ def build(
     mesh: Mesh,
     dtype: str,
     *,
-    recompute: RecomputeGranularity | None = None,
+    settings: Mapping[str, Any],
     compiled: bool = False,
     is_drawn_there: bool = False,
 ) -> TrainState:
-    """dtype: a key of DTYPES. recompute: in place of the case's. is_drawn_there: initial weights
-    of the device's generator, which are there at once, but no peer has them."""
-    section = model_section(case)
+    """dtype: a key of DTYPES. settings: of the model, in place of the case's. is_drawn_there:
+    initial weights of the device's generator, which are there at once, but no peer has them."""
     state = build_state(
-        section if recompute is None else replace(section, recompute_granularity=recompute),
+        replace(model_section(case), **settings),
         optimizer_section(case),
         PrecisionConfig(),
         mesh,

@@ -30,7 +30,8 @@ def setting_flags(*sections: Any) -> Iterator[str]:
 def pretrain(arguments: Sequence[str], processes: int = 1, model: str = "gpt2") -> None:
     """Run pretrain.py to its end, one thread a process; what it prints is dropped.
 
-    model: a kind, as of --model. Raises CalledProcessError where it fails; its last lines are on the standard error by then.
+    model: a kind, as of --model. Raises CalledProcessError where it fails; its last lines are on
+    the standard error by then.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, *(launcher if processes > 1 else []), "pretrain.py"]

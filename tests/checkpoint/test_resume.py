@@ -23,7 +23,7 @@ from tests.models.own_kind import PretrainOwnConfig
 
 IDENTITY = {"vocab_size": 100, "tokenizer": "f", "data": ["1/4 of SHA-256 a", "3/4 of SHA-256 b"]}
 PATH = Path("somewhere/step_00000004")
-WORDS = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --train-iters 3".split()
+WORDS = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --train-iters 3"
 
 
 def manifest(**changes: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start_of(arguments: str) -> Start:
-    config = parse(PretrainGPT2Config, [*WORDS, *arguments.split()], {})
+    config = parse(PretrainGPT2Config, f"{WORDS} {arguments}".split(), {})
     return find_start(config.checkpoint)
 
 
@@ -192,8 +192,8 @@ def test_what_may_not_change(changes: dict[str, Any], flag: str, works: tuple[st
 
 def test_what_a_kind_of_ones_own_adds_may_not_change_either() -> None:
     saved, now = (
-        parse(PretrainOwnConfig, [*WORDS, "--data-path", "d", "--key-value-heads", heads], {})
-        for heads in "12"
+        parse(PretrainOwnConfig, f"{WORDS} --data-path d --key-value-heads {heads}".split(), {})
+        for heads in (1, 2)
     )
     facts = {"config": asdict(saved), "precision": "fp32", **IDENTITY, "kind": saved.model.kind}
     check_start(saved, PATH, facts, identity=IDENTITY)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu
-from benchmarks.cases import COMPILED, FLOOR, FULL, OURS
+from benchmarks.cases import COMPILED, COORDINATES, FLOOR, FULL, KERNEL, OURS
 from benchmarks.comparison import ROOT
 
 
@@ -51,11 +51,21 @@ def test_page_tells_what_is_met_and_what_has_failed() -> None:
         "out_of_memory": ["plain torch"],
         "notes": {OURS: ["warning: layers are not compiled"]},
     }
-    runs = {"1.2B": record, "1.2B, recomputation": record, "4.2B": {"failed": "failed: KeyError"}}
+    dropped = {
+        "contenders": {COORDINATES: figures(1.35), KERNEL: figures(1.25)},
+        "seconds": {COORDINATES: [1.35], KERNEL: [1.25]},
+    }
+    runs = {
+        "1.2B": record,
+        "1.2B, recomputation": record,
+        "124M, dropout": record | dropped,
+        "4.2B": {"failed": "failed: KeyError"},
+    }
     page = gpu.page({"gpu": "H200"}, runs)
     assert "| 1.2B: this project, MFU | at least 55.0 % | 50.0 % | no |" in page
     assert "full recomputation, HFU | at least 60.0 % | 61.0 % | yes |" in page
     assert "full recomputation, its time over this project's | at most 1.33 | 1.30 | yes |" in page
+    assert f"its time over that of {KERNEL} | at most 1.10 | 1.08 | yes |" in page
     assert "| 124M: this project, MFU | at least 45.0 % | not measured |  |" in page
     assert "## 4.2B\n\nfailed: KeyError" in page
     assert "Out of memory: plain torch." in page
@@ -88,7 +98,7 @@ def check(runs: dict[str, Any], page: str, expected: Sequence[gpu.Run]) -> None:
 
 def test_runs_of_each_kind_in_miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiled, of the output layer, and of one rank of many."""
-    first = replace(gpu.RUNS[0], contenders=(OURS, COMPILED))
+    first = replace(gpu.RUNS[0], contenders=(OURS, COMPILED, COORDINATES, KERNEL))
     others = [run for run in gpu.RUNS if run.preset is None or run.one_rank_of > 1]
     patient = tuple(replace(run, seconds=3600.0) for run in (first, *others))
     monkeypatch.setattr(gpu, "RUNS", patient)
