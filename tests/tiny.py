@@ -43,11 +43,12 @@ def tiny_section(**changes: Any) -> GPT2Config:
     return GPT2Config(**(settings | changes))
 
 
-def mesh_of_ranks(tensor_size: int) -> Mesh:
+def mesh_of_ranks(tensor_size: int, *, sequence_parallel: bool = False) -> Mesh:
     """The ranks of this call of the pool, or the process of the test alone."""
     if not dist.is_initialized():
         return serial_mesh()
-    return build_mesh({"tensor": tensor_size}, torch.device("cpu"))
+    sizes, device = {"tensor": tensor_size}, torch.device("cpu")
+    return build_mesh(sizes, device, sequence_parallel=sequence_parallel)
 
 
 def tiny_model(

@@ -17,6 +17,10 @@ class ParallelConfig:
     tensor_parallel_mode: Literal["1d"] = "1d"
     """How a layer is cut: 1d, along the columns or rows of its weights, as in the paper."""
 
+    sequence_parallel: bool = False
+    """Cut the stream between layers over the tensor-parallel processes, too: less memory for
+    activations, the same numbers."""
+
     distributed_timeout_minutes: float = 10.0
     """Minutes without progress after which a run of several processes stops and says which one is
     behind; longer than the longest save, evaluation or load."""

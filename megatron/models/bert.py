@@ -51,6 +51,7 @@ class BertEncoder(nn.Module):
         self.final_norm = (
             factory.layer_norm(h, epsilon=config.layernorm_epsilon) if is_pre else nn.Identity()
         )
+        self.gather = factory.gather()
 
     def embed(self, batch: BertBatch | ExampleBatch) -> Tensor:
         """The stream [n, h] that enters the first layer."""
@@ -71,6 +72,10 @@ class BertEncoder(nn.Module):
         is_real = batch.is_real.view(-1, 1, 1, batch.is_real.shape[-1])
         at = Sequences(count=len(is_real), mask=is_real, is_causal=False, rows=text_rows(batch))
         return self.transformer(x, at)
+
+    def output(self, x: Tensor) -> Tensor:
+        """What the heads read, of what `layers` returns: [n, h] of all tokens, on every rank."""
+        return self.gather(self.final_norm(x))
 
 
 class Pooler(nn.Module):
@@ -121,10 +126,10 @@ class BERT(nn.Module):
         """vocab_size: the true one; the factory pads it."""
         super().__init__()
         self.vocab_size = vocab_size
-        self.encoder = BertEncoder(config, factory, vocab_size)
-        self.pooler = Pooler(config, factory)
-        self.mlm = MaskedTokenHead(config, factory, vocab_size)
-        self.sop = factory.output(config.hidden_size, 2, std=config.init_method_std)
+        self.encoder, heads = BertEncoder(config, factory, vocab_size), factory.whole()
+        self.pooler = Pooler(config, heads)
+        self.mlm = MaskedTokenHead(config, heads, vocab_size)
+        self.sop = heads.output(config.hidden_size, 2, std=config.init_method_std)
 
     def denominators(self, batch: BertBatch) -> list[float]:
         return [float(np.count_nonzero(batch.loss_mask)), float(len(batch.is_swapped))]
@@ -138,7 +143,7 @@ class BERT(nn.Module):
     def loss(self, x: Tensor, batch: BertBatch, loss_scales: Tensor) -> Tensor:
         """Cross-entropy of each masked token, and of the order of the segments of a sample: as of
         Objective."""
-        x = self.encoder.final_norm(x)
+        x = self.encoder.output(x)
         scales = batch.is_counted * loss_scales[0]
         words = self.encoder.word_embedding
         masked = self.mlm(x[batch.masked], words, batch.masked_labels, scales)
@@ -155,7 +160,7 @@ class BERT(nn.Module):
         x = self.layers(self.embed(batch), batch)
         if loss_scales is not None:
             return self.loss(x, batch, loss_scales)
-        x = self.encoder.final_norm(x)
+        x = self.encoder.output(x)
         order = self.sop(self.pooler(x, len(batch.tokens)))
         return self.mlm(x, self.encoder.word_embedding), order
 
@@ -173,11 +178,11 @@ class FinetunedBert(nn.Module):
         """vocab_size: the true one; the factory pads it."""
         super().__init__()
         self.vocab_size = vocab_size
-        self.encoder = BertEncoder(config, factory, vocab_size)
-        self.pooler = None if config.head == "span" else Pooler(config, factory)
-        self.dropout = factory.dropout(config.hidden_dropout, "head")
+        self.encoder, heads = BertEncoder(config, factory, vocab_size), factory.whole()
+        self.pooler = None if config.head == "span" else Pooler(config, heads)
+        self.dropout = heads.dropout(config.hidden_dropout, "head")
         outputs = {"classifier": len(config.labels), "choice": 1, "span": SPAN_ENDS}[config.head]
-        self.head = factory.output(config.hidden_size, outputs, std=config.init_method_std)
+        self.head = heads.output(config.hidden_size, outputs, std=config.init_method_std)
 
     def denominators(self, batch: ExampleBatch) -> list[float]:
         return [float(batch.counted.sum())]
@@ -199,7 +204,7 @@ class FinetunedBert(nn.Module):
         """Of each example's k labels, [b, candidates, k] in fp32 or wider: of its classes or
         options, k = 1, or of its tokens as first and last of a span, k = 2; minus infinity at
         padding."""
-        x = self.encoder.final_norm(x)
+        x = self.encoder.output(x)
         rows = text_rows(batch)
         if self.pooler is None:
             scores = self._score(x, rows).view(*batch.tokens.shape, SPAN_ENDS)

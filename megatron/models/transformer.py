@@ -104,7 +104,7 @@ class Attention(nn.Module):
         if at.cache is not None:
             k, v = at.cache.append(self.name, k, v)
         heads = self.run_core(self.core, q, k, v, at.mask, at.is_causal, at.rows)
-        return self.output(heads.transpose(1, 2).reshape(x.shape[0], -1))
+        return self.output(heads.transpose(1, 2).flatten(2).flatten(0, 1))
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -107,7 +107,7 @@ def _assemble(model: nn.Module, table: Mapping[str, ShardingSpec], most: int) ->
     free: dict[object, int] = defaultdict(int)
     for name, parameter in reversed(list(model.named_parameters())):
         spec = table[name]
-        key = parameter.dtype, tuple(axis.name for axis in spec.partial)
+        key = parameter.dtype, tuple(axis.name for axis in spec.partial if axis.size > 1)
         width = torch.promote_types(parameter.dtype, torch.float32).itemsize
         if free[key] < (size := parameter.numel() * width):
             open_buckets[key], free[key] = [], most

@@ -7,12 +7,20 @@ Section 3 of the paper has a conjugate pair: one does backward what the other do
                                                                linear_cross_entropy; copy_to
     g      sum over ranks of x       dx                        reduce_from
 
-The law of the pair: <f(x), y> = <x, g(y)>, inner products taken over all ranks.
+Under sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198) each rank holds its own rows
+of the stream, and at the same places the pair is
+
+    f      the rows of all ranks     own rows of the sum of dx
+    g      own rows of the sum of x  the rows of all ranks of dx
+
+`stream` is the axis that the rows are cut over; of size 1, the first pair holds. The law of both:
+<f(x), y> = <x, g(y)>, inner products taken over all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from megatron.parallel.mesh import Axis
+from megatron.parallel.mesh import ALONE, Axis
+
+# Their names since torch 2.13, and before.
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def _call(name: str, x: Tensor, axis: Axis, collective: Callable[[], object]) -> None:
@@ -44,18 +56,60 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     if axis.size == 1:
         return lambda: x
     if torch.compiler.is_compiling():
-        # torch has no public function that a compiler keeps asynchronous (2.11 to 2.13).
-        functional = torch.ops._c10d_functional
-        summed = functional.all_reduce(x, "sum", axis.group.group_name)
-        return lambda: functional.wait_tensor(summed)
-    call = axis.calls.start("all_reduce", x.shape)
-    work = dist.all_reduce(x, group=axis.group, async_op=True)
+        return _traced("all_reduce", x, "sum", axis=axis)
+    return _started("all_reduce", x, axis, partial(dist.all_reduce, x), x)
+
+
+def start_gather(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """The rows of all ranks of `axis`, one rank's [m, ..] below the other's: as start_all_reduce."""
+    if axis.size == 1:
+        return lambda: x
+    if torch.compiler.is_compiling():
+        return _traced("all_gather_into_tensor", x, axis.size, axis=axis)
+    whole = x.new_empty(axis.size * len(x), *x.shape[1:])
+    call = partial(_ALL_GATHER, whole, x.contiguous())
+    return _started("all_gather", x, axis, call, whole)
+
+
+def start_sum(x: Tensor, axis: Axis, stream: Axis) -> Callable[[], Tensor]:
+    """The sum of `x` over `axis`, of which each rank of the stream gets its own rows: as
+    start_all_reduce."""
+    if stream.size == 1:
+        return start_all_reduce(x, axis)
+    assert stream is axis
+    if torch.compiler.is_compiling():
+        return _traced("reduce_scatter_tensor", x, "sum", axis.size, axis=axis)
+    own = torch.empty_like(own_rows(x, axis))
+    call = partial(_REDUCE_SCATTER, own, x.contiguous())
+    return _started("reduce_scatter", x, axis, call, own)
+
+
+def _started(
+    name: str, x: Tensor, axis: Axis, collective: Callable[..., Any], result: Tensor
+) -> Callable[[], Tensor]:
+    call = axis.calls.start(name, x.shape)
+    work = collective(group=axis.group, async_op=True)
 
     def wait() -> Tensor:
         axis.calls.wait_for(call, work.wait)
-        return x
+        return result
 
     return wait
+
+
+def _traced(name: str, *arguments: Any, axis: Axis) -> Callable[[], Tensor]:
+    """For a compiler: torch has no public function that it keeps asynchronous (2.11 to 2.13)."""
+    functional = torch.ops._c10d_functional
+    result = getattr(functional, name)(*arguments, axis.group.group_name)
+    return lambda: functional.wait_tensor(result)
+
+
+def own_rows(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's rows of x [n, ..], which is whole on every rank of `axis`. Raises ValueError for
+    rows that cannot be shared out evenly."""
+    if len(x) % axis.size:
+        raise ValueError(f"{len(x)} rows of the stream are no multiple of {axis.size} ranks")
+    return x.chunk(axis.size)[axis.rank]
 
 
 def gather_from(x: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -70,48 +124,52 @@ def gather_from(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, stream: Axis) -> Tensor:
+        ctx.stream = stream
+        if stream.size > 1:
+            return start_sum(x, axis, stream)()
         ctx.mark_dirty(x)
         return all_reduce(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return dx, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return start_gather(dy, ctx.stream)(), None, None
 
 
-def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """g: leave the parallel region by summing the ranks' partial `x`, in place."""
-    return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
+def reduce_from(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
+    """g: leave the parallel region by summing the ranks' partial `x`, where it is not cut in
+    place."""
+    return x if axis.size == 1 else _ReduceFrom.apply(x, axis, stream)
 
 
 class _CopyTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, axis: Axis, stream: Axis) -> Tensor:
+        ctx.axes = axis, stream
+        return x.view_as(x) if stream.size == 1 else start_gather(x, stream)()
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(dx.contiguous().clone(), ctx.axis), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return start_sum(dy.contiguous().clone(), *ctx.axes)(), None, None
 
 
-def copy_to(x: Tensor, axis: Axis) -> Tensor:
+def copy_to(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
     """f: enter the parallel region where several matmuls share `x`."""
-    return x if axis.size == 1 else _CopyTo.apply(x, axis)
+    return x if axis.size == 1 else _CopyTo.apply(x, axis, stream)
 
 
 class _GatherWithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return gather_from(x, -1, axis)
+    def forward(ctx: Any, x: Tensor, dim: int, axis: Axis) -> Tensor:
+        ctx.dim, ctx.axis = dim, axis
+        return gather_from(x, dim, axis)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy.chunk(ctx.axis.size, -1)[ctx.axis.rank], None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return dy.chunk(ctx.axis.size, ctx.dim)[ctx.axis.rank], None, None
 
 
-def gather_with_gradient(x: Tensor, axis: Axis) -> Tensor:
-    """The ranks' columns `x` side by side, for what every rank computes alike: each keeps the
-    gradient of its own columns."""
-    return x if axis.size == 1 else _GatherWithGradient.apply(x, axis)
+def gather_with_gradient(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """The ranks' shards `x` side by side along `dim`, for what every rank computes alike: each
+    keeps the gradient of its own."""
+    return x if axis.size == 1 else _GatherWithGradient.apply(x, dim, axis)

@@ -18,8 +18,9 @@ that the gradient is computed with the loss, for which each token's scale has to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
-from megatron.parallel.collectives import all_reduce, start_all_reduce
+from megatron.parallel.collectives import all_reduce, start_gather, start_sum
 from megatron.parallel.kernels import matmul, padded_rows
-from megatron.parallel.mesh import Axis
+from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.sharding import GradientView
 
 
@@ -132,38 +133,59 @@ def _loss_and_gradients(
     axis: Axis,
     vocab_size: int,
     view: GradientView | None,
+    stream: Axis,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(total, dx, dw or None where it is added to `view`, db), the last two in the scales' dtype;
     arguments as of linear_cross_entropy."""
     wide = scales.dtype
-    total, dx, waits = scales.new_zeros(()), torch.empty_like(x), []
+    total, dx = scales.new_zeros(()), torch.empty_like(x)
+    finish: Callable[[], object] = _nothing  # of the chunk before
     dw = None if view is not None else torch.zeros_like(weight, dtype=wide)
     db = None if bias is None else torch.zeros_like(bias, dtype=wide)
-    for rows in chunks(len(x), len(weight), wide):
-        parts = softmax(matmul(x[rows], weight, bias), labels[rows], axis, vocab_size)
-        total += (parts.losses * scales[rows]).sum()
-        dz = parts.gradient(scales[rows]).to(x.dtype)
+    for rows, part, its_labels, its_scales in _parts(x, weight, labels, scales, stream):
+        parts = softmax(matmul(part, weight, bias), its_labels, axis, vocab_size)
+        total += (parts.losses * its_scales).sum()
+        dz = parts.gradient(its_scales).to(x.dtype)
         del parts  # or the wide dz would stay beside the narrow one during its matmuls
-        dx[rows] = matmul(dz, weight.T)
-        waits.append(start_all_reduce(dx[rows], axis))
+        finish()
+        finish = partial(_finish, dx[rows], start_sum(matmul(dz, weight.T), axis, stream))
         if view is not None:
-            view.add_matmul(dz, x[rows])
+            view.add_matmul(dz, part)
         if dw is not None:
-            dw += matmul(dz.T, x[rows].T)
+            dw += matmul(dz.T, part.T)
         if db is not None:
             db += dz.sum(0, dtype=wide)
         del dz  # or the logits of two chunks would be there at once
-    for wait in waits:
-        wait()
+    finish()
     return total, dx, dw, db
+
+
+def _nothing() -> None:
+    pass
+
+
+def _finish(dx: Tensor, wait: Callable[[], Tensor]) -> None:
+    dx.copy_(wait())
+
+
+def _parts(
+    x: Tensor, weight: Tensor, labels: Tensor, scales: Tensor, stream: Axis
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """(rows of x, the same of all ranks of the stream, their labels, their scales), a chunk at a
+    time."""
+    labels, scales = (each.view(stream.size, -1) for each in (labels, scales))
+    for rows in chunks(len(x), stream.size * len(weight), scales.dtype):
+        part = start_gather(x[rows], stream)()
+        yield rows, part, labels[:, rows].flatten(), scales[:, rows].flatten()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        x, weight, bias, labels, scales, axis, vocab_size, view = arguments
+        x, weight, bias, labels, scales, axis, vocab_size, view, stream = arguments
         total, dx, dw, db = _loss_and_gradients(*arguments)
-        ctx.dtype, ctx.others, ctx.is_in_view = weight.dtype, (axis, vocab_size, view), dw is None
+        ctx.dtype, ctx.others = weight.dtype, (axis, vocab_size, view, stream)
+        ctx.is_in_view = dw is None
         inputs = (x, weight, bias, labels, scales) if ctx.is_in_view else ()
         ctx.save_for_backward(dx, dw, db, *inputs)
         return total
@@ -180,7 +202,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scales = scales * (d_total - 1)
             _loss_and_gradients(x, weight, bias, labels, scales, *ctx.others)
         dw, db = (each if each is None else (each * d_total).to(ctx.dtype) for each in (dw, db))
-        return (dx * d_total).to(dx.dtype), dw, db, None, None, None, None, None
+        return (dx * d_total).to(dx.dtype), dw, db, *[None] * 6
 
 
 def linear_cross_entropy(
@@ -192,21 +214,25 @@ def linear_cross_entropy(
     axis: Axis,
     vocab_size: int,
     view: GradientView | None = None,
+    stream: Axis = ALONE,
 ) -> Tensor:
     """The sum over tokens of scale x loss: a scalar in fp32, or x's wider dtype.
 
-    x [n, h], replicated over `axis`; weight [padded v / t, h] and bias [padded v / t], this rank's;
+    x [n, h], replicated over `axis`, or cut by rows over `stream`, of which never more than a chunk
+    is gathered; weight [padded v / t, h] and bias [padded v / t], this rank's;
     labels [n] int64 and scales [n], the same on every rank. view: of the weight's gradient, which
     is added there in the forward: run backward once for each forward. A result that is multiplied
     before its backward costs a second pass; put constants into the scales.
     """
     scales = scales.to(torch.promote_types(x.dtype, torch.float32))
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(x, weight, bias, labels, scales, axis, vocab_size, view)
+        return _LinearCrossEntropy.apply(
+            x, weight, bias, labels, scales, axis, vocab_size, view, stream
+        )
     total = scales.new_zeros(())
-    for rows in chunks(len(x), len(weight), scales.dtype):
-        losses = softmax(matmul(x[rows], weight, bias), labels[rows], axis, vocab_size).losses
-        total += (losses * scales[rows]).sum()
+    for _, part, its_labels, its_scales in _parts(x, weight, labels, scales, stream):
+        losses = softmax(matmul(part, weight, bias), its_labels, axis, vocab_size).losses
+        total += (losses * its_scales).sum()
     return total
 
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel.collectives import own_rows
+from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.random import derive_seed
 
 STEPS = 2**16  # probabilities are multiples of 1 / STEPS
@@ -46,18 +48,21 @@ def layer_key(seed: int, name: str) -> Tensor:
 
 
 class Dropout(nn.Module):
-    """Dropout of the stream [n, h] outside the parallel region: each rank drops the same."""
+    """Dropout of the stream [n, h] outside the parallel region: a row is dropped alike wherever it
+    is held."""
 
-    def __init__(self, seed: int, p: float, name: str) -> None:
-        """name: of the layer; another one drops other elements."""
+    def __init__(self, seed: int, p: float, name: str, *, stream: Axis = ALONE) -> None:
+        """name: of the layer; another one drops other elements. stream: that its rows are cut
+        over."""
         super().__init__()
         self.p, self.name, self.key = p, name, layer_key(seed, name)
+        self.stream = stream
 
     def forward(self, x: Tensor, rows: Tensor | None) -> Tensor:
-        """rows: int64 [n], as of `row_keys`."""
+        """rows: int64 [n], as of `row_keys`, of all rows of the stream."""
         if not self.training or self.p == 0.0:
             return x
-        return dropout(x, fold(self.key, known(rows)), self.p)
+        return dropout(x, fold(self.key, own_rows(known(rows), self.stream)), self.p)
 
 
 def known(rows: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ cut. Another way to cut a model is another factory, and no change to the model."
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.parallel import layers, layers_llama
 from megatron.parallel.dropout import Dropout
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import ALONE, Mesh
 
 Maker = Callable[..., nn.Module]
 
@@ -26,6 +26,7 @@ class LayerFactory:
     grouped_query: Maker  # (hidden, heads=, key_value_heads=, head_size=, bias=True, std=)
     row: Maker  # (in, out, bias=True, std=): from the parallel region to x
     linear: Maker  # (in, out, bias=True, std=): x to x, outside the parallel region
+    gather: Maker  # (): x to the same whole on every rank, where the layers of `whole` go on
     input: Maker  # (in, out, bias=True, std=): [n, in] that is whole on every rank, to x
     output: Maker  # (in, out, bias=True, std=): x to a few columns, whole on every rank
     word_embedding: Maker  # (vocabulary, hidden, divisible_by=, std=)
@@ -37,6 +38,7 @@ class LayerFactory:
     attention_core: Maker  # (dropout, name): inside the parallel region
     head: Maker  # (vocabulary, hidden, divisible_by=, bias=False, untied_std=None): logits, losses
     checkpoint: Callable[..., Any]  # (function, *arguments): recompute in the backward
+    whole: Callable[[], LayerFactory]  # whose x is whole on every rank, behind `gather`
 
 
 LAYER_NORMS = {"torch": layers.LayerNorm, "apex": layers.ApexLayerNorm}
@@ -45,7 +47,8 @@ LAYER_NORMS = {"torch": layers.LayerNorm, "apex": layers.ApexLayerNorm}
 def factory_1d(
     mesh: Mesh, seed: int, *, norm: str = "torch", draws_in_kernel: bool = False
 ) -> LayerFactory:
-    """The paper's: layers cut along the one tensor axis of the mesh.
+    """The paper's: layers cut along the one tensor axis of the mesh; the rows of x, too, where the
+    mesh's stream has several ranks (sequence parallelism).
 
     seed: of dropout. norm: whose kernel LayerNorm runs on, a key of LAYER_NORMS. draws_in_kernel:
     whether attention's kernel draws its dropout.
@@ -55,17 +58,21 @@ def factory_1d(
         grouped_query=partial(layers_llama.GroupedQueryLinear, mesh),
         row=partial(layers.RowParallelLinear, mesh),
         linear=partial(layers.Linear, mesh),
-        input=partial(layers.Linear, mesh),
-        output=partial(layers.Linear, mesh),
+        gather=partial(layers.Gather, mesh),
+        input=partial(layers.InputLinear, mesh),
+        output=partial(layers.OutputLinear, mesh),
         word_embedding=partial(layers.VocabParallelEmbedding, mesh),
         position_embedding=partial(layers.PositionEmbedding, mesh),
         rotary=layers_llama.RotaryEmbedding,
         layer_norm=partial(LAYER_NORMS[norm], mesh),
         rms_norm=partial(layers_llama.RMSNorm, mesh),
-        dropout=partial(Dropout, seed),
+        dropout=partial(Dropout, seed, stream=mesh.stream),
         attention_core=partial(layers.AttentionCore, mesh, seed, draws_in_kernel=draws_in_kernel),
         head=partial(layers.VocabParallelHead, mesh),
         checkpoint=partial(checkpoint, use_reentrant=False, preserve_rng_state=draws_in_kernel),
+        whole=lambda: factory_1d(
+            replace(mesh, stream=ALONE), seed, norm=norm, draws_in_kernel=draws_in_kernel
+        ),
     )
 
 

@@ -21,10 +21,16 @@ from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
 from megatron.parallel.block_attention import block_attention
-from megatron.parallel.collectives import reduce_from, start_all_reduce
+from megatron.parallel.collectives import (
+    gather_with_gradient,
+    own_rows,
+    reduce_from,
+    start_gather,
+    start_sum,
+)
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron.parallel.dropout import head_keys, known, layer_key
-from megatron.parallel.mesh import Axis, Mesh
+from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.sharding import GradientView, ShardedModule
 
 
@@ -37,33 +43,36 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        axis: Axis | None,
+        axis: Axis,
+        stream: Axis,
         view: GradientView | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.view = axis, view
+        ctx.axis, ctx.stream, ctx.view = axis, stream, view
         ctx.bias_shape = None if bias is None else bias.shape
-        return kernels.matmul(x, *_flat(weight, bias))
+        return kernels.matmul(start_gather(x, stream)(), *_flat(weight, bias))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx = dw = db = wait = None
+        dx = dw = db = gathered = summed = None
+        if ctx.needs_input_grad[1]:
+            gathered = start_gather(x, ctx.stream)  # again, beside dx, rather than kept
         if ctx.needs_input_grad[0]:
             dx = kernels.matmul(dy, weight.flatten(0, -2).T)
-            if ctx.axis is not None:
-                wait = start_all_reduce(dx, ctx.axis)
-        if ctx.needs_input_grad[1]:
+            summed = start_sum(dx, ctx.axis, ctx.stream)  # beside dw
+        if gathered is not None:
+            x = gathered()
             if ctx.view is not None:
                 ctx.view.add_matmul(dy, x)
             else:
                 dw = kernels.matmul(dy.T, x.T).view(weight.shape)
         if ctx.needs_input_grad[2]:
             db = dy.sum(0).view(ctx.bias_shape)
-        if wait is not None:
-            dx = wait()
-        return dx, dw, db, None, None
+        if summed is not None:
+            dx = summed()
+        return dx, dw, db, None, None, None
 
 
 def _flat(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -75,7 +84,8 @@ def linear(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    axis: Axis | None = None,
+    axis: Axis = ALONE,
+    stream: Axis = ALONE,
     view: GradientView | None = None,
 ) -> Tensor:
     """x [n, in], weight [..., out, in] and bias [..., out], their leading dims flattened, to
@@ -83,6 +93,7 @@ def linear(
 
     axis: over which x is replicated, and its gradient summed while that of the weight is computed
         (f, section 3 of the paper).
+    stream: over which the rows of x are cut instead; then it is `axis`, and x is [n/t, in].
     view: where the weight's gradient is added, in fp32 or wider. Autograd then gets none: it is not
         copied, and of a tied weight's two uses there is no sum in a narrow dtype.
     """
@@ -90,8 +101,8 @@ def linear(
     if torch.compiler.is_compiling():  # a compiled backward cannot write into buckets
         view = None
     if not torch.is_grad_enabled():
-        return kernels.matmul(x, *_flat(weight, bias))
-    return _Linear.apply(x, weight, bias, axis, view)
+        return kernels.matmul(start_gather(x, stream)(), *_flat(weight, bias))
+    return _Linear.apply(x, weight, bias, axis, stream, view)
 
 
 class _LookUp(torch.autograd.Function):
@@ -162,8 +173,8 @@ class ColumnParallelLinear(ShardedModule):
         self.add_bias(bias, rows, shards)
 
     def forward(self, x: Tensor) -> Tensor:
-        view = self.gradient_views.get("weight")
-        return linear(x, self.weight, self.bias, axis=self.mesh.tensor, view=view)
+        mesh, view = self.mesh, self.gradient_views.get("weight")
+        return linear(x, self.weight, self.bias, axis=mesh.tensor, stream=mesh.stream, view=view)
 
 
 class RowParallelLinear(ShardedModule):
@@ -178,16 +189,16 @@ class RowParallelLinear(ShardedModule):
         super().__init__(mesh)
         shards = ((1, mesh.tensor),)
         self.add_parameter("weight", (out_features, in_features), shards, std=std)
-        self.add_bias(bias, (out_features,))
+        self.add_bias(bias, (out_features,), partial=mesh.of_stream)
 
     def forward(self, x: Tensor) -> Tensor:
         y = linear(x, self.weight, None, view=self.gradient_views.get("weight"))
-        y = reduce_from(y, self.mesh.tensor)
+        y = reduce_from(y, self.mesh.tensor, self.mesh.stream)
         return y if self.bias is None else y.add_(self.bias)
 
 
 class Linear(ShardedModule):
-    """x [n, in] to [n, out], the same on every rank: for what is small beside a layer."""
+    """x [n, in] to [n, out] outside the parallel region: for what is small beside a layer."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -196,11 +207,37 @@ class Linear(ShardedModule):
         self, mesh: Mesh, in_features: int, out_features: int, *, bias: bool = True, std: float
     ) -> None:
         super().__init__(mesh)
-        self.add_parameter("weight", (out_features, in_features), std=std)
-        self.add_bias(bias, (out_features,))
+        shape, partial = (out_features, in_features), mesh.of_stream
+        self.add_parameter("weight", shape, std=std, partial=partial)
+        self.add_bias(bias, (out_features,), partial=partial)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+class InputLinear(Linear):
+    """x [n, in], whole on every rank, to the stream [n, out]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(own_rows(x, self.mesh.stream))
+
+
+class OutputLinear(Linear):
+    """The stream [n, in] to [n, out], whole on every rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gather_with_gradient(super().forward(x), 0, self.mesh.stream)
+
+
+class Gather(nn.Module):
+    """The stream [n, h] whole on every rank, for layers that all ranks compute alike."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gather_with_gradient(x, 0, self.mesh.stream)
 
 
 def _padded(vocab_size: int, divisible_by: int, mesh: Mesh) -> int:
@@ -232,20 +269,23 @@ class VocabParallelEmbedding(ShardedModule):
         is_elsewhere = (index < 0) | (index >= rows)
         view = self.gradient_views.get("weight")
         own = look_up(index.masked_fill(is_elsewhere, 0), self.weight, view)
-        return reduce_from(own.masked_fill(is_elsewhere[:, None], 0), self.mesh.tensor)
+        own = own.masked_fill(is_elsewhere[:, None], 0)
+        return reduce_from(own, self.mesh.tensor, self.mesh.stream)
 
 
 class PositionEmbedding(ShardedModule):
-    """Learned positions [n] to [n, h], the same on every rank."""
+    """Learned positions [n], whole on every rank, to the stream [n, h]."""
 
     weight: nn.Parameter
 
     def __init__(self, mesh: Mesh, positions: int, hidden_size: int, *, std: float) -> None:
         super().__init__(mesh)
-        self.add_parameter("weight", (positions, hidden_size), std=std)
+        shape = (positions, hidden_size)
+        self.add_parameter("weight", shape, std=std, partial=mesh.of_stream)
 
     def forward(self, positions: Tensor) -> Tensor:
-        return look_up(positions, self.weight, self.gradient_views.get("weight"))
+        own = own_rows(positions, self.mesh.stream)
+        return look_up(own, self.weight, self.gradient_views.get("weight"))
 
 
 class VocabParallelHead(ShardedModule):
@@ -294,19 +334,19 @@ class VocabParallelHead(ShardedModule):
         _require_dims(x, 2)
         owner: Any = self if self.weight is not None else embedding
         weight, view = owner.weight, owner.gradient_views.get("weight")
-        axis, vocab_size = self.mesh.tensor, self.vocab_size
+        axis, stream, vocab_size = self.mesh.tensor, self.mesh.stream, self.vocab_size
         if labels is not None and scales is not None:
             return linear_cross_entropy(
-                x, weight, self.bias, labels, scales, axis, vocab_size, view
+                x, weight, self.bias, labels, scales, axis, vocab_size, view, stream
             )
-        logits = linear(x, weight, self.bias, axis=axis, view=view)
+        logits = linear(x, weight, self.bias, axis=axis, stream=stream, view=view)
         if labels is None:
             return logits
         return vocab_parallel_cross_entropy(logits, labels, axis, vocab_size)
 
 
 class LayerNorm(ShardedModule):
-    """Layer norm of [n, h], whole on every rank, computed in fp32 or wider."""
+    """Layer norm of the stream [n, h], computed in fp32 or wider."""
 
     weight: nn.Parameter
     bias: nn.Parameter
@@ -314,8 +354,9 @@ class LayerNorm(ShardedModule):
     def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float) -> None:
         super().__init__(mesh)
         self.epsilon = epsilon
-        self.add_parameter("weight", (hidden_size,), fill=1, decay=False)
-        self.add_parameter("bias", (hidden_size,), decay=False)
+        shape, partial = (hidden_size,), mesh.of_stream
+        self.add_parameter("weight", shape, fill=1, decay=False, partial=partial)
+        self.add_parameter("bias", shape, decay=False, partial=partial)
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.layer_norm(x, self.weight, self.bias, self.epsilon)

@@ -69,7 +69,7 @@ class GroupedQueryLinear(ShardedModule):
         self.add_bias(bias, (2, size), shards, "key_value_bias", partial=partial_axes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = copy_to(x, self.mesh.tensor)
+        x = copy_to(x, self.mesh.tensor, self.mesh.stream)
         q = linear(x, self.query, self.query_bias, view=self.gradient_views.get("query"))
         weight: Tensor = self.key_value
         bias: Tensor | None = self.key_value_bias
@@ -92,7 +92,8 @@ class RMSNorm(ShardedModule):
     def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float) -> None:
         super().__init__(mesh)
         self.epsilon = epsilon
-        self.add_parameter("weight", (hidden_size,), fill=1, decay=False)
+        shape = (hidden_size,)
+        self.add_parameter("weight", shape, fill=1, decay=False, partial=mesh.of_stream)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -103,6 +103,10 @@ class Axis:
         return self
 
 
+ALONE = Axis("alone")
+"""Of one rank, for functions that an axis is not given to."""
+
+
 @dataclass(frozen=True)
 class ControlGroup:
     """All ranks of a run, for small Python values beside training's collectives.
@@ -169,11 +173,19 @@ class Mesh:
     """Its ranks hold one copy of the model: they agree on overflow and gradient norm."""
     embedding_group: Axis = Axis("embedding_group")
     """The first and the last pipeline stage, which share the word embedding."""
+    stream: Axis = Axis("stream")
+    """Its ranks hold different rows of the stream between layers: the tensor axis under sequence
+    parallelism, else of one rank."""
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """Every axis, the slowest first."""
         return tuple(getattr(self, name) for name in AXES)
+
+    @property
+    def of_stream(self) -> tuple[Axis, ...]:
+        """Over which the gradient is partial of a parameter that acts on rows of the stream."""
+        return self.replicas, self.stream
 
     @property
     def named_axes(self) -> tuple[Axis, ...]:
@@ -221,6 +233,7 @@ def build_mesh(
     control: ControlGroup | None = None,
     *,
     tensor_parallel_mode: str = "1d",
+    sequence_parallel: bool = False,
 ) -> Mesh:
     """Cut the initialised process group into the axes (every rank calls this).
 
@@ -275,6 +288,7 @@ def build_mesh(
         **axes,
         **unions,
         embedding_group=ends,
+        stream=axes["tensor"] if sequence_parallel else Axis("stream"),
     )
 
 

@@ -87,8 +87,13 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
             timeout=timeout,
             device_id=device if has_gpu else None,
         )
-        mode = parallel.tensor_parallel_mode
-        mesh = build_mesh(parallel.sizes, device, timeout, tensor_parallel_mode=mode)
+        mesh = build_mesh(
+            parallel.sizes,
+            device,
+            timeout,
+            tensor_parallel_mode=parallel.tensor_parallel_mode,
+            sequence_parallel=parallel.sequence_parallel,
+        )
         watch.add_mesh(mesh)
         yield mesh
     dist.destroy_process_group()

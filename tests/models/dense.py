@@ -94,6 +94,8 @@ DENSE_FACTORY = LayerFactory(
     attention_core=lambda dropout, name: PlainAttention(),
     head=PlainHead,
     checkpoint=recompute,
+    gather=nn.Identity,
+    whole=lambda: DENSE_FACTORY,
 )
 
 
