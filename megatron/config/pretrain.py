@@ -14,9 +14,9 @@ from megatron.config.training import (
     GPT2DataConfig,
     LoggingConfig,
     OptimizerConfig,
-    ParallelConfig,
     PrecisionConfig,
     TrainingConfig,
+    TrainingParallelConfig,
 )
 
 
@@ -25,7 +25,7 @@ class PretrainConfig:
     """What the programs share; each has its own configs of model and data."""
 
     model: ModelConfig
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: TrainingParallelConfig = field(default_factory=TrainingParallelConfig)
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig
@@ -53,7 +53,8 @@ class PretrainConfig:
 
     def check(self, world_size: int) -> None:
         """Raise UsageError where two configs, or a config and world_size processes, disagree."""
-        self.parallel.check(world_size, self.model.widths)
+        rows = {"--seq-length": self.data.seq_length} if self.parallel.cuts_stream else {}
+        self.parallel.check(world_size, self.model.widths | rows)
         batch, copies = self.global_batch_size(world_size), self.data_parallel_size(world_size)
         smallest = self.training.micro_batch_size * copies
         if batch % smallest:

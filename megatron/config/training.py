@@ -17,16 +17,17 @@ class ParallelConfig:
     tensor_parallel_mode: Literal["1d"] = "1d"
     """How a layer is cut: 1d, along the columns or rows of its weights, as in the paper."""
 
-    sequence_parallel: bool = False
-    """Cut the stream between layers over the tensor-parallel processes, too: less memory for
-    activations, the same numbers."""
-
     distributed_timeout_minutes: float = 10.0
     """Minutes without progress after which a run of several processes stops and says which one is
     behind; longer than the longest save, evaluation or load."""
 
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
+
+    @property
+    def cuts_stream(self) -> bool:
+        """Whether the tensor-parallel processes share out the rows of the stream, too."""
+        return False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -52,6 +53,19 @@ class ParallelConfig:
                 f"{world_size}",
                 works=("--tensor-model-parallel-size", str(max(fitting))),
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingParallelConfig(ParallelConfig):
+    """Of programs that train."""
+
+    sequence_parallel: bool = False
+    """Share out the tokens between layers over the tensor-parallel processes, too: the same numbers
+    with less memory for activations."""
+
+    @property
+    def cuts_stream(self) -> bool:
+        return self.sequence_parallel
 
 
 @dataclass(frozen=True, kw_only=True)

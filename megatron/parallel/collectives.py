@@ -61,7 +61,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 
 def start_gather(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """The rows of all ranks of `axis`, one rank's [m, ..] below the other's: as start_all_reduce."""
+    """The rows [m, ..] of all ranks of `axis`, in their order: as start_all_reduce."""
     if axis.size == 1:
         return lambda: x
     if torch.compiler.is_compiling():

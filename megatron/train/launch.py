@@ -92,7 +92,7 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
             device,
             timeout,
             tensor_parallel_mode=parallel.tensor_parallel_mode,
-            sequence_parallel=parallel.sequence_parallel,
+            sequence_parallel=parallel.cuts_stream,
         )
         watch.add_mesh(mesh)
         yield mesh

@@ -311,42 +311,55 @@ def test_reduction_overlaps_the_backward(gloo: Pool) -> None:
         assert started[len(started) // 2] > 0
 
 
-def order_of_a_layer() -> list[str]:
+def order_of_a_layer(sequence_parallel: bool) -> list[str]:
     """What the backward of a layer cut by columns does, in order."""
-    layer = ColumnParallelLinear(mesh_of_ranks(dist.get_world_size()), 4, 8, std=1.0)
+    mesh = mesh_of_ranks(dist.get_world_size(), sequence_parallel=sequence_parallel)
+    layer = ColumnParallelLinear(mesh, 4, 8, std=1.0)
     materialize(layer, device=CPU, dtype=torch.float32, seed=0)
     buckets, seen = GradientBuckets(layer), []
     view = layer.gradient_views["weight"]
 
-    def begin(dx: Tensor, axis: Axis) -> Callable[[], Tensor]:
-        wait = start_all_reduce(dx, axis)
-        seen.append("f begins")
+    def told(name: str, start: Callable[..., Callable[[], Tensor]]) -> Callable[..., Any]:
+        def begin(x: Tensor, *axes: Axis) -> Callable[[], Tensor]:
+            wait = start(x, *axes)
+            seen.append(f"{name} begins")
 
-        def end() -> Tensor:
-            seen.append("f ends")
-            return wait()
+            def end() -> Tensor:
+                seen.append(f"{name} ends")
+                return wait()
 
-        return end
+            return end
+
+        return begin
 
     def add_matmul(dy: Tensor, x: Tensor) -> None:
         seen.append("dW")
         type(view).add_matmul(view, dy, x)
 
     view.add_matmul = add_matmul
-    x = torch.randn(3, 4, requires_grad=True)
-    with buckets.accumulate(is_last=True), patch.object(layers, "start_all_reduce", begin):
-        layer(x).sum().backward()
+    y = layer(torch.randn(4, 4, requires_grad=True)).sum()
+    with (
+        buckets.accumulate(is_last=True),
+        patch.object(layers, "start_sum", told("sum", layers.start_sum)),
+        patch.object(layers, "start_gather", told("gather", layers.start_gather)),
+    ):
+        y.backward()
     return seen
 
 
-def test_the_sum_of_f_goes_on_while_the_gradient_of_the_weight_is_computed(gloo: Pool) -> None:
-    assert gloo.run(2, order_of_a_layer) == [["f begins", "dW", "f ends"]] * 2
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_sum_of_f_goes_on_while_the_gradient_of_the_weight_is_computed(
+    gloo: Pool, sequence_parallel: bool
+) -> None:
+    """The gather, where the rows of x are cut, while that of x is."""
+    order = ["gather begins", "sum begins", "gather ends", "dW", "sum ends"]
+    assert gloo.run(2, order_of_a_layer, sequence_parallel) == [order] * 2
 
 
-def order_of_a_compiled_layer() -> list[str]:
+def order_of_a_compiled_layer(sequence_parallel: bool) -> list[str]:
     """What a compiler is given as the backward of a layer cut by columns."""
-    mesh, seen = mesh_of_ranks(dist.get_world_size()), list[str]()
-    layer = ColumnParallelLinear(mesh, 4, 8, std=1.0)
+    mesh = mesh_of_ranks(dist.get_world_size(), sequence_parallel=sequence_parallel)
+    layer, seen = ColumnParallelLinear(mesh, 4, 8, std=1.0), list[str]()
     materialize(layer, device=CPU, dtype=torch.float32, seed=0)
     assert mesh.tensor.group  # looked up, as by the embedding of a model
 
@@ -355,14 +368,22 @@ def order_of_a_compiled_layer() -> list[str]:
         return backward
 
     layer.compile(backend=aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=keep))
-    layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
-    return [each for each in seen if each.startswith(("aten.mm", "_c10d"))]
+    layer(torch.randn(4, 4, requires_grad=True)).sum().backward()
+    calls = [each.split(".")[-2] for each in seen if each.startswith(("aten.mm", "_c10d"))]
+    return ["wait" if each == "wait_tensor" else each for each in calls]
 
 
-def test_a_compiled_layer_does_it_in_the_same_order(gloo: Pool) -> None:
-    product = "aten.mm.default"
-    begun, ended = ("_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default")
-    assert gloo.run(2, order_of_a_compiled_layer) == [[product, begun, product, ended]] * 2
+@pytest.mark.parametrize(
+    ("sequence_parallel", "order"),
+    [
+        (False, "mm all_reduce mm wait"),
+        (True, "all_gather_into_tensor mm reduce_scatter_tensor wait mm wait"),
+    ],
+)
+def test_a_compiled_layer_does_it_in_the_same_order(
+    gloo: Pool, sequence_parallel: bool, order: str
+) -> None:
+    assert gloo.run(2, order_of_a_compiled_layer, sequence_parallel) == [order.split()] * 2
 
 
 class Long(ShardedModule):

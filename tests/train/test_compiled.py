@@ -40,13 +40,16 @@ TOLERANCE = 2e-5
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 
 
-def first_steps(kind: str, size: int, is_compiled: bool, changes: dict[str, Any]) -> Any:
+def first_steps(
+    kind: str, size: int, cuts_stream: bool, is_compiled: bool, changes: dict[str, Any]
+) -> Any:
     """(loss and gradients of a first step, loss of a second, graphs, and places that broke one)."""
     # Plain instructions: to find out what the processor can do takes longer than these tests.
     torch._inductor.config.cpp.simdlen = 1
     torch._dynamo.reset()
     counters.clear()
-    state = tiny_state(mesh_of_ranks(size), CONFIGS[kind](**changes), dtype=torch.float32)
+    mesh = mesh_of_ranks(size, sequence_parallel=cuts_stream)
+    state = tiny_state(mesh, CONFIGS[kind](**changes), dtype=torch.float32)
     if is_compiled:
         compile_layers(state.model)
     batches = [SAMPLES[kind](4)]
@@ -60,26 +63,27 @@ def first_steps(kind: str, size: int, is_compiled: bool, changes: dict[str, Any]
 @GCC
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "size", "changes", "is_whole"),
+    ("kind", "size", "cuts_stream", "changes", "is_whole"),
     [
-        ("gpt2", 1, {"num_layers": 3}, True),
-        ("gpt2", 2, {}, True),
-        ("bert", 1, {"recompute_granularity": "selective"}, False),
+        ("gpt2", 1, False, {"num_layers": 3}, True),
+        ("gpt2", 2, True, {}, True),
+        ("bert", 1, False, {"recompute_granularity": "selective"}, False),
         (
             "bert",
             2,
+            False,
             {"residual_order": "post-ln", "recompute_granularity": "full"} | DROPOUT,
             True,
         ),
     ],
 )
 def test_losses_and_gradients_are_those_of_plain_layers(
-    gloo: Pool, kind: str, size: int, changes: dict[str, Any], is_whole: bool
+    gloo: Pool, kind: str, size: int, cuts_stream: bool, changes: dict[str, Any], is_whole: bool
 ) -> None:
     """is_whole: whether all layers share one graph, collectives and dropout in it. Where a part of
     a layer is recomputed, a graph ends."""
-    plain = gloo.run(size, first_steps, kind, size, False, changes)
-    found = gloo.run(size, first_steps, kind, size, True, changes, timeout=300)
+    plain = gloo.run(size, first_steps, kind, size, False, False, changes)
+    found = gloo.run(size, first_steps, kind, size, cuts_stream, True, changes, timeout=300)
     for theirs, ours in zip(plain, found, strict=True):
         torch.testing.assert_close(ours[0], theirs[0], rtol=TOLERANCE, atol=0)
         assert_gradients(ours[1], theirs[1], TOLERANCE)
