@@ -1,0 +1,139 @@
+"""What one rank computes, keeps and sends, counted while it happens.
+
+matmul FLOPs    of every matrix product and attention kernel, 2 for a multiplication and an addition
+saved bytes     of what the forward keeps for the backward beside the parameters, each memory once
+calls, bytes    of collectives by axis; bytes are what a rank sends in a ring of r ranks, N being
+                those of the whole tensor: all-reduce 2 (r - 1) / r N, gather and reduce-scatter
+                half of that
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
+
+from megatron.parallel.mesh import Mesh
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Counts:
+    """Of one rank; calls and bytes by the name of the axis."""
+
+    matmul_flops: int = 0
+    saved_bytes: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+
+
+def _products(*operators: Any) -> Callable[[Any], Any]:
+    """Registers a formula for those of the operators that torch has none for."""
+    known = FlopCounterMode(display=False).flop_registry
+    return register_flop_formula([each for each in operators if each not in known])
+
+
+@_products(torch.ops.aten.addmm_)
+def _addmm_(_: Shape, a: Shape, b: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(a) * b[-1]
+
+
+@_products(torch.ops.aten.baddbmm_)
+def _baddbmm_(_: Shape, a: Shape, b: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(a) * b[-1]
+
+
+@_products(torch.ops.mkldnn._linear_pointwise)
+def _linear(x: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(x) * weight[0]
+
+
+@_products(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+def _attention(q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(q) * k[-2] + 2 * prod(q[:-1]) * prod(v[-2:])
+
+
+@_products(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def _attention_backward(
+    dy: Shape, q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any
+) -> int:
+    """The scores again, and two products for each of the forward's."""
+    scores, values = 2 * prod(q) * k[-2], 2 * prod(q[:-1]) * prod(v[-2:])
+    return scores + 2 * scores + 2 * values
+
+
+class Traffic(TorchDispatchMode):
+    """Adds the collectives inside to `counts`."""
+
+    SHARES: Mapping[str, tuple[int, int]] = {
+        # (passes of a ring, which argument is the whole tensor)
+        "allreduce_": (2, 0),
+        "_allgather_base_": (1, 0),
+        "_reduce_scatter_base_": (1, 1),
+        "allgather_": (1, 0),
+    }
+
+    def __init__(self, counts: Counts, mesh: Mesh) -> None:
+        super().__init__()
+        self.counts = counts
+        axes = [getattr(mesh, name) for name in vars(mesh)]
+        self.axes = {
+            axis.group.group_name: axis for axis in axes if getattr(axis, "size", 1) > 1
+        }
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace == "c10d":
+            self._add(function.overloadpacket.__name__, args)
+        return function(*args, **(kwargs or {}))
+
+    def _add(self, name: str, args: tuple[Any, ...]) -> None:
+        passes, which = self.SHARES[name]
+        for each in args:
+            if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+                axis = self.axes[dist.ProcessGroup.unbox(each).group_name]
+        tensors = args[which] if isinstance(args[which], list) else [args[which]]
+        tensors = tensors[0] if isinstance(tensors[0], list) else tensors
+        whole = sum(tensor.nbytes for tensor in tensors)
+        self.counts.calls[axis.name] += 1
+        self.counts.sent_bytes[axis.name] += passes * (axis.size - 1) * whole // axis.size
+
+
+@contextmanager
+def counting(mesh: Mesh) -> Iterator[Counts]:
+    """FLOPs and collectives of what runs inside."""
+    counts, flops = Counts(), FlopCounterMode(display=False)
+    with Traffic(counts, mesh), flops:
+        yield counts
+    counts.matmul_flops = flops.get_total_flops()
+
+
+def saved_bytes(model: nn.Module, loss: Callable[[], Tensor]) -> int:
+    """Of what `loss` keeps for its backward beside the model's parameters, each memory once."""
+    parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        kept[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = loss()
+    del result  # until here nothing that was kept could make room
+    return sum(size for place, size in kept.items() if place not in parameters)
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(each.nbytes for each in model.parameters())
