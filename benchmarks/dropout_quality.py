@@ -2,8 +2,9 @@
 
     python benchmarks/dropout_quality.py [--rows 4096] [--columns 4096] [--json FILE]
 
-Each figure is a number of standard deviations from what independent draws would give; of a sum of
-many squares too. megatron/parallel/dropout.py says what a mask is a function of.
+Each figure is a number of standard deviations from what independent draws would give. Those of
+rates of rows, columns and places, and of bytes, are chi-squares less their mean, over their
+deviation. megatron/parallel/dropout.py says what a mask is a function of.
 """
 
 import sys
@@ -27,7 +28,7 @@ P = 0.1
 
 def kept(keys: Tensor, columns: int) -> Tensor:
     """The mask less its mean, in standard deviations, [rows, columns]."""
-    mask = dropout.factors(keys, 0, columns, P, torch.float32) > 0
+    mask = dropout.is_kept(keys, 0, columns, P, torch.bool)
     p = 1 - round(P * dropout.STEPS) / dropout.STEPS
     return (mask.float() - p) / sqrt(p * (1 - p))
 

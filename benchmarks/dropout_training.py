@@ -3,8 +3,9 @@
     python benchmarks/dropout_training.py [--data-path PREFIX] [--seeds 5] [--json FILE]
 
 The quickstart's model with dropout 0.1, from the same weights on the same samples; a seed changes
-all three. The other model is GPT-2 with F.dropout and what F.scaled_dot_product_attention draws,
-a kind of its own. By default on the text of a finished scripts/quickstart.sh.
+weights, order of samples and dropout. The other model is GPT-2 with F.dropout and what
+F.scaled_dot_product_attention draws, a kind of its own. By default on the text of a finished
+scripts/quickstart.sh.
 """
 
 import os

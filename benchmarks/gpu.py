@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import tyro
@@ -148,12 +149,14 @@ class Wanted:
         return self.figure in ("ours_over_it", "over_at_once")
 
     def measured(self, runs: dict[str, Any]) -> float | None:
-        contenders = runs.get(self.run, {}).get("contenders", {})
-        found = [
-            contenders.get(name, {}).get(self.figure) for name in (self.contender, self.beside)
-        ]
-        value, other = (each["median"] if isinstance(each, dict) else each for each in found)
-        return value / other if value and other else None if self.beside else value
+        figures = runs.get(self.run, {}).get("contenders", {}).get(self.contender)
+        if figures is not None and self.beside is not None:
+            walls = runs[self.run]["seconds"]
+            own, others = walls[self.contender], walls.get(self.beside, [])
+            ratios = [mine / theirs for mine, theirs in zip(own, others, strict=False)]
+            return median(ratios) if ratios else None
+        value = figures and figures[self.figure]
+        return value["median"] if isinstance(value, dict) else value
 
     def row(self, runs: dict[str, Any]) -> list[str]:
         value = self.measured(runs)

@@ -4,9 +4,9 @@
         [--threads N] [--json FILE]
 
 Whole training steps of this project with --recompute-granularity none, selective and full on a CPU,
-without dropout and with the paper's; from the same weights, on the same batches, with the same
-draws, so that every loss has to be the same bit for bit. Each has a process of its own, and they
-take turns. (train_step.py has the same without dropout beside others, on a GPU too.)
+without dropout and with the paper's; from the same weights, on the same batches, and the same
+elements are dropped, so that every loss has to be the same bit for bit. Each has a process of its
+own, and they take turns. (train_step.py has the same without dropout beside others, on a GPU too.)
 """
 
 import json

@@ -98,7 +98,7 @@ class Steps:
             own = rows[cuts[share] : cuts[share + 1]]
             numbers, examples = zip(*own, *[rows[-1]] * (size - len(own)), strict=True)
             batch = make_batch(examples, len(own))
-            batches.append(replace(batch, numbers=np.array(numbers) + epochs_before))
+            batches.append(batch.numbered(np.array(numbers) + epochs_before))
         return batches
 
 
@@ -107,7 +107,8 @@ def finetuned_config(
 ) -> FinetunedConfig:
     """The config of a pretrained BERT with this head in place of its own; changes: of dropout
     and the like, which belong to the run and not to the weights."""
-    # Other kernels compute the same model, and need not be installed where it is fine-tuned.
+    # Other kernels compute the same model, and need not be installed where it is fine-tuned. Its
+    # dropout is by coordinates, also where that is slower, and of the embeddings --hidden-dropout.
     other = {"layernorm_impl": "torch", "attention_dropout_rng": "coordinates"}
     settings = {**asdict(pretrained), "embedding_dropout": None, **other, **changes}
     return FinetunedConfig(head=head, labels=tuple(labels), **settings)

@@ -21,7 +21,7 @@ from megatron.checkpoint.format import (
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError, flag, switch
 from megatron.config.pretrain import PretrainConfig
-from megatron.models.registry import find_kind
+from megatron.models.registry import config_of, find_kind
 
 DROPOUTS = ("--attention-dropout", "--hidden-dropout", "--embedding-dropout")
 # A resumed run is compared with its checkpoint by the settings of these parts of its config; what
@@ -30,7 +30,6 @@ COMPARED = ("model", "data", "optimizer", "training", "precision")
 # Of the model's, these may change, and it is said; any other makes another model.
 FREE = {
     *DROPOUTS,
-    "--attention-dropout-rng",
     "--init-method-std",
     "--layernorm-impl",
     "--make-vocab-size-divisible-by",
@@ -271,9 +270,9 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
         found["--ffn-hidden-size"] = found["--ffn-hidden-size"] or 4 * found["--hidden-size"]
         if found["--embedding-dropout"] is None:
             found["--embedding-dropout"] = found["--hidden-dropout"]
-    if any(found.get(name) for name in DROPOUTS):
-        is_drawn = "attention_dropout_rng" not in facts["config"]["model"]
-        found["dropout masks"] = "drawn by each rank" if is_drawn else "a function of coordinates"
+    found.pop("--attention-dropout-rng", None)  # compared by what it comes to
+    if "kind" in facts and any(found.get(name) for name in DROPOUTS):
+        found["dropout masks"] = _masks(facts)
     for name in ("--bf16", "--fp16"):  # compared by what they come to
         found.pop(name, None)
     if "precision" in facts:
@@ -283,6 +282,16 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
     found |= {"vocabulary": facts["vocab_size"], "data sets": len(facts["data"])}
     texts = (text.removeprefix("1 of ") for text in facts["data"])
     return found | {f"data sets: {number}": text for number, text in enumerate(texts, start=1)}
+
+
+def _masks(facts: Mapping[str, Any]) -> str:
+    """Where a run with dropout has its masks from."""
+    if "attention_dropout_rng" not in facts["config"]["model"]:
+        return "drawn by each rank"
+    device = "cpu" if facts["environment"]["device"] == "cpu" else "cuda"
+    if config_of(facts).draws_in_kernel(device):
+        return "a function of coordinates, but drawn by the kernel of attention"
+    return "a function of coordinates"
 
 
 def data_fingerprint(facts: Mapping[str, Any]) -> str:

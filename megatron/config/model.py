@@ -48,8 +48,8 @@ class ModelConfig:
 
     attention_dropout_rng: Literal["coordinates", "kernel"] | None = None
     """Where the dropout of attention comes from: coordinates, a function of sample, head, query and
-    key, the same at every layout; kernel, what a fused kernel draws, which depends on the layout.
-    By default coordinates on CPUs and kernel on GPUs."""
+    key, the same at every layout; kernel, what torch's kernel draws, which depends on the layout.
+    By default coordinates on CPUs; kernel on GPUs, where the other needs more time and memory."""
 
     hidden_dropout: float = 0.1
     """Dropout probability before each residual add."""

@@ -90,8 +90,8 @@ class PretrainConfig:
             found.append(f"warning: saved only at the end; --save-interval {some} saves on the way")
         if self.model.draws_in_kernel(device):
             found.append(
-                "attention's dropout is drawn by its kernel and depends on the layout; with "
-                "--attention-dropout-rng coordinates it does not"
+                "warning: attention's dropout is drawn by its kernel and depends on the layout; "
+                "with --attention-dropout-rng coordinates it does not, at a cost of time and memory"
             )
         if self.precision.fp16 and device == "cpu":
             found.append("warning: --fp16 on a CPU is many times slower than --bf16 or --no-bf16")

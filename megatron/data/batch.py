@@ -1,6 +1,7 @@
 """What a data set gives: samples of given numbers, as arrays; and which numbers a rank reads."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, ClassVar, Protocol, Self
@@ -25,16 +26,23 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        own = (each.name for each in fields(self) if each.name not in ("numbers", "places"))
-        return len(getattr(self, next(own)))
+        first_own = fields(self)[len(fields(Batch))]  # of the kind of model
+        return len(getattr(self, first_own.name))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are read, padding aside; of what has none, the samples. Of numpy's arrays."""
+        """Tokens that are read, padding aside; of what has none, the samples."""
         return self.num_samples
 
+    def numbered(self, numbers: Array) -> Self:
+        """The same samples with these numbers."""
+        batch = copy(self)  # dataclasses.replace would derive fields again
+        object.__setattr__(batch, "numbers", numbers)
+        return batch
+
     def take(self, order: Array) -> Self:
-        """The tokens at these places of each sample, int64 [at most s], in this order."""
+        """The tokens at these places of each sample, int64 [at most s], in this order; attention's
+        mask and its dropout, which know no places, are of the new order."""
         arrays = {name: getattr(self, name) for name in self.per_token}
         cut = {n: None if each is None else each[..., order] for n, each in arrays.items()}
         places = order if self.places is None else self.places[order]

@@ -168,7 +168,7 @@ RESIDUAL_ORDERS = {"pre-ln": TransformerLayer, "post-ln": PostNormLayer}
 
 
 class Transformer(nn.Module):
-    """A range of layers; parameters and RNGs are named by a layer's number in the whole model."""
+    """A range of layers, of which parameters and dropout are named by the number in the model."""
 
     def __init__(
         self,

@@ -21,7 +21,8 @@ def widen(x: Tensor) -> Tensor:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """softmax(q k' / sqrt(d)) v of q, k, v [n, s, d], n = b x a; bias [b or 1, 1, s, s] or None.
+    """softmax(q k' / sqrt(d)) v of q [n, s, d], k and v [n, m, d], n = b x a, and bias None or
+    [b or 1, 1, s, m].
 
     A block of queries sees the keys up to its own last one, so that up to half of a causal matmul
     is not computed. The probabilities are kept for the backward: at 256 tokens a sixth of what a
@@ -46,7 +47,7 @@ class _BlockAttention(torch.autograd.Function):
         out, probabilities = [], []
         # Scores stay wide until they are probabilities: in bf16 one of 100 would be wrong by 0.25.
         wide_q, wide_k = widen(q) * scale, widen(k)
-        for rows, columns in _blocks(q.shape[1], is_causal):
+        for rows, columns in _blocks(q.shape[1], k.shape[1], is_causal):
             scores = wide_q[:, rows] @ wide_k[:, columns].mT
             if bias is not None:
                 scores.view(len(bias), -1, *scores.shape[1:]).add_(bias[:, :, rows, columns])
@@ -70,7 +71,7 @@ class _BlockAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         dk, dv = (torch.zeros_like(each, dtype=wide) for each in (k, v))
         dq = []
-        blocks = _blocks(q.shape[1], ctx.is_causal)
+        blocks = _blocks(q.shape[1], k.shape[1], ctx.is_causal)
         for p, (rows, columns) in zip(probabilities, blocks, strict=True):
             used, own = p, d_out[:, rows]
             dp = own @ v[:, columns].mT
@@ -90,11 +91,11 @@ def _drop(keys: Tensor, p: float, *blocks: Tensor) -> list[Tensor]:
     return [each.view(blocks[0].shape) for each in dropped]
 
 
-def _blocks(length: int, is_causal: bool) -> Iterator[tuple[slice, slice]]:
+def _blocks(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[slice, slice]]:
     """(queries of a block, keys that some of them see)."""
-    for start in range(0, length, BLOCK):
-        stop = min(start + BLOCK, length)
-        yield slice(start, stop), slice(0, stop if is_causal else length)
+    for start in range(0, queries, BLOCK):
+        stop = min(start + BLOCK, queries)
+        yield slice(start, stop), slice(0, stop if is_causal else keys)
 
 
 def pays_in_blocks(q: Tensor, is_causal: bool) -> bool:
@@ -112,8 +113,7 @@ def block_attention(
     dropout: float = 0.0,
     keys: Tensor | None = None,
 ) -> Tensor:
-    """As kernels.attention, of as many keys as queries; the result of a query that may look nowhere
-    is meaningless, but finite.
+    """As kernels.attention; the result of a query that may look nowhere is meaningless, but finite.
 
     dropout: of the probabilities, by coordinates. keys: int64 [b, a, s], as of `head_keys`.
     """
@@ -126,4 +126,5 @@ def block_attention(
         bias = bias.expand(-1, -1, q.shape[2], -1)
     flat = (each.flatten(0, 1) for each in (q, k, v))
     keys = None if keys is None else keys.flatten(0, 1)
-    return _BlockAttention.apply(*flat, bias, is_causal, dropout, keys).view(v.shape)
+    out: Tensor = _BlockAttention.apply(*flat, bias, is_causal, dropout, keys)
+    return out.view(*q.shape[:3], v.shape[3])

@@ -6,7 +6,7 @@ the elements that it holds, however model and batch are cut, and nothing is kept
 which computes the mask again. Recomputation, other micro-batches and a resumed run drop the same.
 
     key of a row       64 bits: one coordinate after another is added and mixed (SplitMix64, Steele
-                       et al., 2014), then the key of the layer
+                       et al., 2014), then the key of the layer, and of attention the head
     two columns        32 bits: key and number of the pair, mixed by two multiplications
     an element         16 of these bits, compared with p
 """
@@ -82,7 +82,7 @@ def dropout(x: Tensor, keys: Tensor, p: float, first: int = 0) -> Tensor:
     row. p is rounded to a multiple of 1 / STEPS.
     """
     if torch.compiler.is_compiling():
-        return x * factors(keys, first, x.shape[1], p, x.dtype)
+        return multiply(keys, p, x, first=first)[0]
     dropped: Tensor = _Dropout.apply(x, keys, p, first)
     return dropped
 
@@ -101,35 +101,41 @@ class _Dropout(torch.autograd.Function):
 
 
 def multiply(keys: Tensor, p: float, *tensors: Tensor, first: int = 0) -> list[Tensor]:
-    """Each tensor [r, c] times the factors of dropout: as of `dropout`, not differentiable."""
-    count = tensors[0].shape[1]
+    """Each tensor [r, c] after the same dropout; arguments as of `dropout`."""
+    count, scale = tensors[0].shape[1], STEPS / (STEPS - _steps(p))
+    # The mask times the scale would be one pass less, but in bf16 the scale would be rounded, and
+    # what is kept be too small by a constant.
+    if torch.compiler.is_compiling():
+        kept = is_kept(keys, first, count, p, torch.bool)
+        return [x * kept * scale for x in tensors]
     products = [torch.empty_like(each) for each in tensors]
-    size = len(keys)
-    if keys.device.type == "cpu" and not torch.compiler.is_compiling():
-        size = max(1, 2 * CHUNK // count)
+    size = max(1, 2 * CHUNK // count) if keys.device.type == "cpu" else len(keys)
     for start in range(0, len(keys), size):
         rows = slice(start, start + size)
-        kept = factors(keys[rows], first, count, p, tensors[0].dtype)
+        kept = is_kept(keys[rows], first, count, p, tensors[0].dtype)
         for x, product in zip(tensors, products, strict=True):
-            torch.mul(x[rows], kept, out=product[rows])
+            torch.mul(x[rows], kept, out=product[rows]).mul_(scale)
     return products
 
 
-def factors(keys: Tensor, first: int, count: int, p: float, dtype: torch.dtype) -> Tensor:
-    """[r, c] of 0 and 1 / (1 - p), for the columns first to first + count."""
-    steps = min(round(p * STEPS), STEPS - 1)
-    threshold, scale = steps - STEPS // 2, STEPS / (STEPS - steps)
+def _steps(p: float) -> int:
+    return min(round(p * STEPS), STEPS - 1)
+
+
+def is_kept(keys: Tensor, first: int, count: int, p: float, dtype: torch.dtype) -> Tensor:
+    """[r, c] of 0 and 1, for the columns first to first + count."""
+    threshold = _steps(p) - STEPS // 2
     numbers = partial(torch.arange, dtype=torch.int32, device=keys.device)
     if torch.compiler.is_compiling():
         # One kernel, which hashes each pair twice and writes nothing.
         columns = numbers(first, first + count)
         words = hash_pairs(keys, columns >> 1)
         halves = torch.where((columns & 1).bool(), words >> 16, words << 16 >> 16)
-        return torch.where(halves >= threshold, scale, 0.0).to(dtype)
+        return (halves >= threshold).to(dtype)
     words = hash_pairs(keys, numbers(first // 2, (first + count + 1) // 2))
     halves = words.view(torch.int16)[:, first % 2 : first % 2 + count]
     kept = torch.empty(halves.shape, dtype=dtype, device=keys.device)
-    return torch.ge(halves, threshold, out=kept).mul_(scale)
+    return torch.ge(halves, threshold, out=kept)
 
 
 def hash_pairs(keys: Tensor, pairs: Tensor) -> Tensor:

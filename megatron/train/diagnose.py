@@ -1,7 +1,8 @@
 """Where a step that was not finite went wrong: the step is run again, and every module watched.
 
-The weights are those the step began with and dropout is a function of its samples, so the second
-run computes what the first did. All ranks run it, since the collectives are in it.
+The weights are those the step began with, and dropout is a function of its samples or drawn from
+the step's seed, so the second run computes what the first did. All ranks run it, since the
+collectives are in it.
 """
 
 from __future__ import annotations

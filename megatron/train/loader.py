@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,7 +53,7 @@ def prefetch(
             data_rank=data_rank,
             data_size=data_size,
         )
-        return [replace(data.batch(each), numbers=np.array(each)) for each in numbers]
+        return [data.batch(each).numbered(np.array(each)) for each in numbers]
 
     with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
         ahead: Future[list[Batch]] | None = None

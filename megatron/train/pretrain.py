@@ -204,11 +204,14 @@ def build(config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> R
     else:
         refuse_alike(mesh, partial(state.load, found))
         messages.append(f"going on from {found.path}")
-        messages += changes(facts, resumed, mesh.batch.size)
         saved, now = resumed["environment"], environment(mesh)
+        messages += changes(facts | {"environment": now}, resumed, mesh.batch.size)
+        what = "the last bits may"
+        if state.kernel_seed is not None:
+            what = "what the kernel of attention drops, and so every loss, will"
         messages += [
             f"warning: {name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: "
-            "the last bits may differ from those of an undisturbed run"
+            f"{what} differ from those of an undisturbed run"
             for name in ("torch", "threads", "device", "layout")
             if saved[name] != now[name]
         ]

@@ -28,7 +28,7 @@ WORDS = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --train-iters 3"
 
 def manifest(**changes: Any) -> dict[str, Any]:
     facts = {"config": asdict(settings(**changes)), "precision": "fp32", **IDENTITY}
-    environment = {"layout": {"data": 2, "tensor": 1}}
+    environment = {"layout": {"data": 2, "tensor": 1}, "device": "cpu"}
     return {"kind": "gpt2", **facts, "environment": environment}
 
 
@@ -195,7 +195,7 @@ def test_what_a_kind_of_ones_own_adds_may_not_change_either() -> None:
         parse(PretrainOwnConfig, f"{WORDS} --data-path d --key-value-heads {heads}".split(), {})
         for heads in (1, 2)
     )
-    facts = {"config": asdict(saved), "precision": "fp32", **IDENTITY, "kind": saved.model.kind}
+    facts = manifest() | {"config": asdict(saved), "kind": saved.model.kind}
     check_start(saved, PATH, facts, identity=IDENTITY)
     with pytest.raises(UsageError) as error:
         check_start(now, PATH, facts, identity=IDENTITY)
@@ -275,10 +275,30 @@ def test_what_has_changed_is_said(
 def test_other_masks_of_dropout_are_said_once(p: float, lines: int) -> None:
     """Where the checkpoint is of the time when each rank drew them."""
     dropout = {"attention_dropout": p, "hidden_dropout": p}
-    old, now = manifest(**dropout), {"config": asdict(settings(**dropout)), **IDENTITY}
+    old, now = manifest(**dropout), manifest(**dropout)
     assert changes(now, old, 2) == []
     del old["config"]["model"]["attention_dropout_rng"]
     assert len(changes(now, old, 2)) == lines
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "lines"),
+    [
+        (("cpu", None), ("cpu", "coordinates"), 0),
+        (("NVIDIA H200", None), ("NVIDIA H200", "kernel"), 0),
+        (("cpu", None), ("NVIDIA H200", None), 1),
+        (("cpu", "coordinates"), ("NVIDIA H200", "coordinates"), 0),
+        (("cpu", None), ("cpu", "kernel"), 1),
+    ],
+)
+def test_where_attentions_dropout_comes_from_is_compared_by_what_it_comes_to(
+    before: tuple[str, str | None], now: tuple[str, str | None], lines: int
+) -> None:
+    old, new = (
+        manifest(attention_dropout=0.1, attention_dropout_rng=rng) for _, rng in (before, now)
+    )
+    old["environment"]["device"], new["environment"]["device"] = before[0], now[0]
+    assert len(changes(new, old, 2)) == lines
 
 
 def test_a_setting_that_the_checkpoint_does_not_know_is_not_compared() -> None:

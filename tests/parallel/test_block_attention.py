@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron.parallel import kernels
 from megatron.parallel.block_attention import BLOCK, block_attention
-from megatron.parallel.dropout import factors, head_keys, layer_key, row_keys
+from megatron.parallel.dropout import dropout, head_keys, layer_key, row_keys
 from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import serial_mesh
 
@@ -69,7 +69,8 @@ def test_with_dropout_it_equals_the_formula(length: int, mask: str) -> None:
     visible = None if is_causal else MASKS[mask](length)
     q, k, v = inputs = draw(length)
     keys = keys_of(length)
-    kept = factors(keys.flatten(), 0, length, 0.3, torch.float64).view(*keys.shape, length)
+    ones = torch.ones(keys.numel(), length, dtype=torch.float64)
+    kept = dropout(ones, keys.flatten(), 0.3).view(*keys.shape, length)
     scores = q @ k.mT / SIZE**0.5
     seen = torch.ones(length, length, dtype=torch.bool).tril() if is_causal else visible
     if seen is not None:
@@ -80,6 +81,22 @@ def test_with_dropout_it_equals_the_formula(length: int, mask: str) -> None:
     found = block_attention(q, k, v, visible, is_causal, 0.3, keys)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     own = torch.autograd.grad(found, inputs, d_out)
+    torch.testing.assert_close(own, gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_keys_need_not_be_as_many_as_queries(p: float) -> None:
+    q, (_, k, v) = draw(BLOCK + 3)[0], draw(9)
+    keys, mask = keys_of(BLOCK + 3), key_mask(9)
+    ones = torch.ones(keys.numel(), 9, dtype=torch.float64)
+    kept = dropout(ones, keys.flatten(), p).view(*keys.shape, 9)
+    scores = (q @ k.mT / SIZE**0.5).masked_fill(~mask, -torch.inf)
+    expected, found = (
+        (scores.softmax(-1) * kept) @ v,
+        block_attention(q, k, v, mask, False, p, keys),
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients, own = (torch.autograd.grad(y.sum(), (q, k, v)) for y in (expected, found))
     torch.testing.assert_close(own, gradients, rtol=1e-12, atol=1e-12)
 
 

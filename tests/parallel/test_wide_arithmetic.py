@@ -12,9 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.parallel import dropout as dropouts
 from megatron.parallel import kernels
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.parallel.dropout import factors, head_keys, row_keys
+from megatron.parallel.dropout import head_keys, row_keys
 from megatron.parallel.layers import (
     AttentionCore,
     LayerNorm,
@@ -179,7 +180,8 @@ def test_softmax(
     result = core(q, k, v, documents(is_cut), not is_cut, rows)
     result, q = result.detach(), q.detach()
     keys = head_keys(rows, core.key, range(3), 2).flatten()
-    kept = factors(keys, 0, 40, dropout, torch.float64).view(2, 3, 40, 40)
+    ones = torch.ones(len(keys), 40, dtype=torch.float64)
+    kept = dropouts.dropout(ones, keys, dropout).view(2, 3, 40, 40)
     mask = documents(is_cut)
     mask = torch.ones(40, 40, dtype=torch.bool).tril() if mask is None else mask
     expected = attend(q.double(), k.double(), v.double(), mask, kept)
