@@ -39,7 +39,7 @@ from megatron.data.sources import open_corpus
 # Small, because CPUs multiply fp16 matrices some fifty times slower than fp32 ones.
 MODEL = GPT2Config(num_layers=2, hidden_size=64, num_attention_heads=2, max_position_embeddings=64)
 DATA = GPT2DataConfig(split="1,0,0", seq_length=64)
-# At higher rates, or the default of 0.999, the gradients of this small model spike on some texts, and
+# At higher rates, or the default of 0.999, gradients of this small model spike on some texts, and
 # any rounding grows there.
 OPTIMIZER = OptimizerConfig(lr=5e-4, min_lr=1e-4, lr_warmup_iters=50, adam_beta2=0.95)
 BATCH = 8

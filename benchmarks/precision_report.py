@@ -159,10 +159,10 @@ gradients vanish, 5.5e-03 (t = 1, no dropout, `--lr 1e-3`). All three are outsid
 
 The tolerances hold for a training that is stable itself. With `--lr 1e-3` a text of November 2026
 had a moment between steps 80 and 100 at which any rounding grew, without dropout and at the default
-seed: bf16 left fp32 by up to 3.1e-02 and fp16 by 5.5e-03, at commit 98c61ae just as now; with another
-seed, bf16 by 1.0e-03. At the default `--adam-beta2 0.999` gradients spike once the learning rate is
-at its highest: at t = 1 bf16 left fp32 by up to 1.0e-02 in 500 steps, and fp16 without dropout by
-2.5e-03 in 400. Hence the lower rate and the 0.95.
+seed: bf16 left fp32 by up to 3.1e-02 and fp16 by 5.5e-03, at commit 98c61ae just as now; with
+another seed, bf16 by 1.0e-03. At the default `--adam-beta2 0.999` gradients spike once the learning
+rate is at its highest: at t = 1 bf16 left fp32 by up to 1.0e-02 in 500 steps, and fp16 without
+dropout by 2.5e-03 in 400. Hence the lower rate and the 0.95.
 
 The fp32 runs of t = 1 and t = 2 are apart by at most {apart_plain:.1e} without dropout and by
 {apart_dropout:.1e} with it (the order of sums).
