@@ -15,6 +15,12 @@ from tests.dist import Pool
 VARIABLE = "MEGATRON_TEST_DATA"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("layouts")
+    group.addoption("--device", default="cpu", help="where tests/layouts compute: cpu or cuda")
+    group.addoption("--full-matrix", action="store_true", help="every case of tests/layouts")
+
+
 @pytest.fixture
 def test_data() -> Path:
     """The folder of real files; a test that asks for it is marked real_data."""

@@ -64,9 +64,7 @@ def _attention(q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
 
 
 @_products(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
-def _attention_backward(
-    dy: Shape, q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any
-) -> int:
+def _attention_backward(dy: Shape, q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
     """The scores again, and two products for each of the forward's."""
     scores, values = 2 * prod(q) * k[-2], 2 * prod(q[:-1]) * prod(v[-2:])
     return scores + 2 * scores + 2 * values
@@ -87,9 +85,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.counts = counts
         axes = [getattr(mesh, name) for name in vars(mesh)]
-        self.axes = {
-            axis.group.group_name: axis for axis in axes if getattr(axis, "size", 1) > 1
-        }
+        self.axes = {axis.group.group_name: axis for axis in axes if getattr(axis, "size", 1) > 1}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,0 +1,300 @@
+"""One case of the matrix: trained at its layout and alone, compared and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.config.training import OptimizerConfig, PrecisionConfig
+from megatron.data.batch import Batch
+from megatron.data.gpt2 import GPT2Batch
+from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.train.evaluate import mean_losses
+from megatron.train.objectives import Objective, WholeLogitsLoss
+from megatron.train.state import TrainState
+from megatron.train.step import count, forward_backward, loss_sums, train_step
+from tests.bert import bert_samples, bert_section
+from tests.checkpoint.saving import load
+from tests.layouts import formulas
+from tests.tiny import (
+    SEED,
+    SEQUENCE,
+    VOCABULARY,
+    gather_whole,
+    micro_batches,
+    samples,
+    save_state,
+    tiny_section,
+    tiny_state,
+    whole_gradients,
+)
+from tools.layouts.layout import Layout, parse_layout
+from tools.layouts.meters import Counts, counting, parameter_bytes, saved_bytes
+
+GLOBAL_BATCH, STEPS, LR = 4, 3, 1e-3
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.2}
+# Settings of the model by the option that stands for them.
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "dropout": DROPOUT,
+    "full": {"recompute_granularity": "full"},
+    "selective": {"recompute_granularity": "selective"},
+    "untied": {"untie_embeddings_and_output_weights": True},
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Of norms, relative. Narrow formats are compared with the same layout without its new part.
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    model: str  # gpt2, bert, bert-post-ln
+    options: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.layout, self.model, *sorted(self.options)])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next((DTYPES[each] for each in self.options if each in DTYPES), torch.float64)
+
+    @property
+    def section(self) -> Any:
+        changes: dict[str, Any] = {"make_vocab_size_divisible_by": 8}
+        for option in self.options:
+            changes |= SETTINGS.get(option, {})
+        if self.model == "gpt2":
+            return tiny_section(**changes)
+        return bert_section("post-ln" if self.model == "bert-post-ln" else "pre-ln", **changes)
+
+    @property
+    def micro_batch_size(self) -> int:
+        return 1 if "accumulate" in self.options else 2
+
+    def draw(self, size: int, first: int = 0) -> Any:
+        if self.model != "gpt2":
+            return bert_samples(size, first=first)
+        batch = samples(size, first=first)
+        return of_documents(batch) if "documents" in self.options else batch
+
+    def objective(self, state: TrainState) -> Objective:
+        if "whole-logits" not in self.options:
+            return state.objective
+        return WholeLogitsLoss(state.model, state.mesh, entropy, counted_tokens)
+
+
+def entropy(logits: Tensor, batch: GPT2Batch) -> Tensor:
+    losses = F.cross_entropy(logits, batch.labels.flatten(), reduction="none")
+    return (losses * batch.loss_mask.flatten()).sum()
+
+
+def counted_tokens(batch: GPT2Batch) -> float:
+    return float(batch.loss_mask.sum(dtype=np.float64))
+
+
+def of_documents(batch: GPT2Batch) -> GPT2Batch:
+    """The same samples, of two documents each."""
+    places = np.arange(SEQUENCE)
+    cuts = 3 + batch.numbers[:, None] % 9
+    starts = np.where(places >= cuts, cuts, 0)
+    return replace(batch, document_starts=starts, positions=places - starts)
+
+
+class Data:
+    """Samples of a case, for an evaluation."""
+
+    samples_per_epoch = 8
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        return self.case.draw(len(numbers), first=100 + numbers[0])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank says of a run; all tensors whole."""
+
+    terms: list[Mapping[str, float]]  # of every step, and of an evaluation
+    norms: list[float]
+    gradients: dict[str, Tensor]  # of the first step
+    weights: dict[str, Tensor]  # masters, after the last one
+    saved: dict[str, Tensor]  # what a checkpoint of this moment holds
+    counts: Counts
+    parameter_bytes: int
+
+
+def make_state(case: Case, mesh: Mesh, dtype: torch.dtype, seed: int = SEED) -> TrainState:
+    optimizer = OptimizerConfig(weight_decay=0.1, clip_grad=0.5)
+    precision = PrecisionConfig()
+    if dtype == torch.float16:
+        precision = PrecisionConfig(fp16=True, initial_loss_scale="2**8")
+    state = tiny_state(mesh, case.section, optimizer, precision, dtype=dtype, seed=seed)
+    state.objective = case.objective(state)
+    return state
+
+
+def held(state: TrainState) -> dict[str, Tensor]:
+    return {each.key: gather_whole(each.local, each.spec) for each in state.slices()}
+
+
+def run(case: Case, mesh: Mesh, dtype: torch.dtype, save_to: Path | None = None) -> Outcome:
+    """save_to: where the state after the last step is saved."""
+    state, size = make_state(case, mesh, dtype), case.micro_batch_size
+    batches = micro_batches(case.draw(GLOBAL_BATCH), mesh, size)
+    counts = count(state, batches)
+    with counting(mesh) as counted:
+        forward_backward(state, batches, counts)
+    gradients = {
+        name: each / state.scaler.scale for name, each in whole_gradients(state.gradients).items()
+    }
+    ones = torch.ones(len(state.objective.terms), dtype=torch.float64)
+    counted.saved_bytes = saved_bytes(
+        state.model,
+        lambda: loss_sums(state.model, state.objective, batches[0], mesh.device, ones).sum(),
+    )
+    terms, norms = [], []
+    for step in range(STEPS):
+        batch = case.draw(GLOBAL_BATCH, first=step * GLOBAL_BATCH)
+        result = train_step(state, micro_batches(batch, mesh, size), LR)
+        terms.append(result.terms)
+        norms.append(result.grad_norm)
+    terms.append(mean_losses(state.model, state.objective, Data(case), 6, 1, mesh))
+    weights = {
+        view.name: gather_whole(own, view.spec) for view, own in state.optimizer.master_views()
+    }
+    if save_to is not None:
+        save_state(state, save_to, vocab_size=VOCABULARY)
+    size_of_model = parameter_bytes(state.model)
+    return Outcome(terms, norms, gradients, weights, held(state), counted, size_of_model)
+
+
+def distance(one: Tensor, other: Tensor, scale: float) -> float:
+    return float((one.double() - other.double()).norm()) / scale
+
+
+def differences(found: Outcome, wanted: Outcome) -> dict[str, float]:
+    """Of each kind the largest, normalised by the reference's norm."""
+    worst = {"loss": 0.0, "norm": 0.0, "gradients": 0.0, "weights": 0.0}
+    for own, other in zip(found.terms, wanted.terms, strict=True):
+        for name, value in other.items():
+            worst["loss"] = max(worst["loss"], abs(own[name] - value) / abs(value))
+    for one, two in zip(found.norms, wanted.norms, strict=True):
+        worst["norm"] = max(worst["norm"], abs(one - two) / two)
+    for kind in ("gradients", "weights"):
+        ours, theirs = getattr(found, kind), getattr(wanted, kind)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            # The bias of the keys has a gradient of zero in theory, and noise in fact.
+            part = [0, 2] if name.endswith("qkv.bias") else slice(None)
+            one, two = ours[name][part], tensor[part]
+            worst[kind] = max(worst[kind], distance(one, two, float(two.double().norm())))
+    return worst
+
+
+@cache
+def alone(case: Case) -> Outcome:
+    """The run of one process in fp64."""
+    return run(case, serial_mesh(), torch.float64)
+
+
+def shape(case: Case, layout: Layout) -> formulas.Shape:
+    section, t, b = case.section, layout.size("tensor"), case.micro_batch_size
+    m = GLOBAL_BATCH // (b * layout.size("data"))
+    return formulas.Shape(
+        kind="gpt2" if case.model == "gpt2" else "bert",
+        post_norm=case.model == "bert-post-ln",
+        untied=section.untie_embeddings_and_output_weights,
+        recompute=section.recompute_granularity,
+        dropout=section.hidden_dropout > 0,
+        layers=section.num_layers,
+        h=section.hidden_size,
+        a=section.num_attention_heads,
+        f=section.ffn_size,
+        s=SEQUENCE,
+        b=b,
+        m=m,
+        t=t,
+        r=t if "sequence" in layout.switches else 1,
+        d=layout.size("data"),
+        v=-(-VOCABULARY // (8 * t)) * 8 * t,
+        vocabulary=VOCABULARY,
+        positions=section.max_position_embeddings,
+        w=case.dtype.itemsize,
+        k=16,
+        blocks=section.attention_dropout > 0
+        or (case.model == "gpt2" and "documents" not in case.options)
+        or case.dtype.itemsize < 4,
+        documents="documents" in case.options,
+        whole_logits="whole-logits" in case.options,
+    )
+
+
+def undivided(found: Outcome, x: formulas.Shape) -> Iterator[str]:
+    """What this rank did, held or sent other than the formulas say, by more than 2 %."""
+    calls, sent = formulas.traffic(x)
+    counts = found.counts
+    pairs: dict[str, tuple[float, float]] = {
+        "matmul FLOPs": (counts.matmul_flops, formulas.matmul_flops(x)),
+        "parameter bytes": (found.parameter_bytes, formulas.parameter_bytes(x)),
+        "saved bytes": (counts.saved_bytes, formulas.saved_bytes(x)),
+    }
+    for axis in {*calls, *counts.calls}:
+        pairs[f"calls over {axis}"] = (counts.calls[axis], calls[axis])
+        pairs[f"bytes over {axis}"] = (counts.sent_bytes[axis], sent[axis])
+    for name, (own, expected) in pairs.items():
+        if abs(own - expected) > 0.02 * expected:
+            yield f"{name}: {own}, and not {expected:.0f}"
+
+
+def failures(
+    case: Case, meshes: Callable[[Layout], Mesh], others: Sequence[Layout], folder: Path
+) -> list[str]:
+    """What is wrong, on the first rank; every rank calls this.
+
+    others: layouts at which the checkpoint is loaded, too.
+    """
+    layout = parse_layout(case.layout)
+    mesh = meshes(layout)
+    found = run(case, mesh, case.dtype, folder if others else None)
+    wrong = []
+    if case.dtype.itemsize < 4:
+        plain = Layout(layout.sizes) if layout.switches else Layout()
+        wanted = run(case, meshes(plain), case.dtype)
+    else:
+        wanted = alone(replace(case, layout="serial", options=case.options.difference(DTYPES)))
+    for kind, value in differences(found, wanted).items():
+        if not value <= TOLERANCES[case.dtype]:
+            wrong.append(f"{kind}: off by {value:.2g}")
+    wrong += undivided(found, shape(case, layout))
+    for other in others:
+        again = make_state(case, meshes(other), case.dtype, seed=SEED + 1)
+        load(again, folder / f"step_{STEPS:08d}")
+        loaded = held(again)
+        if not all(torch.equal(loaded[name], each) for name, each in found.saved.items()):
+            wrong.append(f"loaded at {other.name}: another state")
+    return wrong
+
+
+def run_cases(
+    cases: Sequence[Case], others: Sequence[Layout], folder: Path, device: str
+) -> dict[Case, list[str]]:
+    """On every rank of the pool: {case: what is wrong}; an exception is one, too."""
+    meshes = cache(lambda name: parse_layout(name).mesh(torch.device(device)))
+    found = {}
+    for number, case in enumerate(cases):
+        of_case = [each for each in others if each.name != case.layout][:2]
+        found[case] = failures(
+            case, lambda layout: meshes(layout.name), of_case, folder / str(number)
+        )
+    return found

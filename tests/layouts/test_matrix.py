@@ -1,0 +1,138 @@
+"""Every layout computes what one process computes, and divides the work (promise 1)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.parallel import dropout, layers
+from megatron.parallel.collectives import copy_to, gather_with_gradient, reduce_from
+from megatron.parallel.layers import ColumnParallelLinear
+from megatron.parallel.mesh import Axis, Mesh
+from megatron.parallel.sharding import ShardingSpec
+from tests.dist import Pool
+from tests.layouts.cover import case_of, cover, every_row
+from tests.layouts.matrix import Case, run_cases
+from tools.layouts.layout import Layout, parse_layout
+
+AT_ONCE = 8  # cases of a call to the pool
+# By the number of ranks: where a checkpoint is loaded; the first two that are another layout.
+OTHERS = {2: ("serial", "data=2", "tensor=2"), 4: ("serial", "tensor=2,data=2", "tensor=4")}
+Group = tuple[Case, ...]
+
+
+def ranks(case: Case) -> int:
+    return parse_layout(case.layout).ranks
+
+
+@cache
+def groups(is_full: bool) -> dict[Case, Group]:
+    """Of each case those that run in the same call."""
+    cases = sorted(map(case_of, every_row() if is_full else cover()), key=ranks)
+    found: dict[Case, Group] = {}
+    for _, each in groupby(cases, ranks):
+        same = list(each)
+        for start in range(0, len(same), AT_ONCE):
+            group = tuple(same[start : start + AT_ONCE])
+            found |= dict.fromkeys(group, group)
+    return found
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        cases = groups(metafunc.config.getoption("--full-matrix"))
+        metafunc.parametrize("case", cases, ids=lambda case: case.name.replace(" ", "-"))
+
+
+def run_group(pool: Pool, group: Group, device: str, fault: str | None = None) -> Any:
+    """{case: what is wrong}."""
+    others = [] if fault else [parse_layout(name) for name in OTHERS[ranks(group[0])]]
+    with TemporaryDirectory() as folder:
+        arguments = (fault, group, others, Path(folder), device)
+        return pool.run(ranks(group[0]), with_fault, *arguments, timeout=600)[0]
+
+
+outcomes = cache(run_group)
+
+
+def test_it_equals_one_process_and_takes_what_the_formulas_say(
+    gloo: Pool, request: pytest.FixtureRequest, case: Case
+) -> None:
+    group = groups(request.config.getoption("--full-matrix"))[case]
+    assert not outcomes(gloo, group, request.config.getoption("--device"))[case]
+
+
+def mean_instead_of_sum(y: Tensor, axis: Axis, *stream: Axis) -> Tensor:
+    return reduce_from(y, axis, *stream) / axis.size
+
+
+def exchanged(layout: Layout, device: torch.device) -> Mesh:
+    mesh = make_mesh(layout, device)
+    return replace(mesh, loss=mesh.tensor)
+
+
+make_mesh = Layout.mesh
+
+
+def first_rows(x: Tensor, axis: Axis) -> Tensor:
+    return x.chunk(axis.size)[0]
+
+
+def with_whole_weight(layer: ColumnParallelLinear, x: Tensor) -> Tensor:
+    """The same value by as much work as one process has."""
+    axis = layer.mesh.tensor
+    dim = layer.weight.dim() - 2
+    weight, bias = (gather_with_gradient(each, dim, axis) for each in (layer.weight, layer.bias))
+    y = F.linear(copy_to(x, axis), weight.flatten(0, -2), bias.flatten())
+    own = y.view(len(x), *bias.shape).chunk(axis.size, -1)[axis.rank]
+    return own.flatten(1)
+
+
+# What is put in the place of what, and which check of which case sees it.
+FAULTS: dict[str, tuple[Any, str, Any, Case, str]] = {
+    "a mean instead of a sum": (
+        layers, "reduce_from", mean_instead_of_sum, Case("tensor=2", "gpt2"), "loss",
+    ),
+    "no sum over the stream of row biases, positions and norms": (
+        Mesh, "of_stream", property(lambda mesh: (mesh.replicas,)),
+        Case("tensor=2,sequence", "gpt2"), "gradients",
+    ),
+    "axes exchanged": (
+        Layout, "mesh", exchanged, Case("tensor=2,data=2", "bert"), "loss",
+    ),
+    "the norm counted on every rank": (
+        ShardingSpec, "is_owner", lambda spec, *axes: True, Case("tensor=2", "gpt2"), "norm",
+    ),
+    "dropout of local rows": (
+        dropout, "own_rows", first_rows,
+        Case("tensor=2,sequence", "gpt2", frozenset(["dropout"])), "loss",
+    ),
+    "whole weights": (
+        ColumnParallelLinear, "forward", with_whole_weight, Case("tensor=2", "gpt2"), "FLOPs",
+    ),
+}  # fmt: skip
+
+
+def with_fault(name: str | None, *arguments: Any) -> Any:
+    if name is None:
+        return run_cases(*arguments)
+    owner, attribute, fault, *_ = FAULTS[name]
+    with patch.object(owner, attribute, fault):
+        return run_cases(*arguments)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(gloo: Pool, fault: str) -> None:
+    *_, case, check = FAULTS[fault]
+    wrong = run_group(gloo, (case,), "cpu", fault)[case]
+    assert any(check in each for each in wrong), wrong

@@ -1,0 +1,62 @@
+"""A layout by its name: serial, or words such as tensor=2,data=2,sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+from megatron.config.checks import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.parallel.mesh import Mesh
+
+AXES = ("tensor", "data")
+SWITCHES = ("sequence",)
+
+
+@dataclass(frozen=True)
+class Layout:
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Of the axes that are named."""
+    switches: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        words = [f"{axis}={size}" for axis, size in self.sizes.items()]
+        return ",".join([*words, *sorted(self.switches)]) or "serial"
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.sizes.values())
+
+    def size(self, axis: str) -> int:
+        return self.sizes.get(axis, 1)
+
+    def mesh(self, device: torch.device) -> Mesh:
+        """Of the ranks of the process group, of which there are as many as the layout has; every
+        rank calls this."""
+        from megatron.parallel.mesh import build_mesh, serial_mesh
+
+        if self.ranks == 1:
+            return serial_mesh(device)
+        return build_mesh(self.sizes, device, sequence_parallel="sequence" in self.switches)
+
+
+def parse_layout(text: str) -> Layout:
+    """Raises UsageError naming a word that is none."""
+    sizes: dict[str, int] = {}
+    switches = set()
+    for word in text.split(",") if text != "serial" else []:
+        axis, _, size = word.partition("=")
+        if word in SWITCHES:
+            switches.add(word)
+        elif axis in AXES and size.isdecimal() and int(size) > 0 and axis not in sizes:
+            sizes[axis] = int(size)
+        else:
+            known = ", ".join([f"{axis}=N" for axis in AXES] + list(SWITCHES))
+            raise UsageError("LAYOUT", text, f"serial, or of {known}, each once; not {word!r}")
+    return Layout(sizes, frozenset(switches))
