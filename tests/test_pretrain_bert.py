@@ -63,12 +63,14 @@ def test_layouts_agree_and_resuming_is_exact(data: Path, tmp_path: Path) -> None
     assert_equal_bits(newest(tmp_path / "whole"), newest(tmp_path / "half"))
     assert losses(tmp_path / "whole") == losses(tmp_path / "half")
 
-    run(data, f"{ONE_BY_ONE} --tensor-model-parallel-size 2 --save {tmp_path}/tensor", world=2)
+    two = f"{ONE_BY_ONE} --tensor-model-parallel-size 2"
+    run(data, f"{two} --save {tmp_path}/tensor", world=2)
+    run(data, f"{two} --sequence-parallel --save {tmp_path}/sequence", world=2)
     run(data, f"{ONE_BY_ONE} --save {tmp_path}/data", world=2)
     expected = losses(tmp_path / "whole")
     assert len(expected) == 4
     assert set(expected[0]) == {"loss", "mlm_loss", "sop_loss"}
-    for name in ("tensor", "data"):
+    for name in ("tensor", "sequence", "data"):
         for one, other in zip(losses(tmp_path / name), expected, strict=True):
             assert one == pytest.approx(other, rel=1e-5)
 

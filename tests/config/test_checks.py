@@ -56,6 +56,11 @@ REFUSED = [
     ("--tensor-model-parallel-size 4", 6, "--tensor-model-parallel-size"),
     ("--ffn-hidden-size 6 --tensor-model-parallel-size 4", 4, "--tensor-model-parallel-size"),
     ("--model-parallel-size 2", 1, "--tensor-model-parallel-size"),
+    (
+        "--sequence-parallel --seq-length 255 --tensor-model-parallel-size 2",
+        2,
+        "--tensor-model-parallel-size",
+    ),
     ("--micro-batch-size 3 --global-batch-size 8", 4, "--global-batch-size"),
     ("--seq-length 65 --max-position-embeddings 64", 1, "--seq-length"),
     ("--lr-warmup-iters 4 --lr-decay-iters 2", 1, "--lr-warmup-iters"),
