@@ -249,7 +249,7 @@ def _refusal(
     name = named[0] if named else ""
     value = " ".join(_values(name, arguments)) or None
     if choices := re.search(r"[Ee]xpected one of \((.*?)\)", text):
-        words = tuple(re.findall(r"'(.*?)'", choices[1]))
+        words = tuple(word for word in re.findall(r"'(.*?)'", choices[1]) if word != "None")
         return UsageError(name, value, " or ".join(words), works=(name, words[0]))
     wanted = re.search(rf"helptext: .*?{re.escape(name)} (INT|FLOAT|\S+)", text)
     kind = wanted[1] if wanted and value else "followed by a value"

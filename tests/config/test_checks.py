@@ -44,7 +44,7 @@ LAST = """
 --fp16 --max-consecutive-skips 0 | --lr-warmup-iters 400
 --num-layer 3 | --batch-size 4 | --n-layer 3 | --lr-decay-style cos
 --save a --save-interval 0 | --save-interval 5 | --async-save | --keep-checkpoints 5
---save a --keep-checkpoints 1 | --finetune
+--save a --keep-checkpoints 1 | --finetune | --attention-dropout-rng kernal
 --layernorm-impl apex | --optimizer-impl apex | --preset gpt2_365m | --preset
 """
 # Arguments, number of processes, and the flag that is refused; the error says what works.
