@@ -6,12 +6,10 @@ process of its own.
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from benchmarks.cases import LEARNING_RATE, SEED, Case
 from benchmarks.own import make_batch, model_section, optimizer_section
@@ -20,22 +18,7 @@ from megatron.config.training import PrecisionConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import DTYPES, build_state
 from megatron.train.step import loss_sums, train_step
-
-
-def kept_bytes(model: nn.Module, loss: Callable[[], Tensor]) -> int:
-    """Of what the loss keeps for its backward pass beside the model's weights, each memory once."""
-    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        memory = tensor.untyped_storage()
-        kept[memory.data_ptr()] = memory.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = loss()
-    del result  # until here nothing that was kept could make room
-    return sum(size for place, size in kept.items() if place not in weights)
+from tools.layouts.meters import saved_bytes
 
 
 def main(file: str) -> None:
@@ -54,7 +37,7 @@ def main(file: str) -> None:
 
     def kept() -> int:
         model, batch, factors = state.model.train(), make_batch(case, 0), torch.ones(1)
-        return kept_bytes(
+        return saved_bytes(
             model, lambda: loss_sums(model, state.objective, batch, mesh.device, factors)
         )
 

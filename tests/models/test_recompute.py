@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.recomputing import kept_bytes
 from megatron.config.model import ModelConfig
 from megatron.parallel.dropout import Dropout
 from megatron.parallel.kernels import use_cpu_kernels
@@ -31,6 +30,7 @@ from tests.tiny import (
     tiny_state,
     whole_gradients,
 )
+from tools.layouts.meters import saved_bytes
 
 CPU = torch.device("cpu")
 BATCH = 4
@@ -157,7 +157,7 @@ def kept_of_layers(tensor_size: int, layers: int, dropout: float, granularity: s
     )
     model = tiny_model(mesh_of_ranks(tensor_size), section)
     batch, scales = samples(BATCH), torch.ones(1)
-    return kept_bytes(model, lambda: loss_sums(model.train(), model, batch, CPU, scales))
+    return saved_bytes(model, lambda: loss_sums(model.train(), model, batch, CPU, scales))
 
 
 def kept_of_a_layer(tensor_size: int, dropout: float) -> dict[str, int]:
