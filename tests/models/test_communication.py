@@ -53,7 +53,7 @@ def test_recomputation_adds_up_to_two_per_layer(
 ) -> None:
     """torch stops a recomputation as soon as it has all that the backward reads. Without dropout
     nothing after the last product of a layer is read, so that its g is not repeated; dropout
-    behind g keeps its mask, and both are."""
+    behind g keeps its keys, and both are."""
     for forward, backward in gloo.run(2, traffic, LAYERS, "full", dropout):
         assert forward == [STREAM] * (1 + 2 * LAYERS) + [*LOSS, STREAM]
         assert backward == [STREAM] * (2 + recomputed) * LAYERS
