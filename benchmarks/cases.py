@@ -16,6 +16,7 @@ FULL, SELECTIVE = "this project, full recomputation", "this project, selective r
 COORDINATES, KERNEL = (
     f"this project, dropout 0.1, attention's {rng}" for rng in ("by coordinates", "by the kernel")
 )
+SEQUENCE = "this project, sequence parallel"
 PLAIN, DTENSOR, MEGATRON = "plain torch", "DTensor", "Megatron-Core"
 TRANSFORMERS, COMPILED = "transformers", "transformers, compiled"
 IN_CHUNKS, AT_ONCE = "logits in chunks", "all logits at once"  # of the output layer alone
@@ -28,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         for name, rng in {COORDINATES: "coordinates", KERNEL: "kernel"}.items()
     },
 }
-VARIANTS = (OURS, NOT_COMPILED, *SETTINGS)
+VARIANTS = (OURS, NOT_COMPILED, SEQUENCE, *SETTINGS)
 NAMES = (*VARIANTS, PLAIN, DTENSOR, MEGATRON, TRANSFORMERS, COMPILED)
 LEARNING_RATE = 1e-3
 

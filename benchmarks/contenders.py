@@ -35,6 +35,7 @@ from benchmarks.cases import (
     NOT_COMPILED,
     OURS,
     PLAIN,
+    SEQUENCE,
     SETTINGS,
     TRANSFORMERS,
     Case,
@@ -90,6 +91,10 @@ def ours(setting: Setting, *, compiled: bool | None = None, **settings: Any) -> 
     return step
 
 
+def with_sequence_parallelism(setting: Setting) -> Step:
+    return ours(replace(setting, mesh=replace(setting.mesh, stream=setting.mesh.tensor)))
+
+
 def plain(setting: Setting) -> Step:
     """nn.Linear, nn.Embedding, nn.LayerNorm and F.cross_entropy; cut by DTensor where t > 1."""
     grid = setting.mesh.device_mesh() if setting.mesh.tensor.size > 1 else None
@@ -143,6 +148,7 @@ def training(setting: Setting, model: nn.Module, loss: Callable[[Tensor, Tensor]
 CONTENDERS: dict[str, Callable[[Setting], Step]] = {
     OURS: ours,
     NOT_COMPILED: partial(ours, compiled=False),
+    SEQUENCE: with_sequence_parallelism,
     **{name: partial(ours, **settings) for name, settings in SETTINGS.items()},
     PLAIN: plain,
     DTENSOR: plain,
