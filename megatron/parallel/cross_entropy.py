@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -179,6 +179,19 @@ def _parts(
         yield rows, part, labels[:, rows].flatten(), scales[:, rows].flatten()
 
 
+@cache
+def unit_gradient(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The scalar 1 that training's backward starts from. linear_cross_entropy knows it by its
+    memory, since a GPU would have to finish the forward before the host could compare."""
+    return torch.ones((), dtype=dtype, device=device)
+
+
+def _is_one(d_total: Tensor) -> bool:
+    one = unit_gradient(d_total.dtype, d_total.device).untyped_storage()
+    is_known = d_total.untyped_storage().data_ptr() == one.data_ptr()
+    return is_known or d_total.is_meta or bool(d_total == 1)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -194,10 +207,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, db, *inputs = ctx.saved_tensors
-        # The view already holds dW for a d_total of 1, which is what training has; for another one
-        # the difference is computed in a second pass over the logits. On a GPU the comparison waits
-        # for the forward.
-        if ctx.is_in_view and not d_total.is_meta and d_total != 1:
+        # The view already holds dW for a d_total of 1; for another one the difference is computed
+        # in a second pass over the logits.
+        if ctx.is_in_view and not _is_one(d_total):
             x, weight, bias, labels, scales = inputs
             scales = scales * (d_total - 1)
             _loss_and_gradients(x, weight, bias, labels, scales, *ctx.others)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron.data.batch import Batch
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.cross_entropy import unit_gradient
 from megatron.parallel.random import seed_kernels
 from megatron.train.diagnose import non_finite
 from megatron.train.objectives import Objective
@@ -152,7 +153,8 @@ def forward_backward(state: TrainState, micro_batches: Sequence[Batch], counts: 
             in_flight[number] = sums.sum()
         else:
             with state.gradients.accumulate(is_last=action is actions[-1]):
-                in_flight.pop(number).backward()
+                loss = in_flight.pop(number)
+                loss.backward(unit_gradient(loss.dtype, loss.device))
     return totals
 
 

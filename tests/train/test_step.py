@@ -15,6 +15,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, count, forward_backward, train_step
+from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.tiny import (
     Communication,
@@ -24,6 +25,7 @@ from tests.tiny import (
     tiny_section,
     tiny_state,
 )
+from tools.layouts.meters import host_reads
 
 
 def tensors(state: TrainState) -> dict[str, Tensor]:
@@ -265,3 +267,26 @@ def test_dropout_is_on_in_training_and_off_in_evaluation() -> None:
     assert state.model.training
     plain = tiny_state(mesh_of_ranks(1))
     assert first != step(plain, 0).loss
+
+
+class Halved:
+    """An objective whose gradient the loss's own kernel cannot know ahead."""
+
+    def __init__(self, model: Any) -> None:
+        self.terms, self.denominators, self.whole = model.terms, model.denominators, model.loss
+
+    def loss(self, *arguments: Any) -> Tensor:
+        return self.whole(*arguments) / 2
+
+
+@pytest.mark.parametrize(("kind", "draw"), [(tiny_section, samples), (bert_section, bert_samples)])
+def test_the_host_waits_for_the_device_once_a_step(kind: Any, draw: Any) -> None:
+    state = tiny_state(mesh_of_ranks(1), kind(hidden_dropout=0.1, attention_dropout=0.1))
+    batches = micro_batches(draw(4), state.mesh, 1)
+    with host_reads() as found:
+        train_step(state, batches, 1e-3)
+    assert found.total() == 1
+    state.objective = Halved(state.model)
+    with host_reads() as found:
+        train_step(state, batches, 1e-3)
+    assert found.total() == 1 + len(batches)

@@ -2,6 +2,7 @@
 
 matmul FLOPs    of every matrix product and attention kernel, 2 for a multiplication and an addition
 saved bytes     of what the forward keeps for the backward beside the parameters, each memory once
+host reads      results of the device that the host waits for
 calls, bytes    of collectives by axis; bytes are what a rank sends in a ring of r ranks, N being
                 those of the whole tensor: all-reduce 2 (r - 1) / r N, gather and reduce-scatter
                 half of that
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
@@ -113,6 +115,46 @@ def counting(mesh: Mesh) -> Iterator[Counts]:
     with Traffic(counts, mesh), flops:
         yield counts
     counts.matmul_flops = flops.get_total_flops()
+
+
+class _HostReads(TorchDispatchMode):
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name, result = function.overloadpacket.__name__, function(*args, **(kwargs or {}))
+        is_copy = name in ("_to_copy", "copy_") and result.device.type == "cpu"
+        if is_copy:
+            is_copy = any(isinstance(each, Tensor) and each.is_cuda for each in args)
+        if is_copy or name in ("_local_scalar_dense", "equal", "nonzero", "masked_select"):
+            self.found[name] += 1
+        return result
+
+
+class _Lists(TorchFunctionMode):
+    """On a CPU tolist() is no operator."""
+
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function is Tensor.tolist and not args[0].is_cuda:
+            self.found["tolist"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def host_reads() -> Iterator[Counter[str]]:
+    """What inside makes the host wait for the device, by operator; on a CPU what would."""
+    found = Counter[str]()
+    with _Lists(found), _HostReads(found):
+        yield found
 
 
 def saved_bytes(model: nn.Module, loss: Callable[[], Tensor]) -> int:
