@@ -17,7 +17,7 @@ from benchmarks.turns import ResidentMemory, Stopwatch, serve
 from megatron.config.training import PrecisionConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import DTYPES, build_state
-from megatron.train.step import loss_sums, train_step
+from megatron.train.step import train_step
 from tools.layouts.meters import saved_bytes
 
 
@@ -36,10 +36,7 @@ def main(file: str) -> None:
         return train_step(state, [make_batch(case, number)], LEARNING_RATE).loss
 
     def kept() -> int:
-        model, batch, factors = state.model.train(), make_batch(case, 0), torch.ones(1)
-        return saved_bytes(
-            model, lambda: loss_sums(model, state.objective, batch, mesh.device, factors)
-        )
+        return saved_bytes(state.model, state.objective, make_batch(case, 0), mesh.device)
 
     watch = Stopwatch(step, lambda: None)
     serve(

@@ -19,9 +19,8 @@ from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_model
 from megatron.models.gpt2 import GPT2
 from megatron.parallel.buckets import GradientBuckets
-from megatron.parallel.collectives import gather_from
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
-from megatron.parallel.sharding import ShardingSpec, initial_value, load_whole, sharding_specs
+from megatron.parallel.sharding import gather_whole, initial_value, load_whole, sharding_specs
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import on_device
 
@@ -101,16 +100,6 @@ def scatter_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     table = sharding_specs(model)
     for name, parameter in model.named_parameters():
         load_whole(parameter, weights[name], table[name])
-
-
-def gather_whole(local: Tensor, spec: ShardingSpec) -> Tensor:
-    """The whole tensor, of which this rank holds `local`; its padding has to be zero."""
-    whole = local.detach()
-    for dim, axis in reversed(spec.shards):  # the minor axis of a dim comes last
-        whole = gather_from(whole, dim, axis)
-    rows = spec.shape[0]
-    assert not whole[rows:].any(), "padding rows are not zero"
-    return whole[:rows].clone()
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.parallel import kernels
+from megatron.parallel.collectives import gather_from
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.random import derive_seed
 
@@ -260,6 +261,16 @@ def load_whole(local: Tensor, whole: Tensor, spec: ShardingSpec) -> None:
     assert whole.shape == spec.shape, f"{tuple(whole.shape)} is not {spec.shape}"
     local.zero_()
     spec.real(local).copy_(whole[spec.local_slices])
+
+
+def gather_whole(local: Tensor, spec: ShardingSpec) -> Tensor:
+    """The whole tensor, of which this rank holds `local` (every rank calls this)."""
+    whole = local.detach()
+    for dim, axis in reversed(spec.shards):  # the minor axis of a dim comes last
+        whole = gather_from(whole, dim, axis)
+    rows = spec.shape[0]
+    assert not whole[rows:].any(), "padding rows are not zero"
+    return whole[:rows].clone()
 
 
 def to_dtensors(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from megatron.checkpoint.resume import find_start
 from megatron.checkpoint.save import save
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.layers import VocabParallelEmbedding
-from megatron.parallel.sharding import materialize, sharding_specs
+from megatron.parallel.sharding import gather_whole, materialize, sharding_specs
 from megatron.train.pretrain import build
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
@@ -27,7 +27,6 @@ from tests.dist import Pool
 from tests.tiny import (
     SEED,
     VOCABULARY,
-    gather_whole,
     mesh_of_ranks,
     micro_batches,
     samples,

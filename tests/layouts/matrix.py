@@ -16,11 +16,13 @@ from torch import Tensor
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
+from megatron.parallel.kernels import use_cpu_kernels
 from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.parallel.sharding import gather_whole
 from megatron.train.evaluate import mean_losses
 from megatron.train.objectives import Objective, WholeLogitsLoss
 from megatron.train.state import TrainState
-from megatron.train.step import count, forward_backward, loss_sums, train_step
+from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_samples, bert_section
 from tests.checkpoint.saving import load
 from tests.layouts import formulas
@@ -28,7 +30,6 @@ from tests.tiny import (
     SEED,
     SEQUENCE,
     VOCABULARY,
-    gather_whole,
     micro_batches,
     samples,
     save_state,
@@ -40,7 +41,12 @@ from tools.layouts.layout import Layout, parse_layout
 from tools.layouts.meters import Counts, counting, parameter_bytes, saved_bytes
 
 GLOBAL_BATCH, STEPS, LR = 4, 3, 1e-3
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.2}
+DROPOUT = {
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "attention_dropout_rng": "coordinates",  # on GPUs, too
+    "embedding_dropout": 0.2,
+}
 # Settings of the model by the option that stands for them.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "dropout": DROPOUT,
@@ -48,9 +54,12 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "selective": {"recompute_granularity": "selective"},
     "untied": {"untie_embeddings_and_output_weights": True},
 }
+# What a layout has to be equal without: the reference is fp64, whole, and keeps what it computes.
+HOW = {"full", "selective", "accumulate", "whole-logits"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Of norms, relative. Narrow formats are compared with the same layout without its new part.
-TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+# Of norms, relative. Narrow formats are compared with the same layout without its new part: in bf16
+# the gradients of either are off those of fp64 by up to 1.7e-2.
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,14 @@ class Case:
         return bert_section("post-ln" if self.model == "bert-post-ln" else "pre-ln", **changes)
 
     @property
+    def reference(self) -> Case:
+        """One process in fp64, with the whole batch at once."""
+        return replace(self, layout="serial", options=self.options.difference(HOW, DTYPES))
+
+    @property
     def micro_batch_size(self) -> int:
+        if self.layout == "serial":
+            return GLOBAL_BATCH
         return 1 if "accumulate" in self.options else 2
 
     def draw(self, size: int, first: int = 0) -> Any:
@@ -131,7 +147,6 @@ class Outcome:
     weights: dict[str, Tensor]  # masters, after the last one
     saved: dict[str, Tensor]  # what a checkpoint of this moment holds
     counts: Counts
-    parameter_bytes: int
 
 
 def make_state(case: Case, mesh: Mesh, dtype: torch.dtype, seed: int = SEED) -> TrainState:
@@ -144,7 +159,7 @@ def make_state(case: Case, mesh: Mesh, dtype: torch.dtype, seed: int = SEED) -> 
     return state
 
 
-def held(state: TrainState) -> dict[str, Tensor]:
+def slices(state: TrainState) -> dict[str, Tensor]:
     return {each.key: gather_whole(each.local, each.spec) for each in state.slices()}
 
 
@@ -158,11 +173,7 @@ def run(case: Case, mesh: Mesh, dtype: torch.dtype, save_to: Path | None = None)
     gradients = {
         name: each / state.scaler.scale for name, each in whole_gradients(state.gradients).items()
     }
-    ones = torch.ones(len(state.objective.terms), dtype=torch.float64)
-    counted.saved_bytes = saved_bytes(
-        state.model,
-        lambda: loss_sums(state.model, state.objective, batches[0], mesh.device, ones).sum(),
-    )
+    counted.saved_bytes = saved_bytes(state.model, state.objective, batches[0], mesh.device)
     terms, norms = [], []
     for step in range(STEPS):
         batch = case.draw(GLOBAL_BATCH, first=step * GLOBAL_BATCH)
@@ -173,10 +184,10 @@ def run(case: Case, mesh: Mesh, dtype: torch.dtype, save_to: Path | None = None)
     weights = {
         view.name: gather_whole(own, view.spec) for view, own in state.optimizer.master_views()
     }
+    counted.parameter_bytes = parameter_bytes(state.model)
     if save_to is not None:
         save_state(state, save_to, vocab_size=VOCABULARY)
-    size_of_model = parameter_bytes(state.model)
-    return Outcome(terms, norms, gradients, weights, held(state), counted, size_of_model)
+    return Outcome(terms, norms, gradients, weights, slices(state), counted)
 
 
 def distance(one: Tensor, other: Tensor, scale: float) -> float:
@@ -203,12 +214,21 @@ def differences(found: Outcome, wanted: Outcome) -> dict[str, float]:
 
 
 @cache
-def alone(case: Case) -> Outcome:
+def alone(case: Case, device: torch.device) -> Outcome:
     """The run of one process in fp64."""
-    return run(case, serial_mesh(), torch.float64)
+    return run(case, serial_mesh(device), torch.float64)
 
 
-def shape(case: Case, layout: Layout) -> formulas.Shape:
+def keeps_scores(case: Case, device: torch.device) -> bool:
+    """Whether attention without dropout keeps its probabilities for the backward."""
+    if device.type == "cuda":
+        return case.dtype == torch.float64  # for which torch has no kernel of attention
+    is_causal = case.model == "gpt2" and "documents" not in case.options
+    return use_cpu_kernels and (is_causal or case.dtype.itemsize < 4)
+
+
+def shape(case: Case, device: torch.device) -> formulas.Shape:
+    layout = parse_layout(case.layout)
     section, t, b = case.section, layout.size("tensor"), case.micro_batch_size
     m = GLOBAL_BATCH // (b * layout.size("data"))
     return formulas.Shape(
@@ -232,35 +252,34 @@ def shape(case: Case, layout: Layout) -> formulas.Shape:
         positions=section.max_position_embeddings,
         w=case.dtype.itemsize,
         k=16,
-        blocks=section.attention_dropout > 0
-        or (case.model == "gpt2" and "documents" not in case.options)
-        or case.dtype.itemsize < 4,
+        blocks=section.attention_dropout > 0 or keeps_scores(case, device),
         documents="documents" in case.options,
         whole_logits="whole-logits" in case.options,
     )
 
 
-def undivided(found: Outcome, x: formulas.Shape) -> Iterator[str]:
-    """What this rank did, held or sent other than the formulas say, by more than 2 %."""
+def undivided(counts: Counts, x: formulas.Shape, *, on_cpu: bool) -> Iterator[str]:
+    """What this rank did, kept or sent other than the formulas say: the first two by more than 2 %.
+
+    What is kept for the backward is told of a CPU's kernels.
+    """
     calls, sent = formulas.traffic(x)
-    counts = found.counts
-    pairs: dict[str, tuple[float, float]] = {
-        "matmul FLOPs": (counts.matmul_flops, formulas.matmul_flops(x)),
-        "parameter bytes": (found.parameter_bytes, formulas.parameter_bytes(x)),
-        "saved bytes": (counts.saved_bytes, formulas.saved_bytes(x)),
-    }
+    pairs = {"matmul FLOPs": (counts.matmul_flops, formulas.matmul_flops(x), 0.02)}
+    if on_cpu:
+        pairs["saved bytes"] = (counts.saved_bytes, formulas.saved_bytes(x), 0.02)
+    pairs["parameter bytes"] = (counts.parameter_bytes, formulas.parameter_bytes(x), 0.0)
     for axis in {*calls, *counts.calls}:
-        pairs[f"calls over {axis}"] = (counts.calls[axis], calls[axis])
-        pairs[f"bytes over {axis}"] = (counts.sent_bytes[axis], sent[axis])
-    for name, (own, expected) in pairs.items():
-        if abs(own - expected) > 0.02 * expected:
-            yield f"{name}: {own}, and not {expected:.0f}"
+        pairs[f"calls over {axis}"] = (counts.calls[axis], calls[axis], 0.0)
+        pairs[f"bytes over {axis}"] = (counts.sent_bytes[axis], sent[axis], 0.0)
+    for name, (own, expected, share) in pairs.items():
+        if abs(own - expected) > share * expected:
+            yield f"{name}: {own}, and not {expected}"
 
 
 def failures(
     case: Case, meshes: Callable[[Layout], Mesh], others: Sequence[Layout], folder: Path
 ) -> list[str]:
-    """What is wrong, on the first rank; every rank calls this.
+    """What is wrong, as this rank sees it; every rank calls this.
 
     others: layouts at which the checkpoint is loaded, too.
     """
@@ -272,15 +291,15 @@ def failures(
         plain = Layout(layout.sizes) if layout.switches else Layout()
         wanted = run(case, meshes(plain), case.dtype)
     else:
-        wanted = alone(replace(case, layout="serial", options=case.options.difference(DTYPES)))
+        wanted = alone(case.reference, mesh.device)
     for kind, value in differences(found, wanted).items():
         if not value <= TOLERANCES[case.dtype]:
             wrong.append(f"{kind}: off by {value:.2g}")
-    wrong += undivided(found, shape(case, layout))
+    wrong += undivided(found.counts, shape(case, mesh.device), on_cpu=mesh.device.type == "cpu")
     for other in others:
         again = make_state(case, meshes(other), case.dtype, seed=SEED + 1)
         load(again, folder / f"step_{STEPS:08d}")
-        loaded = held(again)
+        loaded = slices(again)
         if not all(torch.equal(loaded[name], each) for name, each in found.saved.items()):
             wrong.append(f"loaded at {other.name}: another state")
     return wrong
@@ -289,7 +308,7 @@ def failures(
 def run_cases(
     cases: Sequence[Case], others: Sequence[Layout], folder: Path, device: str
 ) -> dict[Case, list[str]]:
-    """On every rank of the pool: {case: what is wrong}; an exception is one, too."""
+    """On every rank of the pool: {case: what is wrong}."""
     meshes = cache(lambda name: parse_layout(name).mesh(torch.device(device)))
     found = {}
     for number, case in enumerate(cases):

@@ -17,17 +17,33 @@ from torch import Tensor
 
 from megatron.parallel import dropout, layers
 from megatron.parallel.collectives import copy_to, gather_with_gradient, reduce_from
-from megatron.parallel.layers import ColumnParallelLinear
-from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.sharding import ShardingSpec
+from megatron.parallel.layers import (
+    ColumnParallelLinear,
+    LayerNorm,
+    PositionEmbedding,
+    RowParallelLinear,
+)
+from megatron.parallel.mesh import Axis, Mesh, serial_mesh
+from megatron.parallel.sharding import ShardedModule, ShardingSpec
 from tests.dist import Pool
-from tests.layouts.cover import case_of, cover, every_row
-from tests.layouts.matrix import Case, run_cases
+from tests.layouts.cover import FACTORS, case_of, cover, every_row
+from tests.layouts.matrix import (
+    GLOBAL_BATCH,
+    Case,
+    alone,
+    run,
+    run_cases,
+    shape,
+    undivided,
+)
 from tools.layouts.layout import Layout, parse_layout
 
 AT_ONCE = 8  # cases of a call to the pool
 # By the number of ranks: where a checkpoint is loaded; the first two that are another layout.
-OTHERS = {2: ("serial", "data=2", "tensor=2"), 4: ("serial", "tensor=2,data=2", "tensor=4")}
+OTHERS = {
+    2: ("serial", "data=2", "tensor=2,sequence"),
+    4: ("serial", "tensor=2,data=2", "tensor=4,sequence"),
+}
 Group = tuple[Case, ...]
 
 
@@ -50,26 +66,59 @@ def groups(is_full: bool) -> dict[Case, Group]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
+        if metafunc.config.getoption("--device") == "cuda" and not torch.cuda.is_available():
+            raise pytest.UsageError("--device cuda: there is no GPU here; --device cpu works")
         cases = groups(metafunc.config.getoption("--full-matrix"))
         metafunc.parametrize("case", cases, ids=lambda case: case.name.replace(" ", "-"))
 
 
-def run_group(pool: Pool, group: Group, device: str, fault: str | None = None) -> Any:
-    """{case: what is wrong}."""
+def run_group(
+    pool: Pool, group: Group, device: str, fault: str | None = None
+) -> dict[Case, set[str]]:
+    """What is wrong with each case, on any rank."""
     others = [] if fault else [parse_layout(name) for name in OTHERS[ranks(group[0])]]
     with TemporaryDirectory() as folder:
         arguments = (fault, group, others, Path(folder), device)
-        return pool.run(ranks(group[0]), with_fault, *arguments, timeout=600)[0]
+        of_ranks = pool.run(ranks(group[0]), with_fault, *arguments, timeout=600)
+    return {case: {each for of_rank in of_ranks for each in of_rank[case]} for case in group}
 
 
-outcomes = cache(run_group)
+@cache
+def outcomes(pool: Pool, group: Group, device: str) -> dict[Case, set[str]] | Exception:
+    """A failure, which is every case's of the group, is told at once and not met again."""
+    try:
+        return run_group(pool, group, device)
+    except Exception as error:
+        return error
 
 
 def test_it_equals_one_process_and_takes_what_the_formulas_say(
     gloo: Pool, request: pytest.FixtureRequest, case: Case
 ) -> None:
     group = groups(request.config.getoption("--full-matrix"))[case]
-    assert not outcomes(gloo, group, request.config.getoption("--device"))[case]
+    wrong = outcomes(gloo, group, request.config.getoption("--device"))
+    if isinstance(wrong, Exception):
+        raise wrong
+    assert not wrong[case]
+
+
+@pytest.mark.parametrize("model", FACTORS["model"])
+@pytest.mark.parametrize("option", FACTORS["recomputation"])
+def test_one_process_takes_what_the_formulas_say(model: str, option: str) -> None:
+    case = Case("serial", model, frozenset(filter(None, [option])))
+    found, cpu = run(case, serial_mesh(), torch.float64), torch.device("cpu")
+    assert not list(undivided(found.counts, shape(case, cpu), on_cpu=True))
+
+
+def test_the_cases_are_as_uneven_as_they_are_meant_to_be() -> None:
+    plain, dropped = (Case("serial", "gpt2", frozenset(each)) for each in ([], ["dropout"]))
+    for model in FACTORS["model"]:
+        counted = Case("serial", model).draw(GLOBAL_BATCH).loss_mask.sum(axis=1)
+        assert len({*counted}) > 1, "a mean of means would pass"
+    one, other = (alone(case, torch.device("cpu")) for case in (plain, dropped))
+    assert abs(one.terms[0]["loss"] - other.terms[0]["loss"]) > 1e-3
+    norm = torch.nn.utils.get_total_norm(one.gradients.values()).item()
+    assert one.norms[0] == pytest.approx(norm, rel=1e-12)
 
 
 def mean_instead_of_sum(y: Tensor, axis: Axis, *stream: Axis) -> Tensor:
@@ -82,6 +131,16 @@ def exchanged(layout: Layout, device: torch.device) -> Mesh:
 
 
 make_mesh = Layout.mesh
+add_parameter = ShardedModule.add_parameter
+
+
+def without_stream(kind: type[ShardedModule]) -> Any:
+    def add(module: ShardedModule, *arguments: Any, **fields: Any) -> None:
+        if isinstance(module, kind):
+            fields.pop("partial", None)
+        add_parameter(module, *arguments, **fields)
+
+    return add
 
 
 def first_rows(x: Tensor, axis: Axis) -> Tensor:
@@ -103,10 +162,13 @@ FAULTS: dict[str, tuple[Any, str, Any, Case, str]] = {
     "a mean instead of a sum": (
         layers, "reduce_from", mean_instead_of_sum, Case("tensor=2", "gpt2"), "loss",
     ),
-    "no sum over the stream of row biases, positions and norms": (
-        Mesh, "of_stream", property(lambda mesh: (mesh.replicas,)),
-        Case("tensor=2,sequence", "gpt2"), "gradients",
-    ),
+    **{
+        f"no sum over the stream of the gradients of {kind.__name__}": (
+            ShardedModule, "add_parameter", without_stream(kind),
+            Case("tensor=2,sequence", "gpt2"), "gradients",
+        )
+        for kind in (RowParallelLinear, PositionEmbedding, LayerNorm)
+    },
     "axes exchanged": (
         Layout, "mesh", exchanged, Case("tensor=2,data=2", "bert"), "loss",
     ),

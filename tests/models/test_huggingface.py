@@ -13,7 +13,7 @@ from megatron.config.model import ModelConfig
 from megatron.models.build import build_model
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.sharding import sharding_specs
+from megatron.parallel.sharding import gather_whole, sharding_specs
 from megatron.train.evaluate import whole_logits
 from megatron.train.step import loss_sums, on_device
 from tests.bert import bert_samples, bert_section
@@ -23,7 +23,6 @@ from tests.tiny import (
     VOCABULARY,
     assert_gradients,
     assert_relative,
-    gather_whole,
     mesh_of_ranks,
     samples,
     scatter_weights,

@@ -20,13 +20,18 @@ from megatron.parallel.buckets import ALIGNMENT, BUCKET_BYTES, GradientBuckets
 from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mesh import Axis, Mesh, build_mesh, serial_mesh
-from megatron.parallel.sharding import ShardedModule, ShardingSpec, materialize, sharding_specs
+from megatron.parallel.sharding import (
+    ShardedModule,
+    ShardingSpec,
+    gather_whole,
+    materialize,
+    sharding_specs,
+)
 from tests.dist import Pool
 from tests.tiny import (
     SEED,
     assert_gradients,
     assert_relative,
-    gather_whole,
     mesh_of_ranks,
     micro_batches,
     samples,

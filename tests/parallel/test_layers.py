@@ -25,9 +25,9 @@ from megatron.parallel.layers import (
 )
 from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm, RotaryEmbedding
 from megatron.parallel.mesh import Mesh, serial_mesh
-from megatron.parallel.sharding import materialize, sharding_specs
+from megatron.parallel.sharding import gather_whole, materialize, sharding_specs
 from tests.dist import Pool
-from tests.tiny import gather_whole, mesh_of_ranks, scatter_weights
+from tests.tiny import mesh_of_ranks, scatter_weights
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 TOKENS, HIDDEN, OUT, VOCABULARY = 6, 8, 12, 13

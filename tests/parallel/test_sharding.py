@@ -25,6 +25,7 @@ from megatron.parallel.sharding import (
     ShardedModule,
     ShardingSpec,
     from_dtensors,
+    gather_whole,
     load_whole,
     materialize,
     sharding_specs,
@@ -36,7 +37,6 @@ from tests.dist import Pool
 from tests.tiny import (
     SEED,
     VOCABULARY,
-    gather_whole,
     mesh_of_ranks,
     rows,
     samples,

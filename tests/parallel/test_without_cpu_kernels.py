@@ -8,23 +8,20 @@ from pathlib import Path
 from megatron.parallel import kernels
 
 ROOT = Path(__file__).parents[2]
-LAYOUTS = (
-    "tests/train/test_layouts_agree.py::test_every_layout_and_split_of_the_batch_gives_one_answer"
-)
+LAYOUTS = "tests/layouts/test_matrix.py::test_it_equals_one_process_and_takes_what_the_formulas_say"
 TESTS = (
     "tests/parallel/test_layers.py",
     "tests/parallel/test_buckets.py",
     "tests/parallel/test_cross_entropy.py::test_the_incoming_gradient_may_be_any_number",
     "tests/models/test_gpt2.py::test_it_equals_plain_modules",
-    f"{LAYOUTS}[t2-gpt2]",
-    f"{LAYOUTS}[t2-bert pre-ln]",
-    f"{LAYOUTS}[t2-d2-2-micro-batches-gpt2]",
+    f"{LAYOUTS}[tensor=2-gpt2]",
+    f"{LAYOUTS}[tensor=2,data=2-gpt2]",
 )
 
 
 def test_the_equality_tests_pass_without_the_folder(tmp_path: Path) -> None:
     """A copy, since the ranks that a test starts import the folder, too."""
-    for name in ("megatron", "tests"):
+    for name in ("megatron", "tools", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "cpu" if name == "megatron" else "")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
