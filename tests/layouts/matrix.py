@@ -245,7 +245,7 @@ def shape(case: Case, device: torch.device) -> formulas.Shape:
         b=b,
         m=m,
         t=t,
-        r=t if "sequence" in layout.switches else 1,
+        r=t if layout.cuts_stream else 1,
         d=layout.size("data"),
         v=-(-VOCABULARY // (8 * t)) * 8 * t,
         vocabulary=VOCABULARY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.checks import UsageError
 
@@ -26,7 +26,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        words = [f"{axis}={size}" for axis, size in self.sizes.items()]
+        words = [f"{axis}={self.sizes[axis]}" for axis in AXES if axis in self.sizes]
         return ",".join([*words, *sorted(self.switches)]) or "serial"
 
     @property
@@ -36,6 +36,18 @@ class Layout:
     def size(self, axis: str) -> int:
         return self.sizes.get(axis, 1)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of TrainingParallelConfig; the data axis takes the ranks that are left."""
+        return {
+            "tensor_model_parallel_size": self.size("tensor"),
+            "sequence_parallel": self.cuts_stream,
+        }
+
+    @property
+    def cuts_stream(self) -> bool:
+        return "sequence" in self.switches
+
     def mesh(self, device: torch.device) -> Mesh:
         """Of the ranks of the process group, of which there are as many as the layout has; every
         rank calls this."""
@@ -43,7 +55,7 @@ class Layout:
 
         if self.ranks == 1:
             return serial_mesh(device)
-        return build_mesh(self.sizes, device, sequence_parallel="sequence" in self.switches)
+        return build_mesh(self.sizes, device, sequence_parallel=self.cuts_stream)
 
 
 def parse_layout(text: str) -> Layout:
@@ -59,4 +71,7 @@ def parse_layout(text: str) -> Layout:
         else:
             known = ", ".join([f"{axis}=N" for axis in AXES] + list(SWITCHES))
             raise UsageError("LAYOUT", text, f"serial, or of {known}, each once; not {word!r}")
+    if "sequence" in switches and sizes.get("tensor", 1) == 1:
+        allowed = "given with tensor=N, whose processes share out the sequence"
+        raise UsageError("LAYOUT", text, allowed, works=("tensor=2,sequence",))
     return Layout(sizes, frozenset(switches))

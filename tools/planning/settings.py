@@ -85,15 +85,15 @@ def parse_plan(
         raise UsageError(
             "--preset", None, "given: it says what to plan", works=("--preset", "gpt2_scaling_8.3b")
         )
-    if _kind(arguments) == "bert":
+    if kind_of(arguments) == "bert":
         bert = parse(PlanBertConfig, arguments, environ)
         return bert, bert.question
     gpt2 = parse(PlanGPT2Config, arguments, environ)
     return gpt2, gpt2.question
 
 
-def _kind(arguments: Sequence[str]) -> str:
-    """Told by --kind, or by the name of a preset."""
+def kind_of(arguments: Sequence[str]) -> str:
+    """Of model: that of --kind, or what the name of a preset says."""
     told: dict[str, str] = {}
     for name, value in zip(arguments, [*arguments[1:], ""], strict=True):
         flag, has_value, own = name.partition("=")

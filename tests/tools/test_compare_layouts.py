@@ -1,0 +1,162 @@
+"""Layouts compared by a user's own command: equal ones, unequal ones, and what is refused."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.checks import UsageError
+from tools import compare_layouts
+from tools.command import ROOT
+from tools.compare_layouts import largest, read_settings, row
+from tools.layouts.layout import parse_layout
+from tools.layouts.meters import Counts
+from tools.layouts.train import Report
+
+SMALL = {
+    "num_layers": 1,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "max_position_embeddings": 16,
+    "vocab_size": 96,  # no padding at t = 2 either
+    "make_vocab_size_divisible_by": 8,
+    "micro_batch_size": 2,
+    "global_batch_size": 4,
+    "train_iters": 10,
+    "lr": 1e-3,
+}
+CUT = "tensor=2,sequence"
+
+
+@pytest.fixture
+def preset(tmp_path: Path) -> Path:
+    """What it says of dropout, precision and layout does not hold in a comparison."""
+    asked = SMALL | {"hidden_dropout": 0.1, "embedding_dropout": 0.1, "fp16": True}
+    file = tmp_path / "small.toml"
+    lines = [f"{name} = {json.dumps(each)}\n" for name, each in asked.items()]
+    file.write_text("".join([*lines, "tensor_model_parallel_size = 2\nsequence_parallel = true\n"]))
+    return file
+
+
+def compare(preset: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], Any]:
+    """(the program's end, the rows of its JSON file)."""
+    file = preset.with_suffix(".json")
+    words = ["--preset", str(preset), "--json", str(file), "--steps", "2", *arguments]
+    command = [sys.executable, "-m", "tools.compare_layouts", *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return ended, json.loads(file.read_text()) if file.exists() else None
+
+
+def test_equal_layouts_and_their_cost(preset: Path) -> None:
+    ended, rows = compare(preset, "serial", "tensor=2", f"data=2,{CUT}")
+    assert (ended.returncode, ended.stderr) == (0, ""), ended
+    names = ["serial", "tensor=2", "tensor=2,data=2,sequence"]
+    assert [each["layout"] for each in rows] == names
+    for each in rows:
+        for name in ("loss", "norm", "weight"):
+            assert each[f"{name}_difference"] < 1e-12
+        for name in ("matmul_flops", "parameter_bytes", "saved_bytes", "sent_bytes", "calls"):
+            assert len(each[name]) == parse_layout(each["layout"]).ranks
+    assert len({sum(each["matmul_flops"]) for each in rows}) == 1
+    assert rows[0]["calls"] == [{}]
+    assert {*rows[2]["sent_bytes"][0]} == {"data", "tensor"}
+    for name in ("parameter_bytes", "saved_bytes"):
+        assert rows[1][name][0] < 0.8 * rows[0][name][0]
+    assert rows[2]["saved_bytes"][0] < 0.8 * rows[1]["saved_bytes"][0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--bf16", "--no-fp16"),
+        ("--fp16",),
+        ("--no_bf16", "--no-fp16", "--hidden_dropout=0.1", "--attention-dropout", "0.1"),
+        ("--kind", "bert", "--lr-warmup-iters", "0"),
+    ],
+    ids=["bf16", "fp16", "fp32 with dropout", "bert"],
+)
+def test_other_models_and_precisions_are_equal_within_their_tolerance(
+    preset: Path, arguments: tuple[str, ...]
+) -> None:
+    ended, (row,) = compare(preset, CUT, *arguments)
+    assert ended.returncode == 0, ended
+    assert row["loss_difference"] < 1e-2
+
+
+def test_layouts_that_differ_end_with_status_1(preset: Path) -> None:
+    """Dropout that attention's kernel draws depends on the layout."""
+    drawn = ("--attention-dropout", "0.5", "--attention-dropout-rng", "kernel")
+    ended, (row,) = compare(preset, "tensor=2", *drawn)
+    assert ended.returncode == 1
+    assert row["loss_difference"] > 1e-4
+
+
+@pytest.mark.parametrize("layout", ["serial", "tensor=2"])
+def test_a_failure_is_one_message(preset: Path, layout: str) -> None:
+    diverges = ("--lr", "1e30", "--bf16", "--no-fp16", "--against", layout)
+    ended, rows = compare(preset, layout, *diverges)
+    assert (ended.returncode, rows) == (2, None)
+    lines = ended.stderr.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["error", "error"]
+    assert layout in lines[1]
+
+
+REFUSED = {
+    "a word that is none": ("tensor=2,context=2",),
+    "an axis twice": ("tensor=2,tensor=2",),
+    "a size that is none": ("tensor=0",),
+    "nothing to share out the sequence over": ("data=2,sequence",),
+    "no layout": (),
+    "heads that cannot be shared out": ("tensor=3",),
+    "a sequence that cannot be shared out": (CUT, "--seq-length", "15"),
+    "a batch that cannot be dealt": ("data=3",),
+    "what a layout says": ("tensor=2", "--model-parallel-size", "2"),
+    "what a layout says, as a switch": ("tensor=2", "--no_sequence_parallel"),
+    "what is not done here": ("tensor=2", "--save", "checkpoints"),
+    "no data": ("tensor=2", "--data-path", "nowhere"),
+    "a flag that is none": ("tensor=2", "--stepz", "2"),
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED.values(), ids=REFUSED)
+def test_a_wrong_argument_is_refused_before_anything_starts(
+    preset: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        compare_layouts.main(["--preset", str(preset), *arguments], {})
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_presets_do_not_ask_for_dropout_or_a_precision(preset: Path) -> None:
+    plain, precision = read_settings(["--preset", str(preset), CUT], {})
+    assert precision == "fp64"
+    assert (plain.model.hidden_dropout, plain.model.dropout_of_embeddings) == (0, 0)
+    asked, precision = read_settings(
+        ["--preset", str(preset), CUT, "--hidden_dropout=0.2", "--no_fp16", "--bf16"], {}
+    )
+    assert precision == "bf16"
+    assert (asked.model.hidden_dropout, asked.model.dropout_of_embeddings) == (0.2, 0.2)
+
+
+def test_what_is_no_number_is_no_equality() -> None:
+    counts = Counts(calls=Counter())
+    found, wanted = (
+        Report(device="cpu", losses=[1.0, x], norms=[2.0, 2.0], counts=counts, weight_difference=0)
+        for x in (float("nan"), 1.0)
+    )
+    assert row("tensor=2", [found], wanted)["loss_difference"] is None
+    assert not compare_layouts.is_within(None, 1.0)
+    assert largest([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
+
+
+def test_a_layout_has_one_name() -> None:
+    assert parse_layout("sequence,data=3,tensor=2").name == "tensor=2,data=3,sequence"
+    assert parse_layout("serial").ranks == 1
+    with pytest.raises(UsageError):
+        parse_layout("")

@@ -1,0 +1,285 @@
+"""Train the same model at several layouts on this machine, and compare: the numbers are the same
+and the work is divided.
+
+    python -m tools.compare_layouts --preset quickstart --steps 3 tensor=2 tensor=2,data=2,sequence
+
+A LAYOUT is `serial`, or words with commas between them: tensor=N and data=N processes, `sequence`
+for sequence parallelism. Each is trained by processes of its own, from the same seed and the same
+samples (random tokens without --data-path); in fp64 and without dropout, unless the command line
+asks for another precision or for dropout. Flags of pretrain_gpt2.py and pretrain_bert.py may follow.
+
+Exit status: 0 all are equal, 1 a difference is beyond --tolerance, 2 a wrong argument or a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import isfinite
+from multiprocessing import set_forkserver_preload
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import numpy as np
+import tyro
+
+if __name__ == "__main__":  # run as a file, only tools/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checks import UsageError, flag, positive, switch, writable
+from megatron.config.launch import interruptible
+from megatron.config.parse import parse, user_errors
+from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
+from megatron.config.training import TrainingConfig
+from megatron.data.files import write_atomically
+from tools.layouts.job import Job, open_samples
+from tools.layouts.layout import parse_layout
+from tools.planning.settings import Kind, kind_of
+from tools.processes import count_gpus
+
+if TYPE_CHECKING:
+    from tools.layouts.train import Report
+
+# Above what layouts differ by, of correct ones; bf16 and fp16 keep 8 and 11 bits.
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 1e-2, "bf16": 2e-2}
+DIFFERENCES = ("loss", "norm", "weight")
+PRECISION = {"--bf16", "--no-bf16", "--fp16"}
+PARALLEL = ("tensor_model_parallel_size", "model_parallel_size", "sequence_parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonConfig:
+    layouts: tyro.conf.Positional[tuple[str, ...]]
+    """LAYOUT [LAYOUT ...]: serial, or such as tensor=2,data=2,sequence."""
+
+    steps: int = 3
+    """Optimizer steps of each layout, the first ones of a training."""
+
+    against: str = "serial"
+    """Layout that the others are compared with: another one for a model too large for a process."""
+
+    tolerance: float | None = None
+    """Largest relative difference of loss, gradient norm and weights that passes; what suits the
+    precision if not given."""
+
+    kind: Kind | None = None
+    """Kind of model; if not given, bert where the preset's name says so, else gpt2."""
+
+    json: Path | None = None
+    """File for a row per layout."""
+
+    def __post_init__(self) -> None:
+        if not self.layouts:
+            raise UsageError("LAYOUT", None, "given", works=("tensor=2",))
+        positive(self, "steps", "tolerance")
+        writable(self, "json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedTraining(TrainingConfig):
+    train_iters: int = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareGPT2Config(PretrainGPT2Config):
+    comparison: ComparisonConfig
+    training: ComparedTraining
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareBertConfig(PretrainBertConfig):
+    comparison: ComparisonConfig
+    training: ComparedTraining
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The exit status."""
+    with interruptible(environ), user_errors(environ), TemporaryDirectory() as folder:
+        config, precision = read_settings(arguments, environ)
+        asked = config.comparison
+        names = dict.fromkeys(parse_layout(name).name for name in asked.layouts)
+        against = parse_layout(asked.against).name
+        jobs = plan(config, precision, list(dict.fromkeys([against, *names])), Path(folder))
+        reports = run(jobs)
+        rows = [row(name, reports[name], reports[against][0]) for name in names]
+        batch = jobs[against].config.training.global_batch_size
+        print(
+            f"{asked.steps} steps of {batch} samples, {precision}, {reports[against][0].device}\n"
+            f"Largest relative difference from {against}; cost of a step on the busiest rank\n\n"
+            f"{table(rows)}\n"
+        )
+        if asked.json is not None:
+            write_atomically(asked.json, (json.dumps(rows, indent=1) + "\n").encode())
+        tolerance = asked.tolerance or TOLERANCES[precision]
+        beyond = [
+            f"{each['layout']}: the difference in {name} is beyond {tolerance:g}"
+            for each in rows
+            for name in DIFFERENCES
+            if not is_within(each[f"{name}_difference"], tolerance)
+        ]
+        print("\n".join(beyond) or f"All differences are within {tolerance:g}.")
+    return 1 if beyond else 0
+
+
+def is_within(value: float | None, tolerance: float) -> bool:
+    return value is not None and value <= tolerance
+
+
+def read_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[Any, str]:
+    """(the settings, the name of the precision). What presets say of dropout, precision and layout
+    does not hold here. Raises UsageError for flags that would do nothing."""
+    given = {word.partition("=")[0].replace("_", "-") for word in arguments if word[:2] == "--"}
+    refused = dict.fromkeys(PARALLEL, "left out: a LAYOUT says it, such as tensor=2,sequence")
+    for each in fields(CheckpointConfig):
+        refused[each.name] = "left out: nothing is saved or resumed here"
+    for name, allowed in refused.items():
+        for spelt in {flag(name), switch(name, False)} & given:
+            raise UsageError(spelt, None, allowed)
+    kinds: dict[str, type[PretrainConfig]] = {"gpt2": CompareGPT2Config, "bert": CompareBertConfig}
+    config: Any = parse(kinds[kind_of(arguments)], arguments, environ, description=str(__doc__))
+    model: dict[str, Any] = {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "embedding_dropout": None,
+        "attention_dropout_rng": "coordinates",
+    }
+    model = {name: value for name, value in model.items() if flag(name) not in given}
+    precision = (config.precision.name if given & PRECISION else None) or "fp64"
+    return replace(config, model=replace(config.model, **model)), precision
+
+
+def plan(config: Any, precision: str, names: Sequence[str], folder: Path) -> dict[str, Job]:
+    """What each layout trains, by its name, the reference first; raises ValueError for a layout at
+    which this model or batch cannot be trained, and for data that cannot be read."""
+    layouts = [parse_layout(name) for name in names]
+    copies = max(layout.size("data") for layout in layouts)
+    batch = config.training.global_batch_size or config.training.micro_batch_size * copies
+    config = replace(config, training=replace(config.training, global_batch_size=batch))
+    jobs: dict[str, Job] = {}
+    for layout in layouts:
+        parallel = replace(config.parallel, **layout.settings)
+        jobs[layout.name] = Job(
+            config=replace(config, parallel=parallel),
+            precision=precision,
+            ranks=layout.ranks,
+            steps=config.comparison.steps,
+            weights=folder / "weights.safetensors",
+            is_reference=not jobs,
+        )
+        try:
+            jobs[layout.name].config.check(layout.ranks)
+        except UsageError as error:
+            raise ValueError(f"layout {layout.name}: {error}") from None
+    open_samples(config)
+    return jobs
+
+
+def run(jobs: Mapping[str, Job]) -> dict[str, list[Report]]:
+    """The reports of each layout, by rank; raises ChildProcessError where one fails."""
+    if count_gpus() < max(job.ranks for job in jobs.values()):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or some layouts would train on GPUs, others not
+    set_forkserver_preload(["tools.layouts.train"])
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from tools.layouts.train import train_layout
+
+    for name in ("torch.distributed", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the rank says what failed
+    reports = {}
+    for name, job in jobs.items():
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=job.ranks,
+            run_id=uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="forkserver",
+        )
+        try:
+            by_rank = elastic_launch(settings, train_layout)(job)
+        except ChildFailedError as error:
+            _, failure = error.get_first_failure()
+            ended = failure.signal_name() if failure.exitcode < 0 else f"status {failure.exitcode}"
+            raise ChildProcessError(
+                f"layout {name}: a process ended with {ended}; what it said is above"
+            ) from None
+        reports[name] = [by_rank[rank] for rank in range(job.ranks)]
+    return reports
+
+
+def row(name: str, reports: Sequence[Report], reference: Report) -> dict[str, Any]:
+    """What the JSON file holds of a layout: differences are relative, None where one is no number;
+    lists are by rank."""
+    first, counts = reports[0], [each.counts for each in reports]
+    assert first.weight_difference is not None  # of the first rank
+    differences = {
+        "loss": largest(first.losses, reference.losses),
+        "norm": largest(first.norms, reference.norms),
+        "weight": first.weight_difference,
+    }
+    return {
+        "layout": name,
+        **{f"{n}_difference": each if isfinite(each) else None for n, each in differences.items()},
+        "matmul_flops": [each.matmul_flops for each in counts],
+        "parameter_bytes": [each.parameter_bytes for each in counts],
+        "saved_bytes": [each.saved_bytes for each in counts],
+        "sent_bytes": [dict(each.sent_bytes) for each in counts],
+        "calls": [dict(each.calls) for each in counts],
+    }
+
+
+def largest(found: Sequence[float], wanted: Sequence[float]) -> float:
+    """The largest relative difference, not a number where one is none."""
+    return float(np.max(np.abs(np.subtract(found, wanted) / wanted)))
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    header = [
+        "layout",
+        *DIFFERENCES,
+        "matrix GFLOPs",
+        "parameters, MB",
+        "saved, MB",
+        "sent, MB",
+        "calls",
+    ]
+    lines = [header]
+    for each in rows:
+        differences = [each[f"{name}_difference"] for name in DIFFERENCES]
+        busiest = [max(each[name]) for name in ("matmul_flops", "parameter_bytes", "saved_bytes")]
+        scales = (1e9, 1e6, 1e6)
+        lines.append(
+            [
+                each["layout"],
+                *("no number" if value is None else f"{value:.1e}" for value in differences),
+                *(f"{value / scale:,.3f}" for value, scale in zip(busiest, scales, strict=True)),
+                by_axis(each["sent_bytes"], lambda value: f"{value / 1e6:,.3f}"),
+                by_axis(each["calls"], str),
+            ]
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def by_axis(ranks: Sequence[Mapping[str, int]], shown: Callable[[int], str]) -> str:
+    axes = dict.fromkeys(name for each in ranks for name in each)
+    most = {name: max(each.get(name, 0) for each in ranks) for name in axes}
+    return ", ".join(f"{name} {shown(value)}" for name, value in most.items()) or "none"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))
