@@ -31,14 +31,17 @@ from megatron.train.step import on_device
 from tasks.protocol import Example, FinetuneSettings
 
 
-def make_batch(examples: Sequence[Example], counted: int | None = None) -> ExampleBatch:
+def make_batch(
+    examples: Sequence[Example], counted: int | None = None, parts: int = 1
+) -> ExampleBatch:
     """The batch of these examples, all with as many options and numbers in their labels.
 
-    counted: of how many of them, the first ones, the loss is taken; all if not given.
+    counted: of how many of them, the first ones, the loss is taken; all if not given. parts: into
+    which the tokens of a sequence are cut; it is padded to a multiple.
     """
     sequences = [each for example in examples for each in example.options]
     lengths = np.array([len(each.tokens) for each in sequences])[:, None]
-    positions = np.arange(lengths.max())
+    positions = np.arange(-(-lengths.max() // parts) * parts)
     is_real = positions < lengths
     tokens = np.zeros(is_real.shape, np.int64)
     tokens[is_real] = np.concatenate([np.asarray(each.tokens) for each in sequences])
@@ -97,7 +100,7 @@ class Steps:
         for share in range(mesh.batch.rank, shares, mesh.batch.size):
             own = rows[cuts[share] : cuts[share + 1]]
             numbers, examples = zip(*own, *[rows[-1]] * (size - len(own)), strict=True)
-            batch = make_batch(examples, len(own))
+            batch = make_batch(examples, len(own), mesh.stream.size)
             batches.append(batch.numbered(np.array(numbers) + epochs_before))
         return batches
 
@@ -176,7 +179,8 @@ def logits_of(
     ends = np.cumsum([prod(shape) for shape in shapes])
     flat = torch.zeros(int(ends[-1]) if len(ends) else 0)
     for numbers in shard([each.longest for each in examples], micro_batch_size, mesh, name):
-        batch = make_batch([replace(examples[number], label=()) for number in numbers])
+        unlabelled = [replace(examples[number], label=()) for number in numbers]
+        batch = make_batch(unlabelled, parts=mesh.stream.size)
         logits = model(on_device(batch, mesh.device)).float().cpu()
         for number, row in zip(numbers, logits, strict=True):
             count = prod(shapes[number])

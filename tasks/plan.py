@@ -56,6 +56,7 @@ def make_plan(
 ) -> Plan:
     """Read and check all input; raises ValueError or OSError that names the flag."""
     check_models(settings)
+    settings.parallel.check(world, seq_length=settings.seq_length)
     opened = open_models(settings, world)
     for folders, tokenizer, manifest in opened:
         check_kind(settings, folders[0], manifest)
@@ -120,6 +121,8 @@ def check_models(settings: FinetuneSettings) -> None:
     if not trains:
         unused = (*TRAINING, "seed", "seeds", "save")
         _refuse([each for each in settings_of(settings) if each.name in unused], "--train-data")
+        if settings.parallel.sequence_parallel:
+            raise UsageError("--sequence-parallel", None, "left out without --train-data")
 
 
 def check_judged(settings: FinetuneSettings) -> None:

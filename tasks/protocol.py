@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron.config.checks import UsageError, fraction, non_negative, positive
 from megatron.config.model import Head, RecomputeGranularity
-from megatron.config.training import ParallelConfig
+from megatron.config.training import TrainingParallelConfig
 from tasks.common import ReportConfig, Tokens
 
 BESIDE = {"decides": False}  # metadata of a setting without a say in what is learned or said
@@ -107,7 +107,7 @@ class FinetuneSettings:
     there are not run again by the same command."""
 
     evaluation: ReportConfig = field(default_factory=ReportConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: TrainingParallelConfig = field(default_factory=TrainingParallelConfig)
 
     def __post_init__(self) -> None:
         positive(

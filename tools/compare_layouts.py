@@ -6,7 +6,7 @@ and the work is divided.
 A LAYOUT is `serial`, or words with commas between them: tensor=N and data=N processes, `sequence`
 for sequence parallelism. Each is trained by processes of its own, from the same seed and the same
 samples (random tokens without --data-path); in fp64 and without dropout, unless the command line
-asks for another precision or for dropout. Flags of pretrain_gpt2.py and pretrain_bert.py may follow.
+asks for either. Flags of pretrain_gpt2.py and pretrain_bert.py may follow.
 
 Exit status: 0 all are equal, 1 a difference is beyond --tolerance, 2 a wrong argument or a failure.
 """

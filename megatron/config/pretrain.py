@@ -53,8 +53,7 @@ class PretrainConfig:
 
     def check(self, world_size: int) -> None:
         """Raise UsageError where two configs, or a config and world_size processes, disagree."""
-        rows = {"--seq-length": self.data.seq_length} if self.parallel.cuts_stream else {}
-        self.parallel.check(world_size, self.model.widths | rows)
+        self.parallel.check(world_size, self.model.widths, self.data.seq_length)
         batch, copies = self.global_batch_size(world_size), self.data_parallel_size(world_size)
         smallest = self.training.micro_batch_size * copies
         if batch % smallest:

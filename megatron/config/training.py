@@ -1,6 +1,7 @@
 """The configs of a training run beside its model, in the order in which --help lists them."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -38,10 +39,20 @@ class ParallelConfig:
         """Models trained side by side by world_size processes."""
         return world_size // math.prod(self.sizes.values())
 
-    def check(self, world_size: int, widths: Mapping[str, int] | None = None) -> None:
-        """Raise UsageError where processes or the widths of a model, `ModelConfig.widths`, cannot
-        be shared out evenly."""
-        size, widths = self.tensor_model_parallel_size, widths or {}
+    def check(
+        self,
+        world_size: int,
+        widths: Mapping[str, int] | None = None,
+        seq_length: int | None = None,
+    ) -> None:
+        """Raise UsageError where processes, the widths of a model, `ModelConfig.widths`, or under
+        sequence parallelism the tokens of a sample cannot be shared out evenly."""
+        size, widths = self.tensor_model_parallel_size, dict(widths or {})
+        if self.cuts_stream and seq_length is not None:
+            widths["--seq-length"] = seq_length
+            if size == 1:
+                text = "--sequence-parallel does nothing without --tensor-model-parallel-size 2"
+                warnings.warn(f"{text} or more", stacklevel=2)
         whole = (world_size, *widths.values())
         if any(each % size for each in whole):
             fitting = (n for n in range(1, size) if not any(each % n for each in whole))

@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import patch
 
@@ -22,7 +21,7 @@ from megatron.config.model import FinetunedConfig, ResidualOrder
 from megatron.data.bert import BertBatch
 from megatron.models.transformer import text_rows
 from megatron.optim.schedule import learning_rate
-from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.mesh import Axis, serial_mesh
 from megatron.parallel.sharding import ShardingSpec
 from megatron.train.state import DTYPES, TrainState, model_slices
 from megatron.train.step import loss_sums, on_device, train_step
@@ -88,9 +87,10 @@ OPTIMIZER = optimizer_config(SETTINGS, 6)
 Outcome = tuple[list[float], list[NDArray[np.float32]], dict[str, Tensor]]
 
 
-def outcome(folder: Path, head: Head, tensor_size: int, micro: int) -> Outcome:
+def outcome(folder: Path, head: Head, tensor_size: int, micro: int, cuts: bool) -> Outcome:
     """(the loss of each step, logits after the last, weights whole) of a run in fp64."""
-    mesh, config, steps = mesh_of_ranks(tensor_size), config_of(head), steps_of(head, micro)
+    mesh = mesh_of_ranks(tensor_size, sequence_parallel=cuts)
+    config, steps = config_of(head), steps_of(head, micro)
     with patch.dict(DTYPES, {"fp64": torch.float64}):  # of no program: exact enough to compare
         state = start(verify(folder, mesh), config, OPTIMIZER, "fp64", 5, mesh)
     scatter_weights(state.model, tiny_weights(state.model))
@@ -109,15 +109,16 @@ def outcome(folder: Path, head: Head, tensor_size: int, micro: int) -> Outcome:
     return losses, logits, whole_weights(state.model)
 
 
-def outcomes(folder: Path, tensor_size: int, micro: int) -> list[Outcome]:
-    return [outcome(folder, head, tensor_size, micro) for head in HEADS]
+def outcomes(folder: Path, tensor_size: int, micro: int, cuts: bool = False) -> list[Outcome]:
+    """cuts: whether the sequence is cut, too."""
+    return [outcome(folder, head, tensor_size, micro, cuts) for head in HEADS]
 
 
 def test_every_layout_and_split_gives_the_same_run(gloo: Pool, pretrained: Path) -> None:
     expected = outcomes(pretrained, 1, BATCH)
     found = [outcomes(pretrained, 1, 3)]
-    for tensor_size, micro in ((2, 4), (1, 2)):
-        found += gloo.run(2, outcomes, pretrained, tensor_size, micro)
+    for tensor_size, micro, cuts in ((2, 4, False), (1, 2, False), (2, 3, True)):
+        found += gloo.run(2, outcomes, pretrained, tensor_size, micro, cuts)
     for each in chain(*(zip(every, expected, strict=True) for every in found)):
         (losses, logits, weights), (their_losses, their_logits, their_weights) = each
         assert losses == pytest.approx(their_losses, rel=1e-10)
@@ -200,8 +201,8 @@ def test_ranks_have_as_many_batches_of_one_size_and_every_example_once(
     ranks: int, micro: int, count: int
 ) -> None:
     steps = steps_of("choice", micro, examples=make_examples("choice", count, 1))
-    axes = [SimpleNamespace(rank=rank, size=ranks) for rank in range(ranks)]
-    meshes: list[Any] = [SimpleNamespace(batch=axis) for axis in axes]
+    axes = [Axis("batch", ranks, rank) for rank in range(ranks)]
+    meshes = [replace(serial_mesh(), batch=axis) for axis in axes]
     shares = [steps.micro_batches(0, mesh) for mesh in meshes]
     assert len({len(share) for share in shares}) == 1
     batches = [*chain(*shares)]
