@@ -188,32 +188,37 @@ def test_every_seed_has_a_head_an_order_and_dropout_of_its_own(
         assert not any(torch.equal(each[one], each[other]) for one, other in pairs)
 
 
-def ranks(words: list[str], tensor_size: int) -> dict[str, Any]:
-    mesh = mesh_of_ranks(tensor_size)
-    plan = make_plan(TASK, made, parse(made.Settings, words, {}), ["a test"], mesh.size)
+def ranks(words: list[str]) -> dict[str, Any]:
+    settings = parse(made.Settings, words, {})
+    parallel = settings.parallel
+    mesh = mesh_of_ranks(
+        parallel.tensor_model_parallel_size, sequence_parallel=parallel.cuts_stream
+    )
+    plan = make_plan(TASK, made, settings, ["a test"], mesh.size)
     act = fine_tune if plan.settings.train_data else evaluate_models
     return act(plan, mesh, {})[0]
 
 
 @pytest.mark.filterwarnings("ignore:nothing of the models")
-@pytest.mark.parametrize("tensor_size", [1, 2])
+@pytest.mark.parametrize(("tensor_size", "more"), [(1, []), (2, []), (2, ["--sequence-parallel"])])
 def test_several_processes_train_keep_and_evaluate(
-    gloo: Pool, words: list[str], tmp_path: Path, tensor_size: int
+    gloo: Pool, words: list[str], tmp_path: Path, tensor_size: int, more: list[str]
 ) -> None:
     save = tmp_path / "save"
     words = [*words, "--seeds", "2"]
     cut = ["--tensor-model-parallel-size", str(tensor_size)]
-    record, nothing = gloo.run(2, ranks, [*words, *cut, "--save", str(save)], tensor_size)
+    training = [*words, *cut, *more, "--save", str(save)]
+    record, nothing = gloo.run(2, ranks, training)
     assert nothing == {}
-    alone = ranks(words, 1)
+    alone = ranks(words)
     for one, other in zip(record["seeds"], alone["seeds"], strict=True):
         for epoch, expected in zip(one["epochs"], other["epochs"], strict=True):
             assert epoch["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-4)
-    again, _ = gloo.run(2, ranks, [*words, *cut, "--save", str(save)], tensor_size)
+    again, _ = gloo.run(2, ranks, training)
     assert again["seeds"] == record["seeds"]
     models = ["--ensemble", str(save / "seed_1234"), str(save / "seed_1235"), *evaluating(save)]
-    both, _ = gloo.run(2, ranks, [*models, *cut], tensor_size)
-    expected = ranks(models, 1)
+    both, _ = gloo.run(2, ranks, [*models, *cut])
+    expected = ranks(models)
     assert [each["figures"] for each in both["models"]] == [
         each["epochs"][-1]["figures"] for each in record["seeds"]
     ]
