@@ -1,5 +1,5 @@
-"""What `gpu.sh` runs: training steps of every size on one GPU, each a run of `train_step.py`, and
-the output layer alone, by `output_layer.py`.
+"""What `gpu.sh` runs on one GPU, by groups: the tests of the layouts, what the host waits for, the
+output layer, and training steps of every size.
 
 A run that fails, or takes too long, is told as such and the others go on. Sizes whose contenders
 do not all fit beside each other have fewer of them; above 1.2B this project's run alone.
@@ -54,24 +54,129 @@ SMALL = {
 LEAST = 15.0  # seconds, in which no run could be done
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a run is done."""
+
+    device: str
+    is_small: bool
+    memory: float  # bytes of the GPU
+    output: Path
+    folder: Path  # of this run alone, for run.json and profile/
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of `train_step.py`, or without a preset of `output_layer.py`."""
+    """A command; what it leaves in run.json is its record."""
 
     name: str
-    preset: str | None = None
-    batches: tuple[int, int] = (1, 1)  # samples, on a GPU of 141 GB and of 80 GB
-    contenders: Sequence[str]
+    group: str
     seconds: float  # that it may take
+
+    def command(self, place: Place) -> list[str]:
+        raise NotImplementedError
+
+    def text(self, record: dict[str, Any]) -> str:
+        return str(record["printed"])
+
+
+class Hardware(Run):
+    """hardware.toml, for tools/plan.py."""
+
+    def command(self, place: Place) -> list[str]:
+        file = place.output / "hardware.toml"
+        return [sys.executable, str(ROOT / "tools" / "plan.py"), "--measure", str(file)]
+
+
+class Matrix(Run):
+    """Every layout equal and divided; several gloo ranks share the GPU."""
+
+    def command(self, place: Place) -> list[str]:
+        # On a CPU scripts/test.sh runs them all.
+        some = ["-k", "test_one_process"] if place.is_small else []
+        return [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/layouts"),
+            *("--device", place.device, *some),
+        ]
+
+
+class HostReads(Run):
+    def command(self, place: Place) -> list[str]:
+        words = {"device": place.device, "json": place.folder / "run.json"}
+        return program("host_reads", words)
+
+
+class OutputLayer(Run):
+    contenders = (IN_CHUNKS, AT_ONCE)
+
+    def command(self, place: Place) -> list[str]:
+        small = place.is_small
+        words = {"vocab-size": 512 if small else 50304, "hidden-size": 32 if small else 1536}
+        words |= {"tokens": 64 if small else 8192, "dtype": "bf16", "device": place.device}
+        return program("output_layer", words | {"json": place.folder / "run.json"})
+
+    def text(self, record: dict[str, Any]) -> str:
+        return output_layer.told_of(record)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(Run):
+    """Whole training steps, by `train_step.py`."""
+
+    preset: str
+    batches: tuple[int, int]  # samples, on a GPU of 141 GB and of 80 GB
+    contenders: Sequence[str]
     steps: int = 3  # of a turn
     one_rank_of: int = 1  # tensor-parallel ranks, the others of which are not there
     is_profiled: bool = False
 
+    def command(self, place: Place) -> list[str]:
+        preset, small = ROOT / "scripts" / "presets" / f"{self.preset}.toml", place.is_small
+        # What a CPU would need a C++ compiler for.
+        contenders = [n for n in self.contenders if place.device == "cuda" or n != COMPILED]
+        words = {
+            "preset": small_preset(preset, place.folder) if small else preset,
+            "dtype": "bf16",
+            "device": place.device,
+            "threads": 1 if small else 8,
+            "vocab-size": 512 if small else 50304,
+            "micro-batch-size": 2 if small else self.batches[place.memory <= LARGE_GPU],
+            "tensor-parallel": self.one_rank_of,
+            "rounds": 2 if small else 5,
+            "steps": 1 if small else self.steps,
+            "json": place.folder / "run.json",
+        }
+        if self.is_profiled:
+            words["profile"] = place.folder / "profile"
+        stub = ["--stub-communication"] if self.one_rank_of > 1 else []
+        return [*program("train_step", words), *stub, "--contenders", *contenders]
 
-# The most telling first: what is last is left out where time runs short.
-RUNS = (
-    Run(
+    def text(self, record: dict[str, Any]) -> str:
+        case = record["case"]
+        lines = [
+            f"{record['dtype']}, {case['batch']} samples of {case['sequence']} tokens; largest "
+            f"difference of compared losses: {record['loss_difference']}.",
+            table(record),
+        ]
+        lines += [f"{name}: {' '.join(notes)}" for name, notes in record["notes"].items()]
+        if record["out_of_memory"]:
+            lines.append(f"Out of memory: {', '.join(record['out_of_memory'])}.")
+        if "profile" in record:
+            lines.append(record["profile"].replace("# ", "### Where the time goes: ", 1))
+        return "\n\n".join(lines)
+
+
+Group = Literal["hardware", "matrix", "host", "loss", "compile", "dropout", "speed", "sizes"]
+LONG = ("speed", "sizes")  # run where they are named
+# The most telling of a group first: what is last is left out where time runs short.
+RUNS: tuple[Run, ...] = (
+    Hardware(name="hardware", group="hardware", seconds=45),
+    Matrix(name="layouts", group="matrix", seconds=180),
+    HostReads(name="host reads", group="host", seconds=30),
+    OutputLayer(name="output layer", group="loss", seconds=40),
+    Steps(
         name="124M",
+        group="compile",
         preset="gpt2_124m",
         batches=(16, 8),
         contenders=(OURS, NOT_COMPILED, FULL, PLAIN, TRANSFORMERS, COMPILED),
@@ -79,47 +184,60 @@ RUNS = (
         steps=8,
         is_profiled=True,
     ),
-    Run(
-        name="1.2B",
-        preset="gpt2_scaling_1.2b",
-        batches=(8, 4),
-        contenders=(OURS, COMPILED),
-        seconds=230,
-        is_profiled=True,
-    ),
-    Run(
-        name="1.2B, recomputation",
-        preset="gpt2_scaling_1.2b",
-        batches=(8, 4),
-        contenders=(OURS, FULL, SELECTIVE),
-        seconds=90,
-    ),
-    Run(
+    Steps(
         name="124M, dropout",
+        group="dropout",
         preset="gpt2_124m",
         batches=(16, 8),
         contenders=(OURS, COORDINATES, KERNEL),
         seconds=60,
         steps=4,
     ),
-    Run(name="output layer", contenders=(IN_CHUNKS, AT_ONCE), seconds=40),
-    Run(name="2.5B", preset="gpt2_scaling_2.5b", batches=(8, 8), contenders=(FULL,), seconds=60),
-    Run(name="4.2B", preset="gpt2_scaling_4.2b", batches=(8, 8), contenders=(FULL,), seconds=60),
-    Run(
-        name="8.3B, one rank of 8 with communication stubbed",
-        preset="gpt2_scaling_8.3b",
-        batches=(8, 8),
-        contenders=(FULL, OURS),
-        seconds=75,
-        one_rank_of=8,
+    Steps(
+        name="1.2B",
+        group="speed",
+        preset="gpt2_scaling_1.2b",
+        batches=(8, 4),
+        contenders=(OURS, COMPILED),
+        seconds=230,
+        is_profiled=True,
     ),
-    Run(
+    Steps(
+        name="1.2B, recomputation",
+        group="speed",
+        preset="gpt2_scaling_1.2b",
+        batches=(8, 4),
+        contenders=(OURS, FULL, SELECTIVE),
+        seconds=90,
+    ),
+    Steps(
         name="355M",
+        group="speed",
         preset="gpt2_355m",
         batches=(16, 8),
         contenders=(OURS, FULL, PLAIN, TRANSFORMERS),
         seconds=100,
         steps=4,
+    ),
+    *(
+        Steps(
+            name=size,
+            group="sizes",
+            preset=f"gpt2_scaling_{size.lower()}",
+            batches=(8, 8),
+            contenders=(FULL,),
+            seconds=60,
+        )
+        for size in ("2.5B", "4.2B")
+    ),
+    Steps(
+        name="8.3B, one rank of 8 with communication stubbed",
+        group="sizes",
+        preset="gpt2_scaling_8.3b",
+        batches=(8, 8),
+        contenders=(FULL, OURS),
+        seconds=75,
+        one_rank_of=8,
     ),
 )
 
@@ -193,35 +311,6 @@ def small_preset(preset: Path, folder: Path) -> Path:
     return copy
 
 
-def command(
-    run: Run, device: str, *, is_small: bool, is_large_gpu: bool, folder: Path
-) -> list[str]:
-    """That does the run, and leaves run.json and profile/ in the folder."""
-    if run.preset is None:
-        words = {"vocab-size": 512 if is_small else 50304, "hidden-size": 32 if is_small else 1536}
-        words |= {"tokens": 64 if is_small else 8192, "dtype": "bf16", "device": device}
-        return program("output_layer", words | {"json": folder / "run.json"})
-    preset = ROOT / "scripts" / "presets" / f"{run.preset}.toml"
-    # What a CPU would need a C++ compiler for.
-    contenders = [name for name in run.contenders if device == "cuda" or name != COMPILED]
-    words = {
-        "preset": small_preset(preset, folder) if is_small else preset,
-        "dtype": "bf16",
-        "device": device,
-        "threads": 1 if is_small else 8,
-        "vocab-size": 512 if is_small else 50304,
-        "micro-batch-size": 2 if is_small else run.batches[0 if is_large_gpu else 1],
-        "tensor-parallel": run.one_rank_of,
-        "rounds": 2 if is_small else 5,
-        "steps": 1 if is_small else run.steps,
-        "json": folder / "run.json",
-    }
-    if run.is_profiled:
-        words["profile"] = folder / "profile"
-    stub = ["--stub-communication"] if run.one_rank_of > 1 else []
-    return [*program("train_step", words), *stub, "--contenders", *contenders]
-
-
 def program(name: str, words: Mapping[str, object]) -> list[str]:
     """The command of a benchmark with these flags."""
     flags = [word for flag, value in words.items() for word in (f"--{flag}", str(value))]
@@ -246,31 +335,29 @@ def done(words: Sequence[str], seconds: float) -> tuple[int | None, str]:
         return None, process.communicate()[0]
 
 
-def results(device: str, *, is_small: bool, until: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(run, what its JSON file holds, or why it has none)."""
-    is_large_gpu = gpu_memory(device) > LARGE_GPU
-    for run in RUNS:
+def results(
+    runs: Sequence[Run], device: str, output: Path, *, is_small: bool, until: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(run, its record, or why it has none)."""
+    memory = gpu_memory(device)
+    for run in runs:
         start = time.monotonic()
         seconds = min(run.seconds, until - start)
         if seconds < LEAST:
             yield run.name, {"failed": "left out: there was no time left"}
             continue
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            words = command(
-                run, device, is_small=is_small, is_large_gpu=is_large_gpu, folder=folder
-            )
-            status, printed = done(words, seconds)
+            place = Place(device, is_small, memory, output, Path(name))
+            status, printed = done(run.command(place), seconds)
             print(f"## {run.name}\n\n{printed}", flush=True)
-            spent = {"whole_seconds": time.monotonic() - start}
+            record = {"printed": printed[-1000:], "whole_seconds": time.monotonic() - start}
             if status == 0:
-                yield (
-                    run.name,
-                    json.loads((folder / "run.json").read_text()) | spent | profile(folder),
-                )
+                file = place.folder / "run.json"
+                found = json.loads(file.read_text()) if file.exists() else {}
+                yield run.name, found | record | profile(place.folder)
             else:
                 ended = "failed" if status is not None else f"took longer than {seconds:.0f} s"
-                yield run.name, {"failed": f"{ended}: {printed[-1000:]}", **spent}
+                yield run.name, {"failed": f"{ended}: {printed[-1000:]}", **record}
 
 
 def profile(folder: Path) -> dict[str, str]:
@@ -288,60 +375,59 @@ def gpu_memory(device: str) -> float:
     return float(torch.cuda.get_device_properties(0).total_memory)
 
 
-def page(about: dict[str, Any], runs: dict[str, Any]) -> str:
+def page(about: dict[str, Any], records: dict[str, Any]) -> str:
     parts = [
-        f"# Training steps on one device\n\n    bash benchmarks/gpu.sh\n\n{told(about)}",
+        f"# What was run on one device\n\n    bash benchmarks/gpu.sh [GROUP ...]\n\n{told(about)}",
         f"MFU = {MFU}. HFU = {HFU}. The peak is the datasheet's, dense bf16.",
-        markdown(["", "wanted", "measured", "met"], [each.row(runs) for each in WANTED]),
+        markdown(
+            ["", "wanted", "measured", "met"],
+            [each.row(records) for each in WANTED if each.run in records],
+        ),
     ]
-    for name, record in runs.items():
-        if "failed" in record:
-            parts.append(f"## {name}\n\n{record['failed']}")
-            continue
-        if "over_at_once" in record:
-            parts.append(f"## {name}\n\n{output_layer.told_of(record)}")
-            continue
-        case = record["case"]
-        lines = [
-            f"## {name}",
-            f"{record['dtype']}, {case['batch']} samples of {case['sequence']} tokens; largest "
-            f"difference of compared losses: {record['loss_difference']}.",
-            table(record),
-        ]
-        lines += [f"{name}: {' '.join(notes)}" for name, notes in record["notes"].items()]
-        if record["out_of_memory"]:
-            lines.append(f"Out of memory: {', '.join(record['out_of_memory'])}.")
-        if "profile" in record:
-            lines.append(record["profile"].replace("# ", "### Where the time goes: ", 1))
-        parts.append("\n\n".join(lines))
+    for run in RUNS:
+        if (record := records.get(run.name)) is not None:
+            parts.append(f"## {run.name}\n\n{record.get('failed') or run.text(record)}")
     return "\n\n".join(parts) + "\n"
 
 
+def kept(file: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The records of other groups that this commit has left in the file."""
+    former = json.loads(file.read_text()) if file.exists() else {}
+    is_same = all(former.get(name) == about[name] for name in ("commit", "device"))
+    return former.get("runs", {}) if is_same else {}
+
+
 def main(
+    groups: tyro.conf.Positional[tuple[Group, ...]] = (),
+    /,
+    *,
     output: Path,
     device: Literal["cpu", "cuda"] = "cuda",
     small: bool = False,
     seconds: float = 560.0,
 ) -> None:
-    """Run all, and write gpu.md and gpu.json.
+    """Run the groups, and write gpu.md and gpu.json.
 
     Args:
-        output: folder for both.
+        groups: by default those that are short.
+        output: folder for both; what other groups of the same commit have left there stays.
         device: cuda, or cpu to try it.
         small: models that any machine trains in a moment.
-        seconds: that all of it may take.
+        seconds: that a group that is named, or all short ones, may take.
     """
     output.mkdir(parents=True, exist_ok=True)
-    until = time.monotonic() + seconds
     about = {**facts("torch", "transformers", "triton"), "device": device}
-    runs: dict[str, Any] = {}
-    for name, record in results(device, is_small=small, until=until):
-        runs[name] = record
+    records = kept(output / "gpu.json", about)
+    chosen = groups or [each.group for each in RUNS if each.group not in LONG]
+    wanted = [each for each in RUNS if each.group in chosen]
+    until = time.monotonic() + seconds * max(1, len(groups))
+    for name, record in results(wanted, device, output, is_small=small, until=until):
+        records[name] = record
         about |= {"gpu": record["gpu"]} if record.get("gpu") else {}
-        write_json(output / "gpu.json", {**about, "runs": runs})
-        (output / "gpu.md").write_text(page(about, runs))
-    print(page(about, runs))
-    if failed := [name for name, record in runs.items() if "failed" in record]:
+        write_json(output / "gpu.json", {**about, "runs": records})
+        (output / "gpu.md").write_text(page(about, records))
+    print(page(about, records))
+    if failed := [each.name for each in wanted if "failed" in records[each.name]]:
         raise SystemExit(f"error: these have no figures: {', '.join(failed)}")
 
 

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# Every figure of training that needs a GPU, on one H100 or H200, in under 10 minutes.
-# gpu.md, gpu.json and hardware.toml, for tools/plan.py, are left in $OUT, or in runs/gpu.
+# What needs a GPU, on one H100 or H200, by groups: each takes less than 10 minutes.
 #
-#     bash benchmarks/gpu.sh                          # that is all
-#     bash benchmarks/gpu.sh --device cpu --small     # the same in miniature, to try it
+#     bash benchmarks/gpu.sh                          # hardware matrix host loss compile dropout
+#     bash benchmarks/gpu.sh speed                    # speed, sizes: only where they are named
+#     bash benchmarks/gpu.sh --device cpu --small     # the short groups in miniature, to try them
+#
+# gpu.md, gpu.json and hardware.toml, for tools/plan.py, are left in $OUT, or in runs/gpu.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=python3
 test -x .venv/bin/python && python=.venv/bin/python
-out=${OUT:-runs/gpu}
-mkdir -p "$out"
-"$python" tools/plan.py --measure "$out/hardware.toml"
-exec "$python" benchmarks/gpu.py --output "$out" "$@"
+exec "$python" benchmarks/gpu.py "$@" --output "${OUT:-runs/gpu}"
