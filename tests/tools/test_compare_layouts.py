@@ -1,9 +1,12 @@
 """Layouts compared by a user's own command: equal ones, unequal ones, and what is refused."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +46,15 @@ def preset(tmp_path: Path) -> Path:
     return file
 
 
+def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.compare_layouts", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 def compare(preset: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], Any]:
     """(the program's end, the rows of its JSON file)."""
     file = preset.with_suffix(".json")
-    words = ["--preset", str(preset), "--json", str(file), "--steps", "2", *arguments]
-    command = [sys.executable, "-m", "tools.compare_layouts", *words]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = run(["--preset", str(preset), "--json", str(file), "--steps", "2", *arguments])
     return ended, json.loads(file.read_text()) if file.exists() else None
 
 
@@ -68,6 +74,13 @@ def test_equal_layouts_and_their_cost(preset: Path) -> None:
     for name in ("parameter_bytes", "saved_bytes"):
         assert rows[1][name][0] < 0.8 * rows[0][name][0]
     assert rows[2]["saved_bytes"][0] < 0.8 * rows[1]["saved_bytes"][0]
+
+
+def test_the_command_of_the_readme() -> None:
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"^python -m tools.compare_layouts (.*)$", text, re.MULTILINE)
+    ended = run(shlex.split(command))
+    assert ended.returncode == 0, ended
 
 
 @pytest.mark.parametrize(
