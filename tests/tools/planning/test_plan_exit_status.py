@@ -23,6 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ([*PRESET, *DGX2H, "--gpus", "8"], 0),
         ([*PRESET, *DGX2H, *ONE_DEVICE], 1),  # 8.3 billion parameters in 32 GB
         (["--gpus", "8"], 2),
+        ([*PRESET, *DGX2H, "--gpus", "8", "--sequence-parallel"], 2),
     ],
 )
 def test_exit_status_says_whether_the_plan_fits(arguments: list[str], status: int) -> None:
