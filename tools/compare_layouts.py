@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -186,13 +187,13 @@ def run(jobs: Mapping[str, Job]) -> dict[str, list[Report]]:
     if count_gpus() < max(job.ranks for job in jobs.values()):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or some layouts would train on GPUs, others not
     set_forkserver_preload(["tools.layouts.train"])
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from tools.layouts.train import train_layout
 
-    for name in ("torch.distributed", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the rank says what failed
+    logging.disable()  # of this process, which starts ranks: they say themselves what has failed
     reports = {}
     for name, job in jobs.items():
         settings = LaunchConfig(
@@ -208,6 +209,10 @@ def run(jobs: Mapping[str, Job]) -> dict[str, list[Report]]:
         )
         try:
             by_rank = elastic_launch(settings, train_layout)(job)
+        except SignalException as stop:
+            if stop.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + stop.sigval) from None
         except ChildFailedError as error:
             _, failure = error.get_first_failure()
             ended = failure.signal_name() if failure.exitcode < 0 else f"status {failure.exitcode}"
