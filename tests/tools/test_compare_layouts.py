@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.config.checks import UsageError
+from tests.data.samples import write_data
 from tools import compare_layouts
 from tools.command import ROOT
 from tools.compare_layouts import largest, read_settings, row
@@ -101,11 +102,13 @@ def test_other_models_and_precisions_are_equal_within_their_tolerance(
     assert row["loss_difference"] < 1e-2
 
 
-def test_layouts_that_differ_end_with_status_1(preset: Path) -> None:
-    """Dropout that attention's kernel draws depends on the layout."""
+def test_layouts_that_differ_end_with_status_1(preset: Path, tmp_path: Path) -> None:
+    """Here on data of one's own: dropout that attention's kernel draws depends on the layout."""
+    write_data(tmp_path / "data", [[*range(1, 90)]] * 20)
     drawn = ("--attention-dropout", "0.5", "--attention-dropout-rng", "kernel")
-    ended, (row,) = compare(preset, "tensor=2", *drawn)
-    assert ended.returncode == 1
+    data = ("--data-path", str(tmp_path / "data"), "--vocab-size", "100")
+    ended, (row,) = compare(preset, "tensor=2", *data, *drawn, "--tokenizer-type", "test")
+    assert ended.returncode == 1, ended
     assert row["loss_difference"] > 1e-4
 
 
