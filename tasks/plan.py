@@ -14,6 +14,7 @@ from megatron.config.checks import UsageError, flag
 from megatron.config.model import BertConfig, FinetunedConfig
 from megatron.config.training import ParallelConfig
 from megatron.data.tokenizer import Tokenizer
+from megatron.models.registry import config_of
 from megatron.train.trained import open_trained
 from tasks import paper
 from tasks.checks import ChecksConfig
@@ -56,7 +57,6 @@ def make_plan(
 ) -> Plan:
     """Read and check all input; raises ValueError or OSError that names the flag."""
     check_models(settings)
-    settings.parallel.check(world, seq_length=settings.seq_length)
     opened = open_models(settings, world)
     for folders, tokenizer, manifest in opened:
         check_kind(settings, folders[0], manifest)
@@ -65,6 +65,7 @@ def make_plan(
                 "--ensemble", folders[0], f"a model of the same tokenizer as {opened[0][0][0]}"
             )
     _, tokenizer, manifest = opened[0]
+    settings.parallel.check(world, config_of(manifest).widths, settings.seq_length)
     task = module.prepare(settings, manifest, tokenizer)
     if settings.evaluation.compare_paper:
         paper.check_figures(task.paper or name, task.conventions)

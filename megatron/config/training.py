@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.config.checks import UsageError, flag, fraction, non_negative, positive
 
@@ -50,9 +50,6 @@ class ParallelConfig:
         size, widths = self.tensor_model_parallel_size, dict(widths or {})
         if self.cuts_stream and seq_length is not None:
             widths["--seq-length"] = seq_length
-            if size == 1:
-                text = "--sequence-parallel does nothing without --tensor-model-parallel-size 2"
-                warnings.warn(f"{text} or more", stacklevel=2)
         whole = (world_size, *widths.values())
         if any(each % size for each in whole):
             fitting = (n for n in range(1, size) if not any(each % n for each in whole))
@@ -76,7 +73,15 @@ class TrainingParallelConfig(ParallelConfig):
 
     @property
     def cuts_stream(self) -> bool:
-        return self.sequence_parallel
+        return self.sequence_parallel and self.tensor_model_parallel_size > 1
+
+    def check(self, *arguments: Any, **named: Any) -> None:
+        """As of ParallelConfig; warns of a sequence that nothing shares out."""
+        super().check(*arguments, **named)
+        if self.sequence_parallel and not self.cuts_stream:
+            warnings.warn(
+                "--sequence-parallel does nothing with --tensor-model-parallel-size 1", stacklevel=2
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,16 +180,32 @@ def _parts(
 
 
 @cache
-def unit_gradient(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The scalar 1 that training's backward starts from. linear_cross_entropy knows it by its
-    memory, since a GPU would have to finish the forward before the host could compare."""
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones((), dtype=dtype, device=device)
 
 
+class _FromOne(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> Tensor:
+        return _one(d_loss.dtype, d_loss.device)
+
+
+def from_one(loss: Tensor) -> Tensor:
+    """The scalar that training calls backward() of: its gradient is 1, which linear_cross_entropy
+    knows by its memory. To compare it the host would wait until a GPU has finished the forward."""
+    result: Tensor = _FromOne.apply(loss)
+    return result
+
+
 def _is_one(d_total: Tensor) -> bool:
-    one = unit_gradient(d_total.dtype, d_total.device).untyped_storage()
-    is_known = d_total.untyped_storage().data_ptr() == one.data_ptr()
-    return is_known or d_total.is_meta or bool(d_total == 1)
+    if d_total.is_meta:
+        return True
+    one = _one(d_total.dtype, d_total.device).untyped_storage()
+    return d_total.untyped_storage().data_ptr() == one.data_ptr() or bool(d_total == 1)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

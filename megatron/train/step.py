@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.data.batch import Batch
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.cross_entropy import unit_gradient
+from megatron.parallel.cross_entropy import from_one
 from megatron.parallel.random import seed_kernels
 from megatron.train.diagnose import non_finite
 from megatron.train.objectives import Objective
@@ -150,11 +150,10 @@ def forward_backward(state: TrainState, micro_batches: Sequence[Batch], counts: 
                 seed_kernels(state.kernel_seed, state.step, number, state.mesh)
             sums = loss_sums(model, objective, micro_batches[number], device, loss_scales)
             totals += sums.detach() / loss_scales.to(sums.dtype)
-            in_flight[number] = sums.sum()
+            in_flight[number] = from_one(sums.sum())
         else:
             with state.gradients.accumulate(is_last=action is actions[-1]):
-                loss = in_flight.pop(number)
-                loss.backward(unit_gradient(loss.dtype, loss.device))
+                in_flight.pop(number).backward()
     return totals
 
 

@@ -21,14 +21,14 @@ from tools.planning.shape import GPT2_VOCABULARY
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """config: of pretraining, cut as the layout says. weights: file of those after the last step,
-    which the reference writes and the others read."""
+    """config: of pretraining, cut as the layout says. folder: of gradients and weights that the
+    reference writes and the others read."""
 
     config: PretrainConfig
     ranks: int
     precision: str
     steps: int
-    weights: Path
+    folder: Path
     is_reference: bool
 
 

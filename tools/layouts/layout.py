@@ -61,17 +61,18 @@ class Layout:
 def parse_layout(text: str) -> Layout:
     """Raises UsageError naming a word that is none."""
     sizes: dict[str, int] = {}
-    switches = set()
+    switches: set[str] = set()
     for word in text.split(",") if text != "serial" else []:
         axis, _, size = word.partition("=")
-        if word in SWITCHES:
+        if word in SWITCHES and word not in switches:
             switches.add(word)
         elif axis in AXES and size.isdecimal() and int(size) > 0 and axis not in sizes:
             sizes[axis] = int(size)
         else:
             known = ", ".join([f"{axis}=N" for axis in AXES] + list(SWITCHES))
             raise UsageError("LAYOUT", text, f"serial, or of {known}, each once; not {word!r}")
-    if "sequence" in switches and sizes.get("tensor", 1) == 1:
+    layout = Layout({axis: n for axis, n in sizes.items() if n > 1}, frozenset(switches))
+    if layout.cuts_stream and layout.size("tensor") == 1:
         allowed = "given with tensor=N, whose processes share out the sequence"
         raise UsageError("LAYOUT", text, allowed, works=("tensor=2,sequence",))
-    return Layout(sizes, frozenset(switches))
+    return layout

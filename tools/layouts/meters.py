@@ -11,7 +11,7 @@ calls, bytes    of collectives by axis; bytes are what a rank sends in a ring of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
@@ -27,7 +27,8 @@ from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 from megatron.data.batch import Batch
 from megatron.parallel.mesh import Mesh
 from megatron.train.objectives import Objective
-from megatron.train.step import loss_sums
+from megatron.train.state import TrainState
+from megatron.train.step import count, forward_backward, loss_sums
 
 Shape = tuple[int, ...]
 
@@ -114,6 +115,18 @@ class Traffic(TorchDispatchMode):
         self.counts.sent_bytes[axis.name] += passes * (axis.size - 1) * whole // axis.size
 
 
+def measure(state: TrainState, micro_batches: Sequence[Batch]) -> Counts:
+    """Of forward and backward of a step, whose gradients are in the buckets then."""
+    model, mesh = state.model.train(), state.mesh
+    kept = saved_bytes(model, state.objective, micro_batches[0], mesh.device)
+    counts = count(state, micro_batches)
+    with counting(mesh) as found:
+        forward_backward(state, micro_batches, counts)
+    found.saved_bytes = kept
+    found.parameter_bytes = sum(each.nbytes for each in model.parameters())
+    return found
+
+
 @contextmanager
 def counting(mesh: Mesh) -> Iterator[Counts]:
     """FLOPs and collectives of what runs inside."""
@@ -121,6 +134,10 @@ def counting(mesh: Mesh) -> Iterator[Counts]:
     with Traffic(counts, mesh), flops:
         yield counts
     counts.matmul_flops = flops.get_total_flops()
+
+
+# The number itself, or how many there are of a result.
+_READING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "bincount"}
 
 
 class _HostReads(TorchDispatchMode):
@@ -135,7 +152,10 @@ class _HostReads(TorchDispatchMode):
         is_copy = name in ("_to_copy", "copy_") and result.device.type == "cpu"
         if is_copy:
             is_copy = any(isinstance(each, Tensor) and each.is_cuda for each in args)
-        if is_copy or name in ("_local_scalar_dense", "equal", "nonzero", "masked_select"):
+        is_mask = name in ("index", "index_put_") and any(
+            isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]
+        )
+        if is_copy or is_mask or name in _READING:
             self.found[name] += 1
         return result
 
@@ -157,7 +177,9 @@ class _Lists(TorchFunctionMode):
 
 @contextmanager
 def host_reads() -> Iterator[Counter[str]]:
-    """What inside makes the host wait for the device, by operator; on a CPU what would."""
+    """What inside makes the host wait for the device, by operator: numbers and lists of a tensor,
+    copies to the host, boolean indices and other results whose size depends on values. On a CPU,
+    where nothing waits, numbers, lists and such results."""
     found = Counter[str]()
     with _Lists(found), _HostReads(found):
         yield found
@@ -179,7 +201,3 @@ def saved_bytes(model: Any, objective: Objective, batch: Batch, device: torch.de
         loss = loss_sums(model, objective, batch, device, ones)
     del loss  # until here nothing that was kept could make room
     return sum(size for place, size in kept.items() if place not in parameters)
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    return sum(each.nbytes for each in model.parameters())

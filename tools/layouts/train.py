@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
@@ -16,25 +17,27 @@ from torch import Tensor
 from megatron.config.parse import user_errors
 from megatron.data.batch import Samples
 from megatron.optim.schedule import learning_rate
-from megatron.parallel.sharding import gather_whole
+from megatron.parallel.sharding import GradientView, gather_whole
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.launch import launch
 from megatron.train.loader import prefetch
 from megatron.train.state import DTYPES, TrainState, build_state, choose_compile
 from megatron.train.step import train_step
 from tools.layouts.job import Job, open_samples
-from tools.layouts.meters import Counts, counting, parameter_bytes, saved_bytes
+from tools.layouts.meters import Counts, measure
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one rank says; counts are of the first step."""
+    """What one rank says; differences, of the first step's gradients and the last weights, are the
+    first rank's, counts are of forward and backward of a step."""
 
     device: str
     losses: list[float]
     norms: list[float]
+    gradient_difference: float
+    weight_difference: float
     counts: Counts
-    weight_difference: float | None  # on the first rank
 
 
 def train_layout(job: Job) -> Report:
@@ -77,42 +80,39 @@ def report(job: Job, state: TrainState, samples: Samples) -> Report:
     )
     lr = partial(learning_rate, job.config.optimizer, decay_iters=job.config.lr_decay_iters())
     first = next(steps)
-    kept = saved_bytes(state.model, state.objective, first[0], mesh.device)
-    with counting(mesh) as counts:
-        results = [train_step(state, first, lr(1))]
-    counts.saved_bytes, counts.parameter_bytes = kept, parameter_bytes(state.model)
+    counts = measure(state, first)
+    views = [view for bucket in state.gradients.buckets for view in bucket.views]
+    gradients = compare(job, state, "gradients", ((view, view.gradient) for view in views))
+    results = [train_step(state, first, lr(1))]
     results += [train_step(state, each, lr(state.updates + 1)) for each in steps]
     return Report(
-        device=str(mesh.device.type),
+        device=mesh.device.type,
         losses=[each.loss for each in results],
         norms=[each.grad_norm for each in results],
+        gradient_difference=gradients,
+        weight_difference=compare(job, state, "weights", state.optimizer.master_views()),
         counts=counts,
-        weight_difference=compare_weights(job, state),
     )
 
 
-def compare_weights(job: Job, state: TrainState) -> float | None:
-    """Norm of the difference of the master weights over that of the reference's, on the first rank;
-    the reference writes its own."""
-    whole = (
-        (view.name, gather_whole(own, view.spec)) for view, own in state.optimizer.master_views()
-    )
+def compare(
+    job: Job, state: TrainState, name: str, shards: Iterable[tuple[GradientView, Tensor]]
+) -> float:
+    """On the first rank the norm of the difference of all whole tensors over the norm of the
+    reference's; the reference writes its own. What is no number, as where fp16 overflows, is none
+    in both."""
+    file, is_first = job.folder / f"{name}.safetensors", state.mesh.is_first
+    whole = ((view.name, gather_whole(own, view.spec)) for view, own in shards)
+    own = ((name, each.cpu().nan_to_num(0, 0, 0)) for name, each in whole if is_first)
     if job.is_reference:
-        kept = {name: each.cpu() for name, each in whole}
-        if state.mesh.is_first:
-            save_file(kept, job.weights)
+        kept = dict(own)
+        if is_first:
+            save_file(kept, file)
         return 0.0
     squares = total = 0.0
-    with safe_open(job.weights, "pt") as file:
-        for name, each in whole:
-            if state.mesh.is_first:
-                own, other = (with_gradient(name, x) for x in (each.cpu(), file.get_tensor(name)))
-                squares += float((own.double() - other.double()).square().sum())
-                total += float(other.double().square().sum())
-    return sqrt(squares / total) if state.mesh.is_first else None
-
-
-def with_gradient(name: str, x: Tensor) -> Tensor:
-    """Without the bias of the keys, whose gradient is zero but for rounding: a constant added to
-    all keys adds the same to all scores of a query."""
-    return x[[0, 2]] if name.endswith("qkv.bias") and len(x) == 3 else x
+    with safe_open(file, "pt") as reference:
+        for name, each in own:
+            other = reference.get_tensor(name).double()
+            squares += float((each.double() - other).square().sum())
+            total += float(other.square().sum())
+    return sqrt(squares / total) if total else squares

@@ -88,7 +88,7 @@ def shape_of(config: PretrainConfig, ranks: int, precision: str) -> Shape:
             allowed = f"{' or '.join(map(str, assumed(model)))}, which a plan assumes"
             raise UsageError(flag(name), value, allowed)
     if config.parallel.cuts_stream:
-        raise UsageError("--sequence-parallel", None, "left out: a plan is of whole streams")
+        raise UsageError("--sequence-parallel", None, "left out: a plan does not know it")
     copies = config.data_parallel_size(ranks)
     is_bert = isinstance(model, BertConfig)
     return Shape(

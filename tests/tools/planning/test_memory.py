@@ -142,8 +142,10 @@ MEDIUM = replace(SHAPE, hidden=256, sequence=128, positions=128, vocabulary=4000
 @pytest.mark.parametrize("granularity", ["none", "full"])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_step_allocates_what_is_planned(
-    precision: str, granularity: RecomputeGranularity, batch: int
+    precision: str, granularity: RecomputeGranularity, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # What oneDNN copies in fp32, on some processors and 6 MB at most, is not planned.
+    monkeypatch.setattr("megatron.parallel.cpu.onednn.is_faster_by_onednn", lambda: False)
     shape = replace(MEDIUM, width=WIDTHS[precision], recompute=granularity, batch=batch)
     state = state_of(shape, precision)
     train_step(state, [micro_batch(shape)], 1e-4)
