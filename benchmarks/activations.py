@@ -5,7 +5,7 @@
 The first rank of t tensor-parallel ranks, the others of which are not there, runs the forward and
 backward of one micro-batch in bf16: bytes that autograd holds, each memory once, and bytes that
 collectives send in a ring. A layer is the difference of two layers and one. The formulas are those
-of table 2 and section 4 of arXiv:2205.05198; like these counts they are of 2 bytes a number.
+of table 2 of arXiv:2205.05198; like these counts they are of 2 bytes a number.
 """
 
 import sys
@@ -53,7 +53,7 @@ def formula(case: Case, t: int, cut: bool, recompute: str) -> float:
     """Bytes that a layer keeps, with dropout, whose masks are a byte each."""
     size, scores = case.tokens * case.hidden_size, 5 * case.heads * case.sequence / case.hidden_size
     if recompute == "full":
-        return 2 * size / (t if cut else 1)
+        return 2 * size
     scores = scores if recompute == "none" else 0
     return size * (34 + scores) / t if cut else size * (10 + (24 + scores) / t)
 

@@ -10,7 +10,7 @@ import pytest
 from megatron.config.checks import UsageError, at_least, share, writable
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
-from megatron.config.training import PrecisionConfig
+from megatron.config.training import PrecisionConfig, TrainingParallelConfig
 from tools.planning.settings import PlanGPT2Config
 
 SMALL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4", "--train-iters=300"]
@@ -214,3 +214,13 @@ def test_checks_of_other_programs(tmp_path: Path) -> None:
         check(Own(**{flag.removeprefix("--"): float(works)}))
     share(Own(rate=None), "rate")
     at_least(Own(workers=None), workers=1)
+
+
+def test_a_sequence_that_nothing_shares_out_is_a_warning() -> None:
+    alone = TrainingParallelConfig(sequence_parallel=True)
+    assert not alone.cuts_stream
+    with pytest.warns(UserWarning, match="--sequence-parallel"):
+        alone.check(1)
+    both = TrainingParallelConfig(sequence_parallel=True, tensor_model_parallel_size=2)
+    assert both.cuts_stream
+    both.check(2, seq_length=8)

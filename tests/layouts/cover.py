@@ -46,8 +46,8 @@ def joined(row: Row) -> Iterator[object]:
     layout = values["layout"]
     yield layout, values["model"], values["dropout"]
     if not values["precision"]:
-        yield "fp64", layout, values["recomputation"]
-        yield "fp64", layout, values["dropout"]
+        for name in ("model", "recomputation", "dropout", "micro-batches"):
+            yield "fp64", layout, name, values[name]
 
 
 def cover() -> list[Row]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import FLOOR, FULL, NOT_COMPILED, OURS, Case
+from benchmarks.cases import FLOOR, FULL, NOT_COMPILED, OURS, SEQUENCE, Case
 from benchmarks.comparison import ROOT, Settings, ask_all, measure
 from benchmarks.figures import utilisation
 from benchmarks.overlap import communication
@@ -142,11 +142,13 @@ def test_who_runs_out_of_memory_drops_out(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("size", "peers"), [(1, ["plain torch", "transformers"]), (2, ["DTensor"])]
+    ("size", "peers"), [(1, ["plain torch", "transformers"]), (2, [SEQUENCE, "DTensor"])]
 )
 def test_all_contenders_have_their_figures(tmp_path: Path, size: int, peers: list[str]) -> None:
     picture = tmp_path / "steps.png"
     words = ["--tensor-parallel", str(size), "--picture", str(picture)]
+    if SEQUENCE in peers:  # no contender unless it is asked for
+        words += ["--contenders", OURS, *peers]
     record = run(tmp_path, *words, "--profile", str(tmp_path / "profile"))
     assert list(record["contenders"]) == ["this project", *peers]
     for each in record["contenders"].values():
