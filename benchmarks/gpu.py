@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,15 +69,15 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(ABC):
     """A command; what it leaves in run.json is its record."""
 
     name: str
     group: Group
     seconds: float  # that it may take
 
-    def command(self, place: Place) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def command(self, place: Place) -> list[str]: ...
 
     def text(self, record: dict[str, Any]) -> str:
         return str(record["printed"])

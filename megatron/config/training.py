@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Literal
 
 from megatron.config.checks import UsageError, flag, fraction, non_negative, positive
 
@@ -75,9 +75,14 @@ class TrainingParallelConfig(ParallelConfig):
     def cuts_stream(self) -> bool:
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
-    def check(self, *arguments: Any, **named: Any) -> None:
+    def check(
+        self,
+        world_size: int,
+        widths: Mapping[str, int] | None = None,
+        seq_length: int | None = None,
+    ) -> None:
         """As of ParallelConfig; warns of a sequence that nothing shares out."""
-        super().check(*arguments, **named)
+        super().check(world_size, widths, seq_length)
         if self.sequence_parallel and not self.cuts_stream:
             warnings.warn(
                 "--sequence-parallel does nothing with --tensor-model-parallel-size 1", stacklevel=2

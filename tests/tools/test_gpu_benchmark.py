@@ -90,6 +90,19 @@ def test_every_group_and_all_short_ones_have_the_time_that_they_need() -> None:
     assert all(0 < each < 560 for each in seconds.values())
 
 
+def test_records_are_kept_of_the_same_commit_and_machine_alone(tmp_path: Path) -> None:
+    about = {"commit": "abc", "device": "cuda", "small": False, "gpu": "H200"}
+    file = tmp_path / "gpu.json"
+    assert gpu.kept(file, about) == {}
+    runs = {"host reads": {"reads": {}}}
+    others = ("commit", "abd"), ("device", "cpu"), ("small", True), ("gpu", "H100")
+    for commit, is_known in (("abc", True), ("abc-dirty", False), (None, False)):
+        own = about | {"commit": commit}
+        file.write_text(json.dumps({**own, "runs": runs}))
+        assert gpu.kept(file, own) == (runs if is_known else {})
+        assert not any(gpu.kept(file, own | {name: value}) for name, value in others)
+
+
 def check(runs: dict[str, Any], page: str, expected: Sequence[gpu.Run]) -> None:
     assert list(runs) == [run.name for run in expected]
     for run in expected:

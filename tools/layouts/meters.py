@@ -103,7 +103,7 @@ class Traffic(TorchDispatchMode):
 
     def _add(self, name: str, args: tuple[Any, ...]) -> None:
         if name not in self.SHARES:
-            raise NotImplementedError(f"bytes of the collective {name} are not counted: see SHARES")
+            raise ValueError(f"SHARES does not say what the collective {name} sends")
         passes, which = self.SHARES[name]
         for each in args:
             if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):

@@ -99,8 +99,8 @@ def compare(
     job: Job, state: TrainState, name: str, shards: Iterable[tuple[GradientView, Tensor]]
 ) -> float:
     """On the first rank the norm of the difference of all whole tensors over the norm of the
-    reference's; the reference writes its own. What is no number, as where fp16 overflows, is none
-    in both."""
+    reference's; the reference writes its own. What is not finite, as where fp16 overflows, counts
+    as 0."""
     file, is_first = job.folder / f"{name}.safetensors", state.mesh.is_first
     whole = ((view.name, gather_whole(own, view.spec)) for view, own in shards)
     own = ((name, each.cpu().nan_to_num(0, 0, 0)) for name, each in whole if is_first)
