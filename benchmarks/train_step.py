@@ -1,170 +1,142 @@
-"""Whole training steps of one GPT-2 by this project and by what people would use instead.
+"""Whole training steps of one GPT-2, by this project and by what people would use instead.
 
-    python benchmarks/train_step.py --preset FILE --dtype fp32|bf16 --threads N
-        [--tensor-parallel N] [--contenders NAME ...] [--megatron-core PYTHON]
-        [--starts N] [--json FILE] [--picture FILE] [--profile FOLDER]
-
-A step is forward, backward, reduction, clipping by the global norm and fused AdamW, without
-dropout, from the same weights on the same batches; losses of the first steps are compared before
-anything is timed. Contenders run on processes of their own and take turns, and so does the floor:
-the step's matrix products alone, each in the layout that is fastest on this machine. Processes
-that run the same code differ in speed: --starts makes new ones of all and pools their rounds. On a
-GPU this project compiles its layers, as its users' runs do; one that does not fit in memory beside
-the others drops out.
+A step is forward, loss, backward, reduction, clipping by the global norm and fused AdamW, without
+dropout, from the same weights on the same samples; the losses of the first steps are compared
+before anything is timed. `peers.py` says what each contender is. Memory is that of all ranks above
+what their modules take. The floor is the step's matmuls alone: its ratio is the share of the floor
+that this project reaches. Against peers a claim is made for hidden sizes of 768 and sequences of
+512 tokens or more alone; smaller models are shown beside. On gloo nothing is said of NCCL.
 """
 
-import json
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
-
-import tyro
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.cases import FLOOR, NAMES, Case
-from benchmarks.comparison import (
-    ROOT,
-    Result,
-    Settings,
-    ask_all,
-    compare_losses,
-    measure,
-    pool,
-    quantiles,
-    started,
-    usual_contenders,
+from benchmarks import peers, steps
+from benchmarks.harness import Column, Contender, Flags, Question, ask, cli
+from benchmarks.report import Results
+
+OURS, FLOOR = "this project", "floor"
+DROPOUT = "this project, dropout 0.1"
+VARIANTS = {
+    OURS: (),
+    "this project, sequence parallel": ("--sequence-parallel",),
+    "this project, full recomputation": ("--recompute-granularity", "full"),
+    "this project, selective recomputation": ("--recompute-granularity", "selective"),
+    "this project, not compiled": ("--no-compile",),
+    DROPOUT: ("--attention-dropout", "0.1", "--hidden-dropout", "0.1"),
+    f"{DROPOUT}, attention's by coordinates": (
+        *("--attention-dropout", "0.1", "--hidden-dropout", "0.1"),
+        *("--attention-dropout-rng", "coordinates"),
+    ),
+}
+# Function, arguments beside the flags, tensor-parallel sizes (0: any), needed modules.
+PEERS: dict[str, tuple[Any, dict[str, Any], int, tuple[str, ...]]] = {
+    "plain torch": (peers.plain, {}, 1, ()),
+    "transformers": (peers.transformers, {}, 1, ()),
+    "transformers, compiled": (peers.transformers, {"compiled": True}, 1, ()),
+    "DTensor": (peers.plain, {}, 2, ()),
+    "Megatron-Core": (peers.megatron_core, {}, 0, ("megatron.core",)),
+    FLOOR: (peers.floor, {}, 0, ()),
+}
+USUAL = (OURS, "plain torch", "transformers", "DTensor", "Megatron-Core", FLOOR)
+SIZES = {  # flags of a preset on a CPU
+    "gpt2_124m": ("--seq-length", "512", "--micro-batch-size", "2", "--vocab-size", "50304"),
+    "gpt2_30m": ("--vocab-size", "8192"),
+    "quickstart": ("--vocab-size", "2048"),
+}
+TOLERANCES = {"fp32": 1e-5, "bf16": 3e-3}  # of the losses
+RATIO = "its time / this project's"
+COLUMNS = (
+    Column("tokens/s", "tokens", "{:,.0f}", per="wall"),
+    Column(RATIO, "wall", "{:.3f}", "its / first"),
+    Column("seconds", "wall", "{:.4f}"),
+    Column("CPU seconds", "cpu", "{:.4f}"),
+    Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
 )
-from benchmarks.figures import HFU, MFU, draw, figures, gpu_peak, table, write_profiles
-from benchmarks.machine import JsonFile, facts, told, write_json
-from megatron.config.parse import parse
-from megatron.config.pretrain import PretrainGPT2Config
-
-__all__ = ["ROOT", "Result", "Settings", "measure", "quantiles", "read_case", "started"]
 
 
-def read_case(
-    preset: Path, vocab_size: int, batch: int | None, checkpoint_activations: bool
-) -> Case:
-    """The model of a preset for pretrain_gpt2.py, and its micro-batch unless one is given."""
-    config = parse(PretrainGPT2Config, ["--preset", str(preset)], {})
-    model, optimizer = config.model, config.optimizer
-    return Case(
-        name=preset.stem,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        heads=model.num_attention_heads,
-        vocab_size=model.vocab_size or vocab_size,
-        batch=batch or config.training.micro_batch_size,
-        sequence=config.data.seq_length,
-        divisible_by=model.make_vocab_size_divisible_by,
-        checkpoint_activations=checkpoint_activations,
-        epsilon=model.layernorm_epsilon,
-        weight_decay=optimizer.weight_decay,
-        betas=(optimizer.adam_beta1, optimizer.adam_beta2),
-        adam_eps=optimizer.adam_eps,
-        clip_grad=optimizer.clip_grad,
-    )
+def group(
+    preset: str, dtype: str, ranks: int, more: Sequence[str], names: Sequence[str], threads: int
+) -> Iterator[Contender]:
+    """more: flags. threads: of all ranks together."""
+    flags = ["--preset", preset, *SIZES.get(preset, ()), *more]
+    flags += ["--bf16" if dtype == "bf16" else "--no-bf16", "--tensor-model-parallel-size"]
+    flags += [str(ranks), "--attention-dropout", "0", "--hidden-dropout", "0"]
+    common: dict[str, Any] = {"group": f"{preset}, {dtype}, t = {ranks}", "ranks": ranks}
+    common["threads"] = max(1, threads // ranks)
+    for name in names:
+        if name in VARIANTS:
+            run, arguments = steps.ours, {"flags": [*flags, *VARIANTS[name]]}
+            needs: tuple[str, ...] = ()
+        else:
+            run, arguments, sizes, needs = PEERS[name]
+            if sizes not in (0, min(ranks, 2)):
+                continue
+            arguments = {"flags": flags, **arguments}
+        same = {} if DROPOUT in name or name == FLOOR else {"loss": TOLERANCES[dtype]}
+        yield Contender(name=name, run=run, arguments=arguments, needs=needs, same=same, **common)
 
 
-def compare(
-    settings: Settings, names: list[str], starts: int, profile: Path | None, picture: Path | None
-) -> dict[str, Any]:
-    """Run all of them, print, and return what the JSON file holds."""
-    case = settings.case
-    gpu, peak = gpu_peak(settings.device)
-    record: dict[str, Any] = {
-        **facts("torch", "transformers"),
-        **({"gpu": gpu, "peak": peak, "mfu": MFU, "hfu": HFU} if gpu else {}),
-        **{name: getattr(settings, name) for name in ("dtype", "threads", "tensor_parallel")},
-        **{name: getattr(settings, name) for name in ("stub_communication", "rounds", "steps")},
-        "starts": starts,
-        "case": json.loads(case.written()),
-    }
-    results: list[dict[str, Result]] = []
-    for start in range(starts):
-        with started(settings, [*names, FLOOR]) as found:
-            chosen = ask_all(found, [FLOOR], "choose").get(FLOOR)
-            products = chosen and chosen[0]["products"]
-            record["loss_difference"] = compare_losses(settings, found)
-            results.append(measure(settings, found))
-            if profile is not None and start == starts - 1:
-                communication = write_profiles(profile, found, settings.steps)
-    print(told(record), flush=True)
-    pooled = pool(results)
-    record["products"] = products
-    record["contenders"] = figures(settings, pooled, peak)
-    record["seconds"] = {name: result.wall for name, result in pooled.items()}
-    record["notes"] = {name: each.notes for name, each in pooled.items() if each.notes}
-    record["out_of_memory"] = [name for name in names if name not in pooled]
-    if profile is not None:
-        record["communication"] = communication
-    print(table(record), flush=True)
-    for name, notes in record["notes"].items():
-        print(f"\n{name}: {' '.join(notes)}", flush=True)
-    if picture is not None and record["contenders"]:
-        about = f"{case.name}, {settings.dtype}, t = {settings.tensor_parallel}"
-        draw(picture, case, about, record["contenders"])
-    return record
+def result(found: Results) -> str:
+    """Of the models that claims are made for."""
+    said = []
+    for group in dict.fromkeys(group for group, _ in found.rows if group.startswith("gpt2_124m")):
+        for name in PEERS.keys() - {FLOOR}:
+            if (group, name) in found.rows and (cell := found.cell(group, name, RATIO)):
+                said.append(
+                    f"{name} {cell.text('{:.2f}', is_ratio=True)} ({group.partition(', ')[2]})"
+                )
+    return f"A step of GPT-2 124M takes this project's time x: {'; '.join(said)}." if said else ""
 
 
-def train_step(
-    preset: Path,
-    dtype: Literal["fp32", "bf16"] = "fp32",
+def main(
+    flags: Flags,
+    presets: tuple[str, ...] = tuple(SIZES),
+    dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
+    tensor_parallel: tuple[int, ...] = (1, 2),
+    more: tuple[str, ...] = (),
     threads: int = 2,
-    tensor_parallel: int = 1,
-    vocab_size: int = 50304,
-    micro_batch_size: int | None = None,
-    checkpoint_activations: bool = False,
-    contenders: tuple[str, ...] = (),
-    megatron_core: Path | None = None,
-    stub_communication: bool = False,
-    starts: int = 1,
-    rounds: int = 8,
-    steps: int = 3,
-    device: Literal["cpu", "cuda"] = "cpu",
-    json_file: JsonFile = None,
-    picture: Path | None = None,
-    profile: Path | None = None,
 ) -> None:
-    """Compare and print.
+    """Compare steps.
 
     Args:
-        preset: of pretrain_gpt2.py; model and micro-batch are read from it.
-        dtype: of weights and activations; the peers compute under autocast.
-        threads: of all ranks of a contender together.
+        presets: of pretrain_gpt2.py.
+        dtypes: of weights and activations; most peers compute under autocast.
         tensor_parallel: ranks that the model is cut over.
-        vocab_size: where the preset has none; for the peers it is best a multiple of 128.
-        micro_batch_size: samples of a step, if not the preset's.
-        checkpoint_activations: recompute each layer in the backward pass, all contenders that can.
-        contenders: their names; all that there are but variants of this project's if not given.
-        megatron_core: a Python in whose environment megatron-core is installed.
-        stub_communication: run one rank of --tensor-parallel, whose collectives move nothing.
-        starts: times that new processes are made of every contender.
-        rounds: times that every contender has its turn, of each start.
-        steps: of a turn.
-        device: cpu or cuda.
-        json_file: where every figure is written.
-        picture: PNG of the comparison.
-        profile: folder for traces, and tables of where the time goes.
+        more: flags of pretrain_gpt2.py, last on the line.
+        threads: of all ranks of a contender together.
     """
-    settings = Settings(
-        case=read_case(preset, vocab_size, micro_batch_size, checkpoint_activations),
-        dtype=dtype,
-        threads=threads,
-        tensor_parallel=tensor_parallel,
-        device=device,
-        rounds=rounds,
-        steps=steps,
-        stub_communication=stub_communication,
-        megatron_core=megatron_core,
+    names = flags.contenders or USUAL
+    if unknown := set(names) - {*VARIANTS, *PEERS}:
+        raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {[*VARIANTS, *PEERS]}")
+    ask(
+        Question(
+            title="Speed of a training step",
+            method=__doc__,
+            contenders=[
+                each
+                for preset in presets
+                for dtype in dtypes
+                for ranks in tensor_parallel
+                for each in group(preset, dtype, ranks, more, names, threads)
+            ],
+            columns=COLUMNS,
+            result=result,
+            rounds=5,
+            turns=3,
+            warm_up=3,
+            packages=("torch", "transformers", "megatron-core"),
+            settings={"threads": threads},
+            picture="bars",
+        ),
+        flags,
     )
-    if unknown := set(contenders) - set(NAMES):
-        raise SystemExit(f"error: no such contender: {sorted(unknown)[0]}; there are {NAMES}")
-    chosen = list(contenders) or usual_contenders(settings)
-    write_json(json_file, compare(settings, chosen, starts, profile, picture))
 
 
 if __name__ == "__main__":
-    tyro.cli(train_step)
+    cli(main)

@@ -1,0 +1,226 @@
+"""One instrument for every benchmark: contenders in processes of their own, in rounds.
+
+    question    a file of this folder: it declares contenders and the columns of a table
+    contender   a function that prepares something and returns its turn, which does it once
+    group       contenders that are compared, each with the first of them
+    round       new processes of all contenders, which take turns; who is first changes
+    figures     of a turn: wall and CPU seconds, peak memory, and what the turn itself returns
+
+Processes that run the same code differ in speed by several per cent, so a ratio is taken within a
+round, and its interval is over rounds. A process that waits for its turn takes no CPU. `report.py`
+makes table, page and picture of the figures.
+
+Run as a program, a question starts all ranks of a contender on this machine. Under torchrun or
+Slurm each launched process stands for one rank and starts that rank of each contender.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Figures = dict[str, Any]
+Turn = Callable[[], Figures | None]
+
+
+@dataclass(kw_only=True)
+class Rank:
+    """What a contender's function is given: which of its processes it is, and the way to others."""
+
+    rank: int = 0
+    size: int = 1
+    device_type: str = "cpu"
+    local: int = 0  # number of the GPU
+    store: Sequence[Any] = ()  # host, port and prefix
+    notes: list[str] = field(default_factory=list)  # that are shown with the contender's figures
+
+    @property
+    def device(self) -> Any:
+        import torch
+
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        torch.cuda.set_device(self.local)
+        return torch.device("cuda", self.local)
+
+    def connect(self) -> None:
+        """Initialise torch.distributed over the ranks of this contender."""
+        import torch.distributed as dist
+
+        host, port, prefix = self.store
+        store = dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False))
+        backend = "nccl" if self.device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
+
+    def mesh(self, sizes: Mapping[str, int] | None = None, **options: Any) -> Any:
+        """This project's mesh, as of build_mesh; by default all ranks are tensor-parallel."""
+        from megatron.parallel.mesh import build_mesh, serial_mesh
+
+        device = self.device
+        if self.size == 1:
+            return serial_mesh(device)
+        self.connect()
+        return build_mesh({"tensor": self.size} if sizes is None else sizes, device, **options)
+
+    def wait(self) -> None:
+        """Until all that was started is done on every rank."""
+        if (torch := sys.modules.get("torch")) is None:
+            return
+        if self.device_type == "cuda":
+            torch.cuda.synchronize()
+        if self.size > 1 and torch.distributed.is_initialized():
+            torch.distributed.barrier()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """run: called with a Rank and `arguments` in each process; prepares, and returns a turn."""
+
+    name: str
+    run: Callable[..., Turn]
+    group: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # as JSON
+    ranks: int = 1
+    threads: int = 1  # of a rank
+    needs: tuple[str, ...] = ()  # modules without which it is left out
+    memory: float = 0.0  # GB of the machine without which it is left out
+    missing: str = ""  # why it is left out in any case
+    same: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the warm-up turns, and the share by which they may differ from those of the first
+    of the group: beyond it the two do not do the same job, and nothing is measured."""
+    x: float | None = None  # its place in a picture of lines
+
+    def reason(self, launched: int) -> str:
+        """Why it is not measured, or nothing. launched: ranks; 1 where any number is started."""
+        lacking = [name for name in self.needs if not is_installed(name)]
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        if self.missing:
+            return self.missing
+        if lacking:
+            return f"not installed: {', '.join(lacking)}"
+        if self.memory > memory:
+            return f"takes {self.memory:g} GB of memory, there are {memory:.0f}"
+        if self.ranks > launched > 1:
+            return f"takes {self.ranks} ranks, {launched} were started"
+        return ""
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of its parent
+        return False
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: the median over rounds; an empty cell where there is no such figure.
+
+    figure: a key of a round's figures, or a function of (own figures, those of the first of the
+    group) that may return None. per: a key that it is divided by, such as wall or cpu. unit: what
+    it is counted in. ratio: the cell is the figure over that of the first of the group, or the
+    other way round, with the 95 % interval.
+    """
+
+    title: str
+    figure: str | Callable[[Figures, Figures], Any]
+    form: str = "{:.3g}"
+    ratio: Literal["", "its / first", "first / its"] = ""
+    per: str = ""
+    unit: float = 1.0
+
+    def value(self, own: Figures, first: Figures) -> Any:
+        """first: empty where it was not measured."""
+        if callable(self.figure):
+            return self.figure(own, first)
+        if not self.ratio:
+            return self._of(own)
+        if own is first or None in (pair := (self._of(own), self._of(first))):
+            return None
+        return pair[0] / pair[1] if self.ratio == "its / first" else pair[1] / pair[0]
+
+    def _of(self, figures: Figures) -> Any:
+        if self.figure not in figures:
+            return None
+        return figures[self.figure] / self.unit / (figures[self.per] if self.per else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a file of this folder asks.
+
+    result, failure: of a report.Results: the sentence at the top of the page; why the exit status
+    is 1, or nothing. together: the processes of a group wait beside each other; else one contender
+    runs at a time.
+    """
+
+    title: str
+    method: str
+    contenders: Sequence[Contender]
+    columns: Sequence[Column]
+    result: Callable[[Any], str]
+    failure: Callable[[Any], str] = lambda results: ""
+    rounds: int = 5
+    turns: int = 1  # of a round, which are timed
+    warm_up: int = 1  # turns before these
+    together: bool = True
+    packages: tuple[str, ...] = ()  # whose versions are recorded
+    settings: Mapping[str, Any] = field(default_factory=dict)  # that are recorded
+    picture: Literal["", "bars", "lines", "curves"] = ""
+    drawn: tuple[str, ...] = ()  # titles of columns; of curves the key of a list of figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What every benchmark takes."""
+
+    rounds: int | None = None
+    """Times that all contenders are started anew; if not given, as many as the question wants."""
+
+    turns: int | None = None
+    """Timed turns of each contender in a round; if not given, as many as the question wants."""
+
+    contenders: tuple[str, ...] = ()
+    """Names of those that run; all if not given."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where they compute."""
+
+    json: Path | None = None
+    """File for every figure of every round. What it holds of other kinds of processors stays."""
+
+    page: Path | None = None
+    """Markdown page of the result, its picture beside it. What stands below "## Notes" stays."""
+
+    profile: Path | None = None
+    """Folder for a trace of one more turn of each contender, and tables of where its time goes."""
+
+
+def ask(question: Question, flags: Flags) -> None:
+    """Measure and report. SystemExit with status 1 where the question finds a failure."""
+    from benchmarks.processes import Agents, measure
+    from benchmarks.report import Environment, report
+
+    agents = Agents.of(os.environ)
+    if unknown := {*flags.contenders} - {each.name for each in question.contenders}:
+        names = ", ".join(dict.fromkeys(each.name for each in question.contenders))
+        raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {names}")
+    with Environment(question.packages, flags.device) as environment:
+        measured = measure(question, flags, agents)
+    if agents.rank == 0 and (failure := report(question, flags, measured, environment)):
+        raise SystemExit(f"error: {failure}")
+
+
+def cli(main: Callable[..., None]) -> None:
+    """Run the `main` of a question with the arguments of the command line."""
+    import tyro
+
+    from megatron.config.parse import user_errors
+
+    with user_errors(os.environ, kinds=(ValueError, OSError, RuntimeError)):
+        tyro.cli(main, config=(tyro.conf.OmitArgPrefixes,))

@@ -1,0 +1,125 @@
+"""Training steps of this project as contenders, by the flags of pretrain_gpt2.py.
+
+Whatever the program can do is a contender: another layout, recomputation, dropout or precision is
+another list of flags. A step is one micro-batch of each data-parallel rank. Samples are random
+tokens, a function of their number, so that peers read the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import Rank, Turn
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.data.batch import Batch
+from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh
+from megatron.train.state import DTYPES, TrainState, build_state, choose_compile
+from megatron.train.step import train_step
+from tools.layouts.job import open_samples
+from tools.layouts.meters import saved_bytes
+
+SEED = 1234
+LEARNING_RATE = 1e-3
+
+
+def read(flags: Sequence[str], ranks: int = 1) -> PretrainGPT2Config:
+    """The settings of pretrain_gpt2.py. Raises UsageError where so many ranks do not fit."""
+    given = parse(PretrainGPT2Config, list(flags), {})
+    config = replace(given, training=replace(given.training, global_batch_size=None))
+    config.check(ranks)
+    return config
+
+
+def precision_of(config: PretrainGPT2Config) -> str:
+    return config.precision.name or "fp32"
+
+
+def batch_of(config: PretrainGPT2Config, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+    """Of the data-parallel rank `rank` of `ranks`."""
+    samples, _ = open_samples(config)
+    size = config.training.micro_batch_size
+    first = (step * ranks + rank) * size
+    return samples.batch(range(first, first + size)).numbered(np.arange(first, first + size))
+
+
+def build(
+    config: PretrainGPT2Config, mesh: Mesh, *, compiled: bool = False, fast: bool = False
+) -> TrainState:
+    """A run at step 0. fast: initial weights of the device's generator, which no peer has."""
+    _, vocab_size = open_samples(config)
+    state = build_state(
+        config.model,
+        config.optimizer,
+        config.precision,
+        mesh,
+        vocab_size,
+        seed=None if fast else SEED,
+        dtype=DTYPES[precision_of(config)],
+        compiled=compiled,
+    )
+    if fast:
+        draw_weights(state)
+    return state
+
+
+@torch.no_grad()
+def draw_weights(state: TrainState) -> None:
+    torch.manual_seed(SEED)
+    for view, own in state.optimizer.master_views():
+        spec = view.spec
+        if spec.std is None:
+            own.fill_(spec.fill)
+        else:
+            own.normal_(0.0, spec.std)
+        own[len(spec.real(own)) :] = 0  # padding
+    state.optimizer.publish()
+
+
+def mesh_of(rank: Rank, config: PretrainGPT2Config, of_ranks: int = 1) -> Mesh:
+    """The contender's ranks as the settings cut them. of_ranks: this is the first of so many, the
+    others are not there: collectives leave their tensors as they are, and take no time."""
+    parallel = config.parallel
+    options: Any = {
+        "tensor_parallel_mode": parallel.tensor_parallel_mode,
+        "sequence_parallel": parallel.cuts_stream,
+    }
+    if of_ranks == 1:
+        return rank.mesh(parallel.sizes, **options)
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public one
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=of_ranks)
+    return replace(build_mesh(parallel.sizes, rank.device, **options), control=ControlGroup())
+
+
+def ours(
+    rank: Rank,
+    flags: Sequence[str],
+    *,
+    of_ranks: int = 1,
+    fast: bool = False,
+    keeps: bool = False,
+) -> Turn:
+    """keeps: the turn says how many bytes the forward keeps for the backward, too."""
+    config = read(flags, max(rank.size, of_ranks))
+    mesh = mesh_of(rank, config, of_ranks)
+    compiled, warnings = choose_compile(config.training.compile, mesh)
+    rank.notes += warnings
+    state = build(config, mesh, compiled=compiled, fast=fast)
+    data, kept = mesh.batch, {}
+    if keeps:
+        batch = batch_of(config, 0, data.rank, data.size)
+        kept["kept_bytes"] = saved_bytes(state.model, state.objective, batch, mesh.device)
+
+    def turn() -> dict[str, Any]:
+        batch = batch_of(config, state.step, data.rank, data.size)
+        result = train_step(state, [batch], LEARNING_RATE)
+        return {"loss": result.loss, "tokens": result.tokens, **kept}
+
+    return turn
