@@ -90,6 +90,8 @@ class Contender:
     needs: tuple[str, ...] = ()  # modules without which it is left out
     memory: float = 0.0  # GB of the machine without which it is left out
     missing: str = ""  # why it is left out in any case
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Figures that are known beforehand, and shown of what is left out, too."""
     same: Mapping[str, float] = field(default_factory=dict)
     """Figures of the warm-up turns, and the share by which they may differ from those of the first
     of the group: beyond it the two do not do the same job, and nothing is measured."""
@@ -119,12 +121,12 @@ def is_installed(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: the median over rounds; an empty cell where there is no such figure.
+    """A column of the table: the median over rounds. Where a figure is missing the cell is empty.
 
     figure: a key of a round's figures, or a function of (own figures, those of the first of the
-    group) that may return None. per: a key that it is divided by, such as wall or cpu. unit: what
-    it is counted in. ratio: the cell is the figure over that of the first of the group, or the
-    other way round, with the 95 % interval.
+    group). per: a key that it is divided by, such as wall or cpu. unit: what it is counted in.
+    ratio: the cell is the figure over that of the first of the group, or the other way round, with
+    the 95 % interval.
     """
 
     title: str
@@ -135,18 +137,16 @@ class Column:
     unit: float = 1.0
 
     def value(self, own: Figures, first: Figures) -> Any:
-        """first: empty where it was not measured."""
+        """Raises KeyError where a figure is missing. first: empty where it was not measured."""
         if callable(self.figure):
             return self.figure(own, first)
+        ours = self._of(own)
         if not self.ratio:
-            return self._of(own)
-        if own is first or None in (pair := (self._of(own), self._of(first))):
-            return None
-        return pair[0] / pair[1] if self.ratio == "its / first" else pair[1] / pair[0]
+            return ours
+        base = self._of({} if own is first else first)  # no ratio to itself
+        return ours / base if self.ratio == "its / first" else base / ours
 
     def _of(self, figures: Figures) -> Any:
-        if self.figure not in figures:
-            return None
         return figures[self.figure] / self.unit / (figures[self.per] if self.per else 1.0)
 
 

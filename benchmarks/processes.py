@@ -132,12 +132,12 @@ class Processes:
                     self.processes[place].wait()
                     self.errors[place].seek(0)
                     failure = self.errors[place].read()[-4000:].strip() or "it said nothing"
-        found = self.agents.gather([own, failure])
-        for words in filter(None, (words for _, words in found)):
-            if re.search(OUT_OF_MEMORY, words):
-                raise OutOfMemoryError(f"out of memory: {words.splitlines()[-1]}")
+        gathered = self.agents.gather([own, failure])
+        for words in filter(None, (words for _, words in gathered)):
+            if found := re.search(f"^[^ \n].*({OUT_OF_MEMORY}).*", words, re.MULTILINE):
+                raise OutOfMemoryError(f"out of memory: {found[0]}")
             raise RuntimeError(f"{self.contender.name} has failed:\n{words}")
-        return [answer for answers, _ in found for answer in answers]
+        return [answer for answers, _ in gathered for answer in answers]
 
     def turn(self) -> Figures:
         """Wall seconds of the slowest rank, CPU seconds of all; the rest is the first one's."""
@@ -191,7 +191,8 @@ def name_of(function: Callable[..., Any]) -> str:
     """As "module:function", also of the file that runs as a program."""
     module = function.__module__
     if module == "__main__":
-        module = f"benchmarks.{Path(sys.argv[0]).stem}"
+        file = Path(sys.argv[0]).resolve().relative_to(ROOT)
+        module = ".".join(file.with_suffix("").parts)
     return f"{module}:{function.__qualname__}"
 
 

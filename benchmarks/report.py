@@ -144,7 +144,8 @@ class Results:
         self.rows = [(each["group"], each["name"]) for each in record["contenders"]]
         self.reasons = {key: each["reason"] for key, each in self._by_key()}
         self.rounds = {
-            key: [with_medians(r) for r in each["rounds"]] for key, each in self._by_key()
+            key: [each["facts"] | with_medians(figures) for figures in each["rounds"] or [{}]]
+            for key, each in self._by_key()
         }
 
     def _by_key(self) -> Iterator[tuple[tuple[str, str], Record]]:
@@ -155,10 +156,12 @@ class Results:
         own = self.rounds[group, name]
         first = next(key for key in self.rows if key[0] == group)
         base = own if first == (group, name) else self.rounds[first]
-        base = base if len(base) == len(own) else [{}] * len(own)  # the first was not measured
+        base = base if len(base) == len(own) else base[:1] * len(own)  # one was not measured
         column = self.columns[title]
-        values = [column.value(*pair) for pair in zip(own, base, strict=True)]
-        return None if not values or None in values else cell(values)
+        try:
+            return cell([column.value(*pair) for pair in zip(own, base, strict=True)])
+        except KeyError:  # a figure is missing
+            return None
 
     def median(self, group: str, name: str, title: str) -> float:
         """NaN where there is nothing to show."""
@@ -169,6 +172,8 @@ class Results:
         """ "1.2 to 1.8": of the medians of all rows that have this cell."""
         cells = [self.cell(*row, title) for row in self.rows]
         found = [each.median for each in cells if each is not None]
+        if not found:
+            return "(not measured)"
         low, high = form.format(min(found)), form.format(max(found))
         return low if low == high else f"{low} to {high}"
 
@@ -179,7 +184,7 @@ class Results:
         for group, name in self.rows:
             cells = [self._text(group, name, column) for column in self.columns.values()]
             if reason := self.reasons[group, name]:
-                cells = [f"not measured: {reason}", *[""] * (len(cells) - 1)]
+                cells[cells.index("")] = f"not measured: {reason}"
             rows.append([*([group] if has_groups else []), name, *cells])
         return markdown(header, rows)
 
@@ -191,14 +196,15 @@ class Results:
         """Of contenders, each once, and of the run."""
         found: dict[str, None] = {}
         for (_, name), rounds in self.rounds.items():
-            found |= dict.fromkeys(f"{name}: {note}" for each in rounds for note in each["notes"])
+            notes = (note for each in rounds for note in each.get("notes", ()))
+            found |= dict.fromkeys(f"{name}: {note}" for note in notes)
         share = self.record["others_share_of_cores"]
         noise = f"A noisy run: other programs took {100 * share:.0f} % of the cores."
         return [*found, *([noise] if share > NOISY else [])]
 
 
 def with_medians(figures: Figures) -> Figures:
-    return figures | {key: median(figures[key]) for key in ("wall", "cpu")}
+    return figures | {key: median(figures[key]) for key in ("wall", "cpu") if key in figures}
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -225,6 +231,7 @@ def report(
                 "group": each.contender.group,
                 "name": each.contender.name,
                 "reason": each.reason,
+                "facts": dict(each.contender.facts),
                 "rounds": each.rounds,
             }
             for each in measured

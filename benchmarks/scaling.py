@@ -1,215 +1,228 @@
 """Section 5.1 of the paper measured: weak scaling, strong scaling and the number of heads.
 
-    torchrun --nproc-per-node 8 benchmarks/scaling.py --json FILE --picture FILE --page FILE
-    torchrun --nproc-per-node 2 benchmarks/scaling.py --json FILE    # without GPUs: in miniature
+    torchrun --nproc-per-node 8 benchmarks/scaling.py    # one rank each; alone it starts the ranks
 
-Whatever the started ranks suffice for is trained with the program's own step on the first so many
-of them, fully recomputed as in the paper, while the others sleep; of the rest it is told why not.
-Configurations take turns, so that all see the same machine, and each is compared with the single
-rank of the same round. --hardware adds what tools/plan.py predicts.
+The share of linear is 100 P_t / (t P_1) x T_1 / T_t of P parameters and T seconds of a step, where
+t counts tensor-parallel ranks alone, as the batch grows with the copies; the speed-up is T_1 / T_t.
+A step is the program's own, on random tokens, with every layer recomputed and dropout as in the
+paper; batch 8 for each copy. FLOP/s are the paper's: 4 x the layers' forward and 3 x the logits,
+with the padded vocabulary; MFU leaves out recomputation and padding. Communication is of one step
+under the profiler: the share of time in which an axis communicates or waits for its ranks, and in
+which nothing is computed beside it. Without GPUs the models are miniatures: 1/8 of the width, 1/4
+of the layers, 1/2 of the heads, 1/8 of the sequence and 1/32 of the vocabulary, on 2 copies; the
+paper's figures are of its own models. Ranks on a CPU share memory bandwidth and caches, of which a
+rank alone has all: efficiency is lost that GPUs do not lose.
 """
 
 import os
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import tyro
+from typing import Literal
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks import scaling_report
-from benchmarks.machine import JsonFile, facts, write_json
-from benchmarks.scaling_axes import profile_steps
-from benchmarks.scaling_configurations import Configuration, Point, studies
-from benchmarks.scaling_figures import Account, Record, Result, find_peak, record
-from benchmarks.scaling_worlds import Failed, Worlds
-from benchmarks.turns import Stopwatch
-from megatron.config.checks import writable
+from benchmarks import steps
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, ask, cli
+from benchmarks.report import Results
 from megatron.config.launch import world_size
-from megatron.config.parse import user_errors
-from megatron.config.training import ParallelConfig
-from megatron.parallel.mesh import Mesh
-from megatron.train.launch import default_precision, launch
-from megatron.train.state import choose_compile
-from tools.planning.anchor import find_hardware
-from tools.planning.hardware import Hardware
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.train.launch import default_precision
+from tools.planning.figure5 import COPIES, HEADS, MODELS, STRONG
+from tools.planning.hardware import Hardware, find_hardware
+from tools.planning.timing import predict
+from tools.planning.trace import Step
 
-PROFILED = 2  # steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What was asked for."""
-
-    is_small: bool | None  # None: where there is no GPU
-    precision: str | None  # None: the presets', or the device's own
-    hardware: Hardware | None
-    rounds: int
-    steps: int  # of a turn
-    warm_up: int  # in front of them
-    threads: int
-    command: str
+LINEAR, SPEED_UP = "share of linear", "speed-up"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    json: Path | None
-    picture: Path | None
-    page: Path | None
+@dataclass(frozen=True)
+class Point:
+    """A model of table 1 on tensor x copies ranks. heads: if not those of the preset."""
 
-    def __post_init__(self) -> None:
-        for name, ending in (("json", ""), ("picture", ".png"), ("page", "")):
-            writable(self, name, ending)
+    preset: str
+    tensor: int
+    copies: int = 1
+    heads: int | None = None
 
-    def show(self, found: Record) -> None:
-        if self.picture is not None:
-            scaling_report.draw(self.picture, found)
-        if self.page is not None:
-            picture = self.picture and self.picture.name
-            self.page.write_text(scaling_report.page(found, picture))
+    def flags(self, precision: str, *, is_small: bool) -> list[str]:
+        """Of pretrain_gpt2.py. The vocabulary is padded alike at every parallel size."""
+        table = parse(PretrainGPT2Config, ["--preset", self.preset], {})
+        model, size = table.model, table.parallel.tensor_model_parallel_size
+        padded = -(-50257 // (size * model.make_vocab_size_divisible_by))
+        padded *= size * model.make_vocab_size_divisible_by
+        heads = self.heads or model.num_attention_heads
+        changed = {"num-attention-heads": heads, "tensor-model-parallel-size": self.tensor}
+        if is_small:
+            padded //= 32
+            changed |= {
+                "num-layers": model.num_layers // 4,
+                "hidden-size": model.hidden_size // 8,
+                "num-attention-heads": heads // 2,
+                "seq-length": table.data.seq_length // 8,
+                "max-position-embeddings": model.max_position_embeddings // 8,
+                "vocab-size": padded,
+            }
+        changed["make-vocab-size-divisible-by"] = padded // self.tensor
+        words = [word for flag, value in changed.items() for word in (f"--{flag}", str(value))]
+        number_format = {
+            "fp32": ["--no-fp16", "--no-bf16"],
+            "bf16": ["--no-fp16", "--bf16"],
+            "fp16": ["--initial-loss-scale", "4096"],  # no search for it while time is taken
+        }
+        return ["--preset", self.preset, *words, *number_format[precision]]
 
 
-def measure(whole: Mesh, settings: Settings, files: Files) -> Record:
-    """Every rank calls this; the first one writes what there is after every round, and all of it
-    at the end."""
-    is_small = whole.device.type == "cpu" if settings.is_small is None else settings.is_small
-    points = studies(whole.size, is_small=is_small)
-    config = points[0].configuration.config
-    precision = settings.precision or config.precision.name or default_precision(whole.device)
-    compiled, warnings = choose_compile(None, whole)
-    worlds = Worlds(whole=whole, precision=precision, compiled=compiled, warm_up=settings.warm_up)
-    with user_errors(os.environ, agreed=True):
-        peak = find_peak(whole.device.type, settings.hardware, precision)
-    account = Account(precision=precision, hardware=settings.hardware, peak=peak)
-    about = describe(worlds, settings, is_small) | {"warnings": warnings}
-    results: dict[str, Result] = {}
-    for number in rounds(worlds, settings, points, results):
-        found = {**about, "rounds": number, **record(account, points, results)}
-        if whole.is_first:
-            write_json(files.json, found)
-            print(f"round {number} of {settings.rounds}", flush=True)
-    if whole.is_first:
-        files.show(found)
-        print(f"\n{scaling_report.tables(found)}")
+def studies(ranks: int, *, is_small: bool) -> dict[Point, dict[str, float]]:
+    """Of every point of section 5.1 what the paper says; the first is the base of all.
+
+    In miniature the numbers of heads, which are halved, are compared on as many ranks as there are.
+    """
+    found: dict[Point, dict[str, float]] = {}
+    for copies in (1, 2 if is_small else COPIES):
+        for each in MODELS:
+            paper = each.model_parallel if copies == 1 else each.model_and_data_parallel
+            found[Point(each.preset, each.tensor, copies)] = {LINEAR: paper}
+    for size, speed_up in STRONG.items():
+        found.setdefault(Point(MODELS[0].preset, size), {})[SPEED_UP] = speed_up
+    tensor = MODELS[-1].tensor // (2 if is_small else 1)
+    while is_small and tensor > ranks:
+        tensor //= 2
+    for heads, share in HEADS.items():
+        found[Point(MODELS[-1].preset, tensor, heads=heads)] = {LINEAR: share}
     return found
 
 
-def describe(worlds: Worlds, settings: Settings, is_small: bool) -> dict[str, Any]:
-    device = worlds.whole.device
+def train(rank: Rank, flags: list[str]) -> Turn:
+    from benchmarks.profiles import shares_by_axis
+
+    step = steps.ours(rank, flags, fast=True)
+    step()
+    step.facts |= shares_by_axis(step, rank, step.state.mesh)
+    return step
+
+
+def known(
+    point: Point, paper: dict[str, float], step: Step, hardware: Hardware | None, peak: float | None
+) -> Figures:
+    """Of a point before it runs."""
     return {
-        **facts("torch"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "miniature": is_small,
-        "processes": worlds.whole.size,
-        "threads_per_process": torch.get_num_threads(),
-        "compiled": worlds.compiled,
-        "steps_of_a_round": settings.steps,
-        "warm_up_steps": settings.warm_up,
-        "command": settings.command,
+        "parameters": step.model.parameters,
+        "t": point.tensor,
+        "ranks": step.ranks,
+        "executed": step.executed_flops / step.ranks,
+        "useful": step.flops / step.ranks,
+        **({"peak": peak} if peak else {}),
+        **({"predicted": predict(step, hardware).total} if hardware else {}),
+        **{f"{name}, paper": value for name, value in paper.items()},
     }
 
 
-def rounds(
-    worlds: Worlds, settings: Settings, points: Sequence[Point], results: dict[str, Result]
-) -> Iterator[int]:
-    """Fill the results, and yield the number of each round behind it; the last one profiles."""
-    configurations = {each.configuration.name: each.configuration for each in points}
-    ranks = worlds.whole.size
-    for name, each in configurations.items():
-        short = f"takes {each.ranks} ranks, {ranks} were started"
-        results[name] = Result(reason=short if each.ranks > ranks else None)
-    for number in range(settings.rounds):
-        names = [name for name in configurations if results[name].reason is None]
-        first = number % max(1, len(names))
-        for name in names[first:] + names[:first]:
-            turn(worlds, configurations[name], results[name], settings.steps)
-            if number == settings.rounds - 1 and results[name].reason is None:
-                profile(worlds, configurations[name], results[name])
-        yield number + 1
+def compared(study: str, key: str) -> Callable[[Figures, Figures], float]:
+    """The share of linear in %, or the speed-up, by the seconds under `key`; of its points alone."""
+
+    def value(own: Figures, first: Figures) -> float:
+        own[f"{study}, paper"]  # it is a point of this study
+        linear = 100 * own["parameters"] / (own["t"] * first["parameters"])
+        return first[key] / own[key] * {LINEAR: linear, SPEED_UP: 1.0}[study]
+
+    return value
 
 
-def turn(worlds: Worlds, configuration: Configuration, result: Result, steps: int) -> None:
-    """A step is over when it is on the slowest rank."""
-
-    def work(_: Mesh, watch: Stopwatch) -> list[float]:
-        return [watch.time(1)["wall"] for _ in range(steps)]
-
-    answers = worlds.turn(configuration, work)
-    if isinstance(answers, Failed):
-        result.reason = answers.reason
-    else:
-        result.rounds.append([max(each) for each in zip(*answers, strict=True)])
-
-
-def profile(worlds: Worlds, configuration: Configuration, result: Result) -> None:
-    def work(mesh: Mesh, watch: Stopwatch) -> dict[str, Any]:
-        return profile_steps(mesh, watch, PROFILED)
-
-    answers = worlds.turn(configuration, work)
-    if not isinstance(answers, Failed):  # the times are there all the same
-        result.communication = answers[0]
+def columns() -> Iterator[Column]:
+    yield Column("M parameters", "parameters", "{:,.1f}", unit=1e6)
+    yield Column("seconds", "wall")
+    yield Column("TFLOP/s of a rank", "executed", per="wall", unit=1e12)
+    yield Column("MFU, %", lambda own, _: 100 * own["useful"] / own["wall"] / own["peak"], "{:.1f}")
+    for axis in ("tensor", "data"):
+        yield Column(f"{axis} axis, %", lambda own, _, x=axis: 100 * own[x][0], "{:.1f}")
+        yield Column(f"{axis}, exposed, %", lambda own, _, x=axis: 100 * own[x][1], "{:.1f}")
+    for study, form in ((LINEAR, "{:.1f}"), (SPEED_UP, "{:.2f}")):
+        yield Column(study, compared(study, "wall"), form)
+        yield Column(f"{study}, predicted", compared(study, "predicted"), form)
+        yield Column(f"{study}, paper", f"{study}, paper", form)
 
 
-def scaling(
-    json_file: JsonFile = None,
-    picture: Path | None = None,
-    page: Path | None = None,
+def result(found: Results) -> str:
+    """The last point that was measured of weak scaling, without copies and with."""
+    said = {}
+    for row in found.rows:
+        facts = found.rounds[row][0]
+        if (cell := found.cell(*row, LINEAR)) is not None and facts["ranks"] > 1:
+            kind = "model" if facts["t"] == facts["ranks"] else "model and data"
+            said[kind] = f"{kind} parallel {cell.text('{:.1f} %', is_ratio=True)} ({row[1]})"
+    return f"Share of linear: {'; '.join(said.values()) or 'not measured'}."
+
+
+def main(
+    flags: Flags,
     miniature: bool | None = None,
     hardware: str | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
-    rounds: int = 6,
-    steps: int = 4,
-    warm_up: int = 2,
+    ranks: int | None = None,
     threads: int = 1,
 ) -> None:
-    """Measure and print.
+    """Measure scaling.
 
     Args:
-        json_file: where every figure is written.
-        picture: PNG like the paper's figure 5.
-        page: the tables as markdown, with the picture.
         miniature: small models in the proportions of table 1; if not said, where there is no GPU.
         hardware: of scripts/hardware/ or a file, for what tools/plan.py predicts and for MFU.
-        dtype: of weights and activations; if not said the presets', in miniature the device's own.
-        rounds: times that every configuration has its turn.
-        steps: that are timed in a turn.
-        warm_up: steps in front of these.
-        threads: of every process, on the CPU.
+        dtype: of weights and activations; if not said fp16, in miniature the device's own.
+        ranks: most that are started; if not said, the launched ones, the GPUs, or 2 on a CPU.
+        threads: of every process, on a CPU.
     """
-    with user_errors(os.environ):
-        if min(rounds, steps, warm_up, threads) < 1:
-            raise ValueError("--rounds, --steps, --warm-up and --threads are 1 or more each")
-        size = world_size(os.environ)
-        settings = Settings(
-            is_small=miniature,
-            precision=dtype,
-            hardware=find_hardware(hardware) if hardware else None,
-            rounds=rounds,
-            steps=steps,
-            warm_up=warm_up,
-            threads=threads,
-            command=command(size),
+    is_small = flags.device == "cpu" if miniature is None else miniature
+    here = torch.cuda.device_count() if flags.device == "cuda" else 2
+    most = ranks or max(world_size(os.environ), here)
+    precision = dtype or (default_precision(torch.device(flags.device)) if is_small else "fp16")
+    machine = find_hardware(hardware) if hardware else None
+    peak = machine.peak(precision) if machine else None
+    if flags.device == "cuda" and machine is None:
+        peak = steps.PEAKS.get(torch.cuda.get_device_name())
+    contenders = []
+    for point, paper in studies(most, is_small=is_small).items():
+        size = point.tensor * point.copies
+        words = point.flags(precision, is_small=is_small)
+        config = steps.read(words, size)
+        heads, model = config.model.num_attention_heads, point.preset.rpartition("_")[2].upper()
+        contenders.append(
+            Contender(
+                name=f"{model}, {heads} heads, t x d = {point.tensor} x {point.copies}",
+                run=train,
+                arguments={"flags": words},
+                facts=known(
+                    point, paper, Step(config, size, precision, flags.device), machine, peak
+                ),
+                ranks=size,
+                threads=threads,
+                missing=f"takes {size} ranks, there are {most}" if size > most else "",
+            )
         )
-        files = Files(json=json_file, picture=picture, page=page)
-    torch.set_num_threads(threads)
-    with launch(ParallelConfig(tensor_model_parallel_size=size), os.environ) as mesh:
-        measure(mesh, settings, files)
-
-
-def command(size: int) -> str:
-    """By which this run was started."""
-    each = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    nodes = f"--nnodes {size // each} " if size > each else ""
-    start = f"torchrun {nodes}--nproc-per-node {each}" if size > 1 else "python"
-    return f"{start} benchmarks/scaling.py {shlex.join(sys.argv[1:])}".rstrip()
+    ask(
+        Question(
+            title="Scaling: section 5.1 measured",
+            method=__doc__,
+            contenders=contenders,
+            columns=tuple(columns()),
+            result=result,
+            rounds=6,
+            turns=4,
+            warm_up=2,
+            together=False,
+            packages=("torch",),
+            settings={"precision": precision, "ranks": most, "miniature": is_small}
+            | ({"predicted_for": machine.name} if machine else {}),
+            picture="bars",
+            drawn=(LINEAR, f"{LINEAR}, predicted", f"{LINEAR}, paper", SPEED_UP),
+        ),
+        flags,
+    )
 
 
 if __name__ == "__main__":
-    tyro.cli(scaling)
+    cli(main)

@@ -1,0 +1,100 @@
+"""A question whose answers are known, for the tests of the harness."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn, ask, cli
+
+
+def steady(rank: Rank, number: float = 1.0, log: str = "") -> Turn:
+    """Returns its number; with a log each turn adds a line "pid number"."""
+    rank.notes.append(f"number {number:g}")
+
+    def turn() -> dict[str, Any]:
+        if log:
+            with Path(log).open("a") as lines:
+                print(os.getpid(), number, file=lines)
+        return {"number": number, "wall": number, "told": [number]}
+
+    return turn
+
+
+def hungry(rank: Rank, megabytes: int) -> Turn:
+    def turn() -> dict[str, Any]:
+        return {"last": bytearray(b"x" * (megabytes * 2**20))[-1]}
+
+    return turn
+
+
+def working(rank: Rank, seconds: float) -> Turn:
+    """Works so many CPU seconds, and lets a child do the same."""
+    work = f"import time\nwhile time.process_time() < {seconds}: pass"
+
+    def turn() -> None:
+        start = time.process_time()
+        while time.process_time() < start + seconds:
+            pass
+        subprocess.run([sys.executable, "-c", work], check=True)
+
+    return turn
+
+
+def failing(rank: Rank, words: str, at: str) -> Turn:
+    """Fails with these words: at the start, or in the second turn of the second rank."""
+    turns = []
+
+    def turn() -> dict[str, Any]:
+        turns.append(0)
+        if len(turns) == 2 and rank.rank == rank.size - 1:
+            raise MemoryError(words) if "memory" in words else KeyError(words)
+        rank.wait()
+        return {"number": 1.0}
+
+    if at == "start":
+        raise KeyError(words)
+    if rank.size > 1:
+        rank.connect()
+    return turn
+
+
+def summing(rank: Rank) -> Turn:
+    """The sum over ranks of their numbers from 1 on, by this project's mesh."""
+    import torch
+
+    from megatron.parallel.collectives import all_reduce
+
+    mesh = rank.mesh()
+
+    def turn() -> dict[str, Any]:
+        return {"sum": all_reduce(torch.tensor(1.0 + rank.rank), mesh.tensor).item()}
+
+    return turn
+
+
+def main(flags: Flags) -> None:
+    """Sums over ranks."""
+    ask(
+        Question(
+            title="Sums",
+            method="Sums.",
+            contenders=[
+                Contender(name=f"{ranks} ranks", run=summing, ranks=ranks) for ranks in (1, 2, 3)
+            ],
+            columns=(Column("sum", "sum", "{:.0f}"), Column("seconds", "wall")),
+            result=lambda found: f"The sums are {found.range('sum', '{:.0f}')}.",
+            rounds=2,
+            together=False,
+        ),
+        flags,
+    )
+
+
+if __name__ == "__main__":
+    cli(main)

@@ -1,0 +1,254 @@
+"""The instrument: rounds that start anew, turns, what is left out, and what the page says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+from benchmarks.harness import Column, Contender, Flags, Question, ask
+from benchmarks.processes import Agents, Measured, measure
+from benchmarks.report import Results, cell, write_page
+from tests.benchmarks.run import ROOT
+from tests.benchmarks.small_question import failing, hungry, steady, summing, working
+
+COLUMNS = (
+    Column("number", "number", "{:.1f}"),
+    Column("double", "number", "{:.1f}", unit=0.5),
+    Column("per second", "number", "{:.1f}", per="wall"),
+    Column("times the first", "number", "{:.2f}", "its / first"),
+    Column("the first over it", "number", "{:.2f}", "first / its"),
+    Column("less the first", lambda own, first: own["number"] - first.get("number", 0)),
+)
+
+
+def question(contenders: Sequence[Contender], **changes: Any) -> Question:
+    usual: dict[str, Any] = {"rounds": 1, "warm_up": 1, "columns": COLUMNS}
+    usual["result"] = lambda found: f"{found.range('number', '{:.0f}')}."
+    return Question(title="Numbers", method="How.", contenders=contenders, **(usual | changes))
+
+
+def measured(
+    contenders: Sequence[Contender], flags: Flags | None = None, **changes: Any
+) -> list[Measured]:
+    return measure(question(contenders, **changes), flags or Flags(), Agents())
+
+
+def contender(name: str, number: float = 1.0, **fields: Any) -> Contender:
+    arguments = {"number": number} | fields.pop("arguments", {})
+    return Contender(name=name, run=steady, arguments=arguments, **fields)
+
+
+def test_rounds_start_anew_and_turns_alternate(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    both = [
+        contender(name, number, arguments={"log": str(log)})
+        for name, number in (("a", 1.0), ("b", 2.0))
+    ]
+    found = measured(both, rounds=2, turns=2)
+    lines = [line.split() for line in log.read_text().splitlines()]
+    numbers = [number for _, number in lines]
+    # In each round two warm-ups, and then two turns of each; who is first changes in both.
+    assert numbers == [
+        "1.0",
+        "2.0",
+        "1.0",
+        "2.0",
+        "2.0",
+        "1.0",
+        "2.0",
+        "1.0",
+        "2.0",
+        "1.0",
+        "1.0",
+        "2.0",
+    ]
+    pids = {(k // 6, number): {p for p, n in lines[6 * (k // 6) :][:6] if n == number}
+            for k, number in enumerate(numbers)}  # fmt: skip
+    assert all(len(each) == 1 for each in pids.values())
+    assert len({pid for each in pids.values() for pid in each}) == 4
+    assert [each.rounds[0]["wall"] for each in found] == [[1.0, 1.0], [2.0, 2.0]]
+    assert [len(each.rounds) for each in found] == [2, 2]
+    log.unlink()
+    measured(both, turns=2, warm_up=0, together=False)
+    assert [line.split()[1] for line in log.read_text().splitlines()] == [
+        "1.0",
+        "1.0",
+        "2.0",
+        "2.0",
+    ]
+
+
+def test_memory_and_time_are_those_of_the_turn() -> None:
+    large = Contender(name="large", run=hungry, arguments={"megabytes": 200})
+    busy = Contender(name="busy", run=working, arguments={"seconds": 0.3})
+    memory, time = (each.rounds[0] for each in measured([large, busy], warm_up=0))
+    assert 200 * 2**20 <= memory["peak_bytes"] < 500 * 2**20
+    assert time["peak_bytes"] < 50 * 2**20
+    assert 0.6 <= time["cpu"][0] < 1.5  # a child's start, too
+    assert time["wall"][0] >= 0.5
+
+
+def test_what_cannot_be_measured_says_so_and_the_others_go_on() -> None:
+    full = {"words": "out of memory", "at": "turn"}
+    found = measured(
+        [
+            contender("first"),
+            contender("lacks a module", needs=("json", "no_such.module")),
+            contender("needs memory", memory=1e9),
+            contender("is not meant for this", missing="takes a GPU"),
+            Contender(name="does not fit", run=failing, arguments=full, ranks=2),
+            contender("last"),
+        ],
+        rounds=2,
+    )
+    reasons = [each.reason for each in found]
+    assert reasons[1] == "not installed: no_such.module"
+    assert reasons[2].startswith("takes 1e+09 GB")
+    assert reasons[3] == "takes a GPU"
+    assert reasons[4].startswith("out of memory")
+    assert [len(each.rounds) for each in found] == [2, 0, 0, 0, 0, 2]
+
+
+def test_other_failures_end_the_run_with_the_last_words_of_the_rank() -> None:
+    for at in ("start", "turn"):
+        wrong = Contender(name="wrong", run=failing, arguments={"words": "odd key", "at": at})
+        with pytest.raises(RuntimeError, match="wrong has failed(.|\n)*KeyError: 'odd key'"):
+            measured([contender("right"), wrong])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "tolerance", "is_same"),
+    [
+        ((1.0, 1.0), 0, True),
+        ((1.0, 1.01), 0, False),
+        ((1.0, 1.01), 0.1, True),
+        ((1.0, 2.0), 0.1, False),
+    ],
+)
+def test_contenders_do_the_same_job(
+    numbers: tuple[float, float], tolerance: float, is_same: bool
+) -> None:
+    other = contender("other", numbers[1], same={"told": tolerance})
+    if is_same:
+        assert "told" not in measured([contender("first", numbers[0]), other])[0].rounds[0]
+    else:
+        with pytest.raises(SystemExit, match="first and other do not do the same job"):
+            measured([contender("first", numbers[0]), other])
+
+
+def test_ranks_meet_and_are_added_up(tmp_path: Path) -> None:
+    pair = Contender(name="pair", run=summing, ranks=2)
+    assert measured([pair])[0].rounds[0]["sum"] == 3
+
+
+def test_launched_processes_stand_for_one_rank_each(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command += ["tests/benchmarks/small_question.py", "--json", str(file)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("The sums are 1 to 3.") == 1
+    one, two, three = json.loads(file.read_text())[0]["contenders"]
+    assert [[each["sum"] for each in x["rounds"]] for x in (one, two)] == [[1.0, 1.0], [3.0, 3.0]]
+    assert three["reason"] == "takes 3 ranks, 2 were started"
+    assert "torchrun --nproc-per-node 2 " in json.loads(file.read_text())[0]["command"]
+
+
+def record(numbers: dict[str, list[float]], **facts: Any) -> dict[str, Any]:
+    contenders = [
+        {
+            "group": "",
+            "name": name,
+            "reason": "" if values else "takes a GPU",
+            "facts": {"known": 7},
+            "rounds": [
+                {"wall": [0.5], "cpu": [1.0], "number": each, "notes": []} for each in values
+            ],
+        }
+        for name, values in numbers.items()
+    ]
+    usual = {"command": "python x", "processor": "P", "cores": 2, "others_share_of_cores": 0.0}
+    return usual | facts | {"contenders": contenders}
+
+
+def test_cells_are_medians_over_rounds_and_ratios_of_rounds() -> None:
+    asked = question([], columns=(*COLUMNS, Column("known", "known")))
+    found = Results(asked, record({"a": [1.0, 2.0, 4.0], "b": [3.0, 4.0, 4.0], "c": []}))
+    assert [found.median("", "b", each.title) for each in COLUMNS] == [4, 8, 8, 2, 0.5, 2]
+    assert (found.cell("", "a", "times the first"), found.cell("", "c", "number")) == (None, None)
+    interval = found.cell("", "b", "times the first")
+    assert interval is not None
+    assert (interval.low, interval.high) == (1, 3)
+    assert (
+        "| b | 4.0 | 8.0 | 8.0 | 2.00 (1.00 to 3.00) | 0.50 (0.33 to 1.00) | 2 | 7 |"
+        in found.table()
+    )
+    assert "| c | not measured: takes a GPU | | | | | | 7 |" in found.table()
+    assert cell([1.0, 2.0]).low is None
+
+
+def test_a_page_says_the_result_first_and_keeps_notes_and_other_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "page.md"
+    asked = question([contender("a")], picture="bars")
+    write_page(file, asked, [record({"a": [2.0]}), record({"a": [3.0]}, processor="Q")])
+    lines = file.read_text().splitlines()
+    assert lines[:5] == ["# Numbers", "", "2.", "", "    python x"]
+    assert "## On Q" in lines
+    assert lines[lines.index("## On Q") + 2] == "3."
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    file.write_text(file.read_text() + "\n## Notes\n\nFound by hand.\n")
+    write_page(file, asked, [record({"a": [9.0]}, others_share_of_cores=0.5)])
+    text = file.read_text()
+    assert text.startswith("# Numbers\n\n9.\n")
+    assert text.endswith("\n## Notes\n\nFound by hand.\n")
+    assert "A noisy run: other programs took 50 % of the cores." in text
+    assert "## On Q" not in text
+
+
+def test_a_record_replaces_that_of_the_same_processor_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "record.json"
+    asked = question(
+        [contender("a")], failure=lambda found: "too small" * (found.median("", "a", "number") < 2)
+    )
+    for processor, number in (("P", 1.0), ("Q", 2.0), ("P", 3.0)):
+        monkeypatch.setattr(report, "processor", lambda processor=processor: processor)
+        own = replace(asked, contenders=[contender("a", number)])
+        flags = Flags(json=file, page=tmp_path / "page.md")
+        if number < 2:
+            with pytest.raises(SystemExit, match="too small"):
+                ask(own, flags)
+        else:
+            ask(own, flags)
+    found = json.loads(file.read_text())
+    assert [
+        (each["processor"], each["contenders"][0]["rounds"][0]["number"]) for each in found
+    ] == [("P", 3.0), ("Q", 2.0)]
+    facts = found[0]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", facts["date"])
+    assert facts["cores"] == os.cpu_count()
+    assert 0 <= facts["others_share_of_cores"] <= 1
+    assert "a: number 3" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--contenders z: there are a"):
+        ask(asked, Flags(contenders=("z",)))
