@@ -13,6 +13,7 @@ their users do, on fp32 weights under autocast, whose conversions are part of th
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -46,8 +47,8 @@ from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import initial_value, sharding_specs
 from megatron.train.state import DTYPES
 from tools.layouts.job import open_samples
-from tools.planning import products
-from tools.planning.shape import shape_of
+from tools.layouts.meters import Matmul
+from tools.planning.trace import Step
 
 
 def initial_weights(config: TextModelConfig, vocab_size: int) -> dict[str, Tensor]:
@@ -432,13 +433,14 @@ def floor(rank: Rank, flags: Sequence[str]) -> Turn:
     """The matmuls of a step on one rank, each in the layout of factors and result that is fastest
     here, by torch or as this project does it."""
     config, device = read(flags, rank.size), rank.device
-    dtype = DTYPES[precision_of(config)]
-    chosen: list[tuple[Callable[[], Tensor], int]] = []
-    for batch, m, k, n, times in step_matmuls(config, rank.size):
-        left = torch.randn(batch, m, k, dtype=dtype, device=device).squeeze(0)
-        right = torch.randn(batch, k, n, dtype=dtype, device=device).squeeze(0)
+    work = Step(config, rank.size, precision_of(config), rank.device_type).work.values()
+    matmuls: Counter[Matmul] = sum((Counter(phase.matmuls) for phase in work), Counter())
+    dtype, chosen = DTYPES[precision_of(config)], []
+    for each, times in matmuls.items():
+        left = torch.randn(each.batch, each.m, each.k, dtype=dtype, device=device).squeeze(0)
+        right = torch.randn(each.batch, each.k, each.n, dtype=dtype, device=device).squeeze(0)
         run = min(layouts(left, right), key=lambda run: fastest(run, rank))
-        chosen.append((run, round(times)))
+        chosen.append((run, round(times * each.share)))
 
     def turn() -> None:
         for run, times in chosen:
@@ -446,18 +448,6 @@ def floor(rank: Rank, flags: Sequence[str]) -> Turn:
                 run()
 
     return turn
-
-
-def step_matmuls(
-    config: PretrainGPT2Config, ranks: int
-) -> Iterator[tuple[int, int, int, int, float]]:
-    """(batch, m, k, n, times) of forward and backward; causal attention does half of its own."""
-    shape = shape_of(config, ranks, precision_of(config))
-    core = list(products.attention(shape))
-    for each in (*products.linear(shape), *products.heads(shape), *core):
-        times = each.times / 2 if each in core else each.times
-        for found in (each, *products.backward(each)):
-            yield found.batch, found.m, found.k, found.n, times
 
 
 def layouts(left: Tensor, right: Tensor) -> Iterator[Callable[[], Tensor]]:

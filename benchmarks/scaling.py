@@ -114,6 +114,7 @@ def known(
     return {
         "parameters": step.model.parameters,
         "t": point.tensor,
+        "is_weak": point.heads is None,
         "ranks": step.ranks,
         "executed": step.executed_flops / step.ranks,
         "useful": step.flops / step.ranks,
@@ -124,7 +125,7 @@ def known(
 
 
 def compared(study: str, key: str) -> Callable[[Figures, Figures], float]:
-    """The share of linear in %, or the speed-up, by the seconds under `key`; of its points alone."""
+    """The share of linear in %, or the speed-up, by the seconds under `key`."""
 
     def value(own: Figures, first: Figures) -> float:
         own[f"{study}, paper"]  # it is a point of this study
@@ -153,7 +154,8 @@ def result(found: Results) -> str:
     said = {}
     for row in found.rows:
         facts = found.rounds[row][0]
-        if (cell := found.cell(*row, LINEAR)) is not None and facts["ranks"] > 1:
+        cell = found.cell(*row, LINEAR) if facts["is_weak"] and facts["ranks"] > 1 else None
+        if cell is not None:
             kind = "model" if facts["t"] == facts["ranks"] else "model and data"
             said[kind] = f"{kind} parallel {cell.text('{:.1f} %', is_ratio=True)} ({row[1]})"
     return f"Share of linear: {'; '.join(said.values()) or 'not measured'}."

@@ -8,17 +8,21 @@ that this project reaches. Against peers a claim is made for hidden sizes of 768
 512 tokens or more alone; smaller models are shown beside. On gloo nothing is said of NCCL.
 """
 
+import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+
 from benchmarks import peers, steps
 from benchmarks.harness import Column, Contender, Flags, Question, ask, cli
 from benchmarks.report import Results
+from tools.planning.trace import Step
 
 OURS, FLOOR = "this project", "floor"
 DROPOUT = "this project, dropout 0.1"
@@ -58,40 +62,64 @@ COLUMNS = (
     Column("CPU seconds", "cpu", "{:.4f}"),
     Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
 )
+UTILISATION = tuple(  # of the model's operations, and of those that the hardware was given
+    Column(name, lambda own, _, key=key: 100 * own[key] / own["wall"] / own["peak"], "{:.1f}")
+    for name, key in (("MFU, %", "useful"), ("HFU, %", "executed"))
+)
 
 
-def group(
-    preset: str, dtype: str, ranks: int, more: Sequence[str], names: Sequence[str], threads: int
-) -> Iterator[Contender]:
-    """more: flags. threads: of all ranks together."""
-    flags = ["--preset", preset, *SIZES.get(preset, ()), *more]
-    flags += ["--bf16" if dtype == "bf16" else "--no-bf16", "--tensor-model-parallel-size"]
-    flags += [str(ranks), "--attention-dropout", "0", "--hidden-dropout", "0"]
-    common: dict[str, Any] = {"group": f"{preset}, {dtype}, t = {ranks}", "ranks": ranks}
-    common["threads"] = max(1, threads // ranks)
-    for name in names:
-        if name in VARIANTS:
-            run, arguments = steps.ours, {"flags": [*flags, *VARIANTS[name]]}
-            needs: tuple[str, ...] = ()
-        else:
-            run, arguments, sizes, needs = PEERS[name]
-            if sizes not in (0, min(ranks, 2)):
-                continue
-            arguments = {"flags": flags, **arguments}
-        same = {} if DROPOUT in name or name == FLOOR else {"loss": TOLERANCES[dtype]}
-        yield Contender(name=name, run=run, arguments=arguments, needs=needs, same=same, **common)
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Contenders of one model. threads: of all ranks together. more: flags of the program."""
+
+    preset: str
+    dtype: str
+    ranks: int
+    threads: int
+    more: tuple[str, ...]
+    peak: float | None  # FLOP/s of the device
+    is_stubbed: bool  # one of the ranks is there, and its collectives move nothing
+
+    def contender(self, name: str) -> Contender | None:
+        """None where it is none of this group."""
+        flags = ["--preset", self.preset, *SIZES.get(self.preset, ()), *self.more]
+        flags += ["--bf16" if self.dtype == "bf16" else "--no-bf16", "--attention-dropout", "0"]
+        flags += ["--hidden-dropout", "0", "--tensor-model-parallel-size", str(self.ranks)]
+        flags += VARIANTS.get(name, ())
+        run, arguments, sizes, needs = PEERS.get(name, (steps.ours, {}, 0, ()))
+        if sizes not in (0, min(self.ranks, 2)):
+            return None
+        if self.is_stubbed and name in VARIANTS:
+            arguments = {"of_ranks": self.ranks, "fast": True}
+        facts = {}
+        if self.peak and name != FLOOR:
+            step = Step(steps.read(flags, self.ranks), self.ranks, self.dtype)
+            flops = {"useful": step.flops, "executed": step.executed_flops}
+            facts = {key: each / self.ranks for key, each in flops.items()} | {"peak": self.peak}
+        is_compared = DROPOUT not in name and name != FLOOR
+        return Contender(
+            name=name,
+            group=f"{self.preset}, {self.dtype}, t = {self.ranks}",
+            run=run,
+            arguments={"flags": flags, **arguments},
+            ranks=1 if self.is_stubbed else self.ranks,
+            threads=max(1, self.threads // self.ranks),
+            needs=needs,
+            same={"loss": TOLERANCES[self.dtype]} if is_compared else {},
+            facts=facts,
+        )
 
 
 def result(found: Results) -> str:
     """Of the models that claims are made for."""
     said = []
-    for group in dict.fromkeys(group for group, _ in found.rows if group.startswith("gpt2_124m")):
-        for name in PEERS.keys() - {FLOOR}:
-            if (group, name) in found.rows and (cell := found.cell(group, name, RATIO)):
-                said.append(
-                    f"{name} {cell.text('{:.2f}', is_ratio=True)} ({group.partition(', ')[2]})"
-                )
-    return f"A step of GPT-2 124M takes this project's time x: {'; '.join(said)}." if said else ""
+    for group, name in found.rows:
+        cell = found.cell(group, name, RATIO)
+        if group.startswith("gpt2_124m") and name in PEERS.keys() - {FLOOR} and cell is not None:
+            where = group.partition(", ")[2]
+            said.append(f"{name} {cell.text('{:.2f}', is_ratio=True)} ({where})")
+    claim = "Time of a step of GPT-2 124M over this project's: "
+    return f"{claim}{'; '.join(said)}." if said else "Of models that are shown, none is claimed."
 
 
 def main(
@@ -99,8 +127,9 @@ def main(
     presets: tuple[str, ...] = tuple(SIZES),
     dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
     tensor_parallel: tuple[int, ...] = (1, 2),
-    more: tuple[str, ...] = (),
     threads: int = 2,
+    program_flags: str = "",
+    stub_communication: bool = False,
 ) -> None:
     """Compare steps.
 
@@ -108,26 +137,35 @@ def main(
         presets: of pretrain_gpt2.py.
         dtypes: of weights and activations; most peers compute under autocast.
         tensor_parallel: ranks that the model is cut over.
-        more: flags of pretrain_gpt2.py, last on the line.
         threads: of all ranks of a contender together.
+        program_flags: of pretrain_gpt2.py, in one word: "--num-layers 2 --hidden-size 64".
+        stub_communication: run one rank of each layout, whose collectives move nothing.
     """
     names = flags.contenders or USUAL
     if unknown := set(names) - {*VARIANTS, *PEERS}:
         raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {[*VARIANTS, *PEERS]}")
+    peak = steps.PEAKS.get(torch.cuda.get_device_name()) if flags.device == "cuda" else None
+    groups = [
+        Group(
+            preset=preset,
+            dtype=dtype,
+            ranks=ranks,
+            threads=threads,
+            more=tuple(shlex.split(program_flags)),
+            peak=peak,
+            is_stubbed=stub_communication,
+        )
+        for preset in presets
+        for dtype in dtypes
+        for ranks in tensor_parallel
+    ]
     ask(
         Question(
             title="Speed of a training step",
             method=__doc__,
-            contenders=[
-                each
-                for preset in presets
-                for dtype in dtypes
-                for ranks in tensor_parallel
-                for each in group(preset, dtype, ranks, more, names, threads)
-            ],
-            columns=COLUMNS,
+            contenders=list(filter(None, (g.contender(name) for g in groups for name in names))),
+            columns=(*COLUMNS, *(UTILISATION if peak else ())),
             result=result,
-            rounds=5,
             turns=3,
             warm_up=3,
             packages=("torch", "transformers", "megatron-core"),
