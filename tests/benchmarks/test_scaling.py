@@ -1,236 +1,109 @@
-"""The scaling study on gloo's ranks, with models of a layer or two; and all of it by torchrun."""
+"""Section 5.1: its points, what is computed of their seconds, and a run of some in miniature."""
 
-import json
-import subprocess
-import sys
-import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from benchmarks import scaling, scaling_configurations, scaling_worlds
-from benchmarks.comparison import ROOT
-from benchmarks.scaling_configurations import Configuration, studies
-from benchmarks.scaling_worlds import Failed, Worlds, first_ranks
-from benchmarks.turns import Stopwatch
-from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh
-from tests.dist import Pool
-
-SETTINGS = scaling.Settings(
-    is_small=None,
-    precision="fp32",
-    hardware=None,
-    rounds=2,
-    steps=2,
-    warm_up=1,
-    threads=1,
-    command="torchrun",
-)
+from benchmarks import steps
+from benchmarks.harness import Contender
+from benchmarks.report import Results
+from benchmarks.scaling import LINEAR, SPEED_UP, Point, columns, known, studies, train
+from tests.benchmarks.run import figures, run
+from tests.benchmarks.test_harness import question
+from tools.planning.hardware import load_hardware
+from tools.planning.timing import predict
+from tools.planning.trace import Step
 
 
-def make_tiny() -> None:
-    """Models of one layer on 16 tokens, of this process from here on."""
-    scaling_configurations.LAYERS, scaling_configurations.SEQUENCE = 40, 64
+def step(point: Point, *, is_small: bool, precision: str = "fp16") -> Step:
+    size = point.tensor * point.copies
+    return Step(steps.read(point.flags(precision, is_small=is_small), size), size, precision, "cpu")
 
 
-def whole_mesh() -> Mesh:
-    return build_mesh({"tensor": dist.get_world_size()}, torch.device("cpu"))
+def test_the_points_are_those_of_section_5_1() -> None:
+    found = studies(512, is_small=False)
+    weak = [(p, paper[LINEAR]) for p, paper in found.items() if LINEAR in paper and not p.heads]
+    assert [each for _, each in weak] == [100, 95, 82, 77, 96, 83, 79, 74]
+    assert [p.tensor * p.copies for p, _ in weak] == [1, 2, 4, 8, 64, 128, 256, 512]
+    strong = {p.tensor: paper[SPEED_UP] for p, paper in found.items() if SPEED_UP in paper}
+    assert strong == {1: 1, 2: 1.64, 4: 2.34, 8: 2.98}
+    heads = {p.heads: (p.tensor, paper[LINEAR]) for p, paper in found.items() if p.heads}
+    assert heads == {16: (8, 82), 24: (8, 80), 32: (8, 77)}
+    whole = [step(point, is_small=False) for point, _ in weak[:4]]
+    assert [round(each.model.parameters / 1e9, 1) for each in whole] == [1.2, 2.5, 4.2, 8.3]
+    for each in whole:
+        model, training = each.config.model, each.config.training
+        assert (training.micro_batch_size, model.recompute_granularity) == (8, "full")
+        assert model.attention_dropout == model.hidden_dropout == 0.1
+        assert model.hidden_size // model.num_attention_heads == 96
+    cut = [step(Point("gpt2_scaling_1.2b", size), is_small=False) for size in (1, 8)]
+    assert cut[0].executed_flops == cut[1].executed_flops  # the vocabulary is padded alike
 
 
-def worlds(**changes: Any) -> Worlds:
-    given = {"whole": whole_mesh(), "precision": "fp32", "compiled": False, "warm_up": 1}
-    return Worlds(**given | changes)
+def test_miniatures_have_the_proportions_of_table_1() -> None:
+    points = list(studies(2, is_small=True))[:4]
+    sizes = [[step(p, is_small=each) for p in points] for each in (True, False)]
+    for small, large in zip(*sizes, strict=True):
+        of_small = small.model.local / sizes[0][0].model.local
+        assert of_small == pytest.approx(large.model.local / sizes[1][0].model.local, rel=0.05)
+        assert small.config.model.hidden_size == large.config.model.hidden_size // 8
+    for ranks, tensor in ((1, 1), (2, 2), (3, 2), (64, 4)):
+        on = [p.tensor for p in studies(ranks, is_small=True) if p.heads]
+        assert on == [tensor] * 3
 
 
-def parts() -> list[tuple[int, ...] | None]:
-    """(data rank and size, tensor rank and size, sum of the ranks that take part), or None."""
-    whole, found = whole_mesh(), []
-    for copies, tensor in ((1, 1), (1, 2), (3, 1), (2, 2)):
-        mesh = first_ranks(whole, copies, tensor)
-        if mesh is None:
-            found.append(None)
-            continue
-        ranks = [(axis.rank, axis.size) for axis in (mesh.data, mesh.tensor)]
-        found.append((*ranks[0], *ranks[1], sum(mesh.control.gather(dist.get_rank()))))
-    return found
+def test_figures_are_those_of_the_formulas() -> None:
+    hardware, contenders = load_hardware("cpu"), []
+    for point, paper in studies(2, is_small=True).items():
+        facts = known(point, paper, step(point, is_small=True, precision="fp32"), hardware, 1e12)
+        contenders.append(Contender(name=str(point), run=train, facts=facts))
+    base, pair = contenders[0].facts, contenders[1].facts
+
+    def record(number: int, contender: Contender) -> dict[str, Any]:
+        seconds = [2.0, 4.0, 4.0] if number == 0 else [2.5, 2.5, 2.5]
+        rounds = [{"wall": [each], "cpu": [each], "tensor": [0.25, 0.1]} for each in seconds]
+        is_measured = contender.facts["ranks"] <= 2
+        fields = {"name": contender.name, "group": "", "facts": contender.facts}
+        return fields | {"reason": "" if is_measured else "few", "rounds": rounds * is_measured}
+
+    records = [record(number, each) for number, each in enumerate(contenders)]
+    found = Results(question(contenders, columns=tuple(columns())), {"contenders": records})
+    names = [each.name for each in contenders]
+    linear = 100 * pair["parameters"] / (2 * base["parameters"])
+    assert found.median("", names[1], LINEAR) == pytest.approx(linear * 4 / 2.5)
+    assert found.median("", names[4], LINEAR) == pytest.approx(100 * 4 / 2.5)  # copies do not count
+    strong = str(Point("gpt2_scaling_1.2b", 2))
+    assert found.median("", strong, SPEED_UP) == pytest.approx(4 / 2.5)
+    assert found.cell("", strong, LINEAR) is None
+    assert found.median("", names[1], "tensor, exposed, %") == pytest.approx(10)
+    config = steps.read(Point("gpt2_scaling_2.5b", 2).flags("fp32", is_small=True), 2)
+    n, h, layers, s, v = 8 * 128, config.model.hidden_size, config.model.num_layers, 128, 1600
+    forward, logits = layers * (24 * n * h**2 + 4 * n * s * h), 2 * n * h * v
+    rate = (4 * forward + 3 * logits) / (2 * 2.5) / 1e12
+    assert found.median("", names[1], "TFLOP/s of a rank") == pytest.approx(rate)
+    useful = 3 * (forward + logits) / (2 * 2.5)
+    assert found.median("", names[1], "MFU, %") == pytest.approx(100 * useful / 1e12)
+    seconds = [predict(step(Point("gpt2_scaling_1.2b", t), is_small=True, precision="fp32"), hardware)
+               for t in (1, 2)]  # fmt: skip
+    predicted = found.median("", strong, f"{SPEED_UP}, predicted")
+    assert predicted == pytest.approx(seconds[0].total / seconds[1].total)
+    few = [name for name, each in zip(names, contenders, strict=True) if each.facts["ranks"] > 2]
+    assert all(found.cell("", name, "seconds") is None for name in few)
+    assert found.median("", few[0], f"{LINEAR}, paper") == 82
 
 
-def test_the_first_ranks_take_part(gloo: Pool) -> None:
-    assert gloo.run(4, parts) == [
-        [(0, 1, 0, 1, 0), (0, 1, 0, 2, 1), (0, 3, 0, 1, 3), (0, 2, 0, 2, 6)],
-        [None, (0, 1, 1, 2, 1), (1, 3, 0, 1, 3), (0, 2, 1, 2, 6)],
-        [None, None, (2, 3, 0, 1, 3), (1, 2, 0, 2, 6)],
-        [None, None, None, (1, 2, 1, 2, 6)],
-    ]
-
-
-def cut_both_ways() -> list[float]:
-    """Losses of a model on 2 x 2 of the ranks, whose samples differ."""
-    make_tiny()
-    both = Configuration("gpt2_scaling_1.2b", tensor=2, copies=2, is_small=True)
-
-    def work(_: Mesh, watch: Stopwatch) -> list[float]:
-        return watch.losses(2)["losses"]
-
-    answers = worlds().turn(both, work)
-    assert not isinstance(answers, Failed)
-    return [loss for each in answers for loss in each]
-
-
-def test_both_axes_train_one_model(gloo: Pool) -> None:
-    losses = gloo.run(4, cut_both_ways)[0]
-    assert len(losses) == 8
-    assert len(set(losses)) == 2  # of two steps, the same on all ranks
-    assert all(7 < loss < 8 for loss in losses)  # log 1600 = 7.4
-
-
-def idles() -> float:
-    """Processor seconds of this rank while the first one works for a while."""
-    make_tiny()
-    configuration = studies(2, is_small=True)[0].configuration
-    mine = worlds()
-    mine.turn(configuration, lambda mesh, watch: None)
-
-    def work(_: Mesh, watch: Stopwatch) -> None:
-        until = time.process_time() + 1
-        while time.process_time() < until:
-            watch.time(1)
-
-    start = time.process_time()
-    mine.turn(configuration, work)
-    return time.process_time() - start
-
-
-def test_ranks_that_take_no_part_sleep(gloo: Pool) -> None:
-    working, idle = gloo.run(2, idles)
-    assert working > 1
-    assert idle < 0.1
-
-
-def run_out(words: str) -> list[Any]:
-    """One configuration after another on two ranks; the model of the largest is too large."""
-    make_tiny()
-    build = scaling_worlds.build_state
-
-    def too_large(section: Any, *rest: Any, **settings: Any) -> Any:
-        state = build(section, *rest, **settings)
-        if section.hidden_size == 384:
-            raise RuntimeError(words)
-        return state
-
-    scaling_worlds.build_state = too_large
-    try:
-        points = [each for each in studies(2, is_small=True) if each.configuration.ranks == 2]
-        found = [worlds().turn(each.configuration, lambda *_: "ran") for each in points]
-    finally:
-        scaling_worlds.build_state = build
-    return [(each.configuration.model, said) for each, said in zip(points, found, strict=True)]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "CUDA out of memory. Tried to allocate 2.00 GiB.\nmore",
-        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried",
-    ],
-)
-def test_what_runs_out_of_memory_is_told_and_the_others_go_on(gloo: Pool, words: str) -> None:
-    for found in gloo.run(2, run_out, words):
-        for model, said in found:
-            if model == "8.3B":
-                assert said == Failed(f"out of memory: {words.splitlines()[0]}")
-            else:
-                assert said == ["ran", "ran"]
-
-
-def test_any_other_error_is_no_figure(gloo: Pool) -> None:
-    with pytest.raises(RuntimeError, match="it is broken"):
-        gloo.run(2, run_out, "it is broken")
-
-
-class CannedWorlds:
-    """Two ranks, of which one says what the other does; the number of heads never fits."""
-
-    def __init__(self) -> None:
-        self.whole = Mesh(device=torch.device("cpu"), control=ControlGroup(size=2))
-        self.order: list[str] = []
-
-    def turn(self, configuration: Configuration, work: Any) -> Any:
-        self.order.append(configuration.name)
-        if configuration.heads is not None:
-            return Failed("out of memory: all of it")
-        if work.__qualname__.startswith("profile"):
-            return [{"step_seconds": 1.0}, None][: configuration.ranks]
-        return [[1.0, 2.0], [3.0, 1.0]][: configuration.ranks]
-
-
-def test_configurations_take_turns_and_what_fails_is_out() -> None:
-    points, results, canned = studies(2, is_small=True), {}, CannedWorlds()
-    assert list(scaling.rounds(canned, SETTINGS, points, results)) == [1, 2]
-    one, two, copies, strong, *heads = dict.fromkeys(
-        each.configuration.name for each in points if each.configuration.ranks <= 2
-    )
-    assert results[one].rounds == [[1.0, 2.0]] * 2
-    assert results[two].rounds == [[3.0, 2.0]] * 2  # the slowest rank's
-    assert results[two].communication == {"step_seconds": 1.0}
-    assert {results[each].reason for each in heads} == {"out of memory: all of it"}
-    assert results[points[2].configuration.name].reason == "takes 4 ranks, 2 were started"
-    # The second round begins with another one, and profiles each behind its turn.
-    second = [each for each in (two, copies, strong, one) for _ in range(2)]
-    assert canned.order == [one, two, copies, strong, *heads, *second]
-
-
-@pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        (["--rounds", "0"], "--rounds"),
-        (["--hardware", "dgx3"], "--hardware"),
-        (["--page", "/nowhere/page.md"], "/nowhere"),
-    ],
-)
-def test_wrong_settings_are_refused(words: list[str], flag: str) -> None:
-    command = [sys.executable, "benchmarks/scaling.py", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert flag in done.stderr
-
-
-TINY = """
-import runpy, sys
-sys.path.insert(0, {root!r})
-from tests.benchmarks.test_scaling import make_tiny
-make_tiny()
-runpy.run_path("benchmarks/scaling.py", run_name="__main__")
-"""
-
-
-def test_all_of_it_runs_on_two_processes_which_measure_what_they_can(tmp_path: Path) -> None:
-    endings = {"json": "json", "picture": "png", "page": "md"}
-    files = {name: tmp_path / f"scaling.{ending}" for name, ending in endings.items()}
-    flags = [word for name, file in files.items() for word in (f"--{name}", str(file))]
-    flags += ["--rounds", "2", "--steps", "1", "--warm-up", "1", "--hardware", "cpu"]
-    (tmp_path / "tiny.py").write_text(TINY.format(root=str(ROOT)))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node=2", str(tmp_path / "tiny.py"), *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    written = json.loads(files["json"].read_text())
-    assert (written["rounds"], written["miniature"], written["processes"]) == (2, True, 2)
-    assert written["threads_per_process"] == 1
-    for each in written["configurations"].values():
-        if each["ranks"] > 2:
-            assert each["reason"] == f"takes {each['ranks']} ranks, 2 were started"
-            continue
-        assert each["reason"] is None
-        assert [len(times) for times in each["seconds_of_rounds"]] == [1, 1]
-        cut = {"tensor"} if each["tensor_parallel"] > 1 else set()
-        cut |= {"data"} if each["data_parallel"] > 1 else set()
-        assert each["communication"].keys() == cut | {"step_seconds"}
-        assert all(0 < each["communication"][axis]["share"] < 1 for axis in cut)
-    assert len([each for each in written["points"] if each["measured"]]) == 8
-    assert all(each["predicted"] > 0 for each in written["points"])
-    assert files["picture"].stat().st_size > 10_000
-    assert "torchrun --nproc-per-node 2 benchmarks/scaling.py" in files["page"].read_text()
+def test_points_are_measured_in_miniature(tmp_path: Path) -> None:
+    names = [f"{model}, t x d = {layout}" for model, layout in (
+        ("1.2B, 8 heads", "1 x 1"), ("2.5B, 10 heads", "2 x 1"), ("1.2B, 8 heads", "1 x 2"),
+        ("4.2B, 12 heads", "4 x 1"))]  # fmt: skip
+    record = run(tmp_path, "scaling", "--ranks", "2", "--contenders", *names)
+    one, model, data = (figures(record, name) for name in names[:3])
+    assert set(model) & {"tensor", "data"} == {"tensor"}
+    assert set(data) & {"tensor", "data"} == {"data"}
+    assert 0 < model["tensor"][1] <= model["tensor"][0] < 1
+    assert record["contenders"][3]["reason"] == "takes 4 ranks, there are 2"
+    assert one["tokens"] == 8 * 128
+    assert "Share of linear: model parallel " in record["page"].splitlines()[2]
+    assert all(a <= b for a, b in pairwise([0, one["wall"][0]]))
