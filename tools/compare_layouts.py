@@ -39,12 +39,10 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError, flag, positive, switch, writable
 from megatron.config.launch import interruptible
 from megatron.config.parse import parse, user_errors
-from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from megatron.config.training import LoggingConfig, TrainingConfig
 from megatron.data.files import write_atomically
-from tools.layouts.job import Job, open_samples
+from tools.layouts.job import Job, of_pretraining, open_samples, program_of
 from tools.layouts.layout import parse_layout
-from tools.planning.settings import Kind, kind_of
 from tools.processes import count_gpus
 
 if TYPE_CHECKING:
@@ -82,8 +80,9 @@ class ComparisonConfig:
     """Largest relative difference of losses, gradient norms, gradients and weights that passes; if
     not given, what suits the precision."""
 
-    kind: Kind | None = None
-    """Kind of model; if not given, bert where the preset's name says so, else gpt2."""
+    kind: str | None = None
+    """Kind of model, or module:NAME of one's own; if not given, bert where the preset's name says
+    so, else gpt2."""
 
     json: Path | None = None
     """File for a row per layout."""
@@ -98,18 +97,6 @@ class ComparisonConfig:
 @dataclass(frozen=True, kw_only=True)
 class ComparedTraining(TrainingConfig):
     train_iters: int = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareGPT2Config(PretrainGPT2Config):
-    comparison: ComparisonConfig
-    training: ComparedTraining
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareBertConfig(PretrainBertConfig):
-    comparison: ComparisonConfig
-    training: ComparedTraining
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -153,9 +140,9 @@ def read_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple
         for spelt in given & {spelling for n in names for spelling in (flag(n), switch(n, False))}:
             raise UsageError(spelt, None, f"left out: {reason}")
     of_presets = ["--no-bf16", "--no-fp16"] if given & PRECISION else []  # which do not hold then
-    kind = CompareBertConfig if kind_of(arguments) == "bert" else CompareGPT2Config
+    program = program_of(arguments, comparison=ComparisonConfig, training=ComparedTraining)
     words = [*of_presets, *arguments]
-    config: Any = parse(kind, words, environ, description=str(__doc__))
+    config: Any = parse(program, words, environ, description=str(__doc__))
     model: dict[str, Any] = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -178,7 +165,7 @@ def plan(config: Any, precision: str, names: Sequence[str], folder: Path) -> dic
     for layout in layouts:
         parallel = replace(config.parallel, **layout.settings)
         jobs[layout.name] = Job(
-            config=replace(config, parallel=parallel),
+            config=of_pretraining(replace(config, parallel=parallel)),
             precision=precision,
             ranks=layout.ranks,
             steps=config.comparison.steps,

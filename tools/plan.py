@@ -1,12 +1,12 @@
-"""What a training run takes, before it is started: memory, communication, time. No GPU, no torch.
+"""What a training run takes, before it is started: memory, communication, time. No GPU.
 
     python tools/plan.py --preset scripts/presets/gpt2_scaling_8.3b.toml --gpus 512 --hardware dgx2h
     python tools/plan.py figure5 --hardware dgx2h    # section 5.1 of the paper, predicted
     python tools/plan.py --measure here.toml         # describe this machine; under torchrun, its
                                                      # all-reduces too
 
-Every flag of pretrain_gpt2.py and pretrain_bert.py may follow the preset. Formulas and constants
-are in tools/planning/ and scripts/hardware/.
+Every flag of pretraining may follow the preset: --kind KIND is that of pretrain.py's --model. The
+model itself is traced without memory (tools/planning/); constants are in scripts/hardware/.
 
 Exit status: 0 the plan fits, 1 it does not fit in the memory of a device, 2 a wrong argument.
 """
@@ -16,40 +16,102 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import UsageError
+from megatron.config.checks import UsageError, positive, writable
+from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.training import ParallelConfig
-from tools.planning import figure5, record, search
-from tools.planning.anchor import find_hardware
-from tools.planning.hardware import known_hardware
-from tools.planning.settings import DEFAULT_HARDWARE, MeasureConfig, StudyConfig, parse_plan
-from tools.planning.shape import shape_of
+from tools.layouts.job import program_of
+from tools.planning import search
+from tools.planning.hardware import known_hardware, load_hardware
+
+DEFAULT_HARDWARE = "dgx2h"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesConfig:
+    json: Path | None = None
+    """File for all that was found."""
+
+    picture: Path | None = None
+    """PNG: of a plan where time and memory go, of figure5 one like the paper's."""
+
+    def __post_init__(self) -> None:
+        writable(self, "json")
+        writable(self, "picture", ".png")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionConfig(FilesConfig):
+    gpus: int
+    """Devices of the job."""
+
+    hardware: str | None = None
+    """Name of a file in scripts/hardware/, or a file like them; if not given, dgx2h, the machine
+    of the paper (2018), with a warning."""
+
+    kind: str | None = None
+    """Kind of model, or module:NAME of one's own; if not given, bert where the preset's name says
+    so, else gpt2."""
+
+    search: bool = False
+    """List the layouts that fit, best first; the global batch stays as it is."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "gpus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig(FilesConfig):
+    hardware: str = DEFAULT_HARDWARE
+    """Name of a file in scripts/hardware/ that has an anchor, or a file like it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig:
+    measure: Path
+    """File for a description of the machine at hand, which --hardware takes."""
+
+    def __post_init__(self) -> None:
+        writable(self, "measure")
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """The exit status."""
+    given = {word.partition("=")[0] for word in arguments}
     with user_errors(environ):
         if "figure5" in arguments[:1]:
             study(parse(StudyConfig, arguments[1:], environ))
-        elif any(word.partition("=")[0] == "--measure" for word in arguments):
+        elif "--measure" in given:
             measure(parse(MeasureConfig, arguments, environ), environ)
         else:
-            if {"--help", "-h"} & set(arguments):
+            if {"--help", "-h"} & given:
                 print(__doc__)
-            return 0 if plan(arguments, environ) else 1
+            elif "--preset" not in given:
+                works = ("--preset", "gpt2_scaling_8.3b")
+                raise UsageError("--preset", None, "given: it says what to plan", works=works)
+            program = program_of(arguments, question=QuestionConfig)
+            return 0 if plan(parse(program, arguments, environ)) else 1
     return 0
 
 
-def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
+def plan(config: Any) -> bool:
     """Print what the settings take, and with --search which layouts fit; whether these fit."""
-    config, question = parse_plan(arguments, environ)
-    search.check(config, question.gpus)
+    question, gpus = config.question, config.question.gpus
+    search.check(config, gpus)
+    load_hardware(question.hardware or DEFAULT_HARDWARE)  # before torch takes its seconds
+
+    from tools.planning import record
+    from tools.planning.software import find_hardware
+    from tools.planning.trace import Step
+
     hardware = find_hardware(question.hardware or DEFAULT_HARDWARE)
     if question.hardware is None:
         warnings.warn(
@@ -58,49 +120,48 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
             stacklevel=2,
         )
     precision = config.precision.name or hardware.default_precision
-    shape = shape_of(config, question.gpus, precision)
-    planned = record.record(shape, hardware, precision)
+    planned = record.record(Step(config, gpus, precision, hardware.device), hardware)
     print(record.text(planned))
     if question.search or not planned["fits"]:
-        planned["layouts"] = search.search(config, question.gpus, hardware, precision)
-        print(f"\n{record.found_text(planned['layouts'])}")
+        kept = search.keeping_batch(config, gpus)
+        planned["layouts"] = search.search(kept, gpus, hardware, precision)
+        print(f"\n{search.table(planned['layouts'])}")
+    if not planned["fits"]:
+        flags = search.smallest_change(config, gpus, hardware, precision, planned["layouts"])
+        planned["smallest_change"] = flags
+        print(f"\nsmallest change that fits: {flags or 'none, on any number of devices'}")
     _write(question.json, planned)
     if question.picture is not None:
-        from tools.planning.picture import draw_plan
-
-        draw_plan(question.picture, planned)
+        record.draw(question.picture, planned)
     return bool(planned["fits"])
 
 
 def study(settings: StudyConfig) -> None:
-    hardware = find_hardware(settings.hardware)
-    if hardware.anchor is None:
-        raise UsageError(
-            "--hardware",
-            settings.hardware,
-            "hardware with an anchor",
-            works=("--hardware", "dgx2h"),
-        )
-    found = figure5.study(hardware)
+    if load_hardware(settings.hardware).anchor is None:
+        works = ("--hardware", DEFAULT_HARDWARE)
+        raise UsageError("--hardware", settings.hardware, "hardware with an anchor", works=works)
+
+    from tools.planning import figure5
+    from tools.planning.software import find_hardware
+
+    found = figure5.study(find_hardware(settings.hardware))
     print(figure5.text(found))
     _write(settings.json, found)
     if settings.picture is not None:
-        from tools.planning.picture import draw_study
-
-        draw_study(settings.picture, found)
+        figure5.draw(settings.picture, found)
 
 
 def measure(settings: MeasureConfig, environ: Mapping[str, str]) -> None:
-    from megatron.config.launch import world_size
+    everyone = ParallelConfig(tensor_model_parallel_size=world_size(environ))
+
     from megatron.train.launch import launch
     from tools.planning import measuring
 
-    everyone = ParallelConfig(tensor_model_parallel_size=world_size(environ))
     with launch(everyone, environ) as mesh:
         figures = measuring.measure(mesh)
         if figures is not None:
             measuring.write(settings.measure, figures, mesh.device)
-            print(measuring.told(figures))
+            print(measuring.shown(figures))
 
 
 def _write(file: Path | None, found: dict[str, Any]) -> None:

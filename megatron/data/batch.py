@@ -34,6 +34,10 @@ class Batch:
         """Tokens that are read, padding aside; of what has none, the samples."""
         return self.num_samples
 
+    def trimmed(self) -> Self:
+        """Without what only fills it up to the sizes that kernels like."""
+        return self
+
     def numbered(self, numbers: Array) -> Self:
         """The same samples with these numbers."""
         batch = copy(self)  # dataclasses.replace would derive fields again

@@ -18,10 +18,12 @@ differ between its versions.
 b: samples of a batch; s: tokens of a sample (--seq-length), of which 3 are marks.
 """
 
+import sys
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +78,45 @@ class BertBatch(TextBatch):
     @property
     def num_tokens(self) -> int:
         return int(self.is_real.sum())
+
+    def trimmed(self) -> Self:
+        batch = copy(self)
+        for name in ("masked", "masked_labels", "is_counted"):
+            object.__setattr__(batch, name, getattr(self, name)[self.is_counted])
+        return batch
+
+
+@dataclass(kw_only=True)
+class RandomPairs:
+    """Random tokens in two segments without padding, each sample a function of seed and number.
+
+    Of the first n samples mask_prob of all tokens are to be predicted, rounded, whatever n.
+    """
+
+    vocabulary: int
+    length: int
+    seed: int
+    mask_prob: float
+    samples_per_epoch: int = sys.maxsize
+
+    def batch(self, numbers: Sequence[int]) -> BertBatch:
+        shape = (len(numbers), self.length)
+        tokens, is_masked = np.empty(shape, np.int64), np.zeros(shape, np.bool_)
+        is_swapped = np.empty(len(numbers), np.int64)
+        for row, number in enumerate(numbers):
+            rng = np.random.default_rng([self.seed, number])
+            tokens[row] = rng.integers(self.vocabulary, size=self.length)
+            end, start = (round(self.mask_prob * self.length * n) for n in (number + 1, number))
+            is_masked[row, rng.permutation(self.length)[: end - start]] = True
+            is_swapped[row] = rng.integers(2)
+        return BertBatch(
+            tokens=np.where(is_masked, 0, tokens),
+            token_types=np.tile(np.arange(self.length) >= self.length // 2, (len(numbers), 1)) * 1,
+            is_real=np.ones(shape, np.bool_),
+            labels=tokens,
+            loss_mask=is_masked.astype(np.float32),
+            is_swapped=is_swapped,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ epoch takes the samples in an order of its own, a blend takes them from several 
 b: samples of a batch; s: tokens of a sample (--seq-length).
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -94,6 +95,21 @@ class TokenRange:
         for start in starts:
             self.data.will_read(start, start + self.seq_length + 1)
         return np.stack([self.data.read(start, start + self.seq_length + 1) for start in starts])
+
+
+@dataclass(kw_only=True)
+class RandomText:
+    """Random tokens, each sample a function of seed and number."""
+
+    vocabulary: int
+    length: int
+    seed: int
+    samples_per_epoch: int = sys.maxsize
+
+    def batch(self, numbers: Sequence[int]) -> GPT2Batch:
+        drawn = [np.random.default_rng([self.seed, number]) for number in numbers]
+        ids = np.stack([each.integers(self.vocabulary, size=self.length + 1) for each in drawn])
+        return Boundaries(eod=None).batch(ids.astype(np.int32))
 
 
 class GPT2Dataset:

@@ -25,6 +25,9 @@ class ModelKind:
     """The settings of a pretraining run, a PretrainConfig; None for what is not pretrained."""
     inputs: str | None = None
     """Opens the data of a run, without torch: settings to Inputs."""
+    samples: str = "megatron.train.inputs:random_text"
+    """What a run could read: settings to Samples, which need no data. A plan is of them, and
+    compare_layouts trains on them."""
     data: str
     """The DataConfig of checkpoints that were imported."""
     conversion: str | None = None
@@ -45,6 +48,7 @@ KINDS = {
         model="megatron.models.bert:BERT",
         program="megatron.config.pretrain:PretrainBertConfig",
         inputs="megatron.train.inputs:open_bert_inputs",
+        samples="megatron.train.inputs:random_pairs",
         data="megatron.config.training:BertDataConfig",
         conversion="tools.convert.bert:PRETRAINED",
     ),

@@ -108,6 +108,8 @@ def multiply(keys: Tensor, p: float, *tensors: Tensor, first: int = 0) -> list[T
     if torch.compiler.is_compiling():
         kept = is_kept(keys, first, count, p, torch.bool)
         return [x * kept * scale for x in tensors]
+    if keys.is_meta:  # for shapes and work alone: the mask is hashed in a cache, or in registers
+        return [x * scale for x in tensors]
     products = [torch.empty_like(each) for each in tensors]
     size = max(1, 2 * CHUNK // count) if keys.device.type == "cpu" else len(keys)
     for start in range(0, len(keys), size):

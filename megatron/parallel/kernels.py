@@ -7,6 +7,9 @@ differ by rounding.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,8 +25,23 @@ except ImportError:
     use_cpu_kernels = False
 
 
+_meta_is_cpu = True
+
+
+@contextmanager
+def meta_as(device: str) -> Iterator[None]:
+    """Inside, tensors on meta take the kernels of such a device, "cpu" or "cuda"; else those of a
+    CPU."""
+    global _meta_is_cpu
+    before, _meta_is_cpu = _meta_is_cpu, device == "cpu"
+    try:
+        yield
+    finally:
+        _meta_is_cpu = before
+
+
 def _by_cpu_kernels(x: Tensor) -> bool:
-    return use_cpu_kernels and not x.is_cuda
+    return use_cpu_kernels and (_meta_is_cpu if x.is_meta else not x.is_cuda)
 
 
 def padded_rows(rows: int) -> int:

@@ -51,11 +51,10 @@ class Calls:
 
     __slots__ = ("ranks", "started", "waits")
 
-    def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, ranks: list[int]) -> None:
         self.started = 0
         self.waits: tuple[int, str, object] | None = None
-        self.ranks = [] if group is None else dist.get_process_group_ranks(group)
-        CALLS[name] = self
+        self.ranks = ranks
 
     def start(self, name: str, shape: object) -> tuple[int, str, object]:
         self.started += 1
@@ -65,6 +64,12 @@ class Calls:
         self.waits = call
         wait()
         self.waits = None
+
+
+def _watched(name: str, group: dist.ProcessGroup | None) -> Calls:
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
+    calls = CALLS[name] = Calls(ranks)
+    return calls
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +102,18 @@ class Axis:
 
     @cached_property
     def calls(self) -> Calls:
-        return Calls(self.name, self.group)
+        return _watched(self.name, self.group)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         return self
+
+
+class AbsentAxis(Axis):
+    """Of ranks that are not there (see `absent_mesh`); the failure watch knows nothing of it."""
+
+    @cached_property
+    def calls(self) -> Calls:
+        return Calls([])
 
 
 ALONE = Axis("alone")
@@ -123,7 +136,7 @@ class ControlGroup:
 
     @cached_property
     def calls(self) -> Calls:
-        return Calls(self.name, self.group)
+        return _watched(self.name, self.group)
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank, on every rank."""
@@ -251,6 +264,9 @@ def build_mesh(
 
     def connect(name: str, groups: torch.Tensor, parts: tuple[Axis, ...] = ()) -> Axis:
         """groups: [number of groups, ranks of each]; this rank may be in none."""
+        if control.group is None:  # of absent_mesh
+            size = groups.shape[1]
+            return AbsentAxis(name, size, 0, dist.ProcessGroup(dist.HashStore(), 0, size), parts)
         # Every rank makes all groups, in the same order.
         own, _ = dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)
         if own is None:
@@ -290,6 +306,18 @@ def build_mesh(
         embedding_group=ends,
         stream=axes["tensor"] if sequence_parallel else Axis("stream"),
     )
+
+
+def absent_mesh(
+    sizes: Mapping[str, int], device: torch.device, *, sequence_parallel: bool = False
+) -> Mesh:
+    """The mesh of rank 0 of ranks that are not there, for the shapes and the work of a step.
+
+    sizes: of some of AXES; the others have size 1. Needs no torch.distributed, of which a dispatch
+    mode has to answer the collectives, such as tools.layouts.meters.Meter.
+    """
+    control = ControlGroup(size=prod(sizes.values()))
+    return build_mesh(sizes, device, control=control, sequence_parallel=sequence_parallel)
 
 
 def serial_mesh(device: torch.device | str = "cpu") -> Mesh:

@@ -6,13 +6,15 @@ import warnings
 from dataclasses import dataclass
 
 from megatron.config.checks import UsageError
-from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
+from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
 from megatron.config.training import BertDataConfig, DataConfig
 from megatron.data.batch import Samples
-from megatron.data.bert import open_bert_splits
-from megatron.data.gpt2 import open_splits
+from megatron.data.bert import RandomPairs, open_bert_splits
+from megatron.data.gpt2 import RandomText, open_splits
 from megatron.data.sources import Corpus, find_tokenizer, open_corpus, require_sequences
 from megatron.data.tokenizer import BertTokenizer, Tokenizer, build_tokenizer
+
+GPT2_VOCABULARY = 50_257  # where settings leave it to the tokenizer, and there is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +118,25 @@ def _inputs(
         allowed = "such that a document is left for training"
         raise UsageError("--split", data.split, allowed, works=("--split", "29,1,0"))
     return Inputs(corpus=corpus, tokenizer=tokenizer, train=train, validation=validation)
+
+
+def vocabulary_of(config: PretrainConfig) -> int:
+    """Without data: that of the settings, or else of GPT-2."""
+    return getattr(config.model, "vocab_size", None) or GPT2_VOCABULARY
+
+
+def random_text(config: PretrainConfig) -> Samples:
+    return RandomText(
+        vocabulary=vocabulary_of(config),
+        length=config.data.seq_length,
+        seed=config.training.seed,
+    )
+
+
+def random_pairs(config: PretrainBertConfig) -> Samples:
+    return RandomPairs(
+        vocabulary=vocabulary_of(config),
+        length=config.data.seq_length,
+        seed=config.training.seed,
+        mask_prob=config.data.mask_prob,
+    )

@@ -11,13 +11,14 @@ from megatron.config.checks import UsageError, at_least, share, writable
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
 from megatron.config.training import PrecisionConfig, TrainingParallelConfig
-from tools.planning.settings import PlanGPT2Config
+from tools.layouts.job import program_of
+from tools.plan import QuestionConfig
 
 SMALL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4", "--train-iters=300"]
 PROGRAMS: dict[str, tuple[type[PretrainConfig], list[str]]] = {
     "gpt2": (PretrainGPT2Config, SMALL),
     "bert": (PretrainBertConfig, SMALL),
-    "plan": (PlanGPT2Config, [*SMALL, "--gpus=8"]),
+    "plan": (program_of((), question=QuestionConfig), [*SMALL, "--gpus=8"]),
 }
 FP16 = "--fp16 --initial-loss-scale"
 

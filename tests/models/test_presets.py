@@ -4,12 +4,13 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from megatron.models.build import build_on_meta
+from megatron.parallel.mesh import absent_mesh
 from megatron.parallel.sharding import sharding_specs
-from tests.tools.planning.counted import fake_ranks
 
 PRESETS = Path(__file__).parents[2] / "scripts" / "presets"
 GPT2_VOCABULARY, BERT_VOCABULARY = 50_257, 30_522
@@ -36,11 +37,11 @@ def test_the_papers_models(name: str) -> None:
     config = parse(kind, ["--preset", str(PRESETS / f"{name}.toml")], {})
     assert config.parallel.tensor_model_parallel_size == tensor_size
     vocab_size = BERT_VOCABULARY if is_bert else GPT2_VOCABULARY
-    with fake_ranks(tensor_size, tensor_size) as mesh:
-        model = build_on_meta(config.model, mesh, vocab_size)
-        table = sharding_specs(model)
-        shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
-        assert shapes == {name: spec.local_shape for name, spec in table.items()}
+    mesh = absent_mesh({"tensor": tensor_size}, torch.device("meta"))
+    model = build_on_meta(config.model, mesh, vocab_size)
+    table = sharding_specs(model)
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    assert shapes == {name: spec.local_shape for name, spec in table.items()}
     assert sum(prod(spec.shape) for spec in table.values()) == pytest.approx(parameters, rel=0.02)
     local = sum(map(prod, shapes.values()))
     assert local == pytest.approx(parameters / tensor_size, rel=0.02)

@@ -11,7 +11,7 @@ import torch
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from megatron.models.build import build_model
-from tests.tools.planning.counted import fake_ranks
+from megatron.parallel.mesh import absent_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {"pretrain_gpt2": PretrainGPT2Config, "pretrain_bert": PretrainBertConfig}
@@ -44,8 +44,9 @@ def test_a_training_command_fits_its_preset(words: list[str]) -> None:
     config = parse(PROGRAMS[Path(program).stem], flags, {})
     config.check(world_size)
     if world_size > 2:  # too large to run here
-        with fake_ranks(world_size, config.parallel.tensor_model_parallel_size) as mesh:
-            model = build_model(config.model, mesh, VOCABULARY, seed=None, dtype=torch.bfloat16)
+        sizes = {**config.parallel.sizes, "data": config.data_parallel_size(world_size)}
+        mesh = absent_mesh(sizes, torch.device("meta"))
+        model = build_model(config.model, mesh, VOCABULARY, seed=None, dtype=torch.bfloat16)
         assert mesh.size == world_size
         assert {each.device.type for each in model.parameters()} == {"meta"}
 

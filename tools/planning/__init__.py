@@ -1,11 +1,11 @@
-"""What a training step takes, computed before it is run, for tools/plan.py. No torch here.
+"""What a training step takes, computed before it is run, for tools/plan.py.
 
-    L layers   h hidden size   a attention heads   s tokens of a sequence   V vocabulary
-    b sequences of a micro-batch   m micro-batches of a step   n = b s tokens
-    t tensor-parallel size   d data-parallel size   v vocabulary, padded to be cut into t
+trace.py runs the real model on meta tensors, of one and of two layers, and derives what a step of
+any depth computes, keeps and sends on one rank; timing.py says how long that takes on a machine,
+which hardware.py reads from scripts/hardware/. software.py has the authors' programs, counted in
+their source, and figure5.py what they took in section 5.1 of the paper. search.py tries layouts,
+record.py writes and draws a plan, measuring.py describes the machine at hand.
 
-shape.py says what is planned in these letters, parameters.py which parameters a rank holds; from
-these follow products.py (matrix products and FLOPs), communication.py (calls and bytes) and
-memory.py. software.py says how many bytes other kernels move, hardware.py what a machine can do,
-links.py how long an all-reduce takes there; timing.py puts the times together.
+    n = b s tokens of a micro-batch of b sequences   h hidden size   a attention heads
+    L layers   V vocabulary   t tensor-parallel size   m micro-batches of a step
 """

@@ -6,24 +6,29 @@ the paper's own definition. Only the single GPU of the hardware's anchor is know
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
-from tools.command import ROOT
-from tools.planning.anchor import anchored
 from tools.planning.hardware import Hardware
-from tools.planning.parameters import whole
-from tools.planning.shape import Shape, shape_of
-from tools.planning.software import MEGATRON_2019, MEGATRON_2020, TORCH_BUCKET, Software
+from tools.planning.software import (
+    MEGATRON_2019,
+    MEGATRON_2020,
+    TORCH_BUCKET,
+    AuthorsStep,
+    Software,
+    anchored,
+)
 from tools.planning.timing import predict
+from tools.planning.trace import Step
 
 PRECISION = "fp16"
-PRESETS = ROOT / "scripts" / "presets"
 ITERATIONS = 68_507  # of an epoch, table 2
 DAY = 86_400  # seconds
 
@@ -32,7 +37,7 @@ DAY = 86_400  # seconds
 # second takes 8.3B on 512 GPUs from 60 % to 76 %, but needs more memory, so that 2.5B on 2-way
 # and 1.2B without model parallelism are slower with it. So these two have the first, as they did.
 BEHIND = MEGATRON_2019
-OVERLAPPED = replace(MEGATRON_2019, overlaps=True, bucket_bytes=TORCH_BUCKET)
+OVERLAPPED = replace(MEGATRON_2019, bucket_bytes=TORCH_BUCKET)
 README_BEHIND = 60.0  # % of 8.3B
 
 
@@ -71,14 +76,30 @@ TABLE_2 = {
 }
 ALWAYS = 82.0  # %, the prediction that knows nothing
 
+# Constants whose share in the error is looked at.
+VARIED = ("memory_bandwidth", "multiprocessors", "link_bandwidth", "link_share",
+          "network_bandwidth", "network_share", "base_latency", "link_latency",
+          "network_latency")  # fmt: skip
 Row = dict[str, Any]
 
 
 @cache
-def preset_shape(name: str, ranks: int) -> Shape:
-    config = parse(PretrainGPT2Config, ["--preset", str(PRESETS / f"{name}.toml")], {})
-    config.check(ranks)
-    return shape_of(config, ranks, PRECISION)
+def step_at(preset: str, gpus: int, software: Software, tensor: int = 0, **model: int) -> Step:
+    """tensor: size, if not the preset's; the vocabulary is padded as at the preset's.
+    model: changes of its config."""
+    config = parse(PretrainGPT2Config, ["--preset", preset], {})
+    own = config.parallel.tensor_model_parallel_size
+    rows, tensor = config.model.make_vocab_size_divisible_by * own, tensor or own
+    changed = replace(config.model, make_vocab_size_divisible_by=rows // tensor, **model)
+    parallel = replace(config.parallel, tensor_model_parallel_size=tensor)
+    config = replace(config, model=changed, parallel=parallel)
+    config.check(gpus)
+    return AuthorsStep(config, gpus, PRECISION, software=software)
+
+
+def one() -> Step:
+    """The base of all efficiencies: the smallest model on one GPU."""
+    return step_at(MODELS[0].preset, 1, BEHIND)
 
 
 @dataclass(frozen=True)
@@ -87,196 +108,184 @@ class Study:
 
     hardware: Hardware
 
-    def seconds(self, shape: Shape, software: Software) -> float:
-        return predict(shape, software, self.hardware, PRECISION).total
+    def seconds(self, step: Step) -> float:
+        return predict(step, self.hardware).total
 
-    def efficiency(self, shape: Shape, software: Software, one: Shape) -> float:
-        """%, against the model `one` on one GPU."""
-        ratio = self.seconds(one, software) / self.seconds(shape, software)
-        return 100 * whole(shape) / (shape.tensor * whole(one)) * ratio
+    def efficiency(self, step: Step, base: Step) -> float:
+        """%, against the model of `base` on one GPU."""
+        ratio = self.seconds(base) / self.seconds(step)
+        tensor = step.model.rings["tensor"].ranks
+        return 100 * step.model.parameters / (tensor * base.model.parameters) * ratio
 
-    def figure(self) -> Iterator[Row]:
-        one = preset_shape(MODELS[0].preset, 1)
-        for copies in (1, COPIES):
-            for each in MODELS:
-                shape = preset_shape(each.preset, each.tensor * copies)
-                paper = each.model_parallel if copies == 1 else each.model_and_data_parallel
-                yield {
-                    "model": each.preset,
-                    "gpus": shape.ranks,
-                    "tensor_parallel": shape.tensor,
-                    "data_parallel": shape.data,
-                    "predicted": self.efficiency(shape, each.software, one),
-                    "paper": paper,
-                    "seconds": self.seconds(shape, each.software),
-                    "is_base": shape.ranks == 1,
-                }
-
-    def strong_scaling(self) -> Iterator[Row]:
-        one = preset_shape(MODELS[0].preset, 1)
-        alone = self.seconds(one, BEHIND)
-        for gpus, paper in STRONG.items():
-            shape = replace(one, tensor=gpus, divisible_by=one.padded // gpus)
-            speed_up = alone / self.seconds(shape, BEHIND)
-            yield {"gpus": gpus, "predicted": speed_up, "paper": paper}
-
-    def heads(self) -> Iterator[Row]:
-        one, large = preset_shape(MODELS[0].preset, 1), preset_shape(MODELS[-1].preset, 8)
-        for heads, paper in HEADS.items():
-            efficiency = self.efficiency(replace(large, heads=heads), BEHIND, one)
-            yield {"heads": heads, "predicted": efficiency, "paper": paper}
-
-    def version_1(self) -> Iterator[Row]:
-        base = preset_shape(MODELS[0].preset, 1)
-        one = None
-        for (layers, hidden, heads, gpus), (milliseconds, paper) in VERSION_1.items():
-            shape = replace(base, layers=layers, hidden=hidden, heads=heads, tensor=gpus,
-                            divisible_by=base.padded // gpus)  # fmt: skip
-            one = one or shape
-            yield {
-                "parameters": whole(shape),
-                "gpus": gpus,
-                "predicted": self.efficiency(shape, MEGATRON_2020, one),
-                "paper": paper,
-                "predicted_milliseconds": 1000 * self.seconds(shape, MEGATRON_2020),
-                "paper_milliseconds": milliseconds,
-            }
-
-    def table_2(self) -> Iterator[Row]:
-        for preset, (gpus, paper, software) in TABLE_2.items():
-            seconds = self.seconds(preset_shape(preset, gpus), software)
-            yield {"model": preset, "gpus": gpus, "predicted": ITERATIONS * seconds / DAY,
-                   "paper": paper}  # fmt: skip
-
-    def behind(self) -> Row:
-        """8.3B with all gradients reduced behind the backward, of which the README tells too."""
-        one, last = preset_shape(MODELS[0].preset, 1), MODELS[-1]
-        shape = preset_shape(last.preset, last.tensor * COPIES)
-        return {"predicted": self.efficiency(shape, BEHIND, one), "paper": README_BEHIND}
+    def figure(self) -> list[Row]:
+        rows = []
+        for copies, each in product((1, COPIES), MODELS):
+            step = step_at(each.preset, each.tensor * copies, each.software)
+            paper = each.model_parallel if copies == 1 else each.model_and_data_parallel
+            rows.append({
+                "model": each.preset, "gpus": step.ranks, "tensor_parallel": each.tensor,
+                "data_parallel": copies, "predicted": self.efficiency(step, one()), "paper": paper,
+                "seconds": self.seconds(step), "is_base": step.ranks == 1,
+            })  # fmt: skip
+        return rows
 
     def mean_error(self) -> float:
         """Points, of the seven efficiencies that are not the base."""
-        return mean_error(list(self.figure()))
+        return mean_error(self.figure()[1:])
+
+    def strong_scaling(self) -> list[Row]:
+        alone, preset = self.seconds(one()), MODELS[0].preset
+        times = {gpus: self.seconds(step_at(preset, gpus, BEHIND, gpus)) for gpus in STRONG}
+        return [{"gpus": gpus, "predicted": alone / times[gpus], "paper": paper}
+                for gpus, paper in STRONG.items()]  # fmt: skip
+
+    def heads(self) -> list[Row]:
+        steps = {n: step_at(MODELS[-1].preset, 8, BEHIND, num_attention_heads=n) for n in HEADS}
+        return [{"heads": n, "predicted": self.efficiency(steps[n], one()), "paper": paper}
+                for n, paper in HEADS.items()]  # fmt: skip
+
+    def version_1(self) -> list[Row]:
+        rows, steps = [], list[Step]()
+        for (layers, hidden, heads, gpus), (milliseconds, paper) in VERSION_1.items():
+            shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+            step = step_at(MODELS[0].preset, gpus, MEGATRON_2020, gpus, **shape)
+            steps.append(step)
+            rows.append({
+                "parameters": step.model.parameters, "gpus": gpus,
+                "predicted": self.efficiency(step, steps[0]), "paper": paper,
+                "predicted_milliseconds": 1000 * self.seconds(step),
+                "paper_milliseconds": milliseconds,
+            })  # fmt: skip
+        return rows
+
+    def table_2(self) -> list[Row]:
+        days = {preset: ITERATIONS * self.seconds(step_at(preset, gpus, software)) / DAY
+                for preset, (gpus, _, software) in TABLE_2.items()}  # fmt: skip
+        return [{"model": preset, "gpus": gpus, "predicted": days[preset], "paper": paper}
+                for preset, (gpus, paper, _) in TABLE_2.items()]  # fmt: skip
+
+    def behind(self) -> Row:
+        """8.3B with all gradients reduced behind the backward, of which the README tells too."""
+        step = step_at(MODELS[-1].preset, MODELS[-1].tensor * COPIES, BEHIND)
+        return {"predicted": self.efficiency(step, one()), "paper": README_BEHIND}
 
 
 def mean_error(rows: list[Row]) -> float:
-    return fmean(abs(each["predicted"] - each["paper"]) for each in rows if not each.get("is_base"))
+    return fmean(abs(each["predicted"] - each["paper"]) for each in rows)
+
+
+def predictions(rows: list[Row]) -> list[float]:
+    return [each["predicted"] for each in rows]
 
 
 def study(hardware: Hardware) -> dict[str, Any]:
-    """JSON: everything predicted beside the paper's. hardware: with an anchor."""
-    found = Study(hardware)
-    rows, version_1 = list(found.figure()), list(found.version_1())
-    seven = [{**each, "predicted": ALWAYS} for each in rows]
+    """JSON: everything predicted beside the paper's. hardware: with an anchor.
+
+    found_afterwards: what explains the errors, found when they were known, and so no prediction:
+    all-reduces in NVLink and over the network at half of the links' speed.
+    """
+    found, half = Study(hardware), (hardware.link_share / 2, hardware.network_share / 2)
+    slower = Study(replace(hardware, link_share=half[0], network_share=half[1]))
+    rows, version_1 = found.figure(), found.version_1()
     return {
         "hardware": hardware.name,
         "attained_share": hardware.attained_share,
         "figure_5": rows,
-        "mean_error": mean_error(rows),
-        "mean_error_of_always_82": mean_error(seven),
-        "strong_scaling": list(found.strong_scaling()),
-        "heads": list(found.heads()),
+        "mean_error": found.mean_error(),
+        "mean_error_of_always_82": mean_error([{**each, "predicted": ALWAYS} for each in rows[1:]]),
+        "strong_scaling": found.strong_scaling(),
+        "heads": found.heads(),
         "version_1.0": version_1,
         "mean_error_of_version_1.0": mean_error(version_1[1:]),
-        "table_2": list(found.table_2()),
+        "table_2": found.table_2(),
         "reduced_behind_the_backward": found.behind(),
         "mean_error_by_constant": sensitivity(hardware),
-        "found_afterwards": afterwards(hardware),
+        "found_afterwards": {
+            "all_reduces_twice_as_slow": {
+                "mean_error": slower.mean_error(),
+                "figure_5": predictions(slower.figure()),
+                "strong_scaling": predictions(slower.strong_scaling()),
+                "heads": predictions(slower.heads()),
+                "mean_error_of_version_1.0": mean_error(slower.version_1()[1:]),
+                "reduced_behind_the_backward": slower.behind()["predicted"],
+            }
+        },
     }
-
-
-def afterwards(hardware: Hardware) -> dict[str, Any]:
-    """What explains the errors, found when they were known: no prediction.
-
-    All-reduces in NVLink and over the network at half of the links' speed.
-    """
-    slower = Study(replace(hardware, link_share=hardware.link_share / 2,
-                           network_share=hardware.network_share / 2))  # fmt: skip
-    return {
-        "all_reduces_twice_as_slow": {
-            "mean_error": slower.mean_error(),
-            "figure_5": [each["predicted"] for each in slower.figure()],
-            "strong_scaling": [each["predicted"] for each in slower.strong_scaling()],
-            "heads": [each["predicted"] for each in slower.heads()],
-            "mean_error_of_version_1.0": mean_error(list(slower.version_1())[1:]),
-            "reduced_behind_the_backward": slower.behind()["predicted"],
-        }
-    }
-
-
-STEPS = (0.75, 1.25)
 
 
 def sensitivity(hardware: Hardware) -> dict[str, list[float]]:
     """Mean error with each constant 25 % smaller and larger, the share found anew each time; and
-    with the links at all that their datasheet says."""
-    found = {}
-    for name in VARIED:
-        varied = [anchored(scaled(hardware, name, factor)) for factor in STEPS]
-        found[name] = [Study(each).mean_error() for each in varied]
-    of_datasheet = anchored(replace(hardware, link_share=1.0, network_share=1.0))
-    found["links as in the datasheet"] = [Study(of_datasheet).mean_error()]
-    share = hardware.attained_share
-    as_kernels = replace(hardware, link_share=share, network_share=share)
-    found["links with the share of kernels"] = [Study(as_kernels).mean_error()]
-    return found
-
-
-CONTINUOUS = {"memory_bandwidth", "link_bandwidth", "link_share", "network_bandwidth",
-              "network_share", "base_latency", "link_latency", "network_latency",
-              "multiprocessors"}  # fmt: skip
-PEAK, ANCHOR = f"peak.{PRECISION}", "anchor"
-VARIED = (*(each.name for each in fields(Hardware) if each.name in CONTINUOUS), PEAK, ANCHOR)
+    with the links at all that their datasheet says, or at the kernels' share of it."""
+    changed = {name: [anchored(scaled(hardware, name, factor)) for factor in (0.75, 1.25)]
+               for name in (*VARIED, f"peak.{PRECISION}", "anchor")}  # fmt: skip
+    share, links = hardware.attained_share, replace(hardware, link_share=1.0, network_share=1.0)
+    changed["links as in the datasheet"] = [anchored(links)]
+    links = replace(hardware, link_share=share, network_share=share)
+    changed["links with the share of kernels"] = [links]
+    return {name: [Study(each).mean_error() for each in both] for name, both in changed.items()}
 
 
 def scaled(hardware: Hardware, name: str, factor: float) -> Hardware:
-    if name == PEAK:
-        return replace(
-            hardware, peaks={**hardware.peaks, PRECISION: factor * hardware.peak(PRECISION)}
-        )
-    if name == ANCHOR:
+    if name == "anchor":
         assert hardware.anchor is not None
-        anchor = replace(
-            hardware.anchor, flops_per_second=factor * hardware.anchor.flops_per_second
-        )
-        return replace(hardware, anchor=anchor)
+        rate = factor * hardware.anchor.flops_per_second
+        return replace(hardware, anchor=replace(hardware.anchor, flops_per_second=rate))
+    if name == f"peak.{PRECISION}":
+        peak = factor * hardware.peak(PRECISION)
+        return replace(hardware, peaks={**hardware.peaks, PRECISION: peak})
     value = factor * getattr(hardware, name)
     return replace(hardware, **{name: round(value) if name == "multiprocessors" else value})
 
 
 def text(found: dict[str, Any]) -> str:
     """For people."""
-    return "\n".join(
-        [
-            f"{found['hardware']}, {100 * found['attained_share']:.1f} % of peak and memory "
-            "bandwidth by its anchor",
-            "\nfigure 5, efficiency in %             predicted  paper",
-            *(
-                f"  {each['model']:<20} {each['gpus']:>4} GPUs   {each['predicted']:9.1f}  "
-                f"{each['paper']:5}"
-                for each in found["figure_5"]
-            ),
-            f"  mean error {found['mean_error']:.1f} points; of always {ALWAYS:.0f} %: "
-            f"{found['mean_error_of_always_82']:.1f}",
-            "\nstrong scaling of 1.2B, speed-up      predicted  paper",
-            *_lines(found["strong_scaling"], "gpus", "GPUs", 2),
-            "\nheads of 8.3B on 8 GPUs, %            predicted  paper",
-            *_lines(found["heads"], "heads", "heads", 1),
-            "\nversion 1.0, %                        predicted  paper",
-            *_lines(found["version_1.0"], "gpus", "GPUs", 1),
-            f"  mean error {found['mean_error_of_version_1.0']:.1f} points",
-            "\ntable 2, days for an epoch            predicted  paper",
-            *_lines(found["table_2"], "model", "", 2),
-            "\nmean error with each constant 25 % smaller, and larger",
-            *(
-                f"  {name:<32} {'   '.join(f'{each:4.1f}' for each in errors)}"
-                for name, errors in found["mean_error_by_constant"].items()
-            ),
-        ]
-    )
+    lines = [f"{found['hardware']}, {100 * found['attained_share']:.1f} % of peak and memory "
+             "bandwidth by its anchor"]  # fmt: skip
+    errors = {"figure_5": f"{found['mean_error']:.1f} points; of always {ALWAYS:.0f} %: "
+                          f"{found['mean_error_of_always_82']:.1f}",
+              "version_1.0": f"{found['mean_error_of_version_1.0']:.1f} points"}  # fmt: skip
+    for title, key, label, digits in (
+        ("figure 5, efficiency in %", "figure_5", "{model:<20} {gpus:>4} GPUs", 1),
+        ("strong scaling of 1.2B, speed-up", "strong_scaling", "{gpus} GPUs", 2),
+        ("heads of 8.3B on 8 GPUs, %", "heads", "{heads} heads", 1),
+        ("version 1.0, %", "version_1.0", "{gpus} GPUs", 1),
+        ("table 2, days for an epoch", "table_2", "{model}", 2),
+    ):
+        lines.append(f"\n{title:<36} predicted  paper")
+        for each in found[key]:
+            number = f"{each['predicted']:9.{digits}f}"
+            lines.append(f"  {label.format(**each):<34} {number}  {each['paper']:5}")
+        lines += [f"  mean error {errors[key]}"] if key in errors else []
+    lines.append("\nmean error with each constant 25 % smaller, and larger")
+    for name, numbers in found["mean_error_by_constant"].items():
+        lines.append(f"  {name:<32} {'   '.join(f'{each:4.1f}' for each in numbers)}")
+    return "\n".join(lines)
 
 
-def _lines(rows: list[Row], key: str, unit: str, digits: int) -> Iterator[str]:
-    for each in rows:
-        label = f"{each[key]} {unit}"
-        yield f"  {label:<35} {each['predicted']:9.{digits}f}  {each['paper']:5}"
+def draw(file: Path, found: Mapping[str, Any]) -> None:
+    """Figure 5 as in the paper, and beside it strong scaling and the number of heads."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    weak, strong, heads = figure.subplots(1, 3, width_ratios=(2.2, 1, 1))
+    for axes, key, label, form in (
+        (weak, "figure_5", "gpus", "{:.0f}"),
+        (strong, "strong_scaling", "gpus", "{:.2f}"),
+        (heads, "heads", "heads", "{:.0f}"),
+    ):
+        rows = found[key]
+        for shift, kind, colour in ((-0.2, "paper", "#999999"), (0.2, "predicted", "#0072B2")):
+            places, values = [n + shift for n in range(len(rows))], [each[kind] for each in rows]
+            bars = axes.bar(places, values, 0.38, color=colour, label=kind)
+            axes.bar_label(bars, [form.format(each) for each in values], fontsize=7, padding=2)
+        axes.set_xticks(range(len(rows)), [str(each[label]) for each in rows])
+        axes.spines[["top", "right"]].set_visible(False)
+    weak.axvline(3.5, color="#333333", linewidth=0.8)
+    weak.text(1.5, 113, "model parallel", ha="center")
+    weak.text(5.5, 113, "model + data parallel", ha="center")
+    weak.set(xlabel="GPUs", ylabel="weak scaling, % of linear", ylim=(0, 120))
+    figure.legend(*weak.get_legend_handles_labels(), loc="outside upper center", ncols=2,
+                  frameon=False)  # fmt: skip
+    strong.set(xlabel="GPUs", ylabel="strong scaling of 1.2B, speed-up", ylim=(0, 5))
+    heads.set(xlabel="heads of 8.3B on 8 GPUs", ylabel="% of linear", ylim=(0, 120))
+    figure.savefig(file, dpi=150)

@@ -12,14 +12,17 @@ from typing import Any
 from megatron.config.checks import UsageError
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "hardware"
+PROGRAMS = ("this project", "megatron 2019", "megatron 2020")  # see software.py
+POSITIVE = ("memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Anchor:
-    """What a run on one device is known to attain, in FLOP/s with recomputation and padding."""
+    """What a run of a GPT-2 on one device is known to attain, in FLOP/s with recomputation and
+    padding."""
 
     flops_per_second: float
-    software: str  # a key of SOFTWARE
+    software: str  # one of PROGRAMS
     precision: str
     num_layers: int
     hidden_size: int
@@ -29,10 +32,15 @@ class Anchor:
     batch: int
     source: str
 
+    def __post_init__(self) -> None:
+        if self.software not in PROGRAMS:
+            raise ValueError(f"software {self.software!r} is none of {', '.join(PROGRAMS)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Of a server and its devices, in bytes, seconds and FLOP/s."""
+    """Of a server and its devices, in bytes, seconds and FLOP/s. A file need not have the figures
+    with defaults."""
 
     name: str
     is_cpu: bool
@@ -40,9 +48,9 @@ class Hardware:
     memory: float
     reserved_memory: float  # that no tensor can have
     memory_bandwidth: float
-    peaks: Mapping[str, float]  # of matrix products, by precision
-    multiprocessors: int  # 0: products are not cut into tiles
-    tile: tuple[int, int]  # rows and columns of a result that one multiprocessor computes at a time
+    peaks: Mapping[str, float]  # of matmuls, by precision
+    multiprocessors: int = 0  # 0: matmuls are not cut into tiles
+    tile: tuple[int, int] = (1, 1)  # rows and columns that a multiprocessor computes at a time
     link_bandwidth: float  # of one device inside a server, in one direction
     link_share: float  # of it that an all-reduce attains
     network_bandwidth: float  # of a server, in one direction
@@ -50,7 +58,7 @@ class Hardware:
     base_latency: float  # of an all-reduce
     link_latency: float  # of a hop inside a server
     network_latency: float  # of a hop between servers
-    attained_share: float  # of peak and of memory bandwidth; by anchor.py where there is an anchor
+    attained_share: float = 1.0  # of peak and memory bandwidth; by the anchor where there is one
     anchor: Anchor | None
     sources: Mapping[str, str]
 
@@ -62,15 +70,19 @@ class Hardware:
         return self.peaks[precision]
 
     @property
+    def device(self) -> str:
+        """torch's name of its kind."""
+        return "cpu" if self.is_cpu else "cuda"
+
+    @property
+    def limit(self) -> float:
+        """Bytes that tensors can have."""
+        return self.memory - self.reserved_memory
+
+    @property
     def default_precision(self) -> str:
         """bf16 where the device multiplies in it."""
         return "bf16" if self.peaks.get("bf16", 0) > self.peaks["fp32"] else "fp32"
-
-
-# Figures that a file need not have, because not every machine has what they are about.
-ABSENT = {"multiprocessors": 0, "tile": [1, 1], "attained_share": 1.0}
-# Fields that are no tables of value and source.
-APART = ("name", "is_cpu", "peaks", "anchor", "sources")
 
 
 def known_hardware() -> list[str]:
@@ -79,49 +91,36 @@ def known_hardware() -> list[str]:
 
 
 def load_hardware(name: str) -> Hardware:
-    """name: of a file in scripts/hardware/, or a file. ValueError, with a cure, for others."""
+    """name: of a file in scripts/hardware/, or a file. UsageError, with a cure, for others."""
     file = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not file.is_file():
         known = known_hardware()
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
-        raise UsageError(
-            "--hardware",
-            name,
-            f"one of {', '.join(known)}, or a file that --measure wrote",
-            works=("--hardware", nearest),
-        )
+        works = ("--hardware", difflib.get_close_matches(name, known, n=1, cutoff=0)[0])
+        allowed = f"one of {', '.join(known)}, or a file that --measure wrote"
+        raise UsageError("--hardware", name, allowed, works=works)
     try:
         return read_hardware(tomllib.loads(file.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            "--hardware",
-            file,
-            f"a description like scripts/hardware/cpu.toml ({type(error).__name__}: {error})",
-        ) from error
+        allowed = f"a description like scripts/hardware/cpu.toml ({type(error).__name__}: {error})"
+        raise UsageError("--hardware", file, allowed) from error
 
 
 def read_hardware(text: Mapping[str, Any]) -> Hardware:
     """text: {figure: {"value", "source"}}, with peaks by precision below "peak"."""
-    peaks = text["peak"]
-    sources = {f"peak.{each}": peaks[each]["source"] for each in peaks}
-    values: dict[str, Any] = {"name": text["name"], "is_cpu": text.get("is_cpu", False)}
-    for field in fields(Hardware):
-        if field.name in APART:
-            continue
-        figure = text.get(field.name)
-        if figure is None:
-            values[field.name] = ABSENT[field.name]
-        else:
-            values[field.name] = figure["value"]
-            sources[field.name] = figure["source"]
-    values["tile"] = tuple(values["tile"])
-    values["anchor"] = Anchor(**text["anchor"]) if "anchor" in text else None
+    figures = {each.name: text[each.name] for each in fields(Hardware)
+               if each.name in text and each.name not in ("name", "is_cpu", "anchor")}  # fmt: skip
+    peaks = {name: each["value"] for name, each in text["peak"].items()}
+    sources = {f"peak.{name}": each["source"] for name, each in text["peak"].items()}
     known = Hardware(
-        **values, peaks={each: peaks[each]["value"] for each in peaks}, sources=sources
+        name=text["name"],
+        is_cpu=text.get("is_cpu", False),
+        peaks=peaks,
+        anchor=Anchor(**text["anchor"]) if "anchor" in text else None,
+        sources=sources | {name: each["source"] for name, each in figures.items()},
+        **{name: each["value"] for name, each in figures.items()},
     )
-    for name in ("memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth"):
-        if not getattr(known, name) > 0:
-            raise ValueError(f"{name} is {getattr(known, name)}, and has to be above 0")
-    if not all(each > 0 for each in (known.peaks["fp32"], *known.peaks.values())):
-        raise ValueError(f"peaks are {known.peaks}, and have to be above 0")
+    values = {"peak.fp32": peaks["fp32"], **{name: getattr(known, name) for name in POSITIVE}}
+    for name, value in {**values, **peaks}.items():
+        if not value > 0:
+            raise ValueError(f"{name} is {value}, and has to be above 0")
     return known

@@ -1,7 +1,7 @@
-"""A description of the machine at hand, found by running it; the one part here that needs torch.
+"""A description of the machine at hand, found by running it.
 
-Matrix products and all-reduces are those that tools/doctor.py times. Under torchrun the all-reduce
-goes over all processes, and each is one device: on a CPU it has its share of the cores.
+Matmuls and all-reduces are those that tools/doctor.py times. Under torchrun the all-reduce goes
+over all processes, and each is one device: on a CPU it has its share of the cores.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -22,8 +21,8 @@ from tools.probes import links, machine
 from tools.probes.findings import Fact
 
 COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes, more than caches hold
-ROUNDS = 7
 RESERVED = {"cpu": 1e9, "cuda": 2e9}  # bytes
+ROUNDS = 7
 
 Figures = dict[str, tuple[Any, str]]
 
@@ -35,38 +34,41 @@ def measure(mesh: Mesh) -> Figures | None:
     bandwidth = _memory_bandwidth(mesh.device)
     if not mesh.is_first:
         return None
-    return dict(_figures(mesh, bandwidth, reduced))
-
-
-def _figures(
-    mesh: Mesh, bandwidth: float, reduced: list[dict[str, Any]]
-) -> Iterator[tuple[str, tuple[Any, str]]]:
-    kind, tool = mesh.device.type, f"measured by --measure, {datetime.now(UTC):%Y-%m-%d}, torch"
-    source = f"{tool} {torch.__version__}"
-    size, allowance = _memory(mesh), "an allowance for the program itself and its libraries"
-    yield "devices_per_server", (mesh.size, f"{mesh.size} processes on this machine")
-    yield "memory", (size, f"of this machine, for each of {mesh.size} processes")
-    yield "reserved_memory", (RESERVED[kind], allowance)
-    yield "memory_bandwidth", (bandwidth, f"{source}: copies of {COPIED[kind] >> 20} MiB")
-    for fact in machine.speed(mesh.device):
-        assert isinstance(fact, Fact)
-        rate = fact.value["flops_per_second"]
-        yield f"peak.{fact.name.removeprefix('product, ')}", (rate, f"{source}: {fact}")
-    speed, latency, told = _link(reduced, bandwidth)
-    yield "link_bandwidth", (speed, f"{source}: {told}")
-    yield "link_share", (1.0, "what was measured is attained")
-    yield "network_bandwidth", (speed, "not measured: that inside the server")
-    yield "network_share", (1.0, "what was measured is attained")
-    yield "base_latency", (latency, f"{source}: {told}")
-    yield "link_latency", (0.0, "part of base_latency")
-    yield "network_latency", (0.0, "not measured")
-
-
-def _memory(mesh: Mesh) -> float:
-    """Bytes of one device."""
-    if mesh.device.type == "cuda":
-        return float(torch.cuda.mem_get_info(mesh.device)[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
+    kind, date = mesh.device.type, f"{datetime.now(UTC):%Y-%m-%d}"
+    source = f"measured by --measure, {date}, torch {torch.__version__}"
+    if kind == "cuda":
+        memory = float(torch.cuda.mem_get_info(mesh.device)[1])
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
+    link, latency, shown = bandwidth / 6, 0.0, "not measured, a sixth of memory; torchrun does"
+    if reduced:
+        small, large = reduced[0], reduced[-1]
+        ranks, latency = large["size"], small["seconds"]
+        sent = 2 * (ranks - 1) / ranks * (large["bytes"] - small["bytes"])
+        link = sent / (large["seconds"] - small["seconds"])
+        shown = f"{large['backend']}, {ranks} ranks, {small['bytes']} and {large['bytes']} bytes"
+    attained, in_server = (1.0, "what was measured is attained"), "not measured: as in the server"
+    speeds = [fact for fact in machine.speed(mesh.device) if isinstance(fact, Fact)]
+    return {
+        "devices_per_server": (mesh.size, f"{mesh.size} processes on this machine"),
+        "memory": (memory, f"of this machine, for each of {mesh.size} processes"),
+        "reserved_memory": (RESERVED[kind], "an allowance for the program and its libraries"),
+        "memory_bandwidth": (bandwidth, f"{source}: copies of {COPIED[kind] >> 20} MiB"),
+        **{
+            f"peak.{fact.name.removeprefix('product, ')}": (
+                fact.value["flops_per_second"],
+                f"{source}: {fact}",
+            )
+            for fact in speeds
+        },
+        "link_bandwidth": (link, f"{source}: {shown}"),
+        "link_share": attained,
+        "network_bandwidth": (link, in_server),
+        "network_share": attained,
+        "base_latency": (latency, f"{source}: {shown}"),
+        "link_latency": (0.0, "part of base_latency"),
+        "network_latency": (0.0, "not measured"),
+    }
 
 
 def _memory_bandwidth(device: torch.device) -> float:
@@ -79,38 +81,24 @@ def _memory_bandwidth(device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return 2 * source.numel() * 4 / median(times)
-
-
-def _link(reduced: list[dict[str, Any]], bandwidth: float) -> tuple[float, float, str]:
-    """(bytes a second in one direction, seconds of a small all-reduce, how that was found)."""
-    if not reduced:
-        return bandwidth / 6, 0.0, "not measured, a sixth of memory; torchrun measures it"
-    small, large = reduced[0], reduced[-1]
-    ranks, extra = large["size"], large["seconds"] - small["seconds"]
-    sent = 2 * (ranks - 1) / ranks * (large["bytes"] - small["bytes"])
-    told = f"{large['backend']}, {ranks} ranks, {small['bytes']} and {large['bytes']} bytes"
-    return sent / extra, small["seconds"], told
+    return 2 * source.nbytes / median(times)
 
 
 def write(file: Path, figures: Figures, device: torch.device) -> None:
     """TOML, as hardware.py reads it."""
-    lines = [f"name = {json.dumps(_name(device))}", f"is_cpu = {json.dumps(device.type == 'cpu')}"]
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        facts = (each for each in machine.devices(device, "fp32", 1) if isinstance(each, Fact))
+        name = next(str(each) for each in facts if each.name == "CPU")
+    lines = [f"name = {json.dumps(name)}", f"is_cpu = {json.dumps(device.type == 'cpu')}"]
     for figure, (value, source) in figures.items():
-        lines += ["", f"[{figure}]", f"value = {value:.6g}" if isinstance(value, float)
-                  else f"value = {value}", f"source = {json.dumps(source)}"]  # fmt: skip
+        number = f"{value:.6g}" if isinstance(value, float) else value
+        lines += ["", f"[{figure}]", f"value = {number}", f"source = {json.dumps(source)}"]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    found = machine.devices(device, "fp32", 1)
-    return next(str(each) for each in found if isinstance(each, Fact) and each.name == "CPU")
-
-
-def told(figures: Mapping[str, tuple[Any, str]]) -> str:
+def shown(figures: Figures) -> str:
     width = max(map(len, figures))
-    return "\n".join(
-        f"  {name:<{width}}  {value:<12.6g}  {source}" for name, (value, source) in figures.items()
-    )
+    rows = (f"  {n:<{width}}  {value:<12.6g}  {source}" for n, (value, source) in figures.items())
+    return "\n".join(rows)

@@ -1,22 +1,37 @@
-"""Layouts of a model on so many devices: which can work, which fit, which is fastest."""
+"""Layouts of a model on so many devices: which can work, which fit, which is fastest, and which is
+nearest to one that does not fit. torch is imported where one is planned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from math import log2
 from typing import Any
 
-from megatron.config.checks import UsageError
+from megatron.config.checks import UsageError, flag, switch
 from megatron.config.pretrain import PretrainConfig
 from tools.planning.hardware import Hardware
-from tools.planning.memory import GRANULARITIES, fits, memory
-from tools.planning.products import model_flops
-from tools.planning.shape import Shape, shape_of
-from tools.planning.software import THIS_PROJECT
-from tools.planning.timing import predict
 
+GRANULARITIES = ("none", "selective", "full")
 MOST_SAMPLES = 64  # of a micro-batch that is tried
+MOST_DOUBLINGS = 10  # of the number of devices, where no layout fits
+# What a search varies, by its setting: the config that has it, and its name in a row.
+VARIED = {
+    "tensor_model_parallel_size": ("parallel", "tensor"),
+    "sequence_parallel": ("parallel", "sequence_parallel"),
+    "micro_batch_size": ("training", "batch"),
+    "recompute_granularity": ("model", "recompute"),
+}
+Row = dict[str, Any]
+
+
+def varied(config: PretrainConfig, **values: Any) -> PretrainConfig:
+    """With these values of VARIED."""
+    for name, value in values.items():
+        section, _ = VARIED[name]
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
 
 
 def check(config: PretrainConfig, gpus: int) -> None:
@@ -34,20 +49,19 @@ def check(config: PretrainConfig, gpus: int) -> None:
             raise UsageError("--gpus", gpus, allowed, works=("--gpus", str(fewer))) from error
         size, batch = found.parallel.tensor_model_parallel_size, found.training.micro_batch_size
         works = ("--tensor-model-parallel-size", str(size), "--micro-batch-size", str(batch))
-        raise UsageError(
-            error.flag, error.value, f"{error.allowed}; on {gpus} GPUs", works=works
-        ) from error
+        allowed = f"{error.allowed}; on {gpus} GPUs"
+        raise UsageError(error.flag, error.value, allowed, works=works) from error
 
 
 def nearest(config: PretrainConfig, gpus: int) -> PretrainConfig | None:
     """The layout that can work with the fewest doublings of t, and then of the micro-batch."""
-    size, batch = config.parallel.tensor_model_parallel_size, config.training.micro_batch_size
 
-    def distance(found: PretrainConfig) -> tuple[float, float]:
-        return (
-            abs(log2(found.parallel.tensor_model_parallel_size / size)),
-            abs(log2(found.training.micro_batch_size / batch)),
-        )
+    def sizes(found: PretrainConfig) -> tuple[float, float]:
+        size, batch = found.parallel.tensor_model_parallel_size, found.training.micro_batch_size
+        return log2(size), log2(batch)
+
+    def distance(found: PretrainConfig) -> list[float]:
+        return [abs(a - b) for a, b in zip(sizes(found), sizes(config), strict=True)]
 
     return min(layouts(config, gpus), key=distance, default=None)
 
@@ -55,15 +69,14 @@ def nearest(config: PretrainConfig, gpus: int) -> PretrainConfig | None:
 def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
     """The same training, cut in all ways that can work; the global batch stays what it is."""
     batches = {2**power for power in range(MOST_SAMPLES.bit_length())}
-    for size in (each for each in range(1, gpus + 1) if gpus % each == 0):
-        for batch in sorted(batches | {config.training.micro_batch_size}):
-            found = replace(
-                config,
-                parallel=replace(config.parallel, tensor_model_parallel_size=size),
-                training=replace(config.training, micro_batch_size=batch),
-            )
-            if _can_work(found, gpus):
-                yield found
+    batches.add(config.training.micro_batch_size)
+    sizes = (each for each in range(1, gpus + 1) if gpus % each == 0)
+    for size, batch in product(sizes, sorted(batches)):
+        cuts_stream = config.parallel.sequence_parallel and size > 1
+        found = varied(config, tensor_model_parallel_size=size, micro_batch_size=batch,
+                       sequence_parallel=cuts_stream)  # fmt: skip
+        if _can_work(found, gpus):
+            yield found
 
 
 def _can_work(config: PretrainConfig, gpus: int) -> bool:
@@ -74,37 +87,73 @@ def _can_work(config: PretrainConfig, gpus: int) -> bool:
     return True
 
 
-def search(
-    config: PretrainConfig, gpus: int, hardware: Hardware, precision: str
-) -> list[dict[str, Any]]:
-    """The layouts that fit, the one with the most tokens a second first."""
-    found = [
-        _row(shape, hardware, precision)
-        for shape in _shapes(config, gpus, precision)
-        if fits(memory(shape, hardware)["total"], hardware)
-    ]
-    return sorted(found, key=lambda each: -each["tokens_per_second"])
+def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str) -> list[Row]:
+    """The layouts that fit, with and without sequence parallelism and recomputation, the one with
+    the most tokens a second first."""
+    from tools.planning.timing import predict
+    from tools.planning.trace import Step
+
+    rows, plain = [], varied(config, sequence_parallel=False)
+    for layout, cuts_stream, again in product(layouts(plain, gpus), (False, True), GRANULARITIES):
+        found = varied(layout, sequence_parallel=cuts_stream, recompute_granularity=again)
+        if cuts_stream and not (found.parallel.cuts_stream and _can_work(found, gpus)):
+            continue
+        step = Step(found, gpus, precision, hardware.device)
+        if sum(step.lasting.values()) > hardware.limit or step.memory["total"] > hardware.limit:
+            continue
+        seconds = predict(step, hardware).total
+        row = {name: getattr(getattr(found, section), setting)
+               for setting, (section, name) in VARIED.items()}  # fmt: skip
+        row |= {"data": step.copies, "micro_batches": step.micro_batches, "seconds": seconds}
+        row["tokens_per_second"] = step.tokens / seconds
+        row["mfu"] = step.flops / (seconds * gpus * hardware.peak(precision))
+        rows.append(row | {"memory_bytes": step.memory["total"]})
+    return sorted(rows, key=lambda each: -each["tokens_per_second"])
 
 
-def _shapes(config: PretrainConfig, gpus: int, precision: str) -> Iterator[Shape]:
+def keeping_batch(config: PretrainConfig, gpus: int) -> PretrainConfig:
+    """With the global batch of so many devices, whatever the layout."""
     batch = config.global_batch_size(gpus)
-    fixed = replace(config, training=replace(config.training, global_batch_size=batch))
-    for found in layouts(fixed, gpus):
-        shape = shape_of(found, gpus, precision)
-        for granularity in GRANULARITIES:
-            yield replace(shape, recompute=granularity)
+    return replace(config, training=replace(config.training, global_batch_size=batch))
 
 
-def _row(shape: Shape, hardware: Hardware, precision: str) -> dict[str, Any]:
-    seconds = predict(shape, THIS_PROJECT, hardware, precision).total
-    return {
-        "tensor": shape.tensor,
-        "data": shape.data,
-        "batch": shape.batch,
-        "micro_batches": shape.micro_batches,
-        "recompute": shape.recompute,
-        "seconds": seconds,
-        "tokens_per_second": shape.step_tokens / seconds,
-        "mfu": model_flops(shape) / (seconds * shape.ranks * hardware.peak(precision)),
-        "memory_bytes": memory(shape, hardware)["total"],
-    }
+def smallest_change(
+    config: PretrainConfig, gpus: int, hardware: Hardware, precision: str, found: Sequence[Row]
+) -> str | None:
+    """The flags of a layout that fits: the fewest, and of these the fastest. found: by a search on
+    so many devices; where it is empty, twice as many are tried, and so on."""
+    more, kept = gpus, keeping_batch(config, gpus)
+    while not found and more < gpus * 2**MOST_DOUBLINGS:
+        more *= 2
+        found = search(kept, more, hardware, precision)
+    changes = [(list(_changed(config, row)), row) for row in found]
+    if not changes:
+        return None
+    flags, row = min(changes, key=lambda each: len(each[0]))
+    if more > gpus:
+        flags.append(f"--gpus {more}")
+    batch = kept.training.global_batch_size
+    if config.training.global_batch_size is None and row["data"] * row["batch"] != batch:
+        flags.append(f"--global-batch-size {batch}")  # or it would be another training
+    return " ".join(flags)
+
+
+def _changed(config: PretrainConfig, row: Row) -> Iterator[str]:
+    for setting, (section, name) in VARIED.items():
+        if getattr(getattr(config, section), setting) != (value := row[name]):
+            yield switch(setting, value) if isinstance(value, bool) else f"{flag(setting)} {value}"
+
+
+def table(rows: Sequence[Row], most: int = 12) -> str:
+    """The best layouts, one a line."""
+    if not rows:
+        return "  no layout on so many devices fits; --hardware with more memory or more --gpus may"
+    lines = [
+        f"  t {each['tensor']:>3} {'sequence' if each['sequence_parallel'] else '':<8}  "
+        f"d {each['data']:>4}  micro-batch {each['batch']:>3}  recompute {each['recompute']:<9}  "
+        f"{each['tokens_per_second']:>12,.0f} tokens/s  MFU {100 * each['mfu']:4.1f} %  "
+        f"{each['memory_bytes'] / 1e9:6.2f} GB"
+        for each in rows[:most]
+    ]
+    rest = len(rows) - most
+    return "\n".join([*lines, *([f"  and {rest} more that fit"] if rest > 0 else [])])

@@ -1,19 +1,29 @@
-"""How many bytes a program's kernels move beside the matrix products, counted in its source.
+"""The authors' programs, counted in their source, which figure 5 is predicted of; and the share of
+peak and memory bandwidth that a program's kernels attain, from one run on one device.
 
 A pass is one reading or one writing of a tensor. Of a layer, forward and backward:
 
     stream    passes over [n, h], which every tensor-parallel rank does in full
     cut       passes over [n, h/t]
-    scores    passes over [b, a/t, s, s], where attention writes them to memory
+    scores    passes over [b, a/t, s, s], which attention writes to memory
     dropouts  kernels that read, write and keep or read a mask of one byte a number
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from tools.planning.parameters import local
-from tools.planning.shape import WIDE, Shape
+from megatron.config.model import GPT2Config
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.config.training import GPT2DataConfig, TrainingConfig
+from megatron.train.inputs import vocabulary_of
+from tools.layouts.meters import Call, Matmul, Work
+from tools.planning.hardware import Anchor, Hardware, load_hardware
+from tools.planning.timing import predict
+from tools.planning.trace import WIDE, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,77 +36,28 @@ class Traffic:
     stream_dropouts: int = 0
     scores_dropouts: int = 0
 
-    def bytes(self, shape: Shape) -> float:
-        stream = shape.tokens * shape.hidden
-        scores = shape.batch * shape.heads / shape.tensor * shape.sequence**2
-        dropout = 2 * shape.width + 1
-        moved = shape.width * (
-            self.stream * stream + self.cut * stream / shape.tensor + self.scores * scores
-        )
-        moved += shape.hidden_dropout * dropout * self.stream_dropouts * stream
-        return moved + shape.attention_dropout * dropout * self.scores_dropouts * scores
-
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
+    """Attention's scores are written to memory, and the loss is computed at once, of all logits."""
+
     name: str
     forward: Traffic
     backward: Traffic
-    outside: float  # passes over [n, h] in embedding and final norm, both directions
-    logit_bytes: float  # moved for each logit of a rank, products aside
-    wide_passes: float  # over this rank's parameters in fp32, of a step
-    narrow_passes: float  # in the weights' own width
-    keeps_scores: bool  # else attention is one kernel: causal, it leaves out half of the products
-    gradient_bytes: int  # of a number that is reduced over data-parallel ranks
-    bucket_bytes: int
-    overlaps: bool  # gradients are reduced while the backward goes on, else behind it
-    chunk_bytes: int  # of the logits that are there at a time, in fp32
-    overlaps_f: bool  # its all-reduce goes on while the same layer's weight gradient is computed
+    outside: float = 28  # passes over [n, h] in embedding and final norm, both directions
+    logit_bytes: float = 60  # moved for each logit of a rank, matmuls aside
+    wide_passes: float = 17  # over this rank's parameters in fp32, of a step
+    narrow_passes: float = 13  # in the weights' own width
+    gradient_bytes: int = 2  # of a number that is reduced over data-parallel ranks
+    bucket_bytes: int | None = None  # reduced beside the backward; None: in one call behind it
 
-    def forward_bytes(self, shape: Shape) -> float:
-        """Of all layers in one micro-batch."""
-        return shape.layers * self.forward.bytes(shape)
-
-    def backward_bytes(self, shape: Shape) -> float:
-        return shape.layers * self.backward.bytes(shape)
-
-    def outside_bytes(self, shape: Shape) -> float:
-        """Of embedding, final norm and loss in one micro-batch."""
-        logits = shape.scored * shape.padded / shape.tensor
-        stream = shape.tokens * shape.hidden * shape.width
-        return self.outside * stream + self.logit_bytes * logits
-
-    def parameter_bytes(self, shape: Shape) -> float:
-        """Of gradients and optimizer, in a step."""
-        return local(shape) * (self.wide_passes * WIDE + self.narrow_passes * shape.width)
-
-
-# Without torch.compile, which fuses some of it. Stream forward: two norms 4, two biases behind the
-# all-reduces 4, two residual adds 6; backward: gradients of the two branches added 6, biases 2,
-# norms 10 (one kernel for x, one for weight and bias). Cut forward: GeLU 8, attention in one kernel
-# 4; backward: GeLU 12, biases 7, attention 8, q, k, v put side by side 6. Parameters: gradient to
-# its place 1 + 1, norm 1, AdamW 8 with the scaled gradient, rounding 1 + 1. A logit: maximum 2
-# bytes, widening 6, shift 8, exponential 8, sum 4, gradient 8, narrowing 6.
-THIS_PROJECT = Software(
-    name="this project",
-    forward=Traffic(stream=14, cut=12, stream_dropouts=2),
-    backward=Traffic(stream=18, cut=33, stream_dropouts=2),
-    outside=28,
-    logit_bytes=42,
-    wide_passes=11,
-    narrow_passes=2,
-    keeps_scores=False,
-    gradient_bytes=4,
-    bucket_bytes=64 * 2**20,
-    overlaps=True,
-    chunk_bytes=2**27,
-    overlaps_f=True,
-)
 
 # The authors' code as of the paper (mpu/transformer.py, fp16/fp16.py, model/distributed.py and
 # pretrain_gpt2.py of github.com/NVIDIA/Megatron-LM, 2019), each operation a kernel of its own.
-# Stream as above. Cut forward: bias of q, k, v 6, their copies 6, of the heads 2, bias 8 and GeLU 8
-# of the MLP; backward: GeLU 12, biases 7, heads 2, q, k, v side by side 6. Scores forward: divided
+# Stream forward: two norms 4, two biases behind the all-reduces 4, two residual adds 6; backward:
+# gradients of the two branches added 6, biases 2, norms 10 (one kernel for x, one for weight and
+# bias). Cut forward: bias of q, k, v 6, their copies 6, of the heads 2, bias 8 and GeLU 8 of the
+# MLP; backward: GeLU 12, biases 7, heads 2, q, k, v side by side 6. Scores forward: divided
 # 2, times mask 2, minus mask 2, softmax 2; backward: softmax 3, mask 2, division 2. Parameters:
 # both gradients zeroed 1 + 1, accumulated 3, searched for overflow 2 + 1, copied 1 + 1, unscaled 2,
 # norm 1, clipped 2, Adam 7, rounded 1 + 1, flattened, divided and copied back for reduction 6.
@@ -106,16 +67,6 @@ MEGATRON_2019 = Software(
     name="Megatron-LM, 2019",
     forward=Traffic(stream=14, cut=30, scores=8, stream_dropouts=2, scores_dropouts=1),
     backward=Traffic(stream=18, cut=27, scores=7, stream_dropouts=2, scores_dropouts=1),
-    outside=28,
-    logit_bytes=60,
-    wide_passes=17,
-    narrow_passes=13,
-    keeps_scores=True,
-    gradient_bytes=2,
-    bucket_bytes=2**62,
-    overlaps=False,
-    chunk_bytes=2**62,
-    overlaps_f=False,
 )
 
 # The same in 2020 ("version 1.0"): bias with GeLU, bias with dropout and residual add (3 passes and
@@ -124,21 +75,134 @@ MEGATRON_2020 = Software(
     name="Megatron-LM 1.0, 2020",
     forward=Traffic(stream=11, cut=16, scores=2, scores_dropouts=1),
     backward=Traffic(stream=18, cut=27, scores=3, stream_dropouts=2, scores_dropouts=1),
-    outside=28,
-    logit_bytes=60,
-    wide_passes=17,
-    narrow_passes=13,
-    keeps_scores=True,
-    gradient_bytes=2,
-    bucket_bytes=2**62,
-    overlaps=False,
-    chunk_bytes=2**62,
-    overlaps_f=False,
 )
 
-SOFTWARE = {
-    "this project": THIS_PROJECT,
-    "megatron 2019": MEGATRON_2019,
-    "megatron 2020": MEGATRON_2020,
-}
+SOFTWARE = {"megatron 2019": MEGATRON_2019, "megatron 2020": MEGATRON_2020}
 TORCH_BUCKET = 25 * 2**20  # bytes of a bucket of torch's DistributedDataParallel, --DDP-impl torch
+
+
+@dataclass(frozen=True)
+class AuthorsStep(Step):
+    """A step of a GPT-2 as the software does it; what is not said here is as in this project."""
+
+    software: Software = MEGATRON_2019
+
+    @cached_property
+    def work(self) -> Mapping[str, Work]:
+        config, model, width, m = self.config, self.config.model, self.width, self.micro_batches
+        b, s, t = (
+            config.training.micro_batch_size,
+            config.data.seq_length,
+            self.model.rings["tensor"].ranks,
+        )
+        h, a, layers = model.hidden_size, model.num_attention_heads, model.num_layers
+        n, multiple = b * s, model.make_vocab_size_divisible_by * t
+        logits = -(-vocabulary_of(config) // multiple) * multiple // t  # of a token on a rank
+        # (batch, m, k, n) of the forward: a layer's weights, its attention, the head
+        linear = [
+            (1, n, h, 3 * h // t),
+            (1, n, h // t, h),
+            (1, n, h, 4 * h // t),
+            (1, n, 4 * h // t, h),
+        ]
+        core = [(b * a // t, s, h // a, s), (b * a // t, s, s, h // a)]
+        layer = [(each, layers * m) for each in (*linear, *core)]
+        forward = [*layer[:4], ((1, n, h, logits), m), *layer[4:]]
+        backward = [
+            (each, times)
+            for (batch, rows, inner, columns), times in forward
+            for each in ((batch, rows, columns, inner), (batch, inner, rows, columns))
+        ]
+        again = model.recompute_granularity == "full"
+        stream, sums = n * h * width, n * WIDE
+        loss = [(sums, m), (2 * sums, m), (stream, m)]  # and f of the head
+
+        def moved(traffic: Traffic) -> float:
+            scores, dropout = b * a / t * s**2, 2 * width + 1
+            found = width * (
+                traffic.stream * n * h + traffic.cut * n * h / t + traffic.scores * scores
+            )
+            found += (model.hidden_dropout > 0) * dropout * traffic.stream_dropouts * n * h
+            return (
+                found + (model.attention_dropout > 0) * dropout * traffic.scores_dropouts * scores
+            )
+
+        def work(matmuls: Any, sizes: Sequence[tuple[int, int]], moved: float) -> Work:
+            return Work(
+                matmuls=_Listed((Matmul(*each, width), times) for each, times in matmuls),
+                calls=_Listed((Call("tensor", size, 2), times) for size, times in sizes if t > 1),
+                moved=m * moved,
+            )
+
+        there, back = layers * moved(self.software.forward), layers * moved(self.software.backward)
+        outside = (self.software.outside * stream + self.software.logit_bytes * n * logits) / 2
+        calls = [(stream, m * (1 + 2 * layers)), *loss]
+        return {
+            "forward": work(forward, calls, there + outside),
+            "recomputation": work(layer * again, [(stream, m * 2 * layers * again)], there * again),
+            "backward": work(backward, [(stream, m * 2 * layers)], back + outside),
+        }
+
+    @property
+    def reductions(self) -> list[tuple[float, str, int]]:
+        size, most = self.software.gradient_bytes, self.software.bucket_bytes
+        if most is None:
+            return [(1.0, "data", self.model.local * size)]
+        buckets = self.model_of(most // size * WIDE).buckets
+        return [(each.ready, "data", each.numbers * size) for each in buckets]
+
+    @property
+    def overlaps(self) -> bool:
+        return self.software.bucket_bytes is not None
+
+    @property
+    def updated(self) -> float:
+        wide, narrow = self.software.wide_passes * WIDE, self.software.narrow_passes * self.width
+        return self.model.local * (wide + narrow)
+
+
+class _Listed(list[tuple[Any, int]]):
+    """A Counter whose equal keys stay apart: the last bits of a sum depend on its order, and
+    predictions that were made are kept."""
+
+    def items(self) -> list[tuple[Any, int]]:
+        return self
+
+
+def find_hardware(name: str) -> Hardware:
+    """As load_hardware, with the share of peak and memory bandwidth that kernels attain."""
+    return anchored(load_hardware(name))
+
+
+def anchored(hardware: Hardware) -> Hardware:
+    """The hardware with the share that its anchor tells; as it is where it has none.
+
+    The share is one number for matmuls and other kernels alike: that with which the time of the
+    known run comes out. So it carries whatever is not in the datasheet, and is known before
+    anything is scaled.
+    """
+    anchor = hardware.anchor
+    if anchor is None:
+        return hardware
+    step = anchor_step(anchor)
+    ideal = predict(step, replace(hardware, attained_share=1.0)).total
+    return replace(hardware, attained_share=ideal / (step.executed_flops / anchor.flops_per_second))
+
+
+def anchor_step(anchor: Anchor) -> Step:
+    config = PretrainGPT2Config(
+        model=GPT2Config(
+            num_layers=anchor.num_layers,
+            hidden_size=anchor.hidden_size,
+            num_attention_heads=anchor.heads,
+            max_position_embeddings=anchor.sequence,
+            vocab_size=anchor.vocabulary,
+            make_vocab_size_divisible_by=1,
+            recompute_granularity="full",
+        ),
+        data=GPT2DataConfig(seq_length=anchor.sequence),
+        training=TrainingConfig(train_iters=1, micro_batch_size=anchor.batch),
+    )
+    if anchor.software == "this project":
+        return Step(config, 1, anchor.precision)
+    return AuthorsStep(config, 1, anchor.precision, software=SOFTWARE[anchor.software])

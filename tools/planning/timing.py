@@ -1,28 +1,74 @@
-"""How long a step takes: what its kernels and its all-reduces take, one after another.
+"""How long a step takes: what its kernels and its collectives take, one after another.
 
-    matrix products     max(FLOPs / peak, bytes / memory bandwidth) of each, where the last wave of
+    matmuls             max(FLOPs / peak, bytes / memory bandwidth) of each, where the last wave of
                         tiles does not fill the device
     other kernels       bytes / memory bandwidth
-    tensor parallelism  all-reduces of [n, h]; f's may hide behind the weight gradient beside it
+    tensor parallelism  collectives, which hide behind the matmuls between their start and the wait
     data parallelism    all-reduces of gradients, which may hide behind the backward
 
-Peak and memory bandwidth are those of the datasheet times `attained_share`.
+Peak and memory bandwidth are those of the datasheet times `attained_share`. A collective is a ring,
+as NCCL makes one over NVLink and over the network. Each of r ranks sends, and gets, (r - 1) / r of
+the bytes in a pass: an all-reduce takes two, one while the parts are summed, one while the sums go
+round. The slowest hop of the ring sets the pace:
+
+    seconds = passes (r - 1) / r x bytes / bandwidth + latency: a start, passes (r - 1) hops
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
-from tools.planning import communication, products
+from tools.layouts.meters import Matmul, Work
 from tools.planning.hardware import Hardware
-from tools.planning.links import RING_PASSES, data_ring, tensor_ring
-from tools.planning.parameters import Parameter, buckets, table
-from tools.planning.products import Product
-from tools.planning.shape import Shape
-from tools.planning.software import Software
+
+if TYPE_CHECKING:
+    from tools.planning.trace import Step
+
+# A byte that is reduced moves 6 in memory on each rank: of the two rounds each writes what the
+# neighbour sends, reads it, and reads or writes this rank's own.
+RING_PASSES = 6
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks that communicate, `stride` apart; servers are filled in the order of ranks."""
+
+    ranks: int
+    stride: int
+
+    def seconds(self, size: float, hardware: Hardware, passes: int = 2) -> float:
+        """Of a collective of `size` bytes, while the other rings of the job do the same."""
+        if self.ranks == 1:
+            return 0.0
+        sent = passes * (self.ranks - 1) / self.ranks * size
+        return sent / self.bandwidth(hardware) + self.latency(hardware, passes)
+
+    def inside(self, hardware: Hardware) -> int:
+        """Ranks of the ring in one server."""
+        return max(1, min(self.ranks, hardware.devices_per_server // self.stride))
+
+    def bandwidth(self, hardware: Hardware) -> float:
+        """Bytes a second that pass each hop in one direction."""
+        inside = self.inside(hardware)
+        link = hardware.link_bandwidth * hardware.link_share
+        if inside == self.ranks:
+            return link
+        rings = hardware.devices_per_server // inside  # that share the server's adapters
+        network = hardware.network_bandwidth * hardware.network_share / rings
+        return network if inside == 1 else min(link, network)
+
+    def latency(self, hardware: Hardware, passes: int = 2) -> float:
+        inside, hops = self.inside(hardware), passes * (self.ranks - 1)
+        outer = 0 if inside == self.ranks else min(hops, passes * self.ranks // inside)
+        inner = (hops - outer) * hardware.link_latency
+        return hardware.base_latency + inner + outer * hardware.network_latency
+
+    def slowed(self, sent: float, hardware: Hardware) -> float:
+        """Seconds that hidden collectives, which sent so many bytes, keep memory from kernels."""
+        moved = RING_PASSES * sent * self.ranks / (2 * (self.ranks - 1))
+        return moved / (hardware.memory_bandwidth * hardware.attained_share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,158 +88,84 @@ class Seconds:
         return self.matrix_products + self.other_kernels + parallel
 
 
-def predict(shape: Shape, software: Software, hardware: Hardware, precision: str) -> Seconds:
-    peak = hardware.peak(precision)
-    phases = _phases(shape, software)
+def predict(step: Step, hardware: Hardware) -> Seconds:
     bandwidth = hardware.memory_bandwidth * hardware.attained_share
-    matrix = {
-        phase: sum(_product_seconds(each, shape, hardware, peak) for each in found)
-        for phase, (found, _) in phases.items()
-    }
-    other = {phase: moved / bandwidth for phase, (_, moved) in phases.items()}
-    tensor = {phase: _tensor_seconds(shape, software, hardware, phase) for phase in phases}
-    hidden_f = _hidden_f(shape, hardware, peak) if software.overlaps_f else 0.0
-    slowed = _slowed(hidden_f * tensor_ring(shape).bandwidth(hardware), shape.tensor, bandwidth)
-    tensor["backward"] += slowed - hidden_f
+    matrix, other, exposed, hidden = ({} for _ in range(4))
+    for phase, work in step.work.items():
+        matrix[phase] = sum(
+            matmul_seconds(each, hardware, step.precision, times)
+            for each, times in work.matmuls.items()
+        )
+        other[phase] = work.moved / bandwidth
+        exposed[phase], hidden[phase] = _collectives(step, work, hardware)
     behind = ("recomputation", "backward")
-    window = sum(matrix[p] + other[p] + tensor[p] for p in behind) / shape.micro_batches
-    exposed, hidden = _data_seconds(shape, software, hardware, window)
+    window = sum(matrix[p] + other[p] + exposed[p] for p in behind) / step.micro_batches
+    exposed["reductions"] = sum(
+        step.model.rings[axis].seconds(size, hardware)
+        for _, axis, size in step.reductions
+        if axis != "data"
+    )
+    data_exposed, data_hidden = _reductions(step, hardware, window)
     return Seconds(
         matrix_products=sum(matrix.values()),
-        other_kernels=sum(other.values()) + software.parameter_bytes(shape) / bandwidth,
-        tensor_parallel_exposed=sum(tensor.values()),
-        tensor_parallel_hidden=hidden_f,
-        data_parallel_exposed=exposed,
-        data_parallel_hidden=hidden,
+        other_kernels=sum(other.values()) + step.updated / bandwidth,
+        tensor_parallel_exposed=sum(exposed.values()),
+        tensor_parallel_hidden=sum(hidden.values()),
+        data_parallel_exposed=data_exposed,
+        data_parallel_hidden=data_hidden,
     )
 
 
-def _phases(shape: Shape, software: Software) -> dict[str, tuple[list[Product], float]]:
-    """(matrix products, bytes of the other kernels) of a step's micro-batches, by phase."""
-    m = shape.micro_batches
-    weights = [*products.linear(shape), *products.heads(shape)]
-    core = list(products.attention(shape))
-    again = products.forward_again(shape) if software.keeps_scores else []
-    if software.keeps_scores:
-        forward = [*weights, *core]
-        backward = [each for product in forward for each in products.backward(product)]
-    else:
-        forward = [*weights, *_fused(core, shape, 1)]
-        backward = [each for product in weights for each in products.backward(product)]
-        backward += _fused(core, shape, 2.5)  # the scores are computed once more
-        again = _fused_again(shape, core)
-    layers, repeats = software.forward_bytes(shape), shape.recompute == "full"
-    outside = software.outside_bytes(shape)
-    return {
-        "forward": (forward, m * (layers + outside / 2)),
-        "recomputation": (again, m * layers * repeats),
-        "backward": (backward, m * (software.backward_bytes(shape) + outside / 2)),
-    }
+def matmul_seconds(matmul: Matmul, hardware: Hardware, precision: str, times: int = 1) -> float:
+    """Of so many. precision: of the step; what it multiplies in fp32 is of fp32's peak."""
+    peak = hardware.peak("fp32" if matmul.width >= 4 else precision)
+    share, flops = hardware.attained_share, float(matmul.flops * times)
+    if matmul.fused:  # what such a kernel reads and writes is counted with the other kernels
+        return flops * matmul.share / (peak * share)
+    computing = flops / (peak * filled(matmul, hardware))
+    return max(computing, matmul.bytes * times / hardware.memory_bandwidth) / share
 
 
-def _fused(core: Iterable[Product], shape: Shape, times: float) -> list[Product]:
-    """Attention's products in one kernel, which reads and writes what the traffic counts."""
-    causal = 0.5 if shape.kind == "gpt2" else 1.0
-    return [
-        Product(f"{each.name}{FUSED}", each.batch, each.m, each.k, each.n,
-                each.times * times * causal)
-        for each in core
-    ]  # fmt: skip
+def filled(matmul: Matmul, hardware: Hardware) -> float:
+    """Share of the multiprocessors' time that computes the result: its tiles, lying or upright, of
+    which those at the edges reach beyond it, come in waves, of which the last leaves some idle."""
+    count, (height, width) = hardware.multiprocessors, hardware.tile
+    shares = [1.0] if not count else []
+    for rows, columns in ((height, width), (width, height))[: 2 * bool(count)]:
+        tiles = matmul.batch * ceil(matmul.m / rows) * ceil(matmul.n / columns)
+        computed = ceil(tiles / count) * count * rows * columns
+        shares.append(matmul.batch * matmul.m * matmul.n / computed)
+    return max(shares)
 
 
-FUSED = ", fused"
+def _collectives(step: Step, work: Work, hardware: Hardware) -> tuple[float, float]:
+    """(exposed, hidden) of a phase. What is hidden takes memory bandwidth from the matmuls beside
+    it, which is exposed."""
+    exposed = hidden = 0.0
+    for call, times in work.calls.items():
+        ring = step.model.rings[call.axis]
+        taken = ring.seconds(call.bytes, hardware, call.passes)
+        beside = sum(matmul_seconds(each, hardware, step.precision) for each in call.beside)
+        if covered := min(taken, beside):
+            hidden += times * covered
+            exposed += times * ring.slowed(covered * ring.bandwidth(hardware), hardware)
+        exposed += times * (taken - covered)
+    return exposed, hidden
 
 
-def _fused_again(shape: Shape, core: list[Product]) -> list[Product]:
-    weights = list(products.linear(shape)) if shape.recompute == "full" else []
-    return [] if shape.recompute == "none" else [*weights, *_fused(core, shape, 1)]
-
-
-def _product_seconds(product: Product, shape: Shape, hardware: Hardware, peak: float) -> float:
-    share = hardware.attained_share
-    if product.name.endswith(FUSED):
-        return product.flops / (peak * share)
-    moved = product.numbers * product.times * shape.width
-    computing = product.flops / (peak * filled(product, hardware))
-    return max(computing, moved / hardware.memory_bandwidth) / share
-
-
-def filled(product: Product, hardware: Hardware) -> float:
-    """Share of the multiprocessors' time that computes the result: its tiles, of which those at the
-    edges reach beyond it, come in waves, of which the last one leaves multiprocessors idle."""
-    if not hardware.multiprocessors:
-        return 1.0
-    return max(_filled(product, hardware.multiprocessors, *hardware.tile[::turn])
-               for turn in (1, -1))  # fmt: skip
-
-
-def _filled(product: Product, multiprocessors: int, rows: int, columns: int) -> float:
-    tiles = product.batch * ceil(product.m / rows) * ceil(product.n / columns)
-    waves = ceil(tiles / multiprocessors)
-    return product.batch * product.m * product.n / (waves * multiprocessors * rows * columns)
-
-
-def _tensor_seconds(shape: Shape, software: Software, hardware: Hardware, phase: str) -> float:
-    ring = tensor_ring(shape)
-    return sum(
-        call.times * ring.seconds(call.bytes, hardware)
-        for call in communication.tensor_calls(shape, software)
-        if call.phase == phase
-    )
-
-
-def _hidden_f(shape: Shape, hardware: Hardware, peak: float) -> float:
-    """Seconds of f's all-reduces in the layers' backward that hide behind weight gradients."""
-    call = tensor_ring(shape).seconds(shape.tokens * shape.hidden * shape.width, hardware)
-    weights = (
-        gradient
-        for product in products.linear(shape)
-        if product.name in ("qkv", "up")
-        for gradient in products.backward(product)
-        if gradient.name.endswith("weight")
-    )
-    return sum(
-        min(call * each.times, _product_seconds(each, shape, hardware, peak)) for each in weights
-    )
-
-
-def _slowed(sent: float, ranks: int, bandwidth: float) -> float:
-    """Seconds that hidden all-reduces, which sent so many bytes, keep memory from the kernels."""
-    return RING_PASSES * sent * ranks / (2 * (ranks - 1)) / bandwidth if ranks > 1 else 0.0
-
-
-def _data_seconds(
-    shape: Shape, software: Software, hardware: Hardware, window: float
-) -> tuple[float, float]:
-    """(exposed, hidden) of the gradients' all-reduces; window: seconds of the last backward.
+def _reductions(step: Step, hardware: Hardware, window: float) -> tuple[float, float]:
+    """(exposed, hidden) of the data-parallel all-reduces; window: seconds of the last backward.
 
     What is hidden still takes memory bandwidth from the backward, which is exposed.
     """
-    ring, width = data_ring(shape), software.gradient_bytes
-    found = buckets(table(shape), software.bucket_bytes // width)
-    end, busy, moved = 0.0 if software.overlaps else window, 0.0, 0.0
-    for ready, size in sorted(_ready(found, shape, window, width)):
+    ring = step.model.rings["data"]
+    ready = [(share * window, size) for share, axis, size in step.reductions if axis == "data"]
+    end, busy, moved = 0.0 if step.overlaps else window, 0.0, 0.0
+    for start, size in sorted(ready):
         taken = ring.seconds(size, hardware)
-        end, busy, moved = max(ready, end) + taken, busy + taken, moved + size
+        end, busy, moved = max(start, end) + taken, busy + taken, moved + size
     exposed = max(0.0, end - window)
     if exposed >= busy:
         return exposed, 0.0
     hidden, sent = busy - exposed, 2 * (ring.ranks - 1) / ring.ranks * moved
-    bandwidth = hardware.memory_bandwidth * hardware.attained_share
-    return exposed + _slowed(sent * hidden / busy, ring.ranks, bandwidth), hidden
-
-
-def _ready(
-    found: list[list[Parameter]], shape: Shape, window: float, width: int
-) -> Iterator[tuple[float, int]]:
-    """(second of the backward at which its last gradient is there, bytes) of each bucket."""
-    for bucket in found:
-        ready = max(_reached(each, shape.layers) for each in bucket)
-        yield ready * window, sum(each.local for each in bucket) * width
-
-
-def _reached(parameter: Parameter, layers: int) -> float:
-    """Share of the backward after which a parameter's gradient is there."""
-    if layer := re.search(r"layers\.(\d+)\.", parameter.name):
-        return 1 - int(layer[1]) / layers
-    return 1.0 if "_embedding" in parameter.name else 0.0
+    return exposed + ring.slowed(sent * hidden / busy, hardware), hidden

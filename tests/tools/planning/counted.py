@@ -1,4 +1,5 @@
-"""A step of the real model on rank 0 of ranks that are not there, and what it communicates."""
+"""A step of the real model, at its full depth, on rank 0 of a fake process group: what the plan has
+to equal. It shares no code with the meter that plans are derived by."""
 
 from __future__ import annotations
 
@@ -6,64 +7,84 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.batch import Batch
-from megatron.data.bert import BertBatch
-from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_model
+from megatron.models.registry import find_kind
 from megatron.optim.adam import LossScaler
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import Mesh, build_mesh
+from megatron.train.inputs import vocabulary_of
 from megatron.train.state import DTYPES, TrainState
-from tools.planning.shape import Shape
+from megatron.train.step import count, forward_backward
+from tools.layouts.job import program_of
 
 META = torch.device("meta")
-COLLECTIVES = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor",
-    "broadcast", "reduce", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv",
-)  # fmt: skip
+
+
+def preset(name: str, *flags: str) -> PretrainConfig:
+    words = ["--preset", name, *flags]
+    kind = words[words.index("--kind") : words.index("--kind") + 2] if "--kind" in words else []
+    return parse(program_of([*words[:2], *kind]), [word for word in words if word not in kind], {})
 
 
 @contextmanager
-def fake_ranks(world: int, tensor: int, device: torch.device = META) -> Iterator[Mesh]:
-    """Rank 0 of `world` ranks."""
+def fake_ranks(config: PretrainConfig, world: int, device: torch.device) -> Iterator[Mesh]:
+    """Rank 0 of `world` ranks. On a CPU their collectives leave undefined values behind."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        yield replace(build_mesh({"tensor": tensor}, torch.device("cpu")), device=device)
+        cpu, cuts_stream = torch.device("cpu"), config.parallel.cuts_stream
+        mesh = build_mesh(config.parallel.sizes, cpu, sequence_parallel=cuts_stream)
+        yield replace(mesh, device=device)
     finally:
         dist.destroy_process_group()
 
 
-class Traffic:
-    """Calls and bytes of the collectives by axis and phase, as torch.distributed is asked for them.
+class Done(dist.Work):
+    def wait(self, timeout: Any = None) -> bool:
+        return True
 
-    phase: agreement, forward, or backward with recomputation.
-    """
 
-    def __init__(self, mesh: Mesh, patch: pytest.MonkeyPatch) -> None:
-        self.axes = {axis.group: axis.name for axis in (mesh.tensor, mesh.data) if axis.size > 1}
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from tensors(each)
+
+
+class Traffic(TorchDispatchMode):
+    """(calls, bytes of whole tensors) of the collectives on meta by axis and phase: agreement,
+    forward, or backward with recomputation."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.names = {a.group.group_name: a.name for a in (mesh.tensor, mesh.data) if a.size > 1}
         self.phase = "agreement"
         self.calls: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
-        patch.setattr(dist, "all_reduce", self.all_reduce)
-        for name in COLLECTIVES[1:]:
-            patch.setattr(dist, name, self._refuse)
 
-    def all_reduce(self, x: torch.Tensor, op: Any = None, group: Any = None,
-                   async_op: bool = False) -> Any:  # fmt: skip
-        key = self.axes[group], self.phase
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace != "c10d":
+            return function(*args, **(kwargs or {}))
+        group = next(each for each in args if "ProcessGroup" in str(getattr(each, "_type", str)()))
+        key = self.names[dist.ProcessGroup.unbox(group).group_name], self.phase
         self.calls[key] += 1
-        self.bytes[key] += x.numel() * x.element_size()
-        return SimpleNamespace(wait=lambda: None) if async_op else None
+        self.bytes[key] += max(sum(x.nbytes for x in tensors(each)) for each in args[:2])
+        self.work = Done()
+        return args[0], self.work.boxed()
 
     def follow(self, model: Any) -> None:
         """Set the phase when the stages of the model begin and end."""
@@ -80,13 +101,12 @@ class Traffic:
 
         model.embed, model.loss = first, last
 
-    def _refuse(self, *arguments: Any, **named: Any) -> None:
-        raise AssertionError("a collective that the plan does not know")
 
-
-def meta_state(config: PretrainConfig, mesh: Mesh, precision: str, vocab_size: int) -> TrainState:
-    """All that a forward and backward pass needs, without memory; no optimizer."""
-    model = build_model(config.model, mesh, vocab_size, seed=None, dtype=DTYPES[precision])
+def state_on(mesh: Mesh, config: PretrainConfig, precision: str) -> TrainState:
+    """All that a forward and backward pass needs; no optimizer."""
+    model = build_model(
+        config.model, mesh, vocabulary_of(config), seed=None, dtype=DTYPES[precision]
+    )
     nothing: Any = None
     return TrainState(
         mesh=mesh,
@@ -98,27 +118,18 @@ def meta_state(config: PretrainConfig, mesh: Mesh, precision: str, vocab_size: i
     )
 
 
-def micro_batch(shape: Shape) -> Batch:
-    """One of its size, in which a BERT predicts as many tokens as planned."""
-    size = (shape.batch, shape.sequence)
-    tokens = np.zeros(size, np.int64)
-    if shape.kind == "gpt2":
-        return GPT2Batch(
-            tokens=tokens,
-            labels=tokens,
-            loss_mask=np.ones(size, np.float32),
-            positions=np.broadcast_to(np.arange(shape.sequence), size).copy(),
-            document_starts=None,
-            numbers=np.arange(shape.batch),
-        )
-    mask = np.zeros(shape.tokens, np.float32)
-    mask[: shape.predicted] = 1
-    return BertBatch(
-        tokens=tokens,
-        labels=tokens,
-        loss_mask=mask.reshape(size),
-        token_types=tokens,
-        is_real=np.ones(size, bool),
-        is_swapped=np.zeros(shape.batch, np.int64),
-        numbers=np.arange(shape.batch),
-    )
+def batches(config: PretrainConfig, number: int = 1) -> list[Batch]:
+    samples = resolve_name(find_kind(config.model.kind).samples)(config)
+    size = config.training.micro_batch_size
+    return [samples.batch(range(size)).numbered(np.arange(size)) for _ in range(number)]
+
+
+def count_step(config: PretrainConfig, world: int, precision: str, micro_batches: int) -> Traffic:
+    """What a step says up to its backward; on meta tensors."""
+    with fake_ranks(config, world, META) as mesh:
+        traffic, state = Traffic(mesh), state_on(mesh, config, precision)
+        with traffic:
+            counts = count(state, batches(config, micro_batches))
+            traffic.follow(state.model)
+            forward_backward(state, batches(config, micro_batches), counts)
+    return traffic

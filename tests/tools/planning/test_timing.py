@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.tools.planning.presets import planned, preset
-from tools.planning.anchor import anchor_shape, find_hardware
+from tests.tools.planning.counted import preset
+from tools.layouts.meters import Matmul
 from tools.planning.hardware import Hardware, load_hardware
-from tools.planning.links import Ring
-from tools.planning.products import Product, executed_flops
-from tools.planning.software import MEGATRON_2019, THIS_PROJECT
-from tools.planning.timing import filled, predict
+from tools.planning.software import anchor_step, find_hardware
+from tools.planning.timing import Ring, filled, predict
+from tools.planning.trace import Step
 
 V100 = load_hardware("dgx2h")
 PLAIN = replace(V100, link_share=1.0, network_share=1.0, base_latency=0.0, link_latency=0.0,
@@ -41,23 +40,31 @@ def test_latency_counts_hops() -> None:
     assert Ring(64, 1).latency(hops) == 1 + 118 * 10 + 8 * 1000
 
 
+def test_half_of_an_all_reduce_gathers_or_scatters() -> None:
+    for ring in (Ring(8, 1), Ring(64, 8)):
+        whole = ring.seconds(1e9, V100) - V100.base_latency
+        assert ring.seconds(1e9, V100, passes=1) - V100.base_latency == pytest.approx(whole / 2)
+
+
 def test_waves_of_tiles() -> None:
-    whole = Product("whole waves", 1, 256 * 80, 64, 128, 1)
+    whole = Matmul(batch=1, m=256 * 80, k=64, n=128, width=2)
     assert filled(whole, V100) == 1
-    assert filled(replace(whole, m=256 * 81), V100) == pytest.approx(81 / 160)
-    assert filled(replace(whole, n=96), V100) == pytest.approx(0.75)
-    assert filled(replace(whole, m=128, n=256 * 80), V100) == 1  # the tile turned
-    assert filled(replace(whole, m=1), replace(V100, multiprocessors=0)) == 1
+    assert filled(whole._replace(m=256 * 81), V100) == pytest.approx(81 / 160)
+    assert filled(whole._replace(n=96), V100) == pytest.approx(0.75)
+    assert filled(whole._replace(m=128, n=256 * 80), V100) == 1  # the tile turned
+    assert filled(whole._replace(m=1), replace(V100, multiprocessors=0)) == 1
 
 
 def test_the_anchor_comes_out() -> None:
     hardware = find_hardware("dgx2h")
     assert hardware.anchor is not None
-    shape = anchor_shape(hardware.anchor)
-    seconds = predict(shape, MEGATRON_2019, hardware, "fp16").total
-    assert executed_flops(shape) / seconds == pytest.approx(39e12)
+    step = anchor_step(hardware.anchor)
+    seconds = predict(step, hardware).total
+    assert step.executed_flops / seconds == pytest.approx(39e12)
     assert 0.3 < hardware.attained_share < 1
-    assert executed_flops(shape) == executed_flops(planned(preset("gpt2_scaling_1.2b"), 1))
+    assert step.executed_flops == Step(preset("gpt2_scaling_1.2b"), 1, "fp16").executed_flops
+    own = replace(hardware, anchor=replace(hardware.anchor, software="this project"))
+    assert predict(anchor_step(own.anchor), hardware).total < seconds  # attention in one kernel
 
 
 @pytest.mark.parametrize("name", ["dgx2h", "dgx-a100", "dgx-h100", "h200", "cpu"])
@@ -68,29 +75,36 @@ def test_every_figure_has_a_source(name: str) -> None:
     assert {f"peak.{each}" for each in hardware.peaks} <= set(hardware.sources)
 
 
-def times(hardware: Hardware, ranks: int = 512, **changes: object) -> dict[str, float]:
-    shape = planned(preset("gpt2_scaling_8.3b"), ranks)
-    software = replace(THIS_PROJECT, **changes)
-    found = predict(shape, software, hardware, "fp16")
+def times(hardware: Hardware, *flags: str, ranks: int = 512) -> dict[str, float]:
+    found = predict(Step(preset("gpt2_scaling_8.3b", *flags), ranks, "fp16"), hardware)
     return vars(found) | {"total": found.total}
 
 
-def test_f_hides_behind_weight_gradients() -> None:
-    hidden, waited = times(V100), times(V100, overlaps_f=False)
-    assert waited["tensor_parallel_hidden"] == 0
-    # What is hidden is not free: it takes memory bandwidth.
-    gained = waited["tensor_parallel_exposed"] - hidden["tensor_parallel_exposed"]
-    assert 0 < gained < hidden["tensor_parallel_hidden"]
-    assert times(V100, ranks=8)["tensor_parallel_hidden"] == hidden["tensor_parallel_hidden"]
+def test_collectives_hide_behind_the_matmuls_beside_them() -> None:
+    found, step = times(V100), Step(preset("gpt2_scaling_8.3b"), 512, "fp16")
+    sums = step.calls["backward"]
+    beside = [call for call in sums if call.beside and call.axis == "tensor"]
+    # f of attention and of the MLP in every layer, each beside one weight gradient.
+    assert sum(sums[call] for call in beside) == 2 * 72
+    assert {len(call.beside) for call in beside} == {1}
+    ring = step.model.rings["tensor"].seconds(8 * 1024 * 3072 * 2, V100)
+    assert 0 < found["tensor_parallel_hidden"] < 2.1 * 72 * ring
+    waiting = replace(V100, memory_bandwidth=1e30, peaks={"fp16": 1e30, "fp32": 1e30})
+    assert times(waiting)["tensor_parallel_hidden"] < 0.01 * found["tensor_parallel_hidden"]
 
 
 def test_gradients_hide_behind_the_backward() -> None:
-    hidden, behind = times(V100), times(V100, overlaps=False)
-    assert behind["data_parallel_hidden"] == pytest.approx(0, abs=1e-9)
-    assert hidden["data_parallel_exposed"] < 0.3 * behind["data_parallel_exposed"]
+    found = times(V100)
+    assert found["data_parallel_hidden"] > 3 * found["data_parallel_exposed"] > 0
     assert times(V100, ranks=8)["data_parallel_exposed"] == 0
     slow = times(replace(V100, network_bandwidth=1e9))
-    assert slow["data_parallel_exposed"] > hidden["total"]
+    assert slow["data_parallel_exposed"] > found["total"]
+
+
+def test_sequence_parallelism_saves_what_all_ranks_do_alike() -> None:
+    whole, cut = times(V100), times(V100, "--sequence-parallel")
+    assert cut["other_kernels"] < 0.6 * whole["other_kernels"]
+    assert cut["matrix_products"] == pytest.approx(whole["matrix_products"], rel=0.02)
 
 
 @pytest.mark.parametrize(

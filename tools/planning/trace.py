@@ -1,0 +1,379 @@
+"""What a training step takes on one rank, derived from the model itself.
+
+Rank 0 of ranks that are not there runs a micro-batch, forward and backward, on meta tensors, which
+have shapes and no memory, under a meter (tools/layouts/meters.py): of a model of one layer and of
+one of two. What the second layer adds, each further one adds too. So of L layers, exactly for
+matmuls, collectives, bytes moved and bytes kept for the backward,
+
+    x = x of one layer + (L - 1) (x of two layers - x of one)
+
+Peaks of memory are those of two layers, above what is kept. What happens once a step comes from the
+gradient buckets of the whole model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
+from math import prod
+from pkgutil import resolve_name
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from megatron.config.pretrain import PretrainConfig
+from megatron.models.build import build_on_meta
+from megatron.models.registry import find_kind
+from megatron.optim.adam import LossScaler
+from megatron.parallel.buckets import BUCKET_BYTES, GradientBuckets
+from megatron.parallel.kernels import meta_as
+from megatron.parallel.mesh import Mesh, absent_mesh
+from megatron.parallel.sharding import materialize, sharding_specs
+from megatron.train.inputs import vocabulary_of
+from megatron.train.state import DTYPES, TrainState
+from megatron.train.step import forward_backward
+from tools.layouts.meters import Call, Meter, Work
+from tools.planning.timing import Ring
+
+META = torch.device("meta")
+PHASES = ("forward", "recomputation", "backward")
+WIDE = 4  # bytes of a gradient, master or moment
+# Passes of the optimizer over this rank's parameters: in fp32 norm 1, AdamW 8 with the scaled
+# gradient, rounding 1; in the weights' own width rounding 1.
+WIDE_PASSES, NARROW_PASSES = 10, 1
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A micro-batch. Bytes do not count what lasts, parameters and gradients."""
+
+    work: Mapping[str, Work]  # by phase
+    kept: int  # from forward to backward
+    forward_peak: int
+    backward_peak: int
+
+
+@cache
+def trace(config: PretrainConfig, precision: str, device: str, is_trimmed: bool = False) -> Trace:
+    """device: "cpu" or "cuda", whose kernels are meant. is_trimmed: without what fills up a
+    batch."""
+    mesh = absent_mesh(config.parallel.sizes, torch.device(device),
+                       sequence_parallel=config.parallel.cuts_stream)  # fmt: skip
+    model = _on_meta(config, mesh, precision)
+    gradients = _Followed(model)
+    meter = Meter(mesh, [*model.parameters(), *(each.flat for each in gradients.buckets)])
+    gradients.meter, meter.phase, nothing = meter, "forward", None
+    state = TrainState(
+        mesh=replace(mesh, device=META),
+        model=model.train(),
+        objective=model,
+        gradients=gradients,
+        optimizer=nothing,
+        scaler=LossScaler(),
+    )
+    numbers = np.arange(config.training.micro_batch_size)
+    samples = resolve_name(find_kind(config.model.kind).samples)(config)
+    batch = samples.batch(range(len(numbers))).numbered(numbers)
+    counts = torch.ones(1 + len(model.terms), dtype=torch.float64, device=META)
+    with meta_as(device), _kernel_of_attention(meter), _recomputation(meter), meter:
+        forward_backward(state, [batch.trimmed() if is_trimmed else batch], counts)
+    return Trace(meter.work, gradients.kept, gradients.forward_peak, meter.peak)
+
+
+def _on_meta(config: PretrainConfig, mesh: Mesh, precision: str) -> Any:
+    model = build_on_meta(config.model, mesh, vocabulary_of(config))
+    return materialize(model, device=META, dtype=DTYPES[precision], seed=None)
+
+
+class _Followed(GradientBuckets):
+    """Tells the meter where the backward begins; leaves reduction to the whole model's."""
+
+    meter: Meter
+
+    @contextmanager
+    def accumulate(self, *, is_last: bool) -> Iterator[None]:
+        meter = self.meter
+        meter.phase, self.kept, self.forward_peak = "backward", meter.live, meter.peak
+        meter.peak = meter.live
+        with super().accumulate(is_last=False):
+            yield
+
+
+class _Attention(torch.autograd.Function):
+    """One kernel, which keeps the logarithms of sums and no scores."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: float, meter: Meter) -> Tensor:
+        sums = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+        heads = q.new_empty(*q.shape[:-1], v.shape[-1])
+        ctx.save_for_backward(q, k, v, heads, sums)
+        ctx.share, ctx.meter, ctx.bytes = share, meter, sum(x.nbytes for x in (q, k, v, heads))
+        meter.attention(q, k, v, is_backward=False, share=share)
+        meter.work[meter.phase].moved += ctx.bytes
+        return heads
+
+    @staticmethod
+    def backward(ctx: Any, d_heads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        ctx.meter.attention(q, k, v, is_backward=True, share=ctx.share)
+        ctx.meter.work[ctx.meter.phase].moved += 2 * ctx.bytes
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), None, None
+
+
+@contextmanager
+def _kernel_of_attention(meter: Meter) -> Iterator[None]:
+    """In place of torch's, of which it takes one by the device, on meta by how it was built."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
+                  dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> Tensor:  # fmt: skip
+        heads: Tensor = _Attention.apply(q, k, v, 0.5 if is_causal else 1.0, meter)
+        return heads
+
+    with patch.object(F, "scaled_dot_product_attention", attention):
+        yield
+
+
+@contextmanager
+def _recomputation(meter: Meter) -> Iterator[None]:
+    """Modules that are called while the backward goes on are recomputed."""
+    depth = 0
+
+    def change(by: int) -> None:
+        nonlocal depth
+        if meter.phase != "forward":
+            depth += by
+            meter.phase = "recomputation" if depth else "backward"
+
+    before = register_module_forward_pre_hook(lambda *_: change(1))
+    after = register_module_forward_hook(lambda *_: change(-1), always_call=True)
+    with before, after:
+        yield
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Of gradients. ready: the share of the last backward behind which all of them are there."""
+
+    numbers: int  # of this rank's parameters, without padding
+    bytes: int
+    axes: tuple[str, ...]  # over which they are summed
+    ready: float
+
+
+@dataclass(frozen=True)
+class Model:
+    """The whole model on one rank. parameters: of all ranks, without padding. agreement: calls of a
+    step: what the terms of the loss are means over, the terms, and the gradient norm."""
+
+    parameters: int
+    local: int
+    buckets: tuple[Bucket, ...]
+    rings: Mapping[str, Ring]  # by axis
+    agreement: Counter[Call]
+
+
+@cache
+def _model(config: PretrainConfig, copies: int, precision: str, bucket_bytes: int) -> Model:
+    sizes, cuts_stream = {**config.parallel.sizes, "data": copies}, config.parallel.cuts_stream
+    mesh = absent_mesh(sizes, META, sequence_parallel=cuts_stream)
+    model = _on_meta(config, mesh, precision)
+    specs = sharding_specs(model)
+    rings, stride = dict[str, Ring](), 1
+    for axis in reversed(mesh.axes):
+        rings[axis.name] = Ring(axis.size, stride)
+        stride *= axis.size
+    ready, buckets = _ready(list(specs)), []
+    for each in GradientBuckets(model, bucket_bytes).buckets:
+        numbers = sum(view.parameter.numel() for view in each.views)
+        last = max(ready[view.name] for view in each.views)
+        axes = tuple(axis.name for axis in each.axes)
+        buckets.append(Bucket(numbers, each.flat.nbytes, axes, last))
+    agreed = [(mesh.loss, 1 + len(model.terms)), (mesh.loss, len(model.terms) + 1)]
+    agreed.append((mesh.model_parallel, 3))
+    calls = (Call(axis.name, 8 * numbers, 2) for axis, numbers in agreed if axis.size > 1)
+    return Model(
+        parameters=sum(prod(spec.shape) for spec in specs.values()),
+        local=sum(each.numbers for each in buckets),
+        buckets=tuple(buckets),
+        rings=rings,
+        agreement=Counter(calls),
+    )
+
+
+def _ready(names: list[str]) -> dict[str, float]:
+    """The share of the backward behind which each parameter's gradient is there. A number in a name
+    is that of the layer; before the layers come embeddings, behind them heads."""
+    matches = {name: re.search(r"(?:^|\.)(\d+)\.", name) for name in names}
+    numbers = {name: int(each[1]) for name, each in matches.items() if each}
+    layers = 1 + max(numbers.values(), default=0)
+    first = next((place for place, name in enumerate(names) if name in numbers), len(names))
+    return {name: 1 - numbers[name] / layers if name in numbers else float(place < first)
+            for place, name in enumerate(names)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """All that is derived. config: one that `check(ranks)` has let pass. device: "cpu" or "cuda",
+    whose kernels are meant."""
+
+    config: PretrainConfig
+    ranks: int
+    precision: str
+    device: str = "cuda"
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight and of an activation."""
+        return DTYPES[self.precision].itemsize
+
+    @property
+    def copies(self) -> int:
+        """Data-parallel."""
+        return self.config.data_parallel_size(self.ranks)
+
+    @property
+    def micro_batches(self) -> int:
+        size = self.copies * self.config.training.micro_batch_size
+        return self.config.global_batch_size(self.ranks) // size
+
+    @property
+    def tokens(self) -> int:
+        """Of the global batch."""
+        return self.config.global_batch_size(self.ranks) * self.config.data.seq_length
+
+    def model_of(self, bucket_bytes: int) -> Model:
+        model = replace(self.config.model, recompute_granularity="none")
+        training = replace(self.config.training, micro_batch_size=1)  # neither changes a bucket
+        config = replace(self.config, model=model, training=training)
+        return _model(config, self.copies, self.precision, bucket_bytes)
+
+    @cached_property
+    def model(self) -> Model:
+        return self.model_of(BUCKET_BYTES)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """Of a micro-batch."""
+        return _of_depth(self.config, self.precision, self.device)
+
+    @cached_property
+    def work(self) -> Mapping[str, Work]:
+        """Of the micro-batches of a step, by phase."""
+        found = self.trace.work
+        return {phase: _sum(Work(), found.get(phase, Work()), self.micro_batches)
+                for phase in PHASES}  # fmt: skip
+
+    @property
+    def reductions(self) -> list[tuple[float, str, int]]:
+        """(ready, as of Bucket; axis; bytes) of each all-reduce of gradients."""
+        return [(each.ready, axis, each.bytes) for each in self.model.buckets for axis in each.axes]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are reduced while the backward goes on, or behind it."""
+        return True
+
+    @property
+    def updated(self) -> float:
+        """Bytes that the optimizer moves."""
+        return self.model.local * (WIDE_PASSES * WIDE + NARROW_PASSES * self.width)
+
+    @property
+    def calls(self) -> dict[str, Counter[Call]]:
+        """All collectives of a step, by phase."""
+        found = {phase: Counter(each.calls) for phase, each in self.work.items()}
+        found["backward"].update(Call(axis, size, 2) for _, axis, size in self.reductions)
+        return {**found, "agreement": self.model.agreement}
+
+    def sent(self, axis: str) -> int:
+        """Bytes of a step that a rank sends along the axis."""
+        calls = (each for phase in self.calls.values() for each in phase.items())
+        size = self.model.rings[axis].ranks
+        return sum(times * call.sent(size) for call, times in calls if call.axis == axis)
+
+    @property
+    def lasting(self) -> dict[str, int]:
+        """Bytes that are there all the time, by kind."""
+        weights = self.width * self.model.local
+        flat = sum(each.bytes for each in self.model.buckets)
+        masters = flat if self.width < WIDE else 0
+        return {"weights": weights, "gradients": flat, "masters": masters, "moments": 2 * flat}
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind, and the most of them at a time as "total"."""
+        lasting, kept = self.lasting, self.trace.kept
+        logits, layer = self.trace.forward_peak - kept, self.trace.backward_peak - kept
+        passing = {"activations": kept, "logits": logits, "one_layer": layer}
+        total = sum(lasting.values()) + kept + max(logits, layer)
+        return {**lasting, **passing, "total": total}
+
+    @cached_property
+    def flops(self) -> int:
+        """FLOPs of a step on all ranks, as MFU counts them: without recomputation and padding, with
+        all of attention."""
+        return self._flops(
+            is_trimmed=True, make_vocab_size_divisible_by=1, recompute_granularity="none"
+        )
+
+    @cached_property
+    def executed_flops(self) -> int:
+        """The same with recomputation and padding, as the authors count TFLOP/s."""
+        multiple = getattr(self.config.model, "make_vocab_size_divisible_by", 1)
+        size = self.config.parallel.tensor_model_parallel_size
+        return self._flops(make_vocab_size_divisible_by=size * multiple)
+
+    def _flops(self, *, is_trimmed: bool = False, **changes: Any) -> int:
+        """Of a model on one rank, which computes what a tensor-parallel group does."""
+        names = {each.name for each in fields(self.config.model)}
+        known = {name: value for name, value in changes.items() if name in names}
+        parallel = replace(
+            self.config.parallel, tensor_model_parallel_size=1, sequence_parallel=False
+        )
+        config = replace(self.config, model=replace(self.config.model, **known), parallel=parallel)
+        work = _of_depth(config, self.precision, "cuda", is_trimmed).work.values()
+        pairs = (pair for phase in work for pair in phase.matmuls.items())
+        of_group = sum(times * matmul.flops for matmul, times in pairs if not matmul.again)
+        return of_group * self.micro_batches * self.copies
+
+
+def _of_depth(config: PretrainConfig, *arguments: Any) -> Trace:
+    """The trace of a model of any depth; arguments: further ones of `trace`."""
+    more = config.model.num_layers - 1
+
+    def of(layers: int) -> Trace:
+        return trace(replace(config, model=replace(config.model, num_layers=layers)), *arguments)
+
+    one = of(1)
+    if not more:
+        return one
+    two = of(2)
+    kept = one.kept + more * (two.kept - one.kept)
+    return Trace(
+        work={
+            phase: _sum(one.work[phase], _sum(work, one.work[phase], -1), more)
+            for phase, work in two.work.items()
+        },
+        kept=kept,
+        forward_peak=kept + two.forward_peak - two.kept,
+        backward_peak=kept + two.backward_peak - two.kept,
+    )
+
+
+def _sum(one: Work, other: Work, times: int) -> Work:
+    """one + times x other."""
+
+    def add(a: Counter[Any], b: Counter[Any]) -> Counter[Any]:
+        return Counter({key: a[key] + times * b[key] for key in (*a, *b)})
+
+    moved = one.moved + times * other.moved
+    return Work(add(one.matmuls, other.matmuls), add(one.calls, other.calls), moved)
