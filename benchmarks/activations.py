@@ -22,6 +22,8 @@ import tyro
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools.planning.memory import GRANULARITIES
+
 from benchmarks.cases import Case
 from benchmarks.contenders import alone
 from benchmarks.machine import JsonFile, facts, markdown, told, write_json
@@ -30,7 +32,6 @@ from benchmarks.train_step import read_case
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.train.step import count, forward_backward
 from tools.layouts.meters import counting, saved_bytes
-from tools.planning.memory import GRANULARITIES
 
 
 def of_model(case: Case, mesh: Mesh, settings: dict[str, Any]) -> tuple[int, int]:

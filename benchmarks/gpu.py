@@ -39,9 +39,8 @@ class Run(NamedTuple):
     command: str  # python's, with blanks for `fill`
 
 
-STEPS = (
-    "benchmarks/train_step.py {common} --dtypes bf16 --threads 8 --turns {turns} --tensor-parallel"
-)
+STEPS = "benchmarks/train_step.py {common} --dtypes bf16 --threads 8 --turns {turns}"
+ONE, PROFILE = f"{STEPS} --tensor-parallel 1", "--profile {out}/profile"
 # The most telling of a group first: what is last is left out where time runs short. Several gloo
 # ranks share the GPU in the matrix: torch documents some of gloo's collectives for CPUs alone.
 RUNS = (
@@ -49,18 +48,18 @@ RUNS = (
     Run("layouts", "matrix", 180, "-m pytest -q -p no:cacheprovider tests/layouts {matrix}"),
     Run("host reads", "host", 30, "benchmarks/host_reads.py {common}"),
     Run("output layer", "loss", 40, "benchmarks/output_layer.py {common} {output_layer}"),
-    Run("124M", "compile", 170, f"{STEPS} 1 --presets gpt2_124m {{b16}} --profile {{out}}/profile "
-        f"--contenders '{OURS}' '{OURS}, not compiled' '{FULL}' 'plain torch' transformers {{compiled}}"),
-    Run("124M, dropout", "dropout", 60, f"{STEPS} 1 --presets gpt2_124m {{b16}} --contenders "
+    Run("124M", "compile", 170, f"{ONE} --presets gpt2_124m {{b16}} {PROFILE} --contenders "
+        f"'{OURS}' '{OURS}, not compiled' '{FULL}' 'plain torch' transformers {{compiled}}"),
+    Run("124M, dropout", "dropout", 60, f"{ONE} --presets gpt2_124m {{b16}} --contenders "
         f"'{DROPOUT}' \"{COORDINATES}\" '{OURS}'"),
-    Run("1.2B", "speed", 230, f"{STEPS} 1 --presets gpt2_scaling_1.2b {{b8}} --profile {{out}}/profile "
-        f"--contenders '{OURS}' '{FULL}' '{OURS}, selective recomputation' {{compiled}}"),
-    Run("355M", "speed", 100, f"{STEPS} 1 --presets gpt2_355m {{b16}} --contenders '{OURS}' '{FULL}' "
+    Run("1.2B", "speed", 230, f"{ONE} --presets gpt2_scaling_1.2b {{b8}} {PROFILE} --contenders "
+        f"'{OURS}' '{FULL}' '{OURS}, selective recomputation' {{compiled}}"),
+    Run("355M", "speed", 100, f"{ONE} --presets gpt2_355m {{b16}} --contenders '{OURS}' '{FULL}' "
         "'plain torch' transformers"),
-    Run("2.5B", "sizes", 60, f"{STEPS} 1 --presets gpt2_scaling_2.5b {{b8}} --contenders '{FULL}'"),
-    Run("4.2B", "sizes", 60, f"{STEPS} 1 --presets gpt2_scaling_4.2b {{b8}} --contenders '{FULL}'"),
-    Run("8.3B, one rank of 8", "sizes", 75, f"{STEPS} 8 --stub-communication --presets "
-        f"gpt2_scaling_8.3b {{b8}} --contenders '{FULL}' '{OURS}'"),
+    Run("2.5B", "sizes", 60, f"{ONE} --presets gpt2_scaling_2.5b {{b8}} --contenders '{FULL}'"),
+    Run("4.2B", "sizes", 60, f"{ONE} --presets gpt2_scaling_4.2b {{b8}} --contenders '{FULL}'"),
+    Run("8.3B, one rank of 8", "sizes", 75, f"{STEPS} --tensor-parallel 8 --stub-communication "
+        f"--presets gpt2_scaling_8.3b {{b8}} --contenders '{FULL}' '{OURS}'"),
 )  # fmt: skip
 SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32 "

@@ -2,11 +2,12 @@
 
 from functools import cache
 
+from tools.planning.shape import Shape
+
 from benchmarks.cases import Case
 from megatron.config.model import RecomputeGranularity
 from tools.planning import communication, memory, products
 from tools.planning.hardware import Hardware, load_hardware
-from tools.planning.shape import Shape
 
 
 def shape(

@@ -23,13 +23,14 @@ import tyro
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools.planning.memory import GRANULARITIES
+
 from benchmarks import on_paper
 from benchmarks.comparison import ROOT, Result, Settings, measure, quantiles
 from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
 from benchmarks.train_step import read_case
 from benchmarks.turns import Contender
 from megatron.config.model import RecomputeGranularity
-from tools.planning.memory import GRANULARITIES
 
 COMPARED_STEPS = 2
 

@@ -34,7 +34,8 @@ from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.train.launch import default_precision
 from tools.planning.figure5 import COPIES, HEADS, MODELS, STRONG
-from tools.planning.hardware import Hardware, find_hardware
+from tools.planning.hardware import Hardware
+from tools.planning.software import find_hardware
 from tools.planning.timing import predict
 from tools.planning.trace import Step
 

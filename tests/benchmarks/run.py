@@ -11,10 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(folder: Path, question: str, *words: object, status: int = 0) -> dict[str, Any]:
-    """The record of one round of one turn, with its page as "page" and what was printed as "printed".
-
-    Figures of a contender: `figures(record, group, name)`.
-    """
+    """The record of one round of one turn, with its page as "page" and the output as "printed"."""
     file, page = folder / "record.json", folder / "page.md"
     command = [sys.executable, f"benchmarks/{question}.py", *map(str, words)]
     command += ["--rounds", "1", "--turns", "1", "--json", str(file), "--page", str(page)]

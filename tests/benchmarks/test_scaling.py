@@ -59,7 +59,7 @@ def test_figures_are_those_of_the_formulas() -> None:
     for point, paper in studies(2, is_small=True).items():
         facts = known(point, paper, step(point, is_small=True, precision="fp32"), hardware, 1e12)
         contenders.append(Contender(name=str(point), run=train, facts=facts))
-    base, pair = contenders[0].facts, contenders[1].facts
+    base, second = contenders[0].facts, contenders[1].facts
 
     def record(number: int, contender: Contender) -> dict[str, Any]:
         seconds = [2.0, 4.0, 4.0] if number == 0 else [2.5, 2.5, 2.5]
@@ -71,24 +71,26 @@ def test_figures_are_those_of_the_formulas() -> None:
     records = [record(number, each) for number, each in enumerate(contenders)]
     found = Results(question(contenders, columns=tuple(columns())), {"contenders": records})
     names = [each.name for each in contenders]
-    linear = 100 * pair["parameters"] / (2 * base["parameters"])
+    linear = 100 * second["parameters"] / (2 * base["parameters"])
     assert found.median("", names[1], LINEAR) == pytest.approx(linear * 4 / 2.5)
-    assert found.median("", names[4], LINEAR) == pytest.approx(100 * 4 / 2.5)  # copies do not count
+    # Copies train as many more samples, and so are not divided by.
+    assert found.median("", names[4], LINEAR) == pytest.approx(100 * 4 / 2.5)
     strong = str(Point("gpt2_scaling_1.2b", 2))
     assert found.median("", strong, SPEED_UP) == pytest.approx(4 / 2.5)
     assert found.cell("", strong, LINEAR) is None
     assert found.median("", names[1], "tensor, exposed, %") == pytest.approx(10)
-    config = steps.read(Point("gpt2_scaling_2.5b", 2).flags("fp32", is_small=True), 2)
-    n, h, layers, s, v = 8 * 128, config.model.hidden_size, config.model.num_layers, 128, 1600
+    model = steps.read(Point("gpt2_scaling_2.5b", 2).flags("fp32", is_small=True), 2).model
+    n, h, layers, s, v = 8 * 128, model.hidden_size, model.num_layers, 128, 1600
     forward, logits = layers * (24 * n * h**2 + 4 * n * s * h), 2 * n * h * v
     rate = (4 * forward + 3 * logits) / (2 * 2.5) / 1e12
     assert found.median("", names[1], "TFLOP/s of a rank") == pytest.approx(rate)
     useful = 3 * (forward + logits) / (2 * 2.5)
     assert found.median("", names[1], "MFU, %") == pytest.approx(100 * useful / 1e12)
-    seconds = [predict(step(Point("gpt2_scaling_1.2b", t), is_small=True, precision="fp32"), hardware)
-               for t in (1, 2)]  # fmt: skip
+    pair = [Point("gpt2_scaling_1.2b", size) for size in (1, 2)]
+    cut = [step(each, is_small=True, precision="fp32") for each in pair]
+    one, two = (predict(each, hardware).total for each in cut)
     predicted = found.median("", strong, f"{SPEED_UP}, predicted")
-    assert predicted == pytest.approx(seconds[0].total / seconds[1].total)
+    assert predicted == pytest.approx(one / two)
     few = [name for name, each in zip(names, contenders, strict=True) if each.facts["ranks"] > 2]
     assert all(found.cell("", name, "seconds") is None for name in few)
     assert found.median("", few[0], f"{LINEAR}, paper") == 82
@@ -103,7 +105,8 @@ def test_points_are_measured_in_miniature(tmp_path: Path) -> None:
     assert set(model) & {"tensor", "data"} == {"tensor"}
     assert set(data) & {"tensor", "data"} == {"data"}
     assert 0 < model["tensor"][1] <= model["tensor"][0] < 1
-    assert record["contenders"][3]["reason"] == "takes 4 ranks, there are 2"
+    reasons = {each["name"]: each["reason"] for each in record["contenders"]}
+    assert reasons[names[3]] == "takes 4 ranks, there are 2"
     assert one["tokens"] == 8 * 128
     assert "Share of linear: model parallel " in record["page"].splitlines()[2]
     assert all(a <= b for a, b in pairwise([0, one["wall"][0]]))
