@@ -4,8 +4,12 @@ No control group is asked for: those need systemd or somebody's leave. RLIMIT_DA
 process to the limit on its own (an allocation beyond it fails), and a look at /proc every 20 ms
 ends all of them when together they hold more memory that cannot be dropped than the limit. Pages
 of files are not part of that, as in a control group, where they can be dropped.
+
+CPU seconds are the kernel's, of every process when it has ended. One whose parent has ended first
+(a fork server, a worker that was left behind) becomes a child of this process, which waits for it.
 """
 
+import ctypes
 import os
 import resource
 import select
@@ -21,8 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERVAL = 0.02  # seconds
-TICKS = os.sysconf("SC_CLK_TCK")
-LAST_WORDS = 3000  # bytes of the output of a command that fails
+ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER of prctl
+LAST_WORDS = 3000  # characters of the output of a command that fails
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Usage:
     """Of all processes together."""
 
     wall: float
-    cpu: float  # of those that were waited for as the kernel counts, of others at the last look
+    cpu: float
     peak_bytes: int  # at any look: anonymous and shared memory, which is what is limited
 
 
@@ -43,16 +47,18 @@ def watched(
 ) -> Usage:
     """Run the command to its end, then end what it has left behind. limit: bytes.
 
-    Raises MemoryError over the limit, RuntimeError with its last output where it fails.
+    Raises MemoryError where the limit stops it, RuntimeError with its last output where it fails.
     """
     bound = partial(resource.setrlimit, resource.RLIMIT_DATA, (limit, limit)) if limit else None
+    adopt, held, cpu = ctypes.CDLL(None).prctl, 0, 0.0
     with tempfile.TemporaryFile() as output:
+        adopt(ADOPT_ORPHANS, 1)
         start = time.perf_counter()
         process = subprocess.Popen(
             command, cwd=cwd, env=environ, stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=bound,
         )  # fmt: skip
-        ended, seen, held = os.pidfd_open(process.pid), {process.pid: 0.0}, 0
+        ended, seen = os.pidfd_open(process.pid), {process.pid}
         try:
             while not select.select([ended], [], [], INTERVAL)[0] and not (limit and held > limit):
                 seen = look(process.pid, seen)
@@ -62,33 +68,38 @@ def watched(
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
+            while left := {pid for pid in left if Path(f"/proc/{pid}").exists()}:
+                for pid in left:
+                    with suppress(ChildProcessError):  # it is not yet, or its parent has waited
+                        _, status, usage = os.wait4(pid, 0)
+                        cpu += usage.ru_utime + usage.ru_stime
+                        if pid == process.pid:
+                            process.returncode = os.waitstatus_to_exitcode(status)
             os.close(ended)
-        if limit and held > limit:
-            raise MemoryError(f"{held / 1e6:.0f} MB are held where {limit / 1e6:.0f} may be")
-        if process.returncode:
-            output.seek(-min(output.tell(), LAST_WORDS), os.SEEK_END)
-            words = output.read().decode(errors="replace")
-            raise RuntimeError(f"{' '.join(command)}: status {process.returncode}\n{words}")
-    behind = sum(seconds for pid, seconds in left.items() if pid != process.pid)
-    return Usage(wall, usage.ru_utime + usage.ru_stime + behind, held)
+            adopt(ADOPT_ORPHANS, 0)
+        output.seek(0)
+        words = output.read().decode(errors="replace")
+    if limit and (held > limit or (process.returncode and "MemoryError" in words)):
+        raise MemoryError(f"up to {held / 1e6:.0f} MB were held where {limit / 1e6:.0f} may be")
+    if process.returncode:
+        last = words[-LAST_WORDS:]
+        raise RuntimeError(f"{' '.join(command)}: status {process.returncode}\n{last}")
+    return Usage(wall, cpu, held)
 
 
-def look(leader: int, seen: Mapping[int, float]) -> dict[int, float]:
-    """{process: its CPU seconds} of those seen, of the leader's session, and all below them."""
-    found: dict[int, tuple[int, int, float]] = {}
+def look(leader: int, seen: set[int]) -> set[int]:
+    """The processes among those seen, those of the leader's session, and all below them."""
+    found: dict[int, tuple[int, int]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
                 text = Path(entry.path, "stat").read_text().rpartition(")")[2]
-                _, parent, _, session, *rest = text.split()
-                seconds = (int(rest[7]) + int(rest[8])) / TICKS  # user, system
-                found[int(entry.name)] = int(parent), int(session), seconds
-    own = {pid for pid, each in found.items() if pid in seen or each[1] == leader}
-    while more := {pid for pid, each in found.items() if each[0] in own} - own:
+                _, parent, _, session, *_ = text.split()
+                found[int(entry.name)] = int(parent), int(session)
+    own = {pid for pid, (_, session) in found.items() if pid in seen or session == leader}
+    while more := {pid for pid, (parent, _) in found.items() if parent in own} - own:
         own |= more
-    return {pid: found[pid][2] for pid in own}
+    return own
 
 
 def memory(pid: int) -> int:
