@@ -112,7 +112,14 @@ def power(own: Figures, first: Figures) -> float | None:
     return math.log(own["tasks"] / first["tasks"]) / math.log(own["bytes"] / first["bytes"])
 
 
+def failure(found: Results) -> str:
+    failed = [" ".join(row) for row, reason in found.reasons.items() if reason]
+    return f"Over the limit of memory: {', '.join(failed)}" if failed else ""
+
+
 def result(found: Results) -> str:
+    if failed := failure(found):
+        return failed
     largest = found.rows[-1][1]
     peak = found.range(PEAK, "{:.0f}").split()[-1]
     if (CHAIN, largest) not in found.rows:
@@ -122,11 +129,6 @@ def result(found: Results) -> str:
         f"{largest} go through the whole chain in {seconds:.1f} s, {speed:.1f} MB/s by the clock; "
         f"no step takes more than {peak} MB."
     )
-
-
-def failure(found: Results) -> str:
-    failed = [" ".join(row) for row, reason in found.reasons.items() if reason]
-    return f"over the limit: {', '.join(failed)}" if failed else ""
 
 
 def main(

@@ -323,9 +323,11 @@ def lines(axes: Axes, results: Results, group: str, titles: str) -> None:
             places[name]: results.cell(g, name, title) for g, name in results.rows if g == group
         }
         points = [(x, each.median) for x, each in sorted(found.items()) if each is not None]
-        axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3, label=title)
-    axes.set(xscale="log", yscale="log", xlabel=group)
-    axes.legend(fontsize=7, frameon=False)
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, label=title)
+            axes.set(xscale="log", yscale="log")
+            axes.legend(fontsize=7, frameon=False)
+    axes.set_xlabel(group)
 
 
 def curves(axes: Axes, results: Results, group: str, key: str) -> None:
