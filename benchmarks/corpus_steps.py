@@ -27,7 +27,7 @@ from benchmarks.corpus_generator import corpora
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, ask, cli
 from benchmarks.report import Results
 from benchmarks.tokenise import Vocabulary
-from benchmarks.watched import watched
+from benchmarks.watched import ROOT, watched
 from tools.corpus.pipeline import STEPS
 from tools.corpus.settings import parse_size
 
@@ -135,7 +135,7 @@ def main(
     flags: Flags,
     vocabulary: Vocabulary,
     text: tuple[Path, ...] = (),
-    evaluation: tuple[Path, ...] = (Path("README.md"), Path("docs/reproduce.md")),
+    evaluation: tuple[Path, ...] = (ROOT / "README.md", ROOT / "docs" / "reproduce.md"),
     sizes: tuple[str, ...] = ("20MB",),
     steps: tuple[str, ...] = (*STEPS, CHAIN, URLS),
     workers: int = 2,
@@ -147,7 +147,7 @@ def main(
 
     Args:
         text: JSON lines of real text, or folders of them; by default English of this Python.
-        evaluation: files whose n-grams are cut out of the text.
+        evaluation: files whose n-grams are cut out of the text; by default this project's own.
         sizes: of the corpora, the smallest first.
         steps: what is measured; the chain is of those named.
         workers: processes of every step.
