@@ -59,6 +59,8 @@ Numbers = NDArray[np.int64]
 
 def real_text(given: tuple[Path, ...] = ()) -> tuple[Path, ...]:
     """Those given, or 30 MB of English from this Python installation, collected once."""
+    if missing := [each for each in given if not each.exists()]:
+        raise FileNotFoundError(f"--text {missing[0]}: there is no such file or folder")
     if not given and not HARVESTED.exists():
         say(f"no --text is given: English of this Python installation goes into {HARVESTED}")
         harvest.run(harvest.Settings(output=HARVESTED, max_bytes=30_000_000))
