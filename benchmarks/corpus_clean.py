@@ -1,33 +1,27 @@
 """Cleaning text: repair beside plain ftfy, language identification beside langdetect.
 
-    python benchmarks/corpus_clean.py --input SHARD [SHARD ...] [--megabytes N] [--rounds N]
-                                      [--json FILE]
-
-The peer of language identification is no requirement of the project: pip install langdetect==1.0.9.
-Both of a row read the same documents, one after the other, in one process; which is first changes
-from round to round.  Before anything is timed the repaired texts are compared, all of them, and of
-the languages it is printed how many agree.  langdetect reads up to 10,000 characters of a document,
-the step up to 4,000, and a row of its own shows whole documents.  The step's row is the whole of
-tools/corpus/clean.py, from jsonl to jsonl.  MB are 10^6 bytes of UTF-8 text, seconds those of the
-CPU.
+All read the same documents, one of each file in turn. The repaired texts have to be equal; of
+languages the table says for how many documents both say English or both do not. langdetect draws
+lots, from a fixed seed here, and reads up to 10,000 characters of a document; the step reads up to
+4,000, and one row shows whole documents. The last row is the whole of tools/corpus/clean.py, from
+jsonl to jsonl. MB are 10^6 bytes of UTF-8 text.
 """
 
-import itertools
-import json
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from hashlib import sha256
+from itertools import chain, zip_longest
 from pathlib import Path
-
-import ftfy
-import tyro
+from tempfile import TemporaryDirectory
+from typing import Any
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
+import orjson
+
+from benchmarks.corpus_generator import real_text
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn, ask, cli
 from megatron.data.json_lines import find_shards
 from tools.corpus import clean
 from tools.corpus.language import identify
@@ -35,146 +29,117 @@ from tools.corpus.records import Funnel, read_documents
 from tools.corpus.repair import repair
 from tools.corpus.shards import cut, write_shard
 
-Function = Callable[[str], str]
+OURS, SPEED, RATIO = "this project", "MB per CPU second", "this project's speed / its"
+Job = Callable[[Path, list[str]], list[str]]  # of a file and its texts
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One row: MB per CPU second of each round; the peer's are empty if it has none."""
+def fix_text(_: Path, texts: list[str]) -> list[str]:
+    import ftfy
 
-    job: str
-    peer: str
-    ours: list[float]
-    theirs: list[float]
-
-    @property
-    def ratios(self) -> list[float]:
-        return [ours / theirs for ours, theirs in zip(self.ours, self.theirs, strict=True)]
+    return [ftfy.fix_text(text) for text in texts]
 
 
-def read_texts(shards: Sequence[Path], most: int) -> list[str]:
-    """The texts of the shards, one document of each in turn, until there are `most` bytes."""
-    texts: list[str] = []
-    streams = [
-        itertools.chain.from_iterable(
-            read_documents(unit, Funnel()) for unit in cut([shard], 1 << 30)
-        )
-        for shard in shards
-    ]
-    for document in itertools.chain.from_iterable(itertools.zip_longest(*streams)):
-        if document is not None:
-            texts.append(document.text)
-            most -= len(document.text.encode())
-        if most <= 0:
-            break
+def langdetect(_: Path, texts: list[str]) -> list[str]:
+    from langdetect import DetectorFactory, LangDetectException, detect
+
+    DetectorFactory.seed = 0
+    found = []
+    for text in texts:
+        try:
+            found.append(detect(text))
+        except LangDetectException:
+            found.append("un")
+    return found
+
+
+def whole_step(file: Path, texts: list[str]) -> list[str]:
+    settings = clean.Settings(input=(file,), output=file.parent / "out")
+    (unit,) = cut([file], 1 << 40)
+    with write_shard(settings.output, "part", "none") as shard:
+        clean.clean_unit(unit, settings, Funnel(), shard)
     return texts
 
 
-def size_of(texts: Sequence[str]) -> int:
-    return sum(len(text.encode()) for text in texts)
+JOBS: dict[tuple[str, str], Job] = {
+    ("repair", OURS): lambda _, texts: [repair(text) for text in texts],
+    ("repair", "ftfy"): fix_text,
+    ("language", OURS): lambda _, texts: [identify(text) for text in texts],
+    ("language", "langdetect"): langdetect,
+    ("language of whole texts", OURS): lambda _, texts: [identify(t, len(t)) for t in texts],
+    ("whole step", OURS): whole_step,
+}
 
 
-def load_langdetect() -> Function:
-    """langdetect, which draws lots; from a fixed seed here."""
-    try:
-        import langdetect
-    except ImportError:
-        sys.exit("error: langdetect is missing: pip install langdetect==1.0.9")
-    langdetect.DetectorFactory.seed = 0
+def run(rank: Rank, group: str, name: str, file: str) -> Turn:
+    job, source = JOBS[group, name], Path(file)
+    texts = [orjson.loads(line)["text"] for line in source.read_bytes().splitlines()]
+    found = job(source, texts)
+    facts: dict[str, Any] = {"bytes": sum(len(text.encode()) for text in texts)}
+    facts["digest"] = sha256("\0".join(found).encode(errors="surrogatepass")).hexdigest()
+    if name == "langdetect":
+        pairs = zip(found, map(identify, texts), strict=True)
+        facts["agree"] = sum((its == "en") == (own == "en") for its, own in pairs) / len(texts)
 
-    def detect(text: str) -> str:
-        try:
-            return str(langdetect.detect(text))
-        except langdetect.LangDetectException:
-            return "un"
+    def turn() -> dict[str, Any]:
+        job(source, texts)
+        return facts
 
-    return detect
-
-
-def speed(function: Function, texts: Sequence[str]) -> float:
-    """MB per CPU second."""
-    start = time.process_time()
-    for text in texts:
-        function(text)
-    return size_of(texts) / (time.process_time() - start) / 1e6
+    return turn
 
 
-def compare(
-    job: str, ours: Function, peer: str, theirs: Function, texts: Sequence[str], rounds: int
-) -> Comparison:
-    speeds: dict[str, list[float]] = {"ours": [], "theirs": []}
-    for number in range(rounds):
-        pair = [("ours", ours), ("theirs", theirs)]
-        for name, function in pair if number % 2 else reversed(pair):
-            speeds[name].append(speed(function, texts))
-    return Comparison(job, peer, **speeds)
-
-
-def whole(text: str) -> str:
-    return identify(text, most=len(text))
-
-
-def step_speed(texts: Sequence[str]) -> float:
-    """MB per CPU second of the step, from a shard to a shard."""
-    with tempfile.TemporaryDirectory() as name:
-        source = Path(name, "in.jsonl")
-        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        settings = clean.Settings(input=(source,), output=Path(name, "out"))
-        (unit,) = cut([source], 1 << 40)
-        start = time.process_time()
-        with write_shard(settings.output, "part", "none") as shard:
-            clean.clean_unit(unit, settings, Funnel(), shard)
-        return size_of(texts) / (time.process_time() - start) / 1e6
-
-
-def agreement(ours: Function, theirs: Function, texts: Sequence[str]) -> str:
-    pairs = [(ours(text), theirs(text)) for text in texts]
-    same = sum((first == "en") == (second == "en") for first, second in pairs)
-    return f"{same} of {len(pairs)} documents are English to both or to neither"
-
-
-def table(results: Sequence[Comparison]) -> str:
-    rows = []
-    for each in results:
-        theirs = [spread(each.theirs, 2), spread(each.ratios)] if each.theirs else ["-", "-"]
-        rows.append([each.job, each.peer, spread(each.ours), *theirs])
-    return markdown(["job", "peer", "ours, MB/s", "peer, MB/s", "ours / peer"], rows)
-
-
-def corpus_clean(
-    input: tuple[Path, ...],
-    megabytes: float = 4,
-    rounds: int = 6,
-    json_file: JsonFile = None,
-) -> None:
-    """Compare and print.
+def main(flags: Flags, text: tuple[Path, ...] = (), megabytes: float = 4) -> None:
+    """Compare cleaning.
 
     Args:
-        input: shards of jsonl; a document is taken of each in turn.
-        megabytes: how much text is read.
-        rounds: times that the two are timed in turn; an even number lets each go first as often.
-        json_file: where every round's figures are written.
+        text: JSON lines of real text, or folders of them; by default English of this Python.
+        megabytes: how much of it is read.
     """
-    detect = load_langdetect()
-    texts = read_texts(find_shards(input), int(megabytes * 1e6))
-    assert [repair(text) for text in texts] == [ftfy.fix_text(text) for text in texts]
-    record = facts("ftfy", "pycld2", "langdetect", "tokenizers") | {
-        "documents": len(texts),
-        "bytes": size_of(texts),
-        "ascii": round(size_of([text for text in texts if text.isascii()]) / size_of(texts), 3),
-        "rounds": rounds,
-    }
-    print(told(record))
-    print(agreement(identify, detect, texts))
-    results = [
-        compare("repair", repair, "ftfy", ftfy.fix_text, texts, rounds),
-        compare("language", identify, "langdetect", detect, texts, rounds),
-        Comparison("language, whole texts", "-", [speed(whole, texts) for _ in range(rounds)], []),
-        Comparison("whole step", "-", [step_speed(texts) for _ in range(rounds)], []),
+    streams = [
+        chain.from_iterable(read_documents(unit, Funnel()) for unit in cut([shard], 1 << 40))
+        for shard in find_shards(real_text(text))
     ]
-    print(table(results))
-    write_json(json_file, record | {"results": [asdict(each) for each in results]})
+    texts, left = [], megabytes * 1e6
+    for document in filter(None, chain.from_iterable(zip_longest(*streams))):
+        texts.append(document.text)
+        if (left := left - len(document.text.encode())) <= 0:
+            break
+    ascii = sum(len(each) for each in texts if each.isascii()) / sum(map(len, texts))
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "text.jsonl")
+        file.write_bytes(b"".join(orjson.dumps({"text": each}) + b"\n" for each in texts))
+        contenders = [
+            Contender(
+                name=name,
+                group=group,
+                run=run,
+                arguments={"group": group, "name": name, "file": str(file)},
+                needs=() if name == OURS else (name,),
+                same={"digest": 0} if group == "repair" else {},
+            )
+            for group, name in JOBS
+        ]
+        question = Question(
+            title="Cleaning text",
+            method=__doc__,
+            contenders=contenders,
+            columns=(
+                Column(SPEED, "bytes", "{:.2f}", per="cpu", unit=1e6),
+                Column(RATIO, "cpu", "{:.1f}", "its / first"),
+                Column("English to both or neither", "agree", "{:.1%}"),
+            ),
+            result=lambda found: (
+                f"The step cleans {found.median('whole step', OURS, SPEED):.0f} MB per CPU second; "
+                f"it repairs text {found.median('repair', 'ftfy', RATIO):.1f} times as fast as "
+                "plain ftfy, to the same text."
+            ),
+            rounds=6,
+            warm_up=0,
+            packages=("ftfy", "pycld2", "langdetect", "tokenizers"),
+            settings={"documents": len(texts), "megabytes": megabytes, "ascii": f"{ascii:.2f}"},
+            picture="bars",
+        )
+        ask(question, flags)
 
 
 if __name__ == "__main__":
-    tyro.cli(corpus_clean)
+    cli(main)

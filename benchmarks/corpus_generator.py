@@ -1,151 +1,124 @@
 """A corpus of any size with known near-duplicates, the same for the same seed.
 
-    python benchmarks/corpus_generator.py --text FILE [FILE...] --output DIR --size 1GB
+    python benchmarks/corpus_generator.py --output DIR [--text FILE...] [--size 1GB]
 
-Documents are sentences of real text, drawn at random, in the lengths of the real documents.  In
-every block of them (20 at the default share) the last is a near-duplicate: an earlier document
-with words replaced one by one until the exact Jaccard similarity of the two sets of character
-5-grams (lower case, runs of white space as one blank) is as near as it gets to one of TARGETS.
-DIR/shards holds the documents as JSON lines {"text", "source", "id"}, DIR/truth.jsonl a line per
-near-duplicate: {"id", "of", "jaccard"}.
+Documents are sentences of real text, drawn at random, in the lengths of the real documents. The
+last of every block (of 20 at the default share) is a near-duplicate: an earlier document with words
+replaced until the exact Jaccard similarity of the two sets of character 5-grams (lower case, runs
+of white space as one blank) is near one of TARGETS. DIR/shards holds the documents as JSON lines
+{"text", "source", "id"}, DIR/truth.jsonl a line per near-duplicate: {"id", "of", "jaccard"}.
 
-A document is a function of the seed and of its shard, block and number.  So the original of a
-near-duplicate, which may lie in any of the shards before, is made again instead of remembered, and
-neither the number of workers nor (but for the last shard) the size changes a byte.  No document is
-the original of two, and no near-duplicate is an original.
+A document is a function of the seed and of its shard, block and number: the original of a
+near-duplicate, which may lie in any of the shards before, is made again, and neither the number of
+workers nor (but for the last shard) the size changes a byte. No document is the original of two.
 
-Unrelated documents have to stay apart although sentences recur.  A document has at least
-SHORTEST = 4 LONGEST_SENTENCE characters, so that a similarity of 0.5 takes three shared sentences
-or more; the chance that any two documents share three is kept small by asking for enough different
-sentences (`least_sentences`), which is checked before anything is written.
+Unrelated documents stay apart although sentences recur: with 4 LONGEST_SENTENCE characters or more
+a similarity of 0.5 takes three shared sentences, and enough different sentences are asked for.
 """
 
 import math
 import re
 import sys
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
-
-import numpy as np
-import orjson
-import tyro
-from numpy.typing import NDArray
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from benchmarks.harness import cli
 from megatron.data.json_lines import find_shards, open_shard, parse_record
-from tools.corpus.program import progress
+from tools.corpus import harvest
+from tools.corpus.program import progress, say
 from tools.corpus.scheduler import Call, open_scheduler
 from tools.corpus.settings import parse_size
-from tools.corpus.shards import concatenate, placed, write_shard
+from tools.corpus.shards import placed, write_shard
 
+HARVESTED = Path(__file__).resolve().parents[1] / "runs" / "benchmarks" / "harvested.jsonl"
 TARGETS = (0.6, 0.66, 0.72, 0.78, 0.85, 0.92, 1.0)
 SHORTEST_SENTENCE, LONGEST_SENTENCE = 40, 160  # characters
 SHORTEST, LONGEST = 4 * LONGEST_SENTENCE, 300_000  # characters of a document
 MOST_TEXT = 128_000_000  # characters of the text that are read; the rest would only take memory
 SHARD_BYTES = 32_000_000
 WORDS = 20_000  # that replace others
-EVALUATIONS = 6  # of the similarity, at most, for one near-duplicate
 WRAPPING = 50  # bytes of a line around its text
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(])")
 PARAGRAPH_END = re.compile(r"\n\s*\n")
+Line = dict[str, Any]  # of JSON lines
+Numbers = NDArray[np.int64]
 
-Grams = NDArray[np.uint64]
+
+def real_text(given: tuple[Path, ...] = ()) -> tuple[Path, ...]:
+    """Those given, or 30 MB of English from this Python installation, collected once."""
+    if missing := [each for each in given if not each.exists()]:
+        raise FileNotFoundError(f"--text {missing[0]}: there is no such file or folder")
+    if not given and not HARVESTED.exists():
+        say(f"no --text is given: English of this Python installation goes into {HARVESTED}")
+        harvest.run(harvest.Settings(output=HARVESTED, max_bytes=30_000_000))
+    return tuple(each.resolve() for each in given) or (HARVESTED,)
 
 
 class Base(NamedTuple):
     """What documents are made of."""
 
-    sentences: list[str]
-    """Each with what follows it: a blank, or a blank line at the end of a paragraph."""
-    sizes: NDArray[np.int64]
-    """Characters of each sentence."""
-    lengths: NDArray[np.int64]
-    """Characters of the real documents, SHORTEST to LONGEST."""
+    sentences: list[str]  # with what follows: a blank, or a blank line after a paragraph
+    sizes: Numbers  # characters of each sentence
+    lengths: Numbers  # characters of the real documents, SHORTEST to LONGEST
     words: list[str]
-    letters: NDArray[np.uint64]
-    """Number of each code point among those in use, less than 2^12."""
 
 
 class Plan(NamedTuple):
-    """What decides a document; the numbers of a block are its documents."""
+    """What decides a document."""
 
     text: tuple[str, ...]
     seed: int
-    block: int
-    """Documents in a block, of which the last is a near-duplicate; 0 for none."""
+    block: int  # documents of a block, of which the last is a near-duplicate; 0 for none
 
     @property
-    def documents(self) -> int:
-        """In a block that are no near-duplicates."""
+    def originals(self) -> int:
         return self.block - 1 if self.block else 20
-
-
-class Place(NamedTuple):
-    shard: int
-    block: int
-    number: int
-
-    @property
-    def id(self) -> str:
-        return f"{self.shard:05}-{self.block:05}-{self.number:03}"
 
 
 @cache
 def load_base(text: tuple[str, ...]) -> Base:
-    """Of files or folders of JSON lines.  About three times the text in memory."""
+    """Of files or folders of JSON lines. About three times the text in memory."""
     sentences: dict[str, str] = {}
-    lengths: list[int] = []
-    read = 0
-    for document in read_texts(text):
-        sentences.update(split_sentences(document))
-        lengths.append(len(document))
-        read += len(document)
-        if read > MOST_TEXT:
-            break
+    lengths, read = [], 0
+    for shard in find_shards([Path(each) for each in text]):
+        with open_shard(shard) as lines:
+            for line in lines:
+                if read > MOST_TEXT:
+                    break
+                document = parse_record(line)["text"]
+                sentences.update(split_sentences(document))
+                lengths.append(len(document))
+                read += len(document)
     endings = [sentence + end for sentence, end in sentences.items()]
     words = sorted({word for each in sentences for word in each.split() if word.isalpha()})
-    random = np.random.default_rng(0)
-    chosen = random.permutation(len(words))[:WORDS]
     return Base(
         endings,
         np.array([len(each) for each in endings]),
         np.array([each for each in lengths if SHORTEST <= each <= LONGEST]),
-        [words[k] for k in chosen],
-        number_letters(sentences),
+        [words[k] for k in np.random.default_rng(0).permutation(len(words))[:WORDS]],
     )
 
 
-def read_texts(text: tuple[str, ...]) -> Iterator[str]:
-    for shard in find_shards([Path(each) for each in text]):
-        with open_shard(shard) as lines:
-            yield from (parse_record(line)["text"] for line in lines)
-
-
 def split_sentences(text: str) -> Iterator[tuple[str, str]]:
-    """(sentence on one line, what follows it); those too short, too long or cased oddly left out.
-
-    A capital sigma is lower-cased by what stands around it, so that editing a word would change
-    its neighbours: sentences with one are left out.
-    """
+    """(sentence on one line, what follows it); those too short or too long are left out."""
     for paragraph in PARAGRAPH_END.split(text):
         parts = SENTENCE_END.split(" ".join(paragraph.split()))
         for number, sentence in enumerate(parts, start=1):
-            fits = SHORTEST_SENTENCE <= len(sentence) <= LONGEST_SENTENCE
-            if fits and "\u03a3" not in sentence:
+            if SHORTEST_SENTENCE <= len(sentence) <= LONGEST_SENTENCE:
                 yield sentence, "\n\n" if number == len(parts) else " "
-
-
-def number_letters(sentences: dict[str, str]) -> NDArray[np.uint64]:
-    letters = sorted(set(chain(" ", *(set(each.lower()) for each in sentences))))
-    assert len(letters) < 1 << 12, "a 5-gram of these letters does not fit 60 bits"
-    numbers = np.zeros(ord(letters[-1]) + 1, np.uint64)
-    numbers[[ord(letter) for letter in letters]] = np.arange(len(letters))
-    return numbers
 
 
 def least_sentences(base: Base, documents: float) -> int:
@@ -159,147 +132,76 @@ def least_sentences(base: Base, documents: float) -> int:
     return math.ceil((short**2 / 2 * sharing) ** (1 / 3))
 
 
-def make_documents(plan: Plan, shard: int, block: int) -> list[NDArray[np.int64]]:
-    """The numbers of the sentences of each document of a block that is no near-duplicate."""
+def make_originals(plan: Plan, shard: int, block: int) -> list[str]:
+    """The documents of a block that are no near-duplicates."""
     base = load_base(plan.text)
     random = np.random.default_rng([plan.seed, shard, block])
-    lengths = random.choice(base.lengths, plan.documents)
-    drawn = random.integers(len(base.sentences), size=(lengths // SHORTEST_SENTENCE + 1).sum())
+    lengths = random.choice(base.lengths, plan.originals)
+    counts = lengths // SHORTEST_SENTENCE + 1
+    drawn = random.integers(len(base.sentences), size=counts.sum())
     documents = []
-    for part, length in zip(
-        np.split(drawn, np.cumsum(lengths // SHORTEST_SENTENCE + 1)[:-1]), lengths, strict=True
-    ):
+    for part, length in zip(np.split(drawn, np.cumsum(counts)[:-1]), lengths, strict=True):
         enough = np.searchsorted(np.cumsum(base.sizes[part]), length) + 1
-        documents.append(part[:enough])
+        documents.append("".join([base.sentences[k] for k in part[:enough].tolist()]).rstrip())
     return documents
 
 
-def join(base: Base, document: NDArray[np.int64]) -> str:
-    sentences = base.sentences
-    return "".join([sentences[k] for k in document.tolist()]).rstrip()
+def five_grams(text: str) -> set[str]:
+    """Of characters of the normalised text."""
+    line = " ".join(text.lower().split())
+    return {line[k : k + 5] for k in range(max(1, len(line) - 4))}
 
 
-def grams(base: Base, text: str) -> Grams:
-    """The set of character 5-grams of the normalised text, sorted; exact, not hashed."""
-    normalised = " ".join(text.lower().split())
-    letters = base.letters[np.frombuffer(normalised.encode("utf-32-le"), np.uint32)]
-    count = len(letters) - 4
-    packed = letters[:count].copy()
-    for k in range(1, 5):
-        packed <<= np.uint64(12)
-        packed |= letters[k : k + count]
-    packed.sort()
-    return packed[np.append(True, packed[1:] != packed[:-1])]
-
-
-def jaccard(one: Grams, other: Grams) -> float:
-    both = np.concatenate([one, other])
-    both.sort()
-    shared = int((both[1:] == both[:-1]).sum())
-    return shared / (len(both) - shared)
+def jaccard(one: set[str], other: set[str]) -> float:
+    return len(one & other) / len(one | other)
 
 
 def edit(base: Base, text: str, target: float, random: np.random.Generator) -> tuple[str, float]:
-    """(the text with words replaced, its exact similarity to the text), as near `target` as found.
-
-    After n edits that each destroy and make c of |A| 5-grams it is (|A| - n c) / (|A| + n c);
-    each evaluation corrects c, and the nearest of them is taken.
-    """
-    if target == 1:
-        return text, 1.0
-    words, original = text.split(" "), grams(base, text)
+    """(the text with words replaced, its exact similarity to the text), as near `target` as may be
+    by more or fewer words: each lowers the similarity."""
+    words, original = text.split(" "), five_grams(text)
     order = random.permutation(len(words)).tolist()
     others = random.integers(len(base.words), size=len(words)).tolist()
-    per_edit, best, tried = 9 / len(original), (text, 1.0), {0}
-    aim = (1 - target) / (1 + target)
-    for _ in range(EVALUATIONS):
-        edits = max(1, min(len(words), round(aim / per_edit)))
-        if edits in tried:
-            break
-        tried.add(edits)
+
+    @cache
+    def edited(count: int) -> tuple[str, float]:
         changed = words.copy()
-        for k in order[:edits]:
+        for k in order[:count]:
             changed[k] = base.words[others[k]]
         candidate = " ".join(changed)
-        found = jaccard(original, grams(base, candidate))
-        best = min(best, (candidate, found), key=lambda each: abs(each[1] - target))
-        per_edit = max((1 - found) / (1 + found) / edits, 1e-9)
-    return best
+        return candidate, jaccard(original, five_grams(candidate))
+
+    below = bisect_left(range(len(words)), -target, key=lambda count: -edited(count)[1])
+    nearest = edited(max(0, below - 1)), edited(below)
+    return min(nearest, key=lambda each: abs(each[1] - target))
 
 
-def make_near_duplicate(plan: Plan, shard: int, block: int) -> tuple[str, dict[str, Any]]:
-    """The last document of a block and its line of truth.
+def make_shard(plan: Plan, shard: int, blocks: int, folder: str) -> tuple[int, list[Line]]:
+    """Write one shard; returns its bytes and the truth of it.
 
-    Its original is document `back` of the same block of the shard `back` before: no two
-    near-duplicates meet there.
+    The original of a near-duplicate is document `back` of the same block of the shard `back`
+    before: no two near-duplicates meet there.
     """
-    base = load_base(plan.text)
-    random = np.random.default_rng([plan.seed, shard, block, 1])
-    back = int(random.integers(min(shard, plan.documents - 1) + 1))
-    original = Place(shard - back, block, back)
-    text = join(base, make_documents(plan, original.shard, block)[back])
-    changed, similarity = edit(base, text, random.choice(TARGETS), random)
-    place = Place(shard, block, plan.documents)
-    return changed, {"id": place.id, "of": original.id, "jaccard": similarity}
-
-
-def make_shard(plan: Plan, shard: int, blocks: int, output: str) -> dict[str, Any]:
-    """Write one shard and its part of the truth; the facts of the shard."""
-    base = load_base(plan.text)
-    folder = Path(output)
-    with (
-        placed(folder / "parts" / f"{shard:05}.jsonl") as truths,
-        write_shard(folder / "shards", f"part-{shard:05}", "none") as lines,
-    ):
+    base, truth = load_base(plan.text), []
+    with write_shard(Path(folder), f"part-{shard:05}", "none") as lines:
         for block in range(blocks):
-            texts = [join(base, each) for each in make_documents(plan, shard, block)]
+            texts = make_originals(plan, shard, block)
             if plan.block:
-                text, truth = make_near_duplicate(plan, shard, block)
-                texts.append(text)
-                truths.write(orjson.dumps(truth) + b"\n")
+                random = np.random.default_rng([plan.seed, shard, block, 1])
+                back = int(random.integers(min(shard, plan.originals - 1) + 1))
+                original = make_originals(plan, shard - back, block)[back]
+                changed, similarity = edit(base, original, random.choice(TARGETS), random)
+                pair = id_of(shard, block, len(texts)), id_of(shard - back, block, back)
+                truth.append({"id": pair[0], "of": pair[1], "jaccard": similarity})
+                texts.append(changed)
             for number, text in enumerate(texts):
-                name = Place(shard, block, number).id
+                name = id_of(shard, block, number)
                 lines.write(orjson.dumps({"text": text, "source": "generated", "id": name}))
-    return lines.facts
+    return lines.bytes, truth
 
 
-def generate(
-    text: tuple[Path, ...],
-    output: Path,
-    size: str = "100MB",
-    near_duplicates: float = 0.05,
-    seed: int = 1234,
-    workers: int = 2,
-) -> None:
-    """Make a corpus.
-
-    Args:
-        text: JSON lines of real text, or folders of them, such as tools.corpus.harvest writes.
-        output: an empty folder to fill.
-        size: of the JSON lines, to within a few per cent; sizes such as 100MB or 5GB.
-        near_duplicates: share of the documents, 0 to 0.5.
-        seed: another seed draws other documents.
-        workers: processes; they do not change what is written.
-    """
-    if not 0 <= near_duplicates <= 0.5:
-        raise ValueError(f"--near-duplicates {near_duplicates}: 0 to 0.5 would work")
-    if output.exists() and any(output.iterdir()):
-        raise ValueError(f"--output {output} holds files; an empty folder would work")
-    block = round(1 / near_duplicates) if near_duplicates else 0
-    plan = Plan(tuple(str(each) for each in text), seed, block)
-    total = parse_size("--size", size)
-    blocks = count_blocks(plan, total)
-    calls = [
-        Call(make_shard, (plan, shard, each, str(output))) for shard, each in enumerate(blocks)
-    ]
-    with open_scheduler("local", workers, 0) as scheduler, progress("generate", total, 0) as bar:
-        for _, facts in scheduler.run(calls):
-            bar.update(facts["bytes"])
-    parts = sorted((output / "parts").iterdir())
-    concatenate(parts, output / "truth.jsonl")
-    for part in parts:
-        part.unlink()
-    (output / "parts").rmdir()
+def id_of(shard: int, block: int, number: int) -> str:
+    return f"{shard:05}-{block:05}-{number:03}"
 
 
 def count_blocks(plan: Plan, size: int) -> list[int]:
@@ -311,20 +213,73 @@ def count_blocks(plan: Plan, size: int) -> list[int]:
     if not len(base.lengths):
         raise ValueError(f"--text: no document of {SHORTEST} to {LONGEST} characters among them")
     document = base.lengths.mean() + base.sizes.mean() / 2 + WRAPPING
-    needed = least_sentences(base, size / document)
-    if len(base.sentences) < needed:
+    if len(base.sentences) < (needed := least_sentences(base, size / document)):
         raise ValueError(
             f"--text holds {len(base.sentences)} sentences; {needed} would keep the unrelated "
             f"documents of {size} bytes apart: more text, or a smaller --size"
         )
-    in_block = document * (plan.block or plan.documents)
+    in_block = document * (plan.block or plan.originals)
     total, full = max(1, round(size / in_block)), max(1, round(SHARD_BYTES / in_block))
     return [min(full, total - start) for start in range(0, total, full)]
 
 
+def generate(
+    text: tuple[Path, ...] = (),
+    *,
+    output: Path,
+    size: str = "100MB",
+    near_duplicates: float = 0.05,
+    seed: int = 1234,
+    workers: int = 2,
+) -> None:
+    """Make a corpus.
+
+    Args:
+        text: JSON lines of real text, or folders of them; by default English of this Python.
+        output: an empty folder to fill.
+        size: of the JSON lines, to within a few per cent; sizes such as 100MB or 5GB.
+        near_duplicates: share of the documents, 0 to 0.5.
+        seed: another seed draws other documents.
+        workers: processes; they do not change what is written.
+    """
+    if not 0 <= near_duplicates <= 0.5:
+        raise ValueError(f"--near-duplicates {near_duplicates}: 0 to 0.5 would work")
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"--output {output} holds files; an empty folder would work")
+    block = round(1 / near_duplicates) if near_duplicates else 0
+    plan = Plan(tuple(map(str, real_text(text))), seed, block)
+    total, shards = parse_size("--size", size), str(output / "shards")
+    blocks = count_blocks(plan, total)
+    calls = [Call(make_shard, (plan, number, each, shards)) for number, each in enumerate(blocks)]
+    truth: list[list[Line]] = [[] for _ in blocks]
+    with open_scheduler("local", workers, 0) as scheduler, progress("generate", total, 0) as bar:
+        for number, (written, lines) in scheduler.run(calls):
+            bar.update(written)
+            truth[number] = lines
+    with placed(output / "truth.jsonl") as file:
+        file.writelines(orjson.dumps(line) + b"\n" for line in chain.from_iterable(truth))
+
+
+@contextmanager
+def corpora(
+    sizes: Mapping[str, str], rounds: int, text: tuple[Path, ...] = (), **options: Any
+) -> Iterator[Path]:
+    """A temporary folder with a corpus NAME/ROUND for each of these sizes in every round."""
+    with TemporaryDirectory(dir=options.pop("work", None)) as folder:
+        for name, size in sizes.items():
+            for seed in range(rounds):
+                generate(
+                    text, output=Path(folder, name, str(seed)), size=size, seed=seed, **options
+                )
+        yield Path(folder)
+
+
+def read(folder: Path) -> tuple[list[Line], list[Line]]:
+    """The documents of a corpus, and the lines of its truth."""
+    files = [*sorted((folder / "shards").iterdir()), folder / "truth.jsonl"]
+    *shards, truth = [[*map(orjson.loads, each.read_bytes().splitlines())] for each in files]
+    return [*chain.from_iterable(shards)], truth
+
+
 if __name__ == "__main__":
-    try:
-        tyro.cli(generate)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    cli(generate)

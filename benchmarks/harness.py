@@ -36,6 +36,7 @@ class Rank:
     size: int = 1
     device_type: str = "cpu"
     local: int = 0  # number of the GPU
+    round: int = 0  # for contenders that get input of their own in each
     store: Sequence[Any] = ()  # host, port and prefix
     notes: list[str] = field(default_factory=list)  # that are shown with the contender's figures
 
@@ -93,8 +94,9 @@ class Contender:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Figures that are known beforehand, and shown of what is left out, too."""
     same: Mapping[str, float] = field(default_factory=dict)
-    """Figures of the warm-up turns, and the share by which they may differ from those of the first
-    of the group: beyond it the two do not do the same job, and nothing is measured."""
+    """Figures of the warm-up turns, or else of the timed ones, and the share by which they may
+    differ from those of the first of the group: beyond it the two do not do the same job, and
+    nothing is reported."""
     x: float | None = None  # its place in a picture of lines
 
     def reason(self, launched: int) -> str:

@@ -80,12 +80,14 @@ class Agents:
 class Processes:
     """The processes of one contender in one round, and what they have said."""
 
-    def __init__(self, contender: Contender, agents: Agents, device: str, prefix: str) -> None:
+    def __init__(self, contender: Contender, agents: Agents, device: str, number: int) -> None:
+        """number: of the round."""
         self.contender, self.agents = contender, agents
         self.dropped = ""  # why it is out of this and all further rounds
         self.warm: list[Figures] = []
         self.timed: list[Figures] = []
         self.last: Figures = {}  # peak memory and notes
+        prefix = f"{number}/{contender.group}/{contender.name}"
         store = (*agents.meeting_place(), prefix) if contender.ranks > 1 else ()
         environ = {**os.environ, "OMP_NUM_THREADS": str(contender.threads)}
         if agents.size == 1:
@@ -106,7 +108,12 @@ class Processes:
             )
             local = rank if agents.size == 1 else agents.local
             own = Rank(
-                rank=rank, size=contender.ranks, device_type=device, local=local, store=store
+                rank=rank,
+                size=contender.ranks,
+                device_type=device,
+                local=local,
+                round=number,
+                store=store,
             )
             start = {"run": name_of(contender.run), "arguments": dict(contender.arguments)}
             send(self.processes[-1], start | {"rank": asdict(own)})
@@ -252,7 +259,7 @@ def run_unit(
     unit: list[Processes] = []
     try:
         for each in contenders:
-            unit.append(Processes(each, agents, flags.device, f"{number}/{each.group}/{each.name}"))
+            unit.append(Processes(each, agents, flags.device, number))
         for each in unit:
             each.attempt(lambda each=each: each.prepare(question.warm_up))
         for turn in range(flags.turns or question.turns):
@@ -268,12 +275,12 @@ def run_unit(
 
 def check_same(ended: Sequence[Processes], group: Sequence[Measured]) -> None:
     """SystemExit where a contender does not do the job of the first of its group."""
-    warm = {each.contender.name: each.warm for each in ended if not each.dropped}
+    turns = {p.contender.name: p.warm or p.timed for p in ended if not p.dropped}
     first = group[0].contender.name
-    for name in warm if first in warm else ():
+    for name in turns if first in turns else ():
         contender = next(each.contender for each in group if each.contender.name == name)
         for key, tolerance in contender.same.items():
-            ours, its = ([turn[key] for turn in warm[each]] for each in (first, name))
+            ours, its = ([turn[key] for turn in turns[each]] for each in (first, name))
             if not is_close(ours, its, tolerance):
                 raise SystemExit(
                     f"error: {first} and {name} do not do the same job: their {key} is {ours} "

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -274,29 +275,32 @@ def write_page(file: Path, question: Question, records: Sequence[Record]) -> Non
 
 
 COLOURS = ("#c44e52", "#333333", "#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#8c9aae")
+WIDEST = 5  # panels
 
 
 def draw(file: Path, results: Results) -> None:
     """A PNG: bars of contenders, a panel for each drawn column; lines along the contenders' x, a
-    panel for each group and drawn column; or curves of a figure that is a list, a panel a group."""
+    panel for each group and drawn column; or curves of a figure that is a list, a panel a group.
+    Of many groups no more than WIDEST are beside each other."""
     from matplotlib.figure import Figure
 
     question = results.question
     groups = list(dict.fromkeys(group for group, _ in results.rows))
     drawn = question.drawn or (next(iter(results.columns)),)
     kind = question.picture
-    shape = (1, len(drawn)) if kind == "bars" else (len(drawn), len(groups))
-    height = 1.2 + 0.35 * len(results.rows) if kind == "bars" else 3.2 * shape[0]
-    figure = Figure(figsize=(max(7, 3.6 * shape[1]), height), layout="constrained")
-    grid = figure.subplots(*shape, squeeze=False)
-    for row, column in np.ndindex(*shape):
-        axes = grid[row][column]
+    panels = list(product(drawn, groups[:1] if kind == "bars" else groups))
+    wide = len(drawn) if kind == "bars" else min(len(groups), WIDEST)
+    high = -(-len(panels) // wide)
+    height = 1.2 + 0.35 * len(results.rows) if kind == "bars" else 3.2 * high
+    figure = Figure(figsize=(max(7, 3.6 * wide), height), layout="constrained")
+    for place, (title, group) in enumerate(panels, start=1):
+        axes = figure.add_subplot(high, wide, place)
         if kind == "bars":
-            bars(axes, results, drawn[column])
+            bars(axes, results, title)
         elif kind == "lines":
-            lines(axes, results, groups[column], drawn[row])
+            lines(axes, results, group, title)
         else:
-            curves(axes, results, groups[column], drawn[row])
+            curves(axes, results, group, title)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=110)
 
@@ -326,9 +330,11 @@ def lines(axes: Axes, results: Results, group: str, titles: str) -> None:
             places[name]: results.cell(g, name, title) for g, name in results.rows if g == group
         }
         points = [(x, each.median) for x, each in sorted(found.items()) if each is not None]
-        axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3, label=title)
-    axes.set(xscale="log", yscale="log", xlabel=group)
-    axes.legend(fontsize=7, frameon=False)
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, label=title)
+            axes.set(xscale="log", yscale="log")
+            axes.legend(fontsize=7, frameon=False)
+    axes.set_xlabel(group)
 
 
 def curves(axes: Axes, results: Results, group: str, key: str) -> None:

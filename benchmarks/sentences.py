@@ -1,40 +1,48 @@
 """Libraries that split text into sentences: cases cut by hand, and speed on real text.
 
-    python benchmarks/sentences.py --text JSONL [JSONL ...] [--seconds S] [--json FILE]
-
-Each contestant gets the cases of sentence_cases.txt, and then every text document by document until
-its seconds are over.  Cuts are compared by how many characters that are no white space stand before
-them; a contestant that loses or adds such characters is told of.  Speed is in MB of UTF-8 per CPU
-second.  A sentence that begins with a lower-case letter is mostly one cut too often.
+Each gets the 60 cases of sentence_cases.txt (abbreviations, initials, quotes, numbers, lists,
+ellipses, lines without a full stop), which were cut before any library had seen them, and then a
+text, document by document, until its CPU seconds are over. Cuts are compared by how many characters
+that are no white space stand before them. Speed is in MB of UTF-8 per CPU second. A sentence that
+begins with a lower-case letter is mostly one cut too often; "changed" are documents of which such
+characters were lost, doubled or moved.
 """
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
-
-import tyro
+from typing import Any
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.machine import JsonFile, facts, installed, markdown, told, write_json
+from benchmarks.corpus_generator import real_text
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn, ask, cli
+from benchmarks.report import Results
 from tools.corpus.records import Funnel, read_documents
 from tools.corpus.shards import cut
 from tools.sentences import split_sentences
 
 CASES = Path(__file__).with_name("sentence_cases.txt")
-Split = Callable[[str], list[str]]
+OURS, SPEED = "tools/sentences.py", "MB/s"
+Split = Callable[[str], Sequence[str]]
 
 
-def make_pysbd() -> Split:
+def sentencex() -> Split:
+    import sentencex
+
+    return lambda text: sentencex.segment("en", text)
+
+
+def pysbd() -> Split:
     import pysbd
 
-    return pysbd.Segmenter(language="en", clean=False).segment  # type: ignore[no-any-return]
+    return pysbd.Segmenter(language="en", clean=False).segment
 
 
-def make_syntok() -> Split:
+def syntok() -> Split:
     from syntok import segmenter
 
     def split(text: str) -> list[str]:
@@ -46,7 +54,7 @@ def make_syntok() -> Split:
     return split
 
 
-def make_spacy() -> Split:
+def spacy() -> Split:
     import spacy
 
     language = spacy.blank("en")
@@ -54,134 +62,114 @@ def make_spacy() -> Split:
     return lambda text: [sentence.text for sentence in language(text).sents]
 
 
-def make_blingfire() -> Split:
+def blingfire() -> Split:
     import blingfire
 
     return lambda text: blingfire.text_to_sentences(text).split("\n")
 
 
-def make_sentencex() -> Split:
-    import sentencex
-
-    return lambda text: sentencex.segment("en", text)
-
-
-CONTESTANTS: dict[str, tuple[str | None, Callable[[], Split]]] = {
-    "tools/sentences.py": (None, lambda: split_sentences),
-    "sentencex": ("sentencex", make_sentencex),
-    "pysbd": ("pysbd", make_pysbd),
-    "syntok": ("syntok", make_syntok),
-    "spaCy's sentencizer": ("spacy", make_spacy),
-    "blingfire": ("blingfire", make_blingfire),
+LIBRARIES: dict[str, Callable[[], Split]] = {
+    OURS: lambda: split_sentences,
+    "sentencex": sentencex,
+    "pysbd": pysbd,
+    "syntok": syntok,
+    "spacy": spacy,
+    "blingfire": blingfire,
 }
 
 
-@dataclass
-class Score:
-    right: int = 0
-    """Cases without a wrong cut."""
-    extra: int = 0
-    """Cuts where there should be none."""
-    missed: int = 0
-    """Cuts that should be there."""
+def dense(text: str) -> str:
+    return "".join(text.split())
 
 
-@dataclass
-class Reading:
-    """What a contestant did to one text."""
-
-    megabytes: float = 0.0
-    seconds: float = 0.0
-    sentences: int = 0
-    lower: int = 0
-    """Of the sentences, that begin with a lower-case letter."""
-    changed: int = 0
-    """Documents of which characters were lost, added or moved."""
+def cuts(sentences: Sequence[str]) -> set[int]:
+    """Characters that are no white space up to the end of each sentence."""
+    return {*accumulate(map(len, map(dense, sentences)))} - {0}
 
 
-def read_cases() -> Iterator[list[str]]:
-    """The sentences of each case."""
-    for line in CASES.read_text("utf-8").splitlines():
-        if not line.startswith("#"):
-            yield line.replace("\\n", "\n").split(" | ")
+def marks(split: Split) -> dict[str, int]:
+    """right: cases without a wrong cut. extra, missed: cuts of all cases."""
+    found = {"right": 0, "extra": 0, "missed": 0}
+    for line in CASES.read_text("utf-8").splitlines()[1:]:
+        case = line.replace("\\n", "\n").split(" | ")
+        own, wanted = cuts(split(" ".join(case))), cuts(case)
+        found["right"] += own == wanted
+        found["extra"] += len(own - wanted)
+        found["missed"] += len(wanted - own)
+    return found
 
 
-def cuts(sentences: Sequence[str]) -> list[int]:
-    """Characters that are no white space up to the end of each sentence that has any."""
-    ends, count = [], 0
-    for sentence in sentences:
-        if length := len("".join(sentence.split())):
-            count += length
-            ends.append(count)
-    return ends
+def run(rank: Rank, library: str, text: str, seconds: float) -> Turn:
+    split, (unit,) = LIBRARIES[library](), cut([Path(text)], 1 << 40)
+    scored = marks(split)
+
+    def turn() -> dict[str, Any]:
+        spent = [0.0, 0.0]
+        size = count = lower = changed = 0
+        for document in read_documents(unit, Funnel()):
+            start = time.perf_counter(), time.process_time()
+            sentences = split(document.text)
+            spent[0] += time.perf_counter() - start[0]
+            spent[1] += time.process_time() - start[1]
+            size += len(document.text.encode())
+            count += len(sentences)
+            lower += sum(each.lstrip()[:1].islower() for each in sentences)
+            changed += dense("".join(sentences)) != dense(document.text)
+            if spent[1] > seconds:
+                break
+        facts = {"bytes": size, "lower": lower / count, "changed": changed}
+        return {"wall": spent[0], "cpu": spent[1], **facts, **scored}
+
+    return turn
 
 
-def score(split: Split) -> Score:
-    result = Score()
-    for sentences in read_cases():
-        found, expected = set(cuts(split(" ".join(sentences)))), set(cuts(sentences))
-        result.right += found == expected
-        result.extra += len(found - expected)
-        result.missed += len(expected - found)
-    return result
+def result(found: Results) -> str:
+    group = found.rows[0][0]
+    right, speed = (found.median(group, OURS, each) for each in ("right of 60", SPEED))
+    which = f"{OURS} (sentencex, a line at a time)"
+    return f"{which} cuts {right:.0f} of 60 cases as wanted, at {speed:.0f} MB/s."
 
 
-def read(split: Split, documents: Sequence[str], limit: float) -> Reading:
-    """limit: CPU seconds after which the rest is left."""
-    result = Reading()
-    for text in documents:
-        start = time.process_time()
-        sentences = split(text)
-        result.seconds += time.process_time() - start
-        result.megabytes += len(text.encode()) / 1e6
-        result.sentences += len(sentences)
-        result.lower += sum(sentence.lstrip()[:1].islower() for sentence in sentences)
-        result.changed += "".join("".join(sentences).split()) != "".join(text.split())
-        if result.seconds > limit:
-            break
-    return result
-
-
-def row(name: str, marks: Score, readings: Sequence[Reading]) -> list[str]:
-    lower = sum(each.lower for each in readings) / sum(each.sentences for each in readings)
-    return [
-        name,
-        f"{marks.right}",
-        f"{marks.extra}",
-        f"{marks.missed}",
-        *(f"{each.megabytes / each.seconds:.2f}" for each in readings),
-        f"{lower:.1%}",
-        f"{sum(each.changed for each in readings)}",
-    ]
-
-
-def benchmark(text: tuple[Path, ...], seconds: float = 5.0, json_file: JsonFile = None) -> None:
-    """Run and print.
+def main(flags: Flags, text: tuple[Path, ...] = (), seconds: float = 5.0) -> None:
+    """Compare libraries.
 
     Args:
-        text: JSON lines of real text, a column each.
-        seconds: CPU seconds that a contestant gets for each text.
-        json_file: where all figures are written.
+        text: files of JSON lines, a group each; by default English of this Python.
+        seconds: CPU seconds that a library gets for each text.
     """
-    documents = [
-        [each.text for unit in cut([file], 1 << 40) for each in read_documents(unit, Funnel())]
-        for file in text
+    contenders = [
+        Contender(
+            name=library,
+            group=file.name.partition(".")[0],
+            run=run,
+            arguments={"library": library, "text": str(file), "seconds": seconds},
+            needs=() if library == OURS else (library,),
+        )
+        for file in real_text(text)
+        for library in LIBRARIES
     ]
-    record = facts("sentencex", "pysbd", "syntok", "spacy", "blingfire")
-    runs, rows = {}, []
-    for name, make in installed(CONTESTANTS).items():
-        split = make()
-        marks = score(split)
-        readings = [read(split, each, seconds) for each in documents]
-        rows.append(row(name, marks, readings))
-        runs[name] = {"cases": asdict(marks), "texts": [asdict(each) for each in readings]}
-    print(told(record))
-    header = ["", f"right of {sum(1 for _ in read_cases())}", "extra cuts", "missed cuts",
-              *(f"{file.name.partition('.')[0]}, MB/s" for file in text),
-              "begin in lower case", "documents changed"]  # fmt: skip
-    print(markdown(header, rows))
-    write_json(json_file, record | {"runs": runs})
+    question = Question(
+        title="Sentence splitting for BERT: which library",
+        method=__doc__,
+        contenders=contenders,
+        columns=(
+            Column("right of 60", "right", "{:.0f}"),
+            Column("extra cuts", "extra", "{:.0f}"),
+            Column("missed cuts", "missed", "{:.0f}"),
+            Column(SPEED, "bytes", "{:.2f}", per="cpu", unit=1e6),
+            Column("begin in lower case", "lower", "{:.1%}"),
+            Column("documents changed", "changed", "{:.0f}"),
+        ),
+        result=result,
+        rounds=1,
+        warm_up=0,
+        packages=("sentencex", "pysbd", "syntok", "spacy", "blingfire"),
+        settings={"seconds_each": seconds},
+        picture="bars",
+        drawn=("right of 60", SPEED),
+    )
+    ask(question, flags)
 
 
 if __name__ == "__main__":
-    tyro.cli(benchmark)
+    cli(main)

@@ -1,15 +1,12 @@
-"""Sentence splitting: cases, no character lost, and the benchmark of it."""
+"""Sentence splitting: cases, and no character lost."""
 
 import gzip
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.tools.corpus.lines import write_jsonl
 from tests.tools.test_encoders import PROBES, fuzz
 from tools import sentences
 from tools.sentences import LONGEST, split_sentences
@@ -88,15 +85,3 @@ def test_a_sentence_longer_than_a_part_is_cut_between_words(blank: str) -> None:
 def test_a_library_that_loses_text_does_not_lose_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sentences, "segment", lambda _, text: [text[:3], text[4:]])
     assert check("One. Two.") == ["One. Two."]
-
-
-def test_the_benchmark_prints_a_table(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "some.jsonl", [{"text": "One. Two."}] * 10)
-    program = Path(__file__).parents[2] / "benchmarks" / "sentences.py"
-    done = subprocess.run(
-        [sys.executable, str(program), "--text", str(source)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    row = next(line for line in done.stdout.splitlines() if "tools/sentences.py" in line)
-    assert row.startswith("| tools/sentences.py | 50 | 11 | 3 | ")
-    assert "some, MB/s" in done.stdout
