@@ -7,6 +7,7 @@ of one thread, and this project alone: the peer is not cut.
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 import numpy as np
 import torch
 
-from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn, ask, cli
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
 from benchmarks.peers import initial_weights, transformers_gpt2
 from benchmarks.steps import SEED
 from megatron.config.model import GPT2Config
@@ -32,7 +33,7 @@ BATCHES = {
     "8": [LONGEST] * 8,
     "8, unequal": [LONGEST - 3 * row for row in range(8)],
 }
-RATIO = "this project's speed / its"
+OURS, SAME, RATIO = "this project", {"texts": 0}, "this project's speed / its"
 
 
 def prompts_of(lengths: list[int]) -> list[list[int]]:
@@ -71,45 +72,32 @@ def transformers(rank: Rank, lengths: list[int], new: int) -> Turn:
     return turn
 
 
-def main(flags: Flags, new: int = 96) -> None:
+def contenders(flags: Flags, new: int = 96) -> Iterator[Contender]:
     """Compare generation.
 
     Args:
         new: tokens after each prompt.
     """
-    contenders = []
     for batch, lengths in BATCHES.items():
-        common: dict[str, Any] = {"arguments": {"lengths": lengths, "new": new}}
-        one = common | {"group": f"batch {batch}, t = 1", "threads": 2}
-        two = common | {"group": f"batch {batch}, t = 2", "ranks": 2}
-        contenders += [
-            Contender(name="this project", run=ours, **one),
-            Contender(name="transformers", run=transformers, same={"texts": 0}, **one),
-            Contender(name="this project", run=ours, **two),
-        ]
-    ask(
-        Question(
-            title="Generation beside transformers",
-            method=__doc__,
-            contenders=contenders,
-            columns=(
-                Column("tokens/s", "tokens", "{:.1f}", per="wall"),
-                Column(RATIO, "wall", "{:.2f}", "its / first"),
-                Column("seconds", "wall", "{:.3f}"),
-                Column("CPU seconds", "cpu", "{:.3f}"),
-            ),
-            result=lambda found: (
-                f"{found.range(RATIO, '{:.1f}')} times as fast as "
-                "transformers with its cache, in one process."
-            ),
-            turns=2,
-            packages=("torch", "transformers"),
-            settings={"new_tokens": new},
-            picture="bars",
-        ),
-        flags,
-    )
+        arguments = {"lengths": lengths, "new": new}
+        one = f"batch {batch}, t = 1"
+        yield Contender(OURS, ours, arguments, group=one, threads=2)
+        yield Contender("transformers", transformers, arguments, group=one, threads=2, same=SAME)
+        yield Contender(OURS, ours, arguments, group=f"batch {batch}, t = 2", ranks=2)
 
+
+QUESTION = Question(
+    contenders,
+    (
+        Column("tokens/s", "tokens", "{:.1f}", per="wall"),
+        Column(RATIO, "wall", "{:.2f}", "its / first"),
+        Column("seconds", "wall"),
+        Column("CPU seconds", "cpu"),
+    ),
+    lambda found: f"{found.range(RATIO, '{:.1f}')} times as fast as transformers, in one process.",
+    turns=2,
+    picture="bars",
+)
 
 if __name__ == "__main__":
-    cli(main)
+    QUESTION.run()

@@ -16,12 +16,15 @@ Slurm each launched process stands for one rank and starts that rank of each con
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cache, wraps
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 Figures = dict[str, Any]
@@ -78,40 +81,36 @@ class Rank:
             torch.distributed.barrier()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Contender:
-    """run: called with a Rank and `arguments` in each process; prepares, and returns a turn."""
+    """run: called with a Rank and `arguments` in each process; prepares, and returns a turn.
+
+    needs: modules without which it is left out; missing: another reason. facts: figures that are
+    known beforehand, and shown of what is left out, too. x: its place in a picture of lines.
+    same: figures of the warm-up turns, or else of the timed ones, and the share by which they may
+    differ from those of the first of the group; beyond it nothing is reported.
+    """
 
     name: str
     run: Callable[..., Turn]
-    group: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)  # as JSON
+    _: KW_ONLY
+    group: str = ""
     ranks: int = 1
     threads: int = 1  # of a rank
-    needs: tuple[str, ...] = ()  # modules without which it is left out
-    memory: float = 0.0  # GB of the machine without which it is left out
-    missing: str = ""  # why it is left out in any case
+    needs: Sequence[str] = ()
+    missing: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Figures that are known beforehand, and shown of what is left out, too."""
     same: Mapping[str, float] = field(default_factory=dict)
-    """Figures of the warm-up turns, or else of the timed ones, and the share by which they may
-    differ from those of the first of the group: beyond it the two do not do the same job, and
-    nothing is reported."""
-    x: float | None = None  # its place in a picture of lines
+    x: float | None = None
 
     def reason(self, launched: int) -> str:
         """Why it is not measured, or nothing. launched: ranks; 1 where any number is started."""
-        lacking = [name for name in self.needs if not is_installed(name)]
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-        if self.missing:
-            return self.missing
-        if lacking:
+        if lacking := [name for name in self.needs if not is_installed(name)]:
             return f"not installed: {', '.join(lacking)}"
-        if self.memory > memory:
-            return f"takes {self.memory:g} GB of memory, there are {memory:.0f}"
         if self.ranks > launched > 1:
             return f"takes {self.ranks} ranks, {launched} were started"
-        return ""
+        return self.missing
 
 
 def is_installed(module: str) -> bool:
@@ -152,29 +151,69 @@ class Column:
         return figures[self.figure] / self.unit / (figures[self.per] if self.per else 1.0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Question:
-    """What a file of this folder asks.
+    """What a file of this folder asks. Its docstring is the title and the text of the page.
 
-    result, failure: of a report.Results: the sentence at the top of the page; why the exit status
-    is 1, or nothing. together: the processes of a group wait beside each other; else one contender
-    runs at a time.
+    contenders: a function of Flags and of arguments of its own, which the command line has, too.
+    columns: those without a figure are left out. result, failure: of a report.Results: the sentence
+    at the top of the page; why the exit status is 1, or nothing. together: the processes of a group
+    wait beside each other; else one contender runs at a time. drawn: titles of columns; of curves
+    columns whose figures are lists.
     """
 
-    title: str
-    method: str
-    contenders: Sequence[Contender]
+    contenders: Callable[..., Iterable[Contender]]
     columns: Sequence[Column]
     result: Callable[[Any], str]
+    _: KW_ONLY
     failure: Callable[[Any], str] = lambda results: ""
     rounds: int = 5
     turns: int = 1  # of a round, which are timed
     warm_up: int = 1  # turns before these
     together: bool = True
-    packages: tuple[str, ...] = ()  # whose versions are recorded
-    settings: Mapping[str, Any] = field(default_factory=dict)  # that are recorded
     picture: Literal["", "bars", "lines", "curves"] = ""
-    drawn: tuple[str, ...] = ()  # titles of columns; of curves the key of a list of figures
+    drawn: Sequence[Any] = ()
+
+    @property
+    def text(self) -> tuple[str, str]:
+        """(title, method)"""
+        title, _, method = (sys.modules[self.contenders.__module__].__doc__ or "").partition("\n")
+        return title.rstrip("."), method.strip()
+
+    def run(self) -> None:
+        """With the arguments of the command line."""
+        import tyro
+
+        from megatron.config.parse import user_errors
+
+        given: dict[str, Any] = {}
+
+        @wraps(self.contenders)
+        def call(**arguments: Any) -> list[Contender]:
+            given.update(arguments)
+            return list(self.contenders(**arguments))
+
+        with user_errors(os.environ, kinds=(ValueError, OSError, RuntimeError)):
+            contenders = tyro.cli(call, config=(tyro.conf.OmitArgPrefixes,))
+            self.ask(contenders, given.pop("flags"), given)
+
+    def ask(
+        self, contenders: Sequence[Contender], flags: Flags, settings: Mapping[str, Any]
+    ) -> None:
+        """Measure and report. SystemExit with status 1 where there is a failure."""
+        from benchmarks.processes import Agents, measure
+        from benchmarks.report import Environment, report
+
+        agents = Agents.of(os.environ)
+        if unknown := {*flags.contenders} - {each.name for each in contenders}:
+            names = ", ".join(dict.fromkeys(each.name for each in contenders))
+            raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {names}")
+        with Environment(contenders, flags.device) as environment:
+            measured = measure(self, contenders, flags, agents)
+        if agents.rank == 0:
+            found = report(self, flags, settings, measured, environment)
+            if failure := self.failure(found):
+                raise SystemExit(f"error: {failure}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,26 +242,9 @@ class Flags:
     """Folder for a trace of one more turn of each contender, and tables of where its time goes."""
 
 
-def ask(question: Question, flags: Flags) -> None:
-    """Measure and report. SystemExit with status 1 where the question finds a failure."""
-    from benchmarks.processes import Agents, measure
-    from benchmarks.report import Environment, report
-
-    agents = Agents.of(os.environ)
-    if unknown := {*flags.contenders} - {each.name for each in question.contenders}:
-        names = ", ".join(dict.fromkeys(each.name for each in question.contenders))
-        raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {names}")
-    with Environment(question.packages, flags.device) as environment:
-        measured = measure(question, flags, agents)
-    if agents.rank == 0 and (failure := report(question, flags, measured, environment)):
-        raise SystemExit(f"error: {failure}")
-
-
-def cli(main: Callable[..., None]) -> None:
-    """Run the `main` of a question with the arguments of the command line."""
-    import tyro
-
-    from megatron.config.parse import user_errors
-
-    with user_errors(os.environ, kinds=(ValueError, OSError, RuntimeError)):
-        tyro.cli(main, config=(tyro.conf.OmitArgPrefixes,))
+@cache
+def scratch() -> Path:
+    """A folder for what contenders read and write, which goes when the program ends."""
+    folder = TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return Path(folder.name)

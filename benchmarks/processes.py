@@ -212,9 +212,11 @@ class Measured:
     rounds: list[Figures] = field(default_factory=list)
 
 
-def measure(question: Question, flags: Flags, agents: Agents) -> list[Measured]:
+def measure(
+    question: Question, contenders: Sequence[Contender], flags: Flags, agents: Agents
+) -> list[Measured]:
     """All rounds; every launched process calls this."""
-    chosen = [c for c in question.contenders if c.name in flags.contenders or not flags.contenders]
+    chosen = [each for each in contenders if each.name in flags.contenders or not flags.contenders]
     found = [Measured(each, each.reason(agents.size)) for each in chosen]
     groups = list(dict.fromkeys(each.group for each in chosen))
     rounds = flags.rounds or question.rounds
@@ -225,8 +227,8 @@ def measure(question: Question, flags: Flags, agents: Agents) -> list[Measured]:
             able = rotated([each for each in whole if not each.reason], number)
             ended: list[Processes] = []
             for unit in [able] if question.together else [[each] for each in able]:
-                contenders = [each.contender for each in unit]
-                ended += run_unit(question, flags, agents, contenders, number, profile)
+                running = [each.contender for each in unit]
+                ended += run_unit(question, flags, agents, running, number, profile)
             for own, processes in zip(able, ended, strict=True):
                 if processes.dropped:
                     own.reason, own.rounds = processes.dropped, []

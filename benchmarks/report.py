@@ -13,17 +13,16 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.harness import Column, Figures, Flags, Question
+from benchmarks.harness import Column, Contender, Figures, Flags, Question
 from benchmarks.processes import ROOT, Measured, cpu_seconds
 
 if TYPE_CHECKING:
@@ -31,6 +30,13 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+)  # and what contenders need
 NOISY = 0.05  # share of the cores that other programs may take
 NOTES = "\n## Notes\n"
 
@@ -38,19 +44,19 @@ NOTES = "\n## Notes\n"
 class Environment:
     """The machine, and how busy others kept it between `with` and its end."""
 
-    def __init__(self, packages: Sequence[str], device: str) -> None:
-        self.packages, self.device = packages, device
+    def __init__(self, contenders: Sequence[Contender], device: str) -> None:
+        needed = {name.partition(".")[0] for each in contenders for name in each.needs}
+        self.packages, self.device = [*PACKAGES, *sorted(needed)], device
         self.facts: Record = {}
 
     def __enter__(self) -> Environment:
         self.started = datetime.now(UTC)
-        self.before = busy_seconds(), cpu_seconds()
+        self.before = busy_seconds() - cpu_seconds()
         return self
 
     def __exit__(self, *_: object) -> None:
-        seconds = (datetime.now(UTC) - self.started).total_seconds()
-        busy, own = busy_seconds() - self.before[0], cpu_seconds() - self.before[1]
-        cores = os.cpu_count() or 1
+        seconds, cores = (datetime.now(UTC) - self.started).total_seconds(), os.cpu_count() or 1
+        others = busy_seconds() - cpu_seconds() - self.before
         self.facts = {
             "date": f"{self.started:%Y-%m-%d}",
             "commit": commit(),
@@ -58,9 +64,9 @@ class Environment:
             "cores": cores,
             "memory_gb": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9),
             "python": platform.python_version(),
-            **{name: version(name) for name in self.packages},
+            **{name: known for name in self.packages if (known := version(name))},
             "seconds": round(seconds),
-            "others_share_of_cores": round(max(0.0, busy - own) / (seconds * cores), 3),
+            "others_share_of_cores": round(max(0.0, others) / (seconds * cores), 3),
         }
         if self.device == "cuda":
             import torch
@@ -96,11 +102,11 @@ def commit() -> str:
     return whole[:9] + ("-dirty" if whole.endswith("-dirty") else "")
 
 
-def version(package: str) -> str:
+def version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return None
 
 
 def command() -> str:
@@ -113,8 +119,7 @@ def command() -> str:
     return f"{program} benchmarks/{Path(sys.argv[0]).name} {shlex.join(words)}".rstrip()
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """The median over rounds; low, high: its 95 % bootstrap interval, from three rounds on."""
 
     median: float
@@ -137,32 +142,35 @@ def cell(values: Sequence[float]) -> Cell:
 
 
 class Results:
-    """A record by group, name of the contender, and title of the column."""
+    """A record by row, (group, name of the contender), and title of the column.
+
+    rounds: figures of each, with the facts of the contender; of what was not measured these alone.
+    """
 
     def __init__(self, question: Question, record: Record) -> None:
         self.question, self.record = question, record
-        self.columns = {each.title: each for each in question.columns}
-        self.rows = [(each["group"], each["name"]) for each in record["contenders"]]
-        self.reasons = {key: each["reason"] for key, each in self._by_key()}
+        self.contenders = {(each["group"], each["name"]): each for each in record["contenders"]}
+        self.rows = list(self.contenders)
         self.rounds = {
-            key: [each["facts"] | with_medians(figures) for figures in each["rounds"] or [{}]]
-            for key, each in self._by_key()
+            row: [each["facts"] | with_medians(figures) for figures in each["rounds"] or [{}]]
+            for row, each in self.contenders.items()
         }
+        self.columns = {each.title: each for each in question.columns}
+        shown = [t for t, x in self.columns.items() if any(self._cell(r, x) for r in self.rows)]
+        self.columns = {title: self.columns[title] for title in shown or self.columns}
 
-    def _by_key(self) -> Iterator[tuple[tuple[str, str], Record]]:
-        return zip(self.rows, self.record["contenders"], strict=True)
-
-    def cell(self, group: str, name: str, title: str) -> Cell | None:
-        """None where there is nothing to show."""
-        own = self.rounds[group, name]
-        first = next(key for key in self.rows if key[0] == group)
-        base = own if first == (group, name) else self.rounds[first]
+    def _cell(self, row: tuple[str, str], column: Column) -> Cell | None:
+        own, first = self.rounds[row], next(key for key in self.rows if key[0] == row[0])
+        base = own if first == row else self.rounds[first]
         base = base if len(base) == len(own) else base[:1] * len(own)  # one was not measured
-        column = self.columns[title]
         try:
             return cell([column.value(*pair) for pair in zip(own, base, strict=True)])
         except KeyError:  # a figure is missing
             return None
+
+    def cell(self, group: str, name: str, title: str) -> Cell | None:
+        """None where there is nothing to show."""
+        return self._cell((group, name), self.columns[title]) if title in self.columns else None
 
     def median(self, group: str, name: str, title: str) -> float:
         """NaN where there is nothing to show."""
@@ -170,35 +178,34 @@ class Results:
         return float("nan") if found is None else found.median
 
     def range(self, title: str, form: str = "{:.2f}") -> str:
-        """ "1.2 to 1.8": of the medians of all rows that have this cell."""
+        """As "1.2 to 1.8", of the medians of all rows that have this cell."""
         cells = [self.cell(*row, title) for row in self.rows]
-        found = [each.median for each in cells if each is not None]
-        if not found:
+        if not (found := [each.median for each in cells if each is not None]):
             return "(not measured)"
         low, high = form.format(min(found)), form.format(max(found))
         return low if low == high else f"{low} to {high}"
 
     def table(self) -> str:
-        has_groups = any(group for group, _ in self.rows)
-        header = [*([""] if has_groups else []), "", *self.columns]
-        rows = []
-        for group, name in self.rows:
-            cells = [self._text(group, name, column) for column in self.columns.values()]
-            if reason := self.reasons[group, name]:
-                cells[cells.index("")] = f"not measured: {reason}"
-            rows.append([*([group] if has_groups else []), name, *cells])
-        return markdown(header, rows)
-
-    def _text(self, group: str, name: str, column: Column) -> str:
-        found = self.cell(group, name, column.title)
-        return "" if found is None else found.text(column.form, is_ratio=bool(column.ratio))
+        width = 2 if any(group for group, _ in self.rows) else 1
+        lines = [[*[""] * width, *self.columns]]
+        for row in self.rows:
+            cells = [(self.cell(*row, title), each) for title, each in self.columns.items()]
+            texts = [c.text(x.form, is_ratio=bool(x.ratio)) if c else "" for c, x in cells]
+            if reason := self.contenders[row]["reason"]:
+                texts[texts.index("")] = f"not measured: {reason}"
+            lines.append([*row[-width:], *texts])
+        if len(lines) == 2:  # upright, so that many columns can be read
+            lines = [list(pair) for pair in zip(*lines, strict=True)][width - 1 :]
+        return markdown(lines[0], lines[1:])
 
     def notes(self) -> list[str]:
         """Of contenders, each once, and of the run."""
-        found: dict[str, None] = {}
-        for (_, name), rounds in self.rounds.items():
-            notes = (note for each in rounds for note in each.get("notes", ()))
-            found |= dict.fromkeys(f"{name}: {note}" for note in notes)
+        found = dict.fromkeys(
+            f"{name}: {note}"
+            for (_, name), rounds in self.rounds.items()
+            for figures in rounds
+            for note in figures.get("notes", ())
+        )
         share = self.record["others_share_of_cores"]
         noise = f"A noisy run: other programs took {100 * share:.0f} % of the cores."
         return [*found, *([noise] if share > NOISY else [])]
@@ -220,36 +227,31 @@ def about(record: Record) -> str:
 
 
 def report(
-    question: Question, flags: Flags, measured: Sequence[Measured], environment: Environment
-) -> str:
-    """Print, and write what the flags ask for; why the run is a failure, or nothing."""
-    record: Record = {
-        "command": command(),
-        **environment.facts,
-        **question.settings,
-        "contenders": [
-            {
-                "group": each.contender.group,
-                "name": each.contender.name,
-                "reason": each.reason,
-                "facts": dict(each.contender.facts),
-                "rounds": each.rounds,
-            }
-            for each in measured
-        ],
-    }
+    question: Question,
+    flags: Flags,
+    settings: Mapping[str, Any],
+    measured: Sequence[Measured],
+    environment: Environment,
+) -> Results:
+    """Print, and write what the flags ask for. settings: arguments of the question."""
+    given = {k: v for k, v in settings.items() if isinstance(v, (int, float, str)) and v != ""}
+    contenders = [
+        {name: getattr(each.contender, name) for name in ("group", "name", "x")}
+        | {"facts": dict(each.contender.facts), "reason": each.reason, "rounds": each.rounds}
+        for each in measured
+    ]
+    record = {"command": command(), **environment.facts, **given, "contenders": contenders}
     results = Results(question, record)
     parts = [about(record), results.table(), question.result(results), *results.notes()]
     print("\n\n".join(filter(None, parts)), flush=True)
     records = [record]
     if flags.json is not None:
-        if flags.json.exists():
-            former = json.loads(flags.json.read_text())
-            records += [each for each in former if machine(each) != machine(record)]
+        former = json.loads(flags.json.read_text()) if flags.json.exists() else []
+        records += [each for each in former if machine(each) != machine(record)]
         flags.json.write_text(json.dumps(records) + "\n")
     if flags.page is not None:
         write_page(flags.page, question, records)
-    return question.failure(results)
+    return results
 
 
 def machine(record: Record) -> tuple[Any, ...]:
@@ -258,15 +260,15 @@ def machine(record: Record) -> tuple[Any, ...]:
 
 def write_page(file: Path, question: Question, records: Sequence[Record]) -> None:
     """The newest record with its picture, the others' tables; below "## Notes" nothing changes."""
+    title, method = question.text
     results, *others = (Results(question, each) for each in records)
     notes = file.read_text().partition(NOTES)[2] if file.exists() else ""
-    parts = [f"# {question.title}", question.result(results)]
-    parts += [f"    {results.record['command']}", about(results.record), *results.notes()]
+    parts = [f"# {title}", question.result(results), f"    {results.record['command']}"]
+    parts += [about(results.record), *results.notes()]
     if question.picture:
-        picture = file.with_suffix(".png")
-        draw(picture, results)
-        parts.append(f"![{question.title}]({picture.name})")
-    parts += [results.table(), question.method.strip()]
+        draw(file.with_suffix(".png"), results)
+        parts.append(f"![{title}]({file.stem}.png)")
+    parts += [results.table(), method]
     for each in others:
         parts += [f"## On {each.record['processor']}", question.result(each)]
         parts += [f"    {each.record['command']}", about(each.record), *each.notes(), each.table()]
@@ -279,67 +281,63 @@ WIDEST = 5  # panels
 
 
 def draw(file: Path, results: Results) -> None:
-    """A PNG: bars of contenders, a panel for each drawn column; lines along the contenders' x, a
-    panel for each group and drawn column; or curves of a figure that is a list, a panel a group.
-    Of many groups no more than WIDEST are beside each other."""
+    """A PNG. bars: a panel for each drawn column; lines along the contenders' x, and curves of
+    columns that are lists: a panel for each drawn column and group."""
     from matplotlib.figure import Figure
 
-    question = results.question
-    groups = list(dict.fromkeys(group for group, _ in results.rows))
-    drawn = question.drawn or (next(iter(results.columns)),)
-    kind = question.picture
-    panels = list(product(drawn, groups[:1] if kind == "bars" else groups))
-    wide = len(drawn) if kind == "bars" else min(len(groups), WIDEST)
+    kind, groups = results.question.picture, list(dict.fromkeys(g for g, _ in results.rows))
+    drawn = results.question.drawn or [next(iter(results.columns))]
+    panels = list(product(drawn, [""] if kind == "bars" else groups))
+    wide = min(len(panels) // len(drawn) if kind != "bars" else len(drawn), WIDEST)
     high = -(-len(panels) // wide)
     height = 1.2 + 0.35 * len(results.rows) if kind == "bars" else 3.2 * high
     figure = Figure(figsize=(max(7, 3.6 * wide), height), layout="constrained")
-    for place, (title, group) in enumerate(panels, start=1):
+    for place, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(high, wide, place)
-        if kind == "bars":
-            bars(axes, results, title)
-        elif kind == "lines":
-            lines(axes, results, group, title)
-        else:
-            curves(axes, results, group, title)
+        {"bars": bars, "lines": lines, "curves": curves}[kind](axes, results, *panel)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=110)
 
 
-def bars(axes: Axes, results: Results, title: str) -> None:
+def bars(axes: Axes, results: Results, title: str, _: str) -> None:
     for place, (group, name) in enumerate(results.rows):
-        found = results.cell(group, name, title)
-        if found is None:
-            continue
-        is_first = results.rows.index((group, name)) == [g for g, _ in results.rows].index(group)
-        errors = [
-            [found.median - (found.low or found.median)],
-            [(found.high or found.median) - found.median],
-        ]
-        axes.barh(place, found.median, xerr=errors, color=COLOURS[0 if is_first else -1], capsize=2)
+        if (found := results.cell(group, name, title)) is not None:
+            is_first = group not in [each for each, _ in results.rows[:place]]
+            low, high = (found.median if x is None else x for x in found[1:])
+            errors = [[found.median - low], [high - found.median]]
+            colour = COLOURS[0 if is_first else -1]
+            axes.barh(place, found.median, xerr=errors, color=colour, capsize=2)
     names = [f"{group}: {name}" if group else name for group, name in results.rows]
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(title)
 
 
-def lines(axes: Axes, results: Results, group: str, titles: str) -> None:
+def lines(axes: Axes, results: Results, titles: str, group: str) -> None:
     """titles: of columns, several separated by " | ", each a line."""
-    places = {c.name: c.x for c in results.question.contenders if c.group == group}
+    rows = [row for row in results.rows if row[0] == group]
     for colour, title in zip(COLOURS, titles.split(" | "), strict=False):
-        found = {
-            places[name]: results.cell(g, name, title) for g, name in results.rows if g == group
-        }
-        points = [(x, each.median) for x, each in sorted(found.items()) if each is not None]
-        if points:
+        cells = [(results.contenders[row]["x"], results.cell(*row, title)) for row in rows]
+        if points := sorted((x, each.median) for x, each in cells if each is not None):
             axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, label=title)
             axes.set(xscale="log", yscale="log")
             axes.legend(fontsize=7, frameon=False)
     axes.set_xlabel(group)
 
 
-def curves(axes: Axes, results: Results, group: str, key: str) -> None:
-    rows = [row for row in results.rows if row[0] == group and results.rounds[row]]
+def curves(axes: Axes, results: Results, column: Column, group: str) -> None:
+    """Of the last round; on a log axis where values are a hundred times others."""
+    rows = [row for row in results.rows if row[0] == group]
+    seen: list[float] = []
     for colour, row in zip(COLOURS * len(rows), rows, strict=False):
-        axes.plot(results.rounds[row][-1][key], color=colour, linewidth=0.8, label=row[1])
-    axes.set(title=group, ylabel=key)
+        own, first = (results.rounds[each][-1] for each in (row, rows[0]))
+        try:
+            values = column.value(own, first)
+        except KeyError:  # it was not measured
+            continue
+        axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=0.8, label=row[1])
+        seen += [each for each in values if each > 0]
+    if seen and max(seen) > 100 * min(seen):
+        axes.set_yscale("log")
+    axes.set(title=group, ylabel=column.title)
     axes.legend(fontsize=7, frameon=False)

@@ -27,7 +27,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 import torch
 
 from benchmarks import steps
-from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, ask, cli
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
 from benchmarks.report import Results
 from megatron.config.launch import world_size
 from megatron.config.parse import parse
@@ -162,14 +162,14 @@ def result(found: Results) -> str:
     return f"Share of linear: {'; '.join(said.values()) or 'not measured'}."
 
 
-def main(
+def contenders(
     flags: Flags,
     miniature: bool | None = None,
     hardware: str | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     ranks: int | None = None,
     threads: int = 1,
-) -> None:
+) -> Iterator[Contender]:
     """Measure scaling.
 
     Args:
@@ -187,45 +187,33 @@ def main(
     peak = machine.peak(precision) if machine else None
     if flags.device == "cuda" and machine is None:
         peak = steps.PEAKS.get(torch.cuda.get_device_name())
-    contenders = []
     for point, paper in studies(most, is_small=is_small).items():
-        size = point.tensor * point.copies
-        words = point.flags(precision, is_small=is_small)
+        size, words = point.tensor * point.copies, point.flags(precision, is_small=is_small)
         config = steps.read(words, size)
         heads, model = config.model.num_attention_heads, point.preset.rpartition("_")[2].upper()
-        contenders.append(
-            Contender(
-                name=f"{model}, {heads} heads, t x d = {point.tensor} x {point.copies}",
-                run=train,
-                arguments={"flags": words},
-                facts=known(
-                    point, paper, Step(config, size, precision, flags.device), machine, peak
-                ),
-                ranks=size,
-                threads=threads,
-                missing=f"takes {size} ranks, there are {most}" if size > most else "",
-            )
+        step = Step(config, size, precision, flags.device)
+        yield Contender(
+            f"{model}, {heads} heads, t x d = {point.tensor} x {point.copies}",
+            train,
+            {"flags": words},
+            facts=known(point, paper, step, machine, peak),
+            ranks=size,
+            threads=threads,
+            missing=f"takes {size} ranks, there are {most}" if size > most else "",
         )
-    ask(
-        Question(
-            title="Scaling: section 5.1 measured",
-            method=__doc__,
-            contenders=contenders,
-            columns=tuple(columns()),
-            result=result,
-            rounds=6,
-            turns=4,
-            warm_up=2,
-            together=False,
-            packages=("torch",),
-            settings={"precision": precision, "ranks": most, "miniature": is_small}
-            | ({"predicted_for": machine.name} if machine else {}),
-            picture="bars",
-            drawn=(LINEAR, f"{LINEAR}, predicted", f"{LINEAR}, paper", SPEED_UP),
-        ),
-        flags,
-    )
 
+
+QUESTION = Question(
+    contenders,
+    tuple(columns()),
+    result,
+    rounds=6,
+    turns=4,
+    warm_up=2,
+    together=False,
+    picture="bars",
+    drawn=(LINEAR, f"{LINEAR}, predicted", f"{LINEAR}, paper", SPEED_UP),
+)
 
 if __name__ == "__main__":
-    cli(main)
+    QUESTION.run()

@@ -10,9 +10,10 @@ that this project reaches. Against peers a claim is made for hidden sizes of 768
 
 import shlex
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,7 +21,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 import torch
 
 from benchmarks import peers, steps
-from benchmarks.harness import Column, Contender, Flags, Question, ask, cli
+from benchmarks.harness import Column, Contender, Flags, Question
 from benchmarks.report import Results
 from tools.planning.trace import Step
 
@@ -61,15 +62,14 @@ COLUMNS = (
     Column("seconds", "wall", "{:.4f}"),
     Column("CPU seconds", "cpu", "{:.4f}"),
     Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
-)
-UTILISATION = tuple(  # of the model's operations, and of those that the hardware was given
-    Column(name, lambda own, _, key=key: 100 * own[key] / own["wall"] / own["peak"], "{:.1f}")
-    for name, key in (("MFU, %", "useful"), ("HFU, %", "executed"))
+    *(  # on a known GPU: of the model's operations, and of those that the hardware was given
+        Column(name, lambda own, _, key=key: 100 * own[key] / own["wall"] / own["peak"], "{:.1f}")
+        for name, key in (("MFU, %", "useful"), ("HFU, %", "executed"))
+    ),
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Group:
+class Group(NamedTuple):
     """Contenders of one model. threads: of all ranks together. more: flags of the program."""
 
     preset: str
@@ -98,10 +98,10 @@ class Group:
             facts = {key: each / self.ranks for key, each in flops.items()} | {"peak": self.peak}
         is_compared = DROPOUT not in name and name != FLOOR
         return Contender(
-            name=name,
+            name,
+            run,
+            {"flags": flags, **arguments},
             group=f"{self.preset}, {self.dtype}, t = {self.ranks}",
-            run=run,
-            arguments={"flags": flags, **arguments},
             ranks=1 if self.is_stubbed else self.ranks,
             threads=max(1, self.threads // self.ranks),
             needs=needs,
@@ -122,7 +122,7 @@ def result(found: Results) -> str:
     return f"{claim}{'; '.join(said)}." if said else "Of models that are shown, none is claimed."
 
 
-def main(
+def contenders(
     flags: Flags,
     presets: tuple[str, ...] = tuple(SIZES),
     dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
@@ -130,7 +130,7 @@ def main(
     threads: int = 2,
     program_flags: str = "",
     stub_communication: bool = False,
-) -> None:
+) -> Iterator[Contender]:
     """Compare steps.
 
     Args:
@@ -145,36 +145,13 @@ def main(
     if unknown := set(names) - {*VARIANTS, *PEERS}:
         raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {[*VARIANTS, *PEERS]}")
     peak = steps.PEAKS.get(torch.cuda.get_device_name()) if flags.device == "cuda" else None
-    groups = [
-        Group(
-            preset=preset,
-            dtype=dtype,
-            ranks=ranks,
-            threads=threads,
-            more=tuple(shlex.split(program_flags)),
-            peak=peak,
-            is_stubbed=stub_communication,
-        )
-        for preset in presets
-        for dtype in dtypes
-        for ranks in tensor_parallel
-    ]
-    ask(
-        Question(
-            title="Speed of a training step",
-            method=__doc__,
-            contenders=list(filter(None, (g.contender(name) for g in groups for name in names))),
-            columns=(*COLUMNS, *(UTILISATION if peak else ())),
-            result=result,
-            turns=3,
-            warm_up=3,
-            packages=("torch", "transformers", "megatron-core"),
-            settings={"threads": threads},
-            picture="bars",
-        ),
-        flags,
-    )
+    more = tuple(shlex.split(program_flags))
+    for preset, dtype, ranks in product(presets, dtypes, tensor_parallel):
+        group = Group(preset, dtype, ranks, threads, more, peak, stub_communication)
+        yield from filter(None, map(group.contender, names))
 
+
+QUESTION = Question(contenders, COLUMNS, result, turns=3, warm_up=3, picture="bars")
 
 if __name__ == "__main__":
-    cli(main)
+    QUESTION.run()

@@ -10,7 +10,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn, ask, cli
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
 
 
 def steady(rank: Rank, number: float = 1.0, log: str = "") -> Turn:
@@ -78,23 +78,18 @@ def summing(rank: Rank) -> Turn:
     return turn
 
 
-def main(flags: Flags) -> None:
+def contenders(flags: Flags) -> list[Contender]:
     """Sums over ranks."""
-    ask(
-        Question(
-            title="Sums",
-            method="Sums.",
-            contenders=[
-                Contender(name=f"{ranks} ranks", run=summing, ranks=ranks) for ranks in (1, 2, 3)
-            ],
-            columns=(Column("sum", "sum", "{:.0f}"), Column("seconds", "wall")),
-            result=lambda found: f"The sums are {found.range('sum', '{:.0f}')}.",
-            rounds=2,
-            together=False,
-        ),
-        flags,
-    )
+    return [Contender(f"{ranks} ranks", summing, ranks=ranks) for ranks in (1, 2, 3)]
 
+
+QUESTION = Question(
+    contenders,
+    (Column("sum", "sum", "{:.0f}"), Column("seconds", "wall")),
+    lambda found: f"The sums are {found.range('sum', '{:.0f}')}.",
+    rounds=2,
+    together=False,
+)
 
 if __name__ == "__main__":
-    cli(main)
+    QUESTION.run()

@@ -58,18 +58,18 @@ def test_figures_are_those_of_the_formulas() -> None:
     hardware, contenders = load_hardware("cpu"), []
     for point, paper in studies(2, is_small=True).items():
         facts = known(point, paper, step(point, is_small=True, precision="fp32"), hardware, 1e12)
-        contenders.append(Contender(name=str(point), run=train, facts=facts))
+        contenders.append(Contender(str(point), train, facts=facts))
     base, second = contenders[0].facts, contenders[1].facts
 
     def record(number: int, contender: Contender) -> dict[str, Any]:
         seconds = [2.0, 4.0, 4.0] if number == 0 else [2.5, 2.5, 2.5]
         rounds = [{"wall": [each], "cpu": [each], "tensor": [0.25, 0.1]} for each in seconds]
         is_measured = contender.facts["ranks"] <= 2
-        fields = {"name": contender.name, "group": "", "facts": contender.facts}
+        fields = {"name": contender.name, "group": "", "x": None, "facts": contender.facts}
         return fields | {"reason": "" if is_measured else "few", "rounds": rounds * is_measured}
 
     records = [record(number, each) for number, each in enumerate(contenders)]
-    found = Results(question(contenders, columns=tuple(columns())), {"contenders": records})
+    found = Results(question(columns=tuple(columns())), {"contenders": records})
     names = [each.name for each in contenders]
     linear = 100 * second["parameters"] / (2 * base["parameters"])
     assert found.median("", names[1], LINEAR) == pytest.approx(linear * 4 / 2.5)
