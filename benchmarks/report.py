@@ -181,6 +181,10 @@ class Results:
             if reason := self.reasons[group, name]:
                 cells = [f"not measured: {reason}", *[""] * (len(cells) - 1)]
             rows.append([*([group] if has_groups else []), name, *cells])
+        if len(rows) == 1:  # upright, so that many columns can be read
+            return markdown(
+                header[:1] + rows[0][:1], list(zip(header[1:], rows[0][1:], strict=True))
+            )
         return markdown(header, rows)
 
     def _text(self, group: str, name: str, column: Column) -> str:
