@@ -67,8 +67,10 @@ def group(
     flags = ["--preset", preset, *SIZES.get(preset, ()), *more]
     flags += ["--bf16" if dtype == "bf16" else "--no-bf16", "--tensor-model-parallel-size"]
     flags += [str(ranks), "--attention-dropout", "0", "--hidden-dropout", "0"]
-    common: dict[str, Any] = {"group": f"{preset}, {dtype}, t = {ranks}", "ranks": ranks}
-    common["threads"] = max(1, threads // ranks)
+    common: dict[str, Any] = {
+        "group": f"{Path(preset).name.removesuffix('.toml')}, {dtype}, t = {ranks}"
+    }
+    common |= {"ranks": ranks, "threads": max(1, threads // ranks)}
     for name in names:
         if name in VARIANTS:
             run, arguments = steps.ours, {"flags": [*flags, *VARIANTS[name]]}
@@ -105,7 +107,7 @@ def main(
     """Compare steps.
 
     Args:
-        presets: of pretrain_gpt2.py.
+        presets: of pretrain_gpt2.py, names or files.
         dtypes: of weights and activations; most peers compute under autocast.
         tensor_parallel: ranks that the model is cut over.
         more: flags of pretrain_gpt2.py, last on the line.
