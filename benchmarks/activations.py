@@ -66,10 +66,10 @@ def formula(config: PretrainGPT2Config, t: int) -> float:
 
 def result(found: Results) -> str:
     pairs = [
-        f"{found.median(group, f'{each}, sequence parallel', KEPT):.1f} instead of "
-        f"{found.median(group, each, KEPT):.1f} ({each} recomputed, {group})"
-        for group in dict.fromkeys(g for g, name in found.rows if "parallel" in name)
-        for each in GRANULARITIES[:2]
+        f"{found.median(group, name, KEPT):.1f} instead of {found.median(group, whole, KEPT):.1f} "
+        f"({whole} recomputed, {group})"
+        for group, name in found.rows
+        if "parallel" in name and (whole := name.partition(",")[0]) != "full"
     ]
     return f"With sequence parallelism a layer keeps {', '.join(pairs)} s b h bytes."
 

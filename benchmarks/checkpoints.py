@@ -28,9 +28,9 @@ SAVES = "synchronous save", "asynchronous save", "dd conv=fsync"
 LOADS = "verify and load", "dd to /dev/null"
 
 
-def contender(rank: Rank, what: str, disk: str, layers: int) -> Turn:
+def contender(rank: Rank, what: str, disk: str, preset: str) -> Turn:
     folder, memory = TemporaryDirectory(dir=disk), TemporaryDirectory(dir="/dev/shm")
-    config = steps.read(["--preset", "gpt2_124m", "--num-layers", str(layers), "--no-bf16"])
+    config = steps.read(["--preset", preset, "--no-bf16"])
     state = steps.build(config, rank.mesh(), fast=True)
     settings = CheckpointConfig(save=folder.name, async_save=what == SAVES[1])
     saver = Saver(state.mesh, settings, {})
@@ -77,15 +77,15 @@ def speed(own: Figures, _: Figures) -> float:
     return float(own["bytes"] / own.get("on_disk", own["wall"]) / 1e6)
 
 
-def main(flags: Flags, directory: Path = Path("runs"), layers: int = 12) -> None:
+def main(flags: Flags, directory: Path = Path("runs"), preset: str = "gpt2_124m") -> None:
     """Compare saves and loads.
 
     Args:
         directory: on the disk to measure; folders in it are made and removed.
-        layers: of GPT-2 124M; fewer for a smaller checkpoint.
+        preset: of pretrain_gpt2.py, a name or a file; with smaller ones checkpoints are smaller.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    given = {"disk": str(directory.resolve()), "layers": layers}
+    given = {"disk": str(directory.resolve()), "preset": preset}
     ask(
         Question(
             title="Checkpoints: how long training waits, and how fast they are written and read",

@@ -152,7 +152,7 @@ def main(
             result=summary,
             warm_up=2,
             packages=("torch",),
-            settings={"preset": Path(preset).stem, "dtype": dtype},
+            settings={"preset": Path(preset).name.removesuffix(".toml"), "dtype": dtype},
             picture="lines",
             drawn=(" | ".join(TIME), " | ".join(MEMORY)),
         ),

@@ -91,7 +91,7 @@ def main(
             turns=3,
             warm_up=2,
             packages=("torch",),
-            settings={"preset": Path(preset).stem, "dtype": dtype},
+            settings={"preset": Path(preset).name.removesuffix(".toml"), "dtype": dtype},
         ),
         flags,
     )

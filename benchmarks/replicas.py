@@ -8,7 +8,7 @@ one step of an interval is checked. Steps and checks have processes of their own
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,15 +40,21 @@ def check(rank: Rank, flags: list[str]) -> Turn:
     return turn
 
 
-def main(flags: Flags, interval: int = 100, models: tuple[str, ...] = tuple(MODELS)) -> None:
+def main(
+    flags: Flags,
+    interval: int = 100,
+    models: tuple[str, ...] = tuple(MODELS),
+    dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
+) -> None:
     """Time steps and checks.
 
     Args:
         interval: steps between checks; the default is that of --check-replicas-interval.
         models: quickstart, medium.
+        dtypes: of weights and activations.
     """
     contenders = []
-    for model, dtype, t in ((m, d, t) for m in models for d in ("fp32", "bf16") for t in (1, 2)):
+    for model, dtype, t in ((m, d, t) for m in models for d in dtypes for t in (1, 2)):
         words = ["--preset", "quickstart", *MODELS[model], "--micro-batch-size", str(2 * t)]
         words += ["--tensor-model-parallel-size", str(t)]
         words.append("--bf16" if dtype == "bf16" else "--no-bf16")

@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(folder: Path, question: str, *words: object, status: int = 0) -> dict[str, Any]:
-    """The record of one round of one turn, with its page as "page" and what was printed as "printed".
+    """The record of one round of one turn, with its page as "page" and the output as "printed".
 
-    Figures of a contender: `figures(record, group, name)`.
+    Figures of a contender: `figures(record, name, group)`.
     """
     file, page = folder / "record.json", folder / "page.md"
     command = [sys.executable, f"benchmarks/{question}.py", *map(str, words)]
