@@ -152,6 +152,8 @@ class Results:
 
     def cell(self, group: str, name: str, title: str) -> Cell | None:
         """None where there is nothing to show."""
+        if (group, name) not in self.rounds:
+            return None
         own = self.rounds[group, name]
         first = next(key for key in self.rows if key[0] == group)
         base = own if first == (group, name) else self.rounds[first]
@@ -166,9 +168,11 @@ class Results:
         return float("nan") if found is None else found.median
 
     def range(self, title: str, form: str = "{:.2f}") -> str:
-        """ "1.2 to 1.8": of the medians of all rows that have this cell."""
+        """ "1.2 to 1.8": of the medians of all rows that have this cell; "?" if there is none."""
         cells = [self.cell(*row, title) for row in self.rows]
         found = [each.median for each in cells if each is not None]
+        if not found:
+            return "?"
         low, high = form.format(min(found)), form.format(max(found))
         return low if low == high else f"{low} to {high}"
 
