@@ -1,196 +1,121 @@
-"""Saving GPT-2 124M with Adam's moments: how long training waits, and how fast against dd.
+"""Saving and loading a GPT-2 with Adam's moments: how long training waits, and how fast beside dd.
 
-    python benchmarks/checkpoints.py --directory DISK [--rounds 7] [--num-layers 12] [--json FILE]
-
-Each round saves the same state synchronously and asynchronously, writes the same bytes with dd
-(conv=fsync, from a file in memory), loads the checkpoint with its verification, and reads its file
-with dd; which half of a pair is first changes from round to round. Files are dropped from the page
-cache before they are read. The first asynchronous save, which also allocates the host memory, is
-not among the rounds. One process, with torch's own number of threads.
+Written are the same bytes synchronously, asynchronously, and by dd (conv=fsync, from a file in
+memory); read is a checkpoint's file, by a load with its verification and by dd. Seconds of a save
+are those that training waits; MB/s are until all is on the disk. The first asynchronous save also
+allocates the host memory, and is shown apart. Files are dropped from the page cache before they are
+read, but the host of a virtual machine has a cache of its own.
 """
 
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-import tyro
+from tempfile import TemporaryDirectory
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
-from benchmarks.machine import JsonFile, facts, markdown, spread, told, write_json
+from benchmarks import steps
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, ask, cli
 from megatron.checkpoint.load import verify
-from megatron.checkpoint.save import Saver, SaveReport, save
+from megatron.checkpoint.save import Saver
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.model import GPT2Config
-from megatron.config.training import OptimizerConfig, PrecisionConfig
-from megatron.parallel.mesh import serial_mesh
-from megatron.train.state import TrainState, build_state
 
-MEMORY = Path("/dev/shm")
+SAVES = "synchronous save", "asynchronous save", "dd conv=fsync"
+LOADS = "verify and load", "dd to /dev/null"
 
 
-@dataclass(frozen=True)
-class Round:
-    """Seconds."""
+def contender(rank: Rank, what: str, disk: str, preset: str) -> Turn:
+    folder, memory = TemporaryDirectory(dir=disk), TemporaryDirectory(dir="/dev/shm")
+    config = steps.read(["--preset", preset, "--no-bf16"])
+    state = steps.build(config, rank.mesh(), fast=True)
+    settings = CheckpointConfig(save=folder.name, async_save=what == SAVES[1])
+    saver = Saver(state.mesh, settings, {})
 
-    sync_stall: float
-    async_stall: float
-    async_save: float
-    dd_write: float
-    load: float
-    dd_read: float
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A state, its two savers, and a checkpoint of it whose file also lies in memory, for dd."""
-
-    state: TrainState
-    savers: dict[str, Saver]
-    directory: Path
-    shard: Path
-    copy: Path
-
-    def save(self, kind: str) -> SaveReport:
-        """Save and wait; the checkpoint is removed again."""
-        saver = self.savers[kind]
-        saver.save(self.state.step, self.state.slices(), self.state.facts(), None)
+    def save() -> Figures:
+        saver.save(state.step, state.slices(), state.facts(), None)
         saver.close()
-        (report,) = saver.reports()
-        shutil.rmtree(report.path)
-        return report
+        (done,) = saver.reports()
+        return {"wall": done.stall_seconds, "on_disk": done.save_seconds, "bytes": done.bytes}
 
-    def dd_write(self) -> float:
-        target = self.directory / "dd"
-        seconds = timed(lambda: dd(f"if={self.copy}", f"of={target}", "conv=fsync"))
-        target.unlink()
-        return seconds
+    first = save()
+    (path,) = Path(folder.name).glob("step_*")
+    file = path / "shard_00000.safetensors"
+    if what == SAVES[2]:
+        shutil.move(file, memory.name)
+    if what in SAVES:
+        shutil.rmtree(path)
 
-    def load(self) -> float:
-        drop_from_memory(self.shard)
-        return timed(lambda: self.state.load(verify(self.shard.parent, self.state.mesh)))
-
-    def dd_read(self) -> float:
-        drop_from_memory(self.shard)
-        return timed(lambda: dd(f"if={self.shard}", "of=/dev/null"))
-
-    def round(self, number: int) -> Round:
-        calls: dict[str, Callable[[], Any]] = {
-            "sync": lambda: self.save("sync"),
-            "async": lambda: self.save("async"),
-            "dd_write": self.dd_write,
-            "load": self.load,
-            "dd_read": self.dd_read,
+    def turn() -> Figures:
+        target = Path(folder.name, "dd")
+        commands = {
+            SAVES[2]: [f"if={memory.name}/{file.name}", f"of={target}", "conv=fsync"],
+            LOADS[1]: [f"if={file}", "of=/dev/null"],
         }
-        order = list(calls) if number % 2 else list(calls)[::-1]
-        seen = {name: calls[name]() for name in order}
-        return Round(
-            seen["sync"].stall_seconds,
-            seen["async"].stall_seconds,
-            seen["async"].save_seconds,
-            seen["dd_write"],
-            seen["load"],
-            seen["dd_read"],
-        )
+        if what in SAVES[:2]:
+            done = save()
+            shutil.rmtree(path)
+            return done | ({"first": first["wall"]} if settings.async_save else {})
+        if what in LOADS:
+            with file.open("rb") as stream:
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        target.unlink(missing_ok=True)
+        start = time.perf_counter()
+        if what in commands:
+            subprocess.run(["dd", "bs=4M", "status=none", *commands[what]], check=True)
+        else:
+            state.load(verify(path, state.mesh))
+        return {"wall": time.perf_counter() - start, "bytes": first["bytes"]}
+
+    return turn
 
 
-def drop_from_memory(file: Path) -> None:
-    """Whoever reads the file next reads the disk; its content has been flushed."""
-    with file.open("rb") as stream:
-        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def speed(own: Figures, _: Figures) -> float:
+    return float(own["bytes"] / own.get("on_disk", own["wall"]) / 1e6)
 
 
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def dd(*words: str) -> None:
-    subprocess.run(["dd", "bs=4M", "status=none", *words], check=True)
-
-
-def open_bench(directory: Path, memory: Path, layers: int) -> Bench:
-    section = GPT2Config(
-        num_layers=layers, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024
-    )
-    state = build_state(
-        section,
-        OptimizerConfig(),
-        PrecisionConfig(),
-        serial_mesh(),
-        50257,
-        seed=1234,
-        dtype=torch.float32,
-    )
-    savers = {
-        kind: Saver(
-            state.mesh, CheckpointConfig(save=str(directory / kind), async_save=kind == "async"), {}
-        )
-        for kind in ("sync", "async")
-    }
-    save(directory / "kept", state.step, state.slices(), {}, state.mesh)
-    shard = directory / "kept" / "step_00000000" / "shard_00000.safetensors"
-    shutil.copy(shard, memory)
-    return Bench(state, savers, directory, shard, memory / shard.name)
-
-
-def benchmark(
-    directory: Path, rounds: int = 7, num_layers: int = 12, json_file: JsonFile = None
-) -> None:
-    """Run and print.
+def main(flags: Flags, directory: Path = Path("runs"), preset: str = "gpt2_124m") -> None:
+    """Compare saves and loads.
 
     Args:
-        directory: on the disk to measure; a folder in it is made and removed.
-        rounds: times that everything is done.
-        num_layers: of the model; fewer for a smaller checkpoint.
-        json_file: where every round's figures are written.
+        directory: on the disk to measure; folders in it are made and removed.
+        preset: of pretrain_gpt2.py, a name or a file; with smaller ones checkpoints are smaller.
     """
-    load = os.getloadavg()[0]
-    with (
-        tempfile.TemporaryDirectory(dir=directory) as disk,
-        tempfile.TemporaryDirectory(dir=MEMORY) as memory,
-    ):
-        bench = open_bench(Path(disk), Path(memory), num_layers)
-        size = bench.shard.stat().st_size
-        first = bench.save("async").stall_seconds
-        bench.save("sync")
-        done = [bench.round(number) for number in range(rounds)]
-    record = facts("torch", "safetensors")
-    record |= {"threads": torch.get_num_threads(), "bytes": size, "rounds": rounds}
-    record |= {"load_before": load, "first_async_stall": first}
-    print(told(record))
-    print(markdown(["", "median (quartiles)"], rows(done, size / 1e6)))
-    write_json(json_file, record | {"runs": [asdict(each) for each in done]})
-
-
-def rows(done: list[Round], megabytes: float) -> list[list[str]]:
-    def of(figure: Callable[[Round], float], digits: int) -> str:
-        return spread([figure(each) for each in done], digits)
-
-    return [
-        ["synchronous save, training waits, s", of(lambda r: r.sync_stall, 2)],
-        ["asynchronous save, training waits, s", of(lambda r: r.async_stall, 3)],
-        ["that is % of the synchronous one", of(lambda r: 100 * r.async_stall / r.sync_stall, 1)],
-        ["asynchronous save, until it is on disk, s", of(lambda r: r.async_save, 2)],
-        ["write, MB/s", of(lambda r: megabytes / r.sync_stall, 0)],
-        ["dd conv=fsync, MB/s", of(lambda r: megabytes / r.dd_write, 0)],
-        ["write as % of dd", of(lambda r: 100 * r.dd_write / r.sync_stall, 0)],
-        ["verify and load, MB/s", of(lambda r: megabytes / r.load, 0)],
-        ["dd to /dev/null, MB/s", of(lambda r: megabytes / r.dd_read, 0)],
-        ["verify and load as % of dd", of(lambda r: 100 * r.dd_read / r.load, 0)],
-    ]
+    directory.mkdir(parents=True, exist_ok=True)
+    given = {"disk": str(directory.resolve()), "preset": preset}
+    ask(
+        Question(
+            title="Checkpoints: how long training waits, and how fast they are written and read",
+            method=__doc__,
+            contenders=[
+                Contender(name=n, group=g, run=contender, arguments=given | {"what": n}, threads=2)
+                for g, names in (("saves", SAVES), ("loads", LOADS))
+                for n in names
+            ],
+            columns=(
+                Column("seconds", "wall"),
+                Column("its time / the first's", "wall", ratio="its / first"),
+                Column("MB/s", speed, "{:,.0f}"),
+                Column("MB", "bytes", "{:,.0f}", unit=1e6),
+                Column("the first one, seconds", "first"),
+                Column("CPU seconds", "cpu"),
+            ),
+            result=lambda found: (
+                f"An asynchronous save holds training for "
+                f"{found.median('saves', SAVES[1], 'seconds'):.2f} s, a synchronous one for "
+                f"{found.median('saves', SAVES[0], 'seconds'):.2f} s "
+                f"({found.median('saves', SAVES[0], 'MB'):,.0f} MB)."
+            ),
+            rounds=3,
+            turns=3,
+            packages=("torch", "safetensors"),
+        ),
+        flags,
+    )
 
 
 if __name__ == "__main__":
-    tyro.cli(benchmark)
+    cli(main)

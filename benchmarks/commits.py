@@ -1,224 +1,198 @@
-"""This tree beside another commit of the project: CPU seconds of a training step, and losses.
+"""This tree beside another commit of the project: time and memory of a training step, and losses.
 
-    python benchmarks/commits.py --against COMMIT [--starts 10] [--dropout 0.1] [--json FILE]
-    python benchmarks/commits.py --against COMMIT --losses 50
-
-The first prints the ratio of CPU seconds, this tree's over the other's, for two models, two
-precisions and one and two ranks. Processes of the same code differ by several per cent, so each
-start makes new ones of both trees; they take turns, and a start gives one ratio. The table has the
-median over the starts, its 95 % bootstrap interval, and the memory at its peak, above that of the
-start. The second trains the quickstart's model in fp32 on random tokens, on one rank, at t = 2 and
-at d = 2, and compares the logged losses.
+Each runs its own `pretrain_gpt2.py`, under torchrun where there are several ranks, on the same data
+set of random tokens. CPU and wall seconds are those between two logged steps of one run, so that
+nothing of its start is among them; CPU seconds are of all ranks, read in /proc, and memory is the
+sum of their peaks, with all that they have imported. Every step's loss is compared. Dropout by
+coordinates and dropout that is drawn (before commit 681c802) drop different elements.
 """
 
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
-import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
-
-import numpy as np
-import tyro
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.cases import OURS, Case
-from benchmarks.comparison import ROOT
-from benchmarks.machine import JsonFile, facts, markdown, told, write_json
-from benchmarks.train_step import read_case
-from benchmarks.turns import Contender
+import numpy as np
+
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, ask, cli
+from benchmarks.processes import ROOT, status_bytes
+from benchmarks.report import Results
 from tools.data_files import IndexedDatasetWriter
 
 PRESETS = {"gpt2_30m": 8192, "quickstart": 2048}  # and the size of the vocabulary
-WARM_UP_STEPS = 3
+LAYOUTS = {"t1": (1, 1), "t2": (2, 2), "d2": (2, 1)}  # ranks, and of these tensor-parallel
+COMMON = (
+    *("--split", "9,1,0", "--eval-iters", "0", "--lr-decay-iters", "1000"),
+    *("--log-interval", "1"),
+)
+BEFORE, BEHIND = 5, 2  # steps of a run that are not timed
+RATIO, DIFFERENCE = "this tree's / its CPU time", "largest difference of a loss"
 
 
 @contextmanager
-def checked_out(commit: str) -> Iterator[Path]:
-    """A folder with the files of this commit, or `commit` itself where it is a folder."""
-    if Path(commit).is_dir():
-        yield Path(commit).resolve()
+def checked_out(against: str) -> Iterator[Path]:
+    """A folder with the files of this commit, or `against` itself where it is a folder."""
+    if Path(against).is_dir():
+        yield Path(against).resolve()
         return
     archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", commit], capture_output=True, check=True
-    ).stdout
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        ["git", "-C", str(ROOT), "archive", against], capture_output=True, check=False
+    )
+    if archive.returncode:
+        raise ValueError(f"--against {against}: {archive.stderr.decode().strip()}")
+    with TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
             files.extractall(folder, filter="data")
         yield Path(folder)
 
 
-@contextmanager
-def started(tree: Path, case: Case, dtype: str, ranks: int, dropout: float) -> Iterator[Contender]:
-    """The processes of this project's contender of train_step.py, from the code of `tree`; with
-    dropout, that of recomputation.py."""
-    threads = 2 // ranks
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "settings.json")
-        settings = {
-            "case": case.written(),
-            "dtype": dtype,
-            "device": "cpu",
-            "threads": threads,
-            "tensor_parallel": ranks,
-            "stub_communication": False,
-            "has_peers": True,
-            "model": {"attention_dropout": dropout, "hidden_dropout": dropout},
-        }
-        file.write_text(json.dumps(settings))
-        command = [sys.executable, "-m", "benchmarks.contenders", OURS, str(file)]
-        commands = [[*command, str(rank)] for rank in range(ranks)]
-        if dropout:
-            commands = [[sys.executable, "-m", "benchmarks.recomputing", str(file)]]
-        environ = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(tree)}
-        contender = Contender(tree.name, commands, environ, tree)
-        try:
-            yield contender
-        finally:
-            contender.stop()
-
-
-def one_start(
-    trees: list[Path], case: Case, dtype: str, ranks: int, rounds: int, dropout: float
-) -> tuple[float, list[float]]:
-    """(CPU seconds of a step of the first tree over those of the second, peak MB of a rank of
-    each), of fresh processes."""
-    with ExitStack() as stack:
-        both = [stack.enter_context(started(tree, case, dtype, ranks, dropout)) for tree in trees]
-        for contender in both:
-            contender.ask("losses", steps=WARM_UP_STEPS)
-        seconds: list[list[float]] = [[], []]
-        for number in range(rounds):
-            for which in (0, 1) if number % 2 == 0 else (1, 0):
-                answers = both[which].ask("time", steps=3)
-                seconds[which].append(sum(answer["cpu"] for answer in answers))
-        peaks = [max(each["bytes"] for each in tree.ask("memory")) / 1e6 for tree in both]
-    return float(np.median(seconds[0]) / np.median(seconds[1])), peaks
-
-
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """95 % bootstrap interval of the median."""
-    generator = np.random.default_rng(0)
-    medians = np.median(generator.choice(ratios, (10_000, len(ratios))), axis=1)
-    low, high = np.quantile(medians, [0.025, 0.975])
-    return float(low), float(high)
-
-
-def losses(
-    tree: Path, data: Path, folder: Path, ranks: int, tensor_parallel: int, steps: int
-) -> list[float]:
-    """Of the first steps of the quickstart's preset, as the record has them."""
-    record = folder / f"{tree.name}_{ranks}_{tensor_parallel}.jsonl"
-    words = [
-        *("--preset", "scripts/presets/quickstart.toml", "--no-bf16", "--data-path", str(data)),
-        *("--split", "9,1,0", "--eval-iters", "0", "--micro-batch-size", "2"),
-        *("--tensor-model-parallel-size", str(tensor_parallel), "--train-iters", str(steps)),
-        *("--lr-decay-iters", "1000", "--log-interval", "1", "--metrics-file", str(record)),
-    ]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *(torchrun if ranks > 1 else []), "pretrain_gpt2.py", *words]
-    environ = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=tree, env=environ, check=True, stdout=subprocess.DEVNULL)
-    lines = map(json.loads, record.read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-def write_text(prefix: Path) -> None:
-    """A data set of 100 documents of random tokens, as many kinds as the quickstart's tokenizer."""
-    size, rng = PRESETS["quickstart"], np.random.default_rng(0)
+def write_text(prefix: Path, vocab_size: int) -> None:
+    """A data set of 100 documents of random tokens."""
+    rng = np.random.default_rng(0)
     with IndexedDatasetWriter(str(prefix), np.dtype(np.uint16)) as writer:
         for _ in range(100):
-            tokens = np.append(rng.integers(1, size, 2000), 0).astype(np.uint16)
+            tokens = np.append(rng.integers(1, vocab_size, 2000), 0).astype(np.uint16)
             writer.add(tokens, np.array([len(tokens)], np.int32))
         writer.commit(
             tokenizer_type="random",
             tokenizer_fingerprint="random",
-            vocab_size=size,
+            vocab_size=vocab_size,
             eod=0,
             shuffled=True,
         )
 
 
-def compare_losses(trees: list[Path], steps: int) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_text(folder / "text_document")
-        for ranks, tensor in ((1, 1), (2, 2), (2, 1)):
-            ours, theirs = (
-                np.array(losses(tree, folder / "text_document", folder, ranks, tensor, steps))
-                for tree in trees
-            )
-            assert len(ours) == len(theirs) == steps
-            name = f"d = {ranks // tensor}, t = {tensor}"
-            print(f"{name}: largest difference of {steps} losses {abs(ours - theirs).max()}")
+def training(rank: Rank, tree: str, flags: list[str], vocab_size: int, ranks: int) -> Turn:
+    folder = TemporaryDirectory()
+    prefix, steps = Path(folder.name, "text_document"), int(flags[-1]) - BEFORE - BEHIND
+    write_text(prefix, vocab_size)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *(launcher if ranks > 1 else []), "pretrain_gpt2.py", *flags]
+
+    def turn() -> Figures:
+        record, seen = Path(folder.name, "record.jsonl"), []
+        record.unlink(missing_ok=True)
+        with subprocess.Popen(
+            [*command, "--data-path", str(prefix), "--metrics-file", str(record)],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": tree, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            for line in process.stdout or ():
+                if re.match(rf"step ({BEFORE}|{BEFORE + steps}) \| loss ", line):
+                    own = [*family(process.pid)][ranks > 1 :]  # without torchrun's
+                    seen.append((time.perf_counter(), sum(map(cpu_seconds, own))))
+                    peak = sum(status_bytes("VmHWM", each) for each in own)
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command)} has ended with status {process.returncode}")
+        wall, cpu = ((last - first) / steps for first, last in zip(*seen, strict=True))
+        lines = map(json.loads, record.read_text().splitlines())
+        losses = [line["loss"] for line in lines if "loss" in line]
+        return {"wall": wall, "cpu": cpu, "peak_bytes": peak, "losses": losses}
+
+    return turn
 
 
-def commits(
-    against: str,
-    losses: int | None = None,
-    starts: int = 10,
-    rounds: int = 4,
+def family(process: int | str) -> Iterator[str]:
+    """The number of a process and those of all that it has started, itself first."""
+    yield str(process)
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in children.read_text().split():
+            yield from family(child)
+
+
+def cpu_seconds(process: str) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def difference(own: Figures, first: Figures) -> float | None:
+    """Of the other's losses from this tree's."""
+    if own is first or not first:
+        return None
+    return float(np.abs(np.subtract(own["losses"], first["losses"])).max())
+
+
+def differing(found: Results) -> str:
+    """Why a run without dropout is a failure."""
+    rows = [row for row in found.rows if (cell := found.cell(*row, DIFFERENCE)) and cell.median]
+    return f"the losses differ: {'; '.join(group for group, _ in rows)}" if rows else ""
+
+
+def main(
+    flags: Flags,
+    against: str = "HEAD~1",
     presets: tuple[str, ...] = tuple(PRESETS),
-    dtypes: tuple[str, ...] = ("fp32", "bf16"),
-    tensor_parallel: tuple[int, ...] = (1, 2),
+    dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
+    layouts: tuple[Literal["t1", "t2", "d2"], ...] = ("t1", "t2", "d2"),
     dropout: float = 0.0,
-    json_file: JsonFile = None,
+    steps: int = 30,
 ) -> None:
-    """Compare and print.
+    """Compare the trees. Exit status 1 where a loss differs without dropout.
 
     Args:
         against: a commit, or a folder that holds another tree.
-        losses: compare so many losses, and time nothing.
-        starts: times that new processes are made of both.
-        rounds: turns of three steps that each has, of each start.
-        presets: names of presets, keys of PRESETS.
+        presets: gpt2_30m, quickstart.
         dtypes: fp32, bf16.
-        tensor_parallel: ranks.
-        dropout: of attention's probabilities, embeddings and residuals; on one rank.
-        json_file: where every ratio is written.
+        layouts: one rank, two of tensor parallelism, two of data parallelism.
+        dropout: of attention's probabilities, embeddings and residuals.
+        steps: of a run, that are timed.
     """
-    record = facts("torch") | {"dropout": dropout}
-    print(told(record))
-    if dropout and tensor_parallel != (1,):
-        raise SystemExit("error: --dropout is measured on one rank: --tensor-parallel 1")
     with checked_out(against) as other:
-        trees = [ROOT, other]
-        if losses is not None:
-            compare_losses(trees, losses)
-            return
-        rows, record["ratios"], record["peaks"] = [], {}, {}
-        for preset in presets:
-            file = ROOT / "scripts" / "presets" / f"{preset}.toml"
-            case = replace(read_case(file, PRESETS[preset], None, False), name=preset)
-            for dtype in dtypes:
-                for ranks in tensor_parallel:
-                    found = [
-                        one_start(trees, case, dtype, ranks, rounds, dropout) for _ in range(starts)
-                    ]
-                    ratios, peaks = [each[0] for each in found], [each[1] for each in found]
-                    low, high = interval(ratios)
-                    name = f"{preset}, {dtype}, t = {ranks}"
-                    ours, theirs = np.median(peaks, axis=0)
-                    rows.append(
-                        [
-                            name,
-                            f"{np.median(ratios):.3f}",
-                            f"{low:.3f} to {high:.3f}",
-                            f"{ours:.0f} and {theirs:.0f}",
-                        ]
-                    )
-                    record["ratios"][name], record["peaks"][name] = ratios, peaks
-                    header = ["", "ratio", "95 %", "peak MB, here and there"]
-                    print(markdown(header, rows[-1:]).splitlines()[-1], flush=True)
-    write_json(json_file, {"against": against, **record})
+        contenders, its_name = [], Path(against).name
+        for preset, dtype, layout in product(presets, dtypes, layouts):
+            ranks, tensor = LAYOUTS[layout]
+            words = ["--preset", str(ROOT / "scripts" / "presets" / f"{preset}.toml"), *COMMON]
+            words += ["--bf16" if dtype == "bf16" else "--no-bf16"]
+            words += ["--attention-dropout", str(dropout), "--hidden-dropout", str(dropout)]
+            words += ["--micro-batch-size", str(2 * tensor // ranks)]
+            words += ["--tensor-model-parallel-size", str(tensor)]
+            words += ["--train-iters", str(BEFORE + steps + BEHIND)]
+            given = {"flags": words, "vocab_size": PRESETS[preset], "ranks": ranks}
+            group, threads = f"{preset}, {dtype}, {layout[0]} = {layout[1]}", 2 // ranks
+            for name, tree in (("this tree", ROOT), (its_name, other)):
+                own: dict[str, Any] = {"run": training, "arguments": {"tree": str(tree), **given}}
+                contenders.append(Contender(name=name, group=group, threads=threads, **own))
+        ask(
+            Question(
+                title=f"Beside commit {its_name}",
+                method=__doc__,
+                contenders=contenders,
+                columns=(
+                    Column("CPU seconds", "cpu", "{:.4f}"),
+                    Column(RATIO, "cpu", "{:.3f}", "first / its"),
+                    Column("seconds", "wall", "{:.4f}"),
+                    Column("this tree's / its seconds", "wall", "{:.3f}", "first / its"),
+                    Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
+                    Column(DIFFERENCE, difference, "{:g}"),
+                ),
+                result=lambda found: (
+                    f"A step takes {found.range(RATIO)} of the CPU time of {its_name}; the largest "
+                    f"difference of a loss is {found.range(DIFFERENCE, '{:g}')}."
+                ),
+                failure=lambda found: "" if dropout else differing(found),
+                warm_up=0,
+                together=False,
+                packages=("torch",),
+                settings={"against": its_name, "dropout": dropout},
+            ),
+            flags,
+        )
 
 
 if __name__ == "__main__":
-    tyro.cli(commits)
+    cli(main)

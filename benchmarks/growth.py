@@ -1,234 +1,164 @@
 """How time and memory of this project's training steps grow, beside what they would on paper.
 
-    python benchmarks/growth.py [--preset FILE] [--threads N] [--json FILE] [--picture FILE]
-
-One model, of which one size at a time is changed: layers, width (heads of one size), sequence
-length, vocabulary, and the ranks that it is cut over (one thread each). Every point
-has processes of its own; those of one axis take turns. The same axes stand beside it for the
-paper's largest model on a cluster, on paper alone.
+One model, of which one size at a time is changed: layers, width (heads of one size), sequence,
+vocabulary, and the ranks that it is cut over (one thread each, where all else has two). On paper a
+step takes its FLOPs (of causal attention half) at the speed of the point that is nearest to the
+model as it is, which is the first of its axis; ranks that share a core share its speed, and what
+they send takes no time. Memory is that of a rank's model at its peak, beyond what the first steps
+of any model load and never give back; on paper it is that of tools/plan.py.
 """
 
-import json
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any, Literal
-
-import tyro
+from typing import Literal
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import on_paper
-from benchmarks.cases import OURS, Case
-from benchmarks.comparison import ROOT, Result, Settings, measure, started
-from benchmarks.growth_picture import draw
-from benchmarks.growth_report import every_point, growth, summary
-from benchmarks.machine import JsonFile, facts, told, write_json
-from benchmarks.train_step import read_case
-from benchmarks.turns import Contender
-from megatron.config.model import RecomputeGranularity
+import numpy as np
 
-WARM_STEPS = 2
-RANKS = "ranks"
-# The field of a case that is changed.
-FIELDS = {
-    "layers": "num_layers",
-    "width": "hidden_size",
-    "sequence": "sequence",
-    "vocabulary": "vocab_size",
-}
-Point = dict[str, Any]
+from benchmarks import steps
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, ask, cli
+from benchmarks.processes import peak_memory
+from benchmarks.report import Results, markdown
+from tools.planning import communication, memory, products
+from tools.planning.hardware import load_hardware
+from tools.planning.shape import shape_of
 
-# The paper's largest model with its batch, and what one V100 of its cluster sustains (section 5.1).
-LARGEST = Case(
-    name="gpt2_scaling_8.3b",
-    num_layers=72,
-    hidden_size=3072,
-    heads=32,
-    vocab_size=51_200,
-    batch=8,
-    sequence=1024,
+TIME, MEMORY = ("seconds", "seconds on paper"), ("MiB of a rank", "MiB on paper")
+TINY = (
+    *("--preset", "quickstart", "--num-layers", "1", "--hidden-size", "8", "--vocab-size", "8"),
+    *("--num-attention-heads", "1", "--seq-length", "8", "--micro-batch-size", "1", "--no-bf16"),
 )
-CLUSTER = {"tensor_parallel": 8, "flops_per_second": 39e12, "bytes_per_second": 300e9}
-KINDS: tuple[RecomputeGranularity, ...] = ("none", "full")  # on the cluster
-CLUSTER_AXES = {
-    "layers": (18, 36, 72, 144, 288),
-    "width": (768, 1536, 3072, 6144, 12288),
-    "sequence": (512, 1024, 2048, 4096, 8192),
-    "vocabulary": (12_800, 25_600, 51_200, 102_400, 204_800),
-    RANKS: (1, 2, 4, 8, 16),
+# Flags by which an axis takes a value, with the size of a head.
+FLAGS: dict[str, Callable[[int, int], list[str]]] = {
+    "layers": lambda n, _: ["--num-layers", f"{n}"],
+    "width": lambda n, head: ["--hidden-size", f"{n}", "--num-attention-heads", f"{n // head}"],
+    "sequence": lambda n, _: ["--seq-length", f"{n}", "--max-position-embeddings", f"{n}"],
+    "vocabulary": lambda n, _: ["--vocab-size", f"{n}"],
+    "ranks": lambda n, _: ["--tensor-model-parallel-size", f"{n}"],
 }
 
 
-def at(case: Case, axis: str, value: int) -> Case:
-    """The case with this size alone changed; ranks are no part of it."""
-    if axis == RANKS:
-        return case
-    changed = replace(case, **{FIELDS[axis]: value})
-    heads = changed.hidden_size * case.heads // case.hidden_size
-    return replace(changed, heads=heads)
-
-
-def settings_at(base: Settings, axis: str, value: int) -> Settings:
-    if axis == RANKS:
-        return replace(base, tensor_parallel=value, threads=value)
-    return replace(base, case=at(base.case, axis, value))
-
-
-@contextmanager
-def processes(points: Mapping[int, Settings]) -> Iterator[dict[str, Contender]]:
-    """Of every point by its value, warmed up."""
-    with ExitStack() as stack:
-        found = {
-            str(value): stack.enter_context(started(settings, [OURS]))[OURS]
-            for value, settings in points.items()
-        }
-        for contender in found.values():
-            contender.ask("losses", steps=WARM_STEPS)
-        yield found
-
-
-def bytes_of_nothing(base: Settings) -> int:
-    """What the first steps of any model load and never give back."""
-    case = replace(
-        base.case, num_layers=1, hidden_size=8, heads=1, vocab_size=8, sequence=8, batch=1
-    )
-    with processes({0: replace(base, case=case)}) as found:
-        return int(found["0"].ask("memory")[0]["bytes"])
-
-
-def measured(base: Settings, axis: str, values: Sequence[int], nothing: int) -> list[Point]:
-    points = {value: settings_at(base, axis, value) for value in values}
-    with processes(points) as found:
-        results = measure(base, found)
-    return [point(points[value], value, results[str(value)], nothing) for value in values]
-
-
-def point(settings: Settings, value: int, result: Result, nothing: int) -> Point:
-    """Seconds of a step (CPU: of all ranks together), bytes that a rank's model takes at its peak,
-    and the same on paper.
-
-    nothing: of `bytes_of_nothing`.
-    """
-    ranks = settings.tensor_parallel
-    step = on_paper.shape(settings.case, ranks)
+def on_paper(flags: list[str], ranks: int) -> Figures:
+    """FLOPs of a rank, its bytes at the peak, and bytes that it sends."""
+    config = steps.read(flags, ranks)
+    shape = shape_of(config, ranks, steps.precision_of(config))
+    core = 3 * sum(each.flops for each in products.attention(shape))
+    calls = communication.tensor_calls(shape)
     return {
-        "value": value,
-        "seconds": median(result.wall),
-        "cpu_seconds": median(result.cpu),
-        "rounds": result.wall,
-        "bytes": result.peak_memory / ranks - nothing,
-        "paper": {
-            "flops": on_paper.flops(step),
-            "bytes": on_paper.held(step),
-            "communicated": on_paper.sent(step),
-        },
+        "flops": products.executed_flops(shape) / ranks - core / 2,
+        "paper_bytes": memory.memory(shape, load_hardware("cpu"))["total"],
+        "sent": 2 * (ranks - 1) / ranks * sum(each.times * each.bytes for each in calls),
     }
 
 
-def expect_seconds(base: Settings, axis: str, points: Sequence[Point], cores: int) -> None:
-    """Write what every point would take at the arithmetic a second of the model as it is.
-
-    cores: that the ranks have; where there are more ranks than cores, they share them.
-    """
-    own = 1 if axis == RANKS else getattr(base.case, FIELDS[axis])
-    nearest = min(points, key=lambda each: abs(each["value"] - own))
-    rate = nearest["paper"]["flops"] / nearest["seconds"]
-    for each in points:
-        crowd = max(1.0, each["value"] / cores) if axis == RANKS else 1.0
-        each["paper"]["seconds"] = each["paper"]["flops"] / rate * crowd
+def contender(rank: Rank, flags: list[str]) -> Turn:
+    steps.ours(Rank(), TINY)()
+    peak, paper = peak_memory(rank.device_type), on_paper(flags, rank.size)
+    step = steps.ours(rank, flags)
+    crowd = max(1.0, rank.size / (os.cpu_count() or 1))
+    return lambda: {**(step() or {}), **paper, "crowd": crowd, "rank_bytes": peak()}
 
 
-def cluster(axis: str, value: int) -> Point:
-    """Seconds of arithmetic and of communication on paper, by what is computed again."""
-    ranks = value if axis == RANKS else int(CLUSTER["tensor_parallel"])
-    case = at(LARGEST, axis, value)
-    steps = {each: on_paper.shape(case, ranks, each, 2) for each in KINDS}
-    return {
-        "value": value,
-        **{
-            granularity: {
-                "arithmetic": on_paper.flops(step, causal=False) / CLUSTER["flops_per_second"],
-                "communication": on_paper.sent(step) / CLUSTER["bytes_per_second"],
-            }
-            for granularity, step in steps.items()
-        },
-    }
+def seconds_on_paper(own: Figures, first: Figures) -> float | None:
+    if not first:
+        return None
+    return float(own["flops"] * own["crowd"] / first["flops"] * first["wall"])
 
 
-def recorded(base: Settings, chosen: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """All that there is to tell. chosen: values by axis."""
-    nothing = bytes_of_nothing(base)
-    record: dict[str, Any] = {
-        **facts("torch"),
-        "dtype": base.dtype,
-        "threads": base.threads,
-        "rounds": base.rounds,
-        "case": json.loads(base.case.written()),
-        "bytes_of_nothing": nothing,
-    }
-    print(told(record))
-    record["axes"] = {axis: measured(base, axis, chosen[axis], nothing) for axis in chosen}
-    for axis, points in record["axes"].items():
-        expect_seconds(base, axis, points, record["cores"])
-    record["growth"] = {axis: growth(points) for axis, points in record["axes"].items()}
-    record["cluster"] = CLUSTER
-    record["on_cluster"] = {
-        axis: [cluster(axis, value) for value in CLUSTER_AXES[axis]] for axis in chosen
-    }
-    return record
+def axis(name: str, values: Sequence[int], flags: list[str]) -> Iterator[Contender]:
+    """The point that is nearest to the model of the flags is the first."""
+    config = steps.read(flags)
+    model, s = config.model, config.data.seq_length
+    sizes = (model.num_layers, model.hidden_size, s, model.vocab_size, 1)
+    own = dict(zip(FLAGS, sizes, strict=True))[name]
+    nearest = min(values, key=lambda value: abs(value - own), default=own)
+    for value in sorted(values, key=lambda value: (value != nearest, value)):
+        more = FLAGS[name](value, model.hidden_size // model.num_attention_heads)
+        yield Contender(
+            name=f"{value:,}",
+            group=name,
+            run=contender,
+            arguments={"flags": [*flags, *more]},
+            ranks=value if name == "ranks" else 1,
+            threads=1 if name == "ranks" else 2,
+            x=value,
+        )
+
+
+def exponent(points: dict[float, float]) -> float:
+    """k of the power x^k that comes nearest, on logarithmic axes."""
+    return float(np.polyfit(np.log([*points]), np.log([*points.values()]), 1)[0])
+
+
+def summary(found: Results) -> str:
+    """A sentence and a table: how much the last point of an axis takes of its first, and powers."""
+    rows, said = [], []
+    for group in dict.fromkeys(group for group, _ in found.rows):
+        own = sorted((c.x, c.name) for c in found.question.contenders if c.group == group)
+        for what, titles in (("time", TIME), ("memory", MEMORY)):
+            pair = [{x: found.median(group, name, title) for x, name in own} for title in titles]
+            ratios = [f"{each[own[-1][0]] / each[own[0][0]]:.2f}" for each in pair]
+            powers = [f"{exponent(each):.2f}" for each in pair]
+            rows.append([f"{group}, {own[0][1]} to {own[-1][1]}", what, *ratios, *powers])
+            if what == "time":
+                said.append(f"{powers[0]} of the {group} (on paper {powers[1]})")
+    header = ["", "", "last / first", "on paper", "exponent", "on paper"]
+    return f"Time grows as the power {', '.join(said)}.\n\n{markdown(header, rows)}"
 
 
 def main(
-    preset: Path = ROOT / "scripts" / "presets" / "gpt2_30m.toml",
+    flags: Flags,
     layers: tuple[int, ...] = (1, 2, 4, 8, 16),
     width: tuple[int, ...] = (128, 256, 512, 1024),
     sequence: tuple[int, ...] = (128, 256, 512, 1024, 2048),
     vocabulary: tuple[int, ...] = (1024, 4096, 16384, 65536),
     ranks: tuple[int, ...] = (1, 2, 4),
     dtype: Literal["fp32", "bf16"] = "fp32",
-    threads: int = 2,
+    preset: str = "gpt2_30m",
     vocab_size: int = 8192,
-    rounds: int = 5,
-    json_file: JsonFile = None,
-    picture: Path | None = None,
 ) -> None:
-    """Measure and print.
+    """Measure.
 
     Args:
-        preset: of pretrain_gpt2.py; model and micro-batch are read from it.
-        layers: values of this axis, ascending, or none; so are the next four.
-        width: multiples of the preset's head size.
+        layers: values of this axis, or none; so are the next four.
+        width: multiples of the model's head size.
         sequence: tokens of a sample.
         vocabulary: tokens that there are.
         ranks: tensor-parallel, one thread each.
         dtype: of weights and activations.
-        threads: but on the axis of ranks.
-        vocab_size: on the other axes, where the preset has none.
-        rounds: times that every point of an axis has its turn, one step each.
-        json_file: where every figure is written.
-        picture: PNG.
+        preset: of pretrain_gpt2.py, a name or a file.
+        vocab_size: but on the axis of vocabularies.
     """
-    base = Settings(
-        case=read_case(preset, vocab_size, None, False),
-        dtype=dtype,
-        threads=threads,
-        tensor_parallel=1,
-        device="cpu",
-        rounds=rounds,
-        steps=1,
+    words = ["--preset", preset, "--vocab-size", str(vocab_size), "--attention-dropout", "0"]
+    words += ["--hidden-dropout", "0", "--bf16" if dtype == "bf16" else "--no-bf16"]
+    values = dict(zip(FLAGS, (layers, width, sequence, vocabulary, ranks), strict=True))
+    ask(
+        Question(
+            title="How cost grows with the model",
+            method=__doc__,
+            contenders=[c for name, each in values.items() for c in axis(name, each, words)],
+            columns=(
+                Column(TIME[0], "wall", "{:.3f}"),
+                Column(TIME[1], seconds_on_paper, "{:.3f}"),
+                Column("GFLOP/s of a rank", "flops", "{:.0f}", per="wall", unit=1e9),
+                Column(MEMORY[0], "rank_bytes", "{:,.0f}", unit=2**20),
+                Column(MEMORY[1], "paper_bytes", "{:,.0f}", unit=2**20),
+                Column("MiB sent by a rank", "sent", "{:,.0f}", unit=2**20),
+            ),
+            result=summary,
+            warm_up=2,
+            packages=("torch",),
+            settings={"preset": Path(preset).name.removesuffix(".toml"), "dtype": dtype},
+            picture="lines",
+            drawn=(" | ".join(TIME), " | ".join(MEMORY)),
+        ),
+        flags,
     )
-    lists = zip((*FIELDS, RANKS), (layers, width, sequence, vocabulary, ranks), strict=True)
-    record = recorded(base, {axis: values for axis, values in lists if values})
-    print(every_point(record), summary(record), sep="\n\n")
-    write_json(json_file, record)
-    if picture is not None:
-        draw(picture, record)
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    cli(main)

@@ -175,8 +175,9 @@ class Processes:
 
     def stop(self) -> None:
         """End them; those that wait for a rank that has failed have to be killed."""
-        for process, errors in zip(self.processes, self.errors, strict=True):
+        for process in self.processes:  # all, since what they end with may wait for each other
             process.stdin.close()
+        for process, errors in zip(self.processes, self.errors, strict=True):
             try:
                 process.wait(timeout=0.0 if self.dropped else 60.0)
             except subprocess.TimeoutExpired:

@@ -2,7 +2,7 @@
 
 torch multiplies fp32 by MKL, which uses AVX-512 on Intel's processors only; oneDNN, which torch
 uses for narrow dtypes, uses it on all that have it. AMD's Zen 5 computes 512 bits at once, so that
-oneDNN is twice as fast there (docs/results/speed.md); Zen 4 computes them in halves.
+oneDNN is twice as fast there (docs/results/kernels.md); Zen 4 computes them in halves.
 """
 
 from __future__ import annotations
