@@ -172,7 +172,8 @@ class Question:
     packages: tuple[str, ...] = ()  # whose versions are recorded
     settings: Mapping[str, Any] = field(default_factory=dict)  # that are recorded
     picture: Literal["", "bars", "lines", "curves"] = ""
-    drawn: tuple[str, ...] = ()  # titles of columns; of curves the key of a list of figures
+    drawn: tuple[str, ...] = ()  # titles of columns
+    curves: tuple[Column, ...] = ()  # what a picture of curves draws: functions that return lists
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -271,12 +271,12 @@ COLOURS = ("#c44e52", "#333333", "#4c72b0", "#dd8452", "#55a868", "#8172b3", "#9
 
 def draw(file: Path, results: Results) -> None:
     """A PNG: bars of contenders, a panel for each drawn column; lines along the contenders' x, a
-    panel for each group and drawn column; or curves of a figure that is a list, a panel a group."""
+    panel for each group and drawn column; or curves, a panel for each group and of its columns."""
     from matplotlib.figure import Figure
 
     question = results.question
     groups = list(dict.fromkeys(group for group, _ in results.rows))
-    drawn = question.drawn or (next(iter(results.columns)),)
+    drawn: Sequence[Any] = question.curves or question.drawn or (next(iter(results.columns)),)
     kind = question.picture
     shape = (1, len(drawn)) if kind == "bars" else (len(drawn), len(groups))
     height = 1.2 + 0.35 * len(results.rows) if kind == "bars" else 3.2 * shape[0]
@@ -324,9 +324,17 @@ def lines(axes: Axes, results: Results, group: str, titles: str) -> None:
     axes.legend(fontsize=7, frameon=False)
 
 
-def curves(axes: Axes, results: Results, group: str, key: str) -> None:
-    rows = [row for row in results.rows if row[0] == group and results.rounds[row]]
-    for colour, row in zip(COLOURS * len(rows), rows, strict=False):
-        axes.plot(results.rounds[row][-1][key], color=colour, linewidth=0.8, label=row[1])
-    axes.set(title=group, ylabel=key)
+def curves(axes: Axes, results: Results, group: str, column: Column) -> None:
+    """Of the last round; on a log axis where values are a hundred times others."""
+    rows = [row for row in results.rows if row[0] == group]
+    ends = {row: (results.rounds[row] or [{}])[-1] for row in rows}
+    for colour, (row, own) in zip(COLOURS * len(rows), ends.items(), strict=False):
+        if own and (values := column.value(own, ends[rows[0]])) is not None:
+            places = range(1, len(values) + 1)
+            axes.plot(places, values, color=colour, linewidth=0.8, label=row[1])
+    drawn = np.concatenate([[], *(line.get_ydata() for line in axes.lines)])
+    found = drawn[drawn > 0]
+    if found.size and found.max() > 100 * found.min():
+        axes.set_yscale("log")
+    axes.set(title=group, ylabel=column.title)
     axes.legend(fontsize=7, frameon=False)
