@@ -124,10 +124,10 @@ def main(flags: Flags, data_path: Path = TEXT, steps: int = 500) -> None:
         for name, starts in routes.items()
     ]
     whole = [*fp32, "--micro-batch-size", "8"]  # which a step of theirs reads
-    for name, exact in PEERS.items():
-        arguments = {"flags": whole, "exact": exact}
-        needs = ("transformers",)
-        contenders.append(Contender(name=name, run=independent, arguments=arguments, needs=needs))
+    contenders += [
+        Contender(name=name, run=independent, arguments={"flags": whole, "exact": exact})
+        for name, exact in PEERS.items()
+    ]
     ask(
         Question(
             title="Learning curves",

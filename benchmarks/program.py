@@ -1,6 +1,5 @@
 """Training runs of pretrain.py as contenders, started as its users start it."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ def training(rank: Rank, starts: Sequence[tuple[int, Sequence[str]]], model: str
     starts: number of processes, and flags; a later start resumes from the checkpoint of the one
     before. model: as of --model.
     """
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if rank.device_type == "cpu" else {}
 
     def turn() -> Figures:
         with TemporaryDirectory() as folder:
@@ -29,7 +27,7 @@ def training(rank: Rank, starts: Sequence[tuple[int, Sequence[str]]], model: str
                 launcher = [*torchrun, str(processes)] if processes > 1 else []
                 command = [sys.executable, *launcher, "pretrain.py", "--model", model, *flags]
                 command += ["--log-interval", "1", "--save", folder, "--load", folder]
-                subprocess.run(command, cwd=ROOT, env=os.environ | hidden, check=True)
+                subprocess.run(command, cwd=ROOT, env=rank.environ, check=True)
             lines = read_metrics(Path(folder, "metrics.jsonl"))
         logged = [line for line in lines if "loss" in line]
         steps = [line["step"] for line in logged]
