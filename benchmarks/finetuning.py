@@ -7,7 +7,6 @@ frequent class.
 """
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -20,13 +19,14 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, ask, cli
 from benchmarks.processes import ROOT
+from benchmarks.program import DATA, found
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.model import BertConfig
 from megatron.config.training import ParallelConfig
 from megatron.models.registry import config_of
 from megatron.train.trained import open_trained
 
-MNLI = Path(os.environ.get("MEGATRON_TEST_DATA", "data"), "glue", "MNLI")
+MNLI = DATA / "glue" / "MNLI"
 SETTINGS = """\
 --task MNLI --seeds 3 --epochs 5 --lr 3e-4 --seq-length 64 --micro-batch-size 32 \
 --global-batch-size 32 --hidden-dropout 0.1 --attention-dropout 0"""
@@ -77,11 +77,8 @@ def main(
     """
     trained = TrainedConfig(load=str(pretrained))
     open_trained(trained, ParallelConfig(), 1, (BertConfig.kind,), "--pretrained")
-    words = shlex.split(settings)
-    for name, file in {"--train-data": train_data, "--valid-data": valid_data}.items():
-        if not file.exists():
-            raise ValueError(f"{name} {file}: is not there")
-        words += [name, str(file.resolve())]
+    words = [*shlex.split(settings), "--train-data", found("--train-data", train_data)]
+    words += ["--valid-data", found("--valid-data", valid_data)]
     output.mkdir(parents=True, exist_ok=True)
     common: dict[str, Any] = {"words": words, "load": str(pretrained.resolve())}
     common["output"] = str(output.resolve())
@@ -99,8 +96,9 @@ def main(
                 *(Column(title, f"{figure} {key}", "{:.4f}") for title, key in keys.items()),
                 Column("most frequent class", f"{chance} median", "{:.4f}"),
             ],
-            result=lambda found: "; ".join(
-                f"{name}: {figure} {found.median('', name, figure):.4f}" for _, name in found.rows
+            result=lambda results: "; ".join(
+                f"{name}: {figure} {results.median('', name, figure):.4f}"
+                for _, name in results.rows
             ),
             rounds=1,
             warm_up=0,

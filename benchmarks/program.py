@@ -1,5 +1,6 @@
 """Training runs of pretrain.py as contenders, started as its users start it."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,14 @@ from benchmarks.processes import ROOT
 from megatron.train.metrics import read_metrics
 
 TEXT = Path("runs/quickstart/data/train_text_document")
+DATA = Path(os.environ.get("MEGATRON_TEST_DATA", "data"))  # files that nothing here can make
+
+
+def found(flag: str, file: Path) -> str:
+    """Its absolute path. Raises ValueError where it is not there."""
+    if not file.exists():
+        raise ValueError(f"{flag} {file}: is not there")
+    return str(file.resolve())
 
 
 def training(rank: Rank, starts: Sequence[tuple[int, Sequence[str]]], model: str = "gpt2") -> Turn:
