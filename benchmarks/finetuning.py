@@ -59,8 +59,8 @@ def fine_tuned(rank: Rank, words: Sequence[str], load: str, output: str, *, anew
 def main(
     flags: Flags,
     pretrained: Path = Path("runs/miniature/bert/checkpoints"),
-    train_data: Path = MNLI / "train.json",
-    valid_data: Path = MNLI / "dev.json",
+    train_data: tuple[Path, ...] = (MNLI / "train.json",),
+    valid_data: tuple[Path, ...] = (MNLI / "dev.json",),
     settings: str = SETTINGS,
     figure: str = "accuracy",
     output: Path = Path("runs/finetuning"),
@@ -72,13 +72,14 @@ def main(
         train_data: of the task; by default in the folder MEGATRON_TEST_DATA.
         valid_data: what is asked after the last epoch.
         settings: other flags of tasks/main.py, as one word.
-        figure: of its record.
+        figure: of its record; of several files to ask one is called after its file.
         output: folder of the fine-tuned models; seeds that are finished there are not run again.
     """
     trained = TrainedConfig(load=str(pretrained))
     open_trained(trained, ParallelConfig(), 1, (BertConfig.kind,), "--pretrained")
-    words = [*shlex.split(settings), "--train-data", found("--train-data", train_data)]
-    words += ["--valid-data", found("--valid-data", valid_data)]
+    words = shlex.split(settings)
+    for flag, files in {"--train-data": train_data, "--valid-data": valid_data}.items():
+        words += [flag, *(found(flag, file) for file in files)]
     output.mkdir(parents=True, exist_ok=True)
     common: dict[str, Any] = {"words": words, "load": str(pretrained.resolve())}
     common["output"] = str(output.resolve())

@@ -20,8 +20,9 @@ from statistics import fmean
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import learning_curves
 from benchmarks.harness import Column, Contender, Flags, Question, ask, cli
-from benchmarks.learning_curves import COLUMNS, LARGEST, LOSSES, SO_FAR, T, gap_column
+from benchmarks.learning_curves import LARGEST, LOSSES, SO_FAR, T, gap_column
 from benchmarks.program import TEXT, training
 from benchmarks.report import Results
 from megatron.data.sources import open_corpus
@@ -35,6 +36,12 @@ FLAGS = """\
 FORMATS = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
 TOLERANCES = {"bf16": 2**-6, "fp16": 2**-9}
 MEAN, SKIPPED = "mean gap", "steps skipped"
+COLUMNS = (
+    *learning_curves.COLUMNS[:4],
+    gap_column(MEAN, fmean),
+    Column(SKIPPED, "skipped_steps", "{:.0f}"),
+    Column("loss scale at the end", "loss_scale", "{:g}"),
+)
 
 
 def largest(found: Results, format: str, title: str) -> float:
@@ -45,13 +52,13 @@ def largest(found: Results, format: str, title: str) -> float:
 
 def result(found: Results) -> str:
     said = [
-        f"{name} leaves the fp32 loss by at most {largest(found, name, LARGEST):.1e} (tolerance "
-        f"{tolerance:.1e})"
+        f"{largest(found, name, LARGEST):.1e} in {name} (tolerance {tolerance:.1e})"
         for name, tolerance in TOLERANCES.items()
     ]
     return (
-        f"{', '.join(said)}, in {found.record['steps']} steps, at either t, with dropout and "
-        f"without. fp16 skipped {largest(found, 'fp16', SKIPPED):.0f} steps."
+        f"The loss leaves that of fp32 by at most {' and '.join(said)} in {found.record['steps']} "
+        "steps, at either t, with dropout and without; fp16 skipped "
+        f"{largest(found, 'fp16', SKIPPED):.0f} steps."
     )
 
 
@@ -86,12 +93,7 @@ def main(flags: Flags, data_path: Path = TEXT, steps: int = 500) -> None:
             title="Training in bf16 and fp16 beside fp32",
             method=__doc__,
             contenders=contenders,
-            columns=(
-                *COLUMNS[:4],
-                gap_column(MEAN, fmean),
-                Column(SKIPPED, "skipped_steps", "{:.0f}"),
-                Column("loss scale at the end", "loss_scale", "{:g}"),
-            ),
+            columns=COLUMNS,
             result=result,
             failure=failure,
             rounds=1,
