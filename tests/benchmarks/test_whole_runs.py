@@ -15,9 +15,12 @@ from benchmarks import dropout_training, learning_curves, lm_harness, precision_
 from benchmarks.harness import Question, Rank
 from benchmarks.program import training
 from benchmarks.report import Results
+from megatron.models.build import build_model
+from megatron.parallel.mesh import serial_mesh
 from tests.benchmarks.run import figures, run
 from tests.data.samples import write_data, write_tokenizer
 from tests.tasks.made import write_model
+from tests.tiny import VOCABULARY, samples, summed_loss
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,16 @@ def test_difference_of_dropouts_is_taken_within_a_seed() -> None:
     text = dropout_training.result(found)
     assert "validation loss 5.200 +- 1.100 by coordinates, 5.000 +- 1.000" in text
     assert "difference is +0.200 with the standard error 0.058" in text
+
+
+def test_torchs_dropout_is_drawn_anew() -> None:
+    shape = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
+    config = dropout_training.TorchConfig(
+        **shape, max_position_embeddings=16, attention_dropout=0.0, hidden_dropout=0.5
+    )
+    model = build_model(config, serial_mesh(), VOCABULARY, seed=1, dtype=torch.float64)
+    losses = {summed_loss(model, samples(2), torch.device("cpu"))[0].item() for _ in range(3)}
+    assert len(losses) == 3
 
 
 def test_harness_and_tasks_have_to_agree() -> None:
