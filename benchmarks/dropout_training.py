@@ -1,58 +1,50 @@
 """Training with dropout by coordinates and with torch's own: whether both come to the same loss.
 
-    python benchmarks/dropout_training.py [--data-path PREFIX] [--seeds 5] [--json FILE]
-
-The quickstart's model with dropout 0.1, from the same weights on the same samples; a seed changes
-weights, order of samples and dropout. The other model is GPT-2 with F.dropout and what
-F.scaled_dot_product_attention draws, a kind of its own. By default on the text of a finished
-scripts/quickstart.sh.
+The quickstart's model with dropout 0.1, by the program itself, from the same weights on the same
+samples; a seed changes weights, order of samples and dropout. The other model is GPT-2 with
+F.dropout and what F.scaled_dot_product_attention draws, a kind of its own. The validation loss is
+that of 400 samples after the last step, the training loss the mean of the last 100 steps.
 """
 
-import os
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import ClassVar
 
-import torch.nn.functional as F
-import tyro
-from torch import Tensor, nn
-
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.machine import JsonFile, facts, markdown, told, write_json
-from benchmarks.program import ROOT, pretrain
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, ask, cli
+from benchmarks.program import TEXT, training
+from benchmarks.report import Results
 from megatron.config.model import GPT2Config
 from megatron.config.pretrain import PretrainTextConfig
 from megatron.config.training import GPT2DataConfig
+from megatron.data.sources import open_corpus
 from megatron.models.gpt2 import GPT2
 from megatron.models.registry import ModelKind
 from megatron.parallel.dropout import Dropout
 from megatron.parallel.factory import LayerFactory
-from megatron.train.metrics import read_metrics
 
+OWN = "benchmarks.dropout_training"
 TORCH = ModelKind(
-    config="benchmarks.dropout_training:TorchConfig",
-    model="benchmarks.dropout_training:GPT2WithTorchDropout",
-    program="benchmarks.dropout_training:PretrainTorchConfig",
+    config=f"{OWN}:TorchConfig",
+    model=f"{OWN}:GPT2WithTorchDropout",
+    program=f"{OWN}:PretrainTorchConfig",
     inputs="megatron.train.inputs:open_gpt2_inputs",
     data="megatron.config.training:GPT2DataConfig",
 )
-ARMS = {
-    "by coordinates": ("gpt2", "coordinates"),
-    "torch's": ("benchmarks.dropout_training:TORCH", "kernel"),
-}
-LAST = 100  # steps whose training loss is averaged
+ARMS = {"torch's": (f"{OWN}:TORCH", "kernel"), "by coordinates": ("gpt2", "coordinates")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchConfig(GPT2Config):
-    kind: ClassVar[str] = ARMS["torch's"][0]
+    kind: ClassVar[str] = f"{OWN}:TORCH"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,79 +53,84 @@ class PretrainTorchConfig(PretrainTextConfig):
     data: GPT2DataConfig
 
 
-class TorchDropout(nn.Module):
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.p = p
-
-    def forward(self, x: Tensor, _rows: Tensor | None) -> Tensor:
+class TorchDropout(Dropout):
+    def forward(self, x: Tensor, rows: Tensor | None) -> Tensor:
         return F.dropout(x, self.p, self.training)
 
 
 class GPT2WithTorchDropout(GPT2):
     def __init__(self, config: TorchConfig, factory: LayerFactory, vocab_size: int) -> None:
         super().__init__(config, factory, vocab_size)
-        for module in list(self.modules()):
-            for name, child in module.named_children():
-                if isinstance(child, Dropout):
-                    setattr(module, name, TorchDropout(child.p))
+        for module in self.modules():
+            if isinstance(module, Dropout):
+                module.__class__ = TorchDropout
 
 
-def losses(case: tuple[str, int], data_path: Path, steps: int, folder: str) -> tuple[float, float]:
-    """(of the validation data after the last step, mean of the last training steps)."""
-    arm, seed = case
-    model, attention = ARMS[arm]
-    file = Path(folder, f"{model}_{seed}.jsonl")
-    preset = ROOT / "scripts" / "presets" / "quickstart.toml"
-    words = [
-        *("--preset", str(preset), "--data-path", str(data_path), "--split", "90,10,0"),
-        *("--attention-dropout", "0.1", "--hidden-dropout", "0.1"),
-        *("--attention-dropout-rng", attention, "--seed", str(seed)),
-        *("--train-iters", str(steps), "--eval-interval", str(steps), "--eval-iters", "100"),
-        *("--log-interval", "1", "--metrics-file", str(file)),
-    ]
-    pretrain(words, model=model)
-    lines = read_metrics(file)
-    validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
-    training = [line["loss"] for line in lines if "loss" in line]
-    assert len(training) == steps
-    print(f"{arm}, seed {seed}: {validation[-1]:.4f}", flush=True)
-    return validation[-1], mean(training[-LAST:])
+def difference(own: Figures, first: Figures) -> float | None:
+    return None if own is first else own["validation_loss"] - first["validation_loss"]
 
 
-def dropout_training(
-    data_path: Path = Path("runs/quickstart/data/train_text_document"),
-    seeds: int = 5,
-    steps: int = 1000,
-    cores: int = os.cpu_count() or 1,
-    json_file: JsonFile = None,
+COLUMNS = (
+    Column("validation loss", "validation_loss", "{:.4f}"),
+    Column("difference", difference, "{:+.4f}"),
+    Column("training loss", lambda own, _: mean(own["losses"][-100:]), "{:.4f}"),
+)
+
+
+def result(found: Results) -> str:
+    said = []
+    for title in ("validation loss", "training loss"):
+        theirs, ours = ([found.median(*row, title) for row in found.rows[k::2]] for k in (0, 1))
+        apart = [a - b for a, b in zip(ours, theirs, strict=True)]
+        said.append(
+            f"{title} {mean(ours):.3f} +- {stdev(ours):.3f} by coordinates, {mean(theirs):.3f} +- "
+            f"{stdev(theirs):.3f} with torch's; a seed's difference is {mean(apart):+.3f} with "
+            f"the standard error {stdev(apart) / len(apart) ** 0.5:.3f}"
+        )
+    return f"Over {len(ours)} seeds: {'; '.join(said)}."
+
+
+def main(
+    flags: Flags, data_path: Path = TEXT, seeds: int = 5, steps: int = 1000, eval_iters: int = 100
 ) -> None:
-    """Train all and print the table.
+    """Compare losses.
 
     Args:
-        data_path: prefix of a data set that tools/preprocess_data.py has written.
-        seeds: of each, from 1 on.
+        data_path: prefix of a data set; by default that of a finished scripts/quickstart.sh.
+        seeds: from 1 on, two or more.
         steps: of each run.
-        cores: runs at a time.
-        json_file: where every loss is written.
+        eval_iters: batches of four validation samples.
     """
-    record = facts("torch") | {"steps": steps}
-    print(told(record))
-    cases = [(arm, seed) for seed in range(1, seeds + 1) for arm in ARMS]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cores) as pool:
-        run = partial(losses, data_path=data_path.resolve(), steps=steps, folder=folder)
-        found = dict(zip(cases, pool.map(run, cases), strict=True))
-    rows = []
-    for which, name in enumerate(("validation", f"last {LAST} steps")):
-        of_arms = [[found[arm, seed][which] for seed in range(1, seeds + 1)] for arm in ARMS]
-        differences = [ours - theirs for ours, theirs in zip(*of_arms, strict=True)]
-        rows.append([name, *(f"{mean(each):.4f} +- {stdev(each):.4f}" for each in of_arms)])
-        rows[-1].append(f"{mean(differences):+.4f} +- {stdev(differences) / seeds**0.5:.4f}")
-    header = ["loss", *ARMS, "difference of a seed, mean and its standard error"]
-    print(markdown(header, rows))
-    by_name = {f"{arm}, seed {seed}": each for (arm, seed), each in found.items()}
-    write_json(json_file, record | {"losses": by_name})
+    if seeds < 2 or flags.contenders:
+        raise ValueError("takes both contenders and two or more --seeds, to say how they spread")
+    vocabulary = open_corpus([str(data_path)], tokenizer=None).vocab_size
+    words = ["--preset", "quickstart", "--data-path", str(data_path.resolve())]
+    words += ["--split", "90,10,0", "--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
+    words += ["--train-iters", str(steps), "--lr-warmup-iters", str(min(100, steps))]
+    words += ["--eval-interval", str(steps), "--eval-iters", str(eval_iters)]
+    contenders = []
+    for seed, (arm, (model, rng)) in product(range(1, seeds + 1), ARMS.items()):
+        start = [*words, "--seed", str(seed), "--attention-dropout-rng", rng]
+        arguments = {"starts": [(1, start)], "model": model}
+        contenders.append(
+            Contender(name=arm, group=f"seed {seed}", run=training, arguments=arguments)
+        )
+    ask(
+        Question(
+            title="Training with dropout by coordinates",
+            method=__doc__,
+            contenders=contenders,
+            columns=COLUMNS,
+            result=result,
+            rounds=1,
+            warm_up=0,
+            together=False,
+            packages=("torch",),
+            settings={"vocabulary": vocabulary, "steps": steps},
+        ),
+        flags,
+    )
 
 
 if __name__ == "__main__":
-    tyro.cli(dropout_training)
+    cli(main)

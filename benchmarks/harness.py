@@ -52,6 +52,11 @@ class Rank:
         torch.cuda.set_device(self.local)
         return torch.device("cuda", self.local)
 
+    @property
+    def environ(self) -> dict[str, str]:
+        """Of programs that a turn starts: they see no GPU where this computes on a CPU."""
+        return {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if self.device_type == "cpu" else {})}
+
     def connect(self) -> None:
         """Initialise torch.distributed over the ranks of this contender."""
         import torch.distributed as dist

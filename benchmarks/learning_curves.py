@@ -1,161 +1,152 @@
 """One training run at several layouts and in transformers: how far their losses drift apart.
 
-    python benchmarks/learning_curves.py [--data-path PREFIX] [--out docs/results]
-
-Every run of ours is the real program, `pretrain_gpt2.py`, under torchrun where it has several
-processes. The peer of `transformers_gpt2.py` trains on the same batches from the same initial
-weights. Dropout is 0 and all but one run compute in fp32, so that nothing differs but the order in
-which sums are rounded. Renews its part of learning_curves.md, .png and .json. Needs
-requirements-test.txt, and by default the text of a finished scripts/quickstart.sh.
+Each of this project's runs is the program itself, under torchrun where it has several processes:
+serial; cut over tensor-parallel ranks (t); with data parallelism (d) beside it; stopped in the
+middle and resumed at another layout; in bf16. The independent loop is GPT2LMHeadModel with torch's
+AdamW, schedulers and clipping, from the same initial weights on the same batches; one of two clips
+by a norm whose squares are added up in fp64. Dropout is 0 and all but one run compute in fp32, so
+that nothing differs but the order in which sums are rounded. A gap is the absolute difference to
+the serial run's training loss of the same step; the picture has the largest so far.
 """
 
 import sys
-import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
-
-import torch
-import transformers
-import tyro
-from torch.nn.utils import clip_grad_norm_
+from statistics import fmean
+from typing import Any
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import transformers_gpt2
-from benchmarks.curves import gap_table
-from benchmarks.curves_page import BF16, LAYOUTS, PEER, SERIAL, about, gaps_to_serial, renew
-from benchmarks.program import pretrain, setting_flags, step_lines
-from megatron.config.model import GPT2Config
-from megatron.config.training import (
-    GPT2DataConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    TrainingConfig,
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, ask, cli
+from benchmarks.program import TEXT, training
+from benchmarks.report import Results
+from megatron.data.sources import open_corpus
+
+FLAGS = """\
+--num-layers 4 --hidden-size 128 --num-attention-heads 4 --max-position-embeddings 128 \
+--attention-dropout 0 --hidden-dropout 0 --split 1,0,0 --seq-length 128 --lr 1e-3 --min-lr 1e-4 \
+--lr-warmup-iters 50 --micro-batch-size 4 --global-batch-size 8 --eval-iters 0"""
+T, LARGEST, STEP = "--tensor-model-parallel-size", "largest gap", "at step"
+PEERS = {"transformers": False, "transformers, exact norm": True}
+
+
+def gap_column(title: str, of: Callable[[list[float]], Any], form: str = "{:.1e}") -> Column:
+    """Of the gaps to the first contender of the group, step by step."""
+
+    def figure(own: Figures, first: Figures) -> Any:
+        if own is first or not first:
+            return None
+        return of([abs(a - b) for a, b in zip(own["losses"], first["losses"], strict=True)])
+
+    return Column(title, figure, form)
+
+
+COLUMNS = (
+    Column("first loss", lambda own, _: own["losses"][0], "{:.3f}"),
+    Column("last loss", lambda own, _: own["losses"][-1], "{:.4f}"),
+    gap_column(LARGEST, max),
+    gap_column(STEP, lambda gaps: gaps.index(max(gaps)) + 1, "{:.0f}"),
+    gap_column("largest of steps 1 to 10", lambda gaps: max(gaps[:10])),
+    gap_column("of 11 to 100", lambda gaps: max(gaps[10:100], default=None)),
+    gap_column("mean of the last 100", lambda gaps: fmean(gaps[-100:])),
 )
-from megatron.data.gpt2 import open_splits
-from megatron.data.sources import Corpus, open_corpus
-from megatron.models.build import build_model
-from megatron.parallel.mesh import serial_mesh
-
-MODEL = GPT2Config(
-    num_layers=4,
-    hidden_size=128,
-    num_attention_heads=4,
-    max_position_embeddings=128,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-)
-DATA = GPT2DataConfig(split="1,0,0", seq_length=128)
-OPTIMIZER = OptimizerConfig(lr=1e-3, min_lr=1e-4, lr_warmup_iters=50)
-STEPS, BATCH = 500, 8
-TRAINING = TrainingConfig(
-    train_iters=STEPS, micro_batch_size=4, global_batch_size=BATCH, eval_iters=0
-)
-LOGGING = LoggingConfig(log_interval=1)
-COMMON = list(setting_flags(MODEL, DATA, OPTIMIZER, TRAINING, LOGGING))
-FP32, IN_BF16 = PrecisionConfig(bf16=False), PrecisionConfig(bf16=True)
+LOSSES = Column("training loss", lambda own, _: own["losses"])
+SO_FAR = gap_column("largest gap so far", lambda gaps: [*accumulate(gaps, max)])
 
 
-@dataclass(frozen=True)
-class Start:
-    """One start of the program."""
+def independent(rank: Rank, flags: Sequence[str], *, exact: bool) -> Turn:
+    from torch.nn.utils import get_total_norm
+    from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-    tensor_parallel: int = 1
-    data_parallel: int = 1
-    flags: tuple[str, ...] = ()
-    precision: PrecisionConfig = FP32
+    from benchmarks import peers
 
+    step: Any = peers.transformers(rank, flags)
+    if exact:
+        step.norm = lambda gradients: get_total_norm([x.double() for x in gradients]).float()
+    settings, steps = step.config.optimizer, step.config.training.train_iters
+    warm_up = settings.lr_warmup_iters
+    rise = LinearLR(step.adamw, start_factor=1 / warm_up, total_iters=warm_up - 1)
+    fall = CosineAnnealingLR(step.adamw, T_max=steps - warm_up, eta_min=settings.min_lr)
+    schedule = SequentialLR(step.adamw, [rise, fall], milestones=[warm_up - 1])
 
-OURS = {
-    SERIAL: (Start(),),
-    "t = 2": (Start(2),),
-    "t = 4": (Start(4),),
-    "t = 2, d = 2": (Start(2, 2),),
-    "t = 2, resumed as d = 2": (
-        Start(2, flags=("--exit-interval", str(STEPS // 2))),
-        Start(data_parallel=2),
-    ),
-    BF16: (Start(precision=IN_BF16),),
-}
-EXACT_PEER = f"{PEER}, exact norm"
-CLIPS = {PEER: clip_grad_norm_, EXACT_PEER: transformers_gpt2.clip_by_exact_norm}
+    def turn() -> Figures:
+        figures: Figures = {"losses": [], "rates": []}
+        for _ in range(steps):
+            figures["rates"] += schedule.get_last_lr()[:1]
+            figures["losses"].append(step()["loss"])
+            schedule.step()
+        return figures
 
-
-@dataclass(frozen=True)
-class Curve:
-    """Of every step: mean training loss before the update, and learning rate."""
-
-    losses: list[float]
-    rates: list[float]
+    return turn
 
 
-def run(start: Start, data_path: Path, save: str) -> None:
-    """The program, to its end; it goes on from what is in `save`, if anything is."""
-    size = ["--tensor-model-parallel-size", str(start.tensor_parallel)]
-    where = ["--data-path", str(data_path), "--save", save, "--load", save]
-    processes = start.tensor_parallel * start.data_parallel
-    flags = [*COMMON, *setting_flags(start.precision), *start.flags]
-    pretrain([*flags, *size, *where], processes)
+def result(found: Results) -> str:
+    gaps = {name: found.median("", name, LARGEST) for _, name in found.rows[1:]}
+    name = max((name for name in gaps if "t =" in name), key=gaps.__getitem__, default="")
+    theirs = " and ".join(f"{gaps[each]:.1e} ({each})" for each in PEERS if each in gaps)
+    return name and (
+        f"In fp32 no layout's loss leaves the serial run's by more than {gaps[name]:.1e} in "
+        f"{found.record['steps']} steps ({name}, step {found.median('', name, STEP):.0f}). The "
+        f"independent loop leaves it by {theirs}."
+    )
 
 
-def our_curve(starts: tuple[Start, ...], data_path: Path) -> Curve:
-    with tempfile.TemporaryDirectory() as save:
-        for start in starts:
-            run(start, data_path, save)
-        lines = step_lines(Path(save, "metrics.jsonl"))
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    return Curve([line["loss"] for line in lines], [line["lr"] for line in lines])
+def failure(found: Results) -> str:
+    """Learning rates that differ, torch's schedulers included."""
+    rates = zip(*(each[-1]["rates"] for each in found.rounds.values() if each), strict=True)
+    differs = any(max(each) - min(each) > 1e-9 * min(each) for each in rates)
+    return "the runs do not have the same learning rates" if differs else ""
 
 
-def peer_curve(name: str, corpus: Corpus) -> Curve:
-    """Our initial weights and batches in the loop of transformers."""
-    seed, vocab_size = TRAINING.seed, corpus.vocab_size
-    data, _, _ = open_splits(corpus, split=DATA.split, seq_length=DATA.seq_length, seed=seed)
-    assert data is not None
-    batches = (data.batch(range(step * BATCH, (step + 1) * BATCH)) for step in range(STEPS))
-    model = build_model(MODEL, serial_mesh(), vocab_size, seed=seed, dtype=torch.float32)
-    weights = {key: each.detach() for key, each in model.named_parameters()}
-    weights["word_embedding.weight"] = weights["word_embedding.weight"][:vocab_size]  # no padding
-    peer = transformers_gpt2.build(MODEL, vocab_size, weights)
-    steps = transformers_gpt2.train(peer, OPTIMIZER, STEPS, batches, CLIPS[name])
-    losses, rates = zip(*steps, strict=True)
-    return Curve(list(losses), list(rates))
-
-
-def all_curves(data_path: Path, corpus: Corpus) -> dict[str, Curve]:
-    curves = {}
-    for name, starts in OURS.items():
-        print(name, flush=True)
-        curves[name] = our_curve(starts, data_path)
-    torch.set_num_threads(1)
-    for name in CLIPS:
-        print(name, flush=True)
-        curves[name] = peer_curve(name, corpus)
-    for step, rates in enumerate(zip(*(each.rates for each in curves.values()), strict=True), 1):
-        assert max(rates) / min(rates) - 1 < 1e-9, f"learning rates of step {step}: {rates}"
-    return curves
-
-
-def learning_curves(
-    data_path: Path = Path("runs/quickstart/data/train_text_document"),
-    out: Path = Path("docs/results"),
-) -> None:
-    """Train all runs, compare and draw.
+def main(flags: Flags, data_path: Path = TEXT, steps: int = 500) -> None:
+    """Compare losses.
 
     Args:
-        data_path: prefix of a data set that tools/preprocess_data.py has written.
-        out: folder of the report, the picture and the numbers.
+        data_path: prefix of a data set; by default that of a finished scripts/quickstart.sh.
+        steps: of each run.
     """
-    corpus = open_corpus([str(data_path)], tokenizer=None)
-    record = about(corpus, STEPS * BATCH * DATA.seq_length, transformers=transformers.__version__)
-    curves = all_curves(data_path.resolve(), corpus)
-    losses = {name: curve.losses for name, curve in curves.items()}
-    print(gap_table(gaps_to_serial(losses)))
-    rounded = {name: [round(loss, 10) for loss in each] for name, each in losses.items()}
-    renew(out, LAYOUTS, record | {"flags": " ".join(COMMON), "losses": rounded})
+    vocabulary = open_corpus([str(data_path)], tokenizer=None).vocab_size  # and whether it is there
+    common = [*FLAGS.split(), "--train-iters", str(steps), "--data-path", str(data_path.resolve())]
+    fp32 = [*common, "--no-bf16"]
+    half = [*fp32, T, "2", "--exit-interval", str(steps // 2)]
+    routes = {
+        "serial": [(1, fp32)],
+        "t = 2": [(2, [*fp32, T, "2"])],
+        "t = 4": [(4, [*fp32, T, "4"])],
+        "t = 2, d = 2": [(4, [*fp32, T, "2"])],
+        "t = 2, resumed as d = 2": [(2, half), (2, fp32)],
+        "bf16": [(1, [*common, "--bf16"])],
+    }
+    contenders = [
+        Contender(name=name, run=training, arguments={"starts": starts})
+        for name, starts in routes.items()
+    ]
+    whole = [*fp32, "--micro-batch-size", "8"]  # which a step of theirs reads
+    contenders += [
+        Contender(name=name, run=independent, arguments={"flags": whole, "exact": exact})
+        for name, exact in PEERS.items()
+    ]
+    ask(
+        Question(
+            title="Learning curves",
+            method=__doc__,
+            contenders=contenders,
+            columns=COLUMNS,
+            result=result,
+            failure=failure,
+            rounds=1,
+            warm_up=0,
+            together=False,
+            packages=("torch", "transformers"),
+            settings={"vocabulary": vocabulary, "steps": steps, "flags": FLAGS},
+            picture="curves",
+            curves=(LOSSES, SO_FAR),
+        ),
+        flags,
+    )
 
 
 if __name__ == "__main__":
-    tyro.cli(learning_curves)
+    cli(main)

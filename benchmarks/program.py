@@ -1,51 +1,51 @@
-"""This project's program, run as its users run it, and what it says of every step."""
+"""Training runs of pretrain.py as contenders, started as its users start it."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
-from megatron.config.checks import flag, switch
-from megatron.train.metrics import Line, read_metrics
+from benchmarks.harness import Figures, Rank, Turn
+from benchmarks.processes import ROOT
+from megatron.train.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def setting_flags(*sections: Any) -> Iterator[str]:
-    """What these sections of the settings hold beside the program's defaults, as arguments."""
-    for section in sections:
-        for field in fields(section):
-            value = getattr(section, field.name)
-            if field.default is not MISSING and value == field.default:
-                continue
-            if isinstance(value, bool):
-                yield switch(field.name, value)
-            else:
-                yield from (flag(field.name), str(value))
+TEXT = Path("runs/quickstart/data/train_text_document")
+DATA = Path(os.environ.get("MEGATRON_TEST_DATA", "data"))  # files that nothing here can make
 
 
-def pretrain(arguments: Sequence[str], processes: int = 1, model: str = "gpt2") -> None:
-    """Run pretrain.py to its end, one thread a process; what it prints is dropped.
+def found(flag: str, file: Path) -> str:
+    """Its absolute path. Raises ValueError where it is not there."""
+    if not file.exists():
+        raise ValueError(f"{flag} {file}: is not there")
+    return str(file.resolve())
 
-    model: a kind, as of --model. Raises CalledProcessError where it fails; its last lines are on
-    the standard error by then.
+
+def training(rank: Rank, starts: Sequence[tuple[int, Sequence[str]]], model: str = "gpt2") -> Turn:
+    """A turn is a whole run; it returns of each step the loss before the update, and the rate.
+
+    starts: number of processes, and flags; a later start resumes from the checkpoint of the one
+    before. model: as of --model.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *(launcher if processes > 1 else []), "pretrain.py"]
-    command += ["--model", model]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        print(done.stderr[-4000:], file=sys.stderr)
-    done.check_returncode()
 
+    def turn() -> Figures:
+        with TemporaryDirectory() as folder:
+            for processes, flags in starts:
+                torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+                launcher = [*torchrun, str(processes)] if processes > 1 else []
+                command = [sys.executable, *launcher, "pretrain.py", "--model", model, *flags]
+                command += ["--log-interval", "1", "--save", folder, "--load", folder]
+                subprocess.run(command, cwd=ROOT, env=rank.environ, check=True)
+            lines = read_metrics(Path(folder, "metrics.jsonl"))
+        logged = [line for line in lines if "loss" in line]
+        steps = [line["step"] for line in logged]
+        if steps != [*range(1, len(steps) + 1)] or lines[-1].get("ended") != "train_iters":
+            raise RuntimeError("the run is not complete")
+        last = {key: value for line in lines for key, value in line.items()}
+        kept = {"validation_loss", "loss_scale", "skipped_steps"} & last.keys()
+        every = {"losses": "loss", "rates": "lr"}
+        figures = {name: [line[key] for line in logged] for name, key in every.items()}
+        return figures | {key: last[key] for key in kept}
 
-def step_lines(metrics_file: Path) -> list[Line]:
-    """The line of every step, of a run that logs each; none where there is no file."""
-    lines = read_metrics(metrics_file) if metrics_file.exists() else []
-    return [line for line in lines if "loss" in line]
+    return turn

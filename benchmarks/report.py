@@ -170,7 +170,8 @@ class Results:
 
     def cell(self, group: str, name: str, title: str) -> Cell | None:
         """None where there is nothing to show."""
-        return self._cell((group, name), self.columns[title]) if title in self.columns else None
+        is_there = (group, name) in self.rounds and title in self.columns
+        return self._cell((group, name), self.columns[title]) if is_there else None
 
     def median(self, group: str, name: str, title: str) -> float:
         """NaN where there is nothing to show."""
