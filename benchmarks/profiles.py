@@ -1,4 +1,4 @@
-"""Where the time of a turn goes: by kinds of operators, and how long communication is exposed.
+"""Where the time of a turn goes, and how long communication is exposed.
 
 On a GPU seconds are those of kernels. On a CPU communication is what gloo's threads are busy with
 or wait for the other ranks in, all else the operators of the other threads.
@@ -7,9 +7,7 @@ or wait for the other ranks in, all else the operators of the other threads.
 from __future__ import annotations
 
 import json
-import re
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,35 +17,15 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.harness import Rank, Turn
-from benchmarks.report import markdown
 
 Event = Mapping[str, Any]
 Interval = tuple[float, float]  # in microseconds
 
-# The first that is found in the name of an operator, or on a GPU of a kernel, says its kind.
-KINDS = {
-    "communication": r"all_?reduce|all_?gather|reduce_scatter|broadcast|nccl|gloo|c10d",
-    "attention": r"scaled_dot_product|flash|fmha|cudnn.*sdpa",
-    "optimizer": r"adam",
-    "layer norm": r"layer_?norm",
-    "matmuls": r"mm\b|addmm|bmm|linear|gemm|matmul|cutlass|nvjet|xmma",
-    "GeLU": r"gelu",
-    "loss": r"softmax|cross_entropy|nll|_exp|\bexp|log\b",
-    "embedding": r"embedding|index",
-    "copies": r"copy|clone|\bcat|contiguous|_to\b|fill|zero|memcpy|memset",
-    "additions and products": r"\badd|\bmul|\bsum|elementwise|reduce|\bsub|\bdiv",
-    "other kernels of torch.compile": r"triton|cpp_fused",
-}
 COMMUNICATION = ("nccl", "gloo:")
 OPERATORS = ("aten::", "mkldnn::")
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 ON_CPU = {"cpu_op", "user_annotation"}
 STEP, AXIS = "one turn", "the axis "
-
-
-def kind_of(operator: str) -> str:
-    name = operator.lower().removeprefix("aten::")
-    return next((kind for kind, found in KINDS.items() if re.search(found, name)), "all else")
 
 
 def traced(turn: Callable[[], object], device_type: str, trace: Path) -> Any:
@@ -61,37 +39,16 @@ def traced(turn: Callable[[], object], device_type: str, trace: Path) -> Any:
 
 
 def write_profile(turn: Turn, rank: Rank, folder: Path, name: str) -> dict[str, Any]:
-    """A trace of every rank, and of the first one tables of where its time goes."""
+    """A trace of every rank, and of the first one torch's table of where its time goes."""
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / f"{name}.{rank.rank}.json"
-
-    def whole() -> None:
-        turn()
-        rank.wait()
-
-    found = traced(whole, rank.device_type, trace)
-    if rank.rank:
-        return {}
-    kinds, operators = Counter[str](), []
-    for event in found.key_averages():
-        is_kernel = event.device_type != torch.autograd.DeviceType.CPU
-        if is_kernel != (rank.device_type == "cuda") or event.is_user_annotation:
-            continue
-        spent = event.self_device_time_total if is_kernel else event.self_cpu_time_total
-        kinds[kind_of(event.key)] += spent / 1e3
-        operators.append((event.key, spent / 1e3, event.count))
-    operators.sort(key=lambda each: -each[1])
-    runs, exposed = communication(json.loads(trace.read_text())["traceEvents"])
-    shares = [(kind, f"{ms:.2f}", f"{ms / kinds.total():.1%}") for kind, ms in kinds.most_common()]
-    rows = [(operator, f"{ms:.2f}", calls) for operator, ms, calls in operators[:25]]
-    parts = [
-        f"# {name}",
-        markdown(("", "ms", "share"), shares),
-        f"Communication runs for {1e3 * runs:.2f} ms, {1e3 * exposed:.2f} of them exposed: nothing "
-        "is computed beside it.",
-        markdown(("operator", "ms", "calls"), rows),
-    ]
-    (folder / f"{name}.md").write_text("\n\n".join(parts) + "\n")
+    found = traced(lambda: (turn(), rank.wait()), rank.device_type, trace)
+    if not rank.rank:
+        order = f"self_{rank.device_type}_time_total"
+        runs, exposed = communication(json.loads(trace.read_text())["traceEvents"])
+        said = f"communication runs for {1e3 * runs:.2f} ms, {1e3 * exposed:.2f} of them exposed\n"
+        table = found.key_averages().table(sort_by=order, row_limit=40)
+        (folder / f"{name}.txt").write_text(table + said)
     return {}
 
 
@@ -103,20 +60,11 @@ def communication(events: Iterable[Event]) -> tuple[float, float]:
     timed = [each for each in events if each.get("ph") == "X" and "barrier" not in each["name"]]
     places = ON_GPU if any(each.get("cat") in ON_GPU for each in timed) else ON_CPU
     timed = [each for each in timed if each.get("cat") in places]
-    own = union(each for each in timed if each["name"].startswith(COMMUNICATION))
-    computing = union(each for each in timed if is_computing(each, places))
-    both = union([*as_events(own), *as_events(computing)])
-    return length(own), length(both) - length(computing)
-
-
-def is_computing(event: Event, places: set[str]) -> bool:
-    if places is ON_GPU:
-        return not event["name"].startswith(COMMUNICATION)
-    return bool(event["name"].startswith(OPERATORS))
-
-
-def as_events(spans: Iterable[Interval]) -> list[Event]:
-    return [{"ts": start, "dur": stop - start} for start, stop in spans]
+    own = [each for each in timed if each["name"].startswith(COMMUNICATION)]
+    others = [each for each in timed if not each["name"].startswith(COMMUNICATION)]
+    if places is ON_CPU:  # what holds other operators computes nothing itself
+        others = [each for each in others if each["name"].startswith(OPERATORS)]
+    return length(union(own)), length(union([*own, *others])) - length(union(others))
 
 
 def union(events: Iterable[Event]) -> list[Interval]:

@@ -1,4 +1,4 @@
-"""Whole training steps of one GPT-2, by this project and by what people would use instead.
+"""Whole training steps beside those of others.
 
 A step is forward, loss, backward, reduction, clipping by the global norm and fused AdamW, without
 dropout, from the same weights on the same samples; the losses of the first steps are compared
@@ -55,7 +55,7 @@ SIZES = {  # flags of a preset on a CPU
     "quickstart": ("--vocab-size", "2048"),
 }
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-3}  # of the losses
-RATIO = "its time / this project's"
+RATIO = "time / the first's"
 COLUMNS = (
     Column("tokens/s", "tokens", "{:,.0f}", per="wall"),
     Column(RATIO, "wall", "{:.3f}", "its / first"),
@@ -83,8 +83,9 @@ class Group(NamedTuple):
     def contender(self, name: str) -> Contender | None:
         """None where it is none of this group."""
         flags = ["--preset", self.preset, *SIZES.get(self.preset, ()), *self.more]
-        flags += ["--bf16" if self.dtype == "bf16" else "--no-bf16", "--attention-dropout", "0"]
-        flags += ["--hidden-dropout", "0", "--tensor-model-parallel-size", str(self.ranks)]
+        flags += ["--no-fp16", "--bf16" if self.dtype == "bf16" else "--no-bf16"]
+        flags += ["--attention-dropout", "0", "--hidden-dropout", "0"]
+        flags += ["--tensor-model-parallel-size", str(self.ranks)]
         flags += VARIANTS.get(name, ())
         run, arguments, sizes, needs = PEERS.get(name, (steps.ours, {}, 0, ()))
         if sizes not in (0, min(self.ranks, 2)):
@@ -138,7 +139,7 @@ def contenders(
         dtypes: of weights and activations; most peers compute under autocast.
         tensor_parallel: ranks that the model is cut over.
         threads: of all ranks of a contender together.
-        program_flags: of pretrain_gpt2.py, in one word: "--num-layers 2 --hidden-size 64".
+        program_flags: of pretrain_gpt2.py: --program-flags="--num-layers 2 --hidden-size 64".
         stub_communication: run one rank of each layout, whose collectives move nothing.
     """
     names = flags.contenders or USUAL

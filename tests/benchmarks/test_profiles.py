@@ -1,4 +1,4 @@
-"""Where time goes: kinds of operators, exposed communication, and the axis that communicates."""
+"""Exposed communication, and the axis that communicates."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import Contender, Flags, Rank, Turn
 from benchmarks.processes import Agents, measure
-from benchmarks.profiles import AXIS, STEP, by_axis, communication, kind_of, shares_by_axis
+from benchmarks.profiles import AXIS, STEP, by_axis, communication, shares_by_axis
 from tests.benchmarks.test_harness import question
 
 GROUPS = {"5": "tensor", "6": "data"}
@@ -17,24 +17,6 @@ def event(name: str, start: float, stop: float, thread: int = 1, **more: Any) ->
     cat = "cpu_op" if name.startswith(("aten", "mkldnn", "autograd")) else "user_annotation"
     times = {"ts": 1e6 * start, "dur": 1e6 * (stop - start)}
     return {"ph": "X", "cat": cat, "name": name, "tid": thread, **times, **more}
-
-
-@pytest.mark.parametrize(
-    ("operator", "kind"),
-    [
-        ("aten::mm", "matmuls"),
-        ("aten::addmm", "matmuls"),
-        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
-        ("aten::native_layer_norm_backward", "layer norm"),
-        ("aten::_fused_adamw_", "optimizer"),
-        ("c10d::allreduce_", "communication"),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
-        ("aten::copy_", "copies"),
-        ("aten::randn", "all else"),
-    ],
-)
-def test_every_operator_has_one_kind(operator: str, kind: str) -> None:
-    assert kind_of(operator) == kind
 
 
 @pytest.mark.parametrize(
