@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.tools.planning.counted import preset
-from tools.layouts.meters import Matmul
+from tools.layouts.work import Matmul
 from tools.planning.hardware import Hardware, load_hardware
 from tools.planning.software import anchor_step, find_hardware
 from tools.planning.timing import Ring, filled, predict
