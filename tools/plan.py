@@ -155,13 +155,13 @@ def measure(settings: MeasureConfig, environ: Mapping[str, str]) -> None:
     everyone = ParallelConfig(tensor_model_parallel_size=world_size(environ))
 
     from megatron.train.launch import launch
-    from tools.planning import measuring
+    from tools.probes import description
 
     with launch(everyone, environ) as mesh:
-        figures = measuring.measure(mesh)
+        figures = description.measure(mesh)
         if figures is not None:
-            measuring.write(settings.measure, figures, mesh.device)
-            print(measuring.shown(figures))
+            description.write(settings.measure, figures, mesh.device)
+            print(description.shown(figures))
 
 
 def _write(file: Path | None, found: dict[str, Any]) -> None:

@@ -314,7 +314,7 @@ def absent_mesh(
     """The mesh of rank 0 of ranks that are not there, for the shapes and the work of a step.
 
     sizes: of some of AXES; the others have size 1. Needs no torch.distributed, of which a dispatch
-    mode has to answer the collectives, such as tools.layouts.meters.Meter.
+    mode has to answer the collectives, such as tools.layouts.work.Meter.
     """
     control = ControlGroup(size=prod(sizes.values()))
     return build_mesh(sizes, device, control=control, sequence_parallel=sequence_parallel)

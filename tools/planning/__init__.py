@@ -4,7 +4,7 @@ trace.py runs the real model on meta tensors, of one and of two layers, and deri
 any depth computes, keeps and sends on one rank; timing.py says how long that takes on a machine,
 which hardware.py reads from scripts/hardware/. software.py has the authors' programs, counted in
 their source, and figure5.py what they took in section 5.1 of the paper. search.py tries layouts,
-record.py writes and draws a plan, measuring.py describes the machine at hand.
+record.py writes and draws a plan.
 
     n = b s tokens of a micro-batch of b sequences   h hidden size   a attention heads
     L layers   V vocabulary   t tensor-parallel size   m micro-batches of a step

@@ -114,8 +114,7 @@ class Study:
     def efficiency(self, step: Step, base: Step) -> float:
         """%, against the model of `base` on one GPU."""
         ratio = self.seconds(base) / self.seconds(step)
-        tensor = step.model.rings["tensor"].ranks
-        return 100 * step.model.parameters / (tensor * base.model.parameters) * ratio
+        return 100 * step.model.parameters / (step.tensor * base.model.parameters) * ratio
 
     def figure(self) -> list[Row]:
         rows = []

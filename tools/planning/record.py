@@ -37,7 +37,7 @@ def record(step: Step, hardware: Hardware) -> Record:
             "vocabulary": vocabulary_of(config),
             "batch": config.training.micro_batch_size,
             "micro_batches": step.micro_batches,
-            "tensor": step.model.rings["tensor"].ranks,
+            "tensor": step.tensor,
             "data": step.copies,
             "sequence_parallel": config.parallel.cuts_stream,
             "recompute": model.recompute_granularity,

@@ -14,27 +14,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config.model import GPT2Config
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.config.training import GPT2DataConfig, TrainingConfig
 from megatron.train.inputs import vocabulary_of
-from tools.layouts.meters import Call, Matmul, Work
+from tools.layouts.work import Call, Matmul, Work
 from tools.planning.hardware import Anchor, Hardware, load_hardware
 from tools.planning.timing import predict
 from tools.planning.trace import WIDE, Step
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
+class Passes(NamedTuple):
     """Of one layer in one direction."""
 
     stream: float
     cut: float
-    scores: float = 0
-    stream_dropouts: int = 0
-    scores_dropouts: int = 0
+    scores: float
+    stream_dropouts: int
+    scores_dropouts: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +41,8 @@ class Software:
     """Attention's scores are written to memory, and the loss is computed at once, of all logits."""
 
     name: str
-    forward: Traffic
-    backward: Traffic
+    forward: Passes
+    backward: Passes
     outside: float = 28  # passes over [n, h] in embedding and final norm, both directions
     logit_bytes: float = 60  # moved for each logit of a rank, matmuls aside
     wide_passes: float = 17  # over this rank's parameters in fp32, of a step
@@ -65,16 +64,16 @@ class Software:
 # 14. Gradients are reduced behind the backward in one call: --DDP-impl local.
 MEGATRON_2019 = Software(
     name="Megatron-LM, 2019",
-    forward=Traffic(stream=14, cut=30, scores=8, stream_dropouts=2, scores_dropouts=1),
-    backward=Traffic(stream=18, cut=27, scores=7, stream_dropouts=2, scores_dropouts=1),
+    forward=Passes(14, 30, 8, 2, 1),
+    backward=Passes(18, 27, 7, 2, 1),
 )
 
 # The same in 2020 ("version 1.0"): bias with GeLU, bias with dropout and residual add (3 passes and
 # a mask each), and scale, mask and softmax (2, backward 3) are fused; q, k, v are not copied.
 MEGATRON_2020 = Software(
     name="Megatron-LM 1.0, 2020",
-    forward=Traffic(stream=11, cut=16, scores=2, scores_dropouts=1),
-    backward=Traffic(stream=18, cut=27, scores=3, stream_dropouts=2, scores_dropouts=1),
+    forward=Passes(11, 16, 2, 0, 1),
+    backward=Passes(18, 27, 3, 2, 1),
 )
 
 SOFTWARE = {"megatron 2019": MEGATRON_2019, "megatron 2020": MEGATRON_2020}
@@ -90,57 +89,43 @@ class AuthorsStep(Step):
     @cached_property
     def work(self) -> Mapping[str, Work]:
         config, model, width, m = self.config, self.config.model, self.width, self.micro_batches
-        b, s, t = (
-            config.training.micro_batch_size,
-            config.data.seq_length,
-            self.model.rings["tensor"].ranks,
-        )
-        h, a, layers = model.hidden_size, model.num_attention_heads, model.num_layers
-        n, multiple = b * s, model.make_vocab_size_divisible_by * t
+        b, s, t = config.training.micro_batch_size, config.data.seq_length, self.tensor
+        h, a, layers, n = model.hidden_size, model.num_attention_heads, model.num_layers, b * s
+        multiple, size = model.make_vocab_size_divisible_by * t, h // a
         logits = -(-vocabulary_of(config) // multiple) * multiple // t  # of a token on a rank
-        # (batch, m, k, n) of the forward: a layer's weights, its attention, the head
-        linear = [
-            (1, n, h, 3 * h // t),
-            (1, n, h // t, h),
-            (1, n, h, 4 * h // t),
-            (1, n, 4 * h // t, h),
-        ]
-        core = [(b * a // t, s, h // a, s), (b * a // t, s, s, h // a)]
-        layer = [(each, layers * m) for each in (*linear, *core)]
+        # ((batch, m, k, n), times) of the forward: a layer's weights, the head, attention.
+        sizes = ((h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h))
+        core = [(b * a // t, s, size, s), (b * a // t, s, s, size)]
+        layer = [(each, layers * m) for each in (*((1, n, *pair) for pair in sizes), *core)]
         forward = [*layer[:4], ((1, n, h, logits), m), *layer[4:]]
-        backward = [
-            (each, times)
-            for (batch, rows, inner, columns), times in forward
-            for each in ((batch, rows, columns, inner), (batch, inner, rows, columns))
-        ]
+        backward = []
+        for (batch, rows, inner, columns), times in forward:
+            backward += [((batch, rows, columns, inner), times)]
+            backward += [((batch, inner, rows, columns), times)]
         again = model.recompute_granularity == "full"
-        stream, sums = n * h * width, n * WIDE
+        stream, sums, scores, dropout = n * h * width, n * WIDE, b * a / t * s**2, 2 * width + 1
         loss = [(sums, m), (2 * sums, m), (stream, m)]  # and f of the head
 
-        def moved(traffic: Traffic) -> float:
-            scores, dropout = b * a / t * s**2, 2 * width + 1
+        def moved(passes: Passes) -> float:
             found = width * (
-                traffic.stream * n * h + traffic.cut * n * h / t + traffic.scores * scores
+                passes.stream * n * h + passes.cut * n * h / t + passes.scores * scores
             )
-            found += (model.hidden_dropout > 0) * dropout * traffic.stream_dropouts * n * h
-            return (
-                found + (model.attention_dropout > 0) * dropout * traffic.scores_dropouts * scores
-            )
+            found += (model.hidden_dropout > 0) * dropout * passes.stream_dropouts * n * h
+            found += (model.attention_dropout > 0) * dropout * passes.scores_dropouts * scores
+            return layers * found
 
         def work(matmuls: Any, sizes: Sequence[tuple[int, int]], moved: float) -> Work:
-            return Work(
-                matmuls=_Listed((Matmul(*each, width), times) for each, times in matmuls),
-                calls=_Listed((Call("tensor", size, 2), times) for size, times in sizes if t > 1),
-                moved=m * moved,
-            )
+            calls = _Listed((Call("tensor", size, 2), times) for size, times in sizes if t > 1)
+            found = _Listed((Matmul(*each, width), times) for each, times in matmuls)
+            return Work(found, calls, m * moved)
 
-        there, back = layers * moved(self.software.forward), layers * moved(self.software.backward)
+        there, back = moved(self.software.forward), moved(self.software.backward)
         outside = (self.software.outside * stream + self.software.logit_bytes * n * logits) / 2
-        calls = [(stream, m * (1 + 2 * layers)), *loss]
+        calls, repeated = [(stream, m * (1 + 2 * layers)), *loss], [(stream, m * 2 * layers)]
         return {
             "forward": work(forward, calls, there + outside),
-            "recomputation": work(layer * again, [(stream, m * 2 * layers * again)], there * again),
-            "backward": work(backward, [(stream, m * 2 * layers)], back + outside),
+            "recomputation": work(layer * again, repeated * again, there * again),
+            "backward": work(backward, repeated, back + outside),
         }
 
     @property

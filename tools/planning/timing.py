@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from tools.layouts.meters import Matmul, Work
+from tools.layouts.work import Matmul, Work
 from tools.planning.hardware import Hardware
 
 if TYPE_CHECKING:

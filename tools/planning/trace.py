@@ -1,7 +1,7 @@
 """What a training step takes on one rank, derived from the model itself.
 
 Rank 0 of ranks that are not there runs a micro-batch, forward and backward, on meta tensors, which
-have shapes and no memory, under a meter (tools/layouts/meters.py): of a model of one layer and of
+have shapes and no memory, under a meter (tools/layouts/work.py): of a model of one layer and of
 one of two. What the second layer adds, each further one adds too. So of L layers, exactly for
 matmuls, collectives, bytes moved and bytes kept for the backward,
 
@@ -17,31 +17,26 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
 from pkgutil import resolve_name
-from typing import Any
-from unittest.mock import patch
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from megatron.config.pretrain import PretrainConfig
 from megatron.models.build import build_on_meta
 from megatron.models.registry import find_kind
 from megatron.optim.adam import LossScaler
 from megatron.parallel.buckets import BUCKET_BYTES, GradientBuckets
-from megatron.parallel.kernels import meta_as
 from megatron.parallel.mesh import Mesh, absent_mesh
 from megatron.parallel.sharding import materialize, sharding_specs
 from megatron.train.inputs import vocabulary_of
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import forward_backward
-from tools.layouts.meters import Call, Meter, Work
+from tools.layouts.work import Call, Meter, Work, on_meta
 from tools.planning.timing import Ring
 
 META = torch.device("meta")
@@ -66,32 +61,28 @@ class Trace:
 def trace(config: PretrainConfig, precision: str, device: str, is_trimmed: bool = False) -> Trace:
     """device: "cpu" or "cuda", whose kernels are meant. is_trimmed: without what fills up a
     batch."""
-    mesh = absent_mesh(config.parallel.sizes, torch.device(device),
-                       sequence_parallel=config.parallel.cuts_stream)  # fmt: skip
-    model = _on_meta(config, mesh, precision)
+    mesh, model = _on_meta(config, precision, config.parallel.sizes, device)
     gradients = _Followed(model)
     meter = Meter(mesh, [*model.parameters(), *(each.flat for each in gradients.buckets)])
     gradients.meter, meter.phase, nothing = meter, "forward", None
-    state = TrainState(
-        mesh=replace(mesh, device=META),
-        model=model.train(),
-        objective=model,
-        gradients=gradients,
-        optimizer=nothing,
-        scaler=LossScaler(),
-    )
+    state = TrainState(mesh=replace(mesh, device=META), model=model.train(), objective=model,
+                       gradients=gradients, optimizer=nothing, scaler=LossScaler())  # fmt: skip
     numbers = np.arange(config.training.micro_batch_size)
     samples = resolve_name(find_kind(config.model.kind).samples)(config)
     batch = samples.batch(range(len(numbers))).numbered(numbers)
     counts = torch.ones(1 + len(model.terms), dtype=torch.float64, device=META)
-    with meta_as(device), _kernel_of_attention(meter), _recomputation(meter), meter:
+    with on_meta(meter, device):
         forward_backward(state, [batch.trimmed() if is_trimmed else batch], counts)
     return Trace(meter.work, gradients.kept, gradients.forward_peak, meter.peak)
 
 
-def _on_meta(config: PretrainConfig, mesh: Mesh, precision: str) -> Any:
+def _on_meta(
+    config: PretrainConfig, precision: str, sizes: Mapping[str, int], device: str
+) -> tuple[Mesh, Any]:
+    cuts_stream = config.parallel.cuts_stream
+    mesh = absent_mesh(sizes, torch.device(device), sequence_parallel=cuts_stream)
     model = build_on_meta(config.model, mesh, vocabulary_of(config))
-    return materialize(model, device=META, dtype=DTYPES[precision], seed=None)
+    return mesh, materialize(model, device=META, dtype=DTYPES[precision], seed=None)
 
 
 class _Followed(GradientBuckets):
@@ -106,57 +97,6 @@ class _Followed(GradientBuckets):
         meter.peak = meter.live
         with super().accumulate(is_last=False):
             yield
-
-
-class _Attention(torch.autograd.Function):
-    """One kernel, which keeps the logarithms of sums and no scores."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: float, meter: Meter) -> Tensor:
-        sums = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-        heads = q.new_empty(*q.shape[:-1], v.shape[-1])
-        ctx.save_for_backward(q, k, v, heads, sums)
-        ctx.share, ctx.meter, ctx.bytes = share, meter, sum(x.nbytes for x in (q, k, v, heads))
-        meter.attention(q, k, v, is_backward=False, share=share)
-        meter.work[meter.phase].moved += ctx.bytes
-        return heads
-
-    @staticmethod
-    def backward(ctx: Any, d_heads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *_ = ctx.saved_tensors
-        ctx.meter.attention(q, k, v, is_backward=True, share=ctx.share)
-        ctx.meter.work[ctx.meter.phase].moved += 2 * ctx.bytes
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), None, None
-
-
-@contextmanager
-def _kernel_of_attention(meter: Meter) -> Iterator[None]:
-    """In place of torch's, of which it takes one by the device, on meta by how it was built."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
-                  dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> Tensor:  # fmt: skip
-        heads: Tensor = _Attention.apply(q, k, v, 0.5 if is_causal else 1.0, meter)
-        return heads
-
-    with patch.object(F, "scaled_dot_product_attention", attention):
-        yield
-
-
-@contextmanager
-def _recomputation(meter: Meter) -> Iterator[None]:
-    """Modules that are called while the backward goes on are recomputed."""
-    depth = 0
-
-    def change(by: int) -> None:
-        nonlocal depth
-        if meter.phase != "forward":
-            depth += by
-            meter.phase = "recomputation" if depth else "backward"
-
-    before = register_module_forward_pre_hook(lambda *_: change(1))
-    after = register_module_forward_hook(lambda *_: change(-1), always_call=True)
-    with before, after:
-        yield
 
 
 @dataclass(frozen=True)
@@ -183,9 +123,7 @@ class Model:
 
 @cache
 def _model(config: PretrainConfig, copies: int, precision: str, bucket_bytes: int) -> Model:
-    sizes, cuts_stream = {**config.parallel.sizes, "data": copies}, config.parallel.cuts_stream
-    mesh = absent_mesh(sizes, META, sequence_parallel=cuts_stream)
-    model = _on_meta(config, mesh, precision)
+    mesh, model = _on_meta(config, precision, {**config.parallel.sizes, "data": copies}, "meta")
     specs = sharding_specs(model)
     rings, stride = dict[str, Ring](), 1
     for axis in reversed(mesh.axes):
@@ -197,16 +135,11 @@ def _model(config: PretrainConfig, copies: int, precision: str, bucket_bytes: in
         last = max(ready[view.name] for view in each.views)
         axes = tuple(axis.name for axis in each.axes)
         buckets.append(Bucket(numbers, each.flat.nbytes, axes, last))
-    agreed = [(mesh.loss, 1 + len(model.terms)), (mesh.loss, len(model.terms) + 1)]
-    agreed.append((mesh.model_parallel, 3))
-    calls = (Call(axis.name, 8 * numbers, 2) for axis, numbers in agreed if axis.size > 1)
-    return Model(
-        parameters=sum(prod(spec.shape) for spec in specs.values()),
-        local=sum(each.numbers for each in buckets),
-        buckets=tuple(buckets),
-        rings=rings,
-        agreement=Counter(calls),
-    )
+    terms = len(model.terms)
+    agreed = ((mesh.loss, 1 + terms), (mesh.loss, terms + 1), (mesh.model_parallel, 3))
+    calls = Counter(Call(axis.name, 8 * each, 2) for axis, each in agreed if axis.size > 1)
+    whole = sum(prod(spec.shape) for spec in specs.values())
+    return Model(whole, sum(each.numbers for each in buckets), tuple(buckets), rings, calls)
 
 
 def _ready(names: list[str]) -> dict[str, float]:
@@ -229,6 +162,7 @@ class Step:
     ranks: int
     precision: str
     device: str = "cuda"
+    overlaps: ClassVar[bool] = True  # gradients are reduced while the backward goes on
 
     @property
     def width(self) -> int:
@@ -239,6 +173,11 @@ class Step:
     def copies(self) -> int:
         """Data-parallel."""
         return self.config.data_parallel_size(self.ranks)
+
+    @property
+    def tensor(self) -> int:
+        """Tensor-parallel size."""
+        return self.config.parallel.tensor_model_parallel_size
 
     @property
     def micro_batches(self) -> int:
@@ -268,19 +207,13 @@ class Step:
     @cached_property
     def work(self) -> Mapping[str, Work]:
         """Of the micro-batches of a step, by phase."""
-        found = self.trace.work
-        return {phase: _sum(Work(), found.get(phase, Work()), self.micro_batches)
-                for phase in PHASES}  # fmt: skip
+        found, times = self.trace.work, self.micro_batches
+        return {each: Work().plus(found.get(each, Work()), times) for each in PHASES}
 
     @property
     def reductions(self) -> list[tuple[float, str, int]]:
         """(ready, as of Bucket; axis; bytes) of each all-reduce of gradients."""
         return [(each.ready, axis, each.bytes) for each in self.model.buckets for axis in each.axes]
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether gradients are reduced while the backward goes on, or behind it."""
-        return True
 
     @property
     def updated(self) -> float:
@@ -321,26 +254,25 @@ class Step:
     def flops(self) -> int:
         """FLOPs of a step on all ranks, as MFU counts them: without recomputation and padding, with
         all of attention."""
-        return self._flops(
-            is_trimmed=True, make_vocab_size_divisible_by=1, recompute_granularity="none"
-        )
+        return self._flops(is_executed=False)
 
     @cached_property
     def executed_flops(self) -> int:
         """The same with recomputation and padding, as the authors count TFLOP/s."""
-        multiple = getattr(self.config.model, "make_vocab_size_divisible_by", 1)
-        size = self.config.parallel.tensor_model_parallel_size
-        return self._flops(make_vocab_size_divisible_by=size * multiple)
+        return self._flops(is_executed=True)
 
-    def _flops(self, *, is_trimmed: bool = False, **changes: Any) -> int:
+    def _flops(self, *, is_executed: bool) -> int:
         """Of a model on one rank, which computes what a tensor-parallel group does."""
-        names = {each.name for each in fields(self.config.model)}
-        known = {name: value for name, value in changes.items() if name in names}
-        parallel = replace(
-            self.config.parallel, tensor_model_parallel_size=1, sequence_parallel=False
-        )
-        config = replace(self.config, model=replace(self.config.model, **known), parallel=parallel)
-        work = _of_depth(config, self.precision, "cuda", is_trimmed).work.values()
+        model, parallel = self.config.model, self.config.parallel
+        multiple = "make_vocab_size_divisible_by"
+        if hasattr(model, multiple):
+            rows = getattr(model, multiple) * self.tensor if is_executed else 1
+            model = replace(model, **{multiple: rows})
+        if not is_executed:
+            model = replace(model, recompute_granularity="none")
+        parallel = replace(parallel, tensor_model_parallel_size=1, sequence_parallel=False)
+        config = replace(self.config, model=model, parallel=parallel)
+        work = _of_depth(config, self.precision, "cuda", not is_executed).work.values()
         pairs = (pair for phase in work for pair in phase.matmuls.items())
         of_group = sum(times * matmul.flops for matmul, times in pairs if not matmul.again)
         return of_group * self.micro_batches * self.copies
@@ -360,20 +292,10 @@ def _of_depth(config: PretrainConfig, *arguments: Any) -> Trace:
     kept = one.kept + more * (two.kept - one.kept)
     return Trace(
         work={
-            phase: _sum(one.work[phase], _sum(work, one.work[phase], -1), more)
+            phase: one.work[phase].plus(work.plus(one.work[phase], -1), more)
             for phase, work in two.work.items()
         },
         kept=kept,
         forward_peak=kept + two.forward_peak - two.kept,
         backward_peak=kept + two.backward_peak - two.kept,
     )
-
-
-def _sum(one: Work, other: Work, times: int) -> Work:
-    """one + times x other."""
-
-    def add(a: Counter[Any], b: Counter[Any]) -> Counter[Any]:
-        return Counter({key: a[key] + times * b[key] for key in (*a, *b)})
-
-    moved = one.moved + times * other.moved
-    return Work(add(one.matmuls, other.matmuls), add(one.calls, other.calls), moved)

@@ -3,15 +3,19 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+from megatron.parallel.mesh import serial_mesh
 from tests.tools.planning.counted import preset
-from tools.layouts.meters import Matmul
+from tools.layouts.work import Matmul, Meter
 from tools.planning.hardware import Hardware, load_hardware
 from tools.planning.software import anchor_step, find_hardware
-from tools.planning.timing import Ring, filled, predict
+from tools.planning.timing import Ring, filled, matmul_seconds, predict
 from tools.planning.trace import Step
 
 V100 = load_hardware("dgx2h")
+MODELS = ("gpt2_355m", "bert_336m")
 PLAIN = replace(V100, link_share=1.0, network_share=1.0, base_latency=0.0, link_latency=0.0,
                 network_latency=0.0)  # fmt: skip
 
@@ -53,6 +57,16 @@ def test_waves_of_tiles() -> None:
     assert filled(whole._replace(n=96), V100) == pytest.approx(0.75)
     assert filled(whole._replace(m=128, n=256 * 80), V100) == 1  # the tile turned
     assert filled(whole._replace(m=1), replace(V100, multiprocessors=0)) == 1
+
+
+def test_a_kernel_of_attention_skips_what_is_masked() -> None:
+    whole = Matmul(batch=8, m=1024, k=64, n=1024, width=2, fused=True)
+    half = matmul_seconds(whole._replace(share=0.5), V100, "fp16")
+    assert half == pytest.approx(matmul_seconds(whole, V100, "fp16") / 2)
+    causal, both = (Step(preset(n, "--seq-length", "512"), 1, "fp16") for n in MODELS)
+    shares = [{each.share for each in step.work["forward"].matmuls if each.fused}
+              for step in (causal, both)]  # fmt: skip
+    assert shares == [{0.5}, {1.0}]
 
 
 def test_the_anchor_comes_out() -> None:
@@ -119,6 +133,24 @@ def test_what_is_faster_takes_less_time(constant: str, part: str) -> None:
     faster = replace(V100, **{constant: 2 * getattr(V100, constant)})
     assert times(faster)[part] < 0.7 * times(V100)[part]
     assert times(faster)["total"] < times(V100)["total"]
+
+
+def test_bytes_that_kernels_move() -> None:
+    """Each by itself; a view moves none, and a look-up the rows alone."""
+    x, table = torch.ones(8, 4, device="meta"), torch.ones(100, 4, device="meta")
+    rows = torch.zeros(8, dtype=torch.int64, device="meta")
+    kernels = {
+        3: lambda: x + x,
+        2: lambda: x.clone(),
+        1: lambda: torch.zeros(8, 4, device="meta"),
+        0: lambda: x.view(4, 8).t(),
+    }
+    in_place = {3: lambda: x.add_(x), 2: lambda: x.copy_(x), 1: lambda: x.zero_()}
+    of_rows = {2: lambda: F.embedding(rows, table)}
+    for passes, kernel in (*kernels.items(), *in_place.items(), *of_rows.items()):
+        with Meter(serial_mesh("meta")) as meter:
+            kernel()
+        assert meter.work[""].moved == passes * x.nbytes
 
 
 def test_bf16_is_the_default_where_it_is_faster() -> None:

@@ -1,4 +1,4 @@
-"""A description of the machine at hand, found by running it.
+"""A description of the machine at hand for tools/plan.py, found by running it.
 
 Matmuls and all-reduces are those that tools/doctor.py times. Under torchrun the all-reduce goes
 over all processes, and each is one device: on a CPU it has its share of the cores.
@@ -85,7 +85,7 @@ def _memory_bandwidth(device: torch.device) -> float:
 
 
 def write(file: Path, figures: Figures, device: torch.device) -> None:
-    """TOML, as hardware.py reads it."""
+    """TOML, as tools/planning/hardware.py reads it."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:

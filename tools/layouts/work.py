@@ -1,0 +1,342 @@
+"""What the kernels and collectives of one rank do, noted while it happens; on meta tensors, which
+have shapes and no memory, while it would happen.
+
+    matmuls    of every kernel for them, attention's included
+    calls      of collectives, by axis
+    moved      bytes that all other kernels read and write, each of them by itself
+    live       bytes of the tensors on meta that are there at a time
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.parallel.kernels import meta_as
+from megatron.parallel.mesh import Mesh
+
+
+class Matmul(NamedTuple):
+    """`batch` times [m, k] x [k, n]."""
+
+    batch: int
+    m: int
+    k: int
+    n: int
+    width: int  # bytes of a number
+    fused: bool = False  # in a kernel of attention, which keeps the scores to itself
+    share: float = 1.0  # of it that is computed: half where such a kernel skips what is masked
+    again: bool = False  # the scores, which the backward of such a kernel computes once more
+
+    @property
+    def flops(self) -> int:
+        """Of all of it, whatever the share."""
+        return 2 * self.batch * self.m * self.k * self.n
+
+    @property
+    def bytes(self) -> int:
+        """Read and written, where each number is once."""
+        numbers = self.m * self.k + self.k * self.n + self.m * self.n
+        return self.width * self.batch * numbers
+
+
+class Call(NamedTuple):
+    """A collective. bytes: of the whole tensor. passes: over a ring, of all-reduce 2, else 1.
+    beside: the matmuls between its start and the wait for it."""
+
+    axis: str
+    bytes: int
+    passes: int
+    beside: tuple[Matmul, ...] = ()
+
+    def sent(self, ranks: int) -> int:
+        """Bytes, by each of the ranks."""
+        return self.passes * (ranks - 1) * self.bytes // ranks
+
+
+@dataclass
+class Work:
+    matmuls: Counter[Matmul] = field(default_factory=Counter)
+    calls: Counter[Call] = field(default_factory=Counter)
+    moved: int = 0  # bytes
+
+    def plus(self, other: Work, times: int = 1) -> Work:
+        """This and so many times the other."""
+
+        def add(a: Counter[Any], b: Counter[Any]) -> Counter[Any]:
+            return Counter({key: a[key] + times * b[key] for key in (*a, *b)})
+
+        matmuls, calls = add(self.matmuls, other.matmuls), add(self.calls, other.calls)
+        return Work(matmuls, calls, self.moved + times * other.moved)
+
+
+# Collectives: (passes over a ring, which argument is the whole tensor).
+COLLECTIVES = {
+    "allreduce_": (2, 0),
+    "_allgather_base_": (1, 0),
+    "_reduce_scatter_base_": (1, 1),
+    "allgather_": (1, 0),
+}
+# Matmuls: which argument is the left factor; the right one follows it.
+MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
+TRANSPOSED = "_linear_pointwise"  # oneDNN's, of x and a weight [out, in]
+ATTENTION = "scaled_dot_product"  # is part of the name of every such kernel
+UNWRITTEN = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+UNREAD = {"copy_", "zero_", "fill_"}  # what they write into
+# Kernels that touch some rows of a table.
+OF_ROWS = {"embedding", "index", "index_select", "gather", "index_put_", "index_add_"}
+
+
+class _Done(dist.Work):
+    """Of a collective on meta. Waiting for it ends what goes on beside it."""
+
+    def __init__(self, meter: Meter, call: Call) -> None:
+        super().__init__()
+        self.meter, self.call, self.phase = meter, call, meter.phase
+        self.beside: list[Matmul] = []
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.meter.finish(self)
+        return True
+
+
+class Meter(TorchDispatchMode):
+    """Adds what happens inside to `work[phase]`; whoever uses it sets the phase. Collectives on
+    meta do nothing, so that the ranks need not be there.
+
+    live, peak: bytes on meta that were made inside, now and at most.
+    """
+
+    def __init__(self, mesh: Mesh, lasting: Sequence[Tensor] = ()) -> None:
+        """lasting: tensors that were there before, and are written to."""
+        super().__init__()
+        axes = [getattr(mesh, name) for name in vars(mesh)]
+        self.axes = {axis.group: axis for axis in axes if getattr(axis, "size", 1) > 1}
+        self.phase, self.live, self.peak = "", 0, 0
+        self.work: defaultdict[str, Work] = defaultdict(Work)
+        self.running: list[_Done] = []
+        self.memories: dict[int, Any] = {}
+        self.lasting = {id(memory): memory for memory in (x.untyped_storage() for x in lasting)}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, function.overloadpacket.__name__
+        if function.namespace == "c10d":
+            call, is_meta = self._call(name, args)
+            if is_meta:
+                self.running.append(_Done(self, call))
+                return args[0], self.running[-1].boxed()
+            self.work[self.phase].calls[call] += 1
+            return function(*args, **kwargs)
+        given = [*_tensors(args), *_tensors(kwargs.values())]
+        makes = not (function.is_view or name.endswith("_") or "out" in kwargs)
+        if makes and given and given[0].is_meta:
+            result = _on_meta(function, args, kwargs)
+        else:
+            result = function(*args, **kwargs)
+        made = list(_tensors([result]))
+        if name in MATMULS:
+            a, b = args[MATMULS[name]], args[MATMULS[name] + 1]
+            self.matmul(*_factors(a.shape, b.shape), a.itemsize)
+        elif name == TRANSPOSED:
+            self.matmul(*_factors(args[0].shape, args[1].shape[::-1]), args[0].itemsize)
+        elif ATTENTION in name:
+            is_backward = "backward" in name
+            self.attention(*args[is_backward : is_backward + 3], is_backward=is_backward)
+        else:
+            self.work[self.phase].moved += _moved(name, given, made, kwargs)
+        for each in made:
+            if each.is_meta:
+                self._watch(each)
+        return result
+
+    def matmul(self, batch: int, m: int, k: int, n: int, width: int, **fields: Any) -> None:
+        matmul = Matmul(batch, m, k, n, width, **fields)
+        self.work[self.phase].matmuls[matmul] += 1
+        for each in self.running:
+            each.beside.append(matmul)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, is_backward: bool, share: float = 1.0
+    ) -> None:
+        """A kernel of q [b, a, s, d], k and v [b, a, m, d]."""
+        (*batch, rows, size), columns, values = q.shape, k.shape[-2], v.shape[-1]
+        scores, product = (rows, size, columns), (rows, columns, values)
+        fields = {"width": q.itemsize, "fused": True, "share": share}
+        found = [scores, product]
+        if is_backward:
+            self.matmul(prod(batch), *scores, **fields, again=True)
+            found = [(rows, values, columns), (columns, rows, values)]
+            found += [(rows, columns, size), (columns, rows, size)]
+        for each in found:
+            self.matmul(prod(batch), *each, **fields)
+
+    def _call(self, name: str, args: tuple[Any, ...]) -> tuple[Call, bool]:
+        """(the call, whether it is on meta)"""
+        if name not in COLLECTIVES:
+            raise ValueError(f"COLLECTIVES does not say what the collective {name} sends")
+        passes, which = COLLECTIVES[name]
+        for each in args:
+            if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+                axis = self.axes[dist.ProcessGroup.unbox(each)]
+        tensors = args[which] if isinstance(args[which], list) else [args[which]]
+        tensors = tensors[0] if isinstance(tensors[0], list) else tensors
+        whole = sum(tensor.nbytes for tensor in tensors)
+        return Call(axis.name, whole, passes), tensors[0].is_meta
+
+    def finish(self, done: _Done) -> None:
+        self.running.remove(done)
+        call = done.call._replace(beside=tuple(done.beside))
+        self.work[done.phase].calls[call] += 1
+
+    def _watch(self, tensor: Tensor) -> None:
+        memory = tensor.untyped_storage()
+        key = id(memory)
+        if key in self.memories or key in self.lasting:
+            return
+        size = memory.nbytes()
+
+        def free(_: object) -> None:
+            del self.memories[key]
+            self.live -= size
+
+        self.memories[key] = weakref.ref(memory, free)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+_KNOWN: dict[Any, Any] = {}  # results of operators on meta
+
+
+def _on_meta(function: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operator that makes new tensors; if it was called alike before, tensors like
+    those of before: for many operators torch finds the shapes by slow Python."""
+    key = function, _described(args), _described(kwargs.items())
+    if key not in _KNOWN:
+        result = function(*args, **kwargs)
+        _KNOWN[key] = _described(result)
+        return result
+    return _made(_KNOWN[key])
+
+
+class _Shape(NamedTuple):
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _described(value: Any) -> Any:
+    """Hashable, with shapes in place of tensors."""
+    if isinstance(value, Tensor):
+        return _Shape(value.shape, value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)) or type(value).__name__ == "dict_items":
+        return tuple(map(_described, value))
+    return value
+
+
+def _made(known: Any) -> Any:
+    if isinstance(known, _Shape):
+        return torch.empty_strided(*known[:2], dtype=known.dtype, device="meta")
+    return tuple(map(_made, known)) if isinstance(known, tuple) else known
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _tensors(each)
+
+
+def _factors(a: Sequence[int], b: Sequence[int]) -> tuple[int, int, int, int]:
+    return prod(a[:-2]), a[-2], a[-1], b[-1]
+
+
+def _moved(name: str, given: list[Tensor], made: list[Tensor], kwargs: Mapping[str, Any]) -> int:
+    """Bytes that a kernel reads and writes; none for a view."""
+    if name in UNWRITTEN or not made:
+        return 0
+    if name in OF_ROWS:
+        return 2 * min(each.nbytes for each in (*given, *made) if each.is_floating_point())
+    if name.endswith("_") or "out" in kwargs:
+        read = given[1:] if name in UNREAD else given
+        return sum(each.nbytes for each in (*read, made[0]))
+    memories = {id(each.untyped_storage()) for each in given}
+    if all(id(each.untyped_storage()) in memories for each in made):
+        return 0
+    return sum(each.nbytes for each in (*given, *made))
+
+
+@contextmanager
+def on_meta(meter: Meter, device: str) -> Iterator[None]:
+    """Inside, a step on meta is metered as one on such a device, "cpu" or "cuda".
+
+    The caller sets the phases "forward" and "backward"; of the latter, modules are "recomputation".
+    """
+    with meta_as(device), _kernel_of_attention(meter), _recomputation(meter), meter:
+        yield
+
+
+class _Attention(torch.autograd.Function):
+    """One kernel, which keeps the logarithms of sums and no scores."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: float, meter: Meter) -> Tensor:
+        sums = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+        heads = q.new_empty(*q.shape[:-1], v.shape[-1])
+        ctx.save_for_backward(q, k, v, heads, sums)
+        ctx.share, ctx.meter, ctx.bytes = share, meter, sum(x.nbytes for x in (q, k, v, heads))
+        meter.attention(q, k, v, is_backward=False, share=share)
+        meter.work[meter.phase].moved += ctx.bytes
+        return heads
+
+    @staticmethod
+    def backward(ctx: Any, d_heads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        ctx.meter.attention(q, k, v, is_backward=True, share=ctx.share)
+        ctx.meter.work[ctx.meter.phase].moved += 2 * ctx.bytes
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), None, None
+
+
+@contextmanager
+def _kernel_of_attention(meter: Meter) -> Iterator[None]:
+    """In place of torch's, of which it takes one by the device, on meta by how it was built."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
+                  dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> Tensor:  # fmt: skip
+        heads: Tensor = _Attention.apply(q, k, v, 0.5 if is_causal else 1.0, meter)
+        return heads
+
+    with patch.object(F, "scaled_dot_product_attention", attention):
+        yield
+
+
+@contextmanager
+def _recomputation(meter: Meter) -> Iterator[None]:
+    """Modules that are called while the backward goes on are recomputed."""
+    depth = 0
+
+    def change(by: int) -> None:
+        nonlocal depth
+        if meter.phase != "forward":
+            depth += by
+            meter.phase = "recomputation" if depth else "backward"
+
+    before = register_module_forward_pre_hook(lambda *_: change(1))
+    after = register_module_forward_hook(lambda *_: change(-1), always_call=True)
+    with before, after:
+        yield
