@@ -329,6 +329,9 @@ def lines(axes: Axes, results: Results, group: str, titles: str) -> None:
         points = [(x, each.median) for x, each in sorted(found.items()) if each is not None]
         axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3, label=title)
     axes.set(xscale="log", yscale="log", xlabel=group)
+    ticks = sorted(x for x in places.values() if x is not None)
+    axes.set_xticks(ticks, [f"{x:,g}" for x in ticks], fontsize=7)
+    axes.set_xticks([], minor=True)
     axes.legend(fontsize=7, frameon=False)
 
 
