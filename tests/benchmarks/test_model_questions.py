@@ -112,7 +112,7 @@ def test_masks_of_dropout_have_a_page(tmp_path: Path) -> None:
 
 
 def test_recomputation_keeps_less_and_says_what_it_costs(tmp_path: Path, preset: Path) -> None:
-    words = ["--preset", preset, "--vocab-size", "8192", "--dropout", "0.1"]
+    words = ["--preset", preset, "--vocab-size", "512", "--dropout", "0.1"]
     record = run(tmp_path, "recomputation", *words)
     none, selective, full = (
         figures(record, each, "dropout 0.1") for each in ("none", "selective", "full")
@@ -166,15 +166,15 @@ def test_powers() -> None:
 
 def test_every_axis_has_its_points_and_its_panels(tmp_path: Path, preset: Path) -> None:
     words = ["--preset", preset, "--layers", "--width", "--sequence"]
-    record = run(tmp_path, "growth", *words, "--vocabulary", 4096, 8192, "--ranks", 1, 2)
-    whole, half = (figures(record, each, "vocabulary") for each in ("8,192", "4,096"))
+    record = run(tmp_path, "growth", *words, "--vocabulary", 1024, 2048, "--ranks", 1, 2)
+    whole, half = (figures(record, each, "vocabulary") for each in ("2,048", "1,024"))
     assert whole["flops"] > half["flops"]
     alone, pair = (figures(record, each, "ranks") for each in ("1", "2"))
     assert (alone["sent"] > 0, pair["sent"] > 0) == (False, True)
     assert alone["flops"] == pytest.approx(2 * pair["flops"], rel=0.01)
     for each in (whole, half, alone, pair):
         assert each["rank_bytes"] > 2**20
-    assert "| vocabulary, 4,096 to 8,192 | time |" in record["page"]
+    assert "| vocabulary, 1,024 to 2,048 | time |" in record["page"]
     assert (tmp_path / "page.png").stat().st_size > 0
 
 
