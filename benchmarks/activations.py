@@ -10,7 +10,9 @@ number, and with masks of dropout, a byte each.
 
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -90,16 +92,15 @@ def main(
         tensor_parallel: ranks that a layer is cut over.
     """
     contenders = []
-    for p, t in ((p, t) for p in dropout for t in tensor_parallel):
+    for p, t in product(dropout, tensor_parallel):
         words = ["--preset", preset, "--vocab-size", str(vocab_size), "--bf16"]
         words += ["--attention-dropout", str(p), "--hidden-dropout", str(p)]
         words += ["--tensor-model-parallel-size", str(t)]
-        for cut in ([], ["--sequence-parallel"])[: min(t, 2)]:
-            for recompute in GRANULARITIES:
-                own = [*words, *cut, "--recompute-granularity", recompute]
-                common = {"group": f"t = {t}, dropout {p:g}", "arguments": {"flags": own, "t": t}}
-                name = f"{recompute}, sequence parallel" if cut else recompute
-                contenders.append(Contender(name=name, run=layer, **common))
+        for cut, recompute in product(([], ["--sequence-parallel"])[: min(t, 2)], GRANULARITIES):
+            own = [*words, *cut, "--recompute-granularity", recompute]
+            name = f"{recompute}, sequence parallel" if cut else recompute
+            common: dict[str, Any] = {"name": name, "group": f"t = {t}, dropout {p:g}"}
+            contenders.append(Contender(run=layer, arguments={"flags": own, "t": t}, **common))
     ask(
         Question(
             title="Sequence parallelism and recomputation: what a layer keeps and sends",

@@ -43,10 +43,11 @@ FLAGS: dict[str, Callable[[int, int], list[str]]] = {
 
 
 def on_paper(flags: list[str], ranks: int) -> Figures:
-    """FLOPs of a rank, its bytes at the peak, and bytes that it sends."""
+    """FLOPs of a rank, of causal attention half; its bytes at the peak; and bytes that it sends."""
     config = steps.read(flags, ranks)
     shape = shape_of(config, ranks, steps.precision_of(config))
-    core = 3 * sum(each.flops for each in products.attention(shape))
+    passes = 3 if shape.recompute == "none" else 4
+    core = passes * sum(each.flops for each in products.attention(shape))
     calls = communication.tensor_calls(shape)
     return {
         "flops": products.executed_flops(shape) / ranks - core / 2,
@@ -90,7 +91,10 @@ def axis(name: str, values: Sequence[int], flags: list[str]) -> Iterator[Contend
 
 
 def exponent(points: dict[float, float]) -> float:
-    """k of the power x^k that comes nearest, on logarithmic axes."""
+    """k of the power x^k that comes nearest, on logarithmic axes; NaN of fewer than two points."""
+    points = {x: y for x, y in points.items() if y == y}
+    if len(points) < 2:
+        return float("nan")
     return float(np.polyfit(np.log([*points]), np.log([*points.values()]), 1)[0])
 
 

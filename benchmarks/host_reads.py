@@ -7,8 +7,8 @@ same is counted. Exit status: 0 each step reads once, 1 one reads more.
 """
 
 import sys
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,27 +26,21 @@ from tools.layouts.job import RandomSamples
 from tools.layouts.meters import host_reads
 
 BATCH, LENGTH, VOCABULARY = 4, 64, 512
-SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+SHAPE["max_position_embeddings"] = LENGTH
 KINDS = {"gpt2": (GPT2Config, None), "bert": (BertConfig, 0.15)}
 
 
-def contender(rank: Rank, kind: str, micro_batch_size: int) -> Turn:
+def contender(rank: Rank, kind: str, micro_batches: int) -> Turn:
     config, mask_prob = KINDS[kind]
-    state = build_state(
-        config(**SHAPE, max_position_embeddings=LENGTH),
-        OptimizerConfig(),
-        PrecisionConfig(),
-        rank.mesh(),
-        VOCABULARY,
-        seed=0,
-        dtype=torch.bfloat16,
-    )
+    settings = config(**SHAPE), OptimizerConfig(), PrecisionConfig()
+    state = build_state(*settings, rank.mesh(), VOCABULARY, seed=0, dtype=torch.bfloat16)
     samples = RandomSamples(vocabulary=VOCABULARY, length=LENGTH, seed=0, mask_prob=mask_prob)
 
     def turn() -> dict[str, int]:
         starts = range(state.samples, state.samples + BATCH, BATCH)
         (batches,) = prefetch(
-            samples, starts, micro_batch_size=micro_batch_size, data_rank=0, data_size=1
+            samples, starts, micro_batch_size=BATCH // micro_batches, data_rank=0, data_size=1
         )
         with host_reads() as found:
             train_step(state, batches, 1e-3)
@@ -69,13 +63,12 @@ def main(flags: Flags) -> None:
             method=__doc__,
             contenders=[
                 Contender(
-                    name=f"{BATCH // size} micro-batches",
-                    group=kind,
+                    name=f"{n} micro-batches",
+                    group=k,
                     run=contender,
-                    arguments={"kind": kind, "micro_batch_size": size},
+                    arguments={"kind": k, "micro_batches": n},
                 )
-                for kind in KINDS
-                for size in (BATCH, 1)
+                for k, n in product(KINDS, (1, BATCH))
             ],
             columns=(Column("reads", "reads", "{:.0f}"),),
             result=lambda found: f"The host reads {found.range('reads', '{:.0f}')} time a step.",

@@ -7,8 +7,9 @@ gradient, on all ranks.
 """
 
 import sys
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,7 +27,6 @@ from megatron.train.state import DTYPES
 CHUNKED, AT_ONCE = "logits in chunks", "all logits at once"
 RATIO, MEMORY = "its time / at once", "its extra memory / at once"
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}  # of the losses
-DIVISIBLE_BY = 128
 
 
 def contender(
@@ -34,9 +34,9 @@ def contender(
 ) -> Turn:
     mesh = rank.mesh()
     with torch.device("meta"):
-        sizes: dict[str, Any] = {"divisible_by": DIVISIBLE_BY}
-        embedding = VocabParallelEmbedding(mesh, vocab_size, hidden_size, std=0.02, **sizes)
-        head = VocabParallelHead(mesh, vocab_size, hidden_size, **sizes)
+        sizes = mesh, vocab_size, hidden_size
+        embedding = VocabParallelEmbedding(*sizes, divisible_by=128, std=0.02)
+        head = VocabParallelHead(*sizes, divisible_by=128)
     layers = nn.ModuleList([embedding, head])
     materialize(layers, device=mesh.device, dtype=DTYPES[dtype], seed=SEED)
     buckets, numbers = GradientBuckets(layers), torch.Generator().manual_seed(SEED)
@@ -63,6 +63,10 @@ def contender(
 
 def extra(figures: Figures) -> float:
     return float(figures["peak_bytes"] - figures["held"])
+
+
+def part(own: Figures, first: Figures) -> float | None:
+    return extra(own) / extra(first) if first and own is not first else None
 
 
 def main(
@@ -97,21 +101,14 @@ def main(
                     threads=max(1, 2 // t),
                     same={"loss": TOLERANCES[dtype]},
                 )
-                for dtype in dtypes
-                for t in tensor_parallel
-                for name in (AT_ONCE, CHUNKED)
+                for dtype, t, name in product(dtypes, tensor_parallel, (AT_ONCE, CHUNKED))
             ],
             columns=(
                 Column("seconds", "wall", "{:.3f}"),
                 Column(RATIO, "wall", "{:.3f}", "its / first"),
                 Column("CPU seconds", "cpu", "{:.3f}"),
                 Column("extra MiB", lambda own, _: extra(own) / 2**20, "{:,.0f}"),
-                Column(
-                    MEMORY,
-                    lambda own, first: (
-                        extra(own) / extra(first) if first and own is not first else None
-                    ),
-                ),
+                Column(MEMORY, part),
             ),
             result=lambda found: (
                 f"Logits in chunks take {found.range(RATIO)} of the time of all at once and "

@@ -3,7 +3,7 @@
 Whole training steps of this project with --recompute-granularity none, selective and full, without
 dropout and with the paper's; from the same weights, on the same samples, and the same elements are
 dropped, so that every loss has to be the same bit for bit. FLOPs are those of the formulas of
-tools/plan.py, with causal attention's products whole. `train_step.py` has the same beside others.
+tools/plan.py, of causal attention half. `train_step.py` has the same beside others.
 """
 
 import shlex
@@ -17,21 +17,14 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 import torch._dynamo  # noqa: F401 - here, or the first recomputation would import it
 
 from benchmarks import steps
+from benchmarks.growth import on_paper
 from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn, ask, cli
-from tools.planning import products
-from tools.planning.shape import shape_of
 
 RATIO = "its time / none's"
 
 
-def executed_flops(flags: list[str]) -> float:
-    """Of a step on paper."""
-    config = steps.read(flags)
-    return products.executed_flops(shape_of(config, 1, steps.precision_of(config)))
-
-
 def contender(rank: Rank, flags: list[str]) -> Turn:
-    step, flops = steps.ours(rank, flags, keeps=True), executed_flops(flags)
+    step, flops = steps.ours(rank, flags, keeps=True), on_paper(flags, 1)["flops"]
     return lambda: {**(step() or {}), "flops": flops}
 
 

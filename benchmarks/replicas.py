@@ -7,6 +7,7 @@ one step of an interval is checked. Steps and checks have processes of their own
 """
 
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from benchmarks import steps
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, ask, cli
 from megatron.train.replicas import check_replicas
 
+SHARE = "share of training, %"
 MODELS = {
     "quickstart": ("--vocab-size", "4096"),
     "medium": (
@@ -54,7 +56,7 @@ def main(
         dtypes: of weights and activations.
     """
     contenders = []
-    for model, dtype, t in ((m, d, t) for m in models for d in dtypes for t in (1, 2)):
+    for model, dtype, t in product(models, dtypes, (1, 2)):
         words = ["--preset", "quickstart", *MODELS[model], "--micro-batch-size", str(2 * t)]
         words += ["--tensor-model-parallel-size", str(t)]
         words.append("--bf16" if dtype == "bf16" else "--no-bf16")
@@ -64,9 +66,8 @@ def main(
             Contender(name="step", run=steps.ours, **common),
             Contender(name="check", run=check, **common),
         ]
-    share = "share of training, %"
 
-    def shares(own: Figures, first: Figures) -> float | None:
+    def share(own: Figures, first: Figures) -> float | None:
         if own is first or not first:
             return None
         return float(100 * own["wall"] / (interval * first["wall"] + own["wall"]))
@@ -78,12 +79,11 @@ def main(
             contenders=contenders,
             columns=(
                 Column("ms", "wall", "{:.1f}", unit=1e-3),
-                Column("CPU ms", "cpu", "{:.1f}", unit=1e-3),
                 Column("hashed, MB", "hashed", "{:.1f}", unit=1e6),
-                Column(share, shares, "{:.3f}"),
+                Column(SHARE, share, "{:.3f}"),
             ),
             result=lambda found: (
-                f"A check every {interval} steps takes {found.range(share)} % of the time of "
+                f"A check every {interval} steps takes {found.range(SHARE)} % of the time of "
                 "training."
             ),
             turns=3,

@@ -322,6 +322,8 @@ def lines(axes: Axes, results: Results, titles: str, group: str) -> None:
         if points := sorted((x, each.median) for x, each in cells if each is not None):
             axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, label=title)
             axes.set(xscale="log", yscale="log")
+            axes.set_xticks(*zip(*((x, f"{x:,g}") for x, _ in points), strict=True), fontsize=7)
+            axes.minorticks_off()
             axes.legend(fontsize=7, frameon=False)
     axes.set_xlabel(group)
 
