@@ -145,7 +145,7 @@ class Meter(TorchDispatchMode):
         given = [*_tensors(args), *_tensors(kwargs.values())]
         makes = not (function.is_view or name.endswith("_") or "out" in kwargs)
         if makes and given and given[0].is_meta:
-            result = _on_meta(function, args, kwargs)
+            result = _on_meta(function, args, kwargs, given)
         else:
             result = function(*args, **kwargs)
         made = list(_tensors([result]))
@@ -222,15 +222,21 @@ class Meter(TorchDispatchMode):
 _KNOWN: dict[Any, Any] = {}  # results of operators on meta
 
 
-def _on_meta(function: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operator that makes new tensors; if it was called alike before, tensors like
-    those of before: for many operators torch finds the shapes by slow Python."""
-    key = function, _described(args), _described(kwargs.items())
-    if key not in _KNOWN:
-        result = function(*args, **kwargs)
+def _on_meta(function: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+    """The result of an operator; if it made new tensors when it was called alike before, tensors
+    like those: for many operators torch finds the shapes by slow Python."""
+    key = function, _described(args), _described(tuple(kwargs.items()))
+    if (known := _KNOWN.get(key)) is not None:
+        return _made(known)
+    result = function(*args, **kwargs)
+    if not _shares_memory(list(_tensors([result])), given):
         _KNOWN[key] = _described(result)
-        return result
-    return _made(_KNOWN[key])
+    return result
+
+
+def _shares_memory(made: list[Tensor], given: list[Tensor]) -> bool:
+    memories = {id(each.untyped_storage()) for each in given}
+    return all(id(each.untyped_storage()) in memories for each in made)
 
 
 class _Shape(NamedTuple):
@@ -243,7 +249,7 @@ def _described(value: Any) -> Any:
     """Hashable, with shapes in place of tensors."""
     if isinstance(value, Tensor):
         return _Shape(value.shape, value.stride(), value.dtype)
-    if isinstance(value, (list, tuple)) or type(value).__name__ == "dict_items":
+    if isinstance(value, (list, tuple)):
         return tuple(map(_described, value))
     return value
 
@@ -275,8 +281,7 @@ def _moved(name: str, given: list[Tensor], made: list[Tensor], kwargs: Mapping[s
     if name.endswith("_") or "out" in kwargs:
         read = given[1:] if name in UNREAD else given
         return sum(each.nbytes for each in (*read, made[0]))
-    memories = {id(each.untyped_storage()) for each in given}
-    if all(id(each.untyped_storage()) in memories for each in made):
+    if _shares_memory(made, given):
         return 0
     return sum(each.nbytes for each in (*given, *made))
 

@@ -143,14 +143,26 @@ def test_bytes_that_kernels_move() -> None:
         3: lambda: x + x,
         2: lambda: x.clone(),
         1: lambda: torch.zeros(8, 4, device="meta"),
-        0: lambda: x.view(4, 8).t(),
+        0: lambda: torch.ops.aten._unsafe_view(x.view(4, 8).t(), (8, 4)),
     }
     in_place = {3: lambda: x.add_(x), 2: lambda: x.copy_(x), 1: lambda: x.zero_()}
     of_rows = {2: lambda: F.embedding(rows, table)}
     for passes, kernel in (*kernels.items(), *in_place.items(), *of_rows.items()):
         with Meter(serial_mesh("meta")) as meter:
             kernel()
-        assert meter.work[""].moved == passes * x.nbytes
+            kernel()
+        assert meter.work[""].moved == 2 * passes * x.nbytes
+
+
+def test_dropout_is_one_kernel_each_way() -> None:
+    """Its mask is hashed on the way: two passes over the stream, and the keys of the rows."""
+    flags = ("--recompute-granularity", "none", "--embedding-dropout", "0", "--hidden-dropout")
+    dropped, whole = (Step(preset("gpt2_355m", *flags, p), 1, "fp16").work for p in ("0.1", "0"))
+    stream = 8 * 1024 * 1024 * 2
+    for phase in ("forward", "backward"):
+        extra = dropped[phase].moved - whole[phase].moved
+        # 24 layers with two of them, in each of 64 micro-batches
+        assert extra == pytest.approx(64 * 24 * 2 * 2 * stream, rel=0.1)
 
 
 def test_bf16_is_the_default_where_it_is_faster() -> None:
