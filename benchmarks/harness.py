@@ -76,13 +76,15 @@ class Rank:
         self.connect()
         return build_mesh({"tensor": self.size} if sizes is None else sizes, device, **options)
 
+    def synchronize(self) -> None:
+        if self.device_type == "cuda":
+            sys.modules["torch"].cuda.synchronize()
+
     def wait(self) -> None:
         """Until all that was started is done on every rank."""
-        if (torch := sys.modules.get("torch")) is None:
-            return
-        if self.device_type == "cuda":
-            torch.cuda.synchronize()
-        if self.size > 1 and torch.distributed.is_initialized():
+        self.synchronize()
+        torch = sys.modules.get("torch")
+        if torch is not None and self.size > 1 and torch.distributed.is_initialized():
             torch.distributed.barrier()
 
 

@@ -13,7 +13,6 @@ their users do, on fp32 weights under autocast, whose conversions are part of th
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -34,20 +33,21 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import GPT2Config as TheirGPT2Config
+from transformers import GPT2Config as TheirConfig
 from transformers import GPT2LMHeadModel
 
 from benchmarks.harness import Rank, Turn, is_installed
 from benchmarks.steps import LEARNING_RATE, SEED, batch_of, precision_of, read
-from megatron.config.model import TextModelConfig
+from megatron.config.model import GPT2Config, TextModelConfig
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.models.build import build_on_meta
 from megatron.parallel.kernels import matmul as our_matmul
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import initial_value, sharding_specs
 from megatron.train.state import DTYPES
+from tools.convert.gpt2 import GPT2
+from tools.convert.weights import resolve, to_theirs
 from tools.layouts.job import open_samples
-from tools.layouts.meters import Matmul
 from tools.planning.trace import Step
 
 
@@ -128,99 +128,84 @@ def grouped(tensors: Iterable[Tensor], key: Callable[[Tensor], object]) -> list[
     return list(table.values())
 
 
-class Layer(nn.Module):
+class Projections(nn.Module):
+    """q, k and v: fused, or for DTensor, which cannot cut a fused weight by heads, apart."""
+
+    def __init__(self, h: int, is_fused: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            [nn.Linear(h, 3 * h)] if is_fused else [nn.Linear(h, h) for _ in range(3)]
+        )
+
+    def forward(self, x: Tensor) -> Sequence[Tensor]:
+        found = [each(x) for each in self.parts]
+        return found if len(found) == 3 else found[0].chunk(3, dim=-1)
+
+
+class Block(nn.Module):
     """x [b, s, h] to [b, s, h]."""
 
-    def __init__(self, h: int, heads: int, epsilon: float, projections: nn.Module) -> None:
+    def __init__(self, config: TextModelConfig, is_fused: bool) -> None:
         super().__init__()
-        self.head_size = h // heads
-        self.attention_norm = nn.LayerNorm(h, eps=epsilon)
-        self.projections = projections
-        self.output = nn.Linear(h, h)
-        self.mlp_norm = nn.LayerNorm(h, eps=epsilon)
-        self.mlp = nn.Sequential(
-            nn.Linear(h, 4 * h), nn.GELU(approximate="tanh"), nn.Linear(4 * h, h)
-        )
+        h, epsilon = config.hidden_size, config.layernorm_epsilon
+        self.head_size = h // config.num_attention_heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(h, epsilon), nn.LayerNorm(h, epsilon)
+        self.projections, self.output = Projections(h, is_fused), nn.Linear(h, h)
+        self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
             each.unflatten(2, (-1, self.head_size)).transpose(1, 2)
-            for each in self.projections(self.attention_norm(x))
+            for each in self.projections(self.ln_1(x))
         )
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.output(heads.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Fused(nn.Module):
-    def __init__(self, h: int) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(h, 3 * h)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.qkv(x).chunk(3, dim=-1)
-
-
-class Separate(nn.Module):
-    """For DTensor: a fused weight would have to be interleaved by head to be cut."""
-
-    def __init__(self, h: int) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(h, h) for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.query(x), self.key(x), self.value(x)
+        return x + self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
 
 
 class PlainGPT2(nn.Module):
-    def __init__(self, config: TextModelConfig, vocab_size: int, kind: type[nn.Module]) -> None:
+    def __init__(self, config: TextModelConfig, vocab_size: int, is_fused: bool) -> None:
         super().__init__()
-        h, heads = config.hidden_size, config.num_attention_heads
-        epsilon = config.layernorm_epsilon
-        self.word_embedding = nn.Embedding(vocab_size, h)
-        self.position_embedding = nn.Embedding(config.max_position_embeddings, h)
-        self.layers = nn.ModuleList(
-            Layer(h, heads, epsilon, kind(h)) for _ in range(config.num_layers)
-        )
-        self.final_norm = nn.LayerNorm(h, eps=epsilon)
+        h = config.hidden_size
+        self.wte = nn.Embedding(vocab_size, h)
+        self.wpe = nn.Embedding(config.max_position_embeddings, h)
+        self.h = nn.ModuleList(Block(config, is_fused) for _ in range(config.num_layers))
+        self.ln_f = nn.LayerNorm(h, config.layernorm_epsilon)
         self.head = nn.Linear(h, vocab_size, bias=False)
         self.tie()
 
     def tie(self) -> None:
-        self.head.weight = self.word_embedding.weight
+        self.head.weight = self.wte.weight
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean loss over int64 [b, s] tokens."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.word_embedding(tokens) + self.position_embedding(positions)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(self.final_norm(x)).flatten(0, 1), labels.flatten())
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.h:
+            x = block(x)
+        return F.cross_entropy(self.head(self.ln_f(x)).flatten(0, 1), labels.flatten())
 
-
-def plain_weights(weights: Mapping[str, Tensor], kind: type[nn.Module]) -> dict[str, Tensor]:
-    """This project's whole parameters under the names of PlainGPT2."""
-    renamed = {"head.weight": weights["word_embedding.weight"]}
-    for name, whole in weights.items():
-        name = name.removeprefix("transformer.").replace("attention.output", "output")
-        name = name.replace("mlp.up", "mlp.0").replace("mlp.down", "mlp.2")
-        name = name.replace("attention.qkv", "projections.qkv")
-        if "qkv" not in name:
-            renamed[name] = whole
-        elif kind is Fused:
-            renamed[name] = whole.flatten(0, 1)
-        else:
-            for part, own in zip(("query", "key", "value"), whole, strict=True):
-                renamed[name.replace("qkv", part)] = own
-    return renamed
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """weights: this project's, whole, by name."""
+        renamed = {"head.weight": weights["word_embedding.weight"]}
+        names = {"transformer.layers": "h", "word_embedding": "wte", "position_embedding": "wpe"}
+        names |= {"attention_norm": "ln_1", "mlp_norm": "ln_2", "final_norm": "ln_f"}
+        names |= {"attention.output": "output", "mlp.": "", "attention.qkv": "projections.parts.0"}
+        for name, whole in weights.items():
+            for own, theirs in names.items():
+                name = name.replace(own, theirs)
+            parts = [whole]
+            if "projections" in name:
+                parts = [whole.flatten(0, 1)] if len(self.h[0].projections.parts) == 1 else whole
+            for number, part in enumerate(parts):
+                renamed[name.replace("parts.0", f"parts.{number}")] = part
+        self.load_state_dict(renamed)
 
 
 def plain(rank: Rank, flags: Sequence[str]) -> Turn:
     """On several ranks cut by DTensor as the paper does, its loss too."""
     config = read(flags, rank.size)
-    kind = Fused if rank.size == 1 else Separate
-    model = PlainGPT2(config.model, open_samples(config)[1], kind)
-    model.load_state_dict(plain_weights(weights_of(config), kind))
+    model = PlainGPT2(config.model, open_samples(config)[1], is_fused=rank.size == 1)
+    model.load(weights_of(config))
     model.to(rank.device)
     if rank.size > 1:
         parallelize(model, rank.mesh().device_mesh()["tensor"])
@@ -231,66 +216,31 @@ def parallelize(model: PlainGPT2, grid: Any) -> None:
     """The norms stay plain tensors, since dispatch through DTensor makes them slower."""
     whole = Replicate()
     outer = {
-        "word_embedding": RowwiseParallel(input_layouts=whole, output_layouts=whole),
+        "wte": RowwiseParallel(input_layouts=whole, output_layouts=whole),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
-    columns = ("projections.query", "projections.key", "projections.value", "mlp.0")
-    rows = ("output", "mlp.2")
     inner = {
         # One conversion for the three layers, and so one all-reduce in the backward.
         "projections": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
-        **{name: ColwiseParallel() for name in columns},
-        **{name: RowwiseParallel() for name in rows},
+        "projections.parts.*": ColwiseParallel(),
+        "up": ColwiseParallel(),
+        "output": RowwiseParallel(),
+        "down": RowwiseParallel(),
     }
     parallelize_module(model, grid, outer)
-    for layer in model.layers:
-        parallelize_module(layer, grid, inner)
+    for block in model.h:
+        parallelize_module(block, grid, inner)
     model.tie()  # parallelize_module has untied them
 
 
-THEIR_NAMES = {
-    "word_embedding": "wte",
-    "position_embedding": "wpe",
-    "transformer.layers": "h",
-    "attention_norm": "ln_1",
-    "attention.qkv": "attn.c_attn",
-    "attention.output": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-    "final_norm": "ln_f",
-}
-
-
 def transformers_gpt2(
-    config: TextModelConfig, vocab_size: int, weights: Mapping[str, Tensor]
+    config: GPT2Config, vocab_size: int, weights: Mapping[str, Tensor]
 ) -> GPT2LMHeadModel:
-    """weights: this project's, whole, by name. Theirs are [in, out], with Q, K and V in one."""
-    model = GPT2LMHeadModel(
-        TheirGPT2Config(
-            vocab_size=vocab_size,
-            n_positions=config.max_position_embeddings,
-            n_embd=config.hidden_size,
-            n_layer=config.num_layers,
-            n_head=config.num_attention_heads,
-            layer_norm_epsilon=config.layernorm_epsilon,
-            embd_pdrop=config.hidden_dropout,
-            resid_pdrop=config.hidden_dropout,
-            attn_pdrop=config.attention_dropout,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
-    renamed = {}
-    for name, whole in weights.items():
-        if name.endswith("bias"):
-            whole = whole.flatten()
-        elif "layers" in name and whole.dim() > 1:
-            whole = whole.flatten(0, -2).T
-        for own, theirs in THEIR_NAMES.items():
-            name = name.replace(own, theirs)
-        renamed[name] = whole
-    model.transformer.load_state_dict(renamed)
+    """weights: this project's, whole, by name; converted as tools/convert_hf.py does."""
+    settings = {each.theirs: getattr(config, each.meaning or each.ours) for each in GPT2.settings}
+    theirs = TheirConfig(vocab_size=vocab_size, bos_token_id=None, eos_token_id=None, **settings)
+    model = GPT2LMHeadModel(theirs)
+    model.load_state_dict(to_theirs(GPT2, resolve(GPT2, config, vocab_size), weights), strict=False)
     return model.train()
 
 
@@ -433,34 +383,30 @@ def floor(rank: Rank, flags: Sequence[str]) -> Turn:
     """The matmuls of a step on one rank, each in the layout of factors and result that is fastest
     here, by torch or as this project does it."""
     config, device = read(flags, rank.size), rank.device
-    work = Step(config, rank.size, precision_of(config), rank.device_type).work.values()
-    matmuls: Counter[Matmul] = sum((Counter(phase.matmuls) for phase in work), Counter())
     dtype, chosen = DTYPES[precision_of(config)], []
-    for each, times in matmuls.items():
-        left = torch.randn(each.batch, each.m, each.k, dtype=dtype, device=device).squeeze(0)
-        right = torch.randn(each.batch, each.k, each.n, dtype=dtype, device=device).squeeze(0)
-        run = min(layouts(left, right), key=lambda run: fastest(run, rank))
-        chosen.append((run, round(times * each.share)))
+    for phase in Step(config, rank.size, precision_of(config), rank.device_type).work.values():
+        for each, times in phase.matmuls.items():
+            left = torch.randn(each.batch, each.m, each.k, dtype=dtype, device=device).squeeze(0)
+            right = torch.randn(each.batch, each.k, each.n, dtype=dtype, device=device).squeeze(0)
+            run = min(layouts(left, right), key=lambda run: fastest(run, rank))
+            chosen += [run] * round(times * each.share)
 
     def turn() -> None:
-        for run, times in chosen:
-            for _ in range(times):
-                run()
+        for run in chosen:
+            run()
 
     return turn
 
 
 def layouts(left: Tensor, right: Tensor) -> Iterator[Callable[[], Tensor]]:
     """Either factor and the result in memory by rows or by columns."""
-    for turned in combinations((False, True), repeat=3):
-        x, y = (
-            each.mT.contiguous().mT if turn else each
-            for each, turn in zip((left, right), turned, strict=False)
-        )
-        if turned[2]:  # (x y)' = y' x', so that memory holds the result by columns
+    for by_columns in combinations((False, True), repeat=3):
+        x, y = left, right
+        x = x.mT.contiguous().mT if by_columns[0] else x
+        y = y.mT.contiguous().mT if by_columns[1] else y
+        if by_columns[2]:  # (x y)' = y' x', so that memory holds the result by columns
             x, y = y.mT, x.mT
-        out = torch.matmul(x, y)
-        yield partial(torch.matmul, x, y, out=out)
+        yield partial(torch.matmul, x, y, out=torch.matmul(x, y))
         if x.dim() == 2:
             yield partial(our_matmul, x, y.mT)
 
@@ -471,7 +417,6 @@ def fastest(run: Callable[[], Tensor], rank: Rank) -> float:
     for _ in range(5):
         start = time.perf_counter()
         run()
-        if rank.device_type == "cuda":
-            torch.cuda.synchronize()
+        rank.synchronize()
         found.append(time.perf_counter() - start)
     return min(found[1:])

@@ -120,7 +120,7 @@ def result(found: Results) -> str:
             where = group.partition(", ")[2]
             said.append(f"{name} {cell.text('{:.2f}', is_ratio=True)} ({where})")
     claim = "Time of a step of GPT-2 124M over this project's: "
-    return f"{claim}{'; '.join(said)}." if said else "Of models that are shown, none is claimed."
+    return f"{claim}{'; '.join(said)}." if said else "These models are too small for a claim."
 
 
 def contenders(
