@@ -110,9 +110,9 @@ def generate(
         list(scheduler.run(calls))
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
+def read(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
     """All lines of DIR/shards, or of DIR/truth."""
-    return [orjson.loads(line) for file in sorted(folder.iterdir()) for line in file.open("rb")]
+    return [orjson.loads(line) for file in sorted(folder.glob(pattern)) for line in file.open("rb")]
 
 
 if __name__ == "__main__":

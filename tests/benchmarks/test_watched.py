@@ -51,7 +51,7 @@ def test_no_process_gets_more_than_the_limit(hold: str) -> None:
 
 def test_all_together_stay_below_the_limit() -> None:
     hold = HOLD.format(80_000_000, 20)
-    with pytest.raises(MemoryError, match="MB were held where 100 may be"):
+    with pytest.raises(MemoryError, match="MB held, 100 may be"):
         watched(python(START.format(hold, "") + hold), limit=10**8)
 
 
