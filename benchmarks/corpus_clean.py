@@ -31,8 +31,6 @@ from tools.corpus.shards import cut, write_shard
 
 OURS, SPEED, RATIO = "this project", "MB per CPU second", "this project's speed / its"
 REPAIR, LANGUAGE, WHOLE, STEP = "repair", "language", "language of whole texts", "whole step"
-ROWS = [(REPAIR, OURS), (REPAIR, "ftfy"), (LANGUAGE, OURS), (LANGUAGE, "langdetect")]
-ROWS += [(WHOLE, OURS), (STEP, OURS)]
 
 
 def job(group: str, name: str, file: Path, texts: list[str]) -> list[str]:
@@ -88,11 +86,12 @@ def contenders(
             lines.write(orjson.dumps({"text": document.text}) + b"\n")
             if (left := left - len(document.text.encode())) <= 0:
                 break
-    for group, name in ROWS:
-        arguments = {"group": group, "name": name, "file": str(file)}
-        needs = () if name == OURS else (name,)
-        same = {"digest": 0} if group == REPAIR else {}
-        yield Contender(name, run, arguments, group=group, needs=needs, same=same)
+    peers = {REPAIR: "ftfy", LANGUAGE: "langdetect"}
+    for group in (REPAIR, LANGUAGE, WHOLE, STEP):
+        for name in filter(None, (OURS, peers.get(group))):
+            arguments = {"group": group, "name": name, "file": str(file)}
+            needs, same = [name][: name != OURS], {"digest": 0} if group == REPAIR else {}
+            yield Contender(name, run, arguments, group=group, needs=needs, same=same)
 
 
 QUESTION = Question(

@@ -108,15 +108,12 @@ def contenders(
     workers: int = 2,
     limit: str = "1.5GB",
 ) -> Iterator[Contender]:
-    """Measure steps, whose outputs take about twelve times the sizes below TMPDIR.
+    """Measure steps; without text and evaluation on English of this Python and this project's own.
 
     Args:
-        tokenizer: folder of vocab.json and merges.txt; by default the quickstart's.
-        text: JSON lines of real text, or folders of them; by default English of this Python.
-        evaluation: files whose n-grams are cut out of the text; by default this project's own.
-        sizes: of the corpora, the smallest first.
-        steps: what is measured; the chain is of those named.
-        workers: processes of every step.
+        tokenizer: folder of vocab.json and merges.txt.
+        text: JSON lines, or folders of them, that corpora of these sizes are made of.
+        evaluation: files whose n-grams are cut out.
         limit: memory that all processes of a step together may hold.
     """
     for size in sizes:

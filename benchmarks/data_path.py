@@ -7,10 +7,9 @@ before every turn. Memory is its growth after the first steps. For GPT-2 a data 
 tokens is opened, too. It is sparse: its index says documents of the same length, but only the
 entries that opening reads are written; the rest of the index and all tokens are holes. The data
 path has to be 20 times as fast as training: one H200 would take about 575,000 tokens/s at GPT-2
-124M by the best public recipes; --training adds this machine's fastest step.
+124M by the best public recipes.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import time
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
@@ -154,13 +152,6 @@ def run(rank: Rank, name: str, prefix: str, model: str, seq_length: int, steps: 
     return turn
 
 
-def fastest(file: Path) -> float:
-    """Tokens/s of the fastest training in what benchmarks/train_step.py wrote."""
-    contenders = [each for record in json.loads(file.read_text()) for each in record["contenders"]]
-    rounds = [own for each in contenders for own in each["rounds"] if "tokens" in own]
-    return max(own["tokens"] / median(own["wall"]) for own in rounds)
-
-
 def result(found: Results) -> str:
     cache, disk = (found.median(found.rows[0][0], name, RATIO) for name in (CACHE, DISK))
     said = f"{cache:.0f} times from the page cache and {disk:.0f} times from the disk"
@@ -174,37 +165,22 @@ def contenders(
     tokens: int = 200_000_000,
     seq_length: int = 1024,
     steps: int = 32,
-    training: Path | None = None,
 ) -> Iterator[Contender]:
-    """Measure the data path.
-
-    Args:
-        model: whose samples.
-        tokens: of the data set that is written.
-        seq_length: of a sample.
-        steps: of a turn, of 64 samples in batches of 8.
-        training: JSON of benchmarks/train_step.py, for the ratio to training.
-    """
+    """Read so many steps a turn, of 64 samples, from a data set of so many tokens."""
     write_data(scratch() / "data", model, tokens)
     names = {CACHE: "data", DISK: "data"}
     if model == "gpt2":
         write_sparse(scratch() / "sparse", 10**12 // DOCUMENT)
         names[SPARSE] = "sparse"
     own = {"model": model, "seq_length": seq_length, "steps": steps}
-    facts = {} if training is None else {"training": fastest(training)}
     for name, file in names.items():
         arguments = {**own, "name": name, "prefix": str(scratch() / file)}
-        yield Contender(name, run, arguments, group=model, facts=facts)
-
-
-def over_training(own: Figures, _: Figures) -> float:
-    return float(own["tokens"] / own["wall"] / own["training"])
+        yield Contender(name, run, arguments, group=model)
 
 
 COLUMNS = (
     Column("tokens/s", "tokens", "{:,.0f}", per="wall"),
     Column(RATIO, "tokens", "{:,.1f}", per="wall", unit=575_000),
-    Column("x the fastest training here", over_training, "{:,.0f}"),
     Column("CPU seconds", "cpu", "{:.3f}"),
     Column("seconds to open", "opening", "{:.3f}"),
     Column("MiB of memory", "peak_bytes", "{:.1f}", unit=2**20),

@@ -10,9 +10,9 @@ characters were lost, doubled or moved.
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import import_module
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,11 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 from benchmarks.corpus_generator import real_text
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
-from tools.corpus.records import Funnel, read_documents
-from tools.corpus.shards import cut
+from megatron.data.json_lines import open_shard, parse_record
 
 CASES = Path(__file__).with_name("sentence_cases.txt")
 OURS, RIGHT, SPEED = "tools/sentences.py", "right of 60", "MB/s"
-Split = Callable[[str], Sequence[str]]
-
-
-def syntok(library: Any) -> Split:
-    def split(text: str) -> list[str]:
-        starts = [s[0].offset for paragraph in library.analyze(text) for s in paragraph]
-        return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
-
-    return split
+Split = Callable[[str], list[str]]
 
 
 def spacy(library: Any) -> Split:
@@ -43,13 +34,18 @@ def spacy(library: Any) -> Split:
     return lambda text: [sentence.text for sentence in language(text).sents]
 
 
-LIBRARIES: dict[str, tuple[str, Callable[[Any], Split]]] = {  # module, what makes its function
-    OURS: ("tools.sentences", lambda library: library.split_sentences),
-    "sentencex": ("sentencex", lambda library: lambda text: library.segment("en", text)),
-    "pysbd": ("pysbd", lambda library: library.Segmenter(language="en", clean=False).segment),
-    "syntok": ("syntok.segmenter", syntok),
+def syntok(text: str, library: Any) -> list[str]:
+    starts = [sentence[0].offset for part in library.analyze(text) for sentence in part]
+    return [text[start:stop] for start, stop in pairwise([*starts, len(text)])]
+
+
+LIBRARIES: dict[str, tuple[str, Callable[[Any], Split]]] = {  # module, and its function
+    OURS: ("tools.sentences", lambda own: own.split_sentences),
+    "sentencex": ("sentencex", lambda own: lambda text: own.segment("en", text)),
+    "pysbd": ("pysbd", lambda own: own.Segmenter(language="en", clean=False).segment),
+    "syntok": ("syntok.segmenter", lambda own: lambda text: syntok(text, own)),
     "spacy": ("spacy", spacy),
-    "blingfire": ("blingfire", lambda lib: lambda text: lib.text_to_sentences(text).split("\n")),
+    "blingfire": ("blingfire", lambda own: lambda text: own.text_to_sentences(text).split("\n")),
 }
 
 
@@ -63,7 +59,7 @@ def marks(split: Split) -> Figures:
     for line in CASES.read_text("utf-8").splitlines()[1:]:
         case = line.replace("\\n", "\n").split(" | ")
         own, wanted = (
-            {*accumulate(len(dense(each)) for each in sentences)} - {0}
+            {*accumulate(len(dense(sentence)) for sentence in sentences)} - {0}
             for sentences in (split(" ".join(case)), case)
         )
         found["right"] += own == wanted
@@ -75,50 +71,46 @@ def marks(split: Split) -> Figures:
 def run(rank: Rank, library: str, text: str, seconds: float) -> Turn:
     module, make = LIBRARIES[library]
     split = make(import_module(module))
-    scored, (unit,) = marks(split), cut([Path(text)], 1 << 40)
 
     def turn() -> Figures:
-        cpu, size, count, lower, changed = 0.0, 0, 0, 0, 0
-        for document in read_documents(unit, Funnel()):
-            start = time.process_time()
-            sentences = split(document.text)
-            cpu += time.process_time() - start
-            size += len(document.text.encode())
-            count += len(sentences)
-            lower += sum(each.lstrip()[:1].islower() for each in sentences)
-            changed += dense("".join(sentences)) != dense(document.text)
-            if cpu > seconds:
-                break
-        return {"cpu": cpu, "bytes": size, "lower": lower / count, "changed": changed, **scored}
+        found = marks(split) | dict.fromkeys(("cpu", "bytes", "sentences", "lower", "changed"), 0)
+        with open_shard(text) as lines:
+            for document in (parse_record(line)["text"] for line in lines):
+                start = time.process_time()
+                sentences = split(document)
+                found["cpu"] += time.process_time() - start
+                found["bytes"] += len(document.encode())
+                found["sentences"] += len(sentences)
+                found["lower"] += sum(each.lstrip()[:1].islower() for each in sentences)
+                found["changed"] += dense("".join(sentences)) != dense(document)
+                if found["cpu"] > seconds:
+                    break
+        return found
 
     return turn
 
 
-def contenders(
-    flags: Flags, text: tuple[Path, ...] = (), seconds: float = 5.0
-) -> Iterator[Contender]:
-    """Split files of JSON lines, by default English of this Python, for some CPU seconds each."""
+def contenders(flags: Flags, text: tuple[Path, ...] = (), seconds: int = 5) -> Iterator[Contender]:
+    """Split files of JSON lines, by default English of this Python, for so many CPU seconds."""
     for file in real_text(text):
         for library, (module, _) in LIBRARIES.items():
             arguments = {"library": library, "text": str(file), "seconds": seconds}
-            group = file.name.partition(".")[0]
-            yield Contender(library, run, arguments, group=group, needs=[module])
+            group, needs = file.name.partition(".")[0], [module.partition(".")[0]]
+            yield Contender(library, run, arguments, group=group, needs=needs)
 
 
+COLUMNS = (
+    Column(RIGHT, "right", "{:.0f}"),
+    Column("extra cuts", "extra", "{:.0f}"),
+    Column("missed cuts", "missed", "{:.0f}"),
+    Column(SPEED, "bytes", "{:.2f}", per="cpu", unit=1e6),
+    Column("begin in lower case", "lower", "{:.1%}", per="sentences"),
+    Column("documents changed", "changed", "{:.0f}"),
+)
 QUESTION = Question(
     contenders,
-    (
-        Column(RIGHT, "right", "{:.0f}"),
-        Column("extra cuts", "extra", "{:.0f}"),
-        Column("missed cuts", "missed", "{:.0f}"),
-        Column(SPEED, "bytes", "{:.2f}", per="cpu", unit=1e6),
-        Column("begin in lower case", "lower", "{:.1%}"),
-        Column("documents changed", "changed", "{:.0f}"),
-    ),
-    lambda found: (
-        f"{OURS} (sentencex, a line at a time) is right in "
-        f"{found.median(found.rows[0][0], OURS, RIGHT):.0f} of 60 cases."
-    ),
+    COLUMNS,
+    lambda found: f"{OURS} cuts {found.median(*found.rows[0], RIGHT):.0f} of 60 cases as wanted.",
     rounds=1,
     warm_up=0,
     picture="bars",

@@ -82,15 +82,11 @@ def contenders(
     peer_size: str = "8MB",
     workers: int = 1,
 ) -> Iterator[Contender]:
-    """Compare tokenising of generated text.
+    """Tokenise text made of JSON lines, by default of English of this Python; also real text.
 
     Args:
-        tokenizer: folder of vocab.json and merges.txt; by default the quickstart's.
-        text: JSON lines that it is made of; by default English of this Python.
-        real: JSON lines that this project is timed on besides.
-        size: of the text of a round.
-        peer_size: of the peer's.
-        workers: processes of both.
+        tokenizer: folder of vocab.json and merges.txt.
+        workers: processes of both contenders.
     """
     from benchmarks.corpus_generator import generate  # not to be imported by workers of the Pool
 
@@ -98,11 +94,13 @@ def contenders(
         for name, each in (("ours", size), ("peer", peer_size)):
             generate(scratch() / str(seed) / name, text, each, seed)
     words = [str(tokenizer.resolve() / name) for name in ("vocab.json", "merges.txt")]
-    rows = [(GENERATED, OURS, ""), (GENERATED, PEER, "")]
-    for group, name, file in [*rows, *([("real text", OURS, str(real.resolve()))] if real else [])]:
-        where = {"name": name, "folder": str(scratch()), "real": file}
-        arguments = {**where, "words": words, "workers": workers}
-        yield Contender(name, run, arguments, group=group, same={"tokens": 0})
+    own = {"folder": str(scratch()), "words": words, "workers": workers}
+    for name in (OURS, PEER):
+        arguments = {"name": name, "real": "", **own}
+        yield Contender(name, run, arguments, group=GENERATED, same={"tokens": 0})
+    if real:
+        arguments = {"name": OURS, "real": str(real.resolve()), **own}
+        yield Contender(OURS, run, arguments, group="real text")
 
 
 QUESTION = Question(

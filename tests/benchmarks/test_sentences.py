@@ -15,11 +15,11 @@ def test_ours_is_right_in_50_of_the_60_cases(tmp_path: Path) -> None:
     record = run(tmp_path, "sentences", "--text", one, two)
     found = figures(record, sentences.OURS, "one")
     assert (found["right"], found["extra"], found["missed"]) == (50, 11, 3)
-    assert (found["bytes"], found["lower"], found["changed"]) == (90, 0.0, 0)
+    assert (found["bytes"], found["lower"], found["changed"]) == (90, 0, 0)
     found = figures(record, sentences.OURS, "two")
-    assert (found["bytes"], found["lower"]) == (7, 0.5)
+    assert (found["bytes"], found["lower"], found["sentences"]) == (7, 1, 2)
     assert figures(record, "sentencex", "one")["right"] == 48
-    assert "is right in 50 of 60 cases" in record["page"]
+    assert "cuts 50 of 60 cases as wanted" in record["page"]
 
 
 @pytest.mark.parametrize(
