@@ -1,16 +1,15 @@
-"""Grouping the rows of bands by their keys beside polars and DuckDB.
+"""Grouping rows by their keys.
 
-From files of unsorted rows (band, key, number), a file a band, to the groups of two members or
-more: here by the stages of tools.corpus.dedup, its files written and read again, and 100 MB for a
-part of a band. Keys are random; about every tenth is one that another row has, too. All have to
-find the same groups. Peers read parquet, which polars writes, and use all cores. Memory is what a
-process takes from before a contender's own modules are imported.
+From files of unsorted rows (key, number), a file a band, to the groups of two members or more: here
+by the stages of tools.corpus.dedup, its files written and read again, and 100 MB for a part of a
+band. Keys are random; about every tenth is that of another row, too. All have to find the same
+groups. Peers read parquet and use all cores. Memory is what a process takes from before a
+contender's own modules are imported.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
@@ -18,21 +17,12 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 import numpy as np
 
-from benchmarks.harness import (
-    Column,
-    Contender,
-    Flags,
-    Question,
-    Rank,
-    Turn,
-    ask,
-    cli,
-    is_installed,
-)
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn, is_installed, scratch
 
-MEMORY = 100_000_000  # bytes that a part of a band may take
 OURS, RATE, PEAK = "this project", "M rows per CPU second", "peak MB"
-Groups = Iterable[tuple[int, int, int]]  # (groups, members, sum of their numbers) of some bands
+BAND = "a band at a time"
+PEERS = [f"{name}, {how}" for name in ("polars", "DuckDB") for how in (BAND, "all bands at once")]
+Groups = Iterable[Sequence[int]]  # (groups, members, sum of their numbers) of some bands
 
 
 def make_rows(folder: Path, bands: int, rows: int) -> None:
@@ -54,7 +44,6 @@ def ours(files: Sequence[Path]) -> Groups:
     """Blocks sorted, then one part of a band at a time."""
     from tools.corpus.duplicates.grouping import group, parts_of, read_part
     from tools.corpus.duplicates.index import BLOCK, Block, Index, sort_keys
-    from tools.corpus.shards import Unit
 
     folder, rows, blocks = files[0].parent, files[0].stat().st_size // 8, []
     for first in range(0, rows, BLOCK):
@@ -64,8 +53,8 @@ def ours(files: Sequence[Path]) -> Groups:
         (folder / blocks[-1].name).mkdir(exist_ok=True)
         for name, array in sort_keys(keys).items():
             np.save(folder / blocks[-1].name / f"{name}.npy", array)
-    index = Index(folder, (Unit(0, "", 0, 0, 0, 0),), tuple(blocks))
-    for part in parts_of(range(len(files)), rows, MEMORY):
+    index = Index(folder, (), tuple(blocks))
+    for part in parts_of(range(len(files)), rows, 100_000_000):
         members, starts = group(*read_part(index, part))
         yield len(starts) - 1, len(members), int(members.sum())
 
@@ -88,69 +77,43 @@ def in_duckdb(files: Sequence[Path]) -> Groups:
     yield duckdb.sql(f"{sums} from ({lists})").fetchall()[0]
 
 
-GROUPERS: dict[str, tuple[Callable[[Sequence[Path]], Groups], tuple[str, ...]]] = {
-    OURS: (ours, ()),
-    "polars, a band at a time": (in_polars, ("polars",)),
-    "polars, all bands at once": (in_polars, ("polars",)),
-    "DuckDB, a band at a time": (in_duckdb, ("duckdb", "polars")),
-    "DuckDB, all bands at once": (in_duckdb, ("duckdb", "polars")),
-}
-
-
-def run(rank: Rank, grouper: str, folder: str, rows: int) -> Turn:
-    files = sorted(Path(folder).glob("*.keys" if grouper == OURS else "*.parquet"))
-    sets = [[each] for each in files] if "a band" in grouper else [files]
+def run(rank: Rank, name: str, folder: str, rows: int) -> Turn:
+    files = sorted(Path(folder).glob("*.keys" if name == OURS else "*.parquet"))
+    sets = [[each] for each in files] if BAND in name else [files]
+    find = ours if name == OURS else in_polars if "polars" in name else in_duckdb
 
     def turn() -> dict[str, Any]:
-        found = [each for files in sets for each in GROUPERS[grouper][0](files)]
+        found = [each for files in sets for each in find(files)]
         return {"rows": rows, "groups": [int(sum(column)) for column in zip(*found, strict=True)]}
 
     return turn
 
 
-def main(flags: Flags, rows: int = 40_000_000, bands: int = 25) -> None:
-    """Compare grouping.
+def contenders(flags: Flags, rows: int = 40_000_000, bands: int = 25) -> Iterator[Contender]:
+    """Group rows, those of all bands together; a band is a file."""
+    make_rows(scratch(), bands, rows // bands)
+    for name in (OURS, *PEERS):
+        arguments = {"name": name, "folder": str(scratch()), "rows": rows}
+        needs = () if name == OURS else ("polars", name.split(",")[0].lower())
+        yield Contender(name, run, arguments, needs=needs, same={"groups": 0})
 
-    Args:
-        rows: in all bands together.
-        bands: a file each.
-    """
-    with TemporaryDirectory() as folder:
-        make_rows(Path(folder), bands, rows // bands)
-        contenders = [
-            Contender(
-                name=name,
-                run=run,
-                arguments={"grouper": name, "folder": folder, "rows": rows},
-                needs=needs,
-                same={"groups": 0},
-            )
-            for name, (_, needs) in GROUPERS.items()
-        ]
-        question = Question(
-            title="Grouping rows by their keys",
-            method=__doc__,
-            contenders=contenders,
-            columns=(
-                Column(RATE, "rows", "{:.2f}", per="cpu", unit=1e6),
-                Column("M rows per second", "rows", "{:.2f}", per="wall", unit=1e6),
-                Column("this project's CPU speed / its", "cpu", "{:.2f}", "its / first"),
-                Column(PEAK, "peak_bytes", "{:,.0f}", unit=1e6),
-            ),
-            result=lambda found: (
-                f"{found.median('', OURS, RATE):.1f} million rows per CPU second in "
-                f"{found.median('', OURS, PEAK):.0f} MB."
-            ),
-            rounds=3,
-            warm_up=0,
-            together=False,
-            packages=("numpy", "polars", "duckdb"),
-            settings={"rows": rows, "bands": bands},
-            picture="bars",
-            drawn=(RATE, PEAK),
-        )
-        ask(question, flags)
 
+COLUMNS = (
+    Column(RATE, "rows", "{:.2f}", per="cpu", unit=1e6),
+    Column("M rows per second", "rows", "{:.2f}", per="wall", unit=1e6),
+    Column("this project's CPU speed / its", "cpu", "{:.2f}", "its / first"),
+    Column(PEAK, "peak_bytes", "{:,.0f}", unit=1e6),
+)
+QUESTION = Question(
+    contenders,
+    COLUMNS,
+    lambda found: f"{found.median('', OURS, RATE):.1f} million rows per CPU second.",
+    rounds=3,
+    warm_up=0,
+    together=False,
+    picture="bars",
+    drawn=(RATE, PEAK),
+)
 
 if __name__ == "__main__":
-    cli(main)
+    QUESTION.run()

@@ -1,14 +1,14 @@
-"""Signatures of texts for de-duplication beside those of datasketch and rensa.
+"""Signatures of texts.
 
 MB of text per CPU second, from str to 128 permutations, normalising and shingling included, on
-generated text (`corpus_generator.py`) of its own in every round. Before anything is timed every
-contender has to estimate the similarities of near-duplicates planted in it, on average to within
-0.05 (0.03 is to be expected of 128 permutations). rensa gets the shingles as strings, or
-their hashes, which the plain twin of this project's kernel makes in numpy.
+generated text (`corpus_generator.py`), another in every round. First every contender has to
+estimate the similarities of near-duplicates planted in it, on average to within 0.05 (0.03 is to be
+expected). rensa gets shingles as strings, or hashes by the plain twin of this project's kernel.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,130 +17,76 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 import numpy as np
 
-from benchmarks.corpus_generator import corpora, five_grams, read
-from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn, ask, cli
+from benchmarks.corpus_generator import five_grams, generate, read
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn, scratch
 from benchmarks.report import Results
 from tools.corpus.shingles import PERMUTATIONS, SHINGLES, Shingle, Shingler
 
-LARGEST_ERROR, ROUNDS = 0.05, 6
 OURS, SPEED, RATIO = "this project", "MB per CPU second", "this project's speed / its"
-Signer = Callable[[Sequence[str]], Any]  # to [texts, PERMUTATIONS]
+NAMES = (OURS, f"{OURS}, plain numpy", "datasketch", "rensa", "rensa from hashes made in numpy")
 
 
-def shingles(text: str, shingle: Shingle) -> list[str]:
-    """The distinct ones, as peers take them."""
-    words = text.lower().split()
-    if shingle == "char5":
-        return [*five_grams(text)]
-    return [*{" ".join(words[k : k + 5]) for k in range(max(1, len(words) - 4))}]
+def sign(name: str, shingle: Shingle, texts: Sequence[str]) -> Any:
+    """[texts, PERMUTATIONS]"""
+    shingler = Shingler(shingle, seed=1, use_numba=name == OURS)
+    if OURS in name:
+        return shingler.sign_texts(texts)
+    sets = map(five_grams, texts)
+    if shingle == "word5":
+        split = (text.lower().split() for text in texts)
+        sets = ({" ".join(w[k : k + 5]) for k in range(max(1, len(w) - 4))} for w in split)
+    if name == "datasketch":
+        from datasketch import MinHash
 
-
-def datasketch(shingle: Shingle) -> Signer:
-    from datasketch import MinHash
-
-    def sign(texts: Sequence[str]) -> Any:
-        encoded = ([each.encode() for each in shingles(text, shingle)] for text in texts)
-        return np.stack([m.hashvalues for m in MinHash.generator(encoded, num_perm=PERMUTATIONS)])
-
-    return sign
-
-
-def rensa(shingle: Shingle) -> Signer:
+        encoded = ([each.encode() for each in own] for own in sets)
+        signed = MinHash.generator(encoded, num_perm=PERMUTATIONS)
+        return np.stack([each.hashvalues for each in signed])
     from rensa import RMinHash
 
-    sign = RMinHash.digests_from_token_sets
-    return lambda texts: np.array([sign([shingles(t, shingle)], PERMUTATIONS, 1)[0] for t in texts])
+    if name == "rensa":
+        by_strings = RMinHash.digests_from_token_sets
+        return np.array([by_strings([[*own]], PERMUTATIONS, 1)[0] for own in sets])
+    hashes = [shingler.hashes(shingler.points(text)) for text in texts]
+    starts = np.cumsum([0, *map(len, hashes)], dtype=np.uint64)
+    by_hashes = RMinHash.digest_matrix_from_flat_token_hashes
+    return np.array(by_hashes(np.concatenate(hashes), starts, PERMUTATIONS, 1).to_rows())
 
 
-def rensa_from_hashes(shingle: Shingle) -> Signer:
-    from rensa import RMinHash
-
-    shingler = Shingler(shingle, seed=1, use_numba=False)
-
-    def sign(texts: Sequence[str]) -> Any:
-        hashes = [shingler.hashes(shingler.points(text)) for text in texts]
-        starts = np.cumsum([0, *map(len, hashes)], dtype=np.uint64)
-        digest = RMinHash.digest_matrix_from_flat_token_hashes
-        return np.array(digest(np.concatenate(hashes), starts, PERMUTATIONS, 1).to_rows())
-
-    return sign
+def run(rank: Rank, name: str, shingle: Shingle, folder: str) -> Turn:
+    documents, pairs = (read(Path(folder, str(rank.round), each)) for each in ("shards", "truth"))
+    texts = [each["text"] for each in documents]
+    signed = dict(zip([d["id"] for d in documents], sign(name, "char5", texts), strict=True))
+    errors = [np.mean(signed[p["id"]] == signed[p["of"]]) - p["jaccard"] for p in pairs]
+    if (error := float(np.abs(errors).mean())) > 0.05:
+        raise ValueError(f"{name} misses the planted similarities by {error:.3f}")
+    sign(name, shingle, texts[:20])
+    size = sum(len(text.encode()) for text in texts)
+    return lambda: {"bytes": size, "error": error, "texts": len(sign(name, shingle, texts))}
 
 
-SIGNERS: dict[str, Callable[[Shingle], Signer]] = {
-    OURS: lambda shingle: Shingler(shingle, seed=1).sign_texts,
-    f"{OURS}, plain numpy": lambda shingle: Shingler(shingle, seed=1, use_numba=False).sign_texts,
-    "datasketch": datasketch,
-    "rensa": rensa,
-    "rensa from hashes made in numpy": rensa_from_hashes,
-}
-
-
-def run(rank: Rank, signer: str, shingle: Shingle, folder: str) -> Turn:
-    documents, planted = read(Path(folder, "text", str(rank.round)))
-    texts, sign = [each["text"] for each in documents], SIGNERS[signer](shingle)
-    signed = SIGNERS[signer]("char5")(texts)
-    own = {each["id"]: row for each, row in zip(documents, signed, strict=True)}
-    found = np.array([(own[each["id"]] == own[each["of"]]).mean() for each in planted])
-    error = float(np.abs(found - [each["jaccard"] for each in planted]).mean())
-    if error > LARGEST_ERROR:
-        raise ValueError(f"{signer} misses the planted similarities by {error:.3f}")
-    sign(texts[:20])
-
-    def turn() -> dict[str, Any]:
-        sign(texts)
-        return {"bytes": sum(len(text.encode()) for text in texts), "error": error}
-
-    return turn
+def contenders(flags: Flags, text: tuple[Path, ...] = (), size: str = "4MB") -> Iterator[Contender]:
+    """Sign text of this size, made of JSON lines; by default of English of this Python."""
+    for seed in range(flags.rounds or QUESTION.rounds):
+        generate(scratch() / str(seed), text, size, seed, workers=1)
+    for shingle, name in product(SHINGLES, NAMES):
+        arguments = {"name": name, "shingle": shingle, "folder": str(scratch())}
+        needs = () if OURS in name else (name.split()[0],)
+        yield Contender(name, run, arguments, group=shingle, needs=needs)
 
 
 def result(found: Results) -> str:
-    speeds, ratios = (
-        [found.median(shingle, name, title) for shingle in ("char5", "word5")]
-        for name, title in ((OURS, SPEED), ("datasketch", RATIO))
-    )
-    return (
-        f"{speeds[0]:.0f} MB/s of character 5-grams and {speeds[1]:.0f} MB/s of word 5-grams, "
-        f"{ratios[0]:.0f} and {ratios[1]:.0f} times as fast as datasketch."
-    )
+    speeds = [found.median(shingle, OURS, SPEED) for shingle in SHINGLES]
+    ratios = [found.median(shingle, "datasketch", RATIO) for shingle in SHINGLES]
+    said = f"{speeds[0]:.0f} MB/s of character 5-grams and {speeds[1]:.0f} MB/s of word 5-grams"
+    return f"{said}, {ratios[0]:.0f} and {ratios[1]:.0f} times as fast as datasketch."
 
 
-def main(flags: Flags, text: tuple[Path, ...] = (), size: str = "4MB") -> None:
-    """Compare signatures.
-
-    Args:
-        text: JSON lines of real text, or folders of them; by default English of this Python.
-        size: of the text of a round.
-    """
-    with corpora({"text": size}, flags.rounds or ROUNDS, text, workers=1) as folder:
-        contenders = [
-            Contender(
-                name=name,
-                group=shingle,
-                run=run,
-                arguments={"signer": name, "shingle": shingle, "folder": str(folder)},
-                needs=() if OURS in name else (name.split()[0],),
-            )
-            for shingle in SHINGLES
-            for name in SIGNERS
-        ]
-        question = Question(
-            title="Signatures of texts",
-            method=__doc__,
-            contenders=contenders,
-            columns=(
-                Column(SPEED, "bytes", "{:.1f}", per="cpu", unit=1e6),
-                Column(RATIO, "cpu", "{:.1f}", "its / first"),
-                Column("error of a similarity", "error", "{:.3f}"),
-            ),
-            result=result,
-            rounds=ROUNDS,
-            warm_up=0,
-            packages=("numpy", "numba", "datasketch", "rensa"),
-            settings={"text": size},
-            picture="bars",
-        )
-        ask(question, flags)
-
+COLUMNS = (
+    Column(SPEED, "bytes", "{:.1f}", per="cpu", unit=1e6),
+    Column(RATIO, "cpu", "{:.1f}", "its / first"),
+    Column("error of a similarity", "error", "{:.3f}"),
+)
+QUESTION = Question(contenders, COLUMNS, result, rounds=6, warm_up=0, picture="bars")
 
 if __name__ == "__main__":
-    cli(main)
+    QUESTION.run()

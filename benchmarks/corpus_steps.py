@@ -1,4 +1,4 @@
-"""Every step of the corpus pipeline, and the chain of all, on growing corpora under a memory limit.
+"""Steps of the corpus pipeline against size.
 
 The text is generated (`corpus_generator.py`). Steps run one by one (`python -m tools.corpus run
 FILE --until STEP`, each on what the one before it has written), the chain is the same in one
@@ -14,191 +14,140 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from benchmarks.corpus_generator import corpora
-from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, ask, cli
+from benchmarks.corpus_generator import generate
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
+from benchmarks.processes import ROOT
 from benchmarks.report import Results
-from benchmarks.tokenise import Vocabulary
-from benchmarks.watched import ROOT, watched
+from benchmarks.watched import watched
 from tools.corpus.pipeline import STEPS
 from tools.corpus.settings import parse_size
 
-CHAIN, URLS = "chain", "urls"
-URL_EVERY = 2000  # bytes of the corpus
-CPU, SPEED, PEAK = "CPU seconds", "MB per second", "peak MB"
+CHAIN, URLS, PEAK = "chain", "urls", "peak MB"
 
 
-def describe(steps: Sequence[str], text: Path, output: Path, words: list[str], given: Any) -> str:
-    """The run as TOML. words: of the vocabulary."""
-    tokenizer = {"vocab_file": words[0], "merge_file": words[1]}
-    tables: dict[str, dict[str, Any]] = {
-        "extract.generated": {"input": [str(text)], "format": "jsonl", "source": "generated"},
-        "clean": tokenizer,
-        "decontaminate": {**tokenizer, "evaluation": given["evaluation"]},
-        "dedup": {},
-        "split": {},
-        "tokenise": {**tokenizer, "append_eod": True},
-        "report": {},
+def describe(text: Path, output: Path, given: Figures) -> str:
+    """The run as TOML."""
+    folder = given["tokenizer"]
+    words = f'vocab_file = "{folder}/vocab.json"\nmerge_file = "{folder}/merges.txt"\n'
+    tables = {
+        "extract": f'generated = {{input = ["{text}"], format = "jsonl", source = "generated"}}\n',
+        "clean": words,
+        "decontaminate": f"{words}evaluation = {json.dumps(given['evaluation'])}\n",
+        "tokenise": f"{words}append_eod = true\n",
     }
-    head = {"output": str(output), "workers": given["workers"]}
-    if "extract" not in steps:
-        head["input"] = [str(text)]
-    if given["memory"]:
-        head["memory"] = given["memory"]
-        tables["split"]["shard_size"] = f"{parse_size('--memory', given['memory']) // 4}B"
-    lines = [f"{key} = {json.dumps(value)}" for key, value in head.items()]
-    for name, table in tables.items():
-        if name.partition(".")[0] in steps:
-            lines += [f"[{name}]", *(f"{key} = {json.dumps(each)}" for key, each in table.items())]
-    return "\n".join(lines) + "\n"
+    read = "" if "extract" in given["steps"] else f'input = ["{text}"]\n'
+    own = [f"[{step}]\n{tables.get(step, '')}" for step in given["steps"]]
+    return f'output = "{output}"\nworkers = {given["workers"]}\n{read}{"".join(own)}'
 
 
-def write_urls(file: Path, count: int) -> None:
-    with file.open("wb") as lines:
-        for start in range(0, count, 100_000):
-            random = np.random.default_rng([1234, start])
-            pages = random.integers(10 * count, size=min(100_000, count - start)).tolist()
-            lines.writelines(
-                b"https://www.site%d.org/articles/%d.html\n" % (page % 99_991, page)
-                for page in pages
-            )
-
-
-def run(
-    rank: Rank, step: str, folder: str, steps: list[str], words: list[str], given: Figures
-) -> Turn:
-    """folder: of the corpora of one size."""
-    made, limit = Path(folder, str(rank.round)), given["limit"]
-    size = sum(file.stat().st_size for file in (made / "shards").iterdir())
+def run(rank: Rank, step: str, size: str, folder: str, given: Figures) -> Turn:
+    made, steps, limit = Path(folder, size, str(rank.round)), given["steps"], given["limit"]
+    written = sum(file.stat().st_size for file in (made / "shards").iterdir())
     output = made / (step if step in (CHAIN, URLS) else "steps")
-    done = output / step if step in steps else output
+    command = [sys.executable, "-m", "tools.corpus"]
     if step == URLS:
-        write_urls(made / "urls.txt", size // URL_EVERY)
-        command = [sys.executable, "-m", "tools.corpus.urls", "--input", str(made / "urls.txt")]
-        command += ["--output", str(output), "--workers", str(given["workers"])]
-        command += ["--memory", given["memory"]] if given["memory"] else []
+        command[-1] += ".urls"
+        command += ["--input", str(made / "urls.txt"), "--output", str(output)]
+        command += ["--workers", str(given["workers"])]
+        pages = np.random.default_rng(1234).integers(written // 200, size=written // 2000).tolist()
+        urls = (f"https://www.site{page % 99991}.org/articles/{page}.html\n" for page in pages)
+        (made / "urls.txt").write_text("".join(urls))
     else:
-        file = made / f"{output.name}.toml"
-        file.write_text(describe(steps, made / "shards", output, words, given))
-        command = [sys.executable, "-m", "tools.corpus", "run", str(file), "--no-plan"]
-        before = steps[: steps.index(step)] if step in steps else []
-        if before:  # what is done already is not done again
-            watched([*command, "--until", before[-1]], limit=limit)
-        command += ["--until", step] if step in steps else []
+        file = output.with_suffix(".toml")
+        file.write_text(describe(made / "shards", output, given))
+        command += ["run", str(file), "--no-plan"]
+    if step in steps:
+        if before := steps[: steps.index(step)]:  # what is done already is not done again
+            watched([*command, "--until", before[-1]], limit)
+        command += ["--until", step]
 
-    def turn() -> dict[str, Any]:
+    def turn() -> Figures:
+        done = output / step if step in steps else output
         shutil.rmtree(done, ignore_errors=True)
-        used = watched(command, limit=limit)
-        runs = [json.loads(file.read_bytes()) for file in done.rglob("run.json")]
-        if done == output:
-            shutil.rmtree(output)
+        used = watched(command, limit)
+        runs = [json.loads(each.read_bytes()) for each in done.rglob("run.json")]
         tasks = sum(stage["cpu_seconds"] for each in runs for stage in each["stages"])
-        return {**vars(used), "bytes": size, "tasks": tasks}
+        return {**used, "bytes": written, **({"tasks": tasks} if tasks else {})}
 
     return turn
 
 
-def power(own: Figures, first: Figures) -> float | None:
-    if own is first or not first or not own["tasks"] or not first["tasks"]:
-        return None
-    return math.log(own["tasks"] / first["tasks"]) / math.log(own["bytes"] / first["bytes"])
+def power(own: Figures, first: Figures) -> float:
+    smallest = {} if own is first else first
+    ratios = [own[key] / smallest[key] for key in ("tasks", "bytes")]
+    return math.log(ratios[0]) / math.log(ratios[1])
 
 
 def failure(found: Results) -> str:
-    failed = [" ".join(row) for row, reason in found.reasons.items() if reason]
+    failed = [" ".join(row) for row, each in found.contenders.items() if each["reason"]]
     return f"Over the limit of memory: {', '.join(failed)}" if failed else ""
 
 
 def result(found: Results) -> str:
-    if failed := failure(found):
-        return failed
-    largest = found.rows[-1][1]
-    peak = found.range(PEAK, "{:.0f}").split()[-1]
-    if (CHAIN, largest) not in found.rows:
-        return f"No step takes more than {peak} MB."
-    seconds, speed = (found.median(CHAIN, largest, each) for each in ("seconds", SPEED))
-    return (
-        f"{largest} go through the whole chain in {seconds:.1f} s, {speed:.1f} MB/s by the clock; "
-        f"no step takes more than {peak} MB."
-    )
+    size, peak = found.rows[-1][1], found.range(PEAK, "{:.0f}").split()[-1]
+    chain = found.cell(CHAIN, size, "seconds")
+    said = f"{size} go through the whole chain in {chain.median:.1f} s. " if chain else ""
+    return failure(found) or f"{said}No step takes more than {peak} MB."
 
 
-def main(
+def contenders(
     flags: Flags,
-    vocabulary: Vocabulary,
+    tokenizer: Path = Path("runs/quickstart/tokenizer"),
     text: tuple[Path, ...] = (),
     evaluation: tuple[Path, ...] = (ROOT / "README.md", ROOT / "docs" / "reproduce.md"),
     sizes: tuple[str, ...] = ("20MB",),
     steps: tuple[str, ...] = (*STEPS, CHAIN, URLS),
     workers: int = 2,
-    memory: str = "",
     limit: str = "1.5GB",
-    work: Path | None = None,
-) -> None:
-    """Measure steps.
+) -> Iterator[Contender]:
+    """Measure steps; without text and evaluation on English of this Python and this project's own.
 
     Args:
-        text: JSON lines of real text, or folders of them; by default English of this Python.
-        evaluation: files whose n-grams are cut out of the text; by default this project's own.
-        sizes: of the corpora, the smallest first.
-        steps: what is measured; the chain is of those named.
-        workers: processes of every step.
-        memory: the steps' own --memory, of each task; by default theirs.
+        tokenizer: folder of vocab.json and merges.txt.
+        text: JSON lines, or folders of them, that corpora of these sizes are made of.
+        evaluation: files whose n-grams are cut out.
         limit: memory that all processes of a step together may hold.
-        work: folder for corpora and outputs, about twelve times the sizes; by default a temporary
-            one.
     """
-    if unknown := {*steps} - {*STEPS, CHAIN, URLS}:
-        raise ValueError(f"--steps {sorted(unknown)[0]}: there are {[*STEPS, CHAIN, URLS]}")
-    chained = [step for step in STEPS if step in steps]
-    given = {"workers": workers, "memory": memory, "limit": parse_size("--limit", limit)}
-    given["evaluation"] = [str(each.resolve()) for each in evaluation]
-    common = {"steps": chained, "words": vocabulary.files, "given": given}
-    made = {each: each for each in sizes}
-    with corpora(made, flags.rounds or 1, text, workers=workers, work=work) as folder:
-        contenders = [
-            Contender(
-                name=size,
-                group=step,
-                run=run,
-                arguments={**common, "step": step, "folder": str(folder / size)},
-                x=parse_size("--sizes", size) / 1e6,
-            )
-            for step in (*chained, *(each for each in (CHAIN, URLS) if each in steps))
-            for size in sizes
-        ]
-        question = Question(
-            title="Steps of the corpus pipeline against size",
-            method=__doc__,
-            contenders=contenders,
-            columns=(
-                Column(CPU, "cpu", "{:.1f}"),
-                Column("of tasks", "tasks", "{:.1f}"),
-                Column("seconds", "wall", "{:.1f}"),
-                Column(SPEED, "bytes", "{:.1f}", per="wall", unit=1e6),
-                Column(PEAK, "peak_bytes", "{:,.0f}", unit=1e6),
-                Column("tasks grow with size to the power", power, "{:.2f}"),
-            ),
-            result=result,
-            failure=failure,
-            rounds=1,
-            warm_up=0,
-            together=False,
-            packages=("numpy", "numba", "ftfy", "pycld2", "gigatoken", "orjson"),
-            settings={"workers": workers, "memory": memory or "default", "limit": limit},
-            picture="lines",
-            drawn=(f"{CPU} | seconds | {PEAK}",),
-        )
-        ask(question, flags)
+    for size in sizes:
+        for seed in range(flags.rounds or QUESTION.rounds):
+            generate(scratch() / size / str(seed), text, size, seed, workers)
+    given = {"steps": [step for step in STEPS if step in steps], "workers": workers}
+    given |= {"tokenizer": str(tokenizer.resolve()), "limit": parse_size("--limit", limit)}
+    given |= {"evaluation": [str(file.resolve()) for file in evaluation]}
+    for step in (*given["steps"], *(each for each in (CHAIN, URLS) if each in steps)):
+        for size in sizes:
+            arguments = {"step": step, "size": size, "folder": str(scratch()), "given": given}
+            x = parse_size("--sizes", size) / 1e6
+            yield Contender(size, run, arguments, group=step, x=x)
 
+
+COLUMNS = (
+    Column("CPU seconds", "cpu", "{:.1f}"),
+    Column("of tasks", "tasks", "{:.1f}"),
+    Column("seconds", "wall", "{:.1f}"),
+    Column("MB per second", "bytes", "{:.1f}", per="wall", unit=1e6),
+    Column(PEAK, "peak_bytes", "{:,.0f}", unit=1e6),
+    Column("tasks grow with size to the power", power, "{:.2f}"),
+)
+QUESTION = Question(
+    contenders,
+    COLUMNS,
+    result,
+    failure=failure,
+    rounds=1,
+    warm_up=0,
+    together=False,
+    picture="lines",
+    drawn=(f"CPU seconds | seconds | {PEAK}",),
+)
 
 if __name__ == "__main__":
-    cli(main)
+    QUESTION.run()

@@ -2,14 +2,11 @@
 
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import corpus_dedup, corpus_grouping, corpus_steps, tokenise
-from benchmarks.corpus_generator import generate, read
+from benchmarks import corpus_grouping, corpus_steps, tokenise
 from tests.benchmarks.run import figures, run
 from tests.data.samples import write_tokenizer
 from tools.corpus import harvest
@@ -51,7 +48,6 @@ def test_grouping_finds_the_groups_that_sorting_finds(tmp_path: Path) -> None:
 
 def test_cleaning_is_that_of_the_peers(text: Path, tmp_path: Path) -> None:
     record = run(tmp_path, "corpus_clean", "--text", text, "--megabytes", 0.2)
-    assert record["documents"] > 20
     sizes = {figures(record, name, "repair")["bytes"] for name in (OURS, "ftfy")}
     assert sizes == {figures(record, OURS, "whole step")["bytes"]}
     assert sizes.pop() == pytest.approx(200_000, rel=0.2)
@@ -63,40 +59,13 @@ def test_deduplication_keeps_what_the_truth_keeps(text: Path, tmp_path: Path) ->
     for name in (OURS, "datasketch"):
         found = figures(record, name)
         assert found["missed"] == found["wrong"] == 0
-        assert 0 < found["documents"] - found["kept"] <= 0.05 * found["documents"]
+        assert found["documents"] > 60
         assert found["peak_bytes"] > 2**20
 
 
-def test_what_was_kept_is_compared_with_the_truth(text: Path, tmp_path: Path) -> None:
-    generate((text,), output=tmp_path / "made", size="2MB", workers=1)
-    documents, pairs = read(tmp_path / "made")
-    every = {each["id"] for each in documents}
-    removed = {each["id"] for each in pairs if each["jaccard"] >= 0.7}
-    assert removed
-    assert removed < {each["id"] for each in pairs}
-
-    def counts(kept: set[str]) -> tuple[int, int]:
-        found = corpus_dedup.compared(tmp_path / "made", kept)
-        return found["missed"], found["wrong"]
-
-    assert counts(every) == (len(removed), 0)
-    assert counts(every - removed) == (0, 0)
-    assert counts(every - removed - {pairs[0]["of"]}) == (0, 1)
-
-
-def dedup_rounds(**figures: int) -> Any:
-    own = {"documents": 1000, "missed": 0, "wrong": 0} | figures
-    return SimpleNamespace(rounds={("", OURS): [own]})
-
-
-def test_too_many_wrong_documents_are_a_failure() -> None:
-    assert not corpus_dedup.failure(dedup_rounds(missed=1))
-    assert "removes 2" in corpus_dedup.failure(dedup_rounds(wrong=2))
-
-
 def test_both_tokenise_to_the_same_bytes(text: Path, tmp_path: Path) -> None:
-    vocabulary, merges = write_tokenizer(tmp_path)
-    words = ["--vocab-file", vocabulary, "--merge-file", merges, "--text", text, "--real", text]
+    write_tokenizer(tmp_path)
+    words = ["--tokenizer", tmp_path, "--text", text, "--real", text]
     record = run(tmp_path, "tokenise", *words, "--size", "600KB", "--peer-size", "200KB")
     ours, peer = (figures(record, name, "generated text") for name in (OURS, tokenise.PEER))
     assert ours["bytes"] > 2 * peer["bytes"] > 200_000
@@ -105,19 +74,10 @@ def test_both_tokenise_to_the_same_bytes(text: Path, tmp_path: Path) -> None:
         assert each["speed"] > each["bytes"] / 1e6 / each["cpu"][0] > 0
 
 
-def test_a_vocabulary_that_is_missing_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--vocab-file"):
-        _ = tokenise.Vocabulary(vocab_file=tmp_path / "none.json").files
-
-
-def steps(text: Path, folder: Path, *words: object, status: int = 0) -> dict[str, Any]:
-    vocabulary, merges = write_tokenizer(folder)
-    given = ["--vocab-file", vocabulary, "--merge-file", merges, "--text", text, "--workers", 1]
-    return run(folder, "corpus_steps", *given, *words, status=status)
-
-
 def test_steps_run_one_after_another_and_as_a_chain(text: Path, tmp_path: Path) -> None:
-    record = steps(text, tmp_path, "--steps", "clean", "dedup", "chain", "--sizes", "300KB")
+    write_tokenizer(tmp_path)
+    words = ["--tokenizer", tmp_path, "--text", text, "--workers", 1, "--sizes", "300KB"]
+    record = run(tmp_path, "corpus_steps", *words, "--steps", "clean", "dedup", "chain")
     found = {step: figures(record, "300KB", step) for step in ("clean", "dedup", "chain")}
     cpu = {step: each["cpu"][0] for step, each in found.items()}
     assert all(0 < each["tasks"] < cpu[step] for step, each in found.items())
@@ -126,7 +86,8 @@ def test_steps_run_one_after_another_and_as_a_chain(text: Path, tmp_path: Path) 
 
 
 def test_a_step_at_two_sizes_is_drawn(text: Path, tmp_path: Path) -> None:
-    record = steps(text, tmp_path, "--steps", "urls", "--sizes", "200KB", "2MB")
+    words = ["--text", text, "--steps", "urls", "--sizes", "200KB", "2MB"]
+    record = run(tmp_path, "corpus_steps", *words)
     small, large = (figures(record, size, "urls") for size in ("200KB", "2MB"))
     assert large["bytes"] > 4 * small["bytes"] > 0
     assert "No step takes more than" in record["page"]
@@ -134,8 +95,8 @@ def test_a_step_at_two_sizes_is_drawn(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_step_over_the_limit_is_a_failure(text: Path, tmp_path: Path) -> None:
-    words = ["--steps", "dedup", "--sizes", "200KB", "--limit", "120MB"]
-    record = steps(text, tmp_path, *words, status=1)
+    words = ["--text", text, "--steps", "dedup", "--sizes", "200KB", "--limit", "120MB"]
+    record = run(tmp_path, "corpus_steps", *words, status=1)
     (only,) = record["contenders"]
     assert "out of memory" in only["reason"]
     assert "Over the limit of memory: dedup 200KB" in record["page"]
@@ -144,17 +105,15 @@ def test_a_step_over_the_limit_is_a_failure(text: Path, tmp_path: Path) -> None:
 def test_growth_is_a_power_of_the_size() -> None:
     first, own = {"tasks": 2.0, "bytes": 10}, {"tasks": 16.0, "bytes": 20}
     assert corpus_steps.power(own, first) == pytest.approx(3)
-    assert corpus_steps.power(first, first) is None
-    assert corpus_steps.power({**own, "tasks": 0.0}, first) is None
+    with pytest.raises(KeyError):
+        corpus_steps.power(first, first)
 
 
 def test_a_run_is_described_by_its_steps() -> None:
-    given = {"workers": 3, "memory": "8MB", "evaluation": ["/e"]}
-    steps = ["dedup", "split", "tokenise"]
-    words = ["/v", "/m"]
-    found = tomllib.loads(corpus_steps.describe(steps, Path("/t"), Path("/o"), words, given))
-    assert found["input"] == ["/t"]
-    assert [name for name in found if isinstance(found[name], dict)] == steps
-    assert found["split"] == {"shard_size": "2000000B"}
-    raw = corpus_steps.describe(["extract"], Path("/t"), Path("/o"), words, given)
+    given = {"steps": ["dedup", "tokenise"], "workers": 3, "evaluation": [], "tokenizer": "/v"}
+    found = tomllib.loads(corpus_steps.describe(Path("/t"), Path("/o"), given))
+    words = {"vocab_file": "/v/vocab.json", "merge_file": "/v/merges.txt", "append_eod": True}
+    own = {"input": ["/t"], "dedup": {}, "tokenise": words}
+    assert found == {"output": "/o", "workers": 3, **own}
+    raw = corpus_steps.describe(Path("/t"), Path("/o"), {**given, "steps": ["extract"]})
     assert tomllib.loads(raw)["extract"]["generated"]["input"] == ["/t"]
