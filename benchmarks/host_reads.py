@@ -1,84 +1,54 @@
-"""How often the host waits for the device in a training step of GPT-2 and of BERT.
+"""How often a training step of GPT-2 and of BERT waits for the device.
 
 Whatever the host reads is finished before it goes on, so that a GPU runs out of work. A step reads
 once: loss, gradient norm and votes together. Operators are counted as they run, those of the
-backward too (tools/layouts/meters.py), in bf16 and with dropout. On a CPU nothing waits, but the
-same is counted. Exit status: 0 each step reads once, 1 one reads more.
+backward too, in bf16 and with dropout. On a CPU nothing waits, but the same is counted.
 """
 
 import sys
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-
-from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn, ask, cli
-from benchmarks.report import Results
-from megatron.config.model import BertConfig, GPT2Config
-from megatron.config.training import OptimizerConfig, PrecisionConfig
-from megatron.train.loader import prefetch
-from megatron.train.state import build_state
-from megatron.train.step import train_step
-from tools.layouts.job import RandomSamples
+from benchmarks import steps
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from tools.layouts.meters import host_reads
 
-BATCH, LENGTH, VOCABULARY = 4, 64, 512
-SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
-SHAPE["max_position_embeddings"] = LENGTH
-KINDS = {"gpt2": (GPT2Config, None), "bert": (BertConfig, 0.15)}
+KINDS = {"gpt2": PretrainGPT2Config, "bert": PretrainBertConfig}
+FLAGS = "--preset miniature_{} --hidden-dropout 0.1 --attention-dropout 0.1 --vocab-size 512 --bf16"
 
 
-def contender(rank: Rank, kind: str, micro_batches: int) -> Turn:
-    config, mask_prob = KINDS[kind]
-    settings = config(**SHAPE), OptimizerConfig(), PrecisionConfig()
-    state = build_state(*settings, rank.mesh(), VOCABULARY, seed=0, dtype=torch.bfloat16)
-    samples = RandomSamples(vocabulary=VOCABULARY, length=LENGTH, seed=0, mask_prob=mask_prob)
+def contender(rank: Rank, kind: str, n: int) -> Turn:
+    config = parse(KINDS[kind], FLAGS.format(kind).split(), {})
+    state = steps.build(config, rank.mesh())
 
-    def turn() -> dict[str, int]:
-        starts = range(state.samples, state.samples + BATCH, BATCH)
-        (batches,) = prefetch(
-            samples, starts, micro_batch_size=BATCH // micro_batches, data_rank=0, data_size=1
-        )
+    def turn() -> Figures:
+        batches = [steps.batch_of(config, number) for number in range(n)]
         with host_reads() as found:
-            train_step(state, batches, 1e-3)
+            steps.train_step(state, batches, steps.LEARNING_RATE)
         return {"reads": found.total()}
 
     return turn
 
 
-def failure(found: Results) -> str:
-    reads = {row: found.median(*row, "reads") for row in found.rows}
-    wrong = [f"{kind}, {name}" for (kind, name), number in reads.items() if number != 1]
-    return f"these do not read once a step: {'; '.join(wrong)}" if wrong else ""
+def contenders(flags: Flags) -> Iterator[Contender]:
+    """Count. Exit status 1: a step reads more than once."""
+    for kind, n in product(KINDS, (1, 4)):
+        yield Contender(f"{n} micro-batches", contender, {"kind": kind, "n": n}, group=kind)
 
 
-def main(flags: Flags) -> None:
-    """Count."""
-    ask(
-        Question(
-            title="How often a training step waits for the device",
-            method=__doc__,
-            contenders=[
-                Contender(
-                    name=f"{n} micro-batches",
-                    group=k,
-                    run=contender,
-                    arguments={"kind": k, "micro_batches": n},
-                )
-                for k, n in product(KINDS, (1, BATCH))
-            ],
-            columns=(Column("reads", "reads", "{:.0f}"),),
-            result=lambda found: f"The host reads {found.range('reads', '{:.0f}')} time a step.",
-            failure=failure,
-            rounds=1,
-            packages=("torch",),
-        ),
-        flags,
-    )
-
+QUESTION = Question(
+    contenders,
+    [Column("reads", "reads", "{:g}")],
+    lambda found: f"The host reads {found.range('reads', '{:g}')} time a step.",
+    failure=lambda found: "" if found.range("reads", "{:g}") == "1" else "a step reads again",
+    rounds=1,
+)
 
 if __name__ == "__main__":
-    cli(main)
+    QUESTION.run()

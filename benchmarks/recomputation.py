@@ -1,15 +1,14 @@
-"""What it costs, and what it saves, that the backward pass computes activations again.
+"""Recomputation: what it costs and saves.
 
 Whole training steps of this project with --recompute-granularity none, selective and full, without
-dropout and with the paper's; from the same weights, on the same samples, and the same elements are
-dropped, so that every loss has to be the same bit for bit. FLOPs are those of the formulas of
-tools/plan.py, of causal attention half. `train_step.py` has the same beside others.
+dropout and with the paper's, from the same weights on the same samples, whose losses have to be the
+same bit for bit. FLOPs are those of tools/plan.py, with causal attention's products whole.
 """
 
-import shlex
 import sys
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -17,78 +16,39 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 import torch._dynamo  # noqa: F401 - here, or the first recomputation would import it
 
 from benchmarks import steps
-from benchmarks.growth import on_paper
-from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn, ask, cli
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
+from tools.planning.trace import Step
 
 RATIO = "its time / none's"
 
 
 def contender(rank: Rank, flags: list[str]) -> Turn:
-    step, flops = steps.ours(rank, flags, keeps=True), on_paper(flags, 1)["flops"]
-    return lambda: {**(step() or {}), "flops": flops}
+    return steps.ours(rank, flags, keeps=True)
 
 
-def main(
-    flags: Flags,
-    preset: str = "gpt2_30m",
-    dtype: Literal["fp32", "bf16"] = "fp32",
-    dropout: tuple[float, ...] = (0.0, 0.1),
-    vocab_size: int = 8192,
-    more: str = "",
-) -> None:
-    """Compare steps.
-
-    Args:
-        preset: of pretrain_gpt2.py, a name or a file.
-        dtype: of weights and activations.
-        dropout: each of attention's probabilities, embeddings and residuals alike.
-        vocab_size: of the model.
-        more: flags of pretrain_gpt2.py, as --more="--seq-length 1024 --micro-batch-size 1".
-    """
-    contenders = []
-    for p in dropout:
-        words = ["--preset", preset, "--bf16" if dtype == "bf16" else "--no-bf16"]
+def contenders(flags: Flags, preset: str = "gpt2_30m", bf16: bool = False) -> Iterator[Contender]:
+    """Compare steps, of a preset of pretrain_gpt2.py, in fp32 or bf16."""
+    for p, name in product((0.0, 0.1), ("none", "selective", "full")):
+        words = ["--preset", preset, "--vocab-size", "8192", "--recompute-granularity", name]
         words += ["--attention-dropout", str(p), "--hidden-dropout", str(p)]
-        words += ["--vocab-size", str(vocab_size), *shlex.split(more)]
-        for each in ("none", "selective", "full"):
-            arguments: dict[str, Any] = {"flags": [*words, "--recompute-granularity", each]}
-            contenders.append(
-                Contender(
-                    name=each,
-                    group=f"dropout {p:g}",
-                    run=contender,
-                    arguments=arguments,
-                    threads=2,
-                    same={"loss": 0},
-                )
-            )
-    ask(
-        Question(
-            title="Recomputation: what it costs and saves",
-            method=__doc__,
-            contenders=contenders,
-            columns=(
-                Column("seconds", "wall", "{:.3f}"),
-                Column("CPU seconds", "cpu", "{:.3f}"),
-                Column(RATIO, "wall", "{:.3f}", "its / first"),
-                Column("its FLOPs / none's", "flops", "{:.3f}", "its / first"),
-                Column("kept for the backward, MiB", "kept_bytes", "{:,.0f}", unit=2**20),
-                Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
-            ),
-            result=lambda found: " ".join(
-                f"With {group} a step takes {found.median(group, 'full', RATIO):.2f} of its time "
-                f"with full recomputation, {found.median(group, 'selective', RATIO):.2f} with "
-                "selective."
-                for group in dict.fromkeys(group for group, _ in found.rows)
-            ),
-            turns=3,
-            warm_up=2,
-            packages=("torch",),
-            settings={"preset": Path(preset).name.removesuffix(".toml"), "dtype": dtype},
-        ),
-        flags,
-    )
+        words.append("--bf16" if bf16 else "--no-bf16")
+        facts = {"flops": Step(steps.read(words), 1, "bf16" if bf16 else "fp32").executed_flops}
+        group, own = f"dropout {p:g}", {"flags": words}
+        yield Contender(name, contender, own, group=group, threads=2, same={"loss": 0}, facts=facts)
 
+
+COLUMNS = (
+    Column("seconds", "wall", "{:.3f}"),
+    Column("CPU seconds", "cpu", "{:.3f}"),
+    Column(RATIO, "wall", "{:.3f}", "its / first"),
+    Column("its FLOPs / none's", "flops", "{:.3f}", "its / first"),
+    Column("kept for the backward, MiB", "kept_bytes", "{:,.0f}", unit=2**20),
+    Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
+)
+RESULT = "With selective or full recomputation a step takes {} of its time."
+QUESTION = Question(
+    contenders, COLUMNS, lambda found: RESULT.format(found.range(RATIO)), turns=3, warm_up=2
+)
 
 if __name__ == "__main__":
-    cli(main)
+    QUESTION.run()
