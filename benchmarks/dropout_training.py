@@ -15,12 +15,12 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Column, Contender, Figures, Flags
-from benchmarks.program import TEXT, WholeRuns, training
+from benchmarks.program import FILE, TEXT, WholeRuns, training
 from benchmarks.report import Results
 
 FLAGS = """\
 --preset quickstart --split 90,10,0 --attention-dropout 0.1 --hidden-dropout 0.1"""
-TORCHS = """\
+TORCHS = """-c
 import runpy
 from torch.nn.functional import dropout
 from megatron.parallel.dropout import Dropout
@@ -57,7 +57,7 @@ def contenders(
     for seed in range(1, seeds + 1):
         for name, rng, program in (
             ("torch's", "kernel", TORCHS),
-            ("by coordinates", "coordinates", ""),
+            ("by coordinates", "coordinates", FILE),
         ):
             start = [*words, "--seed", str(seed), "--attention-dropout-rng", rng]
             arguments = {"starts": [(1, start)], "program": program}

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,12 +31,12 @@ SETTINGS = """\
 
 
 def fine_tuned(rank: Rank, words: Sequence[str]) -> Turn:
+    record = scratch() / "record.json"
+
     def turn() -> Figures:
-        with TemporaryDirectory() as folder:
-            record = Path(folder, "record.json")
-            command = [sys.executable, "tasks/main.py", *words, "--output", str(record)]
-            subprocess.run(command, cwd=ROOT, env=rank.environ, check=True)
-            last = json.loads(record.read_text())["last_epoch"]
+        command = [sys.executable, "tasks/main.py", *words, "--output", str(record)]
+        subprocess.run(command, cwd=ROOT, env=rank.environ, check=True)
+        last = json.loads(record.read_text())["last_epoch"]
         return {f"{name} {key}": last[name][key] for name in last for key in last[name]}
 
     return turn
@@ -50,19 +49,15 @@ def contenders(
     valid_data: Path = DATA / "glue/MNLI/dev.json",
     settings: str = SETTINGS,
 ) -> Iterator[Contender]:
-    """Compare the two.
+    """Compare the two. settings: flags of tasks/main.py, in one word.
 
-    Args:
-        pretrained: checkpoints of pretrain_bert.py; by default of scripts/paper/miniature.sh.
-        train_data: by default in the folder MEGATRON_TEST_DATA, as valid_data is.
-        settings: other flags of tasks/main.py, as one word.
+    Data are by default in the folder MEGATRON_TEST_DATA, models of scripts/paper/miniature.sh.
     """
-    given = open_trained(
-        TrainedConfig(load=str(pretrained)), ParallelConfig(), 1, ("bert",), "--pretrained"
-    )
-    config, size, twin = config_of(given[2]), given[2]["vocab_size"], scratch() / "twin"
+    trained = TrainedConfig(load=str(pretrained))
+    _, tokenizer, facts = open_trained(trained, ParallelConfig(), 1, ("bert",))
+    config, size, twin = config_of(facts), facts["vocab_size"], scratch() / "initial"
     weights = initial_weights(config, size)
-    write_checkpoint(twin, config, weights, size, given[1], "initial weights", lambda _: None)
+    write_checkpoint(twin, config, weights, size, tokenizer, "initial weights", lambda _: None)
     words = [*shlex.split(settings), "--train-data", str(train_data.resolve(strict=True))]
     words += ["--valid-data", str(valid_data.resolve(strict=True))]
     for name, folder in {"pretrained": pretrained.resolve(), "random weights": twin}.items():
@@ -70,16 +65,15 @@ def contenders(
         yield Contender(name, fine_tuned, arguments, threads=2)
 
 
-COLUMNS = (
-    Column("accuracy", "accuracy median", "{:.4f}"),
-    Column("lowest", "accuracy min", "{:.4f}"),
-    Column("highest", "accuracy max", "{:.4f}"),
-    Column("most frequent class", "majority_accuracy median", "{:.4f}"),
-)
 QUESTION = WholeRuns(
     contenders,
-    COLUMNS,
-    lambda found: ", ".join(
+    (
+        Column("accuracy", "accuracy median", "{:.4f}"),
+        Column("lowest", "accuracy min", "{:.4f}"),
+        Column("highest", "accuracy max", "{:.4f}"),
+        Column("most frequent class", "majority_accuracy median", "{:.4f}"),
+    ),
+    lambda found: "; ".join(
         f"{name}: accuracy {found.median('', name, 'accuracy'):.4f}" for _, name in found.rows
     ),
 )

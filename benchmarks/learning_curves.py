@@ -4,9 +4,9 @@ One training run at several layouts and in transformers: how far their losses dr
 this project are the program's own: serial; cut over tensor-parallel ranks (t); with data
 parallelism (d) beside it; resumed at another layout; in bf16. The independent loop is transformers'
 model and schedule with torch's AdamW and clipping, from the same weights on the same batches; one
-of two clips by a norm whose squares are added up in fp64. Without dropout and in fp32 nothing
-differs but the order in which sums are rounded. Learning rates have to agree. A gap is the absolute
-difference to the serial run's loss of the same step.
+of two clips by a norm whose squares are added up in fp64. Without dropout nothing differs in
+fp32 but how sums are rounded. Learning rates have to agree. A gap is the absolute difference to the
+serial run's loss of the same step.
 """
 
 import sys

@@ -12,24 +12,22 @@ from benchmarks.harness import Figures, Question, Rank, Turn
 from benchmarks.processes import ROOT
 from megatron.train.metrics import read_metrics
 
-TEXT = Path("runs/quickstart/data/train_text_document")
+FILE, TEXT = "pretrain_gpt2.py", Path("runs/quickstart/data/train_text_document")
 DATA = Path(os.environ.get("MEGATRON_TEST_DATA", "data"))  # files that nothing here can make
 WholeRuns = partial(Question, rounds=1, warm_up=0, together=False)
 
 
-def training(rank: Rank, starts: Sequence[tuple[int, Sequence[str]]], program: str = "") -> Turn:
+def training(rank: Rank, starts: Sequence[tuple[int, Sequence[str]]], program: str = FILE) -> Turn:
     """A turn is a whole run. Its figures: of each step the loss before the update, and the rate.
 
-    starts: number of processes, and flags; a later one resumes from what the one before has saved.
-    program: Python instead of the file.
+    starts: processes, and flags; a later one resumes. program: a file, or -c and Python in a word.
     """
 
     def turn() -> Figures:
         with TemporaryDirectory() as folder:
             for processes, flags in starts:
                 torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {processes}"
-                command = [sys.executable, *(torchrun.split() if processes > 1 else ())]
-                command += ["-c", program] if program else ["pretrain_gpt2.py"]
+                command = [sys.executable, *(torchrun.split() if processes > 1 else ()), program]
                 command += [*flags, "--log-interval", "1", "--save", folder, "--load", folder]
                 subprocess.run(command, cwd=ROOT, env=rank.environ, check=True)
             lines = read_metrics(Path(folder, "metrics.jsonl"))
