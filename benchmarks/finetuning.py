@@ -58,8 +58,8 @@ def contenders(
     config, size, twin = config_of(facts), facts["vocab_size"], scratch() / "initial"
     weights = initial_weights(config, size)
     write_checkpoint(twin, config, weights, size, tokenizer, "initial weights", lambda _: None)
-    words = [*shlex.split(settings), "--train-data", str(train_data.resolve(strict=True))]
-    words += ["--valid-data", str(valid_data.resolve(strict=True))]
+    words = [*shlex.split(settings), "--train-data", str(train_data.resolve())]
+    words += ["--valid-data", str(valid_data.resolve())]
     for name, folder in {"pretrained": pretrained.resolve(), "random weights": twin}.items():
         arguments = {"words": [*words, "--load", str(folder)]}
         yield Contender(name, fine_tuned, arguments, threads=2)

@@ -128,7 +128,7 @@ def contenders(
         tokenizer: folder with vocab.json and merges.txt, for the model that is made.
     """
     data = {LAMBADA: lambada_data, WIKITEXT: wikitext_data}
-    files = {task: str(file.resolve(strict=True)) for task, file in data.items()}
+    files = {task: str(file.resolve()) for task, file in data.items()}
     load = load or made(lambada_data, tokenizer)
     ours: dict[str, Any] = {"load": str(load.resolve()), "files": files}
     for name, run, own, needs in (
