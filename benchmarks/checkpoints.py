@@ -45,24 +45,23 @@ def contender(rank: Rank, what: str, disk: str, preset: str) -> Turn:
 
     first = save()
     (file,) = Path(folder).glob("step_*/*.safetensors")
-    commands = {READ: ["dd", "bs=4M", f"if={file}", "of=/dev/null"],
-                WRITTEN: ["dd", "bs=4M", f"if={memory}/file", f"of={file}", "conv=fsync"]}  # fmt: skip
+    words = f"dd if={file.name} of=/dev/null bs=4M status=none"
+    before = f"{words} iflag=nocache count=0"  # drops the file from the page cache
     if what == WRITTEN:
         copyfile(file, f"{memory}/file")
+        words = f"dd if={memory}/file of={file.name} bs=4M status=none conv=fsync"
+        before = f"rm {file.name}"
 
     def turn() -> Figures:
         if what in SAVES:
             rmtree(file.parent)
             return save() | {"first": first["wall"]}
-        before = (
-            ["rm", file] if what == WRITTEN else ["dd", f"if={file}", "iflag=nocache", "count=0"]
-        )
-        subprocess.run(before, check=True)  # dd drops the file from the page cache
+        subprocess.run(before.split(), cwd=file.parent, check=True)
         start = time.perf_counter()
         if what == LOAD:
             state.load(verify(file.parent, state.mesh))
         else:
-            subprocess.run(commands[what], check=True)
+            subprocess.run(words.split(), cwd=file.parent, check=True)
         return {"wall": time.perf_counter() - start, "bytes": first["bytes"]}
 
     return turn
@@ -79,14 +78,10 @@ def contenders(
         yield Contender(name, contender, own, group=group, threads=2)
 
 
-def speed(own: Figures, _: Figures) -> float:
-    return float(own["bytes"] / own.get("on_disk", own["wall"]) / 1e6)
-
-
 COLUMNS = (
     Column("seconds", "wall"),
     Column("its time / the first's", "wall", ratio="its / first"),
-    Column("MB/s", speed, "{:,.0f}"),
+    Column("MB/s", lambda x, _: x["bytes"] / x.get("on_disk", x["wall"]) / 1e6, "{:,.0f}"),
     Column("MB", "bytes", "{:,.0f}", unit=1e6),
     Column("the first one, seconds", "first"),
     Column("CPU seconds", "cpu"),

@@ -50,12 +50,12 @@ def checked_out(against: str) -> Path:
 def random_text(vocab_size: int) -> str:
     """The prefix of a data set."""
     prefix, numbers = str(scratch() / f"random_{vocab_size}"), np.random.default_rng(0)
-    facts = {"tokenizer_type": "random", "tokenizer_fingerprint": "random", "shuffled": True}
     with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
         for _ in range(100):
             tokens = np.append(numbers.integers(1, vocab_size, 2000), 0).astype(np.uint16)
             writer.add(tokens, np.array([len(tokens)], np.int32))
-        writer.commit(**facts, vocab_size=vocab_size, eod=0)
+        kind = {"tokenizer_type": "random", "tokenizer_fingerprint": "random"}
+        writer.commit(**kind, vocab_size=vocab_size, eod=0, shuffled=True)
     return prefix
 
 

@@ -1,8 +1,8 @@
 """How often a training step of GPT-2 and of BERT waits for the device.
 
 Whatever the host reads is finished before it goes on, so that a GPU runs out of work. A step reads
-once: loss, gradient norm and votes together. Operators are counted as they run, those of the
-backward too, in bf16 and with dropout. On a CPU nothing waits, but the same is counted.
+once: loss, gradient norm and votes together. Operators are counted, those of the backward too, in
+bf16 and with dropout. On a CPU nothing waits, but the same is counted.
 """
 
 import sys
