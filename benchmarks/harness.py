@@ -92,8 +92,9 @@ class Rank:
 class Contender:
     """run: called with a Rank and `arguments` in each process; prepares, and returns a turn.
 
-    needs: modules without which it is left out; missing: another reason. facts: figures that are
-    known beforehand, and shown of what is left out, too. x: its place in a picture of lines.
+    needs, memory: modules, and GB of the machine, without which it is left out; missing: another
+    reason. facts: figures that are known beforehand, and shown of what is left out, too. x: its
+    place in a picture of lines.
     same: figures of the warm-up turns, or else of the timed ones, and the share by which they may
     differ from those of the first of the group; beyond it nothing is reported.
     """
@@ -106,6 +107,7 @@ class Contender:
     ranks: int = 1
     threads: int = 1  # of a rank
     needs: Sequence[str] = ()
+    memory: float = 0.0
     missing: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
     same: Mapping[str, float] = field(default_factory=dict)
@@ -115,6 +117,9 @@ class Contender:
         """Why it is not measured, or nothing. launched: ranks; 1 where any number is started."""
         if lacking := [name for name in self.needs if not is_installed(name)]:
             return f"not installed: {', '.join(lacking)}"
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        if self.memory > memory:
+            return f"takes {self.memory:g} GB of memory, there are {memory:.0f}"
         if self.ranks > launched > 1:
             return f"takes {self.ranks} ranks, {launched} were started"
         return self.missing

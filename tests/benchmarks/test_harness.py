@@ -103,6 +103,7 @@ def test_what_cannot_be_measured_says_so_and_the_others_go_on() -> None:
             contender("first"),
             contender("lacks a module", needs=("json", "no_such.module")),
             contender("is not meant for this", missing="takes a GPU"),
+            contender("needs memory", memory=1e9),
             Contender(name="does not fit", run=failing, arguments=full, ranks=2),
             contender("last"),
         ],
@@ -111,8 +112,9 @@ def test_what_cannot_be_measured_says_so_and_the_others_go_on() -> None:
     reasons = [each.reason for each in found]
     assert reasons[1] == "not installed: no_such.module"
     assert reasons[2] == "takes a GPU"
-    assert reasons[3].startswith("out of memory")
-    assert [len(each.rounds) for each in found] == [2, 0, 0, 0, 2]
+    assert reasons[3].startswith("takes 1e+09 GB of memory, there are ")
+    assert reasons[4].startswith("out of memory")
+    assert [len(each.rounds) for each in found] == [2, 0, 0, 0, 0, 2]
 
 
 def test_other_failures_end_the_run_with_the_last_words_of_the_rank() -> None:
