@@ -72,7 +72,7 @@ host() { question host_reads 30 host_reads; }
 loss() { # wanted: in chunks at most 1.1 of the time of all logits at once
     local sizes=(--hidden-size 1536 --tokens 8192)
     [[ $small ]] && sizes=(--hidden-size 32 --tokens 64 --vocab-size 512)
-    question output_layer 40 output_layer --dtypes bf16 --tensor-parallel 1 "${sizes[@]}"
+    question output_layer 80 output_layer --tensor-parallel 1 "${sizes[@]}"
 }
 compile() { # wanted: MFU 45 %, transformers compiled 1.3 times our time
     steps 124M 170 gpt2_124m 16 1 "$ours" "$ours, not compiled" "$full" "plain torch" \

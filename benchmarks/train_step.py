@@ -102,7 +102,7 @@ class Group(NamedTuple):
             name,
             run,
             {"flags": flags, **arguments},
-            group=f"{self.preset}, {self.dtype}, t = {self.ranks}",
+            group=f"{Path(self.preset).name.removesuffix('.toml')}, {self.dtype}, t = {self.ranks}",
             ranks=1 if self.is_stubbed else self.ranks,
             threads=max(1, self.threads // self.ranks),
             needs=needs,

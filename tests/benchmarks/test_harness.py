@@ -144,7 +144,7 @@ def test_contenders_do_the_same_job(
             measured([contender("first", numbers[0]), other])
 
 
-def test_ranks_meet_and_are_added_up(tmp_path: Path) -> None:
+def test_ranks_meet_and_are_added_up() -> None:
     pair = Contender(name="pair", run=summing, ranks=2)
     assert measured([pair])[0].rounds[0]["sum"] == 3
 
@@ -206,9 +206,7 @@ def test_cells_are_medians_over_rounds_and_ratios_of_rounds() -> None:
     assert cell([1.0, 2.0]).low is None
 
 
-def test_a_page_says_the_result_first_and_keeps_notes_and_other_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_says_the_result_first_and_keeps_notes_and_other_machines(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
     asked = question(picture="bars")
     write_page(file, asked, [record({"a": [2.0]}), record({"a": [3.0]}, processor="Q")])
