@@ -2,7 +2,7 @@
 # Measure how training scales; one job of the largest world measures the smaller ones too:
 #
 #     sbatch --nodes 64 --gpus-per-node 8 --ntasks-per-node 8 --time 2:00:00 \
-#         scripts/slurm/scaling.sh --json scaling.json --page scaling.md --picture scaling.png
+#         scripts/slurm/scaling.sh --device cuda --json scaling.json --page scaling.md
 #SBATCH --job-name=scaling
 #SBATCH --output=%x-%j.log
 source scripts/slurm/body.sh || exit 2
