@@ -119,7 +119,7 @@ def contenders(
     for size in sizes:
         for seed in range(flags.rounds or QUESTION.rounds):
             generate(scratch() / size / str(seed), text, size, seed, workers)
-    given = {"steps": [step for step in STEPS if step in steps], "workers": workers}
+    given: Figures = {"steps": [step for step in STEPS if step in steps], "workers": workers}
     given |= {"tokenizer": str(tokenizer.resolve()), "limit": parse_size("--limit", limit)}
     given |= {"evaluation": [str(file.resolve()) for file in evaluation]}
     for step in (*given["steps"], *(each for each in (CHAIN, URLS) if each in steps)):

@@ -93,9 +93,14 @@ def write_sparse(prefix: Path, documents: int) -> None:
     starts[documents] = documents
     prefix.with_suffix(".bin").touch()
     os.truncate(prefix.with_suffix(".bin"), tokens * dtype.itemsize)
-    counts = {"documents": documents, "tokens": tokens, "vocab_size": size, "eod": size - 1}
-    names = ("tokenizer_type", "tokenizer_fingerprint", "bin_sha256", "idx_sha256")
-    Description(**counts, **dict.fromkeys(names, ""), shuffled=True).write(str(prefix))
+    facts: dict[str, Any] = {
+        "documents": documents,
+        "tokens": tokens,
+        "vocab_size": size,
+        "eod": size - 1,
+    }
+    facts |= dict.fromkeys(("tokenizer_type", "tokenizer_fingerprint"), "random")
+    Description(**facts, bin_sha256="", idx_sha256="", shuffled=True).write(str(prefix))
 
 
 def open_inputs(prefix: str, model: str, seq_length: int) -> Inputs:
