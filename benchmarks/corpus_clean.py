@@ -53,9 +53,8 @@ def job(group: str, name: str, file: Path, texts: list[str]) -> list[str]:
         with write_shard(settings.output, "part", "none") as shard:
             clean.clean_unit(cut([file], 1 << 40)[0], settings, Funnel(), shard)
         return texts
-    if group == WHOLE:
-        return [identify(text, len(text)) for text in texts]
-    return [*map(repair if group == REPAIR else identify, texts)]
+    how = {REPAIR: repair, LANGUAGE: identify, WHOLE: lambda text: identify(text, len(text))}
+    return [how[group](text) for text in texts]
 
 
 def run(rank: Rank, group: str, name: str, file: str) -> Turn:

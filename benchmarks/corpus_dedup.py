@@ -35,15 +35,15 @@ def ours(shards: Path) -> tuple[set[str], Figures]:
 def datasketch(shards: Path) -> tuple[set[str], Figures]:
     from datasketch import MinHash, MinHashLSH
 
-    index, texts, kept = MinHashLSH(num_perm=128, params=(25, 5)), {}, set()
-    for each in read(shards):
-        own, signature = five_grams(each["text"]), MinHash(128)
+    index, empty = MinHashLSH(num_perm=128, params=(25, 5)), MinHash(128)
+    texts, kept = {each["id"]: each["text"] for each in read(shards)}, set()
+    for name, text in texts.items():
+        own, signature = five_grams(text), empty.copy()
         signature.update_batch([gram.encode() for gram in own])
-        others = [five_grams(texts[name]) for name in index.query(signature)]
+        others = (five_grams(texts[other]) for other in index.query(signature))
         if all(len(own & other) < 0.7 * len(own | other) for other in others):
-            kept.add(each["id"])
-        index.insert(each["id"], signature)
-        texts[each["id"]] = each["text"]
+            kept.add(name)
+        index.insert(name, signature)
     return kept, {}
 
 

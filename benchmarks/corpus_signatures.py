@@ -7,7 +7,7 @@ expected). rensa gets shingles as strings, or hashes by the plain twin of this p
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def sign(name: str, shingle: Shingle, texts: Sequence[str]) -> Any:
     shingler = Shingler(shingle, seed=1, use_numba=name == OURS)
     if OURS in name:
         return shingler.sign_texts(texts)
-    sets = map(five_grams, texts)
+    sets: Iterable[set[str]] = map(five_grams, texts)
     if shingle == "word5":
         split = (text.lower().split() for text in texts)
         sets = ({" ".join(w[k : k + 5]) for k in range(max(1, len(w) - 4))} for w in split)

@@ -52,18 +52,18 @@ def run(rank: Rank, step: str, size: str, folder: str, given: Figures) -> Turn:
     made, steps, limit = Path(folder, size, str(rank.round)), given["steps"], given["limit"]
     written = sum(file.stat().st_size for file in (made / "shards").iterdir())
     output = made / (step if step in (CHAIN, URLS) else "steps")
-    command = [sys.executable, "-m", "tools.corpus"]
+    command = [sys.executable, "-m"]
     if step == URLS:
-        command[-1] += ".urls"
-        command += ["--input", str(made / "urls.txt"), "--output", str(output)]
-        command += ["--workers", str(given["workers"])]
+        urls = made / "urls.txt"
         pages = np.random.default_rng(1234).integers(written // 200, size=written // 2000).tolist()
-        urls = (f"https://www.site{page % 99991}.org/articles/{page}.html\n" for page in pages)
-        (made / "urls.txt").write_text("".join(urls))
+        lines = (f"https://www.site{page % 99991}.org/articles/{page}.html\n" for page in pages)
+        urls.write_text("".join(lines))
+        command += ["tools.corpus.urls", "--workers", str(given["workers"])]
+        command += ["--input", str(urls), "--output", str(output)]
     else:
         file = output.with_suffix(".toml")
         file.write_text(describe(made / "shards", output, given))
-        command += ["run", str(file), "--no-plan"]
+        command += ["tools.corpus", "run", str(file), "--no-plan"]
     if step in steps:
         if before := steps[: steps.index(step)]:  # what is done already is not done again
             watched([*command, "--until", before[-1]], limit)
@@ -119,7 +119,7 @@ def contenders(
     for size in sizes:
         for seed in range(flags.rounds or QUESTION.rounds):
             generate(scratch() / size / str(seed), text, size, seed, workers)
-    given = {"steps": [step for step in STEPS if step in steps], "workers": workers}
+    given: Figures = {"steps": [step for step in STEPS if step in steps], "workers": workers}
     given |= {"tokenizer": str(tokenizer.resolve()), "limit": parse_size("--limit", limit)}
     given |= {"evaluation": [str(file.resolve()) for file in evaluation]}
     for step in (*given["steps"], *(each for each in (CHAIN, URLS) if each in steps)):

@@ -40,7 +40,6 @@ from tools.data_files import IndexedDatasetWriter, pack_header
 
 DOCUMENT, SENTENCE = 1100, 25  # tokens, on average; OpenWebText has 9.0e9 in 8.0e6 documents
 VOCABULARY = {"gpt2": 50257, "bert": 30522}
-BATCH = 64  # samples of a step
 SPLIT = "949,50,1"
 CACHE, DISK, SPARSE = "from the page cache", "from the disk", "opening a sparse data set"
 RATIO = "x an H200's at 124M"
@@ -94,9 +93,14 @@ def write_sparse(prefix: Path, documents: int) -> None:
     starts[documents] = documents
     prefix.with_suffix(".bin").touch()
     os.truncate(prefix.with_suffix(".bin"), tokens * dtype.itemsize)
-    counts = {"documents": documents, "tokens": tokens, "vocab_size": size, "eod": size - 1}
-    names = ("tokenizer_type", "tokenizer_fingerprint", "bin_sha256", "idx_sha256")
-    Description(**counts, **dict.fromkeys(names, ""), shuffled=True).write(str(prefix))
+    facts: dict[str, Any] = {
+        "documents": documents,
+        "tokens": tokens,
+        "vocab_size": size,
+        "eod": size - 1,
+    }
+    facts |= dict.fromkeys(("tokenizer_type", "tokenizer_fingerprint"), "random")
+    Description(**facts, bin_sha256="", idx_sha256="", shuffled=True).write(str(prefix))
 
 
 def open_inputs(prefix: str, model: str, seq_length: int) -> Inputs:
@@ -111,15 +115,12 @@ def open_inputs(prefix: str, model: str, seq_length: int) -> Inputs:
 
 
 def run(rank: Rank, name: str, prefix: str, model: str, seq_length: int, steps: int) -> Turn:
-    data, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    binary, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
     def opened() -> tuple[Iterator[list[Batch]], Figures]:
         start = time.perf_counter()
-        samples, starts = (
-            open_inputs(prefix, model, seq_length).train,
-            range(0, BATCH * 10**9, BATCH),
-        )
-        coming = prefetch(samples, starts, micro_batch_size=8, data_rank=0, data_size=1)
+        data, starts = open_inputs(prefix, model, seq_length).train, range(0, 64 * 10**9, 64)
+        coming = prefetch(data, starts, micro_batch_size=8, data_rank=0, data_size=1)
         return coming, {"opening": time.perf_counter() - start}
 
     def read(coming: Iterator[list[Batch]]) -> Figures:
@@ -132,7 +133,7 @@ def run(rank: Rank, name: str, prefix: str, model: str, seq_length: int, steps: 
         peak = peak_memory("cpu")
         coming, seconds = opened()
         sizes = {"peak_bytes": peak(), "index": index.stat().st_size}
-        on_disk = 512 * (data.stat().st_blocks + index.stat().st_blocks)
+        on_disk = 512 * (binary.stat().st_blocks + index.stat().st_blocks)
         return {**seconds, **sizes, "on_disk": on_disk, **read(coming)}
 
     if name == SPARSE:
@@ -143,9 +144,9 @@ def run(rank: Rank, name: str, prefix: str, model: str, seq_length: int, steps: 
 
     def turn() -> Figures:
         if name == CACHE:  # in another process, whose memory is not counted
-            subprocess.run(["cat", str(data)], stdout=subprocess.DEVNULL, check=True)
+            subprocess.run(["cat", str(binary)], stdout=subprocess.DEVNULL, check=True)
         else:
-            with data.open("rb") as stream:
+            with binary.open("rb") as stream:
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return {**seconds, **read(coming), "peak_bytes": peak()}
 

@@ -1,6 +1,5 @@
 """The benchmark of the data path: what it writes and reads, and a whole run of it in miniature."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -43,18 +42,13 @@ def test_the_sparse_data_set_opens_as_a_whole_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["gpt2", "bert"])
 def test_all_figures_are_there(tmp_path: Path, model: str) -> None:
-    training = [{"wall": [2.0, 4.0], "tokens": 30}]
-    contenders = [{"rounds": []}, {"rounds": [{"wall": [1.0]}]}, {"rounds": training}]
-    (tmp_path / "steps.json").write_text(json.dumps([{"contenders": contenders}]))
     words = ["--model", model, "--tokens", 300_000, "--seq-length", 64, "--steps", 2]
-    record = run(tmp_path, "data_path", *words, "--training", tmp_path / "steps.json")
+    record = run(tmp_path, "data_path", *words)
     for name in (CACHE, DISK):
         found = figures(record, name, model)
         assert 0.5 < found["tokens"] / (2 * 64 * 64) <= 1
         assert 0 < found["wall"][0] < 1
         assert 0 <= found["peak_bytes"] < 2**25
-    (own,) = (each["facts"] for each in record["contenders"] if each["name"] == CACHE)
-    assert own == {"training": 10.0}
     if model == "gpt2":
         found = figures(record, SPARSE, model)
         assert found["opening"] < 5
