@@ -116,6 +116,9 @@ def contenders(
         evaluation: files whose n-grams are cut out.
         limit: memory that all processes of a step together may hold.
     """
+    if unknown := {*steps} - {*STEPS, CHAIN, URLS}:
+        raise ValueError(f"--steps {sorted(unknown)[0]}: there are {[*STEPS, CHAIN, URLS]}")
+    (tokenizer / "vocab.json").stat()  # it is missing before text is made
     for size in sizes:
         for seed in range(flags.rounds or QUESTION.rounds):
             generate(scratch() / size / str(seed), text, size, seed, workers)

@@ -141,7 +141,7 @@ class Processes:
                     failure = self.errors[place].read()[-4000:].strip() or "it said nothing"
         gathered = self.agents.gather([own, failure])
         for words in filter(None, (words for _, words in gathered)):
-            if found := re.search(f"^[^ \n].*({OUT_OF_MEMORY}).*", words, re.MULTILINE):
+            if found := re.search(f"^(?! ).*({OUT_OF_MEMORY}).*", words, re.MULTILINE):
                 raise OutOfMemoryError(f"out of memory: {found[0]}")
             raise RuntimeError(f"{self.contender.name} has failed:\n{words}")
         return [answer for answers, _ in gathered for answer in answers]

@@ -53,7 +53,7 @@ def watched(command: Sequence[str], limit: int | None = None) -> Figures:
         out.seek(0)
         words = out.read()
     if limit and (peak > limit or (child.returncode and "MemoryError" in words)):
-        raise MemoryError(f"out of memory: {peak / 1e6:.0f} MB held, {limit / 1e6:.0f} may be")
+        raise MemoryError(f"{peak / 1e6:.0f} MB held, {limit / 1e6:.0f} may be")
     if child.returncode:
         raise RuntimeError(f"{command}: status {child.returncode}\n{words[-3000:]}")
     cpu = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before
