@@ -3,8 +3,8 @@
 From files of unsorted rows (key, number), a file a band, to the groups of two members or more: here
 by the stages of tools.corpus.dedup, its files written and read again, and 100 MB for a part of a
 band. Keys are random; about every tenth is that of another row, too. All have to find the same
-groups. Peers read parquet and use all cores. Memory is what a process takes from before a
-contender's own modules are imported.
+groups. Peers read parquet and use all cores. Memory is what a process takes above its
+modules.
 """
 
 import sys
@@ -22,6 +22,7 @@ from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn, i
 OURS, RATE, PEAK = "this project", "M rows per CPU second", "peak MB"
 BAND = "a band at a time"
 PEERS = [f"{name}, {how}" for name in ("polars", "DuckDB") for how in (BAND, "all bands at once")]
+STAGES = ("tools.corpus.duplicates.grouping", "tools.corpus.duplicates.index")
 Groups = Iterable[Sequence[int]]  # (groups, members, sum of their numbers) of some bands
 
 
@@ -94,8 +95,9 @@ def contenders(flags: Flags, rows: int = 40_000_000, bands: int = 25) -> Iterato
     make_rows(scratch(), bands, rows // bands)
     for name in (OURS, *PEERS):
         arguments = {"name": name, "folder": str(scratch()), "rows": rows}
-        needs = () if name == OURS else ("polars", name.split(",")[0].lower())
-        yield Contender(name, run, arguments, needs=needs, same={"groups": 0})
+        needs = STAGES if name == OURS else ("polars", name.split(",")[0].lower())
+        memory = 200 * rows / 1e9 if "all bands" in name else 0.0
+        yield Contender(name, run, arguments, needs=needs, memory=memory, same={"groups": 0})
 
 
 COLUMNS = (

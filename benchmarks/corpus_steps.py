@@ -88,7 +88,7 @@ def power(own: Figures, first: Figures) -> float:
 
 def failure(found: Results) -> str:
     failed = [" ".join(row) for row, each in found.contenders.items() if each["reason"]]
-    return f"Over the limit of memory: {', '.join(failed)}" if failed else ""
+    return f"Not measured: {', '.join(failed)}" if failed else ""
 
 
 def result(found: Results) -> str:

@@ -35,7 +35,7 @@ run() { # NAME SECONDS COMMAND...
     status=$?
     printf '## %s\n\n%s\n\n' "$name" "$log"
     ((status == 0)) || failed+=("$name")
-    [[ -f $page ]] || printf '# %s\n\nStatus %s:\n\n```\n%s\n```\n' "$name" $status "${log: -1000}" >"$page"
+    [[ -f $page ]] || printf '# %s\n\nStatus %s:\n\n```\n%s\n```\n' "$name" $status "$(tail -c 1000 <<<"$log")" >"$page"
 }
 question() { # NAME SECONDS QUESTION WORD...
     local name=$1 seconds=$2 file=$3

@@ -92,9 +92,9 @@ class Rank:
 class Contender:
     """run: called with a Rank and `arguments` in each process; prepares, and returns a turn.
 
-    needs, memory: modules, and GB of the machine, without which it is left out; missing: another
-    reason. facts: figures that are known beforehand, and shown of what is left out, too. x: its
-    place in a picture of lines.
+    needs, memory: modules, and GB of the machine, without which it is left out; the modules are
+    imported before memory is counted. missing: another reason. facts: figures that are known
+    beforehand, and shown of what is left out, too. x: its place in a picture of lines.
     same: figures of the warm-up turns, or else of the timed ones, and the share by which they may
     differ from those of the first of the group; beyond it nothing is reported.
     """
@@ -113,7 +113,7 @@ class Contender:
     same: Mapping[str, float] = field(default_factory=dict)
     x: float | None = None
 
-    def reason(self, launched: int) -> str:
+    def reason(self, launched: int, device: str) -> str:
         """Why it is not measured, or nothing. launched: ranks; 1 where any number is started."""
         if lacking := [name for name in self.needs if not is_installed(name)]:
             return f"not installed: {', '.join(lacking)}"
@@ -122,6 +122,11 @@ class Contender:
             return f"takes {self.memory:g} GB of memory, there are {memory:.0f}"
         if self.ranks > launched > 1:
             return f"takes {self.ranks} ranks, {launched} were started"
+        if device == "cuda" and launched == 1:
+            import torch
+
+            if self.ranks > (gpus := torch.cuda.device_count()):
+                return f"takes {self.ranks} GPUs, there are {gpus}"
         return self.missing
 
 
@@ -139,7 +144,7 @@ class Column:
     figure: a key of a round's figures, or a function of (own figures, those of the first of the
     group). per: a key that it is divided by, such as wall or cpu. unit: what it is counted in.
     ratio: the cell is the figure over that of the first of the group, or the other way round, with
-    the 95 % interval.
+    an interval, as of report.cell.
     """
 
     title: str
@@ -214,13 +219,21 @@ class Question:
     ) -> None:
         """Measure and report. SystemExit with status 1 where there is a failure."""
         from benchmarks.processes import Agents, measure
-        from benchmarks.report import Environment, report
+        from benchmarks.report import Environment, records_of, report
+        from megatron.config.checks import writable
 
         agents = Agents.of(os.environ)
         if unknown := {*flags.contenders} - {each.name for each in contenders}:
             names = ", ".join(dict.fromkeys(each.name for each in contenders))
             raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {names}")
-        with Environment(contenders, flags.device) as environment:
+        for name in ("rounds", "turns"):
+            if (number := getattr(flags, name)) is not None and number < 1:
+                raise ValueError(f"--{name} {number}: must be 1 or more")
+        writable(flags, "json", ".json")
+        writable(flags, "page", ".md")
+        if flags.json is not None:
+            records_of(flags.json)
+        with Environment(contenders, flags.device, agents) as environment:
             measured = measure(self, contenders, flags, agents)
         if agents.rank == 0:
             found = report(self, flags, settings, measured, environment)

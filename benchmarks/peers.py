@@ -313,7 +313,8 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
         pairs = zip(gradients, weights, strict=True)
         own = [g for g, w in pairs if not rank.rank or getattr(w, "tensor_model_parallel", False)]
         square = get_total_norm(own).square()
-        dist.all_reduce(square)
+        if rank.size > 1:
+            dist.all_reduce(square)
         return square.sqrt()
 
     return Training(rank, config, weights, loss, norm)

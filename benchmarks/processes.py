@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,9 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from pkgutil import resolve_name
+from statistics import median
 from typing import Any
 
 from benchmarks.harness import Contender, Figures, Flags, Question, Rank, Turn
@@ -37,7 +40,7 @@ class Agents:
     local: int = 0
     address: tuple[str, int] | None = None
     store: Any = None  # of torch.distributed
-    said: int = 0
+    gathered: int = 0
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Agents:
@@ -72,9 +75,13 @@ class Agents:
         """The value of every launched process, on each of them."""
         if self.size == 1:
             return [value]
-        self.said += 1
-        self.store.set(f"said/{self.said}/{self.rank}", json.dumps(value))
-        return [json.loads(self.store.get(f"said/{self.said}/{rank}")) for rank in range(self.size)]
+        self.gathered += 1
+        prefix = f"gathered/{self.gathered}"
+        self.store.set(f"{prefix}/{self.rank}", json.dumps(value))
+        if self.rank == 0:  # one reads all, so that the store is not asked size x size times
+            values = [json.loads(self.store.get(f"{prefix}/{rank}")) for rank in range(self.size)]
+            self.store.set(prefix, json.dumps(values))
+        return list(json.loads(self.store.get(prefix)))
 
 
 class Processes:
@@ -116,7 +123,8 @@ class Processes:
                 store=store,
             )
             start = {"run": name_of(contender.run), "arguments": dict(contender.arguments)}
-            send(self.processes[-1], start | {"rank": asdict(own)})
+            start |= {"rank": asdict(own), "needs": list(contender.needs)}
+            send(self.processes[-1], start)
 
     def ask(self, **command: Any) -> list[Figures]:
         """As `answers`, after a command."""
@@ -125,26 +133,32 @@ class Processes:
         return self.answers()
 
     def answers(self) -> list[Figures]:
-        """Of all ranks, on every agent. Raises OutOfMemoryError where a rank has run out of it,
-        RuntimeError with the last words of one that has ended otherwise."""
+        """Of all ranks, on every agent. Raises OutOfMemoryError where any rank has run out of it,
+        RuntimeError with the last words of those that have ended otherwise."""
         own: list[Figures] = [{}] * len(self.processes)
         waiting = {process.stdout: place for place, process in enumerate(self.processes)}
-        failure = ""
-        while waiting and not failure:
+        failures: list[str] = []
+        while waiting and not failures:
             for stream in wait_for_any(list(waiting)):
                 place, line = waiting.pop(stream), stream.readline()
                 if line:
                     own[place] = json.loads(line)
                 else:
-                    self.processes[place].wait()
-                    self.errors[place].seek(0)
-                    failure = self.errors[place].read()[-4000:].strip() or "it said nothing"
-        gathered = self.agents.gather([own, failure])
-        for words in filter(None, (words for _, words in gathered)):
+                    failures.append(self._last_words(place))
+        gathered = self.agents.gather([own, failures])
+        if words := "\n".join(each for _, failures in gathered for each in failures):
             if found := re.search(f"^(?! ).*({OUT_OF_MEMORY}).*", words, re.MULTILINE):
                 raise OutOfMemoryError(f"out of memory: {found[0]}")
             raise RuntimeError(f"{self.contender.name} has failed:\n{words}")
         return [answer for answers, _ in gathered for answer in answers]
+
+    def _last_words(self, place: int) -> str:
+        status = self.processes[place].wait()
+        self.errors[place].seek(0)
+        words = self.errors[place].read()[-4000:].strip()
+        if status == -signal.SIGKILL:  # as the system does to what takes too much
+            return "killed, out of memory as it seems"
+        return words or f"status {status}, without a word"
 
     def turn(self) -> Figures:
         """Wall seconds of the slowest rank, CPU seconds of all; the rest is the first one's."""
@@ -159,27 +173,32 @@ class Processes:
     def finish(self, profile: Path | None) -> None:
         self.last["peak_bytes"] = sum(each["peak_bytes"] for each in self.ask(command="peak"))
         if profile is not None:
-            name = f"{self.contender.group} {self.contender.name}".strip().replace(" ", "_")
+            name = f"{self.contender.group} {self.contender.name}".strip()
+            name = re.sub(r"[^\w.=-]+", "_", name)
             self.ask(command="profile", folder=str(profile.resolve()), name=name)
 
     def attempt(self, do: Callable[[], object]) -> None:
-        """Unless it is out of memory, or is now."""
+        """Do it; a contender that runs out of memory is dropped."""
         if self.dropped:
             return
         try:
             do()
         except OutOfMemoryError as error:
             self.dropped = str(error)
-            for process in self.processes:
-                process.kill()
+            self.kill()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
 
     def stop(self) -> None:
         """End them; those that wait for a rank that has failed have to be killed."""
         for process in self.processes:  # all, since what they end with may wait for each other
-            process.stdin.close()
+            with suppress(BrokenPipeError):
+                process.stdin.close()
         for process, errors in zip(self.processes, self.errors, strict=True):
             try:
-                process.wait(timeout=0.0 if self.dropped else 60.0)
+                process.wait(timeout=60.0)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -209,6 +228,7 @@ class Measured:
     """Of one contender. rounds: its figures; of wall and cpu a list, a number for each turn."""
 
     contender: Contender
+    first: str  # of its group, by name
     reason: str  # why it has no figures
     rounds: list[Figures] = field(default_factory=list)
 
@@ -217,11 +237,14 @@ def measure(
     question: Question, contenders: Sequence[Contender], flags: Flags, agents: Agents
 ) -> list[Measured]:
     """All rounds; every launched process calls this."""
-    chosen = [each for each in contenders if each.name in flags.contenders or not flags.contenders]
-    found = [Measured(each, each.reason(agents.size)) for each in chosen]
-    groups = list(dict.fromkeys(each.group for each in chosen))
-    rounds = flags.rounds or question.rounds
-    for number in range(rounds):
+    first = {each.group: each.name for each in reversed(contenders)}
+    found = [
+        Measured(each, first[each.group], each.reason(agents.size, flags.device))
+        for each in contenders
+        if each.name in flags.contenders or not flags.contenders
+    ]
+    groups = list(dict.fromkeys(each.contender.group for each in found))
+    for number in range(rounds := flags.rounds or question.rounds):
         profile = flags.profile if number == rounds - 1 else None
         for group in rotated(groups, number):
             whole = [each for each in found if each.contender.group == group]
@@ -237,9 +260,13 @@ def measure(
                 timed = processes.timed
                 lists = {key: [each[key] for each in timed] for key in ("wall", "cpu")}
                 compared = {key for each in whole for key in each.contender.same}
-                said = {key: each for key, each in timed[-1].items() if key not in compared}
-                own.rounds.append(processes.last | said | lists)
-            check_same(ended, whole)
+                others = {
+                    key: median([each[key] for each in timed]) if is_number(last) else last
+                    for key, last in timed[-1].items()
+                    if key not in compared
+                }
+                own.rounds.append(processes.last | others | lists)
+            check_same(ended, whole[0].first)
         if agents.rank == 0:
             print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     return found
@@ -270,18 +297,21 @@ def run_unit(
                 each.attempt(lambda each=each: each.timed.append(each.turn()))
         for each in unit:
             each.attempt(lambda each=each: each.finish(profile))
+    except BaseException:
+        for each in unit:
+            each.kill()
+        raise
     finally:
         for each in unit:
             each.stop()
     return unit
 
 
-def check_same(ended: Sequence[Processes], group: Sequence[Measured]) -> None:
+def check_same(ended: Sequence[Processes], first: str) -> None:
     """SystemExit where a contender does not do the job of the first of its group."""
-    turns = {p.contender.name: p.warm or p.timed for p in ended if not p.dropped}
-    first = group[0].contender.name
-    for name in turns if first in turns else ():
-        contender = next(each.contender for each in group if each.contender.name == name)
+    able = {each.contender.name: each.contender for each in ended if not each.dropped}
+    turns = {each.contender.name: each.warm or each.timed for each in ended}
+    for name, contender in able.items() if first in able else ():
         for key, tolerance in contender.same.items():
             ours, its = ([turn[key] for turn in turns[each]] for each in (first, name))
             if not is_close(ours, its, tolerance):
@@ -289,6 +319,10 @@ def check_same(ended: Sequence[Processes], group: Sequence[Measured]) -> None:
                     f"error: {first} and {name} do not do the same job: their {key} is {ours} "
                     f"and {its}"
                 )
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_close(one: Any, other: Any, tolerance: float) -> bool:
@@ -306,6 +340,8 @@ def work() -> None:
     os.dup2(2, 1)  # whatever else prints
     start = json.loads(sys.stdin.readline())
     rank, run = Rank(**start["rank"]), resolve_name(start["run"])
+    for module in start["needs"]:
+        import_module(module)
     peak = peak_memory(rank.device_type)  # from here on: what modules take is not counted
     turn = run(rank, **start["arguments"])
     print(json.dumps({"notes": rank.notes}), file=answers, flush=True)
@@ -323,7 +359,7 @@ def work() -> None:
 
 
 def timed(turn: Turn, rank: Rank) -> Figures:
-    """Seconds of a turn; what it returns itself goes before."""
+    """Figures of a turn; wall and cpu that it returns itself replace these."""
     rank.wait()
     wall, cpu = time.perf_counter(), cpu_seconds()
     figures = turn() or {}

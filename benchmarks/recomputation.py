@@ -45,7 +45,7 @@ COLUMNS = (
     Column("kept for the backward, MiB", "kept_bytes", "{:,.0f}", unit=2**20),
     Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
 )
-RESULT = "With selective or full recomputation a step takes {} of its time."
+RESULT = "With selective or full recomputation a step takes {} times as long."
 QUESTION = Question(
     contenders, COLUMNS, lambda found: RESULT.format(found.range(RATIO)), turns=3, warm_up=2
 )

@@ -16,14 +16,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import product
+from math import comb
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from benchmarks.harness import Column, Contender, Figures, Flags, Question
-from benchmarks.processes import ROOT, Measured, cpu_seconds
+from benchmarks.processes import ROOT, Agents, Measured, cpu_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,19 +43,23 @@ NOTES = "\n## Notes\n"
 class Environment:
     """The machine, and how busy others kept it between `with` and its end."""
 
-    def __init__(self, contenders: Sequence[Contender], device: str) -> None:
+    def __init__(self, contenders: Sequence[Contender], device: str, agents: Agents) -> None:
         needed = {name.partition(".")[0] for each in contenders for name in each.needs}
-        self.packages, self.device = [*PACKAGES, *sorted(needed)], device
+        self.packages, self.device, self.agents = [*PACKAGES, *sorted(needed)], device, agents
         self.facts: Record = {}
 
     def __enter__(self) -> Environment:
         self.started = datetime.now(UTC)
-        self.before = busy_seconds() - cpu_seconds()
+        self.before = busy_seconds(), cpu_seconds()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failure: object, *_: object) -> None:
+        if failure is not None:
+            return
         seconds, cores = (datetime.now(UTC) - self.started).total_seconds(), os.cpu_count() or 1
-        others = busy_seconds() - cpu_seconds() - self.before
+        here, (busy, own) = platform.node(), self.before
+        by_host = self.agents.gather([here, cpu_seconds() - own])
+        others = busy_seconds() - busy - sum(used for host, used in by_host if host == here)
         self.facts = {
             "date": f"{self.started:%Y-%m-%d}",
             "commit": commit(),
@@ -120,7 +123,7 @@ def command() -> str:
 
 
 class Cell(NamedTuple):
-    """The median over rounds; low, high: its 95 % bootstrap interval, from three rounds on."""
+    """The median over rounds; low, high: its interval, from three rounds on."""
 
     median: float
     low: float | None = None
@@ -134,11 +137,14 @@ class Cell(NamedTuple):
 
 
 def cell(values: Sequence[float]) -> Cell:
-    if len(values) < 3:
-        return Cell(float(np.median(values)))
-    drawn = np.random.default_rng(0).choice(values, (10_000, len(values)))
-    low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
-    return Cell(float(np.median(values)), float(low), float(high))
+    """With the interval between order statistics that has the median in 95 % of all cases; of less
+    than six values that is not to be had, and it reaches from the least to the greatest."""
+    n, ordered = len(values), sorted(values)
+    if n < 3:
+        return Cell(median(values))
+    sure = [k for k in range(n // 2) if sum(comb(n, j) for j in range(k + 1)) <= 0.025 * 2**n]
+    k = max(sure, default=0)
+    return Cell(median(values), ordered[k], ordered[-1 - k])
 
 
 class Results:
@@ -160,8 +166,8 @@ class Results:
         self.columns = {title: self.columns[title] for title in shown or self.columns}
 
     def _cell(self, row: tuple[str, str], column: Column) -> Cell | None:
-        own, first = self.rounds[row], next(key for key in self.rows if key[0] == row[0])
-        base = own if first == row else self.rounds[first]
+        own, first = self.rounds[row], (row[0], self.contenders[row]["first"])
+        base = own if first == row else self.rounds.get(first, [{}])
         base = base if len(base) == len(own) else base[:1] * len(own)  # one was not measured
         try:
             return cell([column.value(*pair) for pair in zip(own, base, strict=True)])
@@ -192,9 +198,9 @@ class Results:
         for row in self.rows:
             cells = [(self.cell(*row, title), each) for title, each in self.columns.items()]
             texts = [c.text(x.form, is_ratio=bool(x.ratio)) if c else "" for c, x in cells]
-            if reason := self.contenders[row]["reason"]:
-                texts[texts.index("")] = f"not measured: {reason}"
-            lines.append([*row[-width:], *texts])
+            reason = self.contenders[row]["reason"]
+            name = f"{row[1]} (not measured: {reason})" if reason else row[1]
+            lines.append([*row[:-1][1 - width :], name, *texts] if width > 1 else [name, *texts])
         if len(lines) == 2:  # upright, so that many columns can be read
             lines = [list(pair) for pair in zip(*lines, strict=True)][width - 1 :]
         return markdown(lines[0], lines[1:])
@@ -238,21 +244,30 @@ def report(
     given = {k: v for k, v in settings.items() if isinstance(v, (int, float, str)) and v != ""}
     contenders = [
         {name: getattr(each.contender, name) for name in ("group", "name", "x")}
-        | {"facts": dict(each.contender.facts), "reason": each.reason, "rounds": each.rounds}
+        | {"facts": dict(each.contender.facts), "first": each.first}
+        | {"reason": each.reason, "rounds": each.rounds}
         for each in measured
     ]
+    given |= {"rounds": flags.rounds or question.rounds}
     record = {"command": command(), **environment.facts, **given, "contenders": contenders}
     results = Results(question, record)
     parts = [about(record), results.table(), question.result(results), *results.notes()]
     print("\n\n".join(filter(None, parts)), flush=True)
     records = [record]
     if flags.json is not None:
-        former = json.loads(flags.json.read_text()) if flags.json.exists() else []
-        records += [each for each in former if machine(each) != machine(record)]
+        records += [each for each in records_of(flags.json) if machine(each) != machine(record)]
         flags.json.write_text(json.dumps(records) + "\n")
     if flags.page is not None:
         write_page(flags.page, question, records)
     return results
+
+
+def records_of(file: Path) -> list[Record]:
+    """Of a file that `report` has written, or none where there is no file yet."""
+    found = json.loads(file.read_text()) if file.exists() else []
+    if not isinstance(found, list):
+        raise ValueError(f"{file}: no record of this benchmark; name another file")
+    return found
 
 
 def machine(record: Record) -> tuple[Any, ...]:
@@ -303,7 +318,7 @@ def draw(file: Path, results: Results) -> None:
 def bars(axes: Axes, results: Results, title: str, _: str) -> None:
     for place, (group, name) in enumerate(results.rows):
         if (found := results.cell(group, name, title)) is not None:
-            is_first = group not in [each for each, _ in results.rows[:place]]
+            is_first = name == results.contenders[group, name]["first"]
             low, high = (found.median if x is None else x for x in found[1:])
             errors = [[found.median - low], [high - found.median]]
             colour = COLOURS[0 if is_first else -1]
@@ -333,9 +348,9 @@ def curves(axes: Axes, results: Results, column: Column, group: str) -> None:
     rows = [row for row in results.rows if row[0] == group]
     seen: list[float] = []
     for colour, row in zip(COLOURS * len(rows), rows, strict=False):
-        own, first = (results.rounds[each][-1] for each in (row, rows[0]))
+        first = (group, results.contenders[row]["first"])
         try:
-            values = column.value(own, first)
+            values = column.value(results.rounds[row][-1], results.rounds.get(first, [{}])[-1])
         except KeyError:  # it was not measured
             continue
         axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=0.8, label=row[1])

@@ -1,6 +1,6 @@
 """Section 5.1 of the paper measured: weak scaling, strong scaling and the number of heads.
 
-    torchrun --nproc-per-node 8 benchmarks/scaling.py    # one rank each; alone it starts the ranks
+    torchrun --nproc-per-node 8 benchmarks/scaling.py --device cuda    # alone it starts the ranks
 
 The share of linear is 100 P_t / (t P_1) x T_1 / T_t of P parameters and T seconds of a step, where
 t counts tensor-parallel ranks alone, as the batch grows with the copies; the speed-up is T_1 / T_t.
@@ -8,7 +8,7 @@ A step is the program's own, on random tokens, with every layer recomputed and d
 paper; batch 8 for each copy. FLOP/s are the paper's: 4 x the layers' forward and 3 x the logits,
 with the padded vocabulary; MFU leaves out recomputation and padding. Communication is of one step
 under the profiler: the share of time in which an axis communicates or waits for its ranks, and in
-which nothing is computed beside it. Without GPUs the models are miniatures: 1/8 of the width, 1/4
+which nothing is computed beside it. On a CPU the models are miniatures: 1/8 of the width, 1/4
 of the layers, 1/2 of the heads, 1/8 of the sequence and 1/32 of the vocabulary, on 2 copies; the
 paper's figures are of its own models. Ranks on a CPU share memory bandwidth and caches, of which a
 rank alone has all: efficiency is lost that GPUs do not lose.
@@ -173,7 +173,7 @@ def contenders(
     """Measure scaling.
 
     Args:
-        miniature: small models in the proportions of table 1; if not said, where there is no GPU.
+        miniature: small models in the proportions of table 1; if not said, on a CPU.
         hardware: of scripts/hardware/ or a file, for what tools/plan.py predicts and for MFU.
         dtype: of weights and activations; if not said fp16, in miniature the device's own.
         ranks: most that are started; if not said, the launched ones, the GPUs, or 2 on a CPU.

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # which recomputation imports: modules do not count as its memory
 import torch.distributed as dist
 
 from benchmarks.harness import Rank
@@ -85,8 +86,8 @@ def draw_weights(state: TrainState) -> None:
 
 
 def mesh_of(rank: Rank, config: PretrainGPT2Config, of_ranks: int = 1) -> Mesh:
-    """The contender's ranks as the settings cut them. of_ranks: this is the first of so many, the
-    others are not there: collectives leave their tensors as they are, and take no time."""
+    """The contender's ranks as the settings cut them. of_ranks: only the first of so many runs;
+    its collectives leave their tensors as they are, and take no time."""
     parallel = config.parallel
     options: Any = {
         "tensor_parallel_mode": parallel.tensor_parallel_mode,

@@ -1,11 +1,12 @@
 """Whole training steps beside those of others.
 
 A step is forward, loss, backward, reduction, clipping by the global norm and fused AdamW, without
-dropout, from the same weights on the same samples; the losses of the first steps are compared
-before anything is timed. `peers.py` says what each contender is. Memory is that of all ranks above
-what their modules take. The floor is the step's matmuls alone: its ratio is the share of the floor
-that this project reaches. Against peers a claim is made for hidden sizes of 768 and sequences of
-512 tokens or more alone; smaller models are shown beside. On gloo nothing is said of NCCL.
+dropout, from the same weights on the same samples. A run whose contenders differ in the losses of
+their first steps reports nothing. `peers.py` says what each contender is. Memory is that of all
+ranks above what their modules take; what Megatron-Core imports late counts as its memory. The floor
+is the step's matmuls alone: its ratio is the share of the floor that this project reaches. Against
+peers a claim is made for hidden sizes of 768 and sequences of 512 tokens or more alone; smaller
+models are shown beside. On gloo nothing is said of NCCL.
 """
 
 import shlex
@@ -62,7 +63,7 @@ COLUMNS = (
     Column("seconds", "wall", "{:.4f}"),
     Column("CPU seconds", "cpu", "{:.4f}"),
     Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
-    *(  # on a known GPU: of the model's operations, and of those that the hardware was given
+    *(  # on a known GPU: without and with recomputation; attention counts whole
         Column(name, lambda own, _, key=key: 100 * own[key] / own["wall"] / own["peak"], "{:.1f}")
         for name, key in (("MFU, %", "useful"), ("HFU, %", "executed"))
     ),
@@ -88,9 +89,9 @@ class Group(NamedTuple):
         flags += ["--tensor-model-parallel-size", str(self.ranks)]
         flags += VARIANTS.get(name, ())
         run, arguments, sizes, needs = PEERS.get(name, (steps.ours, {}, 0, ()))
-        if sizes not in (0, min(self.ranks, 2)):
+        if sizes not in (0, min(self.ranks, 2)) or (self.is_stubbed and name in PEERS):
             return None
-        if self.is_stubbed and name in VARIANTS:
+        if self.is_stubbed:
             arguments = {"of_ranks": self.ranks, "fast": True}
         facts = {}
         if self.peak and name != FLOOR:

@@ -55,7 +55,7 @@ COLUMNS = (
     Column(RATIO, "wall", "{:.3f}", "its / first"),
     Column("its CPU time / the unwatched's", "cpu", "{:.3f}", "its / first"),
 )
-RESULT = "Watched, a step that is little but collectives takes {} of its time."
+RESULT = "Watched, a step that is little but collectives takes {} times as long."
 QUESTION = Question(
     contenders, COLUMNS, lambda found: RESULT.format(found.range(RATIO)),
     rounds=6, turns=3, together=False,

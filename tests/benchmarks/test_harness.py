@@ -177,6 +177,7 @@ def record(numbers: dict[str, list[float]], **facts: Any) -> dict[str, Any]:
         {
             "group": "",
             "name": name,
+            "first": "a",
             "reason": "" if values else "takes a GPU",
             "x": None,
             "facts": {"known": 7},
@@ -202,7 +203,7 @@ def test_cells_are_medians_over_rounds_and_ratios_of_rounds() -> None:
         "| b | 4.0 | 8.0 | 8.0 | 2.00 (1.00 to 3.00) | 0.50 (0.33 to 1.00) | 2 | 7 |"
         in found.table()
     )
-    assert "| c | not measured: takes a GPU | | | | | | 7 |" in found.table()
+    assert "| c (not measured: takes a GPU) | | | | | | | 7 |" in found.table()
     assert cell([1.0, 2.0]).low is None
 
 

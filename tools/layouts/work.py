@@ -131,6 +131,11 @@ class Meter(TorchDispatchMode):
         self.memories: dict[int, Any] = {}
         self.lasting = {id(memory): memory for memory in (x.untyped_storage() for x in lasting)}
 
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        if self.running and failure[0] is None:  # it would not be counted
+            raise RuntimeError(f"nobody waits for {self.running[0].call}")
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -245,19 +250,24 @@ class _Shape(NamedTuple):
     dtype: torch.dtype
 
 
+class _Scalar(NamedTuple):
+    type: type  # as 2, 2.0 and True are equal, but make tensors of other dtypes
+    value: Any
+
+
 def _described(value: Any) -> Any:
     """Hashable, with shapes in place of tensors."""
     if isinstance(value, Tensor):
         return _Shape(value.shape, value.stride(), value.dtype)
     if isinstance(value, (list, tuple)):
         return tuple(map(_described, value))
-    return value
+    return _Scalar(type(value), value)
 
 
 def _made(known: Any) -> Any:
     if isinstance(known, _Shape):
         return torch.empty_strided(*known[:2], dtype=known.dtype, device="meta")
-    return tuple(map(_made, known)) if isinstance(known, tuple) else known
+    return known.value if isinstance(known, _Scalar) else tuple(map(_made, known))
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

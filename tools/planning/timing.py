@@ -127,11 +127,13 @@ def matmul_seconds(matmul: Matmul, hardware: Hardware, precision: str, times: in
 
 
 def filled(matmul: Matmul, hardware: Hardware) -> float:
-    """Share of the multiprocessors' time that computes the result: its tiles, lying or upright, of
-    which those at the edges reach beyond it, come in waves, of which the last leaves some idle."""
+    """Share of the multiprocessors' time that computes the result. Tiles at the edges reach beyond
+    it, and the last wave of tiles leaves some multiprocessors idle."""
     count, (height, width) = hardware.multiprocessors, hardware.tile
-    shares = [1.0] if not count else []
-    for rows, columns in ((height, width), (width, height))[: 2 * bool(count)]:
+    if not count:
+        return 1.0
+    shares = []
+    for rows, columns in ((height, width), (width, height)):
         tiles = matmul.batch * ceil(matmul.m / rows) * ceil(matmul.n / columns)
         computed = ceil(tiles / count) * count * rows * columns
         shares.append(matmul.batch * matmul.m * matmul.n / computed)

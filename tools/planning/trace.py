@@ -101,7 +101,7 @@ class _Followed(GradientBuckets):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Of gradients. ready: the share of the last backward behind which all of them are there."""
+    """Of gradients. ready: the fraction of the last backward after which it is full."""
 
     numbers: int  # of this rank's parameters, without padding
     bytes: int

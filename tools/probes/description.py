@@ -45,7 +45,9 @@ def measure(mesh: Mesh) -> Figures | None:
         small, large = reduced[0], reduced[-1]
         ranks, latency = large["size"], small["seconds"]
         sent = 2 * (ranks - 1) / ranks * (large["bytes"] - small["bytes"])
-        link = sent / (large["seconds"] - small["seconds"])
+        if (seconds := large["seconds"] - small["seconds"]) <= 0:
+            raise RuntimeError("a large all-reduce took no longer than a small one: a busy machine")
+        link = sent / seconds
         shown = f"{large['backend']}, {ranks} ranks, {small['bytes']} and {large['bytes']} bytes"
     attained, in_server = (1.0, "what was measured is attained"), "not measured: as in the server"
     speeds = [fact for fact in machine.speed(mesh.device) if isinstance(fact, Fact)]
