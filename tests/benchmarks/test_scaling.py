@@ -65,6 +65,7 @@ def test_figures_are_those_of_the_formulas() -> None:
         rounds = [{"wall": [each], "cpu": [each], "tensor": [0.25, 0.1]} for each in seconds]
         is_measured = contender.facts["ranks"] <= 2
         fields = {"name": contender.name, "group": "", "x": None, "facts": contender.facts}
+        fields["first"] = contenders[0].name
         return fields | {"reason": "" if is_measured else "few", "rounds": rounds * is_measured}
 
     records = [record(number, each) for number, each in enumerate(contenders)]
