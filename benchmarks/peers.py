@@ -355,7 +355,7 @@ def core_model(config: PretrainGPT2Config, rank: Rank) -> nn.Module:
         settings,
         spec,
         vocab_size=open_samples(config)[1],  # without padding, which their softmax would count
-        max_sequence_length=config.data.seq_length,
+        max_sequence_length=config.model.max_position_embeddings,
         position_embedding_type="learned_absolute",
         share_embeddings_and_output_weights=True,
     )
