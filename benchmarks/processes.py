@@ -1,34 +1,33 @@
-"""Processes of contenders: started, asked for turns, ended; and what runs in each of them.
-
-python -m benchmarks.processes      # by `Processes`: reads a line of JSON each on standard input
-"""
+"""Processes of contenders: started, asked for turns, ended; and what runs in each of them."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import resource
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
+from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
-from pkgutil import resolve_name
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness import Contender, Figures, Flags, Question, Rank, Turn
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT_OF_MEMORY = "OutOfMemoryError|out of memory|ALLOC_FAILED|can't allocate memory|MemoryError"
+SPAWN = multiprocessing.get_context("spawn")  # modules of their own, read under their own settings
 
 
 @dataclass
@@ -85,7 +84,7 @@ class Agents:
 
 
 class Processes:
-    """The processes of one contender in one round, and what they have said."""
+    """The processes of one contender in one round, and what they have answered."""
 
     def __init__(self, contender: Contender, agents: Agents, device: str, number: int) -> None:
         """number: of the round."""
@@ -94,57 +93,44 @@ class Processes:
         self.warm: list[Figures] = []
         self.timed: list[Figures] = []
         self.last: Figures = {}  # peak memory and notes
+        self.processes, self.pipes = [], []
         prefix = f"{number}/{contender.group}/{contender.name}"
         store = (*agents.meeting_place(), prefix) if contender.ranks > 1 else ()
-        environ = {**os.environ, "OMP_NUM_THREADS": str(contender.threads)}
-        if agents.size == 1:
-            environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self.errors, self.processes = [], []
-        for rank in agents.ranks_of(contender):
-            self.errors.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - as long as it lives
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "benchmarks.processes"],
-                    cwd=ROOT,
-                    env=environ,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self.errors[-1],
-                    text=True,
-                )
-            )
-            local = rank if agents.size == 1 else agents.local
-            own = Rank(
-                rank=rank,
-                size=contender.ranks,
-                device_type=device,
-                local=local,
-                round=number,
-                store=store,
-            )
-            start = {"run": name_of(contender.run), "arguments": dict(contender.arguments)}
-            start |= {"rank": asdict(own), "needs": list(contender.needs)}
-            send(self.processes[-1], start)
+        with environment_of(contender, agents):
+            for rank in agents.ranks_of(contender):
+                local = rank if agents.size == 1 else agents.local
+                own = Rank(
+                    rank=rank, size=contender.ranks, device_type=device, local=local, round=number,
+                    store=store,
+                )  # fmt: skip
+                pipe, its = SPAWN.Pipe()
+                self.pipes.append(pipe)
+                self.processes.append(SPAWN.Process(target=work, args=(its, contender, own)))
+                self.processes[-1].start()
+                its.close()
 
-    def ask(self, **command: Any) -> list[Figures]:
+    def ask(self, command: Command) -> list[Figures]:
         """As `answers`, after a command."""
-        for process in self.processes:
-            send(process, command)
+        for pipe in self.pipes:
+            with suppress(BrokenPipeError):  # it has ended, which its answer shows
+                pipe.send(command)
         return self.answers()
 
     def answers(self) -> list[Figures]:
         """Of all ranks, on every agent. Raises OutOfMemoryError where any rank has run out of it,
-        RuntimeError with the last words of those that have ended otherwise."""
-        own: list[Figures] = [{}] * len(self.processes)
-        waiting = {process.stdout: place for place, process in enumerate(self.processes)}
-        failures: list[str] = []
+        RuntimeError with the tracebacks of those that have failed otherwise."""
+        own: list[Figures] = [{}] * len(self.pipes)
+        waiting, failures = list(self.pipes), list[str]()
         while waiting and not failures:
-            for stream in wait_for_any(list(waiting)):
-                place, line = waiting.pop(stream), stream.readline()
-                if line:
-                    own[place] = json.loads(line)
-                else:
-                    failures.append(self._last_words(place))
+            for pipe in wait_for_any(waiting):
+                waiting.remove(pipe)
+                place = self.pipes.index(pipe)
+                try:
+                    own[place] = pipe.recv()
+                except EOFError:
+                    self.processes[place].join()
+                    own[place] = {"failure": ended(self.processes[place].exitcode)}
+                failures += filter(None, [own[place].get("failure")])
         gathered = self.agents.gather([own, failures])
         if words := "\n".join(each for _, failures in gathered for each in failures):
             if found := re.search(f"^(?! ).*({OUT_OF_MEMORY}).*", words, re.MULTILINE):
@@ -152,17 +138,9 @@ class Processes:
             raise RuntimeError(f"{self.contender.name} has failed:\n{words}")
         return [answer for answers, _ in gathered for answer in answers]
 
-    def _last_words(self, place: int) -> str:
-        status = self.processes[place].wait()
-        self.errors[place].seek(0)
-        words = self.errors[place].read()[-4000:].strip()
-        if status == -signal.SIGKILL:  # as the system does to what takes too much
-            return "killed, out of memory as it seems"
-        return words or f"status {status}, without a word"
-
     def turn(self) -> Figures:
         """Wall seconds of the slowest rank, CPU seconds of all; the rest is the first one's."""
-        answers = self.ask(command="turn")
+        answers = self.ask(timed)
         wall, cpu = [each["wall"] for each in answers], [each["cpu"] for each in answers]
         return answers[0] | {"wall": max(wall), "cpu": sum(cpu)}
 
@@ -171,11 +149,12 @@ class Processes:
         self.warm = [self.turn() for _ in range(turns)]
 
     def finish(self, profile: Path | None) -> None:
-        self.last["peak_bytes"] = sum(each["peak_bytes"] for each in self.ask(command="peak"))
+        self.last["peak_bytes"] = sum(each["peak_bytes"] for each in self.ask(peak_bytes))
         if profile is not None:
             name = f"{self.contender.group} {self.contender.name}".strip()
-            name = re.sub(r"[^\w.=-]+", "_", name)
-            self.ask(command="profile", folder=str(profile.resolve()), name=name)
+            self.ask(
+                partial(profiled, folder=profile.resolve(), name=re.sub(r"[^\w.=-]+", "_", name))
+            )
 
     def attempt(self, do: Callable[[], object]) -> None:
         """Do it; a contender that runs out of memory is dropped."""
@@ -193,34 +172,37 @@ class Processes:
 
     def stop(self) -> None:
         """End them; those that wait for a rank that has failed have to be killed."""
-        for process in self.processes:  # all, since what they end with may wait for each other
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-        for process, errors in zip(self.processes, self.errors, strict=True):
-            try:
-                process.wait(timeout=60.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            errors.close()
+        for pipe in self.pipes:  # all, since what they end with may wait for each other
+            pipe.close()
+        for process in self.processes:
+            process.join(60.0)
+            process.kill()
+            process.join()
 
 
 class OutOfMemoryError(RuntimeError):
     """Of one contender; the others go on."""
 
 
-def send(process: subprocess.Popen[str], message: Figures) -> None:
-    with suppress(BrokenPipeError):  # it has ended, which its answer shows
-        print(json.dumps(message), file=process.stdin, flush=True)
+def ended(status: int | None) -> str:
+    """What is said of a process that could not say it."""
+    if status == -signal.SIGKILL:  # as the system does to what takes too much
+        return "killed, out of memory as it seems"
+    return f"a process has ended with status {status}"
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """As "module:function", also of the file that runs as a program."""
-    module = function.__module__
-    if module == "__main__":
-        file = Path(sys.argv[0]).resolve().relative_to(ROOT)
-        module = ".".join(file.with_suffix("").parts)
-    return f"{module}:{function.__qualname__}"
+@contextmanager
+def environment_of(contender: Contender, agents: Agents) -> Iterator[None]:
+    """What the processes inherit: libraries read their number of threads when they are loaded."""
+    before = dict(os.environ)
+    os.environ["OMP_NUM_THREADS"] = str(contender.threads)
+    if agents.size == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @dataclass
@@ -334,37 +316,52 @@ def is_close(one: Any, other: Any, tolerance: float) -> bool:
     return np.shape(one) == np.shape(other) and np.allclose(one, other, rtol=tolerance, atol=0)
 
 
-def work() -> None:
-    """A process of a contender: prepares, and answers commands, a line of JSON each."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else prints
-    start = json.loads(sys.stdin.readline())
-    rank, run = Rank(**start["rank"]), resolve_name(start["run"])
-    for module in start["needs"]:
-        import_module(module)
-    peak = peak_memory(rank.device_type)  # from here on: what modules take is not counted
-    turn = run(rank, **start["arguments"])
-    print(json.dumps({"notes": rank.notes}), file=answers, flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        if command["command"] == "turn":
-            answer = timed(turn, rank)
-        elif command["command"] == "peak":
-            answer = {"peak_bytes": peak()}
-        else:
-            from benchmarks.profiles import write_profile
+class Running(NamedTuple):
+    """A contender in a process of its own."""
 
-            answer = write_profile(turn, rank, Path(command["folder"]), command["name"])
-        print(json.dumps(answer), file=answers, flush=True)
+    turn: Turn
+    rank: Rank
+    peak: Callable[[], int]
 
 
-def timed(turn: Turn, rank: Rank) -> Figures:
+Command = Callable[[Running], Figures]
+
+
+def work(pipe: Connection, contender: Contender, rank: Rank) -> None:
+    """In a process of a contender: prepare it, and carry out commands until there are no more."""
+    os.dup2(2, 1)  # what contenders print is no result
+    os.chdir(ROOT)
+    try:
+        for module in contender.needs:
+            import_module(module)
+        peak = peak_memory(rank.device_type)  # from here on: what modules take is not counted
+        running = Running(contender.run(rank, **contender.arguments), rank, peak)
+        pipe.send({"notes": rank.notes})
+        while True:
+            pipe.send(pipe.recv()(running))
+    except EOFError:
+        pass
+    except BaseException:
+        pipe.send({"failure": traceback.format_exc()})
+
+
+def timed(running: Running) -> Figures:
     """Figures of a turn; wall and cpu that it returns itself replace these."""
-    rank.wait()
+    running.rank.wait()
     wall, cpu = time.perf_counter(), cpu_seconds()
-    figures = turn() or {}
-    rank.wait()
+    figures = running.turn() or {}
+    running.rank.wait()
     return {"wall": time.perf_counter() - wall, "cpu": cpu_seconds() - cpu} | figures
+
+
+def peak_bytes(running: Running) -> Figures:
+    return {"peak_bytes": running.peak()}
+
+
+def profiled(running: Running, folder: Path, name: str) -> Figures:
+    from benchmarks.profiles import write_profile
+
+    return write_profile(running.turn, running.rank, folder, name)
 
 
 def cpu_seconds() -> float:
@@ -388,7 +385,3 @@ def status_bytes(name: str, process: str = "self") -> int:
     return next(
         int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:")
     )
-
-
-if __name__ == "__main__":
-    work()
