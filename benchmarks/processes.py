@@ -11,9 +11,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -22,6 +22,7 @@ from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from benchmarks.harness import Contender, Figures, Flags, Question, Rank, Turn
 
@@ -96,7 +97,10 @@ class Processes:
         self.processes, self.pipes = [], []
         prefix = f"{number}/{contender.group}/{contender.name}"
         store = (*agents.meeting_place(), prefix) if contender.ranks > 1 else ()
-        with environment_of(contender, agents):
+        environ = {"OMP_NUM_THREADS": str(contender.threads)}  # read when libraries are loaded
+        if agents.size == 1:
+            environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        with patch.dict(os.environ, environ):
             for rank in agents.ranks_of(contender):
                 local = rank if agents.size == 1 else agents.local
                 own = Rank(
@@ -156,12 +160,24 @@ class Processes:
                 partial(profiled, folder=profile.resolve(), name=re.sub(r"[^\w.=-]+", "_", name))
             )
 
-    def attempt(self, do: Callable[[], object]) -> None:
+    def take_turn(self) -> None:
+        self.timed.append(self.turn())
+
+    def figures(self, compared: Set[str]) -> Figures:
+        """Of the round. compared: those that have served their purpose."""
+        found = dict(self.last)
+        for key in [key for key in self.timed[0] if key not in compared]:
+            values = [each[key] for each in self.timed]
+            others = median(values) if is_number(values[0]) else values[-1]
+            found[key] = values if key in ("wall", "cpu") else others
+        return found
+
+    def attempt(self, do: Callable[..., object], *arguments: object) -> None:
         """Do it; a contender that runs out of memory is dropped."""
         if self.dropped:
             return
         try:
-            do()
+            do(*arguments)
         except OutOfMemoryError as error:
             self.dropped = str(error)
             self.kill()
@@ -191,67 +207,42 @@ def ended(status: int | None) -> str:
     return f"a process has ended with status {status}"
 
 
-@contextmanager
-def environment_of(contender: Contender, agents: Agents) -> Iterator[None]:
-    """What the processes inherit: libraries read their number of threads when they are loaded."""
-    before = dict(os.environ)
-    os.environ["OMP_NUM_THREADS"] = str(contender.threads)
-    if agents.size == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@dataclass
-class Measured:
-    """Of one contender. rounds: its figures; of wall and cpu a list, a number for each turn."""
-
-    contender: Contender
-    first: str  # of its group, by name
-    reason: str  # why it has no figures
-    rounds: list[Figures] = field(default_factory=list)
-
-
 def measure(
     question: Question, contenders: Sequence[Contender], flags: Flags, agents: Agents
-) -> list[Measured]:
-    """All rounds; every launched process calls this."""
+) -> Iterator[list[Figures]]:
+    """After each round what a record holds of the contenders; every launched process calls this.
+    `rounds` has the figures of each: of wall and cpu a number for each turn."""
+    chosen = [each for each in contenders if each.name in flags.contenders or not flags.contenders]
     first = {each.group: each.name for each in reversed(contenders)}
-    found = [
-        Measured(each, first[each.group], each.reason(agents.size, flags.device))
-        for each in contenders
-        if each.name in flags.contenders or not flags.contenders
-    ]
-    groups = list(dict.fromkeys(each.contender.group for each in found))
+    found = {
+        (each.group, each.name): {
+            "group": each.group,
+            "name": each.name,
+            "x": each.x,
+            "facts": dict(each.facts),
+            "first": first[each.group],
+            "reason": each.reason(agents.size, flags.device),
+            "rounds": list[Figures](),
+        }
+        for each in chosen
+    }
     for number in range(rounds := flags.rounds or question.rounds):
-        profile = flags.profile if number == rounds - 1 else None
-        for group in rotated(groups, number):
-            whole = [each for each in found if each.contender.group == group]
-            able = rotated([each for each in whole if not each.reason], number)
-            ended: list[Processes] = []
+        for group in rotated(list(dict.fromkeys(each.group for each in chosen)), number):
+            whole = [each for each in chosen if each.group == group]
+            able = [each for each in whole if not found[group, each.name]["reason"]]
+            able, ended = rotated(able, number), dict[str, Processes]()
             for unit in [able] if question.together else [[each] for each in able]:
-                running = [each.contender for each in unit]
-                ended += run_unit(question, flags, agents, running, number, profile)
-            for own, processes in zip(able, ended, strict=True):
+                ended |= run_unit(question, flags, agents, unit, number)
+            check_same(ended, first[group])
+            compared = {key for each in whole for key in each.same}
+            for name, processes in ended.items():
                 if processes.dropped:
-                    own.reason, own.rounds = processes.dropped, []
-                    continue
-                timed = processes.timed
-                lists = {key: [each[key] for each in timed] for key in ("wall", "cpu")}
-                compared = {key for each in whole for key in each.contender.same}
-                others = {
-                    key: median([each[key] for each in timed]) if is_number(last) else last
-                    for key, last in timed[-1].items()
-                    if key not in compared
-                }
-                own.rounds.append(processes.last | others | lists)
-            check_same(ended, whole[0].first)
+                    found[group, name] |= {"reason": processes.dropped, "rounds": []}
+                else:
+                    found[group, name]["rounds"].append(processes.figures(compared))
         if agents.rank == 0:
             print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    return found
+        yield list(found.values())
 
 
 def rotated(items: list[Any], number: int) -> list[Any]:
@@ -260,25 +251,21 @@ def rotated(items: list[Any], number: int) -> list[Any]:
 
 
 def run_unit(
-    question: Question,
-    flags: Flags,
-    agents: Agents,
-    contenders: Sequence[Contender],
-    number: int,
-    profile: Path | None,
-) -> list[Processes]:
-    """Start these, warm them up, let them take turns, and end them."""
+    question: Question, flags: Flags, agents: Agents, contenders: Sequence[Contender], number: int
+) -> dict[str, Processes]:
+    """Start these, warm them up, let them take turns, and end them. number: of the round."""
     unit: list[Processes] = []
+    is_last = number == (flags.rounds or question.rounds) - 1
     try:
         for each in contenders:
             unit.append(Processes(each, agents, flags.device, number))
         for each in unit:
-            each.attempt(lambda each=each: each.prepare(question.warm_up))
+            each.attempt(each.prepare, question.warm_up)
         for turn in range(flags.turns or question.turns):
             for each in rotated(unit, turn):
-                each.attempt(lambda each=each: each.timed.append(each.turn()))
+                each.attempt(each.take_turn)
         for each in unit:
-            each.attempt(lambda each=each: each.finish(profile))
+            each.attempt(each.finish, flags.profile if is_last else None)
     except BaseException:
         for each in unit:
             each.kill()
@@ -286,16 +273,16 @@ def run_unit(
     finally:
         for each in unit:
             each.stop()
-    return unit
+    return {each.contender.name: each for each in unit}
 
 
-def check_same(ended: Sequence[Processes], first: str) -> None:
+def check_same(ended: Mapping[str, Processes], first: str) -> None:
     """SystemExit where a contender does not do the job of the first of its group."""
-    able = {each.contender.name: each.contender for each in ended if not each.dropped}
-    turns = {each.contender.name: each.warm or each.timed for each in ended}
-    for name, contender in able.items() if first in able else ():
-        for key, tolerance in contender.same.items():
-            ours, its = ([turn[key] for turn in turns[each]] for each in (first, name))
+    able = {name: each for name, each in ended.items() if not each.dropped}
+    for name, processes in able.items() if first in able else ():
+        for key, tolerance in processes.contender.same.items():
+            ours, its = ([turn[key] for turn in each.warm or each.timed]
+                         for each in (able[first], processes))  # fmt: skip
             if not is_close(ours, its, tolerance):
                 raise SystemExit(
                     f"error: {first} and {name} do not do the same job: their {key} is {ours} "
