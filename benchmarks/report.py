@@ -29,13 +29,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
-PACKAGES = (
-    "torch",
-    "numpy",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-)  # and what contenders need
+PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors")
 NOISY = 0.05  # share of the cores that other programs may take
 NOTES = "\n## Notes\n"
 
@@ -196,7 +190,7 @@ class Results:
             texts = [c.text(x.form, is_ratio=bool(x.ratio)) if c else "" for c, x in cells]
             reason = self.contenders[row]["reason"]
             name = f"{row[1]} (not measured: {reason})" if reason else row[1]
-            lines.append([*row[:-1][1 - width :], name, *texts] if width > 1 else [name, *texts])
+            lines.append([*[row[0], name][-width:], *texts])
         if len(lines) == 2:  # upright, so that many columns can be read
             lines = [list(pair) for pair in zip(*lines, strict=True)][width - 1 :]
         return markdown(lines[0], lines[1:])
