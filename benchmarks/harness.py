@@ -156,13 +156,14 @@ class Column:
     unit: float = 1.0
 
     def value(self, own: Figures, first: Figures) -> Any:
-        """Raises KeyError where a figure is missing. first: empty where it was not measured."""
+        """Raises KeyError where a figure is missing. first: empty where it was not measured, and of
+        the first itself."""
         if callable(self.figure):
             return self.figure(own, first)
         ours = self._of(own)
         if not self.ratio:
             return ours
-        base = self._of({} if own is first else first)  # no ratio to itself
+        base = self._of(first)
         return ours / base if self.ratio == "its / first" else base / ours
 
     def _of(self, figures: Figures) -> Any:

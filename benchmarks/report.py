@@ -157,7 +157,7 @@ class Results:
 
     def _cell(self, row: tuple[str, str], column: Column) -> Cell | None:
         own, first = self.rounds[row], (row[0], self.contenders[row]["first"])
-        base = own if first == row else self.rounds.get(first, [{}])
+        base = [{}] if first == row else self.rounds.get(first, [{}])
         base = base if len(base) == len(own) else base[:1] * len(own)  # one was not measured
         try:
             return cell([column.value(*pair) for pair in zip(own, base, strict=True)])
@@ -321,7 +321,8 @@ def curves(axes: Axes, results: Results, column: Column, group: str) -> None:
     for colour, row in zip(COLOURS * len(rows), rows, strict=False):
         first = (group, results.contenders[row]["first"])
         try:
-            values = column.value(results.rounds[row][-1], results.rounds.get(first, [{}])[-1])
+            base = {} if first == row else results.rounds.get(first, [{}])[-1]
+            values = column.value(results.rounds[row][-1], base)
         except KeyError:  # it was not measured
             continue
         axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=0.8, label=row[1])
