@@ -1,13 +1,13 @@
 """Steps of the corpus pipeline against size.
 
 The text is generated (`corpus_generator.py`). Steps run one by one (`python -m tools.corpus run
-FILE --until STEP`, each on what the one before it has written), the chain is the same in one
-command, without its estimate; urls reads a list of its own, a URL for every 2,000 bytes of text, of
-which about every twentieth has been there. Memory is what all processes of a step hold together
-(anonymous and shared, no pages of files); a step that goes over the limit ends, and the run fails
-(`watched.py`). CPU seconds are those of all processes, start and imports included; beside them
-stand those of the tasks alone, as run.json has them, and the power of the size with which these
-grow from the smallest corpus on. MB are 10^6 bytes of JSON lines.
+FILE --until STEP`, each on what the one before it has written), with two workers; the chain is the
+same in one command, without its estimate; urls reads a list of its own, a URL for every 2,000 bytes
+of text. Memory is what all processes of a step hold together (anonymous and shared, no pages of
+files); a step that goes over the limit ends, and the run fails (`watched.py`). CPU seconds are
+those of all processes, start and imports included; beside them stand those of the tasks alone, as
+run.json has them, and the power of the size with which these grow from the smallest corpus on. MB
+are 10^6 bytes of JSON lines.
 """
 
 import json
@@ -45,35 +45,37 @@ def describe(text: Path, output: Path, given: Figures) -> str:
     }
     read = "" if "extract" in given["steps"] else f'input = ["{text}"]\n'
     own = [f"[{step}]\n{tables.get(step, '')}" for step in given["steps"]]
-    return f'output = "{output}"\nworkers = {given["workers"]}\n{read}{"".join(own)}'
+    return f'output = "{output}"\nworkers = 2\n{read}{"".join(own)}'
+
+
+def write_urls(file: Path, count: int) -> None:
+    """About every twentieth has been there."""
+    pages = np.random.default_rng(0).integers(10 * count, size=count).tolist()
+    lines = (f"https://www.site{page % 99991}.org/articles/{page}.html\n" for page in pages)
+    file.write_text("".join(lines))
 
 
 def run(rank: Rank, step: str, size: str, folder: str, given: Figures) -> Turn:
     made, steps, limit = Path(folder, size, str(rank.round)), given["steps"], given["limit"]
     written = sum(file.stat().st_size for file in (made / "shards").iterdir())
-    output = made / (step if step in (CHAIN, URLS) else "steps")
-    command = [sys.executable, "-m"]
+    output = filled = made / (step if step in (CHAIN, URLS) else "steps")
+    settings = output.with_suffix(".toml")
+    settings.write_text(describe(made / "shards", output, given))
+    command = [sys.executable, "-m", "tools.corpus", "run", str(settings), "--no-plan"]
     if step == URLS:
-        urls = made / "urls.txt"
-        pages = np.random.default_rng(1234).integers(written // 200, size=written // 2000).tolist()
-        lines = (f"https://www.site{page % 99991}.org/articles/{page}.html\n" for page in pages)
-        urls.write_text("".join(lines))
-        command += ["tools.corpus.urls", "--workers", str(given["workers"])]
-        command += ["--input", str(urls), "--output", str(output)]
-    else:
-        file = output.with_suffix(".toml")
-        file.write_text(describe(made / "shards", output, given))
-        command += ["tools.corpus", "run", str(file), "--no-plan"]
-    if step in steps:
-        if before := steps[: steps.index(step)]:  # what is done already is not done again
-            watched([*command, "--until", before[-1]], limit)
+        write_urls(made / "urls.txt", written // 2000)
+        command = [sys.executable, "-m", "tools.corpus.urls", "--workers", "2"]
+        command += ["--input", str(made / "urls.txt"), "--output", str(output)]
+    elif step != CHAIN:
+        if before := steps[: steps.index(step)]:
+            watched([*command, "--until", before[-1]], limit)  # what is done is not done again
         command += ["--until", step]
+        filled = output / step
 
     def turn() -> Figures:
-        done = output / step if step in steps else output
-        shutil.rmtree(done, ignore_errors=True)
+        shutil.rmtree(filled, ignore_errors=True)
         used = watched(command, limit)
-        runs = [json.loads(each.read_bytes()) for each in done.rglob("run.json")]
+        runs = [json.loads(each.read_bytes()) for each in filled.rglob("run.json")]
         tasks = sum(stage["cpu_seconds"] for each in runs for stage in each["stages"])
         return {**used, "bytes": written, **({"tasks": tasks} if tasks else {})}
 
@@ -81,9 +83,8 @@ def run(rank: Rank, step: str, size: str, folder: str, given: Figures) -> Turn:
 
 
 def power(own: Figures, first: Figures) -> float:
-    smallest = {} if own is first else first
-    ratios = [own[key] / smallest[key] for key in ("tasks", "bytes")]
-    return math.log(ratios[0]) / math.log(ratios[1])
+    tasks, size = (own[key] / first[key] for key in ("tasks", "bytes"))
+    return math.log(tasks) / math.log(size)
 
 
 def failure(found: Results) -> str:
@@ -102,48 +103,45 @@ def contenders(
     flags: Flags,
     tokenizer: Path = Path("runs/quickstart/tokenizer"),
     text: tuple[Path, ...] = (),
-    evaluation: tuple[Path, ...] = (ROOT / "README.md", ROOT / "docs" / "reproduce.md"),
+    evaluation: tuple[Path, ...] = (ROOT / "README.md",),
     sizes: tuple[str, ...] = ("20MB",),
     steps: tuple[str, ...] = (*STEPS, CHAIN, URLS),
-    workers: int = 2,
     limit: str = "1.5GB",
 ) -> Iterator[Contender]:
-    """Measure steps; without text and evaluation on English of this Python and this project's own.
+    """Measure steps on text made of JSON lines, by default of English of this Python.
 
     Args:
         tokenizer: folder of vocab.json and merges.txt.
-        text: JSON lines, or folders of them, that corpora of these sizes are made of.
         evaluation: files whose n-grams are cut out.
         limit: memory that all processes of a step together may hold.
     """
     if unknown := {*steps} - {*STEPS, CHAIN, URLS}:
         raise ValueError(f"--steps {sorted(unknown)[0]}: there are {[*STEPS, CHAIN, URLS]}")
-    if {*steps} & {"clean", "decontaminate", "tokenise", CHAIN}:
+    if {*steps} & {"clean", "decontaminate", "tokenise"}:
         (tokenizer / "vocab.json").stat()  # it may be missing: before text is made
+    given: Figures = {"steps": [step for step in STEPS if step in steps]}
+    given |= {"tokenizer": str(tokenizer.resolve()), "limit": parse_size("--limit", limit)}
+    given |= {"evaluation": [str(file.resolve(strict=True)) for file in evaluation]}
     for size in sizes:
         for seed in range(flags.rounds or QUESTION.rounds):
-            generate(scratch() / size / str(seed), text, size, seed, workers)
-    given: Figures = {"steps": [step for step in STEPS if step in steps], "workers": workers}
-    given |= {"tokenizer": str(tokenizer.resolve()), "limit": parse_size("--limit", limit)}
-    given |= {"evaluation": [str(file.resolve()) for file in evaluation]}
-    for step in (*given["steps"], *(each for each in (CHAIN, URLS) if each in steps)):
+            generate(scratch() / size / str(seed), text, size, seed)
+    for step in steps:
         for size in sizes:
             arguments = {"step": step, "size": size, "folder": str(scratch()), "given": given}
             x = parse_size("--sizes", size) / 1e6
             yield Contender(size, run, arguments, group=step, x=x)
 
 
-COLUMNS = (
-    Column("CPU seconds", "cpu", "{:.1f}"),
-    Column("of tasks", "tasks", "{:.1f}"),
-    Column("seconds", "wall", "{:.1f}"),
-    Column("MB per second", "bytes", "{:.1f}", per="wall", unit=1e6),
-    Column(PEAK, "peak_bytes", "{:,.0f}", unit=1e6),
-    Column("tasks grow with size to the power", power, "{:.2f}"),
-)
 QUESTION = Question(
     contenders,
-    COLUMNS,
+    (
+        Column("CPU seconds", "cpu", "{:.1f}"),
+        Column("of tasks", "tasks", "{:.1f}"),
+        Column("seconds", "wall", "{:.1f}"),
+        Column("MB per second", "bytes", "{:.1f}", per="wall", unit=1e6),
+        Column(PEAK, "peak_bytes", "{:,.0f}", unit=1e6),
+        Column("tasks grow with size to the power", power, "{:.2f}"),
+    ),
     result,
     failure=failure,
     rounds=1,

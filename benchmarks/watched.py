@@ -8,7 +8,6 @@ parent ends first becomes a child of this one: CPU seconds are the kernel's of e
 import ctypes
 import os
 import resource
-import select
 import signal
 import tempfile
 import time
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT, Popen
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 
 from benchmarks.harness import Figures
 from benchmarks.processes import ROOT, status_bytes
@@ -35,10 +34,11 @@ def watched(command: Sequence[str], limit: int | None = None) -> Figures:
     with tempfile.TemporaryFile("w+", errors="replace") as out:
         wall, before = time.perf_counter(), sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
         child = Popen(command, cwd=ROOT, stdin=DEVNULL, stdout=out, stderr=STDOUT, preexec_fn=bound)
-        ended = os.pidfd_open(child.pid)
         try:
-            while not select.select([ended], [], [], 0.02)[0] and not (limit and peak > limit):
+            while child.poll() is None and not (limit and peak > limit):
                 peak = max(peak, sum(map(memory, below("self") - others)))
+                with suppress(TimeoutExpired):
+                    child.wait(0.02)
         finally:
             wall = time.perf_counter() - wall
             child.kill()  # unless it has ended
@@ -48,7 +48,6 @@ def watched(command: Sequence[str], limit: int | None = None) -> Figures:
                     with suppress(ProcessLookupError, ChildProcessError):  # until it is adopted
                         os.kill(int(pid), signal.SIGKILL)
                         os.waitpid(int(pid), 0)
-            os.close(ended)
             adopt(0)
         out.seek(0)
         words = out.read()
