@@ -67,8 +67,8 @@ def deduplicate(name: str, shards: Path, texts: dict[str, str]) -> tuple[set[str
     """(ids of what is kept, figures)"""
     if name == OURS:
         with TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "tools.corpus.dedup", "--input", str(shards)]
-            used = watched([*command, "--output", folder, "--workers", "1"])
+            words = ["-m", "tools.corpus.dedup", "--input", shards, "--output", folder]
+            used = watched(*words, "--workers", 1)
             return {each["id"] for each in read(Path(folder), "part-*")}, used
     from datasketch import MinHash, MinHashLSH
 

@@ -24,6 +24,7 @@ from tools.corpus.shingles import Words
 
 OURS, RATE, PEAK = "this project", "M rows per CPU second", "peak MB"
 BAND, AT_ONCE = "a band at a time", "all bands at once"
+PEERS = [f"{library}, {how}" for library in ("polars", "DuckDB") for how in (BAND, AT_ONCE)]
 
 
 def read(files: Sequence[Path], start: int = 0, count: int = -1) -> Words:
@@ -73,9 +74,9 @@ def in_duckdb(files: Sequence[Path]) -> Any:
 FIND = {OURS: ours, "polars": in_polars, "DuckDB": in_duckdb}
 
 
-def run(rank: Rank, library: str, folder: str, rows: int, at_once: bool) -> Turn:
-    files = sorted(Path(folder).glob("*.keys"))
-    sets = [files] if at_once else [[file] for file in files]
+def run(rank: Rank, name: str, folder: str, rows: int) -> Turn:
+    files, (library, _, how) = sorted(Path(folder).glob("*.keys")), name.partition(", ")
+    sets = [[file] for file in files] if how == BAND else [files]
 
     def turn() -> Figures:
         found = np.sum([FIND[library](each) for each in sets], axis=0)
@@ -92,18 +93,11 @@ def contenders(flags: Flags, rows: int = 40_000_000, bands: int = 25) -> Iterato
         copies, originals = random.integers(len(keys), size=(2, len(keys) // 20))
         keys[copies] = keys[originals]
         keys.tofile(scratch() / f"{band:02}.keys")
-    own = {"folder": str(scratch()), "rows": rows}
-    yield Contender(OURS, run, {**own, "library": OURS, "at_once": True}, same={"groups": 0})
-    for library in ("polars", "DuckDB"):
-        for how in (BAND, AT_ONCE):
-            yield Contender(
-                f"{library}, {how}",
-                run,
-                {**own, "library": library, "at_once": how == AT_ONCE},
-                needs=[library.lower()],
-                memory=200 * rows / 1e9 if how == AT_ONCE else 0.0,
-                same={"groups": 0},
-            )
+    for name in (OURS, *PEERS):
+        arguments = {"name": name, "folder": str(scratch()), "rows": rows}
+        needs = [] if name == OURS else [name.partition(",")[0].lower()]
+        memory = 200 * rows / 1e9 if AT_ONCE in name else 0.0
+        yield Contender(name, run, arguments, needs=needs, memory=memory, same={"groups": 0})
 
 
 QUESTION = Question(

@@ -61,20 +61,20 @@ def run(rank: Rank, step: str, size: str, folder: str, given: Figures) -> Turn:
     output = filled = made / (step if step in (CHAIN, URLS) else "steps")
     settings = output.with_suffix(".toml")
     settings.write_text(describe(made / "shards", output, given))
-    command = [sys.executable, "-m", "tools.corpus", "run", str(settings), "--no-plan"]
+    words: list[object] = ["-m", "tools.corpus", "run", settings, "--no-plan"]
     if step == URLS:
         write_urls(made / "urls.txt", written // 2000)
-        command = [sys.executable, "-m", "tools.corpus.urls", "--workers", "2"]
-        command += ["--input", str(made / "urls.txt"), "--output", str(output)]
+        words = ["-m", "tools.corpus.urls", "--workers", 2]
+        words += ["--input", made / "urls.txt", "--output", output]
     elif step != CHAIN:
         if before := steps[: steps.index(step)]:
-            watched([*command, "--until", before[-1]], limit)  # what is done is not done again
-        command += ["--until", step]
+            watched(*words, "--until", before[-1], limit=limit)  # what is done is not done again
+        words += ["--until", step]
         filled = output / step
 
     def turn() -> Figures:
         shutil.rmtree(filled, ignore_errors=True)
-        used = watched(command, limit)
+        used = watched(*words, limit=limit)
         runs = [json.loads(each.read_bytes()) for each in filled.rglob("run.json")]
         tasks = sum(stage["cpu_seconds"] for each in runs for stage in each["stages"])
         return {**used, "bytes": written, **({"tasks": tasks} if tasks else {})}

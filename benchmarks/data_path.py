@@ -23,7 +23,6 @@ import numpy as np
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
 from benchmarks.processes import peak_memory
-from benchmarks.report import Results
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.indexed import HEADER, Description
@@ -105,13 +104,6 @@ def run(rank: Rank, name: str, prefix: str) -> Turn:
     return turn
 
 
-def result(found: Results) -> str:
-    cache, disk = (found.median("", name, RATIO) for name in (CACHE, DISK))
-    said = f"{cache:.0f} times from the page cache and {disk:.0f} times from the disk"
-    holds = "as wanted" if min(cache, disk) >= 20 else "which is less than the 20 wanted"
-    return f"As many tokens as one H200 would take at 124M: {said}, {holds}."
-
-
 def contenders(flags: Flags, tokens: int = 200_000_000) -> Iterator[Contender]:
     """Read 32 steps a turn, of 64 samples of 1024, from a data set of so many tokens."""
     write_data(scratch() / "data", tokens)
@@ -130,7 +122,11 @@ QUESTION = Question(
         Column("more MiB", "peak_bytes", "{:.1f}", unit=2**20),
         Column("index, GB", "index", "{:.1f}", unit=1e9),
     ),
-    result,
+    lambda found: (
+        "As many tokens as one H200 would take at 124M, of which 20 times are wanted: "
+        f"{found.median('', CACHE, RATIO):.0f} times from the page cache and "
+        f"{found.median('', DISK, RATIO):.0f} times from the disk."
+    ),
     turns=3,
     together=False,
 )

@@ -47,9 +47,9 @@ def run(rank: Rank, name: str, folder: str, real: str, files: tuple[str, str]) -
     load(*files)
 
     def preprocess(*inputs: Path) -> Figures:
-        flags = ["--append-eod", "--workers", "1", "--overwrite", "--output-prefix"]
-        flags += [f"{folder}/{name}", "--vocab-file", files[0], "--merge-file", files[1], "--input"]
-        return watched([sys.executable, "tools/preprocess_data.py", *flags, *map(str, inputs)])
+        flags = ["--append-eod", "--workers", 1, "--overwrite", "--output-prefix"]
+        flags += [f"{folder}/{name}", "--vocab-file", files[0], "--merge-file", files[1]]
+        return watched("tools/preprocess_data.py", *flags, "--input", *inputs)
 
     def ours() -> Figures:
         start, used = preprocess(line)["cpu"], preprocess(*shards)
