@@ -87,7 +87,8 @@ def run(rank: Rank, group: Any, name: str, folder: str) -> Turn:
     """group: WHOLE, or the shingles of signatures."""
     made = Path(folder, str(rank.round))
     texts = {each["id"]: each["text"] for each in read(made / "shards")}
-    size, pairs = sum(len(text.encode()) for text in texts.values()), read(made / "truth")
+    values, pairs = [*texts.values()], read(made / "truth")
+    size = sum(len(text.encode()) for text in values)
 
     def whole() -> Figures:
         kept, used = deduplicate(name, made / "shards", texts)
@@ -99,14 +100,14 @@ def run(rank: Rank, group: Any, name: str, folder: str) -> Turn:
 
     if group == WHOLE:
         return whole
-    signed = dict(zip(texts, sign(name, "char5", [*texts.values()]), strict=True))
+    signed = dict(zip(texts, sign(name, "char5", values), strict=True))
     errors = [np.mean(signed[p["id"]] == signed[p["of"]]) - p["jaccard"] for p in pairs]
     if (error := float(np.abs(errors).mean())) > 0.05:
         raise ValueError(f"{name} misses the known similarities by {error:.3f}")
-    sign(name, group, [*texts.values()][:20])  # compiles what is to be compiled
+    sign(name, group, values[:20])  # compiles what is to be compiled
 
     def signatures() -> Figures:
-        sign(name, group, [*texts.values()])
+        sign(name, group, values)
         return {"bytes": size, "error": error}
 
     return signatures
