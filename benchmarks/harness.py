@@ -32,7 +32,7 @@ Figures = dict[str, Any]
 Turn = Callable[[], Figures | None]
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Rank:
     """What a contender's function is given: which of its processes it is, and the way to others."""
 
