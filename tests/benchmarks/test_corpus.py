@@ -21,7 +21,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_deduplication_finds_the_known_pairs(text: Path, tmp_path: Path) -> None:
-    pytest.importorskip("datasketch")
     record = run(tmp_path, "corpus_dedup", "--text", text, "--size", "400KB")
     for shingle in ("char5", "word5"):
         ours, peer = (figures(record, name, shingle) for name in (OURS, "datasketch"))

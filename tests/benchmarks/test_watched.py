@@ -13,14 +13,13 @@ START = "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c',
 APART = ", start_new_session=True"
 POOL = """
 import time
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 def burn(seconds):
     start = time.process_time()
     while time.process_time() - start < seconds: pass
 if __name__ == '__main__':
-    with ProcessPoolExecutor(2, get_context('forkserver')) as pool:
-        list(pool.map(burn, [0.3] * 3))
+    with get_context('forkserver').Pool(2) as pool:
+        pool.map(burn, [0.3] * 3)
 """
 
 
