@@ -1,8 +1,7 @@
 """De-duplication.
 
 Of generated text, another in every round, whose near-duplicates are known. Signatures are made from
-str to 128 permutations, normalising and shingling included; rensa gets shingles as strings, or
-hashes by the plain twin of this project's kernel. First every contender has to estimate the known
+str to 128 permutations of character 5-grams, normalising included; they have to estimate the known
 similarities to within 0.05 on average (0.03 is to be expected). The whole is `python -m
 tools.corpus.dedup` with one worker, start and imports included; datasketch's MinHashLSH, in a
 process that runs already, drops what has an exact similarity of 0.7 with an earlier document. Both
@@ -25,42 +24,26 @@ import numpy as np
 from benchmarks.corpus_generator import five_grams, generate, read
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
 from benchmarks.watched import watched
-from tools.corpus.shingles import PERMUTATIONS, SHINGLES, Shingle, Shingler
+from tools.corpus.shingles import PERMUTATIONS, Shingler
 
-OURS, NUMPY, WHOLE = "this project", "this project, plain numpy", "the whole"
-DATASKETCH, RENSA, RENSA_HASHES = "datasketch", "rensa", "rensa from hashes made in numpy"
-NEEDS = {OURS: (), NUMPY: (), DATASKETCH: ("datasketch",)}
-NEEDS |= dict.fromkeys((RENSA, RENSA_HASHES), ("rensa",))
+OURS, DATASKETCH, RENSA = "this project", "datasketch", "rensa"
+SIGNATURES, WHOLE = "signatures", "the whole"
 SPEED, RATIO = "MB per CPU second", "this project's speed / its"
 
 
-def grams(text: str, shingle: Shingle) -> set[str]:
-    if shingle == "char5":
-        return five_grams(text)
-    words = text.lower().split()
-    return {" ".join(words[k : k + 5]) for k in range(max(1, len(words) - 4))}
-
-
-def sign(name: str, shingle: Shingle, texts: list[str]) -> Any:
+def sign(name: str, texts: list[str]) -> Any:
     """[texts, PERMUTATIONS]"""
-    shingler = Shingler(shingle, seed=1, use_numba=name == OURS)
-    if name in (OURS, NUMPY):
-        return shingler.sign_texts(texts)
-    sets = (grams(text, shingle) for text in texts)
+    if name == OURS:
+        return Shingler("char5", seed=1).sign_texts(texts)
     if name == DATASKETCH:
         from datasketch import MinHash
 
-        encoded = ([gram.encode() for gram in own] for own in sets)
+        encoded = ([gram.encode() for gram in five_grams(text)] for text in texts)
         return np.array([m.hashvalues for m in MinHash.generator(encoded, num_perm=PERMUTATIONS)])
     from rensa import RMinHash
 
-    if name == RENSA:
-        of_sets = RMinHash.digests_from_token_sets
-        return np.array([of_sets([[*own]], PERMUTATIONS, 1)[0] for own in sets])
-    hashes = [shingler.hashes(shingler.points(text)) for text in texts]
-    starts = np.cumsum([0, *map(len, hashes)], dtype=np.uint64)
-    of_hashes = RMinHash.digest_matrix_from_flat_token_hashes
-    return np.array(of_hashes(np.concatenate(hashes), starts, PERMUTATIONS, 1).to_rows())
+    of_sets = RMinHash.digests_from_token_sets
+    return np.array([of_sets([[*five_grams(text)]], PERMUTATIONS, 1)[0] for text in texts])
 
 
 def deduplicate(name: str, shards: Path, texts: dict[str, str]) -> tuple[set[str], Figures]:
@@ -83,8 +66,7 @@ def deduplicate(name: str, shards: Path, texts: dict[str, str]) -> tuple[set[str
     return kept, {}
 
 
-def run(rank: Rank, group: Any, name: str, folder: str) -> Turn:
-    """group: WHOLE, or the shingles of signatures."""
+def run(rank: Rank, group: str, name: str, folder: str) -> Turn:
     made = Path(folder, str(rank.round))
     texts = {each["id"]: each["text"] for each in read(made / "shards")}
     values, pairs = [*texts.values()], read(made / "truth")
@@ -100,14 +82,13 @@ def run(rank: Rank, group: Any, name: str, folder: str) -> Turn:
 
     if group == WHOLE:
         return whole
-    signed = dict(zip(texts, sign(name, "char5", values), strict=True))
+    signed = dict(zip(texts, sign(name, values), strict=True))
     errors = [np.mean(signed[p["id"]] == signed[p["of"]]) - p["jaccard"] for p in pairs]
     if (error := float(np.abs(errors).mean())) > 0.05:
         raise ValueError(f"{name} misses the known similarities by {error:.3f}")
-    sign(name, group, values[:20])  # compiles what is to be compiled
 
     def signatures() -> Figures:
-        sign(name, group, values)
+        sign(name, values)
         return {"bytes": size, "error": error}
 
     return signatures
@@ -119,10 +100,12 @@ def contenders(
     """De-duplicate text of this size, made of JSON lines; by default English of this Python."""
     for seed in range(flags.rounds or QUESTION.rounds):
         generate(scratch() / str(seed), text, size, seed)
-    for group in (*SHINGLES, WHOLE):
-        for name in (OURS, DATASKETCH) if group == WHOLE else NEEDS:
+    for group, names in {SIGNATURES: (OURS, DATASKETCH, RENSA), WHOLE: (OURS, DATASKETCH)}.items():
+        for name in names:
             arguments = {"group": group, "name": name, "folder": str(scratch())}
-            yield Contender(name, run, arguments, group=group, needs=NEEDS[name])
+            yield Contender(
+                name, run, arguments, group=group, needs=() if name == OURS else (name,)
+            )
 
 
 QUESTION = Question(
@@ -137,7 +120,7 @@ QUESTION = Question(
     lambda found: (
         f"{found.median(WHOLE, OURS, SPEED):.0f} MB per CPU second, "
         f"{found.median(WHOLE, DATASKETCH, RATIO):.0f} times as fast as datasketch; signatures of "
-        f"character 5-grams are {found.median('char5', DATASKETCH, RATIO):.0f} times as fast."
+        f"character 5-grams are {found.median(SIGNATURES, DATASKETCH, RATIO):.0f} times as fast."
     ),
     rounds=2,
     warm_up=0,

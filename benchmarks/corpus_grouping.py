@@ -2,9 +2,9 @@
 
 From files of unsorted keys, a file a band, to the rows that share one with others: here by the
 stages of tools.corpus.dedup, its files written and read again, and 100 MB for a part of a band; in
-polars and DuckDB, which use all cores, in memory. Keys are random; about every tenth is that of
-another row, too. All have to find the same groups. Memory is what a process takes above its
-modules.
+polars and DuckDB, which use all cores, a band at a time in memory. Keys are random; about every
+tenth is that of another row, too. All have to find the same groups. Memory is what a process takes
+above its modules.
 """
 
 import sys
@@ -23,8 +23,6 @@ from tools.corpus.duplicates.index import BLOCK, Block, Index, save, sort_keys
 from tools.corpus.shingles import Words
 
 OURS, RATE, PEAK = "this project", "M rows per CPU second", "peak MB"
-BAND, AT_ONCE = "a band at a time", "all bands at once"
-PEERS = [f"{library}, {how}" for library in ("polars", "DuckDB") for how in (BAND, AT_ONCE)]
 
 
 def read(files: Sequence[Path], start: int = 0, count: int = -1) -> Words:
@@ -32,8 +30,8 @@ def read(files: Sequence[Path], start: int = 0, count: int = -1) -> Words:
     return np.stack([np.fromfile(file, np.uint64, count, offset=8 * start) for file in files])
 
 
-def ours(files: Sequence[Path]) -> Any:
-    """[groups, members, sum of their numbers]: blocks sorted, then one part at a time."""
+def ours(files: Sequence[Path]) -> list[Any]:
+    """[groups, members, sum of their numbers] of parts: blocks sorted, then one part at a time."""
     rows, blocks = files[0].stat().st_size // 8, []
     for start in range(0, rows, BLOCK):
         keys = read(files, start, BLOCK)
@@ -44,43 +42,37 @@ def ours(files: Sequence[Path]) -> Any:
     for part in parts_of(range(len(files)), rows, 100_000_000):
         members, starts = group(*read_part(index, part))
         found.append([len(starts) - 1, len(members), members.sum()])
-    return np.sum(found, axis=0)
+    return found
 
 
-def table_of(files: Sequence[Path]) -> dict[str, Any]:
-    keys = read(files)
-    bands, numbers = np.indices(keys.shape, np.uint32)
-    return {"band": bands.ravel(), "number": numbers.ravel(), "key": keys.ravel()}
-
-
-def in_polars(files: Sequence[Path]) -> Any:
+def in_polars(band: Words) -> Any:
     import polars
 
-    table = polars.DataFrame(table_of(files)).group_by("band", "key").agg("number")
+    rows = {"key": band, "number": np.arange(len(band), dtype=np.uint32)}
+    table = polars.DataFrame(rows).group_by("key").agg("number")
     table = table.filter(polars.col("number").list.len() > 1)
     members = table["number"].explode()
     return len(table), len(members), members.cast(polars.Int64).sum()
 
 
-def in_duckdb(files: Sequence[Path]) -> Any:
+def in_duckdb(band: Words) -> Any:
     import duckdb
 
-    duckdb.register("rows", table_of(files))
-    lists = "select list(number) as numbers from rows group by band, key having count(*) > 1"
+    duckdb.register("rows", {"key": band, "number": np.arange(len(band), dtype=np.uint32)})
+    lists = "select list(number) as numbers from rows group by key having count(*) > 1"
     sums = "count(*), sum(len(numbers)), sum(list_sum(numbers))"
     return duckdb.sql(f"select {sums} from ({lists})").fetchall()[0]
 
 
-FIND = {OURS: ours, "polars": in_polars, "DuckDB": in_duckdb}
+PEERS = {"polars": in_polars, "duckdb": in_duckdb}
 
 
 def run(rank: Rank, name: str, folder: str, rows: int) -> Turn:
-    files, (library, _, how) = sorted(Path(folder).glob("*.keys")), name.partition(", ")
-    sets = [[file] for file in files] if how == BAND else [files]
+    files = sorted(Path(folder).glob("*.keys"))
 
     def turn() -> Figures:
-        found = np.sum([FIND[library](each) for each in sets], axis=0)
-        return {"rows": rows, "groups": [*map(int, found)]}
+        found = ours(files) if name == OURS else [PEERS[name](read([file])[0]) for file in files]
+        return {"rows": rows, "groups": [*map(int, np.sum(found, axis=0))]}
 
     return turn
 
@@ -95,9 +87,8 @@ def contenders(flags: Flags, rows: int = 40_000_000, bands: int = 25) -> Iterato
         keys.tofile(scratch() / f"{band:02}.keys")
     for name in (OURS, *PEERS):
         arguments = {"name": name, "folder": str(scratch()), "rows": rows}
-        needs = [] if name == OURS else [name.partition(",")[0].lower()]
-        memory = 200 * rows / 1e9 if AT_ONCE in name else 0.0
-        yield Contender(name, run, arguments, needs=needs, memory=memory, same={"groups": 0})
+        needs = [] if name == OURS else [name]
+        yield Contender(name, run, arguments, needs=needs, same={"groups": 0})
 
 
 QUESTION = Question(

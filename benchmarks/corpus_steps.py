@@ -2,12 +2,11 @@
 
 The text is generated (`corpus_generator.py`). Steps run one by one (`python -m tools.corpus run
 FILE --until STEP`, each on what the one before it has written), with two workers; the chain is the
-same in one command, without its estimate; urls reads a list of its own, a URL for every 2,000 bytes
-of text. Memory is what all processes of a step hold together (anonymous and shared, no pages of
-files); a step that goes over the limit ends, and the run fails (`watched.py`). CPU seconds are
-those of all processes, start and imports included; beside them stand those of the tasks alone, as
-run.json has them, and the power of the size with which these grow from the smallest corpus on. MB
-are 10^6 bytes of JSON lines.
+same in one command, without its estimate. Memory is what all processes of a step hold together
+(anonymous and shared, no pages of files); a step that goes over the limit ends, and the run fails
+(`watched.py`). CPU seconds are those of all processes, start and imports included; beside them
+stand those of the tasks alone, as run.json has them, and the power of the size with which these
+grow from the smallest corpus on. MB are 10^6 bytes of JSON lines.
 """
 
 import json
@@ -20,8 +19,6 @@ from pathlib import Path
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
-
 from benchmarks.corpus_generator import generate
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
 from benchmarks.processes import ROOT
@@ -30,7 +27,7 @@ from benchmarks.watched import watched
 from tools.corpus.pipeline import STEPS
 from tools.corpus.settings import parse_size
 
-CHAIN, URLS, PEAK = "chain", "urls", "peak MB"
+CHAIN, PEAK = "chain", "peak MB"
 
 
 def describe(text: Path, output: Path, given: Figures) -> str:
@@ -48,25 +45,14 @@ def describe(text: Path, output: Path, given: Figures) -> str:
     return f'output = "{output}"\nworkers = 2\n{read}{"".join(own)}'
 
 
-def write_urls(file: Path, count: int) -> None:
-    """About every twentieth has been there."""
-    pages = np.random.default_rng(0).integers(10 * count, size=count).tolist()
-    lines = (f"https://www.site{page % 99991}.org/articles/{page}.html\n" for page in pages)
-    file.write_text("".join(lines))
-
-
 def run(rank: Rank, step: str, size: str, folder: str, given: Figures) -> Turn:
     made, steps, limit = Path(folder, size, str(rank.round)), given["steps"], given["limit"]
     written = sum(file.stat().st_size for file in (made / "shards").iterdir())
-    output = filled = made / (step if step in (CHAIN, URLS) else "steps")
+    output = filled = made / (CHAIN if step == CHAIN else "steps")
     settings = output.with_suffix(".toml")
     settings.write_text(describe(made / "shards", output, given))
     words: list[object] = ["-m", "tools.corpus", "run", settings, "--no-plan"]
-    if step == URLS:
-        write_urls(made / "urls.txt", written // 2000)
-        words = ["-m", "tools.corpus.urls", "--workers", 2]
-        words += ["--input", made / "urls.txt", "--output", output]
-    elif step != CHAIN:
+    if step != CHAIN:
         if before := steps[: steps.index(step)]:
             watched(*words, "--until", before[-1], limit=limit)  # what is done is not done again
         words += ["--until", step]
@@ -105,7 +91,7 @@ def contenders(
     text: tuple[Path, ...] = (),
     evaluation: tuple[Path, ...] = (ROOT / "README.md",),
     sizes: tuple[str, ...] = ("20MB",),
-    steps: tuple[str, ...] = (*STEPS, CHAIN, URLS),
+    steps: tuple[str, ...] = (*STEPS, CHAIN),
     limit: str = "1.5GB",
 ) -> Iterator[Contender]:
     """Measure steps on text made of JSON lines, by default of English of this Python.
@@ -115,8 +101,8 @@ def contenders(
         evaluation: files whose n-grams are cut out.
         limit: memory that all processes of a step together may hold.
     """
-    if unknown := {*steps} - {*STEPS, CHAIN, URLS}:
-        raise ValueError(f"--steps {sorted(unknown)[0]}: there are {[*STEPS, CHAIN, URLS]}")
+    if unknown := {*steps} - {*STEPS, CHAIN}:
+        raise ValueError(f"--steps {sorted(unknown)[0]}: there are {[*STEPS, CHAIN]}")
     if {*steps} & {"clean", "decontaminate", "tokenise"}:
         (tokenizer / "vocab.json").stat()  # it may be missing: before text is made
     given: Figures = {"steps": [step for step in STEPS if step in steps]}

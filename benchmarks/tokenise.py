@@ -5,8 +5,7 @@ in the shape of Megatron's own: a Pool, whose worker parses and encodes a docume
 `tokenizers` library and sends ids back as a list, which the first process writes. Every round has
 generated text of its own and new processes, whose caches are empty; both have to write the same
 bytes. MB are those of the JSON lines, CPU seconds those of all processes. The start, timed on one
-line, is not part of the speed; the Pool's worker starts with its vocabulary. With --real a row
-shows this project on real text, which each process reads once: in it no sentence recurs.
+line, is not part of the speed; the Pool's worker starts with its vocabulary.
 """
 
 import json
@@ -29,7 +28,7 @@ from megatron.data.json_lines import find_shards
 from megatron.data.tokenizer import GPT2BPETokenizer
 
 OURS, PEER = "this project", "Pool of tokenizers"
-GENERATED, SPEED, RATIO = "generated text", "MB per CPU second", "this project's speed / its"
+SPEED, RATIO = "MB per CPU second", "this project's speed / its"
 load = cache(GPT2BPETokenizer)
 
 
@@ -38,9 +37,9 @@ def encode(files: tuple[str, str], line: bytes) -> list[int]:
     return [*tokenizer.encode(json.loads(line)["text"]), tokenizer.eod]
 
 
-def run(rank: Rank, name: str, folder: str, real: str, files: tuple[str, str]) -> Turn:
-    """real: a file of text in place of the round's. files: of the vocabulary."""
-    shards = find_shards([Path(real) if real else Path(folder, str(rank.round), "shards")])
+def run(rank: Rank, name: str, folder: str, files: tuple[str, str]) -> Turn:
+    """files: of the vocabulary."""
+    shards = find_shards([Path(folder, str(rank.round), "shards")])
     size = sum(shard.stat().st_size for shard in shards)
     binary, line = Path(folder, f"{name}_text_document.bin"), Path(folder, "line.json")
     line.write_text('{"text": "one"}\n')
@@ -73,11 +72,9 @@ def contenders(
     flags: Flags,
     tokenizer: Path = Path("runs/quickstart/tokenizer"),
     text: tuple[Path, ...] = (),
-    real: Path | None = None,
     size: str = "50MB",
 ) -> Iterator[Contender]:
-    """Tokenise text of this size, made of JSON lines, by default of English of this Python; and
-    real text.
+    """Tokenise text of this size, made of JSON lines, by default of English of this Python.
 
     Args:
         tokenizer: folder of vocab.json and merges.txt.
@@ -86,13 +83,9 @@ def contenders(
     load(*files)  # what is wrong with it is said before text is made
     for seed in range(flags.rounds or QUESTION.rounds):
         generate(scratch() / str(seed), text, size, seed)
-    own = {"folder": str(scratch()), "files": tuple(files)}
     for name in (OURS, PEER):
-        arguments = {**own, "name": name, "real": ""}
-        yield Contender(name, run, arguments, group=GENERATED, same={"ids": 0})
-    if real:
-        arguments = {**own, "name": OURS, "real": str(real.resolve())}
-        yield Contender(OURS, run, arguments, group="real text")
+        arguments = {"name": name, "folder": str(scratch()), "files": tuple(files)}
+        yield Contender(name, run, arguments, same={"ids": 0})
 
 
 QUESTION = Question(
@@ -103,8 +96,8 @@ QUESTION = Question(
         Column("CPU seconds of the start", "start", "{:.2f}"),
     ),
     lambda found: (
-        f"{found.median(GENERATED, OURS, SPEED):.0f} MB per CPU second, "
-        f"{found.median(GENERATED, PEER, RATIO):.0f} times as fast as a Pool of `tokenizers`."
+        f"{found.median('', OURS, SPEED):.0f} MB per CPU second, "
+        f"{found.median('', PEER, RATIO):.0f} times as fast as a Pool of `tokenizers`."
     ),
     warm_up=0,
 )
