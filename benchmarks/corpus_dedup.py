@@ -103,9 +103,8 @@ def contenders(
     for group, names in {SIGNATURES: (OURS, DATASKETCH, RENSA), WHOLE: (OURS, DATASKETCH)}.items():
         for name in names:
             arguments = {"group": group, "name": name, "folder": str(scratch())}
-            yield Contender(
-                name, run, arguments, group=group, needs=() if name == OURS else (name,)
-            )
+            needs = [] if name == OURS else [name]
+            yield Contender(name, run, arguments, group=group, needs=needs)
 
 
 QUESTION = Question(

@@ -70,6 +70,6 @@ def below(process: str) -> set[str]:
 
 
 def memory(process: str) -> int:
-    with suppress(FileNotFoundError, ProcessLookupError, StopIteration):  # it has ended since
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
         return status_bytes("RssAnon", process) + status_bytes("RssShmem", process)
     return 0

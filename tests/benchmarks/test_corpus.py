@@ -22,11 +22,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_deduplication_finds_the_known_pairs(text: Path, tmp_path: Path) -> None:
     record = run(tmp_path, "corpus_dedup", "--text", text, "--size", "400KB")
-    for shingle in ("char5", "word5"):
-        ours, peer = (figures(record, name, shingle) for name in (OURS, "datasketch"))
-        assert ours["bytes"] == peer["bytes"] == pytest.approx(400_000, rel=0.3)
-        assert 0 < ours["error"] < 0.05
-        assert figures(record, f"{OURS}, plain numpy", shingle)["error"] == ours["error"]
+    ours, peer = (figures(record, name, "signatures") for name in (OURS, "datasketch"))
+    assert ours["bytes"] == peer["bytes"] == pytest.approx(400_000, rel=0.3)
+    assert 0 < ours["error"] < 0.05
     for name in (OURS, "datasketch"):
         found = figures(record, name, "the whole")
         assert found["missed"] == found["wrong"] == 0
@@ -41,7 +39,7 @@ def test_grouping_finds_the_groups_that_sorting_finds(tmp_path: Path) -> None:
         members = np.flatnonzero(counts[inverse] > 1)
         expected.append([(counts > 1).sum(), len(members), members.sum()])
     found = corpus_grouping.ours(sorted(tmp_path.glob("*.keys")))
-    assert found.tolist() == np.sum(expected, axis=0).tolist()
+    assert np.array_equal(np.sum(found, axis=0), np.sum(expected, axis=0))
     record = run(tmp_path, "corpus_grouping", "--rows", 140_000, "--bands", 2)
     assert figures(record, OURS)["rows"] == 140_000
 
@@ -52,7 +50,7 @@ def test_cleaning_and_sentences(text: Path, tmp_path: Path) -> None:
     assert sizes == {figures(record, OURS, "whole step")["bytes"]}
     assert sizes.pop() == pytest.approx(200_000, rel=0.2)
     found = figures(record, OURS, "sentences")
-    assert [found[key] for key in ("right", "extra", "missed", "changed")] == [50, 11, 3, 0]
+    assert [found[key] for key in ("right", "extra", "missed")] == [50, 11, 3]
     assert figures(record, "sentencex", "sentences")["right"] == 48
     assert "cuts 50 of 60 cases as wanted" in record["page"]
 
@@ -74,11 +72,10 @@ def test_marks(monkeypatch, tmp_path: Path, split, right: int, extra: int, misse
 
 def test_both_tokenise_to_the_same_bytes(text: Path, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    words = ["--tokenizer", tmp_path, "--text", text, "--real", text, "--size", "600KB"]
+    words = ["--tokenizer", tmp_path, "--text", text, "--size", "600KB"]
     record = run(tmp_path, "tokenise", *words)
-    ours, peer = (figures(record, name, tokenise.GENERATED) for name in (OURS, tokenise.PEER))
+    ours, peer = (figures(record, name) for name in (OURS, tokenise.PEER))
     assert ours["bytes"] == peer["bytes"] == pytest.approx(600_000, rel=0.2)
-    assert figures(record, OURS, "real text")["bytes"] == text.stat().st_size
     assert ours["start"] > 0 < peer["cpu"][0]
 
 
@@ -93,9 +90,9 @@ def test_steps_run_one_after_another_and_as_a_chain(text: Path, tmp_path: Path) 
 
 
 def test_a_step_at_two_sizes_is_drawn(text: Path, tmp_path: Path) -> None:
-    words = ["--text", text, "--steps", "urls", "--sizes", "200KB", "2MB"]
+    words = ["--text", text, "--steps", "extract", "--sizes", "200KB", "2MB"]
     record = run(tmp_path, "corpus_steps", *words)
-    small, large = (figures(record, size, "urls") for size in ("200KB", "2MB"))
+    small, large = (figures(record, size, "extract") for size in ("200KB", "2MB"))
     assert large["bytes"] > 4 * small["bytes"] > 0
     assert "No step takes more than" in record["page"]
     assert (tmp_path / "page.png").stat().st_size > 5000
