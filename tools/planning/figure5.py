@@ -6,7 +6,7 @@ the paper's own definition. Only the single GPU of the hardware's anchor is know
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -17,6 +17,7 @@ from typing import Any
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from tools.planning.hardware import Hardware
+from tools.planning.record import aligned
 from tools.planning.software import (
     MEGATRON_2019,
     MEGATRON_2020,
@@ -76,11 +77,11 @@ TABLE_2 = {
 }
 ALWAYS = 82.0  # %, the prediction that knows nothing
 
-# Constants whose share in the error is looked at.
-VARIED = ("memory_bandwidth", "multiprocessors", "link_bandwidth", "link_share",
-          "network_bandwidth", "network_share", "base_latency", "link_latency",
-          "network_latency")  # fmt: skip
-Row = dict[str, Any]
+# Constants whose share in the error is looked at, beside the peak and the anchor.
+LINKS = ("link_bandwidth", "link_share", "network_bandwidth", "network_share")
+LATENCIES = ("base_latency", "link_latency", "network_latency")
+VARIED = ("memory_bandwidth", "multiprocessors", *LINKS, *LATENCIES)
+Rows = list[dict[str, Any]]
 
 
 @cache
@@ -97,117 +98,81 @@ def step_at(preset: str, gpus: int, software: Software, tensor: int = 0, **model
     return AuthorsStep(config, gpus, PRECISION, software=software)
 
 
-def one() -> Step:
-    """The base of all efficiencies: the smallest model on one GPU."""
-    return step_at(MODELS[0].preset, 1, BEHIND)
+def predictions(hardware: Hardware) -> dict[str, Any]:
+    """JSON: rows of what is predicted beside the paper's, and mean errors in points."""
 
+    def seconds(step: Step) -> float:
+        return predict(step, hardware).total
 
-@dataclass(frozen=True)
-class Study:
-    """All of it on one kind of hardware, which has an anchor."""
-
-    hardware: Hardware
-
-    def seconds(self, step: Step) -> float:
-        return predict(step, self.hardware).total
-
-    def efficiency(self, step: Step, base: Step) -> float:
+    def efficiency(step: Step, base: Step) -> float:
         """%, against the model of `base` on one GPU."""
-        ratio = self.seconds(base) / self.seconds(step)
+        ratio = seconds(base) / seconds(step)
         return 100 * step.model.parameters / (step.tensor * base.model.parameters) * ratio
 
-    def figure(self) -> list[Row]:
-        rows = []
-        for copies, each in product((1, COPIES), MODELS):
-            step = step_at(each.preset, each.tensor * copies, each.software)
-            paper = each.model_parallel if copies == 1 else each.model_and_data_parallel
-            rows.append({
-                "model": each.preset, "gpus": step.ranks, "tensor_parallel": each.tensor,
-                "data_parallel": copies, "predicted": self.efficiency(step, one()), "paper": paper,
-                "seconds": self.seconds(step), "is_base": step.ranks == 1,
-            })  # fmt: skip
-        return rows
+    def rows(key: str, paper: Mapping[int, float], predicted: Callable[[int], float]) -> Rows:
+        return [{key: n, "predicted": predicted(n), "paper": each} for n, each in paper.items()]
 
-    def mean_error(self) -> float:
-        """Points, of the seven efficiencies that are not the base."""
-        return mean_error(self.figure()[1:])
-
-    def strong_scaling(self) -> list[Row]:
-        alone, preset = self.seconds(one()), MODELS[0].preset
-        times = {gpus: self.seconds(step_at(preset, gpus, BEHIND, gpus)) for gpus in STRONG}
-        return [{"gpus": gpus, "predicted": alone / times[gpus], "paper": paper}
-                for gpus, paper in STRONG.items()]  # fmt: skip
-
-    def heads(self) -> list[Row]:
-        steps = {n: step_at(MODELS[-1].preset, 8, BEHIND, num_attention_heads=n) for n in HEADS}
-        return [{"heads": n, "predicted": self.efficiency(steps[n], one()), "paper": paper}
-                for n, paper in HEADS.items()]  # fmt: skip
-
-    def version_1(self) -> list[Row]:
-        rows, steps = [], list[Step]()
-        for (layers, hidden, heads, gpus), (milliseconds, paper) in VERSION_1.items():
-            shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
-            step = step_at(MODELS[0].preset, gpus, MEGATRON_2020, gpus, **shape)
-            steps.append(step)
-            rows.append({
-                "parameters": step.model.parameters, "gpus": gpus,
-                "predicted": self.efficiency(step, steps[0]), "paper": paper,
-                "predicted_milliseconds": 1000 * self.seconds(step),
-                "paper_milliseconds": milliseconds,
-            })  # fmt: skip
-        return rows
-
-    def table_2(self) -> list[Row]:
-        days = {preset: ITERATIONS * self.seconds(step_at(preset, gpus, software)) / DAY
-                for preset, (gpus, _, software) in TABLE_2.items()}  # fmt: skip
-        return [{"model": preset, "gpus": gpus, "predicted": days[preset], "paper": paper}
-                for preset, (gpus, paper, _) in TABLE_2.items()]  # fmt: skip
-
-    def behind(self) -> Row:
-        """8.3B with all gradients reduced behind the backward, of which the README tells too."""
-        step = step_at(MODELS[-1].preset, MODELS[-1].tensor * COPIES, BEHIND)
-        return {"predicted": self.efficiency(step, one()), "paper": README_BEHIND}
+    smallest, largest = MODELS[0].preset, MODELS[-1].preset
+    base = one = step_at(smallest, 1, BEHIND)
+    cut = {gpus: step_at(smallest, gpus, BEHIND, gpus) for gpus in STRONG}
+    heads = {n: step_at(largest, 8, BEHIND, num_attention_heads=n) for n in HEADS}
+    figure, version_1, table_2 = Rows(), Rows(), Rows()
+    for copies, point in product((1, COPIES), MODELS):
+        step = step_at(point.preset, point.tensor * copies, point.software)
+        paper = point.model_parallel if copies == 1 else point.model_and_data_parallel
+        row = {"model": point.preset, "gpus": step.ranks, "tensor_parallel": point.tensor}
+        row |= {"data_parallel": copies, "predicted": efficiency(step, one), "paper": paper}
+        figure.append(row | {"seconds": seconds(step), "is_base": step.ranks == 1})
+    for (layers, hidden, number, gpus), (milliseconds, paper) in VERSION_1.items():
+        shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": number}
+        step = step_at(smallest, gpus, MEGATRON_2020, gpus, **shape)
+        base = step if gpus == 1 else base  # version 1.0 has a first model of its own
+        row = {"parameters": step.model.parameters, "gpus": gpus, "paper": paper}
+        row |= {"predicted": efficiency(step, base), "paper_milliseconds": milliseconds}
+        version_1.append(row | {"predicted_milliseconds": 1000 * seconds(step)})
+    for preset, (gpus, paper, software) in TABLE_2.items():
+        days = ITERATIONS * seconds(step_at(preset, gpus, software)) / DAY
+        table_2.append({"model": preset, "gpus": gpus, "predicted": days, "paper": paper})
+    behind = efficiency(step_at(largest, MODELS[-1].tensor * COPIES, BEHIND), one)
+    return {
+        "figure_5": figure,
+        "mean_error": mean_error(figure),
+        "strong_scaling": rows("gpus", STRONG, lambda n: seconds(one) / seconds(cut[n])),
+        "heads": rows("heads", HEADS, lambda n: efficiency(heads[n], one)),
+        "version_1.0": version_1,
+        "mean_error_of_version_1.0": mean_error(version_1),
+        "table_2": table_2,
+        "reduced_behind_the_backward": {"predicted": behind, "paper": README_BEHIND},
+    }
 
 
-def mean_error(rows: list[Row]) -> float:
-    return fmean(abs(each["predicted"] - each["paper"]) for each in rows)
-
-
-def predictions(rows: list[Row]) -> list[float]:
-    return [each["predicted"] for each in rows]
+def mean_error(rows: Rows) -> float:
+    """Of all but the first, the base."""
+    return fmean(abs(each["predicted"] - each["paper"]) for each in rows[1:])
 
 
 def study(hardware: Hardware) -> dict[str, Any]:
-    """JSON: everything predicted beside the paper's. hardware: with an anchor.
+    """JSON. hardware: with an anchor.
 
     found_afterwards: what explains the errors, found when they were known, and so no prediction:
     all-reduces in NVLink and over the network at half of the links' speed.
     """
-    found, half = Study(hardware), (hardware.link_share / 2, hardware.network_share / 2)
-    slower = Study(replace(hardware, link_share=half[0], network_share=half[1]))
-    rows, version_1 = found.figure(), found.version_1()
+    half = (hardware.link_share / 2, hardware.network_share / 2)
+    found = predictions(hardware)
+    slower = predictions(replace(hardware, link_share=half[0], network_share=half[1]))
+    always = [{**each, "predicted": ALWAYS} for each in found["figure_5"]]
+    afterwards = {key: each for key, each in slower.items() if key.startswith("mean_error")}
+    for key in ("figure_5", "strong_scaling", "heads"):
+        afterwards[key] = [each["predicted"] for each in slower[key]]
+    behind = slower["reduced_behind_the_backward"]["predicted"]
     return {
         "hardware": hardware.name,
         "attained_share": hardware.attained_share,
-        "figure_5": rows,
-        "mean_error": found.mean_error(),
-        "mean_error_of_always_82": mean_error([{**each, "predicted": ALWAYS} for each in rows[1:]]),
-        "strong_scaling": found.strong_scaling(),
-        "heads": found.heads(),
-        "version_1.0": version_1,
-        "mean_error_of_version_1.0": mean_error(version_1[1:]),
-        "table_2": found.table_2(),
-        "reduced_behind_the_backward": found.behind(),
+        **found,
+        "mean_error_of_always_82": mean_error(always),
         "mean_error_by_constant": sensitivity(hardware),
         "found_afterwards": {
-            "all_reduces_twice_as_slow": {
-                "mean_error": slower.mean_error(),
-                "figure_5": predictions(slower.figure()),
-                "strong_scaling": predictions(slower.strong_scaling()),
-                "heads": predictions(slower.heads()),
-                "mean_error_of_version_1.0": mean_error(slower.version_1()[1:]),
-                "reduced_behind_the_backward": slower.behind()["predicted"],
-            }
+            "all_reduces_twice_as_slow": {**afterwards, "reduced_behind_the_backward": behind}
         },
     }
 
@@ -215,76 +180,73 @@ def study(hardware: Hardware) -> dict[str, Any]:
 def sensitivity(hardware: Hardware) -> dict[str, list[float]]:
     """Mean error with each constant 25 % smaller and larger, the share found anew each time; and
     with the links at all that their datasheet says, or at the kernels' share of it."""
-    changed = {name: [anchored(scaled(hardware, name, factor)) for factor in (0.75, 1.25)]
-               for name in (*VARIED, f"peak.{PRECISION}", "anchor")}  # fmt: skip
-    share, links = hardware.attained_share, replace(hardware, link_share=1.0, network_share=1.0)
+    names, share = (*VARIED, f"peak.{PRECISION}", "anchor"), hardware.attained_share
+    changed = {name: [scaled(hardware, name, factor) for factor in (0.75, 1.25)] for name in names}
+    links = replace(hardware, link_share=1.0, network_share=1.0)
     changed["links as in the datasheet"] = [anchored(links)]
     links = replace(hardware, link_share=share, network_share=share)
     changed["links with the share of kernels"] = [links]
-    return {name: [Study(each).mean_error() for each in both] for name, both in changed.items()}
+    return {name: [predictions(x)["mean_error"] for x in each] for name, each in changed.items()}
 
 
 def scaled(hardware: Hardware, name: str, factor: float) -> Hardware:
+    value: Any
     if name == "anchor":
         assert hardware.anchor is not None
         rate = factor * hardware.anchor.flops_per_second
-        return replace(hardware, anchor=replace(hardware.anchor, flops_per_second=rate))
-    if name == f"peak.{PRECISION}":
-        peak = factor * hardware.peak(PRECISION)
-        return replace(hardware, peaks={**hardware.peaks, PRECISION: peak})
-    value = factor * getattr(hardware, name)
-    return replace(hardware, **{name: round(value) if name == "multiprocessors" else value})
+        value = replace(hardware.anchor, flops_per_second=rate)
+    elif name == f"peak.{PRECISION}":
+        name, value = "peaks", {PRECISION: factor * hardware.peak(PRECISION)}
+    else:
+        value = factor * getattr(hardware, name)
+    return anchored(replace(hardware, **{name: value}))
 
 
 def text(found: dict[str, Any]) -> str:
     """For people."""
-    lines = [f"{found['hardware']}, {100 * found['attained_share']:.1f} % of peak and memory "
-             "bandwidth by its anchor"]  # fmt: skip
-    errors = {"figure_5": f"{found['mean_error']:.1f} points; of always {ALWAYS:.0f} %: "
-                          f"{found['mean_error_of_always_82']:.1f}",
-              "version_1.0": f"{found['mean_error_of_version_1.0']:.1f} points"}  # fmt: skip
+    share, version_1 = 100 * found["attained_share"], found["mean_error_of_version_1.0"]
+    blocks = [f"{found['hardware']}, {share:.1f} % of peak and memory bandwidth by its anchor"]
+    errors = f"{found['mean_error']:.1f}, of always 82 % {found['mean_error_of_always_82']:.1f}"
     for title, key, label, digits in (
-        ("figure 5, efficiency in %", "figure_5", "{model:<20} {gpus:>4} GPUs", 1),
+        (f"figure 5, %; mean error {errors} points", "figure_5", "{model} on {gpus} GPUs", 1),
         ("strong scaling of 1.2B, speed-up", "strong_scaling", "{gpus} GPUs", 2),
         ("heads of 8.3B on 8 GPUs, %", "heads", "{heads} heads", 1),
-        ("version 1.0, %", "version_1.0", "{gpus} GPUs", 1),
+        (f"version 1.0, %; mean error {version_1:.1f} points", "version_1.0", "{gpus} GPUs", 1),
         ("table 2, days for an epoch", "table_2", "{model}", 2),
     ):
-        lines.append(f"\n{title:<36} predicted  paper")
+        rows = [("", "predicted", "paper")]
         for each in found[key]:
-            number = f"{each['predicted']:9.{digits}f}"
-            lines.append(f"  {label.format(**each):<34} {number}  {each['paper']:5}")
-        lines += [f"  mean error {errors[key]}"] if key in errors else []
-    lines.append("\nmean error with each constant 25 % smaller, and larger")
-    for name, numbers in found["mean_error_by_constant"].items():
-        lines.append(f"  {name:<32} {'   '.join(f'{each:4.1f}' for each in numbers)}")
-    return "\n".join(lines)
+            paper = f"{each['paper']:.{digits}f}"
+            rows.append((label.format(**each), f"{each['predicted']:.{digits}f}", paper))
+        blocks.append(f"{title}\n{aligned(rows)}")
+    constants = [
+        (name, f"{errors[0]:.1f}", f"{errors[1]:.1f}" if errors[1:] else "")
+        for name, errors in found["mean_error_by_constant"].items()
+    ]
+    blocks.append(f"mean error with each constant 25 % smaller, and larger\n{aligned(constants)}")
+    return "\n\n".join(blocks)
 
 
 def draw(file: Path, found: Mapping[str, Any]) -> None:
-    """Figure 5 as in the paper, and beside it strong scaling and the number of heads."""
+    """Figure 5, strong scaling and the number of heads, each beside the paper's."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.2), layout="constrained")
-    weak, strong, heads = figure.subplots(1, 3, width_ratios=(2.2, 1, 1))
-    for axes, key, label, form in (
-        (weak, "figure_5", "gpus", "{:.0f}"),
-        (strong, "strong_scaling", "gpus", "{:.2f}"),
-        (heads, "heads", "heads", "{:.0f}"),
-    ):
+    studies = (
+        ("figure_5", "gpus", "GPUs: model parallel, model + data parallel", "% of linear", "%.0f"),
+        ("strong_scaling", "gpus", "GPUs", "strong scaling of 1.2B, speed-up", "%.2f"),
+        ("heads", "heads", "heads of 8.3B on 8 GPUs", "% of linear", "%.0f"),
+    )
+    all_axes = figure.subplots(1, 3, width_ratios=(2.2, 1, 1))
+    for axes, (key, name, below, beside, form) in zip(all_axes, studies, strict=True):
         rows = found[key]
         for shift, kind, colour in ((-0.2, "paper", "#999999"), (0.2, "predicted", "#0072B2")):
             places, values = [n + shift for n in range(len(rows))], [each[kind] for each in rows]
             bars = axes.bar(places, values, 0.38, color=colour, label=kind)
-            axes.bar_label(bars, [form.format(each) for each in values], fontsize=7, padding=2)
-        axes.set_xticks(range(len(rows)), [str(each[label]) for each in rows])
+            axes.bar_label(bars, fmt=form, fontsize=7, padding=2)
+        axes.set_xticks(range(len(rows)), [str(each[name]) for each in rows])
         axes.spines[["top", "right"]].set_visible(False)
-    weak.axvline(3.5, color="#333333", linewidth=0.8)
-    weak.text(1.5, 113, "model parallel", ha="center")
-    weak.text(5.5, 113, "model + data parallel", ha="center")
-    weak.set(xlabel="GPUs", ylabel="weak scaling, % of linear", ylim=(0, 120))
-    figure.legend(*weak.get_legend_handles_labels(), loc="outside upper center", ncols=2,
-                  frameon=False)  # fmt: skip
-    strong.set(xlabel="GPUs", ylabel="strong scaling of 1.2B, speed-up", ylim=(0, 5))
-    heads.set(xlabel="heads of 8.3B on 8 GPUs", ylabel="% of linear", ylim=(0, 120))
+        axes.set(xlabel=below, ylabel=beside)
+    all_axes[0].axvline(len(MODELS) - 0.5, color="#333333", linewidth=0.8)
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     figure.savefig(file, dpi=150)

@@ -105,22 +105,20 @@ def load_hardware(name: str) -> Hardware:
         raise UsageError("--hardware", file, allowed) from error
 
 
-def read_hardware(text: Mapping[str, Any]) -> Hardware:
+def read_hardware(text: dict[str, Any]) -> Hardware:
     """text: {figure: {"value", "source"}}, with peaks by precision below "peak"."""
-    figures = {each.name: text[each.name] for each in fields(Hardware)
-               if each.name in text and each.name not in ("name", "is_cpu", "anchor")}  # fmt: skip
-    peaks = {name: each["value"] for name, each in text["peak"].items()}
-    sources = {f"peak.{name}": each["source"] for name, each in text["peak"].items()}
-    known = Hardware(
-        name=text["name"],
-        is_cpu=text.get("is_cpu", False),
-        peaks=peaks,
-        anchor=Anchor(**text["anchor"]) if "anchor" in text else None,
-        sources=sources | {name: each["source"] for name, each in figures.items()},
-        **{name: each["value"] for name, each in figures.items()},
-    )
-    values = {"peak.fp32": peaks["fp32"], **{name: getattr(known, name) for name in POSITIVE}}
-    for name, value in {**values, **peaks}.items():
+    peaks = {f"peak.{name}": each for name, each in text["peak"].items()}
+    plain = {each.name for each in fields(Hardware)} - {"name", "is_cpu", "anchor"}
+    figures = {name: each for name, each in text.items() if name in plain}
+    for name in ("peak.fp32", *peaks, *POSITIVE):
+        value = {**figures, **peaks}[name]["value"]
         if not value > 0:
             raise ValueError(f"{name} is {value}, and has to be above 0")
-    return known
+    return Hardware(
+        name=text["name"],
+        is_cpu=text.get("is_cpu", False),
+        peaks={name.removeprefix("peak."): each["value"] for name, each in peaks.items()},
+        anchor=Anchor(**text["anchor"]) if "anchor" in text else None,
+        sources={name: each["source"] for name, each in {**figures, **peaks}.items()},
+        **{name: each["value"] for name, each in figures.items()},
+    )

@@ -1,20 +1,12 @@
 """The authors' programs, counted in their source, which figure 5 is predicted of; and the share of
-peak and memory bandwidth that a program's kernels attain, from one run on one device.
-
-A pass is one reading or one writing of a tensor. Of a layer, forward and backward:
-
-    stream    passes over [n, h], which every tensor-parallel rank does in full
-    cut       passes over [n, h/t]
-    scores    passes over [b, a/t, s, s], which attention writes to memory
-    dropouts  kernels that read, write and keep or read a mask of one byte a number
-"""
+peak and memory bandwidth that a program's kernels attain, from one run on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
 
 from megatron.config.model import GPT2Config
 from megatron.config.pretrain import PretrainGPT2Config
@@ -25,22 +17,17 @@ from tools.planning.hardware import Anchor, Hardware, load_hardware
 from tools.planning.timing import predict
 from tools.planning.trace import WIDE, Step
 
-
-class Passes(NamedTuple):
-    """Of one layer in one direction."""
-
-    stream: float
-    cut: float
-    scores: float
-    stream_dropouts: int
-    scores_dropouts: int
+Passes = tuple[float, float, float, int, int]
+"""A pass is one reading or one writing of a tensor. Of one layer in one direction: passes over
+[n, h], which every tensor-parallel rank does in full; over [n, h/t]; over attention's scores
+[b, a/t, s, s]; and dropouts of [n, h] and of the scores, which read, write and keep or read a mask
+of one byte a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
     """Attention's scores are written to memory, and the loss is computed at once, of all logits."""
 
-    name: str
     forward: Passes
     backward: Passes
     outside: float = 28  # passes over [n, h] in embedding and final norm, both directions
@@ -62,19 +49,11 @@ class Software:
 # norm 1, clipped 2, Adam 7, rounded 1 + 1, flattened, divided and copied back for reduction 6.
 # A logit: widened 6 bytes, copied 8, maximum 4, shift 8, exponential 8, sum 4, division 8, backward
 # 14. Gradients are reduced behind the backward in one call: --DDP-impl local.
-MEGATRON_2019 = Software(
-    name="Megatron-LM, 2019",
-    forward=Passes(14, 30, 8, 2, 1),
-    backward=Passes(18, 27, 7, 2, 1),
-)
+MEGATRON_2019 = Software(forward=(14, 30, 8, 2, 1), backward=(18, 27, 7, 2, 1))
 
 # The same in 2020 ("version 1.0"): bias with GeLU, bias with dropout and residual add (3 passes and
 # a mask each), and scale, mask and softmax (2, backward 3) are fused; q, k, v are not copied.
-MEGATRON_2020 = Software(
-    name="Megatron-LM 1.0, 2020",
-    forward=Passes(11, 16, 2, 0, 1),
-    backward=Passes(18, 27, 3, 2, 1),
-)
+MEGATRON_2020 = Software(forward=(11, 16, 2, 0, 1), backward=(18, 27, 3, 2, 1))
 
 SOFTWARE = {"megatron 2019": MEGATRON_2019, "megatron 2020": MEGATRON_2020}
 TORCH_BUCKET = 25 * 2**20  # bytes of a bucket of torch's DistributedDataParallel, --DDP-impl torch
@@ -88,45 +67,43 @@ class AuthorsStep(Step):
 
     @cached_property
     def work(self) -> Mapping[str, Work]:
-        config, model, width, m = self.config, self.config.model, self.width, self.micro_batches
+        config, model, width, program = self.config, self.config.model, self.width, self.software
         b, s, t = config.training.micro_batch_size, config.data.seq_length, self.tensor
         h, a, layers, n = model.hidden_size, model.num_attention_heads, model.num_layers, b * s
-        multiple, size = model.make_vocab_size_divisible_by * t, h // a
+        multiple = model.make_vocab_size_divisible_by * t
         logits = -(-vocabulary_of(config) // multiple) * multiple // t  # of a token on a rank
-        # ((batch, m, k, n), times) of the forward: a layer's weights, the head, attention.
-        sizes = ((h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h))
-        core = [(b * a // t, s, size, s), (b * a // t, s, s, size)]
-        layer = [(each, layers * m) for each in (*((1, n, *pair) for pair in sizes), *core)]
-        forward = [*layer[:4], ((1, n, h, logits), m), *layer[4:]]
-        backward = []
-        for (batch, rows, inner, columns), times in forward:
-            backward += [((batch, rows, columns, inner), times)]
-            backward += [((batch, inner, rows, columns), times)]
-        again = model.recompute_granularity == "full"
-        stream, sums, scores, dropout = n * h * width, n * WIDE, b * a / t * s**2, 2 * width + 1
-        loss = [(sums, m), (2 * sums, m), (stream, m)]  # and f of the head
+        stream, scores = n * h, b * a / t * s**2
+        # (batch, m, k, n) of the head; of a layer's attention; and of its weights.
+        head, layer = [(1, n, h, logits)], [(b * a // t, s, h // a, s), (b * a // t, s, s, h // a)]
+        for inner, columns in ((h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h)):
+            layer.append((1, n, inner, columns))
 
-        def moved(passes: Passes) -> float:
-            found = width * (
-                passes.stream * n * h + passes.cut * n * h / t + passes.scores * scores
-            )
-            found += (model.hidden_dropout > 0) * dropout * passes.stream_dropouts * n * h
-            found += (model.attention_dropout > 0) * dropout * passes.scores_dropouts * scores
-            return layers * found
+        def work(sizes: Iterable[tuple[int, ...]], sums: list[int], moved: float) -> Work:
+            calls = Counter(Call("tensor", size, 2) for size in sums)
+            return Work(Counter(Matmul(*each, width) for each in sizes), calls, moved)
 
-        def work(matmuls: Any, sizes: Sequence[tuple[int, int]], moved: float) -> Work:
-            calls = _Listed((Call("tensor", size, 2), times) for size, times in sizes if t > 1)
-            found = _Listed((Matmul(*each, width), times) for each, times in matmuls)
-            return Work(found, calls, m * moved)
+        def of_layer(sizes: Iterable[tuple[int, ...]], passes: Passes) -> Work:
+            whole, cut, of_scores, dropouts, score_dropouts = passes
+            moved = width * (whole * stream + cut * stream / t + of_scores * scores)
+            dropped = (model.hidden_dropout > 0) * dropouts * stream
+            dropped += (model.attention_dropout > 0) * score_dropouts * scores
+            return work(sizes, [stream * width] * 2, moved + (2 * width + 1) * dropped)
 
-        there, back = moved(self.software.forward), moved(self.software.backward)
-        outside = (self.software.outside * stream + self.software.logit_bytes * n * logits) / 2
-        calls, repeated = [(stream, m * (1 + 2 * layers)), *loss], [(stream, m * 2 * layers)]
-        return {
-            "forward": work(forward, calls, there + outside),
-            "recomputation": work(layer * again, repeated * again, there * again),
-            "backward": work(backward, repeated, back + outside),
+        def gradients(sizes: list[tuple[int, ...]]) -> Iterable[tuple[int, ...]]:
+            for batch, rows, inner, columns in sizes:
+                yield batch, rows, columns, inner
+                yield batch, inner, rows, columns
+
+        there, back = of_layer(layer, program.forward), of_layer(gradients(layer), program.backward)
+        outside = (program.outside * stream * width + program.logit_bytes * n * logits) / 2
+        # g of the embedding, f of the head, and what the loss adds up of each token.
+        once = work(head, [stream * width] * 2 + [n * WIDE, 2 * n * WIDE], outside)
+        phases = {
+            "forward": once.plus(there, layers),
+            "recomputation": Work().plus(there, layers * (model.recompute_granularity == "full")),
+            "backward": work(gradients(head), [], outside).plus(back, layers),
         }
+        return {phase: Work().plus(each, self.micro_batches) for phase, each in phases.items()}
 
     @property
     def reductions(self) -> list[tuple[float, str, int]]:
@@ -137,21 +114,9 @@ class AuthorsStep(Step):
         return [(each.ready, "data", each.numbers * size) for each in buckets]
 
     @property
-    def overlaps(self) -> bool:
-        return self.software.bucket_bytes is not None
-
-    @property
     def updated(self) -> float:
         wide, narrow = self.software.wide_passes * WIDE, self.software.narrow_passes * self.width
         return self.model.local * (wide + narrow)
-
-
-class _Listed(list[tuple[Any, int]]):
-    """A Counter whose equal keys stay apart: the last bits of a sum depend on its order, and
-    predictions that were made are kept."""
-
-    def items(self) -> list[tuple[Any, int]]:
-        return self
 
 
 def find_hardware(name: str) -> Hardware:
@@ -175,19 +140,18 @@ def anchored(hardware: Hardware) -> Hardware:
 
 
 def anchor_step(anchor: Anchor) -> Step:
-    config = PretrainGPT2Config(
-        model=GPT2Config(
-            num_layers=anchor.num_layers,
-            hidden_size=anchor.hidden_size,
-            num_attention_heads=anchor.heads,
-            max_position_embeddings=anchor.sequence,
-            vocab_size=anchor.vocabulary,
-            make_vocab_size_divisible_by=1,
-            recompute_granularity="full",
-        ),
-        data=GPT2DataConfig(seq_length=anchor.sequence),
-        training=TrainingConfig(train_iters=1, micro_batch_size=anchor.batch),
+    model = GPT2Config(
+        num_layers=anchor.num_layers,
+        hidden_size=anchor.hidden_size,
+        num_attention_heads=anchor.heads,
+        max_position_embeddings=anchor.sequence,
+        vocab_size=anchor.vocabulary,
+        make_vocab_size_divisible_by=1,
+        recompute_granularity="full",
     )
+    data = GPT2DataConfig(seq_length=anchor.sequence)
+    training = TrainingConfig(train_iters=1, micro_batch_size=anchor.batch)
+    config = PretrainGPT2Config(model=model, data=data, training=training)
     if anchor.software == "this project":
         return Step(config, 1, anchor.precision)
     return AuthorsStep(config, 1, anchor.precision, software=SOFTWARE[anchor.software])

@@ -71,11 +71,11 @@ class Ring:
         return moved / (hardware.memory_bandwidth * hardware.attained_share)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Seconds:
     """Of a step. What is hidden is not part of the total."""
 
-    matrix_products: float
+    matmuls: float
     other_kernels: float
     tensor_parallel_exposed: float
     tensor_parallel_hidden: float
@@ -85,35 +85,26 @@ class Seconds:
     @property
     def total(self) -> float:
         parallel = self.tensor_parallel_exposed + self.data_parallel_exposed
-        return self.matrix_products + self.other_kernels + parallel
+        return self.matmuls + self.other_kernels + parallel
 
 
 def predict(step: Step, hardware: Hardware) -> Seconds:
     bandwidth = hardware.memory_bandwidth * hardware.attained_share
-    matrix, other, exposed, hidden = ({} for _ in range(4))
+    phases = {}
     for phase, work in step.work.items():
-        matrix[phase] = sum(
+        matmuls = sum(
             matmul_seconds(each, hardware, step.precision, times)
             for each, times in work.matmuls.items()
         )
-        other[phase] = work.moved / bandwidth
-        exposed[phase], hidden[phase] = _collectives(step, work, hardware)
-    behind = ("recomputation", "backward")
-    window = sum(matrix[p] + other[p] + exposed[p] for p in behind) / step.micro_batches
-    exposed["reductions"] = sum(
-        step.model.rings[axis].seconds(size, hardware)
-        for _, axis, size in step.reductions
-        if axis != "data"
-    )
-    data_exposed, data_hidden = _reductions(step, hardware, window)
-    return Seconds(
-        matrix_products=sum(matrix.values()),
-        other_kernels=sum(other.values()) + step.updated / bandwidth,
-        tensor_parallel_exposed=sum(exposed.values()),
-        tensor_parallel_hidden=sum(hidden.values()),
-        data_parallel_exposed=data_exposed,
-        data_parallel_hidden=data_hidden,
-    )
+        phases[phase] = matmuls, work.moved / bandwidth, *_collectives(step, work, hardware)
+    matmuls, other, exposed, hidden = map(sum, zip(*phases.values(), strict=True))
+    again, back = phases["recomputation"], phases["backward"]
+    window = sum(again[:3] + back[:3]) / step.micro_batches
+    for _, axis, size in step.reductions:
+        if axis != "data":  # of what every rank of a model has
+            exposed += step.model.rings[axis].seconds(size, hardware)
+    other += step.updated / bandwidth
+    return Seconds(matmuls, other, exposed, hidden, *_reductions(step, hardware, window))
 
 
 def matmul_seconds(matmul: Matmul, hardware: Hardware, precision: str, times: int = 1) -> float:
@@ -162,7 +153,7 @@ def _reductions(step: Step, hardware: Hardware, window: float) -> tuple[float, f
     """
     ring = step.model.rings["data"]
     ready = [(share * window, size) for share, axis, size in step.reductions if axis == "data"]
-    end, busy, moved = 0.0 if step.overlaps else window, 0.0, 0.0
+    end = busy = moved = 0.0
     for start, size in sorted(ready):
         taken = ring.seconds(size, hardware)
         end, busy, moved = max(start, end) + taken, busy + taken, moved + size

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,8 +53,8 @@ class Trace:
 
     work: Mapping[str, Work]  # by phase
     kept: int  # from forward to backward
-    forward_peak: int
-    backward_peak: int
+    logits: int  # most above what is kept, in the forward
+    one_layer: int  # and in the backward
 
 
 @cache
@@ -62,18 +62,39 @@ def trace(config: PretrainConfig, precision: str, device: str, is_trimmed: bool 
     """device: "cpu" or "cuda", whose kernels are meant. is_trimmed: without what fills up a
     batch."""
     mesh, model = _on_meta(config, precision, config.parallel.sizes, device)
-    gradients = _Followed(model)
+    gradients, nothing = _Followed(model), None
     meter = Meter(mesh, [*model.parameters(), *(each.flat for each in gradients.buckets)])
-    gradients.meter, meter.phase, nothing = meter, "forward", None
-    state = TrainState(mesh=replace(mesh, device=META), model=model.train(), objective=model,
-                       gradients=gradients, optimizer=nothing, scaler=LossScaler())  # fmt: skip
+    gradients.meter, meter.phase = meter, "forward"
+    state = TrainState(
+        mesh=replace(mesh, device=META),
+        model=model.train(),
+        objective=model,
+        gradients=gradients,
+        optimizer=nothing,
+        scaler=LossScaler(),
+    )
     numbers = np.arange(config.training.micro_batch_size)
     samples = resolve_name(find_kind(config.model.kind).samples)(config)
     batch = samples.batch(range(len(numbers))).numbered(numbers)
-    counts = torch.ones(1 + len(model.terms), dtype=torch.float64, device=META)
+    denominators = torch.ones(1 + len(model.terms), dtype=torch.float64, device=META)
     with on_meta(meter, device):
-        forward_backward(state, [batch.trimmed() if is_trimmed else batch], counts)
-    return Trace(meter.work, gradients.kept, gradients.forward_peak, meter.peak)
+        forward_backward(state, [batch.trimmed() if is_trimmed else batch], denominators)
+    kept = gradients.kept
+    return Trace(meter.work, kept, gradients.forward_peak - kept, meter.peak - kept)
+
+
+def trace_of_depth(config: PretrainConfig, *arguments: Any) -> Trace:
+    """The trace of a model of any depth; arguments: further ones of `trace`."""
+    model, more = config.model, config.model.num_layers - 1
+    one, two = (
+        trace(replace(config, model=replace(model, num_layers=layers)), *arguments)
+        for layers in (1, min(2, model.num_layers))
+    )
+    work = {
+        phase: first.plus(two.work[phase].plus(first, -1), more)
+        for phase, first in one.work.items()
+    }
+    return replace(two, work=work, kept=one.kept + more * (two.kept - one.kept))
 
 
 def _on_meta(
@@ -162,7 +183,6 @@ class Step:
     ranks: int
     precision: str
     device: str = "cuda"
-    overlaps: ClassVar[bool] = True  # gradients are reduced while the backward goes on
 
     @property
     def width(self) -> int:
@@ -202,7 +222,7 @@ class Step:
     @cached_property
     def trace(self) -> Trace:
         """Of a micro-batch."""
-        return _of_depth(self.config, self.precision, self.device)
+        return trace_of_depth(self.config, self.precision, self.device)
 
     @cached_property
     def work(self) -> Mapping[str, Work]:
@@ -229,9 +249,9 @@ class Step:
 
     def sent(self, axis: str) -> int:
         """Bytes of a step that a rank sends along the axis."""
-        calls = (each for phase in self.calls.values() for each in phase.items())
-        size = self.model.rings[axis].ranks
-        return sum(times * call.sent(size) for call, times in calls if call.axis == axis)
+        calls = sum(self.calls.values(), Counter[Call]())
+        ranks = self.model.rings[axis].ranks
+        return sum(n * call.sent(ranks) for call, n in calls.items() if call.axis == axis)
 
     @property
     def lasting(self) -> dict[str, int]:
@@ -244,10 +264,9 @@ class Step:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes by kind, and the most of them at a time as "total"."""
-        lasting, kept = self.lasting, self.trace.kept
-        logits, layer = self.trace.forward_peak - kept, self.trace.backward_peak - kept
-        passing = {"activations": kept, "logits": logits, "one_layer": layer}
-        total = sum(lasting.values()) + kept + max(logits, layer)
+        found, lasting = self.trace, self.lasting
+        total = sum(lasting.values()) + found.kept + max(found.logits, found.one_layer)
+        passing = {"activations": found.kept, "logits": found.logits, "one_layer": found.one_layer}
         return {**lasting, **passing, "total": total}
 
     @cached_property
@@ -263,39 +282,21 @@ class Step:
 
     def _flops(self, *, is_executed: bool) -> int:
         """Of a model on one rank, which computes what a tensor-parallel group does."""
-        model, parallel = self.config.model, self.config.parallel
-        multiple = "make_vocab_size_divisible_by"
+        model, multiple = self.config.model, "make_vocab_size_divisible_by"
         if hasattr(model, multiple):
             rows = getattr(model, multiple) * self.tensor if is_executed else 1
             model = replace(model, **{multiple: rows})
         if not is_executed:
             model = replace(model, recompute_granularity="none")
-        parallel = replace(parallel, tensor_model_parallel_size=1, sequence_parallel=False)
+        parallel = replace(
+            self.config.parallel, tensor_model_parallel_size=1, sequence_parallel=False
+        )
         config = replace(self.config, model=model, parallel=parallel)
-        work = _of_depth(config, self.precision, "cuda", not is_executed).work.values()
-        pairs = (pair for phase in work for pair in phase.matmuls.items())
-        of_group = sum(times * matmul.flops for matmul, times in pairs if not matmul.again)
+        found = trace_of_depth(config, self.precision, "cuda", not is_executed)
+        of_group = sum(
+            times * matmul.flops
+            for work in found.work.values()
+            for matmul, times in work.matmuls.items()
+            if not matmul.again
+        )
         return of_group * self.micro_batches * self.copies
-
-
-def _of_depth(config: PretrainConfig, *arguments: Any) -> Trace:
-    """The trace of a model of any depth; arguments: further ones of `trace`."""
-    more = config.model.num_layers - 1
-
-    def of(layers: int) -> Trace:
-        return trace(replace(config, model=replace(config.model, num_layers=layers)), *arguments)
-
-    one = of(1)
-    if not more:
-        return one
-    two = of(2)
-    kept = one.kept + more * (two.kept - one.kept)
-    return Trace(
-        work={
-            phase: one.work[phase].plus(work.plus(one.work[phase], -1), more)
-            for phase, work in two.work.items()
-        },
-        kept=kept,
-        forward_peak=kept + two.forward_peak - two.kept,
-        backward_peak=kept + two.backward_peak - two.kept,
-    )
