@@ -18,8 +18,7 @@ POSITIVE = ("memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
 
 @dataclass(frozen=True, kw_only=True)
 class Anchor:
-    """What a run of a GPT-2 on one device is known to attain, in FLOP/s with recomputation and
-    padding."""
+    """A run of a GPT-2 on one device; its FLOP/s are with recomputation and padding."""
 
     flops_per_second: float
     software: str  # one of PROGRAMS
@@ -39,8 +38,7 @@ class Anchor:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Of a server and its devices, in bytes, seconds and FLOP/s. A file need not have the figures
-    with defaults."""
+    """A server and its devices, in bytes, seconds and FLOP/s. A file may leave out defaults."""
 
     name: str
     is_cpu: bool
@@ -66,7 +64,7 @@ class Hardware:
         """ValueError where the device has none."""
         if precision not in self.peaks:
             works = " or ".join(f"--{'no-bf16' if p == 'fp32' else p}" for p in self.peaks)
-            raise ValueError(f"{self.name} has no peak in {precision}; {works} would work")
+            raise ValueError(f"{self.name} has no peak in {precision}; {works} works")
         return self.peaks[precision]
 
     @property
@@ -108,17 +106,16 @@ def load_hardware(name: str) -> Hardware:
 def read_hardware(text: dict[str, Any]) -> Hardware:
     """text: {figure: {"value", "source"}}, with peaks by precision below "peak"."""
     peaks = {f"peak.{name}": each for name, each in text["peak"].items()}
-    plain = {each.name for each in fields(Hardware)} - {"name", "is_cpu", "anchor"}
-    figures = {name: each for name, each in text.items() if name in plain}
+    known = {each.name for each in fields(Hardware)} - {"name", "is_cpu", "anchor"}
+    figures = {name: each for name, each in text.items() if name in known}
     for name in ("peak.fp32", *peaks, *POSITIVE):
-        value = {**figures, **peaks}[name]["value"]
-        if not value > 0:
+        if not (value := (figures | peaks)[name]["value"]) > 0:
             raise ValueError(f"{name} is {value}, and has to be above 0")
     return Hardware(
         name=text["name"],
         is_cpu=text.get("is_cpu", False),
-        peaks={name.removeprefix("peak."): each["value"] for name, each in peaks.items()},
+        peaks={name: each["value"] for name, each in text["peak"].items()},
         anchor=Anchor(**text["anchor"]) if "anchor" in text else None,
-        sources={name: each["source"] for name, each in {**figures, **peaks}.items()},
+        sources={name: each["source"] for name, each in (figures | peaks).items()},
         **{name: each["value"] for name, each in figures.items()},
     )

@@ -1,9 +1,9 @@
-"""All that is planned of a step: as JSON, as text and as a picture."""
+"""All that is planned of a step, as JSON and as text; tables and pictures of what is predicted."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,29 +14,20 @@ from tools.planning.search import GRANULARITIES, varied
 from tools.planning.timing import predict
 from tools.planning.trace import Step
 
-EPOCH = 68_507 * 512 * 1024  # tokens, table 2 of the paper
-DAY = 86_400  # seconds
 NAMES = {"gpt2": "GPT-2", "bert": "BERT"}
-# Of logits and one layer's backward, only the larger is there at a time.
-SHOWN = {"matrix_products": "matmuls", "logits": "logits, or", "one_layer": "backward of one layer"}
-FORMULA = "forward and backward of all matmuls, attention whole, without padding"
 Record = dict[str, Any]
+Panel = tuple[Sequence[str], Mapping[str, Sequence[float]]]  # names of bars, values by kind
 
 
 def record(step: Step, hardware: Hardware) -> Record:
-    """JSON; bytes and seconds are those of a step on one rank."""
-    config, model, peak = step.config, step.config.model, hardware.peak(step.precision)
+    """JSON; bytes and seconds are those of a step on one rank. MFU is FLOPs / (seconds x GPUs x
+    peak), of all matmuls forward and backward with attention whole, without padding."""
+    config, model = step.config, step.config.model
     seconds, held = predict(step, hardware), step.memory
-    per_second = step.tokens / seconds.total
-    parts = asdict(seconds)
     others = {each: varied(config, recompute_granularity=each) for each in GRANULARITIES}
-    kept = {each: replace(step, config=other).trace.kept for each, other in others.items()}
     return {
         "model": {
             "kind": model.kind,
-            "layers": model.num_layers,
-            "hidden": model.hidden_size,
-            "heads": model.num_attention_heads,
             "sequence": config.data.seq_length,
             "vocabulary": vocabulary_of(config),
             "batch": config.training.micro_batch_size,
@@ -44,129 +35,118 @@ def record(step: Step, hardware: Hardware) -> Record:
             "tensor": step.tensor,
             "data": step.copies,
             "sequence_parallel": config.parallel.cuts_stream,
-            "recompute": model.recompute_granularity,
             "precision": step.precision,
-            "width": step.width,
             "settings": asdict(model),
         },
         "parameters": step.model.parameters,
         "parameters_per_rank": step.model.local,
         "memory_per_rank_bytes": held,
-        "activation_bytes_by_recomputation": kept,
+        "activation_bytes_by_recomputation": {
+            name: replace(step, config=other).trace.kept for name, other in others.items()
+        },
         "memory_of_device_bytes": int(hardware.limit),
         "fits": held["total"] <= hardware.limit,
         "communication_per_step": {axis: _communication(step, axis) for axis in ("tensor", "data")},
         "flops_per_step": step.flops,
-        "flops_formula": FORMULA,
         "flops_per_step_with_recomputation": step.executed_flops,
-        "flops_formula_with_recomputation": "the same with recomputation and padding",
-        "predicted_step_seconds": {
-            "matrix_products": parts.pop("matmuls"),
-            **parts,
-            "total": seconds.total,
-        },
+        "predicted_step_seconds": asdict(seconds) | {"total": seconds.total},
         "tokens_per_step": step.tokens,
-        "tokens_per_second": per_second,
-        "mfu": step.flops / (seconds.total * step.ranks * peak),
-        "mfu_formula": "FLOPs of a step / (seconds x GPUs x peak)",
-        "peak_flops_per_second": peak,
-        "days_per_epoch_of_the_paper": EPOCH / per_second / DAY,
-        "hardware": {
-            "name": hardware.name,
-            "attained_share": hardware.attained_share,
-            "sources": dict(hardware.sources),
-        },
+        "tokens_per_second": step.tokens / seconds.total,
+        "mfu": step.mfu(seconds.total, hardware),
+        "peak_flops_per_second": hardware.peak(step.precision),
+        "hardware": asdict(hardware),
     }
 
 
 def _communication(step: Step, axis: str) -> Record:
     """Calls and bytes of whole tensors, in all and by phase."""
-    phases: dict[str, Counter[str]] = {}
+    whole, phases = Counter(calls=0, bytes=0), {}
     for phase, calls in step.calls.items():
+        own = Counter[str]()
         for call, times in calls.items():
             if call.axis == axis:
-                sums = phases.setdefault(phase, Counter())
-                sums.update(calls=times, bytes=times * call.bytes)
-    whole = Counter(calls=0, bytes=0)
-    for sums in phases.values():
-        whole.update(sums)
+                own.update(calls=times, bytes=times * call.bytes)
+        if own:
+            phases[phase] = own
+            whole += own
     return {**whole, "by_phase": phases}
 
 
 def text(planned: Record) -> str:
     """For people."""
-    model, seconds = planned["model"], planned["predicted_step_seconds"]
-    held, kept = planned["memory_per_rank_bytes"], planned["activation_bytes_by_recomputation"]
-    held = held | {f"activations, recomputation {name}": each for name, each in kept.items()}
-    limit = planned["memory_of_device_bytes"]
-    total = seconds["total"]
-    times = [(_words(n), f"{s:.4f} s", f"{100 * s / total:.1f} %") for n, s in seconds.items()]
-    memory = [(_words(name), f"{each / 1e9:.3f} GB") for name, each in held.items()]
-    calls = [
-        (f"{axis} axis, {phase}", f"{each['calls']:,} calls", f"{each['bytes']:,} bytes")
-        for axis, sums in planned["communication_per_step"].items()
-        for phase, each in {**sums["by_phase"], "in all": sums}.items()
-    ]
+    model, limit = planned["model"], planned["memory_of_device_bytes"]
+    seconds, held = planned["predicted_step_seconds"], planned["memory_per_rank_bytes"]
     summary = (
-        f"{title(planned)}: tensor-parallel {model['tensor']}"
-        f"{', sequence-parallel' if model['sequence_parallel'] else ''}, data-parallel "
-        f"{model['data']}, {model['precision']}, {model['micro_batches']} micro-batches of "
-        f"{model['batch']} x {model['sequence']} tokens\n"
-        f"{total:.3f} s a step, {speed(planned)} of "
-        f"{planned['peak_flops_per_second'] / 1e12:,.4g} TFLOP/s, "
-        f"{planned['days_per_epoch_of_the_paper']:.2f} days for an epoch of the paper\n"
-        f"FLOPs of a step: {planned['flops_per_step']:.4g}, {planned['flops_formula']}\n"
+        f"{title(planned)}\n{model['micro_batches']} micro-batches of {model['batch']} x "
+        f"{model['sequence']} tokens in {model['precision']}: {planned['flops_per_step']:.4g} "
+        f"FLOPs in {seconds['total']:.3f} s\n"
         f"{held['total'] / 1e9:.2f} of {limit / 1e9:.2f} GB of a device: "
         f"{'fits' if planned['fits'] else 'DOES NOT FIT'}"
     )
-    return "\n\n".join([summary, *map(aligned, (times, memory, calls))])
+    kept = planned["activation_bytes_by_recomputation"]
+    held = held | {f"activations, recomputation {name}": size for name, size in kept.items()}
+    times = [{"time (hidden: not in total)": name, "seconds": s} for name, s in seconds.items()]
+    memory = [{"memory": name, "GB": size / 1e9} for name, size in held.items()]
+    calls = [
+        {"axis": axis, "phase": phase, "calls": each["calls"], "bytes": each["bytes"]}
+        for axis, sums in planned["communication_per_step"].items()
+        for phase, each in {**sums["by_phase"], "all": sums}.items()
+    ]
+    return "\n\n".join([summary, table(times), table(memory), table(calls)])
 
 
 def title(planned: Record) -> str:
     model = planned["model"]
     return (
         f"{NAMES.get(model['kind'], model['kind'])}, {planned['parameters']:,} parameters on "
-        f"{model['tensor'] * model['data']} devices ({planned['hardware']['name']})"
+        f"{model['tensor'] * model['data']} devices ({planned['hardware']['name']}): "
+        f"tensor-parallel {model['tensor']}{', sequence-parallel' * model['sequence_parallel']}, "
+        f"data-parallel {model['data']}\n"
+        f"{planned['tokens_per_second']:,.0f} tokens/s, MFU {100 * planned['mfu']:.1f} %"
     )
-
-
-def speed(planned: Record) -> str:
-    return f"{planned['tokens_per_second']:,.0f} tokens/s, MFU {100 * planned['mfu']:.1f} %"
-
-
-def _words(name: str) -> str:
-    """A key for people."""
-    hidden = " (not in the total)" if name.endswith("hidden") else ""
-    return SHOWN.get(name, name.replace("_", " ")) + hidden
-
-
-def aligned(rows: Iterable[Sequence[str]]) -> str:
-    """Text of a table whose first column is aligned to the left, the others to the right."""
-    rows = list(rows)
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = []
-    for name, *cells in rows:
-        right = (f"{cell:>{width}}" for cell, width in zip(cells, others, strict=True))
-        lines.append("  ".join([f"  {name:<{first}}", *right]).rstrip())
-    return "\n".join(lines)
 
 
 def draw(file: Path, planned: Record) -> None:
     """Where the time of a step and the memory of a device go."""
+    held, seconds = planned["memory_per_rank_bytes"], planned["predicted_step_seconds"]
+    held = {**held, "what a device has": planned["memory_of_device_bytes"]}
+    gigabytes = [size / 1e9 for size in held.values()]
+    panels = {
+        "seconds of a step": ([*seconds], {"predicted": [*seconds.values()]}),
+        "GB of a rank": ([*held], {"planned": gigabytes}),
+    }
+    bars(file, title(planned), panels)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Columns below their names, all aligned to the right."""
+    lines = [list(rows[0]), *([_cell(each) for each in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3f}"
+    return f"{value:,}" if type(value) is int else str(value)
+
+
+def bars(file: Path, title: str, panels: Mapping[str, Panel]) -> None:
+    """A picture of panels, by what their axes show."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    figure.suptitle(f"{title(planned)}\n{speed(planned)}", fontsize=10)
-    upper, lower = figure.subplots(2)
-    for axes, key, unit, label in (
-        (upper, "predicted_step_seconds", 1, "seconds of a step"),
-        (lower, "memory_per_rank_bytes", 1e9, "GB of a rank; dashed: what a device has"),
-    ):
-        parts = {_words(name): each / unit for name, each in planned[key].items()}
-        bars = axes.barh(list(parts), list(parts.values()), color="#0072B2")
-        axes.bar_label(bars, fmt="%.3g", padding=2)
+    figure = Figure(figsize=(6 * len(panels), 5), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    for axes, (label, panel) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        names, series = panel
+        for number, (kind, values) in enumerate(series.items()):
+            places = [place + number / 3 for place in range(len(names))]
+            axes.bar_label(axes.barh(places, values, 1 / 3, label=kind), fmt="%.3g")
+        axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.set_xlabel(label)
-        axes.spines[["top", "right"]].set_visible(False)
-    lower.axvline(planned["memory_of_device_bytes"] / 1e9, color="#333333", linestyle="--")
+        axes.legend()
     figure.savefig(file, dpi=150)

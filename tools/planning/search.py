@@ -67,21 +67,17 @@ def nearest(config: PretrainConfig, gpus: int) -> PretrainConfig | None:
     return min(layouts(config, gpus), key=distance, default=None)
 
 
-def layouts(config: PretrainConfig, gpus: int, *, every: bool = False) -> Iterator[PretrainConfig]:
-    """The same training, cut in all ways that can work; the global batch stays what it is.
-    every: with and without sequence parallelism and recomputation, not as the config has them."""
+def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
+    """The same training, cut in all ways that can work; the global batch stays what it is."""
     batches = {2**power for power in range(MOST_SAMPLES.bit_length())}
-    batches.add(config.training.micro_batch_size)
-    sizes = [each for each in range(1, gpus + 1) if gpus % each == 0]
-    cuts = (False, True) if every else (config.parallel.sequence_parallel,)
-    granularities = GRANULARITIES if every else (config.model.recompute_granularity,)
-    for size, batch in product(sizes, sorted(batches)):
-        of_size = sorted({cut and size > 1 for cut in cuts})
-        for values in product([size], of_size, [batch], granularities):
-            found = varied(config, **dict(zip(VARIED, values, strict=True)))
-            with suppress(UsageError):
-                found.check(gpus)
-                yield found
+    sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    for size, batch in product(sizes, sorted(batches | {config.training.micro_batch_size})):
+        cut = config.parallel.sequence_parallel and size > 1
+        found = varied(config, tensor_model_parallel_size=size, micro_batch_size=batch)
+        found = varied(found, sequence_parallel=cut)
+        with suppress(UsageError):
+            found.check(gpus)
+            yield found
 
 
 def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str) -> list[Row]:
@@ -91,17 +87,27 @@ def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str
     from tools.planning.trace import Step
 
     rows = []
-    for found in layouts(config, gpus, every=True):
-        step = Step(found, gpus, precision, hardware.device)
-        if sum(step.lasting.values()) > hardware.limit or step.memory["total"] > hardware.limit:
-            continue  # many do not fit by what lasts, which needs no trace
-        seconds = predict(step, hardware).total
-        row = {VARIED[setting][1]: value for setting, value in settings(found).items()}
-        row |= {"data": step.copies, "micro_batches": step.micro_batches, "seconds": seconds}
-        row["tokens_per_second"] = step.tokens / seconds
-        row["mfu"] = step.flops / (seconds * gpus * hardware.peak(precision))
-        rows.append(row | {"memory_bytes": step.memory["total"]})
-    return sorted(rows, key=lambda each: -each["tokens_per_second"])
+    for cut, granularity in product((False, True), GRANULARITIES):
+        kind = varied(config, sequence_parallel=cut, recompute_granularity=granularity)
+        for found in layouts(kind, gpus):
+            step = Step(found, gpus, precision, hardware.device)
+            if found.parallel.sequence_parallel != cut:
+                continue  # on one tensor-parallel rank there is nothing to cut
+            if sum(step.lasting.values()) > hardware.limit or step.memory["total"] > hardware.limit:
+                continue  # many do not fit by what lasts, which needs no trace
+            seconds = predict(step, hardware).total
+            rows.append(
+                {VARIED[setting][1]: value for setting, value in settings(found).items()}
+                | {
+                    "data": step.copies,
+                    "micro_batches": step.micro_batches,
+                    "seconds": seconds,
+                    "tokens_per_second": step.tokens / seconds,
+                    "mfu": step.mfu(seconds, hardware),
+                    "memory_bytes": step.memory["total"],
+                }
+            )
+    return sorted(rows, key=lambda row: -row["tokens_per_second"])
 
 
 def keeping_batch(config: PretrainConfig, gpus: int) -> PretrainConfig:
@@ -119,37 +125,21 @@ def smallest_change(
     while not found and more < gpus * 2**MOST_DOUBLINGS:
         more *= 2
         found = search(kept, more, hardware, precision)
-    if not found:
+
+    def changed(row: Row) -> dict[str, Any]:
+        values = {name: row[own] for name, (_, own) in VARIED.items()}
+        return {name: new for name, new in values.items() if new != settings(config)[name]}
+
+    row = min(found, key=lambda row: len(changed(row)), default=None)
+    if row is None:
         return None
-
-    def changed(row: Row) -> list[str]:
-        pairs = ((name, old, row[VARIED[name][1]]) for name, old in settings(config).items())
-        return [
-            switch(name, new) if isinstance(new, bool) else f"{flag(name)} {new}"
-            for name, old, new in pairs
-            if new != old
-        ]
-
-    row = min(found, key=lambda each: len(changed(each)))
-    flags, batch = changed(row), kept.training.global_batch_size
+    flags = [
+        switch(name, new) if isinstance(new, bool) else f"{flag(name)} {new}"
+        for name, new in changed(row).items()
+    ]
     if more > gpus:
         flags.append(f"--gpus {more}")
+    batch = kept.training.global_batch_size
     if config.training.global_batch_size is None and row["data"] * row["batch"] != batch:
         flags.append(f"--global-batch-size {batch}")  # or it would be another training
     return " ".join(flags)
-
-
-def table(rows: Sequence[Row], most: int = 12) -> str:
-    """The best layouts, one a line."""
-    if not rows:
-        return "  no layout on so many devices fits; --hardware with more memory or more --gpus may"
-    lines = [
-        f"  t {each['tensor']:>3} {'sequence' if each['sequence_parallel'] else '':<8}  "
-        f"d {each['data']:>4}  micro-batch {each['batch']:>3}  recompute {each['recompute']:<9}  "
-        f"{each['tokens_per_second']:>12,.0f} tokens/s  MFU {100 * each['mfu']:4.1f} %  "
-        f"{each['memory_bytes'] / 1e9:6.2f} GB"
-        for each in rows[:most]
-    ]
-    if len(rows) > most:
-        lines.append(f"  and {len(rows) - most} more that fit")
-    return "\n".join(lines)

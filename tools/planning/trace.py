@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -37,6 +37,7 @@ from megatron.train.inputs import vocabulary_of
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import forward_backward
 from tools.layouts.work import Call, Meter, Work, on_meta
+from tools.planning.hardware import Hardware
 from tools.planning.timing import Ring
 
 META = torch.device("meta")
@@ -137,7 +138,7 @@ class Model:
 
     parameters: int
     local: int
-    buckets: tuple[Bucket, ...]
+    buckets: Sequence[Bucket]
     rings: Mapping[str, Ring]  # by axis
     agreement: Counter[Call]
 
@@ -150,28 +151,33 @@ def _model(config: PretrainConfig, copies: int, precision: str, bucket_bytes: in
     for axis in reversed(mesh.axes):
         rings[axis.name] = Ring(axis.size, stride)
         stride *= axis.size
-    ready, buckets = _ready(list(specs)), []
-    for each in GradientBuckets(model, bucket_bytes).buckets:
-        numbers = sum(view.parameter.numel() for view in each.views)
-        last = max(ready[view.name] for view in each.views)
-        axes = tuple(axis.name for axis in each.axes)
-        buckets.append(Bucket(numbers, each.flat.nbytes, axes, last))
-    terms = len(model.terms)
-    agreed = ((mesh.loss, 1 + terms), (mesh.loss, terms + 1), (mesh.model_parallel, 3))
+    ready = _ready(list(specs))
+    buckets = [
+        Bucket(
+            numbers=sum(view.parameter.numel() for view in bucket.views),
+            bytes=bucket.flat.nbytes,
+            axes=tuple(axis.name for axis in bucket.axes),
+            ready=max(ready[view.name] for view in bucket.views),
+        )
+        for bucket in GradientBuckets(model, bucket_bytes).buckets
+    ]
+    terms = 1 + len(model.terms)
+    agreed = ((mesh.loss, terms), (mesh.loss, terms), (mesh.model_parallel, 3))
     calls = Counter(Call(axis.name, 8 * each, 2) for axis, each in agreed if axis.size > 1)
     whole = sum(prod(spec.shape) for spec in specs.values())
-    return Model(whole, sum(each.numbers for each in buckets), tuple(buckets), rings, calls)
+    return Model(whole, sum(each.numbers for each in buckets), buckets, rings, calls)
 
 
-def _ready(names: list[str]) -> dict[str, float]:
+def _ready(names: Sequence[str]) -> dict[str, float]:
     """The share of the backward behind which each parameter's gradient is there. A number in a name
     is that of the layer; before the layers come embeddings, behind them heads."""
     matches = {name: re.search(r"(?:^|\.)(\d+)\.", name) for name in names}
-    numbers = {name: int(each[1]) for name, each in matches.items() if each}
-    layers = 1 + max(numbers.values(), default=0)
-    first = next((place for place, name in enumerate(names) if name in numbers), len(names))
-    return {name: 1 - numbers[name] / layers if name in numbers else float(place < first)
-            for place, name in enumerate(names)}  # fmt: skip
+    layers = {name: int(match[1]) for name, match in matches.items() if match}
+    depth, is_ahead, ready = 1 + max(layers.values(), default=0), True, {}
+    for name in names:
+        is_ahead = is_ahead and name not in layers
+        ready[name] = 1 - layers[name] / depth if name in layers else float(is_ahead)
+    return ready
 
 
 @dataclass(frozen=True)
@@ -183,6 +189,9 @@ class Step:
     ranks: int
     precision: str
     device: str = "cuda"
+
+    def mfu(self, seconds: float, hardware: Hardware) -> float:
+        return self.flops / (seconds * self.ranks * hardware.peak(self.precision))
 
     @property
     def width(self) -> int:
