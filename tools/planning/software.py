@@ -4,7 +4,7 @@ peak and memory bandwidth that a program's kernels attain, from one run on one d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,24 +18,22 @@ from tools.planning.timing import predict
 from tools.planning.trace import WIDE, Step
 
 Passes = tuple[float, float, float, int, int]
-"""A pass is one reading or one writing of a tensor. Of one layer in one direction: passes over
-[n, h], which every tensor-parallel rank does in full; over [n, h/t]; over attention's scores
-[b, a/t, s, s]; and dropouts of [n, h] and of the scores, which read, write and keep or read a mask
-of one byte a number."""
+"""Readings and writings of tensors by one layer in one direction: of [n, h], in full on every rank;
+of [n, h/t]; of attention's scores [b, a/t, s, s]; and dropouts of [n, h] and of the scores, which
+read, write, and keep or read a mask of one byte a number."""
+OUTSIDE_PASSES = 28  # over [n, h] in embedding and final norm, both directions
+LOGIT_BYTES = 60  # moved for each logit of a rank, matmuls aside
+WIDE_PASSES, NARROW_PASSES = 17, 13  # over this rank's parameters in fp32, and in their own width
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Software:
-    """Attention's scores are written to memory, and the loss is computed at once, of all logits."""
+    """Attention's scores are written to memory, and the loss is computed at once, of all logits.
+    bucket_bytes: of gradients, reduced beside the backward; None: in one call behind it."""
 
     forward: Passes
     backward: Passes
-    outside: float = 28  # passes over [n, h] in embedding and final norm, both directions
-    logit_bytes: float = 60  # moved for each logit of a rank, matmuls aside
-    wide_passes: float = 17  # over this rank's parameters in fp32, of a step
-    narrow_passes: float = 13  # in the weights' own width
-    gradient_bytes: int = 2  # of a number that is reduced over data-parallel ranks
-    bucket_bytes: int | None = None  # reduced beside the backward; None: in one call behind it
+    bucket_bytes: int | None = None
 
 
 # The authors' code as of the paper (mpu/transformer.py, fp16/fp16.py, model/distributed.py and
@@ -68,55 +66,56 @@ class AuthorsStep(Step):
     @cached_property
     def work(self) -> Mapping[str, Work]:
         config, model, width, program = self.config, self.config.model, self.width, self.software
-        b, s, t = config.training.micro_batch_size, config.data.seq_length, self.tensor
-        h, a, layers, n = model.hidden_size, model.num_attention_heads, model.num_layers, b * s
+        s, t = config.data.seq_length, self.tensor
+        n = config.training.micro_batch_size * s
+        h, size = model.hidden_size, model.hidden_size // model.num_attention_heads
+        heads = n // s * model.num_attention_heads // t  # of all sequences, on a rank
         multiple = model.make_vocab_size_divisible_by * t
         logits = -(-vocabulary_of(config) // multiple) * multiple // t  # of a token on a rank
-        stream, scores = n * h, b * a / t * s**2
-        # (batch, m, k, n) of the head; of a layer's attention; and of its weights.
-        head, layer = [(1, n, h, logits)], [(b * a // t, s, h // a, s), (b * a // t, s, s, h // a)]
-        for inner, columns in ((h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h)):
-            layer.append((1, n, inner, columns))
+        head = [Matmul(1, n, h, logits, width)]
+        weights = ((h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h))
+        layer = [Matmul(1, n, rows, columns, width) for rows, columns in weights]
+        layer += [Matmul(heads, s, size, s, width), Matmul(heads, s, s, size, width)]
+        of_stream = Call("tensor", n * h * width, 2)  # f or g
+        of_loss = Call("tensor", n * WIDE, 2), Call("tensor", 2 * n * WIDE, 2)
 
-        def work(sizes: Iterable[tuple[int, ...]], sums: list[int], moved: float) -> Work:
-            calls = Counter(Call("tensor", size, 2) for size in sums)
-            return Work(Counter(Matmul(*each, width) for each in sizes), calls, moved)
-
-        def of_layer(sizes: Iterable[tuple[int, ...]], passes: Passes) -> Work:
-            whole, cut, of_scores, dropouts, score_dropouts = passes
-            moved = width * (whole * stream + cut * stream / t + of_scores * scores)
-            dropped = (model.hidden_dropout > 0) * dropouts * stream
-            dropped += (model.attention_dropout > 0) * score_dropouts * scores
-            return work(sizes, [stream * width] * 2, moved + (2 * width + 1) * dropped)
-
-        def gradients(sizes: list[tuple[int, ...]]) -> Iterable[tuple[int, ...]]:
-            for batch, rows, inner, columns in sizes:
-                yield batch, rows, columns, inner
-                yield batch, inner, rows, columns
+        def of_layer(matmuls: Iterable[Matmul], passes: Passes) -> Work:
+            whole, cut, over_scores, dropouts, score_dropouts = passes
+            moved = width * ((whole + cut / t) * n * h + over_scores * heads * s**2)
+            moved += (2 * width + 1) * (dropouts * n * h + score_dropouts * heads * s**2)
+            return Work(Counter(matmuls), Counter({of_stream: 2}), moved)
 
         there, back = of_layer(layer, program.forward), of_layer(gradients(layer), program.backward)
-        outside = (program.outside * stream * width + program.logit_bytes * n * logits) / 2
-        # g of the embedding, f of the head, and what the loss adds up of each token.
-        once = work(head, [stream * width] * 2 + [n * WIDE, 2 * n * WIDE], outside)
+        outside = (OUTSIDE_PASSES * n * h * width + LOGIT_BYTES * n * logits) / 2
+        depth, is_recomputed = model.num_layers, model.recompute_granularity == "full"
+        ahead = Work(Counter(head), Counter([of_stream, of_stream, *of_loss]), outside)
         phases = {
-            "forward": once.plus(there, layers),
-            "recomputation": Work().plus(there, layers * (model.recompute_granularity == "full")),
-            "backward": work(gradients(head), [], outside).plus(back, layers),
+            "forward": ahead.plus(there, depth),
+            "recomputation": Work().plus(there, depth * is_recomputed),
+            "backward": Work(Counter(gradients(head)), Counter(), outside).plus(back, depth),
         }
         return {phase: Work().plus(each, self.micro_batches) for phase, each in phases.items()}
 
     @property
     def reductions(self) -> list[tuple[float, str, int]]:
-        size, most = self.software.gradient_bytes, self.software.bucket_bytes
-        if most is None:
-            return [(1.0, "data", self.model.local * size)]
-        buckets = self.model_of(most // size * WIDE).buckets
-        return [(each.ready, "data", each.numbers * size) for each in buckets]
+        if (size := self.software.bucket_bytes) is None:
+            return [(1.0, "data", self.model.local * self.width)]
+        model, width = self.model_of(size // self.width * WIDE), self.width
+        return [
+            (model.ready(bucket), "data", sum(x.parameter.numel() for x in bucket.views) * width)
+            for bucket in model.buckets
+        ]
 
     @property
-    def updated(self) -> float:
-        wide, narrow = self.software.wide_passes * WIDE, self.software.narrow_passes * self.width
-        return self.model.local * (wide + narrow)
+    def updated(self) -> int:
+        return self.model.local * (WIDE_PASSES * WIDE + NARROW_PASSES * self.width)
+
+
+def gradients(matmuls: Iterable[Matmul]) -> Iterator[Matmul]:
+    """Those for the gradients of both factors of each."""
+    for each in matmuls:
+        yield each._replace(k=each.n, n=each.k)
+        yield each._replace(m=each.k, k=each.m)
 
 
 def find_hardware(name: str) -> Hardware:
@@ -125,14 +124,9 @@ def find_hardware(name: str) -> Hardware:
 
 
 def anchored(hardware: Hardware) -> Hardware:
-    """The hardware with the share that its anchor tells; as it is where it has none.
-
-    The share is one number for matmuls and other kernels alike: that with which the time of the
-    known run comes out. So it carries whatever is not in the datasheet, and is known before
-    anything is scaled.
-    """
-    anchor = hardware.anchor
-    if anchor is None:
+    """The hardware with the share, of matmuls and other kernels alike, with which the time of its
+    anchor comes out; as it is where it has no anchor."""
+    if (anchor := hardware.anchor) is None:
         return hardware
     step = anchor_step(anchor)
     ideal = predict(step, replace(hardware, attained_share=1.0)).total

@@ -90,31 +90,32 @@ class Seconds:
 
 def predict(step: Step, hardware: Hardware) -> Seconds:
     bandwidth = hardware.memory_bandwidth * hardware.attained_share
-    phases = {}
+    matmuls = exposed = hidden = backward = 0.0
+    other = step.updated / bandwidth
     for phase, work in step.work.items():
-        matmuls = sum(
-            matmul_seconds(each, hardware, step.precision, times)
+        computing = sum(
+            times * matmul_seconds(each, hardware, step.precision)
             for each, times in work.matmuls.items()
         )
-        phases[phase] = matmuls, work.moved / bandwidth, *_collectives(step, work, hardware)
-    matmuls, other, exposed, hidden = map(sum, zip(*phases.values(), strict=True))
-    again, back = phases["recomputation"], phases["backward"]
-    window = sum(again[:3] + back[:3]) / step.micro_batches
+        moving = work.moved / bandwidth
+        waiting, beside = _collectives(step, work, hardware)
+        matmuls, other = matmuls + computing, other + moving
+        exposed, hidden = exposed + waiting, hidden + beside
+        if phase != "forward":
+            backward += (computing + moving + waiting) / step.micro_batches
     for _, axis, size in step.reductions:
         if axis != "data":  # of what every rank of a model has
             exposed += step.model.rings[axis].seconds(size, hardware)
-    other += step.updated / bandwidth
-    return Seconds(matmuls, other, exposed, hidden, *_reductions(step, hardware, window))
+    return Seconds(matmuls, other, exposed, hidden, *_reductions(step, hardware, backward))
 
 
-def matmul_seconds(matmul: Matmul, hardware: Hardware, precision: str, times: int = 1) -> float:
-    """Of so many. precision: of the step; what it multiplies in fp32 is of fp32's peak."""
+def matmul_seconds(matmul: Matmul, hardware: Hardware, precision: str) -> float:
+    """precision: of the step; what it multiplies in fp32 is of fp32's peak."""
     peak = hardware.peak("fp32" if matmul.width >= 4 else precision)
-    share, flops = hardware.attained_share, float(matmul.flops * times)
     if matmul.fused:  # what such a kernel reads and writes is counted with the other kernels
-        return flops * matmul.share / (peak * share)
-    computing = flops / (peak * filled(matmul, hardware))
-    return max(computing, matmul.bytes * times / hardware.memory_bandwidth) / share
+        return matmul.flops * matmul.share / (peak * hardware.attained_share)
+    computing = matmul.flops / (peak * filled(matmul, hardware))
+    return max(computing, matmul.bytes / hardware.memory_bandwidth) / hardware.attained_share
 
 
 def filled(matmul: Matmul, hardware: Hardware) -> float:
@@ -147,14 +148,14 @@ def _collectives(step: Step, work: Work, hardware: Hardware) -> tuple[float, flo
 
 
 def _reductions(step: Step, hardware: Hardware, window: float) -> tuple[float, float]:
-    """(exposed, hidden) of the data-parallel all-reduces; window: seconds of the last backward.
-
-    What is hidden still takes memory bandwidth from the backward, which is exposed.
-    """
+    """(exposed, hidden) of the data-parallel all-reduces; window: seconds of the last backward,
+    whose memory bandwidth the hidden ones share."""
     ring = step.model.rings["data"]
-    ready = [(share * window, size) for share, axis, size in step.reductions if axis == "data"]
+    ready = sorted(
+        (share * window, size) for share, axis, size in step.reductions if axis == "data"
+    )
     end = busy = moved = 0.0
-    for start, size in sorted(ready):
+    for start, size in ready:
         taken = ring.seconds(size, hardware)
         end, busy, moved = max(start, end) + taken, busy + taken, moved + size
     exposed = max(0.0, end - window)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -30,13 +30,13 @@ from megatron.config.pretrain import PretrainConfig
 from megatron.models.build import build_on_meta
 from megatron.models.registry import find_kind
 from megatron.optim.adam import LossScaler
-from megatron.parallel.buckets import BUCKET_BYTES, GradientBuckets
+from megatron.parallel.buckets import BUCKET_BYTES, Bucket, GradientBuckets
 from megatron.parallel.mesh import Mesh, absent_mesh
 from megatron.parallel.sharding import materialize, sharding_specs
 from megatron.train.inputs import vocabulary_of
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import forward_backward
-from tools.layouts.work import Call, Meter, Work, on_meta
+from tools.layouts.work import Call, Matmul, Meter, Work, on_meta
 from tools.planning.hardware import Hardware
 from tools.planning.timing import Ring
 
@@ -80,8 +80,8 @@ def trace(config: PretrainConfig, precision: str, device: str, is_trimmed: bool 
     denominators = torch.ones(1 + len(model.terms), dtype=torch.float64, device=META)
     with on_meta(meter, device):
         forward_backward(state, [batch.trimmed() if is_trimmed else batch], denominators)
-    kept = gradients.kept
-    return Trace(meter.work, kept, gradients.forward_peak - kept, meter.peak - kept)
+    work, kept = {phase: meter.work[phase] for phase in PHASES}, gradients.kept
+    return Trace(work, kept, gradients.forward_peak - kept, meter.peak - kept)
 
 
 def trace_of_depth(config: PretrainConfig, *arguments: Any) -> Trace:
@@ -121,60 +121,46 @@ class _Followed(GradientBuckets):
             yield
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Of gradients. ready: the fraction of the last backward after which it is full."""
-
-    numbers: int  # of this rank's parameters, without padding
-    bytes: int
-    axes: tuple[str, ...]  # over which they are summed
-    ready: float
-
-
-@dataclass(frozen=True)
 class Model:
-    """The whole model on one rank. parameters: of all ranks, without padding. agreement: calls of a
-    step: what the terms of the loss are means over, the terms, and the gradient norm."""
+    """The whole model on one rank.
 
-    parameters: int
-    local: int
-    buckets: Sequence[Bucket]
-    rings: Mapping[str, Ring]  # by axis
-    agreement: Counter[Call]
+    parameters: of all ranks, without padding. local: of this rank. rings: by axis. agreement: calls
+    of a step: what the terms of the loss are means over, the terms, and the gradient norm.
+    """
 
+    def __init__(
+        self, config: PretrainConfig, copies: int, precision: str, bucket_bytes: int
+    ) -> None:
+        sizes = {**config.parallel.sizes, "data": copies}
+        mesh, model = _on_meta(config, precision, sizes, "meta")
+        specs = sharding_specs(model)
+        self.parameters = sum(prod(spec.shape) for spec in specs.values())
+        self.local = sum(each.numel() for each in model.parameters())
+        self.buckets, self._ready = GradientBuckets(model, bucket_bytes).buckets, _ready(specs)
+        self.rings, stride = dict[str, Ring](), 1
+        for axis in reversed(mesh.axes):
+            self.rings[axis.name] = Ring(axis.size, stride)
+            stride *= axis.size
+        terms = 1 + len(model.terms)
+        agreed = ((mesh.loss, terms), (mesh.loss, terms), (mesh.model_parallel, 3))
+        calls = (Call(axis.name, 8 * number, 2) for axis, number in agreed if axis.size > 1)
+        self.agreement = Counter(calls)
 
-@cache
-def _model(config: PretrainConfig, copies: int, precision: str, bucket_bytes: int) -> Model:
-    mesh, model = _on_meta(config, precision, {**config.parallel.sizes, "data": copies}, "meta")
-    specs = sharding_specs(model)
-    rings, stride = dict[str, Ring](), 1
-    for axis in reversed(mesh.axes):
-        rings[axis.name] = Ring(axis.size, stride)
-        stride *= axis.size
-    ready = _ready(list(specs))
-    buckets = [
-        Bucket(
-            numbers=sum(view.parameter.numel() for view in bucket.views),
-            bytes=bucket.flat.nbytes,
-            axes=tuple(axis.name for axis in bucket.axes),
-            ready=max(ready[view.name] for view in bucket.views),
-        )
-        for bucket in GradientBuckets(model, bucket_bytes).buckets
-    ]
-    terms = 1 + len(model.terms)
-    agreed = ((mesh.loss, terms), (mesh.loss, terms), (mesh.model_parallel, 3))
-    calls = Counter(Call(axis.name, 8 * each, 2) for axis, each in agreed if axis.size > 1)
-    whole = sum(prod(spec.shape) for spec in specs.values())
-    return Model(whole, sum(each.numbers for each in buckets), buckets, rings, calls)
+    def ready(self, bucket: Bucket) -> float:
+        """The fraction of the last backward after which it is full."""
+        return max(self._ready[view.name] for view in bucket.views)
 
 
-def _ready(names: Sequence[str]) -> dict[str, float]:
-    """The share of the backward behind which each parameter's gradient is there. A number in a name
-    is that of the layer; before the layers come embeddings, behind them heads."""
+_model = cache(Model)
+
+
+def _ready(names: Iterable[str]) -> dict[str, float]:
+    """The fraction of the backward after which each parameter's gradient is there. A number in a
+    name is that of the layer; before the layers come embeddings, behind them heads."""
     matches = {name: re.search(r"(?:^|\.)(\d+)\.", name) for name in names}
     layers = {name: int(match[1]) for name, match in matches.items() if match}
     depth, is_ahead, ready = 1 + max(layers.values(), default=0), True, {}
-    for name in names:
+    for name in matches:
         is_ahead = is_ahead and name not in layers
         ready[name] = 1 - layers[name] / depth if name in layers else float(is_ahead)
     return ready
@@ -220,8 +206,8 @@ class Step:
 
     def model_of(self, bucket_bytes: int) -> Model:
         model = replace(self.config.model, recompute_granularity="none")
-        training = replace(self.config.training, micro_batch_size=1)  # neither changes a bucket
-        config = replace(self.config, model=model, training=training)
+        training = replace(self.config.training, micro_batch_size=1)
+        config = replace(self.config, model=model, training=training)  # so more calls are alike
         return _model(config, self.copies, self.precision, bucket_bytes)
 
     @cached_property
@@ -236,16 +222,20 @@ class Step:
     @cached_property
     def work(self) -> Mapping[str, Work]:
         """Of the micro-batches of a step, by phase."""
-        found, times = self.trace.work, self.micro_batches
-        return {each: Work().plus(found.get(each, Work()), times) for each in PHASES}
+        found = self.trace.work.items()
+        return {phase: Work().plus(each, self.micro_batches) for phase, each in found}
 
     @property
     def reductions(self) -> list[tuple[float, str, int]]:
-        """(ready, as of Bucket; axis; bytes) of each all-reduce of gradients."""
-        return [(each.ready, axis, each.bytes) for each in self.model.buckets for axis in each.axes]
+        """(Model.ready, axis, bytes) of each all-reduce of gradients."""
+        return [
+            (self.model.ready(bucket), axis.name, bucket.flat.nbytes)
+            for bucket in self.model.buckets
+            for axis in bucket.axes
+        ]
 
     @property
-    def updated(self) -> float:
+    def updated(self) -> int:
         """Bytes that the optimizer moves."""
         return self.model.local * (WIDE_PASSES * WIDE + NARROW_PASSES * self.width)
 
@@ -266,7 +256,7 @@ class Step:
     def lasting(self) -> dict[str, int]:
         """Bytes that are there all the time, by kind."""
         weights = self.width * self.model.local
-        flat = sum(each.bytes for each in self.model.buckets)
+        flat = sum(bucket.flat.nbytes for bucket in self.model.buckets)
         masters = flat if self.width < WIDE else 0
         return {"weights": weights, "gradients": flat, "masters": masters, "moments": 2 * flat}
 
@@ -280,8 +270,8 @@ class Step:
 
     @cached_property
     def flops(self) -> int:
-        """FLOPs of a step on all ranks, as MFU counts them: without recomputation and padding, with
-        all of attention."""
+        """Of a step on all ranks, as MFU counts them: without recomputation and padding, with all
+        of attention."""
         return self._flops(is_executed=False)
 
     @cached_property
@@ -291,21 +281,16 @@ class Step:
 
     def _flops(self, *, is_executed: bool) -> int:
         """Of a model on one rank, which computes what a tensor-parallel group does."""
-        model, multiple = self.config.model, "make_vocab_size_divisible_by"
-        if hasattr(model, multiple):
-            rows = getattr(model, multiple) * self.tensor if is_executed else 1
-            model = replace(model, **{multiple: rows})
-        if not is_executed:
-            model = replace(model, recompute_granularity="none")
-        parallel = replace(
-            self.config.parallel, tensor_model_parallel_size=1, sequence_parallel=False
+        model, parallel = self.config.model, self.config.parallel
+        changes: dict[str, Any] = {} if is_executed else {"recompute_granularity": "none"}
+        if hasattr(model, multiple := "make_vocab_size_divisible_by"):
+            changes[multiple] = getattr(model, multiple) * self.tensor if is_executed else 1
+        config = replace(
+            self.config,
+            model=replace(model, **changes),
+            parallel=replace(parallel, tensor_model_parallel_size=1, sequence_parallel=False),
         )
-        config = replace(self.config, model=model, parallel=parallel)
         found = trace_of_depth(config, self.precision, "cuda", not is_executed)
-        of_group = sum(
-            times * matmul.flops
-            for work in found.work.values()
-            for matmul, times in work.matmuls.items()
-            if not matmul.again
-        )
+        matmuls = sum((work.matmuls for work in found.work.values()), Counter[Matmul]())
+        of_group = sum(times * each.flops for each, times in matmuls.items() if not each.again)
         return of_group * self.micro_batches * self.copies
