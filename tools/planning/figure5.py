@@ -6,7 +6,6 @@ the paper's own definition. Only the single GPU of the hardware's anchor is know
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron.config.checks import flag
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from tools.planning.hardware import Hardware
@@ -33,6 +33,7 @@ from tools.planning.trace import Step
 PRECISION = "fp16"
 ITERATIONS = 68_507  # of an epoch, table 2
 DAY = 86_400  # seconds
+ROWS = 51_200  # of the vocabulary, padded
 
 # The README of the authors' repository, "Distributed Pretraining": gradients are reduced behind the
 # backward in one call, or by torch's DistributedDataParallel beside it. That takes 8.3B on 512 GPUs
@@ -85,17 +86,18 @@ Rows = list[dict[str, Any]]
 
 
 @cache
-def step_at(preset: str, gpus: int, software: Software, tensor: int = 0, **model: Any) -> Step:
-    """tensor: size, if not the preset's; the vocabulary is padded as at the preset's.
-    model: changes of its config."""
-    config = parse(PretrainGPT2Config, ["--preset", preset], {})
-    own = config.parallel.tensor_model_parallel_size
-    rows, tensor = config.model.make_vocab_size_divisible_by * own, tensor or own
-    changed = replace(config.model, make_vocab_size_divisible_by=rows // tensor, **model)
-    parallel = replace(config.parallel, tensor_model_parallel_size=tensor)
-    config = replace(config, model=changed, parallel=parallel)
+def step_at(preset: str, gpus: int, software: Software, **settings: int) -> Step:
+    """settings: in place of the preset's."""
+    flags = [word for name, value in settings.items() for word in (flag(name), str(value))]
+    config = parse(PretrainGPT2Config, ["--preset", preset, *flags], {})
     config.check(gpus)
     return AuthorsStep(config, gpus, PRECISION, software=software)
+
+
+def cut(ranks: int) -> dict[str, int]:
+    """Settings of tensor-parallel ranks that have ROWS of the vocabulary together."""
+    rows = ROWS // ranks
+    return {"tensor_model_parallel_size": ranks, "make_vocab_size_divisible_by": rows}
 
 
 def predictions(hardware: Hardware) -> dict[str, Any]:
@@ -119,22 +121,21 @@ def predictions(hardware: Hardware) -> dict[str, Any]:
         step = step_at(point.preset, point.tensor * copies, point.software)
         paper = point.model_parallel if copies == 1 else point.model_and_data_parallel
         sizes = {"gpus": step.ranks, "tensor_parallel": step.tensor, "data_parallel": copies}
-        facts = {"model": point.preset, "seconds": seconds(step), "is_base": step is one}
+        facts = {"model": point.preset, "seconds": seconds(step), "is_base": step.ranks == 1}
         figure.append(row(efficiency(step, one), paper, **sizes, **facts))
     for gpus, paper in STRONG.items():
-        step = step_at(smallest, gpus, BEHIND, gpus)
+        step = step_at(smallest, gpus, BEHIND, **cut(gpus))
         strong_scaling.append(row(seconds(one) / seconds(step), paper, gpus=gpus))
     for number, paper in HEADS.items():
         step = step_at(largest, 8, BEHIND, num_attention_heads=number)
         heads.append(row(efficiency(step, one), paper, heads=number))
     for (layers, hidden, number, gpus), (milliseconds, paper) in VERSION_1.items():
         shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": number}
-        step = step_at(smallest, gpus, MEGATRON_2020, gpus, **shape)
+        step = step_at(smallest, gpus, MEGATRON_2020, **cut(gpus), **shape)
         base = step if gpus == 1 else base  # version 1.0 has a first model of its own
+        times = {"predicted_milliseconds": 1000 * seconds(step), "paper_milliseconds": milliseconds}
         facts = {"parameters": step.model.parameters, "gpus": gpus}
-        facts |= {"predicted_milliseconds": 1000 * seconds(step)}
-        facts |= {"paper_milliseconds": milliseconds}
-        version_1.append(row(efficiency(step, base), paper, **facts))
+        version_1.append(row(efficiency(step, base), paper, **facts, **times))
     for preset, (gpus, paper, software) in TABLE_2.items():
         days = ITERATIONS * seconds(step_at(preset, gpus, software)) / DAY
         table_2.append(row(days, paper, model=preset, gpus=gpus))
@@ -184,21 +185,21 @@ def study(hardware: Hardware) -> dict[str, Any]:
 def sensitivity(hardware: Hardware) -> dict[str, list[float]]:
     """Mean error with each constant 25 % smaller and larger, the share found anew each time; and
     with the links at all that their datasheet says, or at the kernels' share of it."""
-    changes: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for factor in (0.75, 1.25):
-        for name in CONSTANTS:
-            changes[name].append({name: factor * getattr(hardware, name)})
-        peak = {PRECISION: factor * hardware.peak(PRECISION)}
-        changes[f"peak.{PRECISION}"].append({"peaks": peak})
-        rate = factor * hardware.anchor.flops_per_second
-        changes["anchor"].append({"anchor": replace(hardware.anchor, flops_per_second=rate)})
+    anchor, peak, factors = hardware.anchor, hardware.peak(PRECISION), (0.75, 1.25)
+
+    def error(**values: Any) -> float:
+        error: float = predictions(anchored(replace(hardware, **values)))["mean_error"]
+        return error
+
+    known = {name: getattr(hardware, name) for name in CONSTANTS}
+    found = {name: [error(**{name: x * value}) for x in factors] for name, value in known.items()}
+    found[f"peak.{PRECISION}"] = [error(peaks={PRECISION: x * peak}) for x in factors]
+    rates = [x * anchor.flops_per_second for x in factors]
+    found["anchor"] = [error(anchor=replace(anchor, flops_per_second=rate)) for rate in rates]
     shares = {"as in the datasheet": 1.0, "with the share of kernels": hardware.attained_share}
     for name, share in shares.items():
-        changes[f"links {name}"].append({"link_share": share, "network_share": share})
-    return {
-        name: [predictions(anchored(replace(hardware, **each)))["mean_error"] for each in values]
-        for name, values in changes.items()
-    }
+        found[f"links {name}"] = [error(link_share=share, network_share=share)]
+    return found
 
 
 def text(found: dict[str, Any]) -> str:

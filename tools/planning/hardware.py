@@ -93,9 +93,9 @@ def load_hardware(name: str) -> Hardware:
     file = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not file.is_file():
         known = known_hardware()
-        works = ("--hardware", difflib.get_close_matches(name, known, n=1, cutoff=0)[0])
         allowed = f"one of {', '.join(known)}, or a file that --measure wrote"
-        raise UsageError("--hardware", name, allowed, works=works)
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+        raise UsageError("--hardware", name, allowed, works=("--hardware", nearest))
     try:
         return read_hardware(tomllib.loads(file.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:

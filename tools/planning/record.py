@@ -14,7 +14,9 @@ from tools.planning.search import GRANULARITIES, varied
 from tools.planning.timing import predict
 from tools.planning.trace import Step
 
-NAMES = {"gpt2": "GPT-2", "bert": "BERT"}
+# What text and picture show: of the seconds all but the hidden ones, and of the bytes all but the
+# smaller of logits and one layer are in the total.
+SHOWN = ("predicted_step_seconds", "memory_per_rank_bytes", "activation_bytes_by_recomputation")
 Record = dict[str, Any]
 Panel = tuple[Sequence[str], Mapping[str, Sequence[float]]]  # names of bars, values by kind
 
@@ -74,31 +76,28 @@ def _communication(step: Step, axis: str) -> Record:
 
 def text(planned: Record) -> str:
     """For people."""
-    model, limit = planned["model"], planned["memory_of_device_bytes"]
-    seconds, held = planned["predicted_step_seconds"], planned["memory_per_rank_bytes"]
+    model, held = planned["model"], planned["memory_per_rank_bytes"]["total"]
     summary = (
         f"{title(planned)}\n{model['micro_batches']} micro-batches of {model['batch']} x "
-        f"{model['sequence']} tokens in {model['precision']}: {planned['flops_per_step']:.4g} "
-        f"FLOPs in {seconds['total']:.3f} s\n"
-        f"{held['total'] / 1e9:.2f} of {limit / 1e9:.2f} GB of a device: "
+        f"{model['sequence']} tokens in {model['precision']}\n"
+        f"{held / 1e9:.2f} of {planned['memory_of_device_bytes'] / 1e9:.2f} GB of a device: "
         f"{'fits' if planned['fits'] else 'DOES NOT FIT'}"
     )
-    kept = planned["activation_bytes_by_recomputation"]
-    held = held | {f"activations, recomputation {name}": size for name, size in kept.items()}
-    times = [{"time (hidden: not in total)": name, "seconds": s} for name, s in seconds.items()]
-    memory = [{"memory": name, "GB": size / 1e9} for name, size in held.items()]
+    tables = [
+        [{key: name, "of a rank": value} for name, value in planned[key].items()] for key in SHOWN
+    ]
     calls = [
         {"axis": axis, "phase": phase, "calls": each["calls"], "bytes": each["bytes"]}
         for axis, sums in planned["communication_per_step"].items()
         for phase, each in {**sums["by_phase"], "all": sums}.items()
     ]
-    return "\n\n".join([summary, table(times), table(memory), table(calls)])
+    return "\n\n".join([summary, *map(table, tables), table(calls)])
 
 
 def title(planned: Record) -> str:
     model = planned["model"]
     return (
-        f"{NAMES.get(model['kind'], model['kind'])}, {planned['parameters']:,} parameters on "
+        f"{model['kind']}, {planned['parameters']:,} parameters on "
         f"{model['tensor'] * model['data']} devices ({planned['hardware']['name']}): "
         f"tensor-parallel {model['tensor']}{', sequence-parallel' * model['sequence_parallel']}, "
         f"data-parallel {model['data']}\n"
@@ -107,14 +106,8 @@ def title(planned: Record) -> str:
 
 
 def draw(file: Path, planned: Record) -> None:
-    """Where the time of a step and the memory of a device go."""
-    held, seconds = planned["memory_per_rank_bytes"], planned["predicted_step_seconds"]
-    held = {**held, "what a device has": planned["memory_of_device_bytes"]}
-    gigabytes = [size / 1e9 for size in held.values()]
-    panels = {
-        "seconds of a step": ([*seconds], {"predicted": [*seconds.values()]}),
-        "GB of a rank": ([*held], {"planned": gigabytes}),
-    }
+    """A picture of SHOWN."""
+    panels = {key: ([*planned[key]], {"planned": [*planned[key].values()]}) for key in SHOWN}
     bars(file, title(planned), panels)
 
 

@@ -96,17 +96,10 @@ def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str
             if sum(step.lasting.values()) > hardware.limit or step.memory["total"] > hardware.limit:
                 continue  # many do not fit by what lasts, which needs no trace
             seconds = predict(step, hardware).total
-            rows.append(
-                {VARIED[setting][1]: value for setting, value in settings(found).items()}
-                | {
-                    "data": step.copies,
-                    "micro_batches": step.micro_batches,
-                    "seconds": seconds,
-                    "tokens_per_second": step.tokens / seconds,
-                    "mfu": step.mfu(seconds, hardware),
-                    "memory_bytes": step.memory["total"],
-                }
-            )
+            row = {VARIED[setting][1]: value for setting, value in settings(found).items()}
+            row |= {"data": step.copies, "micro_batches": step.micro_batches, "seconds": seconds}
+            row |= {"tokens_per_second": step.tokens / seconds, "mfu": step.mfu(seconds, hardware)}
+            rows.append(row | {"memory_bytes": step.memory["total"]})
     return sorted(rows, key=lambda row: -row["tokens_per_second"])
 
 
@@ -126,17 +119,19 @@ def smallest_change(
         more *= 2
         found = search(kept, more, hardware, precision)
 
-    def changed(row: Row) -> dict[str, Any]:
-        values = {name: row[own] for name, (_, own) in VARIED.items()}
-        return {name: new for name, new in values.items() if new != settings(config)[name]}
-
-    row = min(found, key=lambda row: len(changed(row)), default=None)
-    if row is None:
+    if not found:
         return None
-    flags = [
-        switch(name, new) if isinstance(new, bool) else f"{flag(name)} {new}"
-        for name, new in changed(row).items()
-    ]
+
+    def changed(row: Row) -> list[str]:
+        new = {name: row[own] for name, (_, own) in VARIED.items()}
+        return [
+            switch(name, value) if isinstance(value, bool) else f"{flag(name)} {value}"
+            for name, value in new.items()
+            if value != settings(config)[name]
+        ]
+
+    row = min(found, key=lambda each: len(changed(each)))
+    flags = changed(row)
     if more > gpus:
         flags.append(f"--gpus {more}")
     batch = kept.training.global_batch_size

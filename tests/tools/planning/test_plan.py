@@ -211,28 +211,24 @@ def test_figure_5_is_the_one_that_was_committed(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_this_machine_is_described(tmp_path: Path) -> None:
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_this_machine_is_described(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    """Its all-reduces too, under torchrun."""
     file = tmp_path / "here.toml"
-    done = run("tools/plan.py", "--measure", str(file))
+    done = run(*launcher, "tools/plan.py", "--measure", str(file))
     assert not done.returncode, done.stderr
     here = find_hardware(str(file))
     assert here.attained_share == 1
     assert here.peaks["fp32"] > 1e9
     assert here.memory_bandwidth > 1e8
     assert here.default_precision in here.peaks
+    assert here.devices_per_server == (2 if launcher else 1)
+    assert (here.base_latency > 0) == bool(launcher)
+    assert ("2 ranks" in here.sources["link_bandwidth"]) == bool(launcher)
     assert planned(tmp_path, f"--preset quickstart --gpus 1 --hardware {file}")["fits"]
-
-
-@pytest.mark.slow
-def test_its_all_reduces_are_measured_under_torchrun(tmp_path: Path) -> None:
-    file = tmp_path / "here.toml"
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    done = run(*torchrun, "tools/plan.py", "--measure", str(file))
-    assert not done.returncode, done.stderr
-    here = find_hardware(str(file))
-    assert here.devices_per_server == 2
-    assert here.base_latency > 0
-    assert "2 ranks" in here.sources["link_bandwidth"]
 
 
 @pytest.mark.parametrize("arguments", ["--help", f"{SMALL} -h", f"{OWN} --help"])
