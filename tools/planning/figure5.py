@@ -185,7 +185,8 @@ def study(hardware: Hardware) -> dict[str, Any]:
 def sensitivity(hardware: Hardware) -> dict[str, list[float]]:
     """Mean error with each constant 25 % smaller and larger, the share found anew each time; and
     with the links at all that their datasheet says, or at the kernels' share of it."""
-    anchor, peak, factors = hardware.anchor, hardware.peak(PRECISION), (0.75, 1.25)
+    anchor: Any = hardware.anchor
+    peak, factors = hardware.peak(PRECISION), (0.75, 1.25)
 
     def error(**values: Any) -> float:
         error: float = predictions(anchored(replace(hardware, **values)))["mean_error"]

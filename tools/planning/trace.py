@@ -66,9 +66,10 @@ def trace(config: PretrainConfig, precision: str, device: str, is_trimmed: bool 
     gradients, nothing = _Followed(model), None
     meter = Meter(mesh, [*model.parameters(), *(each.flat for each in gradients.buckets)])
     gradients.meter, meter.phase = meter, "forward"
+    mesh, model = replace(mesh, device=META), model.train()
     state = TrainState(
-        mesh=replace(mesh, device=META),
-        model=model.train(),
+        mesh=mesh,
+        model=model,
         objective=model,
         gradients=gradients,
         optimizer=nothing,
