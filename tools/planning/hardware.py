@@ -83,6 +83,58 @@ class Hardware:
         return "bf16" if self.peaks.get("bf16", 0) > self.peaks["fp32"] else "fp32"
 
 
+# A byte that is reduced moves 6 in memory on each rank: of the two rounds each writes what the
+# neighbour sends, reads it, and reads or writes this rank's own.
+RING_PASSES = 6
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks that communicate, `stride` apart; servers are filled in the order of ranks.
+
+    A collective is a ring, as NCCL makes one over NVLink and over the network. Each of r ranks
+    sends, and gets, (r - 1) / r of the bytes in a pass: an all-reduce takes two, one while the
+    parts are summed, one while the sums go round. The slowest hop of the ring sets the pace:
+
+        seconds = passes (r - 1) / r x bytes / bandwidth + latency: a start, passes (r - 1) hops
+    """
+
+    ranks: int
+    stride: int
+
+    def seconds(self, size: float, hardware: Hardware, passes: int = 2) -> float:
+        """Of a collective of `size` bytes, while the other rings of the job do the same."""
+        if self.ranks == 1:
+            return 0.0
+        sent = passes * (self.ranks - 1) / self.ranks * size
+        return sent / self.bandwidth(hardware) + self.latency(hardware, passes)
+
+    def inside(self, hardware: Hardware) -> int:
+        """Ranks of the ring in one server."""
+        return max(1, min(self.ranks, hardware.devices_per_server // self.stride))
+
+    def bandwidth(self, hardware: Hardware) -> float:
+        """Bytes a second that pass each hop in one direction."""
+        inside = self.inside(hardware)
+        link = hardware.link_bandwidth * hardware.link_share
+        if inside == self.ranks:
+            return link
+        rings = hardware.devices_per_server // inside  # that share the server's adapters
+        network = hardware.network_bandwidth * hardware.network_share / rings
+        return network if inside == 1 else min(link, network)
+
+    def latency(self, hardware: Hardware, passes: int = 2) -> float:
+        inside, hops = self.inside(hardware), passes * (self.ranks - 1)
+        outer = 0 if inside == self.ranks else min(hops, passes * self.ranks // inside)
+        inner = (hops - outer) * hardware.link_latency
+        return hardware.base_latency + inner + outer * hardware.network_latency
+
+    def slowed(self, sent: float, hardware: Hardware) -> float:
+        """Seconds that hidden collectives, which sent so many bytes, keep memory from kernels."""
+        moved = RING_PASSES * sent * self.ranks / (2 * (self.ranks - 1))
+        return moved / (hardware.memory_bandwidth * hardware.attained_share)
+
+
 def known_hardware() -> list[str]:
     """Names of the files in scripts/hardware/."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))

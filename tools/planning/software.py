@@ -100,11 +100,10 @@ class AuthorsStep(Step):
     def reductions(self) -> list[tuple[float, str, int]]:
         if (size := self.software.bucket_bytes) is None:
             return [(1.0, "data", self.model.local * self.width)]
-        model, width = self.model_of(size // self.width * WIDE), self.width
-        return [
-            (model.ready(bucket), "data", sum(x.parameter.numel() for x in bucket.views) * width)
-            for bucket in model.buckets
-        ]
+        buckets = self.model_of(size // self.width * WIDE).buckets
+        numbers = [sum(view.parameter.numel() for view in each.views) for _, each in buckets]
+        pairs = zip(buckets, numbers, strict=True)
+        return [(ready, "data", number * self.width) for (ready, _), number in pairs]
 
     @property
     def updated(self) -> int:

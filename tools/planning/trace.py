@@ -30,15 +30,14 @@ from megatron.config.pretrain import PretrainConfig
 from megatron.models.build import build_on_meta
 from megatron.models.registry import find_kind
 from megatron.optim.adam import LossScaler
-from megatron.parallel.buckets import BUCKET_BYTES, Bucket, GradientBuckets
+from megatron.parallel.buckets import BUCKET_BYTES, GradientBuckets
 from megatron.parallel.mesh import Mesh, absent_mesh
 from megatron.parallel.sharding import materialize, sharding_specs
 from megatron.train.inputs import vocabulary_of
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import forward_backward
 from tools.layouts.work import Call, Matmul, Meter, Work, on_meta
-from tools.planning.hardware import Hardware
-from tools.planning.timing import Ring
+from tools.planning.hardware import Hardware, Ring
 
 META = torch.device("meta")
 PHASES = ("forward", "recomputation", "backward")
@@ -125,8 +124,9 @@ class _Followed(GradientBuckets):
 class Model:
     """The whole model on one rank.
 
-    parameters: of all ranks, without padding. local: of this rank. rings: by axis. agreement: calls
-    of a step: what the terms of the loss are means over, the terms, and the gradient norm.
+    parameters: of all ranks, without padding. local: of this rank. buckets: each with the fraction
+    of the last backward after which it is full. rings: by axis. agreement: calls of a step: what
+    the terms of the loss are means over, the terms, and the gradient norm.
     """
 
     def __init__(
@@ -137,7 +137,8 @@ class Model:
         specs = sharding_specs(model)
         self.parameters = sum(prod(spec.shape) for spec in specs.values())
         self.local = sum(each.numel() for each in model.parameters())
-        self.buckets, self._ready = GradientBuckets(model, bucket_bytes).buckets, _ready(specs)
+        ready, buckets = _ready(specs), GradientBuckets(model, bucket_bytes).buckets
+        self.buckets = [(max(ready[view.name] for view in each.views), each) for each in buckets]
         self.rings, stride = dict[str, Ring](), 1
         for axis in reversed(mesh.axes):
             self.rings[axis.name] = Ring(axis.size, stride)
@@ -146,10 +147,6 @@ class Model:
         agreed = ((mesh.loss, terms), (mesh.loss, terms), (mesh.model_parallel, 3))
         calls = (Call(axis.name, 8 * number, 2) for axis, number in agreed if axis.size > 1)
         self.agreement = Counter(calls)
-
-    def ready(self, bucket: Bucket) -> float:
-        """The fraction of the last backward after which it is full."""
-        return max(self._ready[view.name] for view in bucket.views)
 
 
 _model = cache(Model)
@@ -228,12 +225,11 @@ class Step:
 
     @property
     def reductions(self) -> list[tuple[float, str, int]]:
-        """(Model.ready, axis, bytes) of each all-reduce of gradients."""
-        return [
-            (self.model.ready(bucket), axis.name, bucket.flat.nbytes)
-            for bucket in self.model.buckets
-            for axis in bucket.axes
+        """(as in Model.buckets, axis, bytes) of each all-reduce of gradients."""
+        found = [
+            (ready, bucket, axis) for ready, bucket in self.model.buckets for axis in bucket.axes
         ]
+        return [(ready, axis.name, bucket.flat.nbytes) for ready, bucket, axis in found]
 
     @property
     def updated(self) -> int:
@@ -257,7 +253,7 @@ class Step:
     def lasting(self) -> dict[str, int]:
         """Bytes that are there all the time, by kind."""
         weights = self.width * self.model.local
-        flat = sum(bucket.flat.nbytes for bucket in self.model.buckets)
+        flat = sum(bucket.flat.nbytes for _, bucket in self.model.buckets)
         masters = flat if self.width < WIDE else 0
         return {"weights": weights, "gradients": flat, "masters": masters, "moments": 2 * flat}
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from megatron.parallel.mesh import serial_mesh
 from tests.tools.planning.counted import preset
 from tools.layouts.work import Matmul, Meter
-from tools.planning.hardware import Hardware, load_hardware
+from tools.planning.hardware import Hardware, Ring, load_hardware
 from tools.planning.software import anchor_step, find_hardware
-from tools.planning.timing import Ring, filled, matmul_seconds, predict
+from tools.planning.timing import filled, matmul_seconds, predict
 from tools.planning.trace import Step
 
 V100 = load_hardware("dgx2h")
