@@ -140,6 +140,7 @@ def bars(file: Path, title: str, panels: Mapping[str, Panel]) -> None:
             axes.bar_label(axes.barh(places, values, 1 / 3, label=kind), fmt="%.3g")
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
+        axes.margins(x=0.15)
         axes.set_xlabel(label)
-        axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(file, dpi=150)
