@@ -32,6 +32,7 @@ from tools.planning import search
 from tools.planning.hardware import known_hardware, load_hardware
 
 DEFAULT_HARDWARE = "dgx2h"
+MOST_ROWS = 12  # of the layouts that are found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +125,9 @@ def plan(config: Any) -> bool:
     print(record.text(planned))
     if question.search or not planned["fits"]:
         kept = search.keeping_batch(config, gpus)
-        planned["layouts"] = search.search(kept, gpus, hardware, precision)
-        print(f"\n{search.table(planned['layouts'])}")
+        rows = planned["layouts"] = search.search(kept, gpus, hardware, precision)
+        shown = record.table(rows[:MOST_ROWS]) if rows else "--hardware with more memory may help"
+        print(f"\n{len(rows)} layouts fit\n{shown}")
     if not planned["fits"]:
         flags = search.smallest_change(config, gpus, hardware, precision, planned["layouts"])
         planned["smallest_change"] = flags

@@ -14,9 +14,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron.config.checks import flag
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from tools.planning.hardware import Hardware
+from tools.planning.record import bars, table
 from tools.planning.software import (
     MEGATRON_2019,
     MEGATRON_2020,
@@ -31,11 +33,11 @@ from tools.planning.trace import Step
 PRECISION = "fp16"
 ITERATIONS = 68_507  # of an epoch, table 2
 DAY = 86_400  # seconds
+ROWS = 51_200  # of the vocabulary, padded
 
-# The README of the authors' repository, "Distributed Pretraining": gradients are reduced either
-# behind the backward by one call, or by torch's DistributedDataParallel while it goes on. The
-# second takes 8.3B on 512 GPUs from 60 % to 76 %, but needs more memory, so that 2.5B on 2-way
-# and 1.2B without model parallelism are slower with it. So these two have the first, as they did.
+# The README of the authors' repository, "Distributed Pretraining": gradients are reduced behind the
+# backward in one call, or by torch's DistributedDataParallel beside it. That takes 8.3B on 512 GPUs
+# from 60 % to 76 %, but needs more memory: 1.2B and 2.5B are slower with it, so they do without.
 BEHIND = MEGATRON_2019
 OVERLAPPED = replace(MEGATRON_2019, bucket_bytes=TORCH_BUCKET)
 README_BEHIND = 60.0  # % of 8.3B
@@ -76,138 +78,106 @@ TABLE_2 = {
 }
 ALWAYS = 82.0  # %, the prediction that knows nothing
 
-# Constants whose share in the error is looked at.
-VARIED = ("memory_bandwidth", "multiprocessors", "link_bandwidth", "link_share",
-          "network_bandwidth", "network_share", "base_latency", "link_latency",
-          "network_latency")  # fmt: skip
-Row = dict[str, Any]
+# Constants whose share in the error is looked at, beside the peak and the anchor.
+LINKS = ("link_bandwidth", "link_share", "link_latency", "base_latency")
+NETWORK = ("network_bandwidth", "network_share", "network_latency")
+CONSTANTS = ("memory_bandwidth", "multiprocessors", *LINKS, *NETWORK)
+Rows = list[dict[str, Any]]
 
 
 @cache
-def step_at(preset: str, gpus: int, software: Software, tensor: int = 0, **model: int) -> Step:
-    """tensor: size, if not the preset's; the vocabulary is padded as at the preset's.
-    model: changes of its config."""
-    config = parse(PretrainGPT2Config, ["--preset", preset], {})
-    own = config.parallel.tensor_model_parallel_size
-    rows, tensor = config.model.make_vocab_size_divisible_by * own, tensor or own
-    changed = replace(config.model, make_vocab_size_divisible_by=rows // tensor, **model)
-    parallel = replace(config.parallel, tensor_model_parallel_size=tensor)
-    config = replace(config, model=changed, parallel=parallel)
+def step_at(preset: str, gpus: int, software: Software, **settings: int) -> Step:
+    """settings: in place of the preset's."""
+    flags = [word for name, value in settings.items() for word in (flag(name), str(value))]
+    config = parse(PretrainGPT2Config, ["--preset", preset, *flags], {})
     config.check(gpus)
     return AuthorsStep(config, gpus, PRECISION, software=software)
 
 
-def one() -> Step:
-    """The base of all efficiencies: the smallest model on one GPU."""
-    return step_at(MODELS[0].preset, 1, BEHIND)
+def cut(ranks: int) -> dict[str, int]:
+    """Settings of tensor-parallel ranks that have ROWS of the vocabulary together."""
+    rows = ROWS // ranks
+    return {"tensor_model_parallel_size": ranks, "make_vocab_size_divisible_by": rows}
 
 
-@dataclass(frozen=True)
-class Study:
-    """All of it on one kind of hardware, which has an anchor."""
+def predictions(hardware: Hardware) -> dict[str, Any]:
+    """JSON: rows of what is predicted beside the paper's, and mean errors in points."""
 
-    hardware: Hardware
+    def seconds(step: Step) -> float:
+        return predict(step, hardware).total
 
-    def seconds(self, step: Step) -> float:
-        return predict(step, self.hardware).total
-
-    def efficiency(self, step: Step, base: Step) -> float:
+    def efficiency(step: Step, base: Step) -> float:
         """%, against the model of `base` on one GPU."""
-        ratio = self.seconds(base) / self.seconds(step)
+        ratio = seconds(base) / seconds(step)
         return 100 * step.model.parameters / (step.tensor * base.model.parameters) * ratio
 
-    def figure(self) -> list[Row]:
-        rows = []
-        for copies, each in product((1, COPIES), MODELS):
-            step = step_at(each.preset, each.tensor * copies, each.software)
-            paper = each.model_parallel if copies == 1 else each.model_and_data_parallel
-            rows.append({
-                "model": each.preset, "gpus": step.ranks, "tensor_parallel": each.tensor,
-                "data_parallel": copies, "predicted": self.efficiency(step, one()), "paper": paper,
-                "seconds": self.seconds(step), "is_base": step.ranks == 1,
-            })  # fmt: skip
-        return rows
+    def row(predicted: float, paper: float, **facts: Any) -> dict[str, Any]:
+        return {**facts, "predicted": predicted, "paper": paper}
 
-    def mean_error(self) -> float:
-        """Points, of the seven efficiencies that are not the base."""
-        return mean_error(self.figure()[1:])
-
-    def strong_scaling(self) -> list[Row]:
-        alone, preset = self.seconds(one()), MODELS[0].preset
-        times = {gpus: self.seconds(step_at(preset, gpus, BEHIND, gpus)) for gpus in STRONG}
-        return [{"gpus": gpus, "predicted": alone / times[gpus], "paper": paper}
-                for gpus, paper in STRONG.items()]  # fmt: skip
-
-    def heads(self) -> list[Row]:
-        steps = {n: step_at(MODELS[-1].preset, 8, BEHIND, num_attention_heads=n) for n in HEADS}
-        return [{"heads": n, "predicted": self.efficiency(steps[n], one()), "paper": paper}
-                for n, paper in HEADS.items()]  # fmt: skip
-
-    def version_1(self) -> list[Row]:
-        rows, steps = [], list[Step]()
-        for (layers, hidden, heads, gpus), (milliseconds, paper) in VERSION_1.items():
-            shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
-            step = step_at(MODELS[0].preset, gpus, MEGATRON_2020, gpus, **shape)
-            steps.append(step)
-            rows.append({
-                "parameters": step.model.parameters, "gpus": gpus,
-                "predicted": self.efficiency(step, steps[0]), "paper": paper,
-                "predicted_milliseconds": 1000 * self.seconds(step),
-                "paper_milliseconds": milliseconds,
-            })  # fmt: skip
-        return rows
-
-    def table_2(self) -> list[Row]:
-        days = {preset: ITERATIONS * self.seconds(step_at(preset, gpus, software)) / DAY
-                for preset, (gpus, _, software) in TABLE_2.items()}  # fmt: skip
-        return [{"model": preset, "gpus": gpus, "predicted": days[preset], "paper": paper}
-                for preset, (gpus, paper, _) in TABLE_2.items()]  # fmt: skip
-
-    def behind(self) -> Row:
-        """8.3B with all gradients reduced behind the backward, of which the README tells too."""
-        step = step_at(MODELS[-1].preset, MODELS[-1].tensor * COPIES, BEHIND)
-        return {"predicted": self.efficiency(step, one()), "paper": README_BEHIND}
+    smallest, largest = MODELS[0].preset, MODELS[-1].preset
+    base = one = step_at(smallest, 1, BEHIND)
+    figure, strong_scaling, heads, version_1, table_2 = (Rows() for _ in range(5))
+    for copies, point in product((1, COPIES), MODELS):
+        step = step_at(point.preset, point.tensor * copies, point.software)
+        paper = point.model_parallel if copies == 1 else point.model_and_data_parallel
+        sizes = {"gpus": step.ranks, "tensor_parallel": step.tensor, "data_parallel": copies}
+        facts = {"model": point.preset, "seconds": seconds(step), "is_base": step.ranks == 1}
+        figure.append(row(efficiency(step, one), paper, **sizes, **facts))
+    for gpus, paper in STRONG.items():
+        step = step_at(smallest, gpus, BEHIND, **cut(gpus))
+        strong_scaling.append(row(seconds(one) / seconds(step), paper, gpus=gpus))
+    for number, paper in HEADS.items():
+        step = step_at(largest, 8, BEHIND, num_attention_heads=number)
+        heads.append(row(efficiency(step, one), paper, heads=number))
+    for (layers, hidden, number, gpus), (milliseconds, paper) in VERSION_1.items():
+        shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": number}
+        step = step_at(smallest, gpus, MEGATRON_2020, **cut(gpus), **shape)
+        base = step if gpus == 1 else base  # version 1.0 has a first model of its own
+        times = {"predicted_milliseconds": 1000 * seconds(step), "paper_milliseconds": milliseconds}
+        facts = {"parameters": step.model.parameters, "gpus": gpus}
+        version_1.append(row(efficiency(step, base), paper, **facts, **times))
+    for preset, (gpus, paper, software) in TABLE_2.items():
+        days = ITERATIONS * seconds(step_at(preset, gpus, software)) / DAY
+        table_2.append(row(days, paper, model=preset, gpus=gpus))
+    behind = step_at(largest, MODELS[-1].tensor * COPIES, BEHIND)
+    return {
+        "figure_5": figure,
+        "mean_error": mean_error(figure),
+        "strong_scaling": strong_scaling,
+        "heads": heads,
+        "version_1.0": version_1,
+        "mean_error_of_version_1.0": mean_error(version_1),
+        "table_2": table_2,
+        "reduced_behind_the_backward": row(efficiency(behind, one), README_BEHIND),
+    }
 
 
-def mean_error(rows: list[Row]) -> float:
-    return fmean(abs(each["predicted"] - each["paper"]) for each in rows)
-
-
-def predictions(rows: list[Row]) -> list[float]:
-    return [each["predicted"] for each in rows]
+def mean_error(rows: Rows) -> float:
+    """Of all but the first, the base."""
+    return fmean(abs(each["predicted"] - each["paper"]) for each in rows[1:])
 
 
 def study(hardware: Hardware) -> dict[str, Any]:
-    """JSON: everything predicted beside the paper's. hardware: with an anchor.
+    """JSON. hardware: with an anchor.
 
     found_afterwards: what explains the errors, found when they were known, and so no prediction:
     all-reduces in NVLink and over the network at half of the links' speed.
     """
-    found, half = Study(hardware), (hardware.link_share / 2, hardware.network_share / 2)
-    slower = Study(replace(hardware, link_share=half[0], network_share=half[1]))
-    rows, version_1 = found.figure(), found.version_1()
+    links, found = (hardware.link_share, hardware.network_share), predictions(hardware)
+    slower = predictions(replace(hardware, link_share=links[0] / 2, network_share=links[1] / 2))
+    afterwards = {key: each for key, each in slower.items() if key.startswith("mean_error")}
+    for key in ("figure_5", "strong_scaling", "heads"):
+        afterwards[key] = [each["predicted"] for each in slower[key]]
+    behind = slower["reduced_behind_the_backward"]["predicted"]
+    always = [{**each, "predicted": ALWAYS} for each in found["figure_5"]]
     return {
         "hardware": hardware.name,
         "attained_share": hardware.attained_share,
-        "figure_5": rows,
-        "mean_error": found.mean_error(),
-        "mean_error_of_always_82": mean_error([{**each, "predicted": ALWAYS} for each in rows[1:]]),
-        "strong_scaling": found.strong_scaling(),
-        "heads": found.heads(),
-        "version_1.0": version_1,
-        "mean_error_of_version_1.0": mean_error(version_1[1:]),
-        "table_2": found.table_2(),
-        "reduced_behind_the_backward": found.behind(),
+        **found,
+        "mean_error_of_always_82": mean_error(always),
         "mean_error_by_constant": sensitivity(hardware),
         "found_afterwards": {
-            "all_reduces_twice_as_slow": {
-                "mean_error": slower.mean_error(),
-                "figure_5": predictions(slower.figure()),
-                "strong_scaling": predictions(slower.strong_scaling()),
-                "heads": predictions(slower.heads()),
-                "mean_error_of_version_1.0": mean_error(slower.version_1()[1:]),
-                "reduced_behind_the_backward": slower.behind()["predicted"],
-            }
+            "all_reduces_twice_as_slow": {**afterwards, "reduced_behind_the_backward": behind}
         },
     }
 
@@ -215,76 +185,46 @@ def study(hardware: Hardware) -> dict[str, Any]:
 def sensitivity(hardware: Hardware) -> dict[str, list[float]]:
     """Mean error with each constant 25 % smaller and larger, the share found anew each time; and
     with the links at all that their datasheet says, or at the kernels' share of it."""
-    changed = {name: [anchored(scaled(hardware, name, factor)) for factor in (0.75, 1.25)]
-               for name in (*VARIED, f"peak.{PRECISION}", "anchor")}  # fmt: skip
-    share, links = hardware.attained_share, replace(hardware, link_share=1.0, network_share=1.0)
-    changed["links as in the datasheet"] = [anchored(links)]
-    links = replace(hardware, link_share=share, network_share=share)
-    changed["links with the share of kernels"] = [links]
-    return {name: [Study(each).mean_error() for each in both] for name, both in changed.items()}
+    anchor: Any = hardware.anchor
+    peak, factors = hardware.peak(PRECISION), (0.75, 1.25)
 
+    def error(**values: Any) -> float:
+        error: float = predictions(anchored(replace(hardware, **values)))["mean_error"]
+        return error
 
-def scaled(hardware: Hardware, name: str, factor: float) -> Hardware:
-    if name == "anchor":
-        assert hardware.anchor is not None
-        rate = factor * hardware.anchor.flops_per_second
-        return replace(hardware, anchor=replace(hardware.anchor, flops_per_second=rate))
-    if name == f"peak.{PRECISION}":
-        peak = factor * hardware.peak(PRECISION)
-        return replace(hardware, peaks={**hardware.peaks, PRECISION: peak})
-    value = factor * getattr(hardware, name)
-    return replace(hardware, **{name: round(value) if name == "multiprocessors" else value})
+    known = {name: getattr(hardware, name) for name in CONSTANTS}
+    found = {name: [error(**{name: x * value}) for x in factors] for name, value in known.items()}
+    found[f"peak.{PRECISION}"] = [error(peaks={PRECISION: x * peak}) for x in factors]
+    rates = [x * anchor.flops_per_second for x in factors]
+    found["anchor"] = [error(anchor=replace(anchor, flops_per_second=rate)) for rate in rates]
+    shares = {"as in the datasheet": 1.0, "with the share of kernels": hardware.attained_share}
+    for name, share in shares.items():
+        found[f"links {name}"] = [error(link_share=share, network_share=share)]
+    return found
 
 
 def text(found: dict[str, Any]) -> str:
     """For people."""
-    lines = [f"{found['hardware']}, {100 * found['attained_share']:.1f} % of peak and memory "
-             "bandwidth by its anchor"]  # fmt: skip
-    errors = {"figure_5": f"{found['mean_error']:.1f} points; of always {ALWAYS:.0f} %: "
-                          f"{found['mean_error_of_always_82']:.1f}",
-              "version_1.0": f"{found['mean_error_of_version_1.0']:.1f} points"}  # fmt: skip
-    for title, key, label, digits in (
-        ("figure 5, efficiency in %", "figure_5", "{model:<20} {gpus:>4} GPUs", 1),
-        ("strong scaling of 1.2B, speed-up", "strong_scaling", "{gpus} GPUs", 2),
-        ("heads of 8.3B on 8 GPUs, %", "heads", "{heads} heads", 1),
-        ("version 1.0, %", "version_1.0", "{gpus} GPUs", 1),
-        ("table 2, days for an epoch", "table_2", "{model}", 2),
-    ):
-        lines.append(f"\n{title:<36} predicted  paper")
-        for each in found[key]:
-            number = f"{each['predicted']:9.{digits}f}"
-            lines.append(f"  {label.format(**each):<34} {number}  {each['paper']:5}")
-        lines += [f"  mean error {errors[key]}"] if key in errors else []
-    lines.append("\nmean error with each constant 25 % smaller, and larger")
-    for name, numbers in found["mean_error_by_constant"].items():
-        lines.append(f"  {name:<32} {'   '.join(f'{each:4.1f}' for each in numbers)}")
-    return "\n".join(lines)
+    tables = {name: rows for name, rows in found.items() if isinstance(rows, list)}
+    tables["mean error with each constant 25 % smaller, and larger"] = [
+        {"constant": name, "smaller": errors[0], "larger": errors[-1]}
+        for name, errors in found["mean_error_by_constant"].items()
+    ]
+    blocks = [f"{name}\n{table(rows)}" for name, rows in tables.items()]
+    numbers = ("attained_share", "mean_error", "mean_error_of_version_1.0")
+    blocks += [f"{name} {found[name]:.3f}" for name in (*numbers, "mean_error_of_always_82")]
+    return "\n\n".join(blocks)
 
 
 def draw(file: Path, found: Mapping[str, Any]) -> None:
-    """Figure 5 as in the paper, and beside it strong scaling and the number of heads."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
-    weak, strong, heads = figure.subplots(1, 3, width_ratios=(2.2, 1, 1))
-    for axes, key, label, form in (
-        (weak, "figure_5", "gpus", "{:.0f}"),
-        (strong, "strong_scaling", "gpus", "{:.2f}"),
-        (heads, "heads", "heads", "{:.0f}"),
+    """Figure 5, strong scaling and the number of heads, each beside the paper's."""
+    panels = {}
+    for label, key, bar in (
+        ("figure 5, % of linear", "figure_5", "{model}, {gpus} GPUs"),
+        ("strong scaling of 1.2B, speed-up", "strong_scaling", "{gpus} GPUs"),
+        ("8.3B on 8 GPUs, % of linear", "heads", "{heads} heads"),
     ):
-        rows = found[key]
-        for shift, kind, colour in ((-0.2, "paper", "#999999"), (0.2, "predicted", "#0072B2")):
-            places, values = [n + shift for n in range(len(rows))], [each[kind] for each in rows]
-            bars = axes.bar(places, values, 0.38, color=colour, label=kind)
-            axes.bar_label(bars, [form.format(each) for each in values], fontsize=7, padding=2)
-        axes.set_xticks(range(len(rows)), [str(each[label]) for each in rows])
-        axes.spines[["top", "right"]].set_visible(False)
-    weak.axvline(3.5, color="#333333", linewidth=0.8)
-    weak.text(1.5, 113, "model parallel", ha="center")
-    weak.text(5.5, 113, "model + data parallel", ha="center")
-    weak.set(xlabel="GPUs", ylabel="weak scaling, % of linear", ylim=(0, 120))
-    figure.legend(*weak.get_legend_handles_labels(), loc="outside upper center", ncols=2,
-                  frameon=False)  # fmt: skip
-    strong.set(xlabel="GPUs", ylabel="strong scaling of 1.2B, speed-up", ylim=(0, 5))
-    heads.set(xlabel="heads of 8.3B on 8 GPUs", ylabel="% of linear", ylim=(0, 120))
-    figure.savefig(file, dpi=150)
+        names = [bar.format(**row) for row in found[key]]
+        series = {kind: [row[kind] for row in found[key]] for kind in ("paper", "predicted")}
+        panels[label] = names, series
+    bars(file, f"Section 5.1 on {found['hardware']}", panels)

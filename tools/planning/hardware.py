@@ -18,8 +18,7 @@ POSITIVE = ("memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
 
 @dataclass(frozen=True, kw_only=True)
 class Anchor:
-    """What a run of a GPT-2 on one device is known to attain, in FLOP/s with recomputation and
-    padding."""
+    """A run of a GPT-2 on one device; its FLOP/s are with recomputation and padding."""
 
     flops_per_second: float
     software: str  # one of PROGRAMS
@@ -39,8 +38,7 @@ class Anchor:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Of a server and its devices, in bytes, seconds and FLOP/s. A file need not have the figures
-    with defaults."""
+    """A server and its devices, in bytes, seconds and FLOP/s. A file may leave out defaults."""
 
     name: str
     is_cpu: bool
@@ -66,7 +64,7 @@ class Hardware:
         """ValueError where the device has none."""
         if precision not in self.peaks:
             works = " or ".join(f"--{'no-bf16' if p == 'fp32' else p}" for p in self.peaks)
-            raise ValueError(f"{self.name} has no peak in {precision}; {works} would work")
+            raise ValueError(f"{self.name} has no peak in {precision}; {works} works")
         return self.peaks[precision]
 
     @property
@@ -85,6 +83,58 @@ class Hardware:
         return "bf16" if self.peaks.get("bf16", 0) > self.peaks["fp32"] else "fp32"
 
 
+# A byte that is reduced moves 6 in memory on each rank: of the two rounds each writes what the
+# neighbour sends, reads it, and reads or writes this rank's own.
+RING_PASSES = 6
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks that communicate, `stride` apart; servers are filled in the order of ranks.
+
+    A collective is a ring, as NCCL makes one over NVLink and over the network. Each of r ranks
+    sends, and gets, (r - 1) / r of the bytes in a pass: an all-reduce takes two, one while the
+    parts are summed, one while the sums go round. The slowest hop of the ring sets the pace:
+
+        seconds = passes (r - 1) / r x bytes / bandwidth + latency: a start, passes (r - 1) hops
+    """
+
+    ranks: int
+    stride: int
+
+    def seconds(self, size: float, hardware: Hardware, passes: int = 2) -> float:
+        """Of a collective of `size` bytes, while the other rings of the job do the same."""
+        if self.ranks == 1:
+            return 0.0
+        sent = passes * (self.ranks - 1) / self.ranks * size
+        return sent / self.bandwidth(hardware) + self.latency(hardware, passes)
+
+    def inside(self, hardware: Hardware) -> int:
+        """Ranks of the ring in one server."""
+        return max(1, min(self.ranks, hardware.devices_per_server // self.stride))
+
+    def bandwidth(self, hardware: Hardware) -> float:
+        """Bytes a second that pass each hop in one direction."""
+        inside = self.inside(hardware)
+        link = hardware.link_bandwidth * hardware.link_share
+        if inside == self.ranks:
+            return link
+        rings = hardware.devices_per_server // inside  # that share the server's adapters
+        network = hardware.network_bandwidth * hardware.network_share / rings
+        return network if inside == 1 else min(link, network)
+
+    def latency(self, hardware: Hardware, passes: int = 2) -> float:
+        inside, hops = self.inside(hardware), passes * (self.ranks - 1)
+        outer = 0 if inside == self.ranks else min(hops, passes * self.ranks // inside)
+        inner = (hops - outer) * hardware.link_latency
+        return hardware.base_latency + inner + outer * hardware.network_latency
+
+    def slowed(self, sent: float, hardware: Hardware) -> float:
+        """Seconds that hidden collectives, which sent so many bytes, keep memory from kernels."""
+        moved = RING_PASSES * sent * self.ranks / (2 * (self.ranks - 1))
+        return moved / (hardware.memory_bandwidth * hardware.attained_share)
+
+
 def known_hardware() -> list[str]:
     """Names of the files in scripts/hardware/."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -95,9 +145,9 @@ def load_hardware(name: str) -> Hardware:
     file = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not file.is_file():
         known = known_hardware()
-        works = ("--hardware", difflib.get_close_matches(name, known, n=1, cutoff=0)[0])
         allowed = f"one of {', '.join(known)}, or a file that --measure wrote"
-        raise UsageError("--hardware", name, allowed, works=works)
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+        raise UsageError("--hardware", name, allowed, works=("--hardware", nearest))
     try:
         return read_hardware(tomllib.loads(file.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
@@ -105,22 +155,19 @@ def load_hardware(name: str) -> Hardware:
         raise UsageError("--hardware", file, allowed) from error
 
 
-def read_hardware(text: Mapping[str, Any]) -> Hardware:
+def read_hardware(text: dict[str, Any]) -> Hardware:
     """text: {figure: {"value", "source"}}, with peaks by precision below "peak"."""
-    figures = {each.name: text[each.name] for each in fields(Hardware)
-               if each.name in text and each.name not in ("name", "is_cpu", "anchor")}  # fmt: skip
-    peaks = {name: each["value"] for name, each in text["peak"].items()}
-    sources = {f"peak.{name}": each["source"] for name, each in text["peak"].items()}
-    known = Hardware(
+    peaks = {f"peak.{name}": each for name, each in text["peak"].items()}
+    known = {each.name for each in fields(Hardware)} - {"name", "is_cpu", "anchor"}
+    figures = {name: each for name, each in text.items() if name in known}
+    for name in ("peak.fp32", *peaks, *POSITIVE):
+        if not (value := (figures | peaks)[name]["value"]) > 0:
+            raise ValueError(f"{name} is {value}, and has to be above 0")
+    return Hardware(
         name=text["name"],
         is_cpu=text.get("is_cpu", False),
-        peaks=peaks,
+        peaks={name: each["value"] for name, each in text["peak"].items()},
         anchor=Anchor(**text["anchor"]) if "anchor" in text else None,
-        sources=sources | {name: each["source"] for name, each in figures.items()},
+        sources={name: each["source"] for name, each in (figures | peaks).items()},
         **{name: each["value"] for name, each in figures.items()},
     )
-    values = {"peak.fp32": peaks["fp32"], **{name: getattr(known, name) for name in POSITIVE}}
-    for name, value in {**values, **peaks}.items():
-        if not value > 0:
-            raise ValueError(f"{name} is {value}, and has to be above 0")
-    return known

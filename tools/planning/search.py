@@ -4,6 +4,7 @@ nearest to one that does not fit. torch is imported where one is planned."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import log2
@@ -23,15 +24,21 @@ VARIED = {
     "micro_batch_size": ("training", "batch"),
     "recompute_granularity": ("model", "recompute"),
 }
+SIZES = ("tensor_model_parallel_size", "micro_batch_size")  # that `nearest` doubles
 Row = dict[str, Any]
 
 
 def varied(config: PretrainConfig, **values: Any) -> PretrainConfig:
     """With these values of VARIED."""
     for name, value in values.items():
-        section, _ = VARIED[name]
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        part, _ = VARIED[name]
+        config = replace(config, **{part: replace(getattr(config, part), **{name: value})})
     return config
+
+
+def settings(config: PretrainConfig) -> Row:
+    """Its values of VARIED, by setting."""
+    return {name: getattr(getattr(config, part), name) for name, (part, _) in VARIED.items()}
 
 
 def check(config: PretrainConfig, gpus: int) -> None:
@@ -40,28 +47,22 @@ def check(config: PretrainConfig, gpus: int) -> None:
     try:
         config.check(gpus)
     except UsageError as error:
-        found = nearest(config, gpus)
-        if found is None:
-            if nearest(config, 1) is None:  # what is wrong has nothing to do with the layout
-                raise
-            fewer = next(each for each in range(gpus - 1, 0, -1) if nearest(config, each))
-            allowed = f"a number of GPUs that some layout fits ({error})"
-            raise UsageError("--gpus", gpus, allowed, works=("--gpus", str(fewer))) from error
-        size, batch = found.parallel.tensor_model_parallel_size, found.training.micro_batch_size
-        works = ("--tensor-model-parallel-size", str(size), "--micro-batch-size", str(batch))
-        allowed = f"{error.allowed}; on {gpus} GPUs"
-        raise UsageError(error.flag, error.value, allowed, works=works) from error
+        if (found := nearest(config, gpus)) is not None:
+            works = [word for name in SIZES for word in (flag(name), str(settings(found)[name]))]
+            allowed = f"{error.allowed}; on {gpus} GPUs"
+            raise UsageError(error.flag, error.value, allowed, works=(*works,)) from error
+        if nearest(config, 1) is None:  # what is wrong has nothing to do with the layout
+            raise
+        fewer = next(each for each in range(gpus - 1, 0, -1) if nearest(config, each))
+        allowed = f"a number of GPUs that some layout fits ({error})"
+        raise UsageError("--gpus", gpus, allowed, works=("--gpus", str(fewer))) from error
 
 
 def nearest(config: PretrainConfig, gpus: int) -> PretrainConfig | None:
     """The layout that can work with the fewest doublings of t, and then of the micro-batch."""
 
-    def sizes(found: PretrainConfig) -> tuple[float, float]:
-        size, batch = found.parallel.tensor_model_parallel_size, found.training.micro_batch_size
-        return log2(size), log2(batch)
-
     def distance(found: PretrainConfig) -> list[float]:
-        return [abs(a - b) for a, b in zip(sizes(found), sizes(config), strict=True)]
+        return [abs(log2(settings(found)[each] / settings(config)[each])) for each in SIZES]
 
     return min(layouts(config, gpus), key=distance, default=None)
 
@@ -69,22 +70,14 @@ def nearest(config: PretrainConfig, gpus: int) -> PretrainConfig | None:
 def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
     """The same training, cut in all ways that can work; the global batch stays what it is."""
     batches = {2**power for power in range(MOST_SAMPLES.bit_length())}
-    batches.add(config.training.micro_batch_size)
-    sizes = (each for each in range(1, gpus + 1) if gpus % each == 0)
-    for size, batch in product(sizes, sorted(batches)):
-        cuts_stream = config.parallel.sequence_parallel and size > 1
-        found = varied(config, tensor_model_parallel_size=size, micro_batch_size=batch,
-                       sequence_parallel=cuts_stream)  # fmt: skip
-        if _can_work(found, gpus):
+    sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    for size, batch in product(sizes, sorted(batches | {config.training.micro_batch_size})):
+        cut = config.parallel.sequence_parallel and size > 1
+        found = varied(config, tensor_model_parallel_size=size, micro_batch_size=batch)
+        found = varied(found, sequence_parallel=cut)
+        with suppress(UsageError):
+            found.check(gpus)
             yield found
-
-
-def _can_work(config: PretrainConfig, gpus: int) -> bool:
-    try:
-        config.check(gpus)
-    except UsageError:
-        return False
-    return True
 
 
 def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str) -> list[Row]:
@@ -93,22 +86,21 @@ def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str
     from tools.planning.timing import predict
     from tools.planning.trace import Step
 
-    rows, plain = [], varied(config, sequence_parallel=False)
-    for layout, cuts_stream, again in product(layouts(plain, gpus), (False, True), GRANULARITIES):
-        found = varied(layout, sequence_parallel=cuts_stream, recompute_granularity=again)
-        if cuts_stream and not (found.parallel.cuts_stream and _can_work(found, gpus)):
-            continue
-        step = Step(found, gpus, precision, hardware.device)
-        if sum(step.lasting.values()) > hardware.limit or step.memory["total"] > hardware.limit:
-            continue
-        seconds = predict(step, hardware).total
-        row = {name: getattr(getattr(found, section), setting)
-               for setting, (section, name) in VARIED.items()}  # fmt: skip
-        row |= {"data": step.copies, "micro_batches": step.micro_batches, "seconds": seconds}
-        row["tokens_per_second"] = step.tokens / seconds
-        row["mfu"] = step.flops / (seconds * gpus * hardware.peak(precision))
-        rows.append(row | {"memory_bytes": step.memory["total"]})
-    return sorted(rows, key=lambda each: -each["tokens_per_second"])
+    rows = []
+    for cut, granularity in product((False, True), GRANULARITIES):
+        kind = varied(config, sequence_parallel=cut, recompute_granularity=granularity)
+        for found in layouts(kind, gpus):
+            step = Step(found, gpus, precision, hardware.device)
+            if found.parallel.sequence_parallel != cut:
+                continue  # on one tensor-parallel rank there is nothing to cut
+            if sum(step.lasting.values()) > hardware.limit or step.memory["total"] > hardware.limit:
+                continue  # many do not fit by what lasts, which needs no trace
+            seconds = predict(step, hardware).total
+            row = {VARIED[setting][1]: value for setting, value in settings(found).items()}
+            row |= {"data": step.copies, "micro_batches": step.micro_batches, "seconds": seconds}
+            row |= {"tokens_per_second": step.tokens / seconds, "mfu": step.mfu(seconds, hardware)}
+            rows.append(row | {"memory_bytes": step.memory["total"]})
+    return sorted(rows, key=lambda row: -row["tokens_per_second"])
 
 
 def keeping_batch(config: PretrainConfig, gpus: int) -> PretrainConfig:
@@ -126,34 +118,23 @@ def smallest_change(
     while not found and more < gpus * 2**MOST_DOUBLINGS:
         more *= 2
         found = search(kept, more, hardware, precision)
-    changes = [(list(_changed(config, row)), row) for row in found]
-    if not changes:
+
+    if not found:
         return None
-    flags, row = min(changes, key=lambda each: len(each[0]))
+
+    def changed(row: Row) -> list[str]:
+        new = {name: row[own] for name, (_, own) in VARIED.items()}
+        return [
+            switch(name, value) if isinstance(value, bool) else f"{flag(name)} {value}"
+            for name, value in new.items()
+            if value != settings(config)[name]
+        ]
+
+    row = min(found, key=lambda each: len(changed(each)))
+    flags = changed(row)
     if more > gpus:
         flags.append(f"--gpus {more}")
     batch = kept.training.global_batch_size
     if config.training.global_batch_size is None and row["data"] * row["batch"] != batch:
         flags.append(f"--global-batch-size {batch}")  # or it would be another training
     return " ".join(flags)
-
-
-def _changed(config: PretrainConfig, row: Row) -> Iterator[str]:
-    for setting, (section, name) in VARIED.items():
-        if getattr(getattr(config, section), setting) != (value := row[name]):
-            yield switch(setting, value) if isinstance(value, bool) else f"{flag(setting)} {value}"
-
-
-def table(rows: Sequence[Row], most: int = 12) -> str:
-    """The best layouts, one a line."""
-    if not rows:
-        return "  no layout on so many devices fits; --hardware with more memory or more --gpus may"
-    lines = [
-        f"  t {each['tensor']:>3} {'sequence' if each['sequence_parallel'] else '':<8}  "
-        f"d {each['data']:>4}  micro-batch {each['batch']:>3}  recompute {each['recompute']:<9}  "
-        f"{each['tokens_per_second']:>12,.0f} tokens/s  MFU {100 * each['mfu']:4.1f} %  "
-        f"{each['memory_bytes'] / 1e9:6.2f} GB"
-        for each in rows[:most]
-    ]
-    rest = len(rows) - most
-    return "\n".join([*lines, *([f"  and {rest} more that fit"] if rest > 0 else [])])

@@ -1,20 +1,12 @@
 """The authors' programs, counted in their source, which figure 5 is predicted of; and the share of
-peak and memory bandwidth that a program's kernels attain, from one run on one device.
-
-A pass is one reading or one writing of a tensor. Of a layer, forward and backward:
-
-    stream    passes over [n, h], which every tensor-parallel rank does in full
-    cut       passes over [n, h/t]
-    scores    passes over [b, a/t, s, s], which attention writes to memory
-    dropouts  kernels that read, write and keep or read a mask of one byte a number
-"""
+peak and memory bandwidth that a program's kernels attain, from one run on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
 
 from megatron.config.model import GPT2Config
 from megatron.config.pretrain import PretrainGPT2Config
@@ -25,30 +17,23 @@ from tools.planning.hardware import Anchor, Hardware, load_hardware
 from tools.planning.timing import predict
 from tools.planning.trace import WIDE, Step
 
-
-class Passes(NamedTuple):
-    """Of one layer in one direction."""
-
-    stream: float
-    cut: float
-    scores: float
-    stream_dropouts: int
-    scores_dropouts: int
+Passes = tuple[float, float, float, int, int]
+"""Readings and writings of tensors by one layer in one direction: of [n, h], in full on every rank;
+of [n, h/t]; of attention's scores [b, a/t, s, s]; and dropouts of [n, h] and of the scores, which
+read, write, and keep or read a mask of one byte a number."""
+OUTSIDE_PASSES = 28  # over [n, h] in embedding and final norm, both directions
+LOGIT_BYTES = 60  # moved for each logit of a rank, matmuls aside
+WIDE_PASSES, NARROW_PASSES = 17, 13  # over this rank's parameters in fp32, and in their own width
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Software:
-    """Attention's scores are written to memory, and the loss is computed at once, of all logits."""
+    """Attention's scores are written to memory, and the loss is computed at once, of all logits.
+    bucket_bytes: of gradients, reduced beside the backward; None: in one call behind it."""
 
-    name: str
     forward: Passes
     backward: Passes
-    outside: float = 28  # passes over [n, h] in embedding and final norm, both directions
-    logit_bytes: float = 60  # moved for each logit of a rank, matmuls aside
-    wide_passes: float = 17  # over this rank's parameters in fp32, of a step
-    narrow_passes: float = 13  # in the weights' own width
-    gradient_bytes: int = 2  # of a number that is reduced over data-parallel ranks
-    bucket_bytes: int | None = None  # reduced beside the backward; None: in one call behind it
+    bucket_bytes: int | None = None
 
 
 # The authors' code as of the paper (mpu/transformer.py, fp16/fp16.py, model/distributed.py and
@@ -62,19 +47,11 @@ class Software:
 # norm 1, clipped 2, Adam 7, rounded 1 + 1, flattened, divided and copied back for reduction 6.
 # A logit: widened 6 bytes, copied 8, maximum 4, shift 8, exponential 8, sum 4, division 8, backward
 # 14. Gradients are reduced behind the backward in one call: --DDP-impl local.
-MEGATRON_2019 = Software(
-    name="Megatron-LM, 2019",
-    forward=Passes(14, 30, 8, 2, 1),
-    backward=Passes(18, 27, 7, 2, 1),
-)
+MEGATRON_2019 = Software(forward=(14, 30, 8, 2, 1), backward=(18, 27, 7, 2, 1))
 
 # The same in 2020 ("version 1.0"): bias with GeLU, bias with dropout and residual add (3 passes and
 # a mask each), and scale, mask and softmax (2, backward 3) are fused; q, k, v are not copied.
-MEGATRON_2020 = Software(
-    name="Megatron-LM 1.0, 2020",
-    forward=Passes(11, 16, 2, 0, 1),
-    backward=Passes(18, 27, 3, 2, 1),
-)
+MEGATRON_2020 = Software(forward=(11, 16, 2, 0, 1), backward=(18, 27, 3, 2, 1))
 
 SOFTWARE = {"megatron 2019": MEGATRON_2019, "megatron 2020": MEGATRON_2020}
 TORCH_BUCKET = 25 * 2**20  # bytes of a bucket of torch's DistributedDataParallel, --DDP-impl torch
@@ -88,70 +65,56 @@ class AuthorsStep(Step):
 
     @cached_property
     def work(self) -> Mapping[str, Work]:
-        config, model, width, m = self.config, self.config.model, self.width, self.micro_batches
-        b, s, t = config.training.micro_batch_size, config.data.seq_length, self.tensor
-        h, a, layers, n = model.hidden_size, model.num_attention_heads, model.num_layers, b * s
-        multiple, size = model.make_vocab_size_divisible_by * t, h // a
+        config, model, width, program = self.config, self.config.model, self.width, self.software
+        s, t = config.data.seq_length, self.tensor
+        n = config.training.micro_batch_size * s
+        h, size = model.hidden_size, model.hidden_size // model.num_attention_heads
+        heads = n // s * model.num_attention_heads // t  # of all sequences, on a rank
+        multiple = model.make_vocab_size_divisible_by * t
         logits = -(-vocabulary_of(config) // multiple) * multiple // t  # of a token on a rank
-        # ((batch, m, k, n), times) of the forward: a layer's weights, the head, attention.
-        sizes = ((h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h))
-        core = [(b * a // t, s, size, s), (b * a // t, s, s, size)]
-        layer = [(each, layers * m) for each in (*((1, n, *pair) for pair in sizes), *core)]
-        forward = [*layer[:4], ((1, n, h, logits), m), *layer[4:]]
-        backward = []
-        for (batch, rows, inner, columns), times in forward:
-            backward += [((batch, rows, columns, inner), times)]
-            backward += [((batch, inner, rows, columns), times)]
-        again = model.recompute_granularity == "full"
-        stream, sums, scores, dropout = n * h * width, n * WIDE, b * a / t * s**2, 2 * width + 1
-        loss = [(sums, m), (2 * sums, m), (stream, m)]  # and f of the head
+        head = [Matmul(1, n, h, logits, width)]
+        weights = ((h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h))
+        layer = [Matmul(1, n, rows, columns, width) for rows, columns in weights]
+        layer += [Matmul(heads, s, size, s, width), Matmul(heads, s, s, size, width)]
+        of_stream = Call("tensor", n * h * width, 2)  # f or g
+        of_loss = Call("tensor", n * WIDE, 2), Call("tensor", 2 * n * WIDE, 2)
 
-        def moved(passes: Passes) -> float:
-            found = width * (
-                passes.stream * n * h + passes.cut * n * h / t + passes.scores * scores
-            )
-            found += (model.hidden_dropout > 0) * dropout * passes.stream_dropouts * n * h
-            found += (model.attention_dropout > 0) * dropout * passes.scores_dropouts * scores
-            return layers * found
+        def of_layer(matmuls: Iterable[Matmul], passes: Passes) -> Work:
+            whole, cut, over_scores, dropouts, score_dropouts = passes
+            moved = width * ((whole + cut / t) * n * h + over_scores * heads * s**2)
+            moved += (2 * width + 1) * (dropouts * n * h + score_dropouts * heads * s**2)
+            return Work(Counter(matmuls), Counter({of_stream: 2}), moved)
 
-        def work(matmuls: Any, sizes: Sequence[tuple[int, int]], moved: float) -> Work:
-            calls = _Listed((Call("tensor", size, 2), times) for size, times in sizes if t > 1)
-            found = _Listed((Matmul(*each, width), times) for each, times in matmuls)
-            return Work(found, calls, m * moved)
-
-        there, back = moved(self.software.forward), moved(self.software.backward)
-        outside = (self.software.outside * stream + self.software.logit_bytes * n * logits) / 2
-        calls, repeated = [(stream, m * (1 + 2 * layers)), *loss], [(stream, m * 2 * layers)]
-        return {
-            "forward": work(forward, calls, there + outside),
-            "recomputation": work(layer * again, repeated * again, there * again),
-            "backward": work(backward, repeated, back + outside),
+        there, back = of_layer(layer, program.forward), of_layer(gradients(layer), program.backward)
+        outside = (OUTSIDE_PASSES * n * h * width + LOGIT_BYTES * n * logits) / 2
+        depth, is_recomputed = model.num_layers, model.recompute_granularity == "full"
+        ahead = Work(Counter(head), Counter([of_stream, of_stream, *of_loss]), outside)
+        phases = {
+            "forward": ahead.plus(there, depth),
+            "recomputation": Work().plus(there, depth * is_recomputed),
+            "backward": Work(Counter(gradients(head)), Counter(), outside).plus(back, depth),
         }
+        return {phase: Work().plus(each, self.micro_batches) for phase, each in phases.items()}
 
     @property
     def reductions(self) -> list[tuple[float, str, int]]:
-        size, most = self.software.gradient_bytes, self.software.bucket_bytes
-        if most is None:
-            return [(1.0, "data", self.model.local * size)]
-        buckets = self.model_of(most // size * WIDE).buckets
-        return [(each.ready, "data", each.numbers * size) for each in buckets]
+        if (size := self.software.bucket_bytes) is None:
+            return [(1.0, "data", self.model.local * self.width)]
+        buckets = self.model_of(size // self.width * WIDE).buckets
+        numbers = [sum(view.parameter.numel() for view in each.views) for _, each in buckets]
+        pairs = zip(buckets, numbers, strict=True)
+        return [(ready, "data", number * self.width) for (ready, _), number in pairs]
 
     @property
-    def overlaps(self) -> bool:
-        return self.software.bucket_bytes is not None
-
-    @property
-    def updated(self) -> float:
-        wide, narrow = self.software.wide_passes * WIDE, self.software.narrow_passes * self.width
-        return self.model.local * (wide + narrow)
+    def updated(self) -> int:
+        return self.model.local * (WIDE_PASSES * WIDE + NARROW_PASSES * self.width)
 
 
-class _Listed(list[tuple[Any, int]]):
-    """A Counter whose equal keys stay apart: the last bits of a sum depend on its order, and
-    predictions that were made are kept."""
-
-    def items(self) -> list[tuple[Any, int]]:
-        return self
+def gradients(matmuls: Iterable[Matmul]) -> Iterator[Matmul]:
+    """Those for the gradients of both factors of each."""
+    for each in matmuls:
+        yield each._replace(k=each.n, n=each.k)
+        yield each._replace(m=each.k, k=each.m)
 
 
 def find_hardware(name: str) -> Hardware:
@@ -160,14 +123,9 @@ def find_hardware(name: str) -> Hardware:
 
 
 def anchored(hardware: Hardware) -> Hardware:
-    """The hardware with the share that its anchor tells; as it is where it has none.
-
-    The share is one number for matmuls and other kernels alike: that with which the time of the
-    known run comes out. So it carries whatever is not in the datasheet, and is known before
-    anything is scaled.
-    """
-    anchor = hardware.anchor
-    if anchor is None:
+    """The hardware with the share, of matmuls and other kernels alike, with which the time of its
+    anchor comes out; as it is where it has no anchor."""
+    if (anchor := hardware.anchor) is None:
         return hardware
     step = anchor_step(anchor)
     ideal = predict(step, replace(hardware, attained_share=1.0)).total
@@ -175,19 +133,18 @@ def anchored(hardware: Hardware) -> Hardware:
 
 
 def anchor_step(anchor: Anchor) -> Step:
-    config = PretrainGPT2Config(
-        model=GPT2Config(
-            num_layers=anchor.num_layers,
-            hidden_size=anchor.hidden_size,
-            num_attention_heads=anchor.heads,
-            max_position_embeddings=anchor.sequence,
-            vocab_size=anchor.vocabulary,
-            make_vocab_size_divisible_by=1,
-            recompute_granularity="full",
-        ),
-        data=GPT2DataConfig(seq_length=anchor.sequence),
-        training=TrainingConfig(train_iters=1, micro_batch_size=anchor.batch),
+    model = GPT2Config(
+        num_layers=anchor.num_layers,
+        hidden_size=anchor.hidden_size,
+        num_attention_heads=anchor.heads,
+        max_position_embeddings=anchor.sequence,
+        vocab_size=anchor.vocabulary,
+        make_vocab_size_divisible_by=1,
+        recompute_granularity="full",
     )
+    data = GPT2DataConfig(seq_length=anchor.sequence)
+    training = TrainingConfig(train_iters=1, micro_batch_size=anchor.batch)
+    config = PretrainGPT2Config(model=model, data=data, training=training)
     if anchor.software == "this project":
         return Step(config, 1, anchor.precision)
     return AuthorsStep(config, 1, anchor.precision, software=SOFTWARE[anchor.software])

@@ -6,76 +6,25 @@
     tensor parallelism  collectives, which hide behind the matmuls between their start and the wait
     data parallelism    all-reduces of gradients, which may hide behind the backward
 
-Peak and memory bandwidth are those of the datasheet times `attained_share`. A collective is a ring,
-as NCCL makes one over NVLink and over the network. Each of r ranks sends, and gets, (r - 1) / r of
-the bytes in a pass: an all-reduce takes two, one while the parts are summed, one while the sums go
-round. The slowest hop of the ring sets the pace:
-
-    seconds = passes (r - 1) / r x bytes / bandwidth + latency: a start, passes (r - 1) hops
+Peak and memory bandwidth are those of the datasheet times `attained_share`. A collective takes
+what its ring takes (hardware.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
 
 from tools.layouts.work import Matmul, Work
 from tools.planning.hardware import Hardware
-
-if TYPE_CHECKING:
-    from tools.planning.trace import Step
-
-# A byte that is reduced moves 6 in memory on each rank: of the two rounds each writes what the
-# neighbour sends, reads it, and reads or writes this rank's own.
-RING_PASSES = 6
+from tools.planning.trace import Step
 
 
 @dataclass(frozen=True)
-class Ring:
-    """Ranks that communicate, `stride` apart; servers are filled in the order of ranks."""
-
-    ranks: int
-    stride: int
-
-    def seconds(self, size: float, hardware: Hardware, passes: int = 2) -> float:
-        """Of a collective of `size` bytes, while the other rings of the job do the same."""
-        if self.ranks == 1:
-            return 0.0
-        sent = passes * (self.ranks - 1) / self.ranks * size
-        return sent / self.bandwidth(hardware) + self.latency(hardware, passes)
-
-    def inside(self, hardware: Hardware) -> int:
-        """Ranks of the ring in one server."""
-        return max(1, min(self.ranks, hardware.devices_per_server // self.stride))
-
-    def bandwidth(self, hardware: Hardware) -> float:
-        """Bytes a second that pass each hop in one direction."""
-        inside = self.inside(hardware)
-        link = hardware.link_bandwidth * hardware.link_share
-        if inside == self.ranks:
-            return link
-        rings = hardware.devices_per_server // inside  # that share the server's adapters
-        network = hardware.network_bandwidth * hardware.network_share / rings
-        return network if inside == 1 else min(link, network)
-
-    def latency(self, hardware: Hardware, passes: int = 2) -> float:
-        inside, hops = self.inside(hardware), passes * (self.ranks - 1)
-        outer = 0 if inside == self.ranks else min(hops, passes * self.ranks // inside)
-        inner = (hops - outer) * hardware.link_latency
-        return hardware.base_latency + inner + outer * hardware.network_latency
-
-    def slowed(self, sent: float, hardware: Hardware) -> float:
-        """Seconds that hidden collectives, which sent so many bytes, keep memory from kernels."""
-        moved = RING_PASSES * sent * self.ranks / (2 * (self.ranks - 1))
-        return moved / (hardware.memory_bandwidth * hardware.attained_share)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Seconds:
     """Of a step. What is hidden is not part of the total."""
 
-    matrix_products: float
+    matmuls: float
     other_kernels: float
     tensor_parallel_exposed: float
     tensor_parallel_hidden: float
@@ -85,45 +34,37 @@ class Seconds:
     @property
     def total(self) -> float:
         parallel = self.tensor_parallel_exposed + self.data_parallel_exposed
-        return self.matrix_products + self.other_kernels + parallel
+        return self.matmuls + self.other_kernels + parallel
 
 
 def predict(step: Step, hardware: Hardware) -> Seconds:
     bandwidth = hardware.memory_bandwidth * hardware.attained_share
-    matrix, other, exposed, hidden = ({} for _ in range(4))
+    matmuls = exposed = hidden = backward = 0.0
+    other = step.updated / bandwidth
     for phase, work in step.work.items():
-        matrix[phase] = sum(
-            matmul_seconds(each, hardware, step.precision, times)
+        computing = sum(
+            times * matmul_seconds(each, hardware, step.precision)
             for each, times in work.matmuls.items()
         )
-        other[phase] = work.moved / bandwidth
-        exposed[phase], hidden[phase] = _collectives(step, work, hardware)
-    behind = ("recomputation", "backward")
-    window = sum(matrix[p] + other[p] + exposed[p] for p in behind) / step.micro_batches
-    exposed["reductions"] = sum(
-        step.model.rings[axis].seconds(size, hardware)
-        for _, axis, size in step.reductions
-        if axis != "data"
-    )
-    data_exposed, data_hidden = _reductions(step, hardware, window)
-    return Seconds(
-        matrix_products=sum(matrix.values()),
-        other_kernels=sum(other.values()) + step.updated / bandwidth,
-        tensor_parallel_exposed=sum(exposed.values()),
-        tensor_parallel_hidden=sum(hidden.values()),
-        data_parallel_exposed=data_exposed,
-        data_parallel_hidden=data_hidden,
-    )
+        moving = work.moved / bandwidth
+        waiting, beside = _collectives(step, work, hardware)
+        matmuls, other = matmuls + computing, other + moving
+        exposed, hidden = exposed + waiting, hidden + beside
+        if phase != "forward":
+            backward += (computing + moving + waiting) / step.micro_batches
+    for _, axis, size in step.reductions:
+        if axis != "data":  # of what every rank of a model has
+            exposed += step.model.rings[axis].seconds(size, hardware)
+    return Seconds(matmuls, other, exposed, hidden, *_reductions(step, hardware, backward))
 
 
-def matmul_seconds(matmul: Matmul, hardware: Hardware, precision: str, times: int = 1) -> float:
-    """Of so many. precision: of the step; what it multiplies in fp32 is of fp32's peak."""
+def matmul_seconds(matmul: Matmul, hardware: Hardware, precision: str) -> float:
+    """precision: of the step; what it multiplies in fp32 is of fp32's peak."""
     peak = hardware.peak("fp32" if matmul.width >= 4 else precision)
-    share, flops = hardware.attained_share, float(matmul.flops * times)
     if matmul.fused:  # what such a kernel reads and writes is counted with the other kernels
-        return flops * matmul.share / (peak * share)
-    computing = flops / (peak * filled(matmul, hardware))
-    return max(computing, matmul.bytes * times / hardware.memory_bandwidth) / share
+        return matmul.flops * matmul.share / (peak * hardware.attained_share)
+    computing = matmul.flops / (peak * filled(matmul, hardware))
+    return max(computing, matmul.bytes / hardware.memory_bandwidth) / hardware.attained_share
 
 
 def filled(matmul: Matmul, hardware: Hardware) -> float:
@@ -156,13 +97,11 @@ def _collectives(step: Step, work: Work, hardware: Hardware) -> tuple[float, flo
 
 
 def _reductions(step: Step, hardware: Hardware, window: float) -> tuple[float, float]:
-    """(exposed, hidden) of the data-parallel all-reduces; window: seconds of the last backward.
-
-    What is hidden still takes memory bandwidth from the backward, which is exposed.
-    """
+    """(exposed, hidden) of the data-parallel all-reduces; window: seconds of the last backward,
+    whose memory bandwidth the hidden ones share."""
     ring = step.model.rings["data"]
     ready = [(share * window, size) for share, axis, size in step.reductions if axis == "data"]
-    end, busy, moved = 0.0 if step.overlaps else window, 0.0, 0.0
+    end = busy = moved = 0.0
     for start, size in sorted(ready):
         taken = ring.seconds(size, hardware)
         end, busy, moved = max(start, end) + taken, busy + taken, moved + size

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +36,8 @@ from megatron.parallel.sharding import materialize, sharding_specs
 from megatron.train.inputs import vocabulary_of
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import forward_backward
-from tools.layouts.work import Call, Meter, Work, on_meta
-from tools.planning.timing import Ring
+from tools.layouts.work import Call, Matmul, Meter, Work, on_meta
+from tools.planning.hardware import Hardware, Ring
 
 META = torch.device("meta")
 PHASES = ("forward", "recomputation", "backward")
@@ -53,8 +53,8 @@ class Trace:
 
     work: Mapping[str, Work]  # by phase
     kept: int  # from forward to backward
-    forward_peak: int
-    backward_peak: int
+    logits: int  # most above what is kept, in the forward
+    one_layer: int  # and in the backward
 
 
 @cache
@@ -62,18 +62,40 @@ def trace(config: PretrainConfig, precision: str, device: str, is_trimmed: bool 
     """device: "cpu" or "cuda", whose kernels are meant. is_trimmed: without what fills up a
     batch."""
     mesh, model = _on_meta(config, precision, config.parallel.sizes, device)
-    gradients = _Followed(model)
+    gradients, nothing = _Followed(model), None
     meter = Meter(mesh, [*model.parameters(), *(each.flat for each in gradients.buckets)])
-    gradients.meter, meter.phase, nothing = meter, "forward", None
-    state = TrainState(mesh=replace(mesh, device=META), model=model.train(), objective=model,
-                       gradients=gradients, optimizer=nothing, scaler=LossScaler())  # fmt: skip
+    gradients.meter, meter.phase = meter, "forward"
+    mesh, model = replace(mesh, device=META), model.train()
+    state = TrainState(
+        mesh=mesh,
+        model=model,
+        objective=model,
+        gradients=gradients,
+        optimizer=nothing,
+        scaler=LossScaler(),
+    )
     numbers = np.arange(config.training.micro_batch_size)
     samples = resolve_name(find_kind(config.model.kind).samples)(config)
     batch = samples.batch(range(len(numbers))).numbered(numbers)
-    counts = torch.ones(1 + len(model.terms), dtype=torch.float64, device=META)
+    denominators = torch.ones(1 + len(model.terms), dtype=torch.float64, device=META)
     with on_meta(meter, device):
-        forward_backward(state, [batch.trimmed() if is_trimmed else batch], counts)
-    return Trace(meter.work, gradients.kept, gradients.forward_peak, meter.peak)
+        forward_backward(state, [batch.trimmed() if is_trimmed else batch], denominators)
+    work, kept = {phase: meter.work[phase] for phase in PHASES}, gradients.kept
+    return Trace(work, kept, gradients.forward_peak - kept, meter.peak - kept)
+
+
+def trace_of_depth(config: PretrainConfig, *arguments: Any) -> Trace:
+    """The trace of a model of any depth; arguments: further ones of `trace`."""
+    model, more = config.model, config.model.num_layers - 1
+    one, two = (
+        trace(replace(config, model=replace(model, num_layers=layers)), *arguments)
+        for layers in (1, min(2, model.num_layers))
+    )
+    work = {
+        phase: first.plus(two.work[phase].plus(first, -1), more)
+        for phase, first in one.work.items()
+    }
+    return replace(two, work=work, kept=one.kept + more * (two.kept - one.kept))
 
 
 def _on_meta(
@@ -99,58 +121,47 @@ class _Followed(GradientBuckets):
             yield
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Of gradients. ready: the fraction of the last backward after which it is full."""
-
-    numbers: int  # of this rank's parameters, without padding
-    bytes: int
-    axes: tuple[str, ...]  # over which they are summed
-    ready: float
-
-
-@dataclass(frozen=True)
 class Model:
-    """The whole model on one rank. parameters: of all ranks, without padding. agreement: calls of a
-    step: what the terms of the loss are means over, the terms, and the gradient norm."""
+    """The whole model on one rank.
 
-    parameters: int
-    local: int
-    buckets: tuple[Bucket, ...]
-    rings: Mapping[str, Ring]  # by axis
-    agreement: Counter[Call]
+    parameters: of all ranks, without padding. local: of this rank. buckets: each with the fraction
+    of the last backward after which it is full. rings: by axis. agreement: calls of a step: what
+    the terms of the loss are means over, the terms, and the gradient norm.
+    """
 
-
-@cache
-def _model(config: PretrainConfig, copies: int, precision: str, bucket_bytes: int) -> Model:
-    mesh, model = _on_meta(config, precision, {**config.parallel.sizes, "data": copies}, "meta")
-    specs = sharding_specs(model)
-    rings, stride = dict[str, Ring](), 1
-    for axis in reversed(mesh.axes):
-        rings[axis.name] = Ring(axis.size, stride)
-        stride *= axis.size
-    ready, buckets = _ready(list(specs)), []
-    for each in GradientBuckets(model, bucket_bytes).buckets:
-        numbers = sum(view.parameter.numel() for view in each.views)
-        last = max(ready[view.name] for view in each.views)
-        axes = tuple(axis.name for axis in each.axes)
-        buckets.append(Bucket(numbers, each.flat.nbytes, axes, last))
-    terms = len(model.terms)
-    agreed = ((mesh.loss, 1 + terms), (mesh.loss, terms + 1), (mesh.model_parallel, 3))
-    calls = Counter(Call(axis.name, 8 * each, 2) for axis, each in agreed if axis.size > 1)
-    whole = sum(prod(spec.shape) for spec in specs.values())
-    return Model(whole, sum(each.numbers for each in buckets), tuple(buckets), rings, calls)
+    def __init__(
+        self, config: PretrainConfig, copies: int, precision: str, bucket_bytes: int
+    ) -> None:
+        sizes = {**config.parallel.sizes, "data": copies}
+        mesh, model = _on_meta(config, precision, sizes, "meta")
+        specs = sharding_specs(model)
+        self.parameters = sum(prod(spec.shape) for spec in specs.values())
+        self.local = sum(each.numel() for each in model.parameters())
+        ready, buckets = _ready(specs), GradientBuckets(model, bucket_bytes).buckets
+        self.buckets = [(max(ready[view.name] for view in each.views), each) for each in buckets]
+        self.rings, stride = dict[str, Ring](), 1
+        for axis in reversed(mesh.axes):
+            self.rings[axis.name] = Ring(axis.size, stride)
+            stride *= axis.size
+        terms = 1 + len(model.terms)
+        agreed = ((mesh.loss, terms), (mesh.loss, terms), (mesh.model_parallel, 3))
+        calls = (Call(axis.name, 8 * number, 2) for axis, number in agreed if axis.size > 1)
+        self.agreement = Counter(calls)
 
 
-def _ready(names: list[str]) -> dict[str, float]:
-    """The share of the backward behind which each parameter's gradient is there. A number in a name
-    is that of the layer; before the layers come embeddings, behind them heads."""
+_model = cache(Model)
+
+
+def _ready(names: Iterable[str]) -> dict[str, float]:
+    """The fraction of the backward after which each parameter's gradient is there. A number in a
+    name is that of the layer; before the layers come embeddings, behind them heads."""
     matches = {name: re.search(r"(?:^|\.)(\d+)\.", name) for name in names}
-    numbers = {name: int(each[1]) for name, each in matches.items() if each}
-    layers = 1 + max(numbers.values(), default=0)
-    first = next((place for place, name in enumerate(names) if name in numbers), len(names))
-    return {name: 1 - numbers[name] / layers if name in numbers else float(place < first)
-            for place, name in enumerate(names)}  # fmt: skip
+    layers = {name: int(match[1]) for name, match in matches.items() if match}
+    depth, is_ahead, ready = 1 + max(layers.values(), default=0), True, {}
+    for name in matches:
+        is_ahead = is_ahead and name not in layers
+        ready[name] = 1 - layers[name] / depth if name in layers else float(is_ahead)
+    return ready
 
 
 @dataclass(frozen=True)
@@ -162,7 +173,9 @@ class Step:
     ranks: int
     precision: str
     device: str = "cuda"
-    overlaps: ClassVar[bool] = True  # gradients are reduced while the backward goes on
+
+    def mfu(self, seconds: float, hardware: Hardware) -> float:
+        return self.flops / (seconds * self.ranks * hardware.peak(self.precision))
 
     @property
     def width(self) -> int:
@@ -191,8 +204,8 @@ class Step:
 
     def model_of(self, bucket_bytes: int) -> Model:
         model = replace(self.config.model, recompute_granularity="none")
-        training = replace(self.config.training, micro_batch_size=1)  # neither changes a bucket
-        config = replace(self.config, model=model, training=training)
+        training = replace(self.config.training, micro_batch_size=1)
+        config = replace(self.config, model=model, training=training)  # so more calls are alike
         return _model(config, self.copies, self.precision, bucket_bytes)
 
     @cached_property
@@ -202,21 +215,24 @@ class Step:
     @cached_property
     def trace(self) -> Trace:
         """Of a micro-batch."""
-        return _of_depth(self.config, self.precision, self.device)
+        return trace_of_depth(self.config, self.precision, self.device)
 
     @cached_property
     def work(self) -> Mapping[str, Work]:
         """Of the micro-batches of a step, by phase."""
-        found, times = self.trace.work, self.micro_batches
-        return {each: Work().plus(found.get(each, Work()), times) for each in PHASES}
+        found = self.trace.work.items()
+        return {phase: Work().plus(each, self.micro_batches) for phase, each in found}
 
     @property
     def reductions(self) -> list[tuple[float, str, int]]:
-        """(ready, as of Bucket; axis; bytes) of each all-reduce of gradients."""
-        return [(each.ready, axis, each.bytes) for each in self.model.buckets for axis in each.axes]
+        """(as in Model.buckets, axis, bytes) of each all-reduce of gradients."""
+        found = [
+            (ready, bucket, axis) for ready, bucket in self.model.buckets for axis in bucket.axes
+        ]
+        return [(ready, axis.name, bucket.flat.nbytes) for ready, bucket, axis in found]
 
     @property
-    def updated(self) -> float:
+    def updated(self) -> int:
         """Bytes that the optimizer moves."""
         return self.model.local * (WIDE_PASSES * WIDE + NARROW_PASSES * self.width)
 
@@ -229,31 +245,30 @@ class Step:
 
     def sent(self, axis: str) -> int:
         """Bytes of a step that a rank sends along the axis."""
-        calls = (each for phase in self.calls.values() for each in phase.items())
-        size = self.model.rings[axis].ranks
-        return sum(times * call.sent(size) for call, times in calls if call.axis == axis)
+        calls = sum(self.calls.values(), Counter[Call]())
+        ranks = self.model.rings[axis].ranks
+        return sum(n * call.sent(ranks) for call, n in calls.items() if call.axis == axis)
 
     @property
     def lasting(self) -> dict[str, int]:
         """Bytes that are there all the time, by kind."""
         weights = self.width * self.model.local
-        flat = sum(each.bytes for each in self.model.buckets)
+        flat = sum(bucket.flat.nbytes for _, bucket in self.model.buckets)
         masters = flat if self.width < WIDE else 0
         return {"weights": weights, "gradients": flat, "masters": masters, "moments": 2 * flat}
 
     @property
     def memory(self) -> dict[str, int]:
         """Bytes by kind, and the most of them at a time as "total"."""
-        lasting, kept = self.lasting, self.trace.kept
-        logits, layer = self.trace.forward_peak - kept, self.trace.backward_peak - kept
-        passing = {"activations": kept, "logits": logits, "one_layer": layer}
-        total = sum(lasting.values()) + kept + max(logits, layer)
+        found, lasting = self.trace, self.lasting
+        total = sum(lasting.values()) + found.kept + max(found.logits, found.one_layer)
+        passing = {"activations": found.kept, "logits": found.logits, "one_layer": found.one_layer}
         return {**lasting, **passing, "total": total}
 
     @cached_property
     def flops(self) -> int:
-        """FLOPs of a step on all ranks, as MFU counts them: without recomputation and padding, with
-        all of attention."""
+        """Of a step on all ranks, as MFU counts them: without recomputation and padding, with all
+        of attention."""
         return self._flops(is_executed=False)
 
     @cached_property
@@ -264,38 +279,15 @@ class Step:
     def _flops(self, *, is_executed: bool) -> int:
         """Of a model on one rank, which computes what a tensor-parallel group does."""
         model, parallel = self.config.model, self.config.parallel
-        multiple = "make_vocab_size_divisible_by"
-        if hasattr(model, multiple):
-            rows = getattr(model, multiple) * self.tensor if is_executed else 1
-            model = replace(model, **{multiple: rows})
-        if not is_executed:
-            model = replace(model, recompute_granularity="none")
-        parallel = replace(parallel, tensor_model_parallel_size=1, sequence_parallel=False)
-        config = replace(self.config, model=model, parallel=parallel)
-        work = _of_depth(config, self.precision, "cuda", not is_executed).work.values()
-        pairs = (pair for phase in work for pair in phase.matmuls.items())
-        of_group = sum(times * matmul.flops for matmul, times in pairs if not matmul.again)
+        changes: dict[str, Any] = {} if is_executed else {"recompute_granularity": "none"}
+        if hasattr(model, multiple := "make_vocab_size_divisible_by"):
+            changes[multiple] = getattr(model, multiple) * self.tensor if is_executed else 1
+        config = replace(
+            self.config,
+            model=replace(model, **changes),
+            parallel=replace(parallel, tensor_model_parallel_size=1, sequence_parallel=False),
+        )
+        found = trace_of_depth(config, self.precision, "cuda", not is_executed)
+        matmuls = sum((work.matmuls for work in found.work.values()), Counter[Matmul]())
+        of_group = sum(times * each.flops for each, times in matmuls.items() if not each.again)
         return of_group * self.micro_batches * self.copies
-
-
-def _of_depth(config: PretrainConfig, *arguments: Any) -> Trace:
-    """The trace of a model of any depth; arguments: further ones of `trace`."""
-    more = config.model.num_layers - 1
-
-    def of(layers: int) -> Trace:
-        return trace(replace(config, model=replace(config.model, num_layers=layers)), *arguments)
-
-    one = of(1)
-    if not more:
-        return one
-    two = of(2)
-    kept = one.kept + more * (two.kept - one.kept)
-    return Trace(
-        work={
-            phase: one.work[phase].plus(work.plus(one.work[phase], -1), more)
-            for phase, work in two.work.items()
-        },
-        kept=kept,
-        forward_peak=kept + two.forward_peak - two.kept,
-        backward_peak=kept + two.backward_peak - two.kept,
-    )

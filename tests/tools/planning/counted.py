@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainConfig
@@ -55,12 +56,8 @@ class Done(dist.Work):
         return True
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list):
-        for each in value:
-            yield from tensors(each)
+def bytes_of(tensors: Any) -> int:
+    return sum(each.nbytes for each in tree_leaves(tensors) if isinstance(each, torch.Tensor))
 
 
 class Traffic(TorchDispatchMode):
@@ -82,7 +79,7 @@ class Traffic(TorchDispatchMode):
         group = next(each for each in args if "ProcessGroup" in str(getattr(each, "_type", str)()))
         key = self.names[dist.ProcessGroup.unbox(group).group_name], self.phase
         self.calls[key] += 1
-        self.bytes[key] += max(sum(x.nbytes for x in tensors(each)) for each in args[:2])
+        self.bytes[key] += max(bytes_of(each) for each in args[:2])
         self.work = Done()
         return args[0], self.work.boxed()
 
@@ -104,13 +101,11 @@ class Traffic(TorchDispatchMode):
 
 def state_on(mesh: Mesh, config: PretrainConfig, precision: str) -> TrainState:
     """All that a forward and backward pass needs; no optimizer."""
-    model = build_model(
-        config.model, mesh, vocabulary_of(config), seed=None, dtype=DTYPES[precision]
-    )
-    nothing: Any = None
+    rows, dtype, nothing = vocabulary_of(config), DTYPES[precision], None
+    model = build_model(config.model, mesh, rows, seed=None, dtype=dtype).train()
     return TrainState(
         mesh=mesh,
-        model=model.train(),
+        model=model,
         objective=model,
         gradients=GradientBuckets(model),
         optimizer=nothing,
