@@ -82,21 +82,22 @@ def test_the_output_layer_in_chunks_takes_less_memory(tmp_path: Path) -> None:
 
 def test_what_is_cut_is_kept_and_sent_in_parts(tmp_path: Path) -> None:
     names = "selective", "selective, sequence parallel"
-    words = ["--dropout", 0, "--tensor-parallel", 1, 4, "--contenders", *names]
-    record = run(tmp_path, "activations", *words)
-    whole = figures(record, names[0], "t = 1, dropout 0")
-    cut, stream = (figures(record, name, "t = 4, dropout 0") for name in names)
+    record = run(tmp_path, "activations", "--tensor-parallel", 1, 4, "--contenders", *names)
+    whole = figures(record, names[0], "t = 1")
+    cut, stream = (figures(record, name, "t = 4") for name in names)
     assert (whole["sent"], whole["formula"], stream["formula"]) == (0, 34, 34 / 4)
     assert stream["kept"] == pytest.approx(whole["kept"] / 4, rel=0.01)
     assert stream["kept"] < cut["kept"] < whole["kept"]
     # Four all-reduces of the stream in bf16; or reduce-scatters and gathers, one more each way.
     assert cut["sent"] == 4 * 2 * 2 * 3 / 4
     assert stream["sent"] > 5 / 4 * cut["sent"]
-    assert "instead of" in record["page"].splitlines()[2]
+    ratios = [each["kept"] / each["formula"] for each in (whole, cut, stream)]
+    said = f"{min(ratios):.2f} to {max(ratios):.2f} of what the formulas say"
+    assert said in record["page"].splitlines()[2]
 
 
 def test_a_step_reads_once(tmp_path: Path) -> None:
-    record = run(tmp_path, "host_reads", "--contenders", "4 micro-batches")
+    record = run(tmp_path, "host_reads")
     assert [each["rounds"][0]["reads"] for each in record["contenders"]] == [1, 1]
 
 
