@@ -53,8 +53,8 @@ step = len(file.read_text().splitlines()) if file.exists() else 0
 with file.open("a") as stream:
     for number in range(step + 1, last + 1):
         ended = {"ended": "train_iters"} if number == 4 else {}
-        line = {"step": number, "loss": 8.0 - number, "lr": 0.1, "validation_loss": number, **ended}
-        print(json.dumps(line), file=stream)
+        line = {"step": number, "loss": 8.0 - number, "lr": 0.1, "seed": option.get("--seed")}
+        print(json.dumps(line | ended), file=stream)
 """
 
 
@@ -62,7 +62,7 @@ def test_a_run_of_two_starts_is_one_record(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
     turn = training(Rank(), [(1, ["--stop", "2"]), (1, ["--stop", "4"])], str(file))
-    last = {"step": 4, "loss": 4, "lr": 0.1, "validation_loss": 4, "ended": "train_iters"}
+    last = {"step": 4, "loss": 4, "lr": 0.1, "seed": None, "ended": "train_iters"}
     assert turn() == {"losses": [7, 6, 5, 4], "rates": [0.1] * 4, **last}
     with pytest.raises(RuntimeError, match="not complete"):
         training(Rank(), [(1, ["--stop", "3"])], str(file))()
@@ -94,17 +94,14 @@ def test_tolerance_is_of_the_largest_and_of_the_mean_gap(
     assert bool(question.failure(results(question, runs))) is outside
 
 
-def test_difference_of_dropouts_is_taken_within_a_seed() -> None:
-    losses = {"torch's": (4.0, 5.0, 6.0), "by coordinates": (4.1, 5.2, 6.3)}
-    runs = {
-        (f"seed {seed}", arm): {"validation_loss": losses[arm][seed], "losses": [1.0, 3.0]}
-        for seed in range(3)
-        for arm in losses
-    }
-    found = results(dropout_training.QUESTION, runs)
-    text = dropout_training.QUESTION.result(found)
-    assert "loss is 5.200 +- 1.100, with torch's own dropout 5.000 +- 1.000" in text
-    assert "difference is +0.200 with the standard error 0.058" in text
+def test_a_round_has_a_seed_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    turns = [
+        dropout_training.contender(Rank(round=number), ["--stop", "4"], str(file))
+        for number in range(2)
+    ]
+    assert [turn()["seed"] for turn in turns] == ["1", "2"]
 
 
 def test_torchs_dropout_is_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,14 +140,13 @@ def test_fp16_follows_fp32_with_dropout_and_without(tmp_path: Path, data: Path) 
 
 
 def test_both_dropouts_train_the_same_model(tmp_path: Path, data: Path) -> None:
-    words = ["--data-path", data, "--seeds", 2, "--steps", 10]
-    record = run(tmp_path, "dropout_training", *words)
-    for seed in ("seed 1", "seed 2"):
-        theirs, ours = (
-            figures(record, arm, seed)["losses"] for arm in ("torch's", "by coordinates")
-        )
-        assert theirs[0] != ours[0]  # other elements are dropped
-        assert theirs[0] == pytest.approx(ours[0], rel=0.02)  # of the same weights and samples
+    record = run(tmp_path, "dropout_training", "--data-path", data, "--steps", 10)
+    theirs, ours = (figures(record, name) for name in ("torch's", "by coordinates"))
+    assert theirs["losses"][0] != ours["losses"][0]  # other elements are dropped
+    # Of the same weights and samples.
+    assert theirs["losses"][0] == pytest.approx(ours["losses"][0], rel=0.02)
+    ratio = ours["validation_loss"] / theirs["validation_loss"]
+    assert f"loss is {ratio:.4f} times" in record["page"]
 
 
 def test_fine_tuning_from_initial_weights(tmp_path: Path) -> None:
