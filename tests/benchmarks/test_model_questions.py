@@ -49,24 +49,24 @@ def test_every_way_to_save_writes_the_same_bytes(tmp_path: Path, preset: Path) -
 
 
 def test_a_check_hashes_what_ranks_hold_in_common(tmp_path: Path) -> None:
-    record = run(tmp_path, "replicas", "--models", "quickstart", "--interval", "50")
+    record = run(tmp_path, "safeguards", "--contenders", "step", "check")
     layouts = "t = 1, d = 2", "t = 2, d = 1"
-    whole, common = (figures(record, "check", f"quickstart, bf16, {each}") for each in layouts)
+    whole, common = (figures(record, "check", each) for each in layouts)
     h, layers, width = 256, 4, 14  # bytes of weight, master and moments
     weights = (4096 + 256) * h + layers * 12 * h**2
     assert whole["hashed"] == width * (weights + layers * 13 * h + 2 * h)
     # Positions, norms and the biases of row layers.
     assert common["hashed"] == width * (256 * h + layers * (4 + 2) * h + 2 * h)
-    step = figures(record, "step", f"quickstart, bf16, {layouts[0]}")["wall"][0]
-    check = whole["wall"][0]
-    assert f"{100 * check / (50 * step + check):.3f}" in record["page"]
+    step, check = figures(record, "step", layouts[0])["wall"][0], whole["wall"][0]
+    assert f"| {check / step:.3f} |" in record["page"]
 
 
 def test_watched_steps_are_measured_beside_unwatched_ones(tmp_path: Path) -> None:
-    record = run(tmp_path, "watch", "--count", "3")
-    watched, unwatched = (figures(record, name)["wall"][0] for name in ("watched", "unwatched"))
-    assert f"| watched | {watched / 3 * 1e3:.2f} |" in record["page"]
-    assert f"| {watched / unwatched:.3f} |" in record["page"]
+    names = "watched", "unwatched"
+    record = run(tmp_path, "safeguards", "--contenders", *names)
+    watched, unwatched = (figures(record, name, "100 steps")["wall"][0] for name in names)
+    assert f"| watched | {watched * 1e3:.1f} |" in record["page"]
+    assert f"they take {watched / unwatched:.3f} times" in record["page"]
 
 
 def test_the_output_layer_in_chunks_takes_less_memory(tmp_path: Path) -> None:
