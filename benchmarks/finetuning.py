@@ -5,9 +5,7 @@ pretraining begins with. Figures are those of the last epoch: the median over th
 and the highest, beside the share of the most frequent class.
 """
 
-import json
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,10 +13,9 @@ from pathlib import Path
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Column, Contender, Figures, Flags, Rank, Turn, scratch
+from benchmarks.harness import Column, Contender, Flags, Rank, Turn, scratch
 from benchmarks.peers import initial_weights
-from benchmarks.processes import ROOT
-from benchmarks.program import DATA, WholeRuns
+from benchmarks.program import DATA, WholeRuns, record_of
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.training import ParallelConfig
 from megatron.models.registry import config_of
@@ -31,15 +28,7 @@ SETTINGS = """\
 
 
 def fine_tuned(rank: Rank, words: Sequence[str]) -> Turn:
-    record = scratch() / "record.json"
-
-    def turn() -> Figures:
-        command = [sys.executable, "tasks/main.py", *words, "--output", str(record)]
-        subprocess.run(command, cwd=ROOT, env=rank.environ, check=True)
-        last = json.loads(record.read_text())["last_epoch"]
-        return {f"{name} {key}": last[name][key] for name in last for key in last[name]}
-
-    return turn
+    return lambda: record_of(rank, "tasks/main.py", *words)["last_epoch"]
 
 
 def contenders(
@@ -61,20 +50,21 @@ def contenders(
     words = [*shlex.split(settings), "--train-data", str(train_data.resolve())]
     words += ["--valid-data", str(valid_data.resolve())]
     for name, folder in {"pretrained": pretrained.resolve(), "random weights": twin}.items():
-        arguments = {"words": [*words, "--load", str(folder)]}
-        yield Contender(name, fine_tuned, arguments, threads=2)
+        own = {"words": [*words, "--load", str(folder)]}
+        yield Contender(name, fine_tuned, own, threads=2)
 
 
+COLUMNS = (
+    Column("accuracy", lambda own, _: own["accuracy"]["median"], "{:.4f}"),
+    Column("lowest", lambda own, _: own["accuracy"]["min"], "{:.4f}"),
+    Column("highest", lambda own, _: own["accuracy"]["max"], "{:.4f}"),
+    Column("most frequent class", lambda own, _: own["majority_accuracy"]["median"], "{:.4f}"),
+)
 QUESTION = WholeRuns(
     contenders,
-    (
-        Column("accuracy", "accuracy median", "{:.4f}"),
-        Column("lowest", "accuracy min", "{:.4f}"),
-        Column("highest", "accuracy max", "{:.4f}"),
-        Column("most frequent class", "majority_accuracy median", "{:.4f}"),
-    ),
-    lambda found: "; ".join(
-        f"{name}: accuracy {found.median('', name, 'accuracy'):.4f}" for _, name in found.rows
+    COLUMNS,
+    lambda found: ", ".join(
+        f"accuracy {found.median(*row, 'accuracy'):.4f} ({row[1]})" for row in found.rows
     ),
 )
 

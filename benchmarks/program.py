@@ -1,5 +1,6 @@
-"""Runs of pretrain_gpt2.py as contenders, started as its users start them."""
+"""Programs of this project as contenders, started as their users start them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,13 +9,21 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.harness import Figures, Question, Rank, Turn
+from benchmarks.harness import Figures, Question, Rank, Turn, scratch
 from benchmarks.processes import ROOT
 from megatron.train.metrics import read_metrics
 
 FILE, TEXT = "pretrain_gpt2.py", Path("runs/quickstart/data/train_text_document")
 DATA = Path(os.environ.get("MEGATRON_TEST_DATA", "data"))  # files that nothing here can make
 WholeRuns = partial(Question, rounds=1, warm_up=0, together=False)
+
+
+def record_of(rank: Rank, *words: str) -> Figures:
+    """What a program writes to its --output."""
+    file = scratch() / "record.json"
+    command = [sys.executable, *words, "--output", str(file)]
+    subprocess.run(command, cwd=ROOT, env=rank.environ, check=True)
+    return dict(json.loads(file.read_text()))
 
 
 def training(rank: Rank, starts: Sequence[tuple[int, Sequence[str]]], program: str = FILE) -> Turn:
