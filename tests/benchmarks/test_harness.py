@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import report
 from benchmarks.harness import Column, Contender, Flags, Question
-from benchmarks.processes import Agents, Measured, measure
+from benchmarks.processes import Agents, measure
 from benchmarks.report import Results, cell, write_page
 from tests.benchmarks import small_question
 from tests.benchmarks.run import ROOT
@@ -37,8 +37,9 @@ def question(
     return Question(small_question.contenders, columns, result, **(usual | changes))
 
 
-def measured(contenders: Sequence[Contender], **changes: Any) -> list[Measured]:
-    return measure(question(**changes), contenders, Flags(), Agents())
+def measured(contenders: Sequence[Contender], **changes: Any) -> list[dict[str, Any]]:
+    *_, found = measure(question(**changes), contenders, Flags(), Agents())
+    return found
 
 
 def contender(name: str, number: float = 1.0, **fields: Any) -> Contender:
@@ -74,8 +75,8 @@ def test_rounds_start_anew_and_turns_alternate(tmp_path: Path) -> None:
             for k, number in enumerate(numbers)}  # fmt: skip
     assert all(len(each) == 1 for each in pids.values())
     assert len({pid for each in pids.values() for pid in each}) == 4
-    assert [each.rounds[0]["wall"] for each in found] == [[1.0, 1.0], [2.0, 2.0]]
-    assert [len(each.rounds) for each in found] == [2, 2]
+    assert [each["rounds"][0]["wall"] for each in found] == [[1.0, 1.0], [2.0, 2.0]]
+    assert [len(each["rounds"]) for each in found] == [2, 2]
     log.unlink()
     measured(both, turns=2, warm_up=0, together=False)
     assert [line.split()[1] for line in log.read_text().splitlines()] == [
@@ -89,7 +90,7 @@ def test_rounds_start_anew_and_turns_alternate(tmp_path: Path) -> None:
 def test_memory_and_time_are_those_of_the_turn() -> None:
     large = Contender(name="large", run=hungry, arguments={"megabytes": 200})
     busy = Contender(name="busy", run=working, arguments={"seconds": 0.3})
-    memory, time = (each.rounds[0] for each in measured([large, busy], warm_up=0))
+    memory, time = (each["rounds"][0] for each in measured([large, busy], warm_up=0))
     assert 200 * 2**20 <= memory["peak_bytes"] < 500 * 2**20
     assert time["peak_bytes"] < 50 * 2**20
     assert 0.6 <= time["cpu"][0] < 5  # a child's start, too
@@ -109,12 +110,12 @@ def test_what_cannot_be_measured_says_so_and_the_others_go_on() -> None:
         ],
         rounds=2,
     )
-    reasons = [each.reason for each in found]
+    reasons = [each["reason"] for each in found]
     assert reasons[1] == "not installed: no_such.module"
     assert reasons[2] == "takes a GPU"
     assert reasons[3].startswith("takes 1e+09 GB of memory, there are ")
     assert reasons[4].startswith("out of memory")
-    assert [len(each.rounds) for each in found] == [2, 0, 0, 0, 0, 2]
+    assert [len(each["rounds"]) for each in found] == [2, 0, 0, 0, 0, 2]
 
 
 def test_other_failures_end_the_run_with_the_last_words_of_the_rank() -> None:
@@ -138,7 +139,7 @@ def test_contenders_do_the_same_job(
 ) -> None:
     other = contender("other", numbers[1], same={"told": tolerance})
     if is_same:
-        assert "told" not in measured([contender("first", numbers[0]), other])[0].rounds[0]
+        assert "told" not in measured([contender("first", numbers[0]), other])[0]["rounds"][0]
     else:
         with pytest.raises(SystemExit, match="first and other do not do the same job"):
             measured([contender("first", numbers[0]), other])
@@ -146,7 +147,7 @@ def test_contenders_do_the_same_job(
 
 def test_ranks_meet_and_are_added_up() -> None:
     pair = Contender(name="pair", run=summing, ranks=2)
-    assert measured([pair])[0].rounds[0]["sum"] == 3
+    assert measured([pair])[0]["rounds"][0]["sum"] == 3
 
 
 def test_launched_processes_stand_for_one_rank_each(tmp_path: Path) -> None:

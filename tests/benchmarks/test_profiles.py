@@ -94,6 +94,6 @@ def along_one_axis(rank: Rank, name: str) -> Turn:
 
 def test_gloo_along_one_axis_is_not_taken_for_the_other() -> None:
     asked = Contender("data", along_one_axis, {"name": "data"}, ranks=4)
-    (found,) = measure(question(warm_up=0), [asked], Flags(), Agents())
-    assert 0 < found.rounds[0]["data"][0] <= 1
-    assert found.rounds[0]["tensor"] == [0, 0]
+    ((found,),) = measure(question(warm_up=0, rounds=1), [asked], Flags(), Agents())
+    assert 0 < found["rounds"][0]["data"][0] <= 1
+    assert found["rounds"][0]["tensor"] == [0, 0]
