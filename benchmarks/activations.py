@@ -20,31 +20,32 @@ from benchmarks import steps
 from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
 from tools.planning.trace import Step
 
-CUT, RATIO = {"": "", ", sequence parallel": "--sequence-parallel"}, "kept / formula"
+FLAGS = "--preset gpt2_30m --vocab-size 8192 --bf16 --tensor-model-parallel-size {}"
+CUT, RATIO = ", sequence parallel", "kept / formula"
 
 
-def layer(rank: Rank, flags: list[str], t: int) -> Turn:
-    configs = (steps.read([*flags, "--num-layers", layers], t) for layers in "12")
+def layer(rank: Rank, recomputed: str, t: int, is_cut: bool) -> Turn:
+    words = [*FLAGS.format(t).split(), "--recompute-granularity", recomputed]
+    words += ["--sequence-parallel"] if is_cut else []
+    configs = (steps.read([*words, "--num-layers", layers], t) for layers in "12")
     one, two = (Step(config, t, "bf16", rank.device_type) for config in configs)
-    model, s = one.config.model, one.config.data.seq_length
-    numbers = one.config.training.micro_batch_size * s * model.hidden_size
-    scores = 5 * model.num_attention_heads * s / model.hidden_size
-    whole = 24 + (scores if model.recompute_granularity == "none" else 0)
-    formula = (10 + whole) / t if one.config.parallel.cuts_stream else 10 + whole / t
+    model, data = one.config.model, one.config.data
+    numbers = one.config.training.micro_batch_size * data.seq_length * model.hidden_size
+    scores = 5 * model.num_attention_heads * data.seq_length / model.hidden_size
+    matmuls = 24 + (scores if recomputed == "none" else 0)
+    formula = (10 + matmuls) / t if is_cut else 10 + matmuls / t
     return lambda: {
         "kept": (two.trace.kept - one.trace.kept) / numbers,
         "sent": (two.sent("tensor") - one.sent("tensor")) / numbers,
-        "formula": 2.0 if model.recompute_granularity == "full" else formula,
+        "formula": 2.0 if recomputed == "full" else formula,
     }
 
 
 def contenders(flags: Flags, tensor_parallel: tuple[int, ...] = (1, 2, 4)) -> Iterator[Contender]:
     """Count, for these numbers of ranks."""
-    for t, cut in product(tensor_parallel, CUT):
-        for recomputed in ("none", "selective", "full") if t > 1 or not cut else ():
-            words = f"--preset gpt2_30m --vocab-size 8192 --bf16 --tensor-model-parallel-size {t} "
-            words += f"--recompute-granularity {recomputed} {CUT[cut]}"
-            own = {"flags": words.split(), "t": t}
+    for t, cut, recomputed in product(tensor_parallel, ("", CUT), ("none", "selective", "full")):
+        if t > 1 or not cut:
+            own = {"recomputed": recomputed, "t": t, "is_cut": bool(cut)}
             yield Contender(recomputed + cut, layer, own, group=f"t = {t}")
 
 

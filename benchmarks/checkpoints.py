@@ -8,6 +8,7 @@ virtual machine has a cache of its own.
 """
 
 import atexit
+import os
 import subprocess
 import sys
 import time
@@ -21,25 +22,20 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 from benchmarks import steps
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
+from benchmarks.report import Results
 from megatron.checkpoint.load import verify
 from megatron.checkpoint.save import Saver
 from megatron.config.checkpoint import CheckpointConfig
 
-SAVES, LOAD = ("synchronous save", "asynchronous save"), "verify and load"
-DROP = "dd if={0} of=/dev/null iflag=nocache count=0 status=none"  # from the page cache
-READS = {  # what comes before a turn, and the turn
-    "dd conv=fsync": ("rm -f copy", "dd if={0} of=copy bs=4M conv=fsync status=none"),
-    LOAD: (DROP, ""),
-    "dd to /dev/null": (DROP, "dd if={0} of=/dev/null bs=4M status=none"),
-}
+SAVES = SYNC, ASYNC = "synchronous save", "asynchronous save"
+COPY, LOAD, READ = "dd conv=fsync", "verify and load", "dd to /dev/null"
 
 
 def contender(rank: Rank, what: str, disk: str, preset: str) -> Turn:
     folder = mkdtemp(dir=disk)
     atexit.register(rmtree, folder)
     state = steps.build(steps.read(["--preset", preset, "--no-bf16"]), rank.mesh(), fast=True)
-    config = CheckpointConfig(save=folder, async_save=what == SAVES[1])
-    saver = Saver(state.mesh, config, {})
+    saver = Saver(state.mesh, CheckpointConfig(save=folder, async_save=what == ASYNC), {})
 
     def save() -> Figures:
         saver.save(state.step, state.slices(), state.facts(), None)
@@ -49,18 +45,22 @@ def contender(rank: Rank, what: str, disk: str, preset: str) -> Turn:
 
     size = save()["bytes"]
     (file,) = Path(folder).glob("step_*/*.safetensors")
+    copy = Path(folder, "copy")
 
     def turn() -> Figures:
         if what in SAVES:
             rmtree(file.parent)
             return save()
-        before, words = (each.format(file.name).split() for each in READS[what])
-        subprocess.run(before, cwd=file.parent, check=True)
+        copy.unlink(missing_ok=True)
+        if what != COPY:
+            with file.open() as opened:  # drop the file from the page cache
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
-        if words:
-            subprocess.run(words, cwd=file.parent, check=True)
-        else:
+        if what == LOAD:
             state.load(verify(file.parent, state.mesh))
+        else:
+            target = [f"of={copy}", "conv=fsync"] if what == COPY else ["of=/dev/null"]
+            subprocess.run(["dd", f"if={file}", "bs=4M", "status=none", *target], check=True)
         return {"wall": time.perf_counter() - start, "bytes": size}
 
     return turn
@@ -71,9 +71,9 @@ def contenders(
 ) -> Iterator[Contender]:
     """Compare saves and loads of a preset of pretrain_gpt2.py, on the disk of this directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name in (*SAVES, *READS):
+    for name in (*SAVES, COPY, LOAD, READ):
         own = {"what": name, "disk": str(directory.resolve()), "preset": preset}
-        group = "loads" if DROP in READS.get(name, ()) else "saves"
+        group = "loads" if name in (LOAD, READ) else "saves"
         yield Contender(name, contender, own, group=group, threads=2)
 
 
@@ -85,13 +85,13 @@ COLUMNS = (
     Column("CPU seconds", "cpu"),
 )
 RESULT = "A synchronous save holds training for {:.2f} s, an asynchronous one for {:.2f} s."
-QUESTION = Question(
-    contenders,
-    COLUMNS,
-    lambda found: RESULT.format(*(found.median("saves", name, "seconds") for name in SAVES)),
-    rounds=3,
-    turns=3,
-)
+
+
+def result(found: Results) -> str:
+    return RESULT.format(*(found.median("saves", name, "seconds") for name in SAVES))
+
+
+QUESTION = Question(contenders, COLUMNS, result, rounds=3, turns=3)
 
 if __name__ == "__main__":
     QUESTION.run()

@@ -23,6 +23,9 @@ from megatron.parallel.dropout import Dropout
 Dropout.forward = lambda self, x, rows: dropout(x, self.p, self.training)
 runpy.run_path("pretrain_gpt2.py", run_name="__main__")"""
 ARMS = {"torch's": (TORCHS, "kernel"), "by coordinates": (FILE, "coordinates")}
+WORDS = """--preset quickstart --split 90,10,0 --attention-dropout 0.1 --hidden-dropout 0.1
+--train-iters {0} --eval-interval {0} --lr-warmup-iters {1} --eval-iters {1}
+--attention-dropout-rng {2}"""
 RATIO = "its loss / torch's"
 
 
@@ -32,12 +35,10 @@ def contender(rank: Rank, words: Sequence[str], program: str) -> Turn:
 
 def contenders(flags: Flags, data_path: Path = TEXT, steps: int = 1000) -> Iterator[Contender]:
     """Compare losses. Reads the text of a finished scripts/quickstart.sh, or data_path."""
-    words = "--preset quickstart --split 90,10,0 --attention-dropout 0.1 --hidden-dropout 0.1 "
-    words += f"--train-iters {steps} --lr-warmup-iters {steps // 10} --eval-interval {steps} "
-    words += f"--eval-iters {steps // 10} --attention-dropout-rng"
     for name, (program, rng) in ARMS.items():
-        own = [*words.split(), rng, "--data-path", str(data_path.resolve())]
-        yield Contender(name, contender, {"words": own, "program": program})
+        words = WORDS.format(steps, steps // 10, rng).split()
+        own = {"words": [*words, "--data-path", str(data_path.resolve())], "program": program}
+        yield Contender(name, contender, own)
 
 
 COLUMNS = (
