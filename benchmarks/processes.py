@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import atexit
 import multiprocessing
 import os
 import re
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
@@ -39,8 +39,6 @@ class Agents:
     size: int = 1
     local: int = 0
     address: tuple[str, int] | None = None
-    store: Any = None  # of torch.distributed
-    gathered: int = 0
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Agents:
@@ -52,9 +50,12 @@ class Agents:
 
         info = read_rank_info(environ)
         store, _ = open_store(info, PATIENCE)
-        store.set_timeout(timedelta(hours=12))  # of a turn
+        dist, longest = import_module("torch.distributed"), timedelta(hours=12)  # of a turn
+        own = {"store": store, "rank": info.rank, "world_size": info.size, "timeout": longest}
+        dist.init_process_group("gloo", **own)
+        atexit.register(dist.destroy_process_group)  # else gloo may abort at the end
         local = int(environ.get("LOCAL_RANK", "0"))
-        return cls(info.rank, info.size, local, (info.address, info.port), store)
+        return cls(info.rank, info.size, local, (info.address, info.port))
 
     def ranks_of(self, contender: Contender) -> list[int]:
         """Those whose processes this one starts."""
@@ -64,24 +65,21 @@ class Agents:
 
     def meeting_place(self) -> tuple[str, int]:
         """Host and port of the store at which the ranks of a contender meet."""
-        if self.address is None:
-            import torch.distributed as dist
-
-            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self.address = "127.0.0.1", self.store.port
-        return self.address
+        return self.address or ("127.0.0.1", own_store().port)
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every launched process, on each of them."""
-        if self.size == 1:
-            return [value]
-        self.gathered += 1
-        prefix = f"gathered/{self.gathered}"
-        self.store.set(f"{prefix}/{self.rank}", json.dumps(value))
-        if self.rank == 0:  # one reads all, so that the store is not asked size x size times
-            values = [json.loads(self.store.get(f"{prefix}/{rank}")) for rank in range(self.size)]
-            self.store.set(prefix, json.dumps(values))
-        return list(json.loads(self.store.get(prefix)))
+        found = [value] * self.size
+        if self.size > 1:
+            sys.modules["torch"].distributed.all_gather_object(found, value)
+        return found
+
+
+@cache
+def own_store() -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 class Processes:
@@ -103,10 +101,7 @@ class Processes:
         with patch.dict(os.environ, environ):
             for rank in agents.ranks_of(contender):
                 local = rank if agents.size == 1 else agents.local
-                own = Rank(
-                    rank=rank, size=contender.ranks, device_type=device, local=local, round=number,
-                    store=store,
-                )  # fmt: skip
+                own = Rank(rank, contender.ranks, device, local, number, store)
                 pipe, its = SPAWN.Pipe()
                 self.pipes.append(pipe)
                 self.processes.append(SPAWN.Process(target=work, args=(its, contender, own)))
@@ -156,9 +151,8 @@ class Processes:
         self.last["peak_bytes"] = sum(each["peak_bytes"] for each in self.ask(peak_bytes))
         if profile is not None:
             name = f"{self.contender.group} {self.contender.name}".strip()
-            self.ask(
-                partial(profiled, folder=profile.resolve(), name=re.sub(r"[^\w.=-]+", "_", name))
-            )
+            name = re.sub(r"[^\w.=-]+", "_", name)
+            self.ask(partial(profiled, folder=profile.resolve(), name=name))
 
     def take_turn(self) -> None:
         self.timed.append(self.turn())
@@ -174,10 +168,9 @@ class Processes:
 
     def attempt(self, do: Callable[..., object], *arguments: object) -> None:
         """Do it; a contender that runs out of memory is dropped."""
-        if self.dropped:
-            return
         try:
-            do(*arguments)
+            if not self.dropped:
+                do(*arguments)
         except OutOfMemoryError as error:
             self.dropped = str(error)
             self.kill()
@@ -279,15 +272,12 @@ def run_unit(
 def check_same(ended: Mapping[str, Processes], first: str) -> None:
     """SystemExit where a contender does not do the job of the first of its group."""
     able = {name: each for name, each in ended.items() if not each.dropped}
-    for name, processes in able.items() if first in able else ():
-        for key, tolerance in processes.contender.same.items():
-            ours, its = ([turn[key] for turn in each.warm or each.timed]
-                         for each in (able[first], processes))  # fmt: skip
+    for name, each in able.items() if first in able else ():
+        for key, tolerance in each.contender.same.items():
+            ours, its = ([turn[key] for turn in x.warm or x.timed] for x in (able[first], each))
             if not is_close(ours, its, tolerance):
-                raise SystemExit(
-                    f"error: {first} and {name} do not do the same job: their {key} is {ours} "
-                    f"and {its}"
-                )
+                known = f"their {key} is {ours} and {its}"
+                raise SystemExit(f"error: {first} and {name} do not do the same job: {known}")
 
 
 def is_number(value: object) -> bool:
@@ -368,7 +358,6 @@ def peak_memory(device_type: str) -> Callable[[], int]:
 
 
 def status_bytes(name: str, process: str = "self") -> int:
-    text = Path(f"/proc/{process}/status").read_text()
-    return next(
-        int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:")
-    )
+    """0 of a process that has ended, which nobody has waited for."""
+    _, _, behind = Path(f"/proc/{process}/status").read_text().partition(f"\n{name}:")
+    return 1024 * int(behind.split()[0]) if behind else 0
