@@ -9,6 +9,11 @@ All of a group have the same weights, batches and learning rates; a gap is the a
 to the first one's loss of the same step. In fp32 nothing differs but how sums are rounded. In bf16
 the tolerance of the largest gap is 2^-6, in fp16 2^-9, half the distance of two neighbouring
 numbers of the format between 4 and 8, where the losses are; that of the mean is a quarter of it.
+
+Other masks of dropout are another training: the quickstart's model with dropout 0.1 by coordinates
+stands beside the same with F.dropout and what F.scaled_dot_product_attention draws. The validation
+loss is that of 400 samples after the last step. A round has a seed of its own, for weights and
+samples, too: --steps 1000 --rounds 5 --contenders "torch's dropout" "dropout by coordinates".
 """
 
 import sys
@@ -27,7 +32,7 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from benchmarks import peers
 from benchmarks.harness import Column, Contender, Figures, Flags, Rank, Turn
-from benchmarks.program import TEXT, WholeRuns, training
+from benchmarks.program import FILE, TEXT, WholeRuns, training
 from benchmarks.report import Results
 
 COMMON = """--split 1,0,0 --min-lr 1e-4 --lr-warmup-iters 50 --micro-batch-size 4
@@ -38,7 +43,17 @@ LAYOUTS = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --max-posi
 # and any rounding grows there.
 FORMATS = """--num-layers 2 --hidden-size 64 --num-attention-heads 2 --max-position-embeddings 64
 --seq-length 64 --lr 5e-4 --adam-beta2 0.95"""
+DROPOUT = """--preset quickstart --split 90,10,0 --attention-dropout 0.1 --hidden-dropout 0.1
+--train-iters {0} --eval-interval {0} --lr-warmup-iters {1} --eval-iters {1}"""
+TORCHS = """-c
+import runpy
+from torch.nn.functional import dropout
+from megatron.parallel.dropout import Dropout
+Dropout.forward = lambda self, x, rows: dropout(x, self.p, self.training)
+runpy.run_path("pretrain_gpt2.py", run_name="__main__")"""
+MASKS = {"torch's dropout": ("kernel", TORCHS), "dropout by coordinates": ("coordinates", FILE)}
 T, LARGEST, SHARE = "--tensor-model-parallel-size", "largest gap", "share of the tolerance"
+RATIO = "its validation loss / the first's"
 TOLERANCES = {"no-bf16": {}, "bf16": {"tolerance": 2**-6}, "fp16": {"tolerance": 2**-9}}
 
 
@@ -67,9 +82,14 @@ def independent(rank: Rank, flags: Sequence[str], steps: int) -> Turn:
     return turn
 
 
+def reseeded(rank: Rank, flags: Sequence[str], program: str) -> Turn:
+    return training(rank, [(1, [*flags, "--seed", str(1 + rank.round)])], program)
+
+
 def contenders(flags: Flags, data_path: Path = TEXT, steps: int = 500) -> Iterator[Contender]:
     """Compare losses. Reads the text of a finished scripts/quickstart.sh, or data_path."""
-    common = [*COMMON.split(), "--train-iters", str(steps), "--data-path", str(data_path.resolve())]
+    text = ["--data-path", str(data_path.resolve())]
+    common = [*COMMON.split(), "--train-iters", str(steps), *text]
     serial, half = [*common, *LAYOUTS.split()], ["--exit-interval", str(steps // 2)]
     two, same = [*serial, T, "2"], {"rates": 1e-9}
     for name, starts in {
@@ -88,6 +108,10 @@ def contenders(flags: Flags, data_path: Path = TEXT, steps: int = 500) -> Iterat
         yield Contender(
             name, training, {"starts": starts}, group=f"dropout {p}", facts=TOLERANCES[kind]
         )
+    for name, (rng, program) in MASKS.items():
+        words = f"{DROPOUT} --attention-dropout-rng {rng}".format(steps, steps // 10).split()
+        own = {"flags": words + text, "program": program}
+        yield Contender(name, reseeded, own, group="masks of dropout")
 
 
 def result(found: Results) -> str:
@@ -95,7 +119,8 @@ def result(found: Results) -> str:
     return (
         f"In {found.record['steps']} steps no layout, nor transformers, leaves the serial loss by "
         f"more than {max((each.median for each in cells if each), default=nan):.1e}; bf16 and fp16 "
-        f"take {found.range(SHARE)} of their tolerance."
+        f"take {found.range(SHARE)} of their tolerance. With dropout by coordinates the validation "
+        f"loss is {found.range(RATIO, '{:.4f}')} times that with torch's own."
     )
 
 
@@ -111,6 +136,8 @@ COLUMNS = (
     Column("at step", lambda *runs: gaps(*runs).index(max(gaps(*runs))) + 1, "{:.0f}"),
     Column("mean gap", lambda *runs: fmean(gaps(*runs)), "{:.1e}"),
     Column(SHARE, share, "{:.2f}"),
+    Column("validation loss", "validation_loss", "{:.4f}"),
+    Column(RATIO, "validation_loss", "{:.4f}", "its / first"),
     Column("steps skipped", "skipped_steps", "{:.0f}"),
     Column("loss scale at the end", "loss_scale", "{:g}"),
 )

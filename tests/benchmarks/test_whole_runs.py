@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import dropout_training, finetuning, learning_curves, lm_harness
+from benchmarks import finetuning, learning_curves, lm_harness
 from benchmarks.harness import Flags, Rank
 from benchmarks.program import training
 from benchmarks.report import Results
@@ -70,7 +70,7 @@ def test_a_round_has_a_seed_of_its_own(tmp_path: Path) -> None:
     file.write_text(PROGRAM)
     for number in range(2):
         words = ["--stop", "4"]
-        turn = dropout_training.contender(Rank(round=number), words, str(file))
+        turn = learning_curves.reseeded(Rank(round=number), words, str(file))
         assert turn()["seed"] == str(number + 1)
 
 
@@ -101,7 +101,7 @@ def test_tolerance_is_of_the_largest_and_of_the_mean_gap(
 def test_torchs_dropout_is_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dropout, "forward", Dropout.forward)  # which is put back
     monkeypatch.setattr("runpy.run_path", lambda *_, **__: None)
-    exec(dropout_training.TORCHS.removeprefix("-c"), {})
+    exec(learning_curves.TORCHS.removeprefix("-c"), {})
     config = tiny_section(hidden_dropout=0.5, attention_dropout=0.0)
     model = build_model(config, serial_mesh(), VOCABULARY, seed=1, dtype=torch.float64)
     losses = {summed_loss(model, samples(2), torch.device("cpu"))[0].item() for _ in range(3)}
@@ -126,8 +126,9 @@ def test_transformers_and_fp16_follow_the_program(tmp_path: Path, data: Path) ->
 
 
 def test_both_dropouts_train_the_same_model(tmp_path: Path, data: Path) -> None:
-    record = run(tmp_path, "dropout_training", "--data-path", data, "--steps", 10)
-    theirs, ours = (figures(record, name) for name in ("torch's", "by coordinates"))
+    words = ["--data-path", data, "--steps", 10, "--contenders", *learning_curves.MASKS]
+    record = run(tmp_path, "learning_curves", *words)
+    theirs, ours = (each["rounds"][0] for each in record["contenders"])
     assert theirs["losses"][0] != ours["losses"][0]  # other elements are dropped
     # Of the same weights and samples.
     assert theirs["losses"][0] == pytest.approx(ours["losses"][0], rel=0.02)
