@@ -6,6 +6,10 @@ memory once and without parameters, and bytes that collectives send in a ring. A
 difference of two layers and one, in units of s b h, the numbers of the stream. The formulas are
 those of table 2 of [Korthikanti et al.](https://arxiv.org/abs/2205.05198); like these counts they
 are of 2 bytes a number, and with masks of dropout, a byte each.
+
+Also counted is how often a step of a real model waits for the device: whatever the host reads is
+finished before it goes on, so that a GPU runs out of work. A step reads once: loss, gradient norm
+and votes together. On a CPU nothing waits, but the same is counted.
 """
 
 import sys
@@ -17,21 +21,25 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import steps
-from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
+from benchmarks.report import Results
+from tools.layouts.meters import host_reads
 from tools.planning.trace import Step
 
-FLAGS = "--preset gpt2_30m --vocab-size 8192 --bf16 --tensor-model-parallel-size {}"
 CUT, RATIO = ", sequence parallel", "kept / formula"
+READING = """--preset miniature_gpt2 --vocab-size 512 --bf16 --hidden-dropout 0.1
+--attention-dropout 0.1"""
 
 
 def layer(rank: Rank, recomputed: str, t: int, is_cut: bool) -> Turn:
-    words = [*FLAGS.format(t).split(), "--recompute-granularity", recomputed]
-    words += ["--sequence-parallel"] if is_cut else []
-    configs = (steps.read([*words, "--num-layers", layers], t) for layers in "12")
+    words = f"--preset gpt2_30m --vocab-size 8192 --bf16 --tensor-model-parallel-size {t} "
+    words += f"--recompute-granularity {recomputed} --num-layers"
+    cut = ["--sequence-parallel"] if is_cut else []
+    configs = (steps.read([*words.split(), layers, *cut], t) for layers in "12")
     one, two = (Step(config, t, "bf16", rank.device_type) for config in configs)
-    model, data = one.config.model, one.config.data
-    numbers = one.config.training.micro_batch_size * data.seq_length * model.hidden_size
-    scores = 5 * model.num_attention_heads * data.seq_length / model.hidden_size
+    model, s = one.config.model, one.config.data.seq_length
+    numbers = one.config.training.micro_batch_size * s * model.hidden_size
+    scores = 5 * model.num_attention_heads * s / model.hidden_size
     matmuls = 24 + (scores if recomputed == "none" else 0)
     formula = (10 + matmuls) / t if is_cut else 10 + matmuls / t
     return lambda: {
@@ -41,12 +49,24 @@ def layer(rank: Rank, recomputed: str, t: int, is_cut: bool) -> Turn:
     }
 
 
+def reading(rank: Rank) -> Turn:
+    step = steps.ours(rank, READING.split())
+
+    def turn() -> Figures:
+        with host_reads() as found:
+            step()
+        return {"reads": found.total()}
+
+    return turn
+
+
 def contenders(flags: Flags, tensor_parallel: tuple[int, ...] = (1, 2, 4)) -> Iterator[Contender]:
-    """Count, for these numbers of ranks."""
+    """Count, for these numbers of ranks. Exit status 1: a step reads more than once."""
     for t, cut, recomputed in product(tensor_parallel, ("", CUT), ("none", "selective", "full")):
         if t > 1 or not cut:
             own = {"recomputed": recomputed, "t": t, "is_cut": bool(cut)}
             yield Contender(recomputed + cut, layer, own, group=f"t = {t}")
+    yield Contender("host reads", reading, group="step")
 
 
 COLUMNS = (
@@ -54,11 +74,20 @@ COLUMNS = (
     Column("formula, s b h", "formula", "{:.1f}"),
     Column(RATIO, "kept", "{:.2f}", per="formula"),
     Column("sent, s b h", "sent", "{:.1f}"),
+    Column("reads", "reads", "{:g}"),
 )
-RESULT = "A layer keeps {} of what the formulas say."
-QUESTION = Question(
-    contenders, COLUMNS, lambda found: RESULT.format(found.range(RATIO)), rounds=1, warm_up=0
-)
+
+
+def result(found: Results) -> str:
+    reads = found.range("reads", "{:g}")
+    return f"A layer keeps {found.range(RATIO)} of what the formulas say. Reads of a step: {reads}."
+
+
+def failure(found: Results) -> str:
+    return "a step reads again" if found.median("step", "host reads", "reads") > 1 else ""
+
+
+QUESTION = Question(contenders, COLUMNS, result, failure=failure, rounds=1)
 
 if __name__ == "__main__":
     QUESTION.run()

@@ -60,9 +60,10 @@ def quality(rows: int, columns: int) -> dict[str, float]:
         squares = lines.double().sum(1).square() / lines.shape[1]
         found[f"rates of {name}"] = (squares - 1).sum() / sqrt(2 * len(squares))
     expected = words.numel() / 256
+    found["bytes"] = torch.zeros(())
     for place in words.view(torch.uint8).view(-1, 4).long().unbind(1):
         square = ((torch.bincount(place, minlength=256) - expected) ** 2 / expected).sum()
-        found["bytes"] = max(found.get("bytes", 0), (square - 255) / sqrt(2 * 255), key=abs)
+        found["bytes"] = max(found["bytes"], (square - 255) / sqrt(2 * 255), key=torch.abs)
     return {name: float(each) for name, each in found.items()}
 
 

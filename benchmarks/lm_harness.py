@@ -70,7 +70,7 @@ def made(passages: Path, folder: Path) -> Path:
     torch.manual_seed(1234)
     files = str(folder / "vocab.json"), str(folder / "merges.txt")
     tokenizer = build_tokenizer("GPT2BPETokenizer", *files)
-    shape = {"n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    shape: Any = {"n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4}
     config = GPT2Config(vocab_size=tokenizer.vocab_size, initializer_range=0.1, **shape)
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

@@ -96,7 +96,12 @@ def test_what_is_cut_is_kept_and_sent_in_parts(tmp_path: Path) -> None:
 
 
 def test_a_step_reads_once(tmp_path: Path) -> None:
-    assert figures(run(tmp_path, "host_reads"), "GPT-2")["reads"] == 1
+    assert (
+        figures(run(tmp_path, "activations", "--contenders", "host reads"), "host reads", "step")[
+            "reads"
+        ]
+        == 1
+    )
 
 
 def test_masks_of_dropout_have_a_page(tmp_path: Path) -> None:
