@@ -82,7 +82,6 @@ COLUMNS = (
     Column("its time / the first's", "wall", ratio="its / first"),
     Column("MB/s", lambda x, _: x["bytes"] / x.get("on_disk", x["wall"]) / 1e6, "{:,.0f}"),
     Column("MB", "bytes", "{:,.0f}", unit=1e6),
-    Column("CPU seconds", "cpu"),
 )
 RESULT = "A synchronous save holds training for {:.2f} s, an asynchronous one for {:.2f} s."
 

@@ -10,10 +10,9 @@ to the first one's loss of the same step. In fp32 nothing differs but how sums a
 the tolerance of the largest gap is 2^-6, in fp16 2^-9, half the distance of two neighbouring
 numbers of the format between 4 and 8, where the losses are; that of the mean is a quarter of it.
 
-Other masks of dropout are another training: the quickstart's model with dropout 0.1 by coordinates
-stands beside the same with F.dropout and what F.scaled_dot_product_attention draws. The validation
-loss is that of 400 samples after the last step. A round has a seed of its own, for weights and
-samples, too: --steps 1000 --rounds 5 --contenders "torch's dropout" "dropout by coordinates".
+The quickstart's model with dropout 0.1 by coordinates stands beside the same with torch's masks. A
+round has a seed of its own, of weights and samples, too; the validation loss is that of 400 samples
+after 1,000 steps: --steps 1000 --rounds 5 --contenders "torch's dropout" "dropout by coordinates".
 """
 
 import sys
@@ -45,6 +44,7 @@ FORMATS = """--num-layers 2 --hidden-size 64 --num-attention-heads 2 --max-posit
 --seq-length 64 --lr 5e-4 --adam-beta2 0.95"""
 DROPOUT = """--preset quickstart --split 90,10,0 --attention-dropout 0.1 --hidden-dropout 0.1
 --train-iters {0} --eval-interval {0} --lr-warmup-iters {1} --eval-iters {1}"""
+# F.dropout, and what F.scaled_dot_product_attention draws.
 TORCHS = """-c
 import runpy
 from torch.nn.functional import dropout
@@ -104,13 +104,12 @@ def contenders(flags: Flags, data_path: Path = TEXT, steps: int = 500) -> Iterat
     yield Contender("transformers", independent, own, group="layouts", same=same)
     for p, kind, t in product(("0", "0.1"), TOLERANCES, (1, 2)):
         words = f"{FORMATS} --{kind} {T} {t} --attention-dropout {p} --hidden-dropout {p}"
-        name, starts = f"{kind.replace('no-bf16', 'fp32')}, t = {t}", [(t, common + words.split())]
-        yield Contender(
-            name, training, {"starts": starts}, group=f"dropout {p}", facts=TOLERANCES[kind]
-        )
+        own = {"starts": [(t, common + words.split())]}
+        name, facts = f"{kind.replace('no-bf16', 'fp32')}, t = {t}", TOLERANCES[kind]
+        yield Contender(name, training, own, group=f"dropout {p}", facts=facts)
     for name, (rng, program) in MASKS.items():
-        words = f"{DROPOUT} --attention-dropout-rng {rng}".format(steps, steps // 10).split()
-        own = {"flags": words + text, "program": program}
+        words = f"{DROPOUT} --attention-dropout-rng {rng}".format(steps, steps // 10)
+        own = {"flags": words.split() + text, "program": program}
         yield Contender(name, reseeded, own, group="masks of dropout")
 
 

@@ -94,9 +94,7 @@ def contenders(
 ) -> Iterator[Contender]:
     """Compare the three ways; files are by default in the folder MEGATRON_TEST_DATA.
 
-    Args:
-        load: directory of checkpoints, or one of them; a small model is made if not given.
-        tokenizer: folder with vocab.json and merges.txt, for the model that is made.
+    load: a checkpoint. tokenizer: folder of vocab.json and merges.txt, of the model that is made.
     """
     load = load or made(lambada_data, tokenizer)
     files = {LAMBADA: str(lambada_data.resolve()), WIKITEXT: str(wikitext_data.resolve())}
