@@ -34,7 +34,7 @@ COPY, LOAD, READ = "dd conv=fsync", "verify and load", "dd to /dev/null"
 def contender(rank: Rank, what: str, disk: str, preset: str) -> Turn:
     folder = mkdtemp(dir=disk)
     atexit.register(rmtree, folder)
-    state = steps.build(steps.read(["--preset", preset, "--no-bf16"]), rank.mesh(), fast=True)
+    state = steps.build(steps.read(["--preset", preset, "--no-bf16"]), rank.mesh())
     saver = Saver(state.mesh, CheckpointConfig(save=folder, async_save=what == ASYNC), {})
 
     def save() -> Figures:
