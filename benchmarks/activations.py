@@ -1,11 +1,15 @@
 """Sequence parallelism and recomputation: what a layer keeps and sends.
 
-One of t tensor-parallel ranks runs the forward and backward of a micro-batch in bf16 on tensors
-without memory (tools/planning/trace.py): bytes that are kept between the two, each memory once and
-without parameters, and bytes that collectives send in a ring. A layer is the difference of two
-layers and one, in units of s b h, the numbers of the stream. The formulas are those of table 2 of
-[Korthikanti et al.](https://arxiv.org/abs/2205.05198); like these counts they are of 2 bytes a
-number, and with masks of dropout, a byte each.
+One of t tensor-parallel ranks runs the forward and backward of a micro-batch in bf16 with dropout
+on tensors without memory (tools/planning/trace.py): bytes that are kept between the two, each
+memory once and without parameters, and bytes that collectives send in a ring. A layer is the
+difference of two layers and one, in units of s b h, the numbers of the stream. The formulas are
+those of table 2 of [Korthikanti et al.](https://arxiv.org/abs/2205.05198); like these counts they
+are of 2 bytes a number, and with masks of dropout, a byte each.
+
+Also counted is how often a step of a real model waits for the device: whatever the host reads is
+finished before it goes on, so that a GPU runs out of work. A step reads once: loss, gradient norm
+and votes together. On a CPU nothing waits, but the same is counted.
 """
 
 import sys
@@ -17,56 +21,73 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import steps
-from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
 from benchmarks.report import Results
+from tools.layouts.meters import host_reads
 from tools.planning.trace import Step
 
-KEPT, CUT = "kept, s b h", ", sequence parallel"
+CUT, RATIO = ", sequence parallel", "kept / formula"
+READING = """--preset miniature_gpt2 --vocab-size 512 --bf16 --hidden-dropout 0.1
+--attention-dropout 0.1"""
 
 
-def layer(rank: Rank, flags: list[str], t: int) -> Turn:
-    configs = (steps.read([*flags, "--num-layers", layers], t) for layers in "12")
+def layer(rank: Rank, recomputed: str, t: int, is_cut: bool) -> Turn:
+    words = f"--preset gpt2_30m --vocab-size 8192 --bf16 --tensor-model-parallel-size {t} "
+    words += f"--recompute-granularity {recomputed} --num-layers"
+    cut = ["--sequence-parallel"] if is_cut else []
+    configs = (steps.read([*words.split(), layers, *cut], t) for layers in "12")
     one, two = (Step(config, t, "bf16", rank.device_type) for config in configs)
     model, s = one.config.model, one.config.data.seq_length
     numbers = one.config.training.micro_batch_size * s * model.hidden_size
     scores = 5 * model.num_attention_heads * s / model.hidden_size
-    whole = 24 + (scores if model.recompute_granularity == "none" else 0)
-    formula = (10 + whole) / t if one.config.parallel.cuts_stream else 10 + whole / t
+    matmuls = 24 + (scores if recomputed == "none" else 0)
+    formula = (10 + matmuls) / t if is_cut else 10 + matmuls / t
     return lambda: {
         "kept": (two.trace.kept - one.trace.kept) / numbers,
         "sent": (two.sent("tensor") - one.sent("tensor")) / numbers,
-        "formula": 2.0 if model.recompute_granularity == "full" else formula,
+        "formula": 2.0 if recomputed == "full" else formula,
     }
 
 
-def contenders(
-    flags: Flags,
-    dropout: tuple[float, ...] = (0.0, 0.1),
-    tensor_parallel: tuple[int, ...] = (1, 2, 4),
-) -> Iterator[Contender]:
-    """Count, for these rates of dropout and numbers of ranks."""
-    for p, t, cut in product(dropout, tensor_parallel, ("", CUT)):
-        for recomputed in ("none", "selective", "full") if t > 1 or not cut else ():
-            words = f"--preset gpt2_30m --vocab-size 8192 --bf16 --attention-dropout {p} "
-            words += f"--hidden-dropout {p} --recompute-granularity {recomputed} "
-            words += f"--tensor-model-parallel-size {t} {'--sequence-parallel' if cut else ''}"
-            own, group = {"flags": words.split(), "t": t}, f"t = {t}, dropout {p:g}"
-            yield Contender(recomputed + cut, layer, own, group=group)
+def reading(rank: Rank) -> Turn:
+    step = steps.ours(rank, READING.split())
+
+    def turn() -> Figures:
+        with host_reads() as found:
+            step()
+        return {"reads": found.total()}
+
+    return turn
+
+
+def contenders(flags: Flags, tensor_parallel: tuple[int, ...] = (1, 2, 4)) -> Iterator[Contender]:
+    """Count, for these numbers of ranks. Exit status 1: a step reads more than once."""
+    for t, cut, recomputed in product(tensor_parallel, ("", CUT), ("none", "selective", "full")):
+        if t > 1 or not cut:
+            own = {"recomputed": recomputed, "t": t, "is_cut": bool(cut)}
+            yield Contender(recomputed + cut, layer, own, group=f"t = {t}")
+    yield Contender("host reads", reading, group="step")
+
+
+COLUMNS = (
+    Column("kept, s b h", "kept", "{:.1f}"),
+    Column("formula, s b h", "formula", "{:.1f}"),
+    Column(RATIO, "kept", "{:.2f}", per="formula"),
+    Column("sent, s b h", "sent", "{:.1f}"),
+    Column("reads", "reads", "{:g}"),
+)
 
 
 def result(found: Results) -> str:
-    pairs = (
-        f"{found.median(group, name, KEPT):.1f} instead of {found.median(group, whole, KEPT):.1f} "
-        f"({whole} recomputed, {group})"
-        for group, name in found.rows
-        if name.endswith(CUT) and (whole := name.removesuffix(CUT)) != "full"
-    )
-    return f"With sequence parallelism a layer keeps {', '.join(pairs)} s b h bytes."
+    reads = found.range("reads", "{:g}")
+    return f"A layer keeps {found.range(RATIO)} of what the formulas say. Reads of a step: {reads}."
 
 
-TITLES = {KEPT: "kept", "formula, s b h": "formula", "sent, s b h": "sent"}
-COLUMNS = [Column(title, key, "{:.1f}") for title, key in TITLES.items()]
-QUESTION = Question(contenders, COLUMNS, result, rounds=1, warm_up=0)
+def failure(found: Results) -> str:
+    return "a step reads again" if found.median("step", "host reads", "reads") > 1 else ""
+
+
+QUESTION = Question(contenders, COLUMNS, result, failure=failure, rounds=1)
 
 if __name__ == "__main__":
     QUESTION.run()

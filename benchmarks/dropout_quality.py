@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
+from benchmarks.report import Results
 from megatron.parallel import dropout
 from megatron.parallel.dropout import fold, head_keys, layer_key, row_keys
 
@@ -58,11 +59,11 @@ def quality(rows: int, columns: int) -> dict[str, float]:
     for name, lines in sums.items():
         squares = lines.double().sum(1).square() / lines.shape[1]
         found[f"rates of {name}"] = (squares - 1).sum() / sqrt(2 * len(squares))
-    columns_of_bytes = words.view(torch.uint8).view(-1, 4).long().unbind(1)
-    counts = torch.stack([torch.bincount(each, minlength=256) for each in columns_of_bytes])
     expected = words.numel() / 256
-    squares = ((counts.double() - expected) ** 2 / expected).sum(1)
-    found["bytes"] = max((squares - 255) / sqrt(2 * 255), key=abs)
+    found["bytes"] = torch.zeros(())
+    for place in words.view(torch.uint8).view(-1, 4).long().unbind(1):
+        square = ((torch.bincount(place, minlength=256) - expected) ** 2 / expected).sum()
+        found["bytes"] = max(found["bytes"], (square - 255) / sqrt(2 * 255), key=torch.abs)
     return {name: float(each) for name, each in found.items()}
 
 
@@ -75,17 +76,13 @@ def contenders(flags: Flags, rows: int = 8192, columns: int = 4096) -> Iterator[
     yield Contender(UNIT, contender, {"rows": rows, "columns": columns}, threads=2)
 
 
+def result(found: Results) -> str:
+    worst = max(abs(found.median("", UNIT, title)) for title in found.columns)
+    return f"None of the figures is further than {worst:.1f} {UNIT} from independent draws."
+
+
 COLUMNS = [Column(name, name, "{:+.2f}") for name in quality(512, 4)]  # a moment's work
-RESULT = "Of {} figures none is further than {:.1f} {} from what independent draws would give."
-QUESTION = Question(
-    contenders,
-    COLUMNS,
-    lambda found: RESULT.format(
-        len(COLUMNS), max(abs(found.median("", UNIT, each.title)) for each in COLUMNS), UNIT
-    ),
-    rounds=1,
-    warm_up=0,
-)
+QUESTION = Question(contenders, COLUMNS, result, rounds=1, warm_up=0)
 
 if __name__ == "__main__":
     QUESTION.run()

@@ -5,9 +5,7 @@ pretraining begins with. Figures are those of the last epoch: the median over th
 and the highest, beside the share of the most frequent class.
 """
 
-import json
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,31 +13,22 @@ from pathlib import Path
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Column, Contender, Figures, Flags, Rank, Turn, scratch
+from benchmarks.harness import Column, Contender, Flags, Rank, Turn, scratch
 from benchmarks.peers import initial_weights
-from benchmarks.processes import ROOT
-from benchmarks.program import DATA, WholeRuns
+from benchmarks.program import DATA, WholeRuns, record_of
+from benchmarks.report import Results
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.training import ParallelConfig
 from megatron.models.registry import config_of
 from megatron.train.trained import open_trained
 from tools.convert.writing import write_checkpoint
 
-SETTINGS = """\
---task MNLI --seeds 3 --epochs 5 --lr 3e-4 --seq-length 64 --micro-batch-size 32 \
+SETTINGS = """--task MNLI --seeds 3 --epochs 5 --lr 3e-4 --seq-length 64 --micro-batch-size 32
 --global-batch-size 32 --hidden-dropout 0.1 --attention-dropout 0"""
 
 
 def fine_tuned(rank: Rank, words: Sequence[str]) -> Turn:
-    record = scratch() / "record.json"
-
-    def turn() -> Figures:
-        command = [sys.executable, "tasks/main.py", *words, "--output", str(record)]
-        subprocess.run(command, cwd=ROOT, env=rank.environ, check=True)
-        last = json.loads(record.read_text())["last_epoch"]
-        return {f"{name} {key}": last[name][key] for name in last for key in last[name]}
-
-    return turn
+    return lambda: record_of(rank, "tasks/main.py", *words)["last_epoch"]
 
 
 def contenders(
@@ -55,28 +44,27 @@ def contenders(
     """
     trained = TrainedConfig(load=str(pretrained))
     _, tokenizer, facts = open_trained(trained, ParallelConfig(), 1, ("bert",))
-    config, size, twin = config_of(facts), facts["vocab_size"], scratch() / "initial"
+    config, size, random = config_of(facts), facts["vocab_size"], scratch() / "random"
     weights = initial_weights(config, size)
-    write_checkpoint(twin, config, weights, size, tokenizer, "initial weights", lambda _: None)
+    write_checkpoint(random, config, weights, size, tokenizer, "initial weights", lambda _: None)
     words = [*shlex.split(settings), "--train-data", str(train_data.resolve())]
-    words += ["--valid-data", str(valid_data.resolve())]
-    for name, folder in {"pretrained": pretrained.resolve(), "random weights": twin}.items():
-        arguments = {"words": [*words, "--load", str(folder)]}
-        yield Contender(name, fine_tuned, arguments, threads=2)
+    words += ["--valid-data", str(valid_data.resolve()), "--load"]
+    for name, folder in (("pretrained", pretrained.resolve()), ("random weights", random)):
+        yield Contender(name, fine_tuned, {"words": [*words, str(folder)]}, threads=2)
 
 
-QUESTION = WholeRuns(
-    contenders,
-    (
-        Column("accuracy", "accuracy median", "{:.4f}"),
-        Column("lowest", "accuracy min", "{:.4f}"),
-        Column("highest", "accuracy max", "{:.4f}"),
-        Column("most frequent class", "majority_accuracy median", "{:.4f}"),
-    ),
-    lambda found: "; ".join(
-        f"{name}: accuracy {found.median('', name, 'accuracy'):.4f}" for _, name in found.rows
-    ),
+def result(found: Results) -> str:
+    cells = (f"{found.median(*row, 'accuracy'):.4f} ({row[1]})" for row in found.rows)
+    return f"Accuracy {', '.join(cells)}."
+
+
+COLUMNS = (
+    Column("accuracy", lambda own, _: own["accuracy"]["median"], "{:.4f}"),
+    Column("lowest", lambda own, _: own["accuracy"]["min"], "{:.4f}"),
+    Column("highest", lambda own, _: own["accuracy"]["max"], "{:.4f}"),
+    Column("most frequent class", lambda own, _: own["majority_accuracy"]["median"], "{:.4f}"),
 )
+QUESTION = WholeRuns(contenders, COLUMNS, result)
 
 if __name__ == "__main__":
     QUESTION.run()

@@ -68,7 +68,7 @@ matrix() { # several gloo ranks share the GPU: torch documents some collectives 
     run layouts 180 -m pytest -q -p no:cacheprovider tests/layouts --device "$device" \
         -k "$([[ $small ]] && echo one_process || echo test_it_equals)"
 }
-host() { question host_reads 30 host_reads; }
+host() { question host_reads 30 activations --contenders "host reads"; }
 loss() { # wanted: in chunks at most 1.1 of the time of all logits at once
     local sizes=(--hidden-size 1536 --tokens 8192)
     [[ $small ]] && sizes=(--hidden-size 32 --tokens 64 --vocab-size 512)

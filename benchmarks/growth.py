@@ -16,17 +16,16 @@ from pathlib import Path
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
-
 from benchmarks import steps
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
 from benchmarks.processes import peak_memory
-from benchmarks.report import Results
 from tools.planning.trace import Step
 
-TIME, MEMORY = ("seconds", "seconds on paper"), ("MiB of a rank", "MiB on paper")
+CORES = os.cpu_count() or 1
+TIME, MEMORY = "time / on paper", "memory / on paper"
 TINY = """--preset quickstart --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8
 --vocab-size 8 --no-bf16"""
+WORDS = "--vocab-size 8192 --attention-dropout 0 --hidden-dropout 0 --no-bf16 --preset"
 AXES = {
     "layers": ("--num-layers {n}", (8, 1, 2, 4, 16)),
     "width": ("--hidden-size {n} --num-attention-heads {heads}", (512, 128, 256, 1024)),
@@ -37,15 +36,14 @@ AXES = {
 
 
 def on_paper(flags: list[str], ranks: int, device: str) -> Figures:
-    """Of a rank: FLOPs, bytes at the peak, and bytes that it sends."""
+    """Of a rank: FLOPs, the same as work of a core, and bytes at the peak."""
     config = steps.read(flags, ranks)
-    step, on_gpu = (Step(config, ranks, steps.precision_of(config), d) for d in (device, "cuda"))
     # Of attention a GPU's kernel computes what is counted, the backward's scores aside.
+    step, on_gpu = (Step(config, ranks, "fp32", each) for each in (device, "cuda"))
     matmuls = [pair for work in on_gpu.work.values() for pair in work.matmuls.items()]
     flops = sum(times * each.flops * each.share for each, times in matmuls if not each.again)
-    crowd = max(1.0, ranks / (os.cpu_count() or 1))
-    own = {"flops": flops, "work": flops * crowd, "sent": step.sent("tensor")}
-    return own | {"paper_bytes": step.memory["total"]}
+    work = flops * max(1, ranks / CORES)
+    return {"flops": flops, "work": work, "paper_bytes": step.memory["total"]}
 
 
 def contender(rank: Rank, flags: list[str]) -> Turn:
@@ -55,43 +53,45 @@ def contender(rank: Rank, flags: list[str]) -> Turn:
 
 
 def contenders(
-    flags: Flags, axes: tuple[str, ...] = tuple(AXES), preset: str = "gpt2_30m", bf16: bool = False
+    flags: Flags, axes: tuple[str, ...] = tuple(AXES), preset: str = "gpt2_30m"
 ) -> Iterator[Contender]:
-    """Measure, in fp32 or bf16. Axes: layers, width, sequence, vocabulary, ranks."""
-    words = f"--preset {preset} --vocab-size 8192 --attention-dropout 0 --hidden-dropout 0 "
-    words += "--bf16 " if bf16 else "--no-bf16 "
+    """Measure, in fp32. Axes: layers, width, sequence, vocabulary, ranks."""
     for axis, n in [(name, n) for name in axes for n in AXES[name][1]]:
         ranks, threads = (n, 1) if axis == "ranks" else (1, 2)
-        given = (words + AXES[axis][0].format(n=n, heads=n // 64)).split()
+        own = f"{WORDS} {preset} {AXES[axis][0]}".format(n=n, heads=n // 64).split()
         yield Contender(
-            f"{n:,}", contender, {"flags": given}, group=axis, ranks=ranks, threads=threads, x=n,
-            facts=on_paper(given, ranks, flags.device),
-        )  # fmt: skip
+            f"{n:,}",
+            contender,
+            {"flags": own},
+            group=axis,
+            ranks=ranks,
+            threads=threads,
+            facts=on_paper(own, ranks, flags.device),
+            x=n,
+        )
 
 
-def result(found: Results) -> str:
-    """The powers of the sizes that come nearest, on logarithmic axes."""
-    said = {"Time": [], "Memory": []}
-    for axis in dict.fromkeys(group for group, _ in found.rows):
-        rows = [row for row in found.rows if row[0] == axis]
-        sizes = np.log([found.contenders[row]["x"] for row in rows])
-        for titles, powers in zip((TIME, MEMORY), said.values(), strict=True):
-            costs = np.log([[found.median(*row, title) for title in titles] for row in rows])
-            measured, paper = np.polyfit(sizes, costs, 1)[0]
-            powers.append(f"{measured:.2f} of the {axis} (on paper {paper:.2f})")
-    return " ".join(f"{what} grows as the power {', '.join(said[what])}." for what in said)
+def seconds_on_paper(own: Figures, first: Figures) -> float:
+    return float(first["wall"] * own["work"] / first["work"])
 
 
 COLUMNS = (
-    Column(TIME[0], "wall", "{:.3f}"),
-    Column(TIME[1], lambda x, first: first["wall"] * x["work"] / first["work"], "{:.3f}"),
-    Column("GFLOP/s of a rank", "flops", "{:.0f}", per="wall", unit=1e9),
-    Column(MEMORY[0], "rank_bytes", "{:,.0f}", unit=2**20),
-    Column(MEMORY[1], "paper_bytes", "{:,.0f}", unit=2**20),
-    Column("MiB sent by a rank", "sent", "{:,.0f}", unit=2**20),
+    Column("seconds", "wall", "{:.3f}"),
+    Column("seconds on paper", seconds_on_paper, "{:.3f}"),
+    Column(TIME, lambda own, first: own["wall"] / seconds_on_paper(own, first), "{:.2f}"),
+    Column("MiB of a rank", "rank_bytes", "{:,.0f}", unit=2**20),
+    Column("MiB on paper", "paper_bytes", "{:,.0f}", unit=2**20),
+    Column(MEMORY, "rank_bytes", "{:.2f}", per="paper_bytes"),
 )
-DRAWN = (" | ".join(TIME), " | ".join(MEMORY))
-QUESTION = Question(contenders, COLUMNS, result, warm_up=2, picture="lines", drawn=DRAWN)
+RESULT = "A step takes {} of its seconds on paper, and {} of its memory on paper."
+QUESTION = Question(
+    contenders,
+    COLUMNS,
+    lambda found: RESULT.format(found.range(TIME), found.range(MEMORY)),
+    warm_up=2,
+    picture="lines",
+    drawn=("seconds | seconds on paper", "MiB of a rank | MiB on paper"),
+)
 
 if __name__ == "__main__":
     QUESTION.run()

@@ -1,5 +1,6 @@
-"""Runs of pretrain_gpt2.py as contenders, started as its users start them."""
+"""Programs of this project as contenders, started as their users start them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,13 +9,24 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.harness import Figures, Question, Rank, Turn
+from benchmarks.harness import Figures, Question, Rank, Turn, scratch
 from benchmarks.processes import ROOT
 from megatron.train.metrics import read_metrics
 
 FILE, TEXT = "pretrain_gpt2.py", Path("runs/quickstart/data/train_text_document")
 DATA = Path(os.environ.get("MEGATRON_TEST_DATA", "data"))  # files that nothing here can make
 WholeRuns = partial(Question, rounds=1, warm_up=0, together=False)
+
+
+def start(rank: Rank, *words: str) -> None:
+    subprocess.run([sys.executable, *words], cwd=ROOT, env=rank.environ, check=True)
+
+
+def record_of(rank: Rank, *words: str) -> Figures:
+    """What a program writes to its --output."""
+    file = scratch() / "record.json"
+    start(rank, *words, "--output", str(file))
+    return dict(json.loads(file.read_text()))
 
 
 def training(rank: Rank, starts: Sequence[tuple[int, Sequence[str]]], program: str = FILE) -> Turn:
@@ -25,16 +37,15 @@ def training(rank: Rank, starts: Sequence[tuple[int, Sequence[str]]], program: s
 
     def turn() -> Figures:
         with TemporaryDirectory() as folder:
+            kept = ["--log-interval", "1", "--save", folder, "--load", folder]
             for processes, flags in starts:
                 torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {processes}"
-                command = [sys.executable, *(torchrun.split() if processes > 1 else ()), program]
-                command += [*flags, "--log-interval", "1", "--save", folder, "--load", folder]
-                subprocess.run(command, cwd=ROOT, env=rank.environ, check=True)
+                start(rank, *(torchrun.split() if processes > 1 else ()), program, *flags, *kept)
             lines = read_metrics(Path(folder, "metrics.jsonl"))
         steps = [line for line in lines if "loss" in line]
         if lines[-1].get("ended") != "train_iters" or steps[-1]["step"] != len(steps):
             raise RuntimeError("the run is not complete")
-        every = {"losses": [x["loss"] for x in steps], "rates": [x["lr"] for x in steps]}
-        return {key: value for line in lines for key, value in line.items()} | every
+        last = {key: value for line in lines for key, value in line.items()}
+        return last | {"losses": [x["loss"] for x in steps], "rates": [x["lr"] for x in steps]}
 
     return turn

@@ -1,0 +1,84 @@
+"""What a check of the replicas and the watch for failures cost.
+
+Two gloo processes of one thread share the quickstart's model in bf16 (t = 2) or hold one each
+(d = 2); 4 samples of 256 tokens a step on both together. A check hashes all that the two hold in
+common, and its time holds the wait for the slower of them. Watched processes run inside `launch`,
+others on a plain process group, with a model so small (t = 2, fp32, 2 layers of hidden 64, 256
+tokens) that a step is little but its collectives: an upper bound.
+"""
+
+import atexit
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import steps
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
+from benchmarks.report import Results
+from megatron.train.launch import launch
+from megatron.train.replicas import check_replicas
+
+FLAGS = "--preset quickstart --vocab-size 4096 --tensor-model-parallel-size {} --micro-batch-size"
+TINY = FLAGS.format(2) + " 1 --num-layers 2 --hidden-size 64 --no-bf16"
+RATIO = "its time / the first's"
+
+
+def check(rank: Rank, flags: list[str]) -> Turn:
+    step = steps.ours(rank, flags)
+    state, data = step.state, step.state.mesh.batch
+    batch = steps.batch_of(step.config, 0, data.rank, data.size)
+    common = sum(x.local.nbytes for x in state.slices() if data.size > 1 or not x.spec.shards)
+
+    def turn() -> Figures:
+        check_replicas(state, [batch])
+        return {"hashed": common}
+
+    return turn
+
+
+def hundred_steps(rank: Rank, is_watched: bool) -> Turn:
+    config, run = steps.read(TINY.split(), rank.size), ExitStack()
+    if is_watched:
+        host, port, _ = rank.store
+        environ = {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.size), "MASTER_ADDR": host}
+        environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        mesh = run.enter_context(launch(config.parallel, environ))
+        atexit.register(run.close)  # both ranks leave together
+    else:
+        mesh = steps.mesh_of(rank, config)
+    step = steps.Step(config, steps.build(config, mesh), {})
+    return lambda: [step() for _ in range(100)][-1]
+
+
+def contenders(flags: Flags) -> Iterator[Contender]:
+    """Time steps, and checks; steps with the watch and without."""
+    for t in (1, 2):
+        own = {"flags": [*FLAGS.format(t).split(), str(2 * t), "--bf16"]}
+        for name, run in (("step", steps.ours), ("check", check)):
+            yield Contender(name, run, own, group=f"t = {t}, d = {2 // t}", ranks=2)
+    for name, watched in (("unwatched", False), ("watched", True)):
+        yield Contender(name, hundred_steps, {"is_watched": watched}, group="100 steps", ranks=2)
+
+
+def result(found: Results) -> str:
+    return (
+        f"A check of two whole models, by default once in 100 steps, takes "
+        f"{found.median('t = 1, d = 2', 'check', RATIO):.2f} of the time of one; watched, steps "
+        f"take {found.median('100 steps', 'watched', RATIO):.3f} times as long."
+    )
+
+
+COLUMNS = (
+    Column("ms", "wall", "{:.1f}", unit=1e-3),
+    Column(RATIO, "wall", "{:.3f}", "its / first"),
+    Column("its CPU time / the first's", "cpu", "{:.3f}", "its / first"),
+    Column("hashed, MB", "hashed", "{:.1f}", unit=1e6),
+)
+QUESTION = Question(contenders, COLUMNS, result, rounds=6, turns=3, warm_up=2, together=False)
+
+if __name__ == "__main__":
+    QUESTION.run()
