@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
-from benchmarks.peers import initial_weights, transformers_gpt2
+from benchmarks.peers import transformers_gpt2
 from benchmarks.steps import SEED
 from megatron.config.model import GPT2Config
 from megatron.inference.generate import Sampling, generate
@@ -53,7 +53,7 @@ def ours(rank: Rank, lengths: list[int], new: int) -> Turn:
 
 
 def transformers(rank: Rank, lengths: list[int], new: int) -> Turn:
-    model = transformers_gpt2(CONFIG, VOCABULARY, initial_weights(CONFIG, VOCABULARY))
+    model = transformers_gpt2(CONFIG, VOCABULARY)
     model.to(rank.device).eval()
     prompts, longest = prompts_of(lengths), max(lengths)
     tokens = torch.tensor([[0] * (longest - len(each)) + each for each in prompts])
