@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
 from benchmarks.processes import ROOT, status_bytes
+from benchmarks.watched import below
 from megatron.train.metrics import read_metrics
 from tools.data_files import IndexedDatasetWriter
 
@@ -67,13 +68,12 @@ def training(rank: Rank, tree: str, flags: list[str], ranks: int, steps: int) ->
     def turn() -> Figures:
         with TemporaryDirectory() as folder:
             record, seen = Path(folder, "record.jsonl"), []
-            process = subprocess.Popen([*command, "--metrics-file", str(record)], cwd=tree,
-                                       env=environ, stdout=subprocess.PIPE, text=True)  # fmt: skip
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            whole = [*command, "--metrics-file", str(record)]
+            process = subprocess.Popen(whole, cwd=tree, env=environ, stdout=-1, text=True)
             with process:
                 for line in process.stdout:
                     if re.match(rf"step ({BEFORE}|{BEFORE + steps}) \| loss ", line):
-                        own = children.read_text().split() if ranks > 1 else [str(process.pid)]
+                        own = below(str(process.pid)) or {str(process.pid)}
                         seen.append((time.perf_counter(), sum(map(cpu_seconds, own))))
                         peak = sum(status_bytes("VmHWM", each) for each in own)
             if process.returncode:
@@ -121,18 +121,16 @@ def contenders(
             yield Contender(name, training, own, group=group, threads=2 // ranks, same=same)
 
 
-COLUMNS = (
-    Column("CPU seconds", "cpu", "{:.4f}"),
-    Column(RATIO, "cpu", "{:.3f}", "first / its"),
-    Column("seconds", "wall", "{:.4f}"),
-    Column("this tree's / its seconds", "wall", "{:.3f}", "first / its"),
-    Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
-)
-RESULT = "A step takes {} of the CPU time of {}."
 QUESTION = Question(
     contenders,
-    COLUMNS,
-    lambda found: RESULT.format(found.range(RATIO), found.rows[-1][1]),
+    (
+        Column("CPU seconds", "cpu", "{:.4f}"),
+        Column(RATIO, "cpu", "{:.3f}", "first / its"),
+        Column("seconds", "wall", "{:.4f}"),
+        Column("this tree's / its seconds", "wall", "{:.3f}", "first / its"),
+        Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
+    ),
+    lambda found: f"A step takes {found.range(RATIO)} of the CPU time of {found.rows[-1][1]}.",
     warm_up=0,
     together=False,
 )

@@ -28,12 +28,8 @@ VOCABULARY, LONGEST = 50257, 32
 CONFIG = GPT2Config(
     num_layers=6, hidden_size=384, num_attention_heads=6, max_position_embeddings=256
 )
-BATCHES = {
-    "1": [LONGEST],
-    "8": [LONGEST] * 8,
-    "8, unequal": [LONGEST - 3 * row for row in range(8)],
-}
-OURS, SAME, RATIO = "this project", {"texts": 0}, "this project's speed / its"
+BATCHES = {"1": [LONGEST], "8": [LONGEST] * 8, "8, unequal": [*range(LONGEST, LONGEST - 24, -3)]}
+OURS, SAME, RATIO = "this project", {"texts": 0.0}, "this project's speed / its"
 
 
 def prompts_of(lengths: list[int]) -> list[list[int]]:
@@ -53,39 +49,26 @@ def ours(rank: Rank, lengths: list[int], new: int) -> Turn:
 
 
 def transformers(rank: Rank, lengths: list[int], new: int) -> Turn:
-    model = transformers_gpt2(CONFIG, VOCABULARY)
-    model.to(rank.device).eval()
-    prompts, longest = prompts_of(lengths), max(lengths)
-    tokens = torch.tensor([[0] * (longest - len(each)) + each for each in prompts])
-    mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths])
-    tokens, mask = tokens.to(rank.device), mask.to(rank.device)
+    model = transformers_gpt2(CONFIG, VOCABULARY).to(rank.device).eval()
+    rows = [[0] * (LONGEST - len(each)) + each for each in prompts_of(lengths)]
+    masks = [[0] * (LONGEST - n) + [1] * n for n in lengths]
+    tokens, mask = (torch.tensor(each, device=rank.device) for each in (rows, masks))
+    own = {"max_new_tokens": new, "do_sample": False, "use_cache": True, "pad_token_id": 0}
 
     def turn() -> dict[str, Any]:
-        texts = model.generate(
-            tokens,
-            attention_mask=mask,
-            max_new_tokens=new,
-            do_sample=False,
-            use_cache=True,
-            pad_token_id=0,
-        )
-        return {"tokens": new * len(prompts), "texts": texts[:, longest:].tolist()}
+        texts = model.generate(tokens, attention_mask=mask, **own)
+        return {"tokens": new * len(rows), "texts": texts[:, LONGEST:].tolist()}
 
     return turn
 
 
 def contenders(flags: Flags, new: int = 96) -> Iterator[Contender]:
-    """Compare generation.
-
-    Args:
-        new: tokens after each prompt.
-    """
+    """Compare generation, of so many new tokens after each prompt."""
     for batch, lengths in BATCHES.items():
-        arguments = {"lengths": lengths, "new": new}
-        one = f"batch {batch}, t = 1"
-        yield Contender(OURS, ours, arguments, group=one, threads=2)
-        yield Contender("transformers", transformers, arguments, group=one, threads=2, same=SAME)
-        yield Contender(OURS, ours, arguments, group=f"batch {batch}, t = 2", ranks=2)
+        given, one = {"lengths": lengths, "new": new}, f"batch {batch}, t = 1"
+        yield Contender(OURS, ours, given, group=one, threads=2)
+        yield Contender("transformers", transformers, given, group=one, threads=2, same=SAME)
+        yield Contender(OURS, ours, given, group=f"batch {batch}, t = 2", ranks=2)
 
 
 QUESTION = Question(

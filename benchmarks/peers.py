@@ -12,8 +12,9 @@ their users do, on fp32 weights under autocast, whose conversions are part of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from timeit import repeat
@@ -24,13 +25,7 @@ import torch._dynamo  # here, or the first step of torch's optimizer would impor
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import GPT2Config as TheirConfig
 from transformers import GPT2LMHeadModel
@@ -65,6 +60,7 @@ def by_heads(weights: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
     }
 
 
+@dataclass
 class Training:
     """Steps as a user of torch writes them. AdamW updates plain fp32 tensors: what a rank holds of
     the parameters, or masters of narrow ones.
@@ -72,32 +68,23 @@ class Training:
     loss: the mean over int64 [b, s] inputs and labels. is_cut: whether ranks hold parts of it.
     """
 
-    def __init__(
-        self,
-        rank: Rank,
-        config: PretrainGPT2Config,
-        parameters: Iterable[Tensor],
-        loss: Callable[[Tensor, Tensor], Tensor],
-        is_cut: Callable[[Tensor], bool] = lambda parameter: False,
-    ) -> None:
-        self.rank, self.config, self.loss, self.number = rank, config, loss, 0
-        self.weights = list(parameters)
-        self.is_counted = [not rank.rank or is_cut(each) for each in self.weights]
+    rank: Rank
+    config: PretrainGPT2Config
+    model: nn.Module
+    loss: Callable[[Tensor, Tensor], Tensor]
+    is_cut: Callable[[Tensor], bool] = lambda parameter: False
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        self.weights = list(self.model.parameters())
         self.masters = [local(each.detach()).float() for each in self.weights]
         self.is_narrow = self.weights[0].dtype != torch.float32
-        is_cast = precision_of(config) == "bf16" and not self.is_narrow
-        kind, optimizer = rank.device_type, config.optimizer
-        self.autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=is_cast)
-        matrices, others = ([x for x in self.masters if (x.dim() > 1) == is_matrix]
-                            for is_matrix in (True, False))  # fmt: skip
-        self.adamw = torch.optim.AdamW(
-            [{"params": matrices}, {"params": others, "weight_decay": 0.0}],
-            lr=LEARNING_RATE,
-            betas=(optimizer.adam_beta1, optimizer.adam_beta2),
-            eps=optimizer.adam_eps,
-            weight_decay=optimizer.weight_decay,
-            fused=True,
-        )
+        self.is_cast = precision_of(self.config) == "bf16" and not self.is_narrow
+        own, matrices = self.config.optimizer, [x for x in self.masters if x.dim() > 1]
+        others = {"params": [x for x in self.masters if x.dim() < 2], "weight_decay": 0.0}
+        betas, decay = (own.adam_beta1, own.adam_beta2), own.weight_decay
+        groups = [{"params": matrices, "weight_decay": decay}, others]
+        self.adamw = torch.optim.AdamW(groups, LEARNING_RATE, betas, own.adam_eps, fused=True)
 
     def __call__(self) -> dict[str, Any]:
         """A turn: one update; the loss is that before it."""
@@ -105,8 +92,8 @@ class Training:
         self.number += 1
         tokens, labels = (torch.from_numpy(x).to(device) for x in (batch.tokens, batch.labels))
         self.adamw.zero_grad(set_to_none=True)
-        with loss_parallel():  # of no effect on plain tensors
-            with self.autocast():
+        with parallel.loss_parallel():  # of no effect on plain tensors
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.is_cast):
                 loss = self.loss(tokens.contiguous(), labels.contiguous())
             loss.backward()
         for weight, master in zip(self.weights, self.masters, strict=True):
@@ -121,7 +108,8 @@ class Training:
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """What every rank holds whole counts once."""
-        own = [x for x, counts in zip(gradients, self.is_counted, strict=True) if counts]
+        pairs = zip(gradients, self.weights, strict=True)
+        own = [g for g, weight in pairs if not self.rank.rank or self.is_cut(weight)]
         square = get_total_norm(own).square()
         if self.rank.size > 1:
             dist.all_reduce(square)
@@ -161,10 +149,6 @@ class PlainGPT2(nn.Module):
         self.transformer = nn.ModuleDict({"layers": blocks})
         self.final_norm = nn.LayerNorm(h, config.layernorm_epsilon)
         self.head = nn.Linear(h, vocab_size, bias=False)
-        self.tie()
-
-    def tie(self) -> None:
-        self.head.weight = self.word_embedding.weight
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean loss over int64 [b, s] tokens."""
@@ -185,21 +169,18 @@ def plain(rank: Rank, flags: Sequence[str]) -> Turn:
     model.to(rank.device)
     if rank.size > 1:
         whole = Replicate()  # the norms stay plain: dispatch through DTensor makes them slower
+        by_rows, by_columns = parallel.RowwiseParallel, parallel.ColwiseParallel
         plan = {
-            "word_embedding": RowwiseParallel(input_layouts=whole, output_layouts=whole),
-            "transformer.layers.*.attention.qkv": ColwiseParallel(),
-            "transformer.layers.*.attention.output": RowwiseParallel(),
-            "transformer.layers.*.mlp.up": ColwiseParallel(),
-            "transformer.layers.*.mlp.down": RowwiseParallel(),
-            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+            "word_embedding": by_rows(input_layouts=whole, output_layouts=whole),
+            "transformer.layers.*.attention.qkv": by_columns(),
+            "transformer.layers.*.attention.output": by_rows(),
+            "transformer.layers.*.mlp.up": by_columns(),
+            "transformer.layers.*.mlp.down": by_rows(),
+            "head": by_columns(output_layouts=Shard(-1), use_local_output=False),
         }
-        parallelize_module(model, rank.mesh().device_mesh()["tensor"], plan)
-        model.tie()  # parallelize_module has untied them
-
-    def is_cut(weight: Any) -> bool:
-        return isinstance(weight, DTensor) and weight.placements[0].is_shard()
-
-    return Training(rank, config, model.parameters(), model, is_cut)
+        parallel.parallelize_module(model, rank.mesh().device_mesh()["tensor"], plan)
+    model.head.weight = model.word_embedding.weight  # here: parallelize_module unties them
+    return Training(rank, config, model, model, is_cut=lambda x: local(x).shape != x.shape)
 
 
 def transformers_gpt2(config: GPT2Config, vocab_size: int) -> GPT2LMHeadModel:
@@ -226,9 +207,11 @@ def transformers(rank: Rank, flags: Sequence[str], *, compiled: bool = False) ->
         logits = model(tokens, use_cache=False).logits
         return entropy(logits.float().flatten(0, 1), labels.flatten())
 
-    return Training(rank, config, model.parameters(), loss)
+    return Training(rank, config, model, loss)
 
 
+CORE_SETTINGS = """num_layers hidden_size num_attention_heads layernorm_epsilon attention_dropout
+hidden_dropout"""
 # Theirs and ours; Transformer Engine's norms are part of the matmul behind them.
 CORE_NAMES = {
     "embedding.word_embeddings": "word_embedding",
@@ -267,14 +250,13 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
     positions = torch.arange(s, device=device).expand(config.training.micro_batch_size, -1)
     mask = torch.ones(s, s, dtype=torch.bool, device=device).triu(1)[None, None]
     mask = None if has_engine else mask  # its kernels know it
-
-    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-        return model(tokens, positions, mask, labels=labels).mean()
-
-    def is_cut(weight: Tensor) -> bool:
-        return getattr(weight, "tensor_model_parallel", False)
-
-    return Training(rank, config, model.parameters(), loss, is_cut)
+    return Training(
+        rank,
+        config,
+        model,
+        loss=lambda tokens, labels: model(tokens, positions, mask, labels=labels).mean(),
+        is_cut=lambda weight: getattr(weight, "tensor_model_parallel", False),
+    )
 
 
 def core_model(config: PretrainGPT2Config, rank: Rank, *, has_engine: bool) -> nn.Module:
@@ -284,16 +266,10 @@ def core_model(config: PretrainGPT2Config, rank: Rank, *, has_engine: bool) -> n
 
     model, dtype = config.model, DTYPES[precision_of(config)]
     is_gpu, vocab_size = rank.device_type == "cuda", open_samples(config)[1]
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="LayerNorm")
-    if has_engine:
-        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    local_spec = partial(gpt_layer_specs.get_gpt_layer_local_spec, normalization="LayerNorm")
+    engine_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
     settings = TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        layernorm_epsilon=model.layernorm_epsilon,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
+        **{name: getattr(model, name) for name in CORE_SETTINGS.split()},
         tensor_model_parallel_size=rank.size,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -306,7 +282,7 @@ def core_model(config: PretrainGPT2Config, rank: Rank, *, has_engine: bool) -> n
     )
     built = GPTModel(
         settings,
-        spec,
+        engine_spec() if has_engine else local_spec(),
         vocab_size,  # without padding, which their softmax would count
         max_sequence_length=model.max_position_embeddings,
         position_embedding_type="learned_absolute",

@@ -33,7 +33,7 @@ def contender(rank: Rank, is_watched: bool, count: int) -> Turn:
         atexit.register(run.close)  # both ranks leave together
     else:
         mesh = steps.mesh_of(rank, config)
-    step = steps.Step(config, steps.build(config, mesh), {})
+    step = steps.Step(config, steps.build(config, mesh))
 
     def turn() -> Figures:
         for _ in range(count):

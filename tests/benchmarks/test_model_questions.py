@@ -25,6 +25,7 @@ micro_batch_size = 2
 global_batch_size = 2
 train_iters = 10
 """
+RECOMPUTED = "selective", "full"
 
 
 @pytest.fixture
@@ -107,17 +108,20 @@ def test_masks_of_dropout_have_a_page(tmp_path: Path) -> None:
 
 
 def test_recomputation_keeps_less_and_says_what_it_costs(tmp_path: Path, preset: Path) -> None:
-    record = run(tmp_path, "recomputation", "--preset", preset)
-    none, selective, full = (
-        figures(record, each, "dropout 0.1")["kept_bytes"] for each in ("none", "selective", "full")
-    )
+    names = [f"this project{each}" for each in ("", *(f", {x} recomputation" for x in RECOMPUTED))]
+    words = ["--presets", preset, "--dtypes", "fp32", "--tensor-parallel", "1"]
+    words.append("--program-flags=--attention-dropout 0.1 --hidden-dropout 0.1")
+    record = run(tmp_path, "train_step", *words, "--contenders", *names)
+    facts = [each["facts"] for each in record["contenders"]]
+    none, selective, full = (each["kept"] for each in facts)
     assert none > selective > full > 0
     probabilities = 2 * 2 * 4 * 64**2  # layers, batch, heads
     if use_cpu_kernels:  # torch's attention keeps other tensors
         keys, rows = probabilities // 64 * 8, 2 * 64 * 8  # of dropout; the core is given the rows
         assert none - selective == probabilities * 4 + keys - rows
-    flops = [each["facts"]["flops"] for each in record["contenders"] if "0.1" in each["group"]]
+    flops = [each["executed"] for each in facts]
     assert 1 < flops[1] / flops[0] < flops[2] / flops[0] < 4 / 3
+    assert f"| {selective / 2**20:,.0f} | {flops[1] / flops[0]:.3f} |" in record["page"]
 
 
 @pytest.mark.parametrize("size", [1, 4])
