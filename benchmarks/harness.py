@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ Figures = dict[str, Any]
 Turn = Callable[[], Figures | None]
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Rank:
     """What a contender's function is given: which of its processes it is, and the way to others."""
 
@@ -155,13 +156,14 @@ class Column:
     unit: float = 1.0
 
     def value(self, own: Figures, first: Figures) -> Any:
-        """Raises KeyError where a figure is missing. first: empty where it was not measured."""
+        """Raises KeyError where a figure is missing. first: empty where it was not measured, and of
+        the first itself."""
         if callable(self.figure):
             return self.figure(own, first)
         ours = self._of(own)
         if not self.ratio:
             return ours
-        base = self._of({} if own is first else first)  # no ratio to itself
+        base = self._of(first)
         return ours / base if self.ratio == "its / first" else base / ours
 
     def _of(self, figures: Figures) -> Any:
@@ -219,7 +221,7 @@ class Question:
     ) -> None:
         """Measure and report. SystemExit with status 1 where there is a failure."""
         from benchmarks.processes import Agents, measure
-        from benchmarks.report import Environment, records_of, report
+        from benchmarks.report import Machine, others_in, report
         from megatron.config.checks import writable
 
         agents = Agents.of(os.environ)
@@ -231,14 +233,17 @@ class Question:
                 raise ValueError(f"--{name} {number}: must be 1 or more")
         writable(flags, "json", ".json")
         writable(flags, "page", ".md")
-        if flags.json is not None:
-            records_of(flags.json)
-        with Environment(contenders, flags.device, agents) as environment:
-            measured = measure(self, contenders, flags, agents)
-        if agents.rank == 0:
-            found = report(self, flags, settings, measured, environment)
-            if failure := self.failure(found):
-                raise SystemExit(f"error: {failure}")
+        machine = Machine(contenders, flags.device, agents)
+        others = others_in(flags.json, machine.known)
+        given = {k: v for k, v in settings.items() if isinstance(v, (int, float, str)) and v != ""}
+        for rounds, measured in enumerate(measure(self, contenders, flags, agents), start=1):
+            record = machine.facts() | given | {"rounds": rounds, "contenders": measured}
+            if agents.rank == 0 and flags.json is not None:  # each time, as the next may fail
+                flags.json.write_text(json.dumps([record, *others]) + "\n")
+        if agents.rank != 0:
+            return
+        if failure := self.failure(report(self, flags.page, [record, *others])):
+            raise SystemExit(f"error: {failure}")
 
 
 @dataclass(frozen=True, kw_only=True)

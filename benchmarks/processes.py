@@ -1,34 +1,34 @@
-"""Processes of contenders: started, asked for turns, ended; and what runs in each of them.
-
-python -m benchmarks.processes      # by `Processes`: reads a line of JSON each on standard input
-"""
+"""Processes of contenders: started, asked for turns, ended; and what runs in each of them."""
 
 from __future__ import annotations
 
-import json
+import atexit
+import multiprocessing
 import os
 import re
 import resource
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache, partial
 from importlib import import_module
+from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
-from pkgutil import resolve_name
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from benchmarks.harness import Contender, Figures, Flags, Question, Rank, Turn
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT_OF_MEMORY = "OutOfMemoryError|out of memory|ALLOC_FAILED|can't allocate memory|MemoryError"
+SPAWN = multiprocessing.get_context("spawn")  # modules of their own, read under their own settings
 
 
 @dataclass
@@ -39,8 +39,6 @@ class Agents:
     size: int = 1
     local: int = 0
     address: tuple[str, int] | None = None
-    store: Any = None  # of torch.distributed
-    gathered: int = 0
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Agents:
@@ -52,9 +50,12 @@ class Agents:
 
         info = read_rank_info(environ)
         store, _ = open_store(info, PATIENCE)
-        store.set_timeout(timedelta(hours=12))  # of a turn
+        dist, longest = import_module("torch.distributed"), timedelta(hours=12)  # of a turn
+        own = {"store": store, "rank": info.rank, "world_size": info.size, "timeout": longest}
+        dist.init_process_group("gloo", **own)
+        atexit.register(dist.destroy_process_group)  # else gloo may abort at the end
         local = int(environ.get("LOCAL_RANK", "0"))
-        return cls(info.rank, info.size, local, (info.address, info.port), store)
+        return cls(info.rank, info.size, local, (info.address, info.port))
 
     def ranks_of(self, contender: Contender) -> list[int]:
         """Those whose processes this one starts."""
@@ -64,28 +65,25 @@ class Agents:
 
     def meeting_place(self) -> tuple[str, int]:
         """Host and port of the store at which the ranks of a contender meet."""
-        if self.address is None:
-            import torch.distributed as dist
-
-            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self.address = "127.0.0.1", self.store.port
-        return self.address
+        return self.address or ("127.0.0.1", own_store().port)
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every launched process, on each of them."""
-        if self.size == 1:
-            return [value]
-        self.gathered += 1
-        prefix = f"gathered/{self.gathered}"
-        self.store.set(f"{prefix}/{self.rank}", json.dumps(value))
-        if self.rank == 0:  # one reads all, so that the store is not asked size x size times
-            values = [json.loads(self.store.get(f"{prefix}/{rank}")) for rank in range(self.size)]
-            self.store.set(prefix, json.dumps(values))
-        return list(json.loads(self.store.get(prefix)))
+        found = [value] * self.size
+        if self.size > 1:
+            sys.modules["torch"].distributed.all_gather_object(found, value)
+        return found
+
+
+@cache
+def own_store() -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 class Processes:
-    """The processes of one contender in one round, and what they have said."""
+    """The processes of one contender in one round, and what they have answered."""
 
     def __init__(self, contender: Contender, agents: Agents, device: str, number: int) -> None:
         """number: of the round."""
@@ -94,57 +92,44 @@ class Processes:
         self.warm: list[Figures] = []
         self.timed: list[Figures] = []
         self.last: Figures = {}  # peak memory and notes
+        self.processes, self.pipes = [], []
         prefix = f"{number}/{contender.group}/{contender.name}"
         store = (*agents.meeting_place(), prefix) if contender.ranks > 1 else ()
-        environ = {**os.environ, "OMP_NUM_THREADS": str(contender.threads)}
+        environ = {"OMP_NUM_THREADS": str(contender.threads)}  # read when libraries are loaded
         if agents.size == 1:
-            environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self.errors, self.processes = [], []
-        for rank in agents.ranks_of(contender):
-            self.errors.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - as long as it lives
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "benchmarks.processes"],
-                    cwd=ROOT,
-                    env=environ,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self.errors[-1],
-                    text=True,
-                )
-            )
-            local = rank if agents.size == 1 else agents.local
-            own = Rank(
-                rank=rank,
-                size=contender.ranks,
-                device_type=device,
-                local=local,
-                round=number,
-                store=store,
-            )
-            start = {"run": name_of(contender.run), "arguments": dict(contender.arguments)}
-            start |= {"rank": asdict(own), "needs": list(contender.needs)}
-            send(self.processes[-1], start)
+            environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        with patch.dict(os.environ, environ):
+            for rank in agents.ranks_of(contender):
+                local = rank if agents.size == 1 else agents.local
+                own = Rank(rank, contender.ranks, device, local, number, store)
+                pipe, its = SPAWN.Pipe()
+                self.pipes.append(pipe)
+                self.processes.append(SPAWN.Process(target=work, args=(its, contender, own)))
+                self.processes[-1].start()
+                its.close()
 
-    def ask(self, **command: Any) -> list[Figures]:
+    def ask(self, command: Command) -> list[Figures]:
         """As `answers`, after a command."""
-        for process in self.processes:
-            send(process, command)
+        for pipe in self.pipes:
+            with suppress(BrokenPipeError):  # it has ended, which its answer shows
+                pipe.send(command)
         return self.answers()
 
     def answers(self) -> list[Figures]:
         """Of all ranks, on every agent. Raises OutOfMemoryError where any rank has run out of it,
-        RuntimeError with the last words of those that have ended otherwise."""
-        own: list[Figures] = [{}] * len(self.processes)
-        waiting = {process.stdout: place for place, process in enumerate(self.processes)}
-        failures: list[str] = []
+        RuntimeError with the tracebacks of those that have failed otherwise."""
+        own: list[Figures] = [{}] * len(self.pipes)
+        waiting, failures = list(self.pipes), list[str]()
         while waiting and not failures:
-            for stream in wait_for_any(list(waiting)):
-                place, line = waiting.pop(stream), stream.readline()
-                if line:
-                    own[place] = json.loads(line)
-                else:
-                    failures.append(self._last_words(place))
+            for pipe in wait_for_any(waiting):
+                waiting.remove(pipe)
+                place = self.pipes.index(pipe)
+                try:
+                    own[place] = pipe.recv()
+                except EOFError:
+                    self.processes[place].join()
+                    own[place] = {"failure": ended(self.processes[place].exitcode)}
+                failures += filter(None, [own[place].get("failure")])
         gathered = self.agents.gather([own, failures])
         if words := "\n".join(each for _, failures in gathered for each in failures):
             if found := re.search(f"^(?! ).*({OUT_OF_MEMORY}).*", words, re.MULTILINE):
@@ -152,17 +137,9 @@ class Processes:
             raise RuntimeError(f"{self.contender.name} has failed:\n{words}")
         return [answer for answers, _ in gathered for answer in answers]
 
-    def _last_words(self, place: int) -> str:
-        status = self.processes[place].wait()
-        self.errors[place].seek(0)
-        words = self.errors[place].read()[-4000:].strip()
-        if status == -signal.SIGKILL:  # as the system does to what takes too much
-            return "killed, out of memory as it seems"
-        return words or f"status {status}, without a word"
-
     def turn(self) -> Figures:
         """Wall seconds of the slowest rank, CPU seconds of all; the rest is the first one's."""
-        answers = self.ask(command="turn")
+        answers = self.ask(timed)
         wall, cpu = [each["wall"] for each in answers], [each["cpu"] for each in answers]
         return answers[0] | {"wall": max(wall), "cpu": sum(cpu)}
 
@@ -171,18 +148,29 @@ class Processes:
         self.warm = [self.turn() for _ in range(turns)]
 
     def finish(self, profile: Path | None) -> None:
-        self.last["peak_bytes"] = sum(each["peak_bytes"] for each in self.ask(command="peak"))
+        self.last["peak_bytes"] = sum(each["peak_bytes"] for each in self.ask(peak_bytes))
         if profile is not None:
             name = f"{self.contender.group} {self.contender.name}".strip()
             name = re.sub(r"[^\w.=-]+", "_", name)
-            self.ask(command="profile", folder=str(profile.resolve()), name=name)
+            self.ask(partial(profiled, folder=profile.resolve(), name=name))
 
-    def attempt(self, do: Callable[[], object]) -> None:
+    def take_turn(self) -> None:
+        self.timed.append(self.turn())
+
+    def figures(self, compared: Set[str]) -> Figures:
+        """Of the round. compared: those that have served their purpose."""
+        found = dict(self.last)
+        for key in [key for key in self.timed[0] if key not in compared]:
+            values = [each[key] for each in self.timed]
+            others = median(values) if is_number(values[0]) else values[-1]
+            found[key] = values if key in ("wall", "cpu") else others
+        return found
+
+    def attempt(self, do: Callable[..., object], *arguments: object) -> None:
         """Do it; a contender that runs out of memory is dropped."""
-        if self.dropped:
-            return
         try:
-            do()
+            if not self.dropped:
+                do(*arguments)
         except OutOfMemoryError as error:
             self.dropped = str(error)
             self.kill()
@@ -193,83 +181,61 @@ class Processes:
 
     def stop(self) -> None:
         """End them; those that wait for a rank that has failed have to be killed."""
-        for process in self.processes:  # all, since what they end with may wait for each other
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-        for process, errors in zip(self.processes, self.errors, strict=True):
-            try:
-                process.wait(timeout=60.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            errors.close()
+        for pipe in self.pipes:  # all, since what they end with may wait for each other
+            pipe.close()
+        for process in self.processes:
+            process.join(60.0)
+            process.kill()
+            process.join()
 
 
 class OutOfMemoryError(RuntimeError):
     """Of one contender; the others go on."""
 
 
-def send(process: subprocess.Popen[str], message: Figures) -> None:
-    with suppress(BrokenPipeError):  # it has ended, which its answer shows
-        print(json.dumps(message), file=process.stdin, flush=True)
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """As "module:function", also of the file that runs as a program."""
-    module = function.__module__
-    if module == "__main__":
-        file = Path(sys.argv[0]).resolve().relative_to(ROOT)
-        module = ".".join(file.with_suffix("").parts)
-    return f"{module}:{function.__qualname__}"
-
-
-@dataclass
-class Measured:
-    """Of one contender. rounds: its figures; of wall and cpu a list, a number for each turn."""
-
-    contender: Contender
-    first: str  # of its group, by name
-    reason: str  # why it has no figures
-    rounds: list[Figures] = field(default_factory=list)
+def ended(status: int | None) -> str:
+    """What is said of a process that could not say it."""
+    if status == -signal.SIGKILL:  # as the system does to what takes too much
+        return "killed, out of memory as it seems"
+    return f"a process has ended with status {status}"
 
 
 def measure(
     question: Question, contenders: Sequence[Contender], flags: Flags, agents: Agents
-) -> list[Measured]:
-    """All rounds; every launched process calls this."""
+) -> Iterator[list[Figures]]:
+    """After each round what a record holds of the contenders; every launched process calls this.
+    `rounds` has the figures of each: of wall and cpu a number for each turn."""
+    chosen = [each for each in contenders if each.name in flags.contenders or not flags.contenders]
     first = {each.group: each.name for each in reversed(contenders)}
-    found = [
-        Measured(each, first[each.group], each.reason(agents.size, flags.device))
-        for each in contenders
-        if each.name in flags.contenders or not flags.contenders
-    ]
-    groups = list(dict.fromkeys(each.contender.group for each in found))
+    found = {
+        (each.group, each.name): {
+            "group": each.group,
+            "name": each.name,
+            "x": each.x,
+            "facts": dict(each.facts),
+            "first": first[each.group],
+            "reason": each.reason(agents.size, flags.device),
+            "rounds": list[Figures](),
+        }
+        for each in chosen
+    }
     for number in range(rounds := flags.rounds or question.rounds):
-        profile = flags.profile if number == rounds - 1 else None
-        for group in rotated(groups, number):
-            whole = [each for each in found if each.contender.group == group]
-            able = rotated([each for each in whole if not each.reason], number)
-            ended: list[Processes] = []
+        for group in rotated(list(dict.fromkeys(each.group for each in chosen)), number):
+            whole = [each for each in chosen if each.group == group]
+            able = [each for each in whole if not found[group, each.name]["reason"]]
+            able, ended = rotated(able, number), dict[str, Processes]()
             for unit in [able] if question.together else [[each] for each in able]:
-                running = [each.contender for each in unit]
-                ended += run_unit(question, flags, agents, running, number, profile)
-            for own, processes in zip(able, ended, strict=True):
+                ended |= run_unit(question, flags, agents, unit, number)
+            check_same(ended, first[group])
+            compared = {key for each in whole for key in each.same}
+            for name, processes in ended.items():
                 if processes.dropped:
-                    own.reason, own.rounds = processes.dropped, []
-                    continue
-                timed = processes.timed
-                lists = {key: [each[key] for each in timed] for key in ("wall", "cpu")}
-                compared = {key for each in whole for key in each.contender.same}
-                others = {
-                    key: median([each[key] for each in timed]) if is_number(last) else last
-                    for key, last in timed[-1].items()
-                    if key not in compared
-                }
-                own.rounds.append(processes.last | others | lists)
-            check_same(ended, whole[0].first)
+                    found[group, name] |= {"reason": processes.dropped, "rounds": []}
+                else:
+                    found[group, name]["rounds"].append(processes.figures(compared))
         if agents.rank == 0:
             print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    return found
+        yield list(found.values())
 
 
 def rotated(items: list[Any], number: int) -> list[Any]:
@@ -278,25 +244,21 @@ def rotated(items: list[Any], number: int) -> list[Any]:
 
 
 def run_unit(
-    question: Question,
-    flags: Flags,
-    agents: Agents,
-    contenders: Sequence[Contender],
-    number: int,
-    profile: Path | None,
-) -> list[Processes]:
-    """Start these, warm them up, let them take turns, and end them."""
+    question: Question, flags: Flags, agents: Agents, contenders: Sequence[Contender], number: int
+) -> dict[str, Processes]:
+    """Start these, warm them up, let them take turns, and end them. number: of the round."""
     unit: list[Processes] = []
+    is_last = number == (flags.rounds or question.rounds) - 1
     try:
         for each in contenders:
             unit.append(Processes(each, agents, flags.device, number))
         for each in unit:
-            each.attempt(lambda each=each: each.prepare(question.warm_up))
+            each.attempt(each.prepare, question.warm_up)
         for turn in range(flags.turns or question.turns):
             for each in rotated(unit, turn):
-                each.attempt(lambda each=each: each.timed.append(each.turn()))
+                each.attempt(each.take_turn)
         for each in unit:
-            each.attempt(lambda each=each: each.finish(profile))
+            each.attempt(each.finish, flags.profile if is_last else None)
     except BaseException:
         for each in unit:
             each.kill()
@@ -304,21 +266,18 @@ def run_unit(
     finally:
         for each in unit:
             each.stop()
-    return unit
+    return {each.contender.name: each for each in unit}
 
 
-def check_same(ended: Sequence[Processes], first: str) -> None:
+def check_same(ended: Mapping[str, Processes], first: str) -> None:
     """SystemExit where a contender does not do the job of the first of its group."""
-    able = {each.contender.name: each.contender for each in ended if not each.dropped}
-    turns = {each.contender.name: each.warm or each.timed for each in ended}
-    for name, contender in able.items() if first in able else ():
-        for key, tolerance in contender.same.items():
-            ours, its = ([turn[key] for turn in turns[each]] for each in (first, name))
+    able = {name: each for name, each in ended.items() if not each.dropped}
+    for name, each in able.items() if first in able else ():
+        for key, tolerance in each.contender.same.items():
+            ours, its = ([turn[key] for turn in x.warm or x.timed] for x in (able[first], each))
             if not is_close(ours, its, tolerance):
-                raise SystemExit(
-                    f"error: {first} and {name} do not do the same job: their {key} is {ours} "
-                    f"and {its}"
-                )
+                known = f"their {key} is {ours} and {its}"
+                raise SystemExit(f"error: {first} and {name} do not do the same job: {known}")
 
 
 def is_number(value: object) -> bool:
@@ -334,37 +293,52 @@ def is_close(one: Any, other: Any, tolerance: float) -> bool:
     return np.shape(one) == np.shape(other) and np.allclose(one, other, rtol=tolerance, atol=0)
 
 
-def work() -> None:
-    """A process of a contender: prepares, and answers commands, a line of JSON each."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else prints
-    start = json.loads(sys.stdin.readline())
-    rank, run = Rank(**start["rank"]), resolve_name(start["run"])
-    for module in start["needs"]:
-        import_module(module)
-    peak = peak_memory(rank.device_type)  # from here on: what modules take is not counted
-    turn = run(rank, **start["arguments"])
-    print(json.dumps({"notes": rank.notes}), file=answers, flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        if command["command"] == "turn":
-            answer = timed(turn, rank)
-        elif command["command"] == "peak":
-            answer = {"peak_bytes": peak()}
-        else:
-            from benchmarks.profiles import write_profile
+class Running(NamedTuple):
+    """A contender in a process of its own."""
 
-            answer = write_profile(turn, rank, Path(command["folder"]), command["name"])
-        print(json.dumps(answer), file=answers, flush=True)
+    turn: Turn
+    rank: Rank
+    peak: Callable[[], int]
 
 
-def timed(turn: Turn, rank: Rank) -> Figures:
+Command = Callable[[Running], Figures]
+
+
+def work(pipe: Connection, contender: Contender, rank: Rank) -> None:
+    """In a process of a contender: prepare it, and carry out commands until there are no more."""
+    os.dup2(2, 1)  # what contenders print is no result
+    os.chdir(ROOT)
+    try:
+        for module in contender.needs:
+            import_module(module)
+        peak = peak_memory(rank.device_type)  # from here on: what modules take is not counted
+        running = Running(contender.run(rank, **contender.arguments), rank, peak)
+        pipe.send({"notes": rank.notes})
+        while True:
+            pipe.send(pipe.recv()(running))
+    except EOFError:
+        pass
+    except BaseException:
+        pipe.send({"failure": traceback.format_exc()})
+
+
+def timed(running: Running) -> Figures:
     """Figures of a turn; wall and cpu that it returns itself replace these."""
-    rank.wait()
+    running.rank.wait()
     wall, cpu = time.perf_counter(), cpu_seconds()
-    figures = turn() or {}
-    rank.wait()
+    figures = running.turn() or {}
+    running.rank.wait()
     return {"wall": time.perf_counter() - wall, "cpu": cpu_seconds() - cpu} | figures
+
+
+def peak_bytes(running: Running) -> Figures:
+    return {"peak_bytes": running.peak()}
+
+
+def profiled(running: Running, folder: Path, name: str) -> Figures:
+    from benchmarks.profiles import write_profile
+
+    return write_profile(running.turn, running.rank, folder, name)
 
 
 def cpu_seconds() -> float:
@@ -384,11 +358,6 @@ def peak_memory(device_type: str) -> Callable[[], int]:
 
 
 def status_bytes(name: str, process: str = "self") -> int:
-    text = Path(f"/proc/{process}/status").read_text()
-    return next(
-        int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:")
-    )
-
-
-if __name__ == "__main__":
-    work()
+    """0 of a process that has ended, which nobody has waited for."""
+    _, _, behind = Path(f"/proc/{process}/status").read_text().partition(f"\n{name}:")
+    return 1024 * int(behind.split()[0]) if behind else 0

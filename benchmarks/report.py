@@ -13,7 +13,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import product
 from math import comb
@@ -21,60 +21,50 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.harness import Column, Contender, Figures, Flags, Question
-from benchmarks.processes import ROOT, Agents, Measured, cpu_seconds
+from benchmarks.harness import Column, Contender, Figures, Question
+from benchmarks.processes import ROOT, Agents, cpu_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Record = dict[str, Any]
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
-PACKAGES = (
-    "torch",
-    "numpy",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-)  # and what contenders need
+PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors")
 NOISY = 0.05  # share of the cores that other programs may take
 NOTES = "\n## Notes\n"
 
 
-class Environment:
-    """The machine, and how busy others kept it between `with` and its end."""
+class Machine:
+    """Where contenders run, and how busy others have kept it since this was made."""
 
     def __init__(self, contenders: Sequence[Contender], device: str, agents: Agents) -> None:
         needed = {name.partition(".")[0] for each in contenders for name in each.needs}
-        self.packages, self.device, self.agents = [*PACKAGES, *sorted(needed)], device, agents
-        self.facts: Record = {}
-
-    def __enter__(self) -> Environment:
-        self.started = datetime.now(UTC)
+        packages = {name: version(name) for name in (*PACKAGES, *sorted(needed))}
+        self.agents, self.started = agents, datetime.now(UTC)
         self.before = busy_seconds(), cpu_seconds()
-        return self
-
-    def __exit__(self, failure: object, *_: object) -> None:
-        if failure is not None:
-            return
-        seconds, cores = (datetime.now(UTC) - self.started).total_seconds(), os.cpu_count() or 1
-        here, (busy, own) = platform.node(), self.before
-        by_host = self.agents.gather([here, cpu_seconds() - own])
-        others = busy_seconds() - busy - sum(used for host, used in by_host if host == here)
-        self.facts = {
+        self.known: Record = {
+            "command": command(),
             "date": f"{self.started:%Y-%m-%d}",
             "commit": commit(),
             "processor": processor(),
-            "cores": cores,
+            "cores": os.cpu_count() or 1,
             "memory_gb": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9),
             "python": platform.python_version(),
-            **{name: known for name in self.packages if (known := version(name))},
-            "seconds": round(seconds),
-            "others_share_of_cores": round(max(0.0, others) / (seconds * cores), 3),
+            **{name: known for name, known in packages.items() if known},
         }
-        if self.device == "cuda":
+        if device == "cuda":
             import torch
 
-            self.facts["gpu"] = torch.cuda.get_device_name()
+            self.known["gpu"] = torch.cuda.get_device_name()
+
+    def facts(self) -> Record:
+        """Up to now; every launched process calls this."""
+        seconds, here = (datetime.now(UTC) - self.started).total_seconds(), platform.node()
+        by_host = self.agents.gather([here, cpu_seconds() - self.before[1]])
+        own = sum(used for host, used in by_host if host == here)
+        share = (busy_seconds() - self.before[0] - own) / (seconds * self.known["cores"])
+        others = {"seconds": round(seconds), "others_share_of_cores": round(max(0.0, share), 3)}
+        return self.known | others
 
 
 def busy_seconds() -> float:
@@ -167,7 +157,7 @@ class Results:
 
     def _cell(self, row: tuple[str, str], column: Column) -> Cell | None:
         own, first = self.rounds[row], (row[0], self.contenders[row]["first"])
-        base = own if first == row else self.rounds.get(first, [{}])
+        base = [{}] if first == row else self.rounds.get(first, [{}])
         base = base if len(base) == len(own) else base[:1] * len(own)  # one was not measured
         try:
             return cell([column.value(*pair) for pair in zip(own, base, strict=True)])
@@ -200,7 +190,7 @@ class Results:
             texts = [c.text(x.form, is_ratio=bool(x.ratio)) if c else "" for c, x in cells]
             reason = self.contenders[row]["reason"]
             name = f"{row[1]} (not measured: {reason})" if reason else row[1]
-            lines.append([*row[:-1][1 - width :], name, *texts] if width > 1 else [name, *texts])
+            lines.append([*[row[0], name][-width:], *texts])
         if len(lines) == 2:  # upright, so that many columns can be read
             lines = [list(pair) for pair in zip(*lines, strict=True)][width - 1 :]
         return markdown(lines[0], lines[1:])
@@ -233,41 +223,22 @@ def about(record: Record) -> str:
     return ", ".join(f"{name} {value}" for name, value in record.items() if name not in apart)
 
 
-def report(
-    question: Question,
-    flags: Flags,
-    settings: Mapping[str, Any],
-    measured: Sequence[Measured],
-    environment: Environment,
-) -> Results:
-    """Print, and write what the flags ask for. settings: arguments of the question."""
-    given = {k: v for k, v in settings.items() if isinstance(v, (int, float, str)) and v != ""}
-    contenders = [
-        {name: getattr(each.contender, name) for name in ("group", "name", "x")}
-        | {"facts": dict(each.contender.facts), "first": each.first}
-        | {"reason": each.reason, "rounds": each.rounds}
-        for each in measured
-    ]
-    given |= {"rounds": flags.rounds or question.rounds}
-    record = {"command": command(), **environment.facts, **given, "contenders": contenders}
-    results = Results(question, record)
-    parts = [about(record), results.table(), question.result(results), *results.notes()]
+def report(question: Question, page: Path | None, records: Sequence[Record]) -> Results:
+    """Print the first record, and write a page of all."""
+    results = Results(question, records[0])
+    parts = [about(records[0]), results.table(), question.result(results), *results.notes()]
     print("\n\n".join(filter(None, parts)), flush=True)
-    records = [record]
-    if flags.json is not None:
-        records += [each for each in records_of(flags.json) if machine(each) != machine(record)]
-        flags.json.write_text(json.dumps(records) + "\n")
-    if flags.page is not None:
-        write_page(flags.page, question, records)
+    if page is not None:
+        write_page(page, question, records)
     return results
 
 
-def records_of(file: Path) -> list[Record]:
-    """Of a file that `report` has written, or none where there is no file yet."""
-    found = json.loads(file.read_text()) if file.exists() else []
+def others_in(file: Path | None, record: Record) -> list[Record]:
+    """Records of a file that are of other machines."""
+    found = json.loads(file.read_text()) if file is not None and file.exists() else []
     if not isinstance(found, list):
-        raise ValueError(f"{file}: no record of this benchmark; name another file")
-    return found
+        raise ValueError(f"--json {file}: no record of this benchmark; name another file")
+    return [each for each in found if machine(each) != machine(record)]
 
 
 def machine(record: Record) -> tuple[Any, ...]:
@@ -350,7 +321,8 @@ def curves(axes: Axes, results: Results, column: Column, group: str) -> None:
     for colour, row in zip(COLOURS * len(rows), rows, strict=False):
         first = (group, results.contenders[row]["first"])
         try:
-            values = column.value(results.rounds[row][-1], results.rounds.get(first, [{}])[-1])
+            base = {} if first == row else results.rounds.get(first, [{}])[-1]
+            values = column.value(results.rounds[row][-1], base)
         except KeyError:  # it was not measured
             continue
         axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=0.8, label=row[1])

@@ -10,15 +10,19 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
+def start(*words: object) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words, in the project's folder."""
+    command, environ = [sys.executable, *map(str, words)], {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+    )
+
+
 def run(folder: Path, question: str, *words: object, status: int = 0) -> dict[str, Any]:
     """The record of one round of one turn, with its page as "page" and the output as "printed"."""
     file, page = folder / "record.json", folder / "page.md"
-    command = [sys.executable, f"benchmarks/{question}.py", *map(str, words)]
-    command += ["--rounds", "1", "--turns", "1", "--json", str(file), "--page", str(page)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
-    )
+    common = ["--rounds", "1", "--turns", "1", "--json", file, "--page", page]
+    ended = start(f"benchmarks/{question}.py", *words, *common)
     assert ended.returncode == status, ended.stdout[-3000:] + ended.stderr[-3000:]
     record: dict[str, Any] = json.loads(file.read_text())[0]
     return record | {"page": page.read_text(), "printed": ended.stdout}

@@ -20,7 +20,7 @@ def steady(rank: Rank, number: float = 1.0, log: str = "") -> Turn:
     def turn() -> dict[str, Any]:
         if log:
             with Path(log).open("a") as lines:
-                print(os.getpid(), number, file=lines)
+                print(os.getpid(), f"{number:g}", file=lines)
         return {"number": number, "wall": number, "told": [number]}
 
     return turn

@@ -3,9 +3,8 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import pytest
 
 from benchmarks import report
 from benchmarks.harness import Column, Contender, Flags, Question
-from benchmarks.processes import Agents, Measured, measure
+from benchmarks.processes import Agents, measure
 from benchmarks.report import Results, cell, write_page
 from tests.benchmarks import small_question
-from tests.benchmarks.run import ROOT
+from tests.benchmarks.run import start
 from tests.benchmarks.small_question import failing, hungry, steady, summing, working
 
 COLUMNS = (
@@ -37,8 +36,9 @@ def question(
     return Question(small_question.contenders, columns, result, **(usual | changes))
 
 
-def measured(contenders: Sequence[Contender], **changes: Any) -> list[Measured]:
-    return measure(question(**changes), contenders, Flags(), Agents())
+def measured(contenders: Sequence[Contender], **changes: Any) -> list[dict[str, Any]]:
+    *_, found = measure(question(**changes), contenders, Flags(), Agents())
+    return found
 
 
 def contender(name: str, number: float = 1.0, **fields: Any) -> Contender:
@@ -48,48 +48,26 @@ def contender(name: str, number: float = 1.0, **fields: Any) -> Contender:
 
 def test_rounds_start_anew_and_turns_alternate(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    both = [
-        contender(name, number, arguments={"log": str(log)})
-        for name, number in (("a", 1.0), ("b", 2.0))
-    ]
+    both = [contender(str(k), k, arguments={"log": str(log)}) for k in (1, 2)]
     found = measured(both, rounds=2, turns=2)
     lines = [line.split() for line in log.read_text().splitlines()]
-    numbers = [number for _, number in lines]
     # In each round two warm-ups, and then two turns of each; who is first changes in both.
-    assert numbers == [
-        "1.0",
-        "2.0",
-        "1.0",
-        "2.0",
-        "2.0",
-        "1.0",
-        "2.0",
-        "1.0",
-        "2.0",
-        "1.0",
-        "1.0",
-        "2.0",
-    ]
-    pids = {(k // 6, number): {p for p, n in lines[6 * (k // 6) :][:6] if n == number}
-            for k, number in enumerate(numbers)}  # fmt: skip
-    assert all(len(each) == 1 for each in pids.values())
-    assert len({pid for each in pids.values() for pid in each}) == 4
-    assert [each.rounds[0]["wall"] for each in found] == [[1.0, 1.0], [2.0, 2.0]]
-    assert [len(each.rounds) for each in found] == [2, 2]
+    assert "".join(number for _, number in lines) == "121221212112"
+    pids = [{pid for pid, number in part if number == each}
+            for part in (lines[:6], lines[6:]) for each in "12"]  # fmt: skip
+    assert [len(each) for each in pids] == [1, 1, 1, 1]
+    assert len(set.union(*pids)) == 4
+    assert [each["rounds"][0]["wall"] for each in found] == [[1, 1], [2, 2]]
+    assert [len(each["rounds"]) for each in found] == [2, 2]
     log.unlink()
     measured(both, turns=2, warm_up=0, together=False)
-    assert [line.split()[1] for line in log.read_text().splitlines()] == [
-        "1.0",
-        "1.0",
-        "2.0",
-        "2.0",
-    ]
+    assert [line.split()[1] for line in log.read_text().splitlines()] == [*"1122"]
 
 
 def test_memory_and_time_are_those_of_the_turn() -> None:
     large = Contender(name="large", run=hungry, arguments={"megabytes": 200})
     busy = Contender(name="busy", run=working, arguments={"seconds": 0.3})
-    memory, time = (each.rounds[0] for each in measured([large, busy], warm_up=0))
+    memory, time = (each["rounds"][0] for each in measured([large, busy], warm_up=0))
     assert 200 * 2**20 <= memory["peak_bytes"] < 500 * 2**20
     assert time["peak_bytes"] < 50 * 2**20
     assert 0.6 <= time["cpu"][0] < 5  # a child's start, too
@@ -109,12 +87,12 @@ def test_what_cannot_be_measured_says_so_and_the_others_go_on() -> None:
         ],
         rounds=2,
     )
-    reasons = [each.reason for each in found]
+    reasons = [each["reason"] for each in found]
     assert reasons[1] == "not installed: no_such.module"
     assert reasons[2] == "takes a GPU"
     assert reasons[3].startswith("takes 1e+09 GB of memory, there are ")
     assert reasons[4].startswith("out of memory")
-    assert [len(each.rounds) for each in found] == [2, 0, 0, 0, 0, 2]
+    assert [len(each["rounds"]) for each in found] == [2, 0, 0, 0, 0, 2]
 
 
 def test_other_failures_end_the_run_with_the_last_words_of_the_rank() -> None:
@@ -125,45 +103,25 @@ def test_other_failures_end_the_run_with_the_last_words_of_the_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "tolerance", "is_same"),
-    [
-        ((1.0, 1.0), 0, True),
-        ((1.0, 1.01), 0, False),
-        ((1.0, 1.01), 0.1, True),
-        ((1.0, 2.0), 0.1, False),
-    ],
+    ("number", "tolerance", "is_same"),
+    [(1.0, 0, True), (1.01, 0, False), (1.01, 0.1, True), (2.0, 0.1, False)],
 )
-def test_contenders_do_the_same_job(
-    numbers: tuple[float, float], tolerance: float, is_same: bool
-) -> None:
-    other = contender("other", numbers[1], same={"told": tolerance})
-    if is_same:
-        assert "told" not in measured([contender("first", numbers[0]), other])[0].rounds[0]
-    else:
-        with pytest.raises(SystemExit, match="first and other do not do the same job"):
-            measured([contender("first", numbers[0]), other])
+def test_contenders_do_the_same_job(number: float, tolerance: float, is_same: bool) -> None:
+    both = [contender("first"), contender("other", number, same={"told": tolerance})]
+    wrong = pytest.raises(SystemExit, match="first and other do not do the same job")
+    with nullcontext() if is_same else wrong:
+        assert "told" not in measured(both)[0]["rounds"][0]
 
 
 def test_ranks_meet_and_are_added_up() -> None:
     pair = Contender(name="pair", run=summing, ranks=2)
-    assert measured([pair])[0].rounds[0]["sum"] == 3
+    assert measured([pair])[0]["rounds"][0]["sum"] == 3
 
 
 def test_launched_processes_stand_for_one_rank_each(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    command += ["tests/benchmarks/small_question.py", "--json", str(file)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = start(*torchrun, "tests/benchmarks/small_question.py", "--json", file)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("The sums are 1 to 3.") == 1
     one, two, three = json.loads(file.read_text())[0]["contenders"]
@@ -174,17 +132,9 @@ def test_launched_processes_stand_for_one_rank_each(tmp_path: Path) -> None:
 
 def record(numbers: dict[str, list[float]], **facts: Any) -> dict[str, Any]:
     contenders = [
-        {
-            "group": "",
-            "name": name,
-            "first": "a",
-            "reason": "" if values else "takes a GPU",
-            "x": None,
-            "facts": {"known": 7},
-            "rounds": [
-                {"wall": [0.5], "cpu": [1.0], "number": each, "notes": []} for each in values
-            ],
-        }
+        {"group": "", "name": name, "first": "a", "x": None, "facts": {"known": 7}}
+        | {"reason": "" if values else "takes a GPU"}
+        | {"rounds": [{"wall": [0.5], "cpu": [1.0], "number": each} for each in values]}
         for name, values in numbers.items()
     ]
     usual = {"command": "python x", "processor": "P", "cores": 2, "others_share_of_cores": 0.0}
@@ -199,11 +149,9 @@ def test_cells_are_medians_over_rounds_and_ratios_of_rounds() -> None:
     interval = found.cell("", "b", "times the first")
     assert interval is not None
     assert (interval.low, interval.high) == (1, 3)
-    assert (
-        "| b | 4.0 | 8.0 | 8.0 | 2.00 (1.00 to 3.00) | 0.50 (0.33 to 1.00) | 2 | 7 |"
-        in found.table()
-    )
-    assert "| c (not measured: takes a GPU) | | | | | | | 7 |" in found.table()
+    *_, b, c = found.table().splitlines()
+    assert b == "| b | 4.0 | 8.0 | 8.0 | 2.00 (1.00 to 3.00) | 0.50 (0.33 to 1.00) | 2 | 7 |"
+    assert c == "| c (not measured: takes a GPU) | | | | | | | 7 |"
     assert cell([1.0, 2.0]).low is None
 
 
@@ -211,18 +159,11 @@ def test_a_page_says_the_result_first_and_keeps_notes_and_other_machines(tmp_pat
     file = tmp_path / "page.md"
     asked = question(picture="bars")
     write_page(file, asked, [record({"a": [2.0]}), record({"a": [3.0]}, processor="Q")])
-    lines = file.read_text().splitlines()
-    assert lines[:5] == [
-        "# A question whose answers are known, for the tests of the harness",
-        "",
-        "2.",
-        "",
-        "    python x",
-    ]
-    assert "## On Q" in lines
-    assert lines[lines.index("## On Q") + 2] == "3."
+    title, text = str(small_question.__doc__).strip().rstrip("."), file.read_text()
+    assert text.startswith(f"# {title}\n\n2.\n\n    python x\n")
+    assert "\n## On Q\n\n3.\n" in text
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    file.write_text(file.read_text() + "\n## Notes\n\nFound by hand.\n")
+    file.write_text(text + "\n## Notes\n\nFound by hand.\n")
     write_page(file, asked, [record({"a": [9.0]}, others_share_of_cores=0.5)])
     text = file.read_text()
     assert text.splitlines()[2] == "9."
@@ -239,15 +180,12 @@ def test_a_record_replaces_that_of_the_same_processor_alone(
     flags = Flags(json=file, page=tmp_path / "page.md")
     for processor, number in (("P", 1.0), ("Q", 2.0), ("P", 3.0)):
         monkeypatch.setattr(report, "processor", lambda processor=processor: processor)
-        if number < 2:
-            with pytest.raises(SystemExit, match="too small"):
-                asked.ask([contender("a", number)], flags, {"size": 5})
-        else:
+        fails = pytest.raises(SystemExit, match="too small") if number < 2 else nullcontext()
+        with fails:
             asked.ask([contender("a", number)], flags, {"size": 5})
     found = json.loads(file.read_text())
-    assert [
-        (each["processor"], each["contenders"][0]["rounds"][0]["number"]) for each in found
-    ] == [("P", 3.0), ("Q", 2.0)]
+    assert [each["processor"] for each in found] == ["P", "Q"]
+    assert [each["contenders"][0]["rounds"][0]["number"] for each in found] == [3.0, 2.0]
     facts = found[0]
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", facts["date"])
     assert (facts["cores"], facts["size"]) == (os.cpu_count(), 5)

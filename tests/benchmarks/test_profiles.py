@@ -73,7 +73,8 @@ def all_reducing(rank: Rank, **sizes: int) -> Turn:
 def test_gloo_says_nothing_of_several_axes() -> None:
     sizes = {"tensor": 2}
     asked = [Contender(str(ranks), all_reducing, sizes, ranks=ranks) for ranks in (2, 4)]
-    one, two = (each.rounds[0] for each in measure(question(warm_up=0), asked, Flags(), Agents()))
+    (found,) = measure(question(warm_up=0, rounds=1), asked, Flags(), Agents())
+    one, two = (each["rounds"][0] for each in found)
     assert set(one) & {"tensor", "data"} == {"tensor"}
     runs, exposed = one["tensor"]
     assert 0 < exposed < 1.001 * runs < 1.001
