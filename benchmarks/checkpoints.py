@@ -33,7 +33,7 @@ def contender(rank: Rank, what: str, disk: str, preset: str) -> Turn:
     folder, memory = mkdtemp(dir=disk), mkdtemp(dir="/dev/shm")
     for each in (folder, memory):
         atexit.register(rmtree, each)
-    state = steps.build(steps.read(["--preset", preset, "--no-bf16"]), rank.mesh(), fast=True)
+    state = steps.build(steps.read(["--preset", preset, "--no-bf16"]), rank.mesh())
     config = CheckpointConfig(save=folder, async_save=what == SAVES[1])
     saver = Saver(state.mesh, config, {})
 

@@ -67,10 +67,14 @@ def contenders(
     """Compare the two. The vocabulary is cut over the tensor-parallel ranks."""
     sizes = {"vocab": vocab_size, "hidden": hidden_size, "tokens": tokens}
     for dtype, t, name in product(TOLERANCES, tensor_parallel, (AT_ONCE, CHUNKED)):
-        own, group = {"name": name, "dtype": dtype, **sizes}, f"{dtype}, t = {t}"
-        is_same = {"loss": TOLERANCES[dtype]}
         yield Contender(
-            name, contender, own, group=group, ranks=t, threads=max(1, 2 // t), same=is_same
+            name,
+            contender,
+            {"name": name, "dtype": dtype, **sizes},
+            group=f"{dtype}, t = {t}",
+            ranks=t,
+            threads=max(1, 2 // t),
+            same={"loss": TOLERANCES[dtype]},
         )
 
 
@@ -78,16 +82,19 @@ def extra(figures: Figures) -> float:
     return float(figures["peak_bytes"] - figures["held"]) / 2**20
 
 
-COLUMNS = (
-    Column("seconds", "wall", "{:.3f}"),
-    Column(RATIO, "wall", "{:.3f}", "its / first"),
-    Column("CPU seconds", "cpu", "{:.3f}"),
-    Column("extra MiB", lambda own, _: extra(own), "{:,.0f}"),
-    Column(MEMORY, lambda own, first: extra(own) / extra({} if own is first else first)),
-)
-RESULT = "Logits in chunks take {} of the time of all at once and {} of the memory."
 QUESTION = Question(
-    contenders, COLUMNS, lambda found: RESULT.format(found.range(RATIO), found.range(MEMORY))
+    contenders,
+    (
+        Column("seconds", "wall", "{:.3f}"),
+        Column(RATIO, "wall", "{:.3f}", "its / first"),
+        Column("CPU seconds", "cpu", "{:.3f}"),
+        Column("extra MiB", lambda own, _: extra(own), "{:,.0f}"),
+        Column(MEMORY, lambda own, first: extra(own) / extra(first)),
+    ),
+    lambda found: (
+        f"Logits in chunks take {found.range(RATIO)} of the time of all at once and "
+        f"{found.range(MEMORY)} of the memory."
+    ),
 )
 
 if __name__ == "__main__":

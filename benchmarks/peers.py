@@ -3,7 +3,7 @@
 plain torch      a model as a user of torch writes it, without a detour for generality
 DTensor          the same by torch's parallelize_module, with the best plan that we know
 transformers     GPT2LMHeadModel with sdpa
-Megatron-Core    GPTModel (pip install megatron-core, beside this project); on a CPU its own layers
+Megatron-Core    GPTModel (pip install megatron-core, beside this project), on a CPU alone
 floor            the matmuls of the step alone, each in the layout that is fastest here
 
 In bf16 this project and Megatron-Core compute on bf16 weights with fp32 masters; the others as
@@ -30,7 +30,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import GPT2Config as TheirConfig
 from transformers import GPT2LMHeadModel
 
-from benchmarks.harness import Rank, Turn, is_installed
+from benchmarks.harness import Rank, Turn
 from benchmarks.steps import LEARNING_RATE, SEED, batch_of, precision_of, read
 from megatron.config.model import GPT2Config, TextModelConfig
 from megatron.config.pretrain import PretrainGPT2Config
@@ -210,29 +210,27 @@ def transformers(rank: Rank, flags: Sequence[str], *, compiled: bool = False) ->
     return Training(rank, config, model, loss)
 
 
-CORE_SETTINGS = """num_layers hidden_size num_attention_heads layernorm_epsilon attention_dropout
-hidden_dropout"""
-# Theirs and ours; Transformer Engine's norms are part of the matmul behind them.
-CORE_NAMES = {
+CORE_NAMES = {  # theirs and ours
     "embedding.word_embeddings": "word_embedding",
     "embedding.position_embeddings": "position_embedding",
-    "decoder.final_layernorm": "final_norm",
     "decoder.layers": "transformer.layers",
-    "linear_qkv.layer_norm_": "attention_norm.",
-    "linear_fc1.layer_norm_": "mlp_norm.",
     "input_layernorm": "attention_norm",
+    "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.linear_proj": "attention.output",
     "pre_mlp_layernorm": "mlp_norm",
-    "linear_qkv": "attention.qkv",
-    "linear_proj": "attention.output",
-    "linear_fc1": "up",
-    "linear_fc2": "down",
-    "self_attention.": "",
-    "mlp.mlp_norm": "mlp_norm",
+    "mlp.linear_fc1": "mlp.up",
+    "mlp.linear_fc2": "mlp.down",
+    "decoder.final_layernorm": "final_norm",
 }
 
 
 def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
+    """Its layers without Transformer Engine run on a CPU but for two lines: where a scratch buffer
+    is, and the state of dropout."""
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     config, device = read(flags, rank.size), rank.device
     if rank.size > 1:
@@ -240,16 +238,43 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=rank.size)
-    if device.type == "cuda":
-        tensor_parallel.model_parallel_cuda_manual_seed(0)
-    else:  # its own layers run but for two lines: where a scratch buffer is, and dropout's state
-        torch.cuda.current_device = lambda: device  # type: ignore[assignment]
-        tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
-    has_engine = device.type == "cuda" and is_installed("transformer_engine")
-    model, s = core_model(config, rank, has_engine=has_engine), config.data.seq_length
-    positions = torch.arange(s, device=device).expand(config.training.micro_batch_size, -1)
-    mask = torch.ones(s, s, dtype=torch.bool, device=device).triu(1)[None, None]
-    mask = None if has_engine else mask  # its kernels know it
+    torch.cuda.current_device = lambda: device
+    tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
+    ours, dtype, s = config.model, DTYPES[precision_of(config)], config.data.seq_length
+    settings = TransformerConfig(
+        num_layers=ours.num_layers,
+        hidden_size=ours.hidden_size,
+        num_attention_heads=ours.num_attention_heads,
+        layernorm_epsilon=ours.layernorm_epsilon,
+        attention_dropout=ours.attention_dropout,
+        hidden_dropout=ours.hidden_dropout,
+        activation_func=partial(F.gelu, approximate="tanh"),
+        tensor_model_parallel_size=rank.size,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,  # a kernel of apex
+    )
+    vocab_size = open_samples(config)[1]
+    model = GPTModel(
+        settings,
+        get_gpt_layer_local_spec(normalization="LayerNorm"),
+        vocab_size,  # without padding, which their softmax would count
+        max_sequence_length=ours.max_position_embeddings,
+        position_embedding_type="learned_absolute",
+        share_embeddings_and_output_weights=True,
+    )
+    weights = by_heads(initial_weights(ours, vocab_size), ours.num_attention_heads)
+    for name, parameter in model.named_parameters():
+        for theirs, own in CORE_NAMES.items():
+            name = name.replace(theirs, own)
+        whole = weights[name]
+        for dim, (size, own_size) in enumerate(zip(whole.shape, parameter.shape, strict=True)):
+            whole = whole.chunk(size // own_size, dim)[rank.rank if size > own_size else 0]
+        parameter.data.copy_(whole)
+    model.to(dtype).train()
+    positions = torch.arange(s).expand(config.training.micro_batch_size, -1)
+    mask = torch.ones(s, s, dtype=torch.bool).triu(1)[None, None]
     return Training(
         rank,
         config,
@@ -259,61 +284,20 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
     )
 
 
-def core_model(config: PretrainGPT2Config, rank: Rank, *, has_engine: bool) -> nn.Module:
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    model, dtype = config.model, DTYPES[precision_of(config)]
-    is_gpu, vocab_size = rank.device_type == "cuda", open_samples(config)[1]
-    local_spec = partial(gpt_layer_specs.get_gpt_layer_local_spec, normalization="LayerNorm")
-    engine_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
-    settings = TransformerConfig(
-        **{name: getattr(model, name) for name in CORE_SETTINGS.split()},
-        tensor_model_parallel_size=rank.size,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        # GeLU by tanh: theirs is, where it is fused with the bias.
-        activation_func=F.gelu if is_gpu else partial(F.gelu, approximate="tanh"),
-        use_cpu_initialization=not is_gpu,
-        bias_activation_fusion=is_gpu,
-        bias_dropout_fusion=is_gpu,
-        masked_softmax_fusion=False,  # a kernel of apex
-    )
-    built = GPTModel(
-        settings,
-        engine_spec() if has_engine else local_spec(),
-        vocab_size,  # without padding, which their softmax would count
-        max_sequence_length=model.max_position_embeddings,
-        position_embedding_type="learned_absolute",
-        share_embeddings_and_output_weights=True,
-    )
-    weights = by_heads(initial_weights(model, vocab_size), model.num_attention_heads)
-    for name, parameter in built.named_parameters():
-        for theirs, ours in CORE_NAMES.items():
-            name = name.replace(theirs, ours)
-        whole = weights[name]
-        for dim, (size, own) in enumerate(zip(whole.shape, parameter.shape, strict=True)):
-            whole = whole.chunk(size // own, dim)[rank.rank if size > own else 0]
-        parameter.data.copy_(whole)
-    return built.to(rank.device, dtype).train()
-
-
 def floor(rank: Rank, flags: Sequence[str]) -> Turn:
-    """The matmuls of a step on one rank, each in the layout of factors and result that is fastest
-    here, by torch or as this project does it."""
-    config, device, chosen = read(flags, rank.size), rank.device, list[Callable[[], Tensor]]()
+    """The matmuls of a step on one rank, each as it is fastest here."""
+    config, chosen = read(flags, rank.size), list[Callable[[], Tensor]]()
     precision = precision_of(config)
+    options: Any = {"dtype": DTYPES[precision], "device": rank.device}
 
     def seconds(run: Callable[[], Tensor]) -> float:
         return min(repeat(lambda: (run(), rank.synchronize()), number=1, repeat=5)[1:])
 
     for phase in Step(config, rank.size, precision, rank.device_type).work.values():
         for each, times in phase.matmuls.items():
-            shapes = (each.batch, each.m, each.k), (each.batch, each.k, each.n)
-            left, right = (torch.randn(x, dtype=DTYPES[precision], device=device) for x in shapes)
-            best = min(layouts(left.squeeze(0), right.squeeze(0)), key=seconds)
-            chosen += [best] * round(times * each.share)
+            left = torch.randn(each.batch, each.m, each.k, **options).squeeze(0)
+            right = torch.randn(each.batch, each.k, each.n, **options).squeeze(0)
+            chosen += [min(ways(left, right), key=seconds)] * round(times * each.share)
 
     def turn() -> None:
         for run in chosen:
@@ -322,8 +306,9 @@ def floor(rank: Rank, flags: Sequence[str]) -> Turn:
     return turn
 
 
-def layouts(left: Tensor, right: Tensor) -> Iterator[Callable[[], Tensor]]:
-    """Either factor and the result in memory by rows or by columns: (x y)' = y' x'."""
+def ways(left: Tensor, right: Tensor) -> Iterator[Callable[[], Tensor]]:
+    """To multiply, by torch or as this project does it: either factor and the result in memory by
+    rows or by columns. By columns the result is (x y)' = y' x'."""
     pairs = ([each, each.mT.contiguous().mT] for each in (left, right))
     for x, y in product(*pairs):
         for one, two in ((x, y), (y.mT, x.mT)):

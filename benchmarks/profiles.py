@@ -73,11 +73,11 @@ def communication(events: Iterable[Event], group: str = "") -> tuple[float, floa
     group: name of the process group that counts alone.
     """
     timed = [each for each in events if each.get("ph") == "X" and "barrier" not in each["name"]]
-    places = ON_GPU if any(each.get("cat") in ON_GPU for each in timed) else ON_CPU
-    timed = [each for each in timed if each.get("cat") in places]
+    kernels = [each for each in timed if each.get("cat") in ON_GPU]
+    timed = kernels or [each for each in timed if each.get("cat") in ON_CPU]
     own = [each for each in timed if each["name"].startswith(COMMUNICATION)]
     others = [each for each in timed if not each["name"].startswith(COMMUNICATION)]
-    if places is ON_CPU:  # what holds other operators computes nothing itself
+    if not kernels:  # what holds other operators computes nothing itself
         others = [each for each in others if each["name"].startswith(OPERATORS)]
     if group:
         own = [each for each in own if each.get("args", {}).get("Process Group Name") == group]

@@ -40,6 +40,7 @@ from tools.planning.timing import predict
 from tools.planning.trace import Step
 
 LINEAR, SPEED_UP = "share of linear", "speed-up"
+PADDED = 51_200  # rows of the vocabulary, at every parallel size
 PRECISIONS = {
     "fp32": "--no-fp16 --no-bf16",
     "bf16": "--no-fp16 --bf16",
@@ -57,17 +58,14 @@ class Point:
     heads: int | None = None
 
     def flags(self, precision: str, *, is_small: bool) -> list[str]:
-        """Of pretrain_gpt2.py. The vocabulary is padded alike at every parallel size."""
-        table = parse(PretrainGPT2Config, ["--preset", self.preset], {})
-        model, size = table.model, table.parallel.tensor_model_parallel_size
-        multiple = size * model.make_vocab_size_divisible_by
-        padded, heads = -(-50257 // multiple) * multiple, self.heads or model.num_attention_heads
+        """Of pretrain_gpt2.py."""
+        model = parse(PretrainGPT2Config, ["--preset", self.preset], {}).model
+        heads, padded = self.heads or model.num_attention_heads, PADDED
         words = f"--preset {self.preset} --tensor-model-parallel-size {self.tensor} "
         if is_small:
-            padded, heads = padded // 32, heads // 2
+            heads, padded = heads // 2, padded // 32
             words += f"--num-layers {model.num_layers // 4} --hidden-size {model.hidden_size // 8} "
-            words += f"--seq-length {table.data.seq_length // 8} --vocab-size {padded} "
-            words += f"--max-position-embeddings {model.max_position_embeddings // 8} "
+            words += f"--seq-length 128 --max-position-embeddings 128 --vocab-size {padded} "
         words += f"--make-vocab-size-divisible-by {padded // self.tensor} "
         return f"{words} --num-attention-heads {heads} {PRECISIONS[precision]}".split()
 
@@ -77,21 +75,22 @@ def studies(ranks: int, *, is_small: bool) -> dict[Point, dict[str, float]]:
 
     In miniature the numbers of heads, which are halved, are compared on as many ranks as there are.
     """
-    found: dict[Point, dict[str, float]] = {}
-    for copies in (1, 2 if is_small else COPIES):
-        for each in MODELS:
-            paper = each.model_parallel if copies == 1 else each.model_and_data_parallel
-            found[Point(each.preset, each.tensor, copies)] = {LINEAR: paper}
+    small, large = MODELS[0].preset, MODELS[-1].preset
+    copies, tensor = COPIES, MODELS[-1].tensor
+    if is_small:
+        copies, tensor = 2, max(size for size in (1, 2, 4) if size <= ranks)
+    found = {Point(each.preset, each.tensor): {LINEAR: each.model_parallel} for each in MODELS}
+    for each in MODELS:
+        found[Point(each.preset, each.tensor, copies)] = {LINEAR: each.model_and_data_parallel}
     for size, speed_up in STRONG.items():
-        found.setdefault(Point(MODELS[0].preset, size), {})[SPEED_UP] = speed_up
-    tensor = 2 ** (min(4, ranks).bit_length() - 1) if is_small else MODELS[-1].tensor
+        found.setdefault(Point(small, size), {})[SPEED_UP] = speed_up
     for heads, share in HEADS.items():
-        found[Point(MODELS[-1].preset, tensor, heads=heads)] = {LINEAR: share}
+        found[Point(large, tensor, heads=heads)] = {LINEAR: share}
     return found
 
 
 def train(rank: Rank, flags: list[str]) -> Turn:
-    step = steps.ours(rank, flags, fast=True)
+    step = steps.ours(rank, flags)
     step()
     shares = shares_by_axis(step, rank, step.state.mesh)
     return lambda: step() | shares
@@ -105,7 +104,7 @@ def columns() -> Iterator[Column]:
     yield Column("M parameters", "parameters", "{:,.1f}", unit=1e6)
     yield Column("seconds", "wall")
     yield Column("TFLOP/s of a rank", "executed", per="wall", unit=1e12)
-    yield Column("MFU, %", lambda own, _: 100 * own["useful"] / own["wall"] / own["peak"], "{:.1f}")
+    yield Column("MFU, %", "mfu", "{:.1f}", per="wall")
     for axis in ("tensor", "data"):
         yield Column(f"{axis} axis, %", lambda own, _, x=axis: 100 * own[x][0], "{:.1f}")
         yield Column(f"{axis}, exposed, %", lambda own, _, x=axis: 100 * own[x][1], "{:.1f}")
@@ -120,7 +119,7 @@ def result(found: Results) -> str:
     last = {}
     for row in found.rows:
         kind, cell = found.rounds[row][0]["kind"], found.cell(*row, LINEAR)
-        if cell is not None and kind:
+        if kind and cell:
             last[kind] = f"{kind} parallel {cell.text('{:.1f} %', is_ratio=True)} ({row[1]})"
     return f"Share of linear: {'; '.join(last.values()) or 'not measured'}."
 
@@ -131,34 +130,33 @@ def contenders(flags: Flags, hardware: str | None = None) -> Iterator[Contender]
     Args:
         hardware: of scripts/hardware/ or a file, for what tools/plan.py predicts and for MFU.
     """
-    is_small, base = flags.device == "cpu", 0
+    is_small = flags.device == "cpu"
     most = max(world_size(os.environ), 2 if is_small else torch.cuda.device_count())
     precision = default_precision(torch.device("cpu")) if is_small else "fp16"
     machine = find_hardware(hardware) if hardware else None
-    peak = None if is_small else steps.PEAKS.get(torch.cuda.get_device_name())
-    peak = machine.peak(precision) if machine else peak
+    peak = machine.peak(precision) if machine else steps.peak_of(flags.device)
+    smallest = 0  # parameters of the first
     for point, paper in studies(most, is_small=is_small).items():
         size, words = point.tensor * point.copies, point.flags(precision, is_small=is_small)
         step = Step(steps.read(words, size), size, precision, flags.device)
         heads, parameters = step.config.model.num_attention_heads, step.model.parameters
-        base = base or parameters
-        factors = {LINEAR: 100 * parameters / (point.tensor * base), SPEED_UP: 1.0}
-        is_weak = size > 1 and point.heads is None
+        smallest = smallest or parameters
+        factors = {LINEAR: 100 * parameters / (point.tensor * smallest), SPEED_UP: 1.0}
+        facts = {"parameters": parameters, "executed": step.executed_flops / size, "kind": ""}
+        if size > 1 and point.heads is None:
+            facts["kind"] = "model" if point.copies == 1 else "model and data"
+        if peak:  # MFU of a step of a second, in %
+            facts["mfu"] = 100 * step.flops / size / peak
+        if machine:
+            facts["predicted"] = predict(step, machine).total
+        for study, value in paper.items():
+            facts |= {study: factors[study], f"{study}, paper": value}
+        model = point.preset.rpartition("_")[2].upper()
         yield Contender(
-            f"{point.preset.rpartition('_')[2].upper()}, {heads} heads, "
-            f"t x d = {point.tensor} x {point.copies}",
+            f"{model}, {heads} heads, t x d = {point.tensor} x {point.copies}",
             train,
             {"flags": words},
-            facts={
-                "parameters": parameters,
-                "executed": step.executed_flops / size,
-                "useful": step.flops / size,
-                "kind": ("model" if point.copies == 1 else "model and data") if is_weak else "",
-                **{study: factors[study] for study in paper},
-                **{f"{study}, paper": value for study, value in paper.items()},
-                **({"peak": peak} if peak else {}),
-                **({"predicted": predict(step, machine).total} if machine else {}),
-            },
+            facts=facts,
             ranks=size,
             missing=f"takes {size} ranks, there are {most}" if size > most else "",
         )

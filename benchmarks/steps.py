@@ -31,6 +31,11 @@ LEARNING_RATE = 1e-3
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
 
+def peak_of(device: str) -> float | None:
+    """FLOP/s of the GPU, where they are known."""
+    return PEAKS.get(torch.cuda.get_device_name()) if device == "cuda" else None
+
+
 def read(flags: Sequence[str], ranks: int = 1) -> PretrainGPT2Config:
     """The settings of pretrain_gpt2.py. Raises UsageError where so many ranks do not fit."""
     given = parse(PretrainGPT2Config, list(flags), {})
@@ -50,42 +55,31 @@ def batch_of(config: PretrainGPT2Config, step: int, rank: int = 0, ranks: int = 
     return open_samples(config)[0].batch(numbers.tolist()).numbered(numbers)
 
 
-def build(
-    config: PretrainGPT2Config, mesh: Mesh, *, compiled: bool = False, fast: bool = False
-) -> TrainState:
-    """A run at step 0. fast: initial weights of the device's generator, which no peer has."""
-    state = build_state(
+def build(config: PretrainGPT2Config, mesh: Mesh, *, compiled: bool = False) -> TrainState:
+    """A run at step 0."""
+    return build_state(
         config.model,
         config.optimizer,
         config.precision,
         mesh,
         open_samples(config)[1],
-        seed=None if fast else SEED,
+        seed=SEED,
         dtype=DTYPES[precision_of(config)],
         compiled=compiled,
     )
-    if fast:
-        torch.manual_seed(SEED)
-        with torch.no_grad():
-            for view, own in state.optimizer.master_views():
-                own.normal_(view.spec.fill, view.spec.std or 0.0)
-                own[len(view.spec.real(own)) :] = 0  # padding
-            state.optimizer.publish()
-    return state
 
 
 def mesh_of(rank: Rank, config: PretrainGPT2Config, of_ranks: int = 1) -> Mesh:
     """The contender's ranks as the settings cut them. of_ranks: only the first of so many runs;
     its collectives leave their tensors as they are, and take no time."""
-    parallel = config.parallel
-    options: Any = {"sequence_parallel": parallel.cuts_stream}
-    options["tensor_parallel_mode"] = parallel.tensor_parallel_mode
+    sizes, mode = config.parallel.sizes, config.parallel.tensor_parallel_mode
+    options: Any = {"tensor_parallel_mode": mode, "sequence_parallel": config.parallel.cuts_stream}
     if of_ranks == 1:
-        return rank.mesh(parallel.sizes, **options)
+        return rank.mesh(sizes, **options)
     from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public one
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=of_ranks)
-    return replace(build_mesh(parallel.sizes, rank.device, **options), control=ControlGroup())
+    return replace(build_mesh(sizes, rank.device, **options), control=ControlGroup())
 
 
 @dataclass
@@ -102,10 +96,10 @@ class Step:
         return {"loss": result.loss, "tokens": result.tokens}
 
 
-def ours(rank: Rank, flags: Sequence[str], *, of_ranks: int = 1, fast: bool = False) -> Step:
-    """of_ranks: as of mesh_of. fast: as of build."""
+def ours(rank: Rank, flags: Sequence[str], *, of_ranks: int = 1) -> Step:
+    """of_ranks: as of mesh_of."""
     config = read(flags, max(rank.size, of_ranks))
     mesh = mesh_of(rank, config, of_ranks)
     compiled, warnings = choose_compile(config.training.compile, mesh)
     rank.notes += warnings
-    return Step(config, build(config, mesh, compiled=compiled, fast=fast))
+    return Step(config, build(config, mesh, compiled=compiled))

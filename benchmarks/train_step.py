@@ -14,14 +14,13 @@ shown beside. On gloo nothing is said of NCCL.
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import torch
 
 from benchmarks import peers, steps
 from benchmarks.harness import Column, Contender, Flags, Question
@@ -30,7 +29,7 @@ from tools.planning.trace import Step
 
 OURS, FLOOR = "this project", "floor"
 DROPOUT = "this project, dropout 0.1"
-VARIANTS = {
+VARIANTS = {  # and their flags
     OURS: "",
     "this project, sequence parallel": "--sequence-parallel",
     "this project, full recomputation": "--recompute-granularity full",
@@ -39,14 +38,14 @@ VARIANTS = {
     DROPOUT: (dropped := "--attention-dropout 0.1 --hidden-dropout 0.1"),
     f"{DROPOUT}, attention's by coordinates": f"{dropped} --attention-dropout-rng coordinates",
 }
-# Function, tensor-parallel sizes on which it runs (0: any), arguments beside the flags.
-PEERS: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    "plain torch": (peers.plain, 1, {}),
-    "transformers": (peers.transformers, 1, {}),
-    "transformers, compiled": (peers.transformers, 1, {"compiled": True}),
-    "DTensor": (peers.plain, 2, {}),
-    "Megatron-Core": (peers.megatron_core, 0, {}),
-    FLOOR: (peers.floor, 0, {}),
+ALONE, SEVERAL, ANY = range(1, 2), range(2, 1000), range(1, 1000)
+PEERS: dict[str, tuple[Any, range]] = {  # and their tensor-parallel sizes
+    "plain torch": (peers.plain, ALONE),
+    "transformers": (peers.transformers, ALONE),
+    "transformers, compiled": (partial(peers.transformers, compiled=True), ALONE),
+    "DTensor": (peers.plain, SEVERAL),
+    "Megatron-Core": (peers.megatron_core, ANY),
+    FLOOR: (peers.floor, ANY),
 }
 USUAL = (OURS, "plain torch", "transformers", "DTensor", "Megatron-Core", FLOOR)
 SIZES = {  # flags of a preset on a CPU
@@ -93,40 +92,37 @@ def contenders(
     names = flags.contenders or USUAL
     if unknown := set(names) - {*VARIANTS, *PEERS}:
         raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {[*VARIANTS, *PEERS]}")
-    peak = steps.PEAKS.get(torch.cuda.get_device_name()) if flags.device == "cuda" else None
+    peak = steps.peak_of(flags.device)
     for preset, dtype, ranks, name in product(presets, dtypes, tensor_parallel, names):
-        run, sizes, arguments = PEERS.get(name, (steps.ours, 0, {}))
-        if sizes not in (0, min(ranks, 2)) or (stub_communication and name in PEERS):
+        run, sizes = PEERS.get(name, (steps.ours, ANY))
+        if ranks not in sizes or (stub_communication and name in PEERS):
             continue
-        if stub_communication:
-            arguments = {"of_ranks": ranks, "fast": True}
         words = f"{SIZES.get(preset, '')} --no-fp16 {'--bf16' if dtype == 'bf16' else '--no-bf16'} "
         words += f"--attention-dropout 0 --hidden-dropout 0 --tensor-model-parallel-size {ranks} "
         words += f"{program_flags} {VARIANTS.get(name, '')}"
-        given, is_exact = ["--preset", preset, *shlex.split(words)], flags.device == "cpu"
-        tolerance = 0.0 if is_exact and "recomputation" in name else TOLERANCES[dtype]
-        facts = {"peak": peak} if peak else {}
+        given, facts = ["--preset", preset, *shlex.split(words)], {}
         if name != FLOOR:
             step = Step(steps.read(given, ranks), ranks, dtype, flags.device)
-            facts["useful"] = step.flops / ranks
-        if name in VARIANTS:
-            facts |= {"executed": step.executed_flops / ranks, "kept": step.trace.kept}
+            executed, useful = step.executed_flops / ranks, step.flops / ranks
+            if name in VARIANTS:
+                facts = {"executed": executed, "kept": step.trace.kept}
+            if peak:  # HFU and MFU of a step of a second, in %
+                facts |= {"hfu": 100 * executed / peak, "mfu": 100 * useful / peak}
+        is_exact = flags.device == "cpu" and "recomputation" in name
+        is_core = name == "Megatron-Core"
+        is_other = name == FLOOR or DROPOUT in name
         yield Contender(
             name,
             run,
-            {"flags": given, **arguments},
+            {"flags": given, **({"of_ranks": ranks} if stub_communication else {})},
             group=f"{Path(preset).name.removesuffix('.toml')}, {dtype}, t = {ranks}",
             ranks=1 if stub_communication else ranks,
             threads=max(1, threads // ranks),
-            needs=("megatron.core",) if name == "Megatron-Core" else (),
-            same={} if name == FLOOR or DROPOUT in name else {"loss": tolerance},
+            needs=("megatron.core",) if is_core else (),
+            missing="runs on a CPU alone" if is_core and flags.device == "cuda" else "",
+            same={} if is_other else {"loss": 0.0 if is_exact else TOLERANCES[dtype]},
             facts=facts,
         )
-
-
-def used(key: str) -> Any:
-    """On a known GPU, in %."""
-    return lambda own, _: 100 * own[key] / own["wall"] / own["peak"]
 
 
 COLUMNS = (
@@ -137,8 +133,8 @@ COLUMNS = (
     Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
     Column("kept for the backward, MiB", "kept", "{:,.0f}", unit=2**20),
     Column("FLOPs / the first's", "executed", "{:.3f}", "its / first"),
-    Column("MFU, %", used("useful"), "{:.1f}"),
-    Column("HFU, %", used("executed"), "{:.1f}"),
+    Column("MFU, %", "mfu", "{:.1f}", per="wall"),
+    Column("HFU, %", "hfu", "{:.1f}", per="wall"),
 )
 QUESTION = Question(contenders, COLUMNS, result, turns=3, warm_up=3, picture="bars")
 

@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from benchmarks.harness import Contender, Flags, Rank, Turn
-from benchmarks.processes import Agents, measure
+from benchmarks.harness import Contender, Rank, Turn
 from benchmarks.profiles import communication, shares_by_axis
-from tests.benchmarks.test_harness import question
+from tests.benchmarks.test_harness import measured
 
 
 def event(name: str, start: float, stop: float, thread: int = 1, **more: Any) -> dict[str, Any]:
@@ -58,8 +58,6 @@ def test_kernels_name_their_group_on_a_gpu() -> None:
 
 def all_reducing(rank: Rank, **sizes: int) -> Turn:
     """Communicates much, and computes nothing."""
-    import torch
-
     mesh, numbers = rank.mesh(sizes), torch.ones(2**20)
 
     def turn() -> None:
@@ -71,11 +69,8 @@ def all_reducing(rank: Rank, **sizes: int) -> Turn:
 
 
 def test_gloo_says_nothing_of_several_axes() -> None:
-    sizes = {"tensor": 2}
-    asked = [Contender(str(ranks), all_reducing, sizes, ranks=ranks) for ranks in (2, 4)]
-    (found,) = measure(question(warm_up=0, rounds=1), asked, Flags(), Agents())
-    one, two = (each["rounds"][0] for each in found)
-    assert set(one) & {"tensor", "data"} == {"tensor"}
+    asked = [Contender(str(n), all_reducing, {"tensor": 2}, ranks=n) for n in (2, 4)]
+    one, two = (each["rounds"][0] for each in measured(asked, warm_up=0))
     runs, exposed = one["tensor"]
     assert 0 < exposed < 1.001 * runs < 1.001
-    assert not set(two) & {"tensor", "data"}
+    assert not {"tensor", "data"} & {*two}
