@@ -67,21 +67,16 @@ def contenders(
     """Compare the two. The vocabulary is cut over the tensor-parallel ranks."""
     sizes = {"vocab": vocab_size, "hidden": hidden_size, "tokens": tokens}
     for dtype, t, name in product(TOLERANCES, tensor_parallel, (AT_ONCE, CHUNKED)):
-        yield Contender(
-            name,
-            contender,
-            {"name": name, "dtype": dtype, **sizes},
-            group=f"{dtype}, t = {t}",
-            ranks=t,
-            threads=max(1, 2 // t),
-            same={"loss": TOLERANCES[dtype]},
-        )
+        own, group = {"name": name, "dtype": dtype, **sizes}, f"{dtype}, t = {t}"
+        same, threads = {"loss": TOLERANCES[dtype]}, max(1, 2 // t)
+        yield Contender(name, contender, own, group=group, ranks=t, threads=threads, same=same)
 
 
 def extra(figures: Figures) -> float:
     return float(figures["peak_bytes"] - figures["held"]) / 2**20
 
 
+RESULT = "Logits in chunks take {} of the time of all at once and {} of the memory."
 QUESTION = Question(
     contenders,
     (
@@ -91,10 +86,7 @@ QUESTION = Question(
         Column("extra MiB", lambda own, _: extra(own), "{:,.0f}"),
         Column(MEMORY, lambda own, first: extra(own) / extra(first)),
     ),
-    lambda found: (
-        f"Logits in chunks take {found.range(RATIO)} of the time of all at once and "
-        f"{found.range(MEMORY)} of the memory."
-    ),
+    lambda found: RESULT.format(found.range(RATIO), found.range(MEMORY)),
 )
 
 if __name__ == "__main__":

@@ -51,19 +51,18 @@ def write_profile(turn: Turn, rank: Rank, folder: Path, name: str) -> dict[str, 
     return {}
 
 
-def shares_by_axis(turn: Turn, rank: Rank, mesh: Any) -> dict[str, list[float]]:
-    """By axis of several ranks: the share of a turn in which the axis communicates or waits for
-    its ranks, and in which nothing is computed beside that. gloo's events do not name their group:
-    on a CPU there is none where several axes communicate."""
+def shares_by_axis(turn: Turn, rank: Rank, mesh: Any) -> dict[str, float]:
+    """For each axis of several ranks "axis": the share of a turn in which it communicates or waits
+    for its ranks, and "axis, exposed": in which nothing is computed beside that. gloo's events do
+    not name their group: on a CPU there is none where several axes communicate."""
     axes, is_named = [axis for axis in mesh.axes if axis.size > 1], rank.device_type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         _, events, whole = traced(turn, rank, Path(folder, "trace.json"))
-    if len(axes) > 1 and not is_named:
-        return {}
-    return {
-        axis.name: [x / whole for x in communication(events, axis.group.group_name * is_named)]
-        for axis in axes
-    }
+    found = {}
+    for axis in axes if is_named or len(axes) == 1 else ():
+        runs, exposed = communication(events, axis.group.group_name * is_named)
+        found |= {axis.name: runs / whole, f"{axis.name}, exposed": exposed / whole}
+    return found
 
 
 def communication(events: Iterable[Event], group: str = "") -> tuple[float, float]:

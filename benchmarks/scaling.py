@@ -18,7 +18,6 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
@@ -27,7 +26,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 import torch
 
 from benchmarks import steps
-from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
 from benchmarks.profiles import shares_by_axis
 from benchmarks.report import Results
 from megatron.config.launch import world_size
@@ -96,32 +95,16 @@ def train(rank: Rank, flags: list[str]) -> Turn:
     return lambda: step() | shares
 
 
-def compared(study: str, key: str, own: Figures, first: Figures) -> float:
-    return own[study] * first[key] / own[key]
-
-
-def columns() -> Iterator[Column]:
-    yield Column("M parameters", "parameters", "{:,.1f}", unit=1e6)
-    yield Column("seconds", "wall")
-    yield Column("TFLOP/s of a rank", "executed", per="wall", unit=1e12)
-    yield Column("MFU, %", "mfu", "{:.1f}", per="wall")
-    for axis in ("tensor", "data"):
-        yield Column(f"{axis} axis, %", lambda own, _, x=axis: 100 * own[x][0], "{:.1f}")
-        yield Column(f"{axis}, exposed, %", lambda own, _, x=axis: 100 * own[x][1], "{:.1f}")
-    for study, form in ((LINEAR, "{:.1f}"), (SPEED_UP, "{:.2f}")):
-        for key, ending in (("wall", ""), ("predicted", ", predicted")):
-            yield Column(study + ending, partial(compared, study, key), form)
-        yield Column(f"{study}, paper", f"{study}, paper", form)
-
-
 def result(found: Results) -> str:
-    """The last point that was measured of weak scaling, without copies and with."""
-    last = {}
-    for row in found.rows:
-        kind, cell = found.rounds[row][0]["kind"], found.cell(*row, LINEAR)
-        if kind and cell:
-            last[kind] = f"{kind} parallel {cell.text('{:.1f} %', is_ratio=True)} ({row[1]})"
-    return f"Share of linear: {'; '.join(last.values()) or 'not measured'}."
+    """The last point that was measured of each kind."""
+    cells = ((row, found.cell(*row, LINEAR)) for row in found.rows)
+    last = {
+        found.rounds[row][0]["kind"]: f"{cell.text('{:.1%}', is_ratio=True)} ({row[1]})"
+        for row, cell in cells
+        if cell
+    }
+    said = "; ".join(f"{kind} {share}" for kind, share in last.items())
+    return f"Share of linear: {said or 'not measured'}."
 
 
 def contenders(flags: Flags, hardware: str | None = None) -> Iterator[Contender]:
@@ -135,22 +118,20 @@ def contenders(flags: Flags, hardware: str | None = None) -> Iterator[Contender]
     precision = default_precision(torch.device("cpu")) if is_small else "fp16"
     machine = find_hardware(hardware) if hardware else None
     peak = machine.peak(precision) if machine else steps.peak_of(flags.device)
-    smallest = 0  # parameters of the first
     for point, paper in studies(most, is_small=is_small).items():
         size, words = point.tensor * point.copies, point.flags(precision, is_small=is_small)
         step = Step(steps.read(words, size), size, precision, flags.device)
         heads, parameters = step.config.model.num_attention_heads, step.model.parameters
-        smallest = smallest or parameters
-        factors = {LINEAR: 100 * parameters / (point.tensor * smallest), SPEED_UP: 1.0}
-        facts = {"parameters": parameters, "executed": step.executed_flops / size, "kind": ""}
-        if size > 1 and point.heads is None:
-            facts["kind"] = "model" if point.copies == 1 else "model and data"
+        kind = "model parallel" if point.copies == 1 else "model and data parallel"
+        facts = {"parameters": parameters, "executed": step.executed_flops / size}
+        facts["kind"] = "number of heads" if point.heads else kind
         if peak:  # MFU of a step of a second, in %
             facts["mfu"] = 100 * step.flops / size / peak
         if machine:
             facts["predicted"] = predict(step, machine).total
+        done = {LINEAR: parameters / point.tensor, SPEED_UP: 1.0}  # by a step
         for study, value in paper.items():
-            facts |= {study: factors[study], f"{study}, paper": value}
+            facts |= {study: done[study], f"{study}, paper": value}
         model = point.preset.rpartition("_")[2].upper()
         yield Contender(
             f"{model}, {heads} heads, t x d = {point.tensor} x {point.copies}",
@@ -162,9 +143,25 @@ def contenders(flags: Flags, hardware: str | None = None) -> Iterator[Contender]
         )
 
 
+COLUMNS = (
+    Column("M parameters", "parameters", "{:,.1f}", unit=1e6),
+    Column("seconds", "wall"),
+    Column("TFLOP/s of a rank", "executed", per="wall", unit=1e12),
+    Column("MFU, %", "mfu", "{:.1f}", per="wall"),
+    Column("tensor axis", "tensor", "{:.1%}"),
+    Column("tensor, exposed", "tensor, exposed", "{:.1%}"),
+    Column("data axis", "data", "{:.1%}"),
+    Column("data, exposed", "data, exposed", "{:.1%}"),
+    Column(LINEAR, LINEAR, "{:.1%}", "its / first", per="wall"),
+    Column(f"{LINEAR}, predicted", LINEAR, "{:.1%}", "its / first", per="predicted"),
+    Column(f"{LINEAR}, paper", f"{LINEAR}, paper", "{:.0%}", unit=100),
+    Column(SPEED_UP, SPEED_UP, "{:.2f}", "its / first", per="wall"),
+    Column(f"{SPEED_UP}, predicted", SPEED_UP, "{:.2f}", "its / first", per="predicted"),
+    Column(f"{SPEED_UP}, paper", f"{SPEED_UP}, paper", "{:.2f}"),
+)
 QUESTION = Question(
     contenders,
-    tuple(columns()),
+    COLUMNS,
     result,
     rounds=6,
     turns=4,
