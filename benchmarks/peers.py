@@ -21,7 +21,6 @@ from timeit import repeat
 from typing import Any
 
 import torch
-import torch._dynamo  # here, or the first step of torch's optimizer would import it
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -288,16 +287,16 @@ def floor(rank: Rank, flags: Sequence[str]) -> Turn:
     """The matmuls of a step on one rank, each as it is fastest here."""
     config, chosen = read(flags, rank.size), list[Callable[[], Tensor]]()
     precision = precision_of(config)
-    options: Any = {"dtype": DTYPES[precision], "device": rank.device}
+    draw = partial(torch.randn, dtype=DTYPES[precision], device=rank.device)
 
     def seconds(run: Callable[[], Tensor]) -> float:
         return min(repeat(lambda: (run(), rank.synchronize()), number=1, repeat=5)[1:])
 
     for phase in Step(config, rank.size, precision, rank.device_type).work.values():
         for each, times in phase.matmuls.items():
-            left = torch.randn(each.batch, each.m, each.k, **options).squeeze(0)
-            right = torch.randn(each.batch, each.k, each.n, **options).squeeze(0)
-            chosen += [min(ways(left, right), key=seconds)] * round(times * each.share)
+            left, right = draw(each.batch, each.m, each.k), draw(each.batch, each.k, each.n)
+            best = min(ways(left.squeeze(0), right.squeeze(0)), key=seconds)
+            chosen += [best] * round(times * each.share)
 
     def turn() -> None:
         for run in chosen:

@@ -1,8 +1,6 @@
 """The questions about the model's steps, in miniature: figures that are known, or that must be in
 a certain order."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +23,6 @@ micro_batch_size = 2
 global_batch_size = 2
 train_iters = 10
 """
-RECOMPUTED = "selective", "full"
 
 
 @pytest.fixture
@@ -108,7 +105,8 @@ def test_masks_of_dropout_have_a_page(tmp_path: Path) -> None:
 
 
 def test_recomputation_keeps_less_and_says_what_it_costs(tmp_path: Path, preset: Path) -> None:
-    names = [f"this project{each}" for each in ("", *(f", {x} recomputation" for x in RECOMPUTED))]
+    ours = "this project"
+    names = ours, f"{ours}, selective recomputation", f"{ours}, full recomputation"
     words = ["--presets", preset, "--dtypes", "fp32", "--tensor-parallel", "1"]
     words.append("--program-flags=--attention-dropout 0.1 --hidden-dropout 0.1")
     record = run(tmp_path, "train_step", *words, "--contenders", *names)
@@ -135,9 +133,8 @@ def test_what_a_rank_does_on_paper_is_the_papers(preset: Path, size: int) -> Non
     loss = 3 * 4 * n + 24  # a maximum and two sums; what ranks agree on
     stream = 4 * n * h
     assert found["sent"] == ((4 * layers + 2) * stream + loss) * 2 * (size - 1) / size
-    assert (
-        found["paper_bytes"] == Step(steps.read(flags, size), size, "fp32", "cpu").memory["total"]
-    )
+    planned = Step(steps.read(flags, size), size, "fp32", "cpu").memory["total"]
+    assert found["paper_bytes"] == planned
 
 
 def test_every_axis_has_its_points_and_its_panels(tmp_path: Path, preset: Path) -> None:
@@ -149,10 +146,8 @@ def test_every_axis_has_its_points_and_its_panels(tmp_path: Path, preset: Path) 
     assert flops[2] == pytest.approx(2 * flops[3], rel=0.01)
     for each in (whole, half, alone, pair):
         assert each["rank_bytes"] > 2**20
-    assert (
-        f"| {half['wall'][0]:.3f} | {whole['wall'][0] * flops[1] / flops[0]:.3f} |"
-        in record["page"]
-    )
+    on_paper = whole["wall"][0] * flops[1] / flops[0]
+    assert f"| {half['wall'][0]:.3f} | {on_paper:.3f} |" in record["page"]
     power = np.log(pair["wall"][0] / alone["wall"][0]) / np.log(2)
     assert f"{power:.2f} of the ranks" in record["page"]
     assert (tmp_path / "page.png").stat().st_size > 0
@@ -164,20 +159,14 @@ def test_this_tree_beside_itself_has_the_same_losses(tmp_path: Path) -> None:
     record = run(tmp_path, "commits", *words)
     for each in record["contenders"]:
         (found,) = each["rounds"]
-        assert found["wall"][0] > 0
-        assert found["cpu"][0] > 0
+        assert min(found["wall"][0], found["cpu"][0]) > 0
         assert found["peak_bytes"] > 2 * 10 * 2**20  # of two ranks
     assert "of the CPU time of" in record["page"]
 
 
-def test_a_commit_that_is_not_there_is_said() -> None:
-    command = [sys.executable, "benchmarks/commits.py", "--against", "no-such-commit"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode
-    assert "--against no-such-commit" in ended.stderr
-
-
-def test_losses_are_compared_unless_elements_are_dropped() -> None:
+def test_losses_of_a_commit_are_compared_unless_elements_are_dropped() -> None:
     for dropout, same in ((0.0, {"losses": 0}), (0.1, {})):
         found = commits.contenders(Flags(), str(ROOT), commits.GROUPS[:1], dropout)
         assert [each.same for each in found] == [same, same]
+    with pytest.raises(ValueError, match="--against no-such-commit"):
+        next(commits.contenders(Flags(), "no-such-commit"))
