@@ -1,9 +1,8 @@
 """Steps of the corpus pipeline against size.
 
 The text is generated (`corpus_generator.py`). Steps run one by one (`python -m tools.corpus run
-FILE --until STEP`, each on what the one before it has written), the chain is the same in one
-command, without its estimate; urls reads a list of its own, a URL for every 2,000 bytes of text, of
-which about every twentieth has been there. Memory is what all processes of a step hold together
+FILE --until STEP`, each on what the one before it has written), with two workers; the chain is the
+same in one command, without its estimate. Memory is what all processes of a step hold together
 (anonymous and shared, no pages of files); a step that goes over the limit ends, and the run fails
 (`watched.py`). CPU seconds are those of all processes, start and imports included; beside them
 stand those of the tasks alone, as run.json has them, and the power of the size with which these
@@ -20,8 +19,6 @@ from pathlib import Path
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
-
 from benchmarks.corpus_generator import generate
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
 from benchmarks.processes import ROOT
@@ -30,7 +27,7 @@ from benchmarks.watched import watched
 from tools.corpus.pipeline import STEPS
 from tools.corpus.settings import parse_size
 
-CHAIN, URLS, PEAK = "chain", "urls", "peak MB"
+CHAIN, PEAK = "chain", "peak MB"
 
 
 def describe(text: Path, output: Path, given: Figures) -> str:
@@ -45,35 +42,26 @@ def describe(text: Path, output: Path, given: Figures) -> str:
     }
     read = "" if "extract" in given["steps"] else f'input = ["{text}"]\n'
     own = [f"[{step}]\n{tables.get(step, '')}" for step in given["steps"]]
-    return f'output = "{output}"\nworkers = {given["workers"]}\n{read}{"".join(own)}'
+    return f'output = "{output}"\nworkers = 2\n{read}{"".join(own)}'
 
 
 def run(rank: Rank, step: str, size: str, folder: str, given: Figures) -> Turn:
     made, steps, limit = Path(folder, size, str(rank.round)), given["steps"], given["limit"]
     written = sum(file.stat().st_size for file in (made / "shards").iterdir())
-    output = made / (step if step in (CHAIN, URLS) else "steps")
-    command = [sys.executable, "-m"]
-    if step == URLS:
-        urls = made / "urls.txt"
-        pages = np.random.default_rng(1234).integers(written // 200, size=written // 2000).tolist()
-        lines = (f"https://www.site{page % 99991}.org/articles/{page}.html\n" for page in pages)
-        urls.write_text("".join(lines))
-        command += ["tools.corpus.urls", "--workers", str(given["workers"])]
-        command += ["--input", str(urls), "--output", str(output)]
-    else:
-        file = output.with_suffix(".toml")
-        file.write_text(describe(made / "shards", output, given))
-        command += ["tools.corpus", "run", str(file), "--no-plan"]
-    if step in steps:
-        if before := steps[: steps.index(step)]:  # what is done already is not done again
-            watched([*command, "--until", before[-1]], limit)
-        command += ["--until", step]
+    output = filled = made / (CHAIN if step == CHAIN else "steps")
+    settings = output.with_suffix(".toml")
+    settings.write_text(describe(made / "shards", output, given))
+    words: list[object] = ["-m", "tools.corpus", "run", settings, "--no-plan"]
+    if step != CHAIN:
+        if before := steps[: steps.index(step)]:
+            watched(*words, "--until", before[-1], limit=limit)  # what is done is not done again
+        words += ["--until", step]
+        filled = output / step
 
     def turn() -> Figures:
-        done = output / step if step in steps else output
-        shutil.rmtree(done, ignore_errors=True)
-        used = watched(command, limit)
-        runs = [json.loads(each.read_bytes()) for each in done.rglob("run.json")]
+        shutil.rmtree(filled, ignore_errors=True)
+        used = watched(*words, limit=limit)
+        runs = [json.loads(each.read_bytes()) for each in filled.rglob("run.json")]
         tasks = sum(stage["cpu_seconds"] for each in runs for stage in each["stages"])
         return {**used, "bytes": written, **({"tasks": tasks} if tasks else {})}
 
@@ -81,9 +69,8 @@ def run(rank: Rank, step: str, size: str, folder: str, given: Figures) -> Turn:
 
 
 def power(own: Figures, first: Figures) -> float:
-    smallest = {} if own is first else first
-    ratios = [own[key] / smallest[key] for key in ("tasks", "bytes")]
-    return math.log(ratios[0]) / math.log(ratios[1])
+    tasks, size = (own[key] / first[key] for key in ("tasks", "bytes"))
+    return math.log(tasks) / math.log(size)
 
 
 def failure(found: Results) -> str:
@@ -102,48 +89,45 @@ def contenders(
     flags: Flags,
     tokenizer: Path = Path("runs/quickstart/tokenizer"),
     text: tuple[Path, ...] = (),
-    evaluation: tuple[Path, ...] = (ROOT / "README.md", ROOT / "docs" / "reproduce.md"),
+    evaluation: tuple[Path, ...] = (ROOT / "README.md",),
     sizes: tuple[str, ...] = ("20MB",),
-    steps: tuple[str, ...] = (*STEPS, CHAIN, URLS),
-    workers: int = 2,
+    steps: tuple[str, ...] = (*STEPS, CHAIN),
     limit: str = "1.5GB",
 ) -> Iterator[Contender]:
-    """Measure steps; without text and evaluation on English of this Python and this project's own.
+    """Measure steps on text made of JSON lines, by default of English of this Python.
 
     Args:
         tokenizer: folder of vocab.json and merges.txt.
-        text: JSON lines, or folders of them, that corpora of these sizes are made of.
         evaluation: files whose n-grams are cut out.
         limit: memory that all processes of a step together may hold.
     """
-    if unknown := {*steps} - {*STEPS, CHAIN, URLS}:
-        raise ValueError(f"--steps {sorted(unknown)[0]}: there are {[*STEPS, CHAIN, URLS]}")
-    if {*steps} & {"clean", "decontaminate", "tokenise", CHAIN}:
+    if unknown := {*steps} - {*STEPS, CHAIN}:
+        raise ValueError(f"--steps {sorted(unknown)[0]}: there are {[*STEPS, CHAIN]}")
+    if {*steps} & {"clean", "decontaminate", "tokenise"}:
         (tokenizer / "vocab.json").stat()  # it may be missing: before text is made
+    given: Figures = {"steps": [step for step in STEPS if step in steps]}
+    given |= {"tokenizer": str(tokenizer.resolve()), "limit": parse_size("--limit", limit)}
+    given |= {"evaluation": [str(file.resolve(strict=True)) for file in evaluation]}
     for size in sizes:
         for seed in range(flags.rounds or QUESTION.rounds):
-            generate(scratch() / size / str(seed), text, size, seed, workers)
-    given: Figures = {"steps": [step for step in STEPS if step in steps], "workers": workers}
-    given |= {"tokenizer": str(tokenizer.resolve()), "limit": parse_size("--limit", limit)}
-    given |= {"evaluation": [str(file.resolve()) for file in evaluation]}
-    for step in (*given["steps"], *(each for each in (CHAIN, URLS) if each in steps)):
+            generate(scratch() / size / str(seed), text, size, seed)
+    for step in steps:
         for size in sizes:
             arguments = {"step": step, "size": size, "folder": str(scratch()), "given": given}
             x = parse_size("--sizes", size) / 1e6
             yield Contender(size, run, arguments, group=step, x=x)
 
 
-COLUMNS = (
-    Column("CPU seconds", "cpu", "{:.1f}"),
-    Column("of tasks", "tasks", "{:.1f}"),
-    Column("seconds", "wall", "{:.1f}"),
-    Column("MB per second", "bytes", "{:.1f}", per="wall", unit=1e6),
-    Column(PEAK, "peak_bytes", "{:,.0f}", unit=1e6),
-    Column("tasks grow with size to the power", power, "{:.2f}"),
-)
 QUESTION = Question(
     contenders,
-    COLUMNS,
+    (
+        Column("CPU seconds", "cpu", "{:.1f}"),
+        Column("of tasks", "tasks", "{:.1f}"),
+        Column("seconds", "wall", "{:.1f}"),
+        Column("MB per second", "bytes", "{:.1f}", per="wall", unit=1e6),
+        Column(PEAK, "peak_bytes", "{:,.0f}", unit=1e6),
+        Column("tasks grow with size to the power", power, "{:.2f}"),
+    ),
     result,
     failure=failure,
     rounds=1,

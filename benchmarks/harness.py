@@ -118,9 +118,8 @@ class Contender:
         """Why it is not measured, or nothing. launched: ranks; 1 where any number is started."""
         if lacking := [name for name in self.needs if not is_installed(name)]:
             return f"not installed: {', '.join(lacking)}"
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-        if self.memory > memory:
-            return f"takes {self.memory:g} GB of memory, there are {memory:.0f}"
+        if self.memory > memory_gb():
+            return f"takes {self.memory:g} GB of memory, there are {memory_gb():.0f}"
         if self.ranks > launched > 1:
             return f"takes {self.ranks} ranks, {launched} were started"
         if device == "cuda" and launched == 1:
@@ -129,6 +128,10 @@ class Contender:
             if self.ranks > (gpus := torch.cuda.device_count()):
                 return f"takes {self.ranks} GPUs, there are {gpus}"
         return self.missing
+
+
+def memory_gb() -> float:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
 def is_installed(module: str) -> bool:

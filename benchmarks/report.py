@@ -15,13 +15,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from itertools import product
+from itertools import cycle, product
 from math import comb
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.harness import Column, Contender, Figures, Question
+from benchmarks.harness import Column, Contender, Figures, Question, memory_gb
 from benchmarks.processes import ROOT, Agents, cpu_seconds
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ class Machine:
 
     def __init__(self, contenders: Sequence[Contender], device: str, agents: Agents) -> None:
         needed = {name.partition(".")[0] for each in contenders for name in each.needs}
-        packages = {name: version(name) for name in (*PACKAGES, *sorted(needed))}
+        found = importlib.metadata.distributions()
+        installed = {each.name.replace("-", "_"): each.version for each in found}
+        names = [name for name in (*PACKAGES, *sorted(needed)) if name in installed]
         self.agents, self.started = agents, datetime.now(UTC)
         self.before = busy_seconds(), cpu_seconds()
         self.known: Record = {
@@ -48,9 +50,9 @@ class Machine:
             "commit": commit(),
             "processor": processor(),
             "cores": os.cpu_count() or 1,
-            "memory_gb": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9),
+            "memory_gb": round(memory_gb()),
             "python": platform.python_version(),
-            **{name: known for name, known in packages.items() if known},
+            **{name: installed[name] for name in names},
         }
         if device == "cuda":
             import torch
@@ -79,13 +81,10 @@ def processor() -> str:
     """Name, family and model, and the instruction sets that decide how fast matmuls are."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     facts = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
-    known = facts.get("flags", "").split()
-    sets = [each for each in INSTRUCTIONS if each in known]
-    name = facts.get("model name", platform.machine())
-    return (
-        f"{name} (family {facts.get('cpu family', '?')}, model {facts.get('model', '?')}; "
-        f"{', '.join(sets) or 'no vector instructions'})"
-    )
+    sets = ", ".join(each for each in INSTRUCTIONS if each in facts.get("flags", "").split())
+    name, family = facts.get("model name", platform.machine()), facts.get("cpu family", "?")
+    kind = f"family {family}, model {facts.get('model', '?')}"
+    return f"{name} ({kind}; {sets or 'no vector instructions'})"
 
 
 def commit() -> str:
@@ -93,13 +92,6 @@ def commit() -> str:
 
     whole = of_tree(ROOT) or "unknown"
     return whole[:9] + ("-dirty" if whole.endswith("-dirty") else "")
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def command() -> str:
@@ -152,22 +144,24 @@ class Results:
             for row, each in self.contenders.items()
         }
         self.columns = {each.title: each for each in question.columns}
-        shown = [t for t, x in self.columns.items() if any(self._cell(r, x) for r in self.rows)]
+        shown = [t for t, x in self.columns.items() if any(self.values(r, x) for r in self.rows)]
         self.columns = {title: self.columns[title] for title in shown or self.columns}
 
-    def _cell(self, row: tuple[str, str], column: Column) -> Cell | None:
+    def values(self, row: tuple[str, str], column: Column) -> list[Any]:
+        """Of each round; none where a figure is missing."""
         own, first = self.rounds[row], (row[0], self.contenders[row]["first"])
         base = [{}] if first == row else self.rounds.get(first, [{}])
         base = base if len(base) == len(own) else base[:1] * len(own)  # one was not measured
         try:
-            return cell([column.value(*pair) for pair in zip(own, base, strict=True)])
-        except KeyError:  # a figure is missing
-            return None
+            return [column.value(*pair) for pair in zip(own, base, strict=True)]
+        except KeyError:
+            return []
 
     def cell(self, group: str, name: str, title: str) -> Cell | None:
         """None where there is nothing to show."""
         is_there = (group, name) in self.rounds and title in self.columns
-        return self._cell((group, name), self.columns[title]) if is_there else None
+        values = self.values((group, name), self.columns[title]) if is_there else []
+        return cell(values) if values else None
 
     def median(self, group: str, name: str, title: str) -> float:
         """NaN where there is nothing to show."""
@@ -264,7 +258,6 @@ def write_page(file: Path, question: Question, records: Sequence[Record]) -> Non
 
 
 COLOURS = ("#c44e52", "#333333", "#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#8c9aae")
-WIDEST = 5  # panels
 
 
 def draw(file: Path, results: Results) -> None:
@@ -272,16 +265,16 @@ def draw(file: Path, results: Results) -> None:
     columns that are lists: a panel for each drawn column and group."""
     from matplotlib.figure import Figure
 
-    kind, groups = results.question.picture, list(dict.fromkeys(g for g, _ in results.rows))
+    paint = {"bars": bars, "lines": lines, "curves": curves}[results.question.picture]
     drawn = results.question.drawn or [next(iter(results.columns))]
-    panels = list(product(drawn, [""] if kind == "bars" else groups))
-    wide = min(len(panels) // len(drawn) if kind != "bars" else len(drawn), WIDEST)
-    high = -(-len(panels) // wide)
-    height = 1.2 + 0.35 * len(results.rows) if kind == "bars" else 3.2 * high
+    groups = dict.fromkeys(group for group, _ in results.rows)
+    high, wide, height = len(drawn), len(groups), 3.2 * len(drawn)
+    if paint is bars:
+        high, wide, height, groups = 1, len(drawn), 1.2 + 0.35 * len(results.rows), {"": None}
     figure = Figure(figsize=(max(7, 3.6 * wide), height), layout="constrained")
-    for place, panel in enumerate(panels, start=1):
-        axes = figure.add_subplot(high, wide, place)
-        {"bars": bars, "lines": lines, "curves": curves}[kind](axes, results, *panel)
+    panels = figure.subplots(high, wide, squeeze=False).flat
+    for axes, (column, group) in zip(panels, product(drawn, groups), strict=True):
+        paint(axes, results, column, group)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=110)
 
@@ -318,15 +311,10 @@ def curves(axes: Axes, results: Results, column: Column, group: str) -> None:
     """Of the last round; on a log axis where values are a hundred times others."""
     rows = [row for row in results.rows if row[0] == group]
     seen: list[float] = []
-    for colour, row in zip(COLOURS * len(rows), rows, strict=False):
-        first = (group, results.contenders[row]["first"])
-        try:
-            base = {} if first == row else results.rounds.get(first, [{}])[-1]
-            values = column.value(results.rounds[row][-1], base)
-        except KeyError:  # it was not measured
-            continue
-        axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=0.8, label=row[1])
-        seen += [each for each in values if each > 0]
+    for colour, row in zip(cycle(COLOURS), rows, strict=False):
+        for values in results.values(row, column)[-1:]:
+            axes.plot(range(1, len(values) + 1), values, color=colour, lw=0.8, label=row[1])
+            seen += [each for each in values if each > 0]
     if seen and max(seen) > 100 * min(seen):
         axes.set_yscale("log")
     axes.set(title=group, ylabel=column.title)

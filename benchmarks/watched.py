@@ -1,44 +1,45 @@
-"""A command with all processes that it starts: seconds, memory, and a limit on it.
+"""A program with all processes that it starts: seconds, memory, and a limit on it.
 
-RLIMIT_DATA holds each process to the limit; a look at /proc every 20 ms ends all of them when they
-together hold more anonymous and shared memory (pages of files can be dropped). A process whose
-parent ends first becomes a child of this one: CPU seconds are the kernel's of every process.
+Memory is what they together hold at a look at /proc every 20 ms, anonymous and shared (pages of
+files can be dropped). A process whose parent ends first becomes a child of this one: CPU seconds
+are the kernel's of every process.
 """
 
 import ctypes
+import math
 import os
 import resource
-import select
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT, Popen
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 
 from benchmarks.harness import Figures
 from benchmarks.processes import ROOT, status_bytes
 
 
-def watched(command: Sequence[str], limit: int | None = None) -> Figures:
-    """Run the command to its end, then end what it has left behind. limit: bytes.
+def watched(*words: object, limit: float = math.inf) -> Figures:
+    """Run Python with these words to its end, then end what it has left behind. limit: bytes.
 
     Returns wall and cpu seconds and peak_bytes of all processes together. Raises MemoryError where
     the limit stops it, RuntimeError with its last output where it fails.
     """
-    bound = partial(resource.setrlimit, resource.RLIMIT_DATA, (limit, limit)) if limit else None
+    command = [sys.executable, *map(str, words)]
     adopt = partial(ctypes.CDLL(None).prctl, 36)  # PR_SET_CHILD_SUBREAPER
     adopt(1)
     peak, others = 0, below("self")
     with tempfile.TemporaryFile("w+", errors="replace") as out:
         wall, before = time.perf_counter(), sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
-        child = Popen(command, cwd=ROOT, stdin=DEVNULL, stdout=out, stderr=STDOUT, preexec_fn=bound)
-        ended = os.pidfd_open(child.pid)
+        child = Popen(command, cwd=ROOT, stdin=DEVNULL, stdout=out, stderr=STDOUT)
         try:
-            while not select.select([ended], [], [], 0.02)[0] and not (limit and peak > limit):
+            while child.poll() is None and peak <= limit:
                 peak = max(peak, sum(map(memory, below("self") - others)))
+                with suppress(TimeoutExpired):
+                    child.wait(0.02)
         finally:
             wall = time.perf_counter() - wall
             child.kill()  # unless it has ended
@@ -48,14 +49,13 @@ def watched(command: Sequence[str], limit: int | None = None) -> Figures:
                     with suppress(ProcessLookupError, ChildProcessError):  # until it is adopted
                         os.kill(int(pid), signal.SIGKILL)
                         os.waitpid(int(pid), 0)
-            os.close(ended)
             adopt(0)
         out.seek(0)
-        words = out.read()
-    if limit and (peak > limit or (child.returncode and "MemoryError" in words)):
+        output = out.read()
+    if peak > limit:
         raise MemoryError(f"{peak / 1e6:.0f} MB held, {limit / 1e6:.0f} may be")
     if child.returncode:
-        raise RuntimeError(f"{command}: status {child.returncode}\n{words[-3000:]}")
+        raise RuntimeError(f"{command}: status {child.returncode}\n{output[-3000:]}")
     cpu = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before
     return {"wall": wall, "cpu": cpu, "peak_bytes": peak}
 
@@ -70,6 +70,6 @@ def below(process: str) -> set[str]:
 
 
 def memory(process: str) -> int:
-    with suppress(FileNotFoundError, ProcessLookupError, StopIteration):  # it has ended since
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
         return status_bytes("RssAnon", process) + status_bytes("RssShmem", process)
     return 0

@@ -31,7 +31,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def corpus(text: Path, tmp_path: Path) -> Path:
-    generate(tmp_path / "made", (text,), "1.5MB", workers=1)
+    generate(tmp_path / "made", (text,), "1.5MB")
     return tmp_path / "made"
 
 
@@ -57,14 +57,14 @@ def test_near_duplicates_are_as_similar_as_said_and_all_others_stay_apart(corpus
 
 
 def test_bytes_depend_on_seed_and_shard_alone(text: Path, corpus: Path, tmp_path: Path) -> None:
-    generate(tmp_path / "again", (text,), "1.5MB", workers=2)
+    generate(tmp_path / "again", (text,), "1.5MB")
     made = content(corpus)
     assert content(tmp_path / "again") == made
     assert sum(map(len, made.values())) == pytest.approx(1.5e6, rel=0.1)
-    generate(tmp_path / "small", (text,), "900KB", workers=1)
+    generate(tmp_path / "small", (text,), "900KB")
     small = content(tmp_path / "small")
     assert small["shards/part-00001.jsonl"] == made["shards/part-00001.jsonl"]
-    generate(tmp_path / "other", (text,), "900KB", seed=5, workers=1)
+    generate(tmp_path / "other", (text,), "900KB", seed=5)
     texts = [{each["text"] for each in read(tmp_path / n / "shards")} for n in ("small", "other")]
     assert not texts[0] & texts[1]
 
