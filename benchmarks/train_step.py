@@ -108,9 +108,10 @@ def contenders(
                 facts = {"executed": executed, "kept": step.trace.kept}
             if peak:  # HFU and MFU of a step of a second, in %
                 facts |= {"hfu": 100 * executed / peak, "mfu": 100 * useful / peak}
-        is_exact = flags.device == "cpu" and "recomputation" in name
+        tolerance = TOLERANCES[dtype]
+        if flags.device == "cpu" and "recomputation" in name:
+            tolerance = 0.0
         is_core = name == "Megatron-Core"
-        is_other = name == FLOOR or DROPOUT in name
         yield Contender(
             name,
             run,
@@ -120,7 +121,7 @@ def contenders(
             threads=max(1, threads // ranks),
             needs=("megatron.core",) if is_core else (),
             missing="runs on a CPU alone" if is_core and flags.device == "cuda" else "",
-            same={} if is_other else {"loss": 0.0 if is_exact else TOLERANCES[dtype]},
+            same={} if name == FLOOR or DROPOUT in name else {"loss": tolerance},
             facts=facts,
         )
 
