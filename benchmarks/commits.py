@@ -1,10 +1,10 @@
 """Beside another commit: time and memory of a training step.
 
-Each tree runs its own `pretrain_gpt2.py`, under torchrun where there are several ranks, on the same
-random tokens. Seconds are those between two logged steps of one run, so that nothing of its start
-is among them; CPU seconds are of all ranks, and memory is the sum of their peaks, with all that
-they have imported. Every step's loss is compared: without dropout they have to be the same bit for
-bit. Dropout by coordinates and that of before commit 681c802 drop different elements.
+Each tree runs its own `pretrain_gpt2.py` under torchrun, on the same random tokens. Seconds are
+those between two logged steps of one run, so that nothing of its start is among them; CPU seconds
+are of all ranks, and memory is the sum of their peaks, with all that they have imported. Every
+step's loss is compared: without dropout they have to be the same bit for bit. Dropout by
+coordinates and that of before commit 681c802 drop different elements.
 """
 
 import os
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from shutil import unpack_archive
+from subprocess import PIPE, Popen
 from tempfile import TemporaryDirectory
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
@@ -25,6 +26,7 @@ import numpy as np
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
 from benchmarks.processes import ROOT, status_bytes
+from benchmarks.watched import below
 from megatron.train.metrics import read_metrics
 from tools.data_files import IndexedDatasetWriter
 
@@ -49,37 +51,35 @@ def checked_out(against: str) -> Path:
 
 def random_text(vocab_size: int) -> str:
     """The prefix of a data set."""
-    prefix, numbers = str(scratch() / f"random_{vocab_size}"), np.random.default_rng(0)
-    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
-        for _ in range(100):
-            tokens = np.append(numbers.integers(1, vocab_size, 2000), 0).astype(np.uint16)
-            writer.add(tokens, np.array([len(tokens)], np.int32))
+    prefix, size = str(scratch() / f"random_{vocab_size}"), 200_000
+    tokens = np.random.default_rng(0).integers(0, vocab_size, size, np.uint16)
+    with IndexedDatasetWriter(prefix, tokens.dtype) as writer:
+        writer.add(tokens, np.full(100, size // 100, np.int32))
         kind = {"tokenizer_type": "random", "tokenizer_fingerprint": "random"}
         writer.commit(**kind, vocab_size=vocab_size, eod=0, shuffled=True)
     return prefix
 
 
 def training(rank: Rank, tree: str, flags: list[str], ranks: int, steps: int) -> Turn:
+    """A turn is a run of BEFORE + steps + BEHIND steps; figures are of a timed one."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *(torchrun if ranks > 1 else []), "pretrain_gpt2.py", *flags]
+    command = [sys.executable, *torchrun, "pretrain_gpt2.py", *flags, "--metrics-file"]
     environ = {**rank.environ, "PYTHONPATH": tree, "PYTHONUNBUFFERED": "1"}
+    ends = re.compile(rf"step ({BEFORE}|{BEFORE + steps}) \| loss ")
 
     def turn() -> Figures:
         with TemporaryDirectory() as folder:
-            record, seen = Path(folder, "record.jsonl"), []
-            process = subprocess.Popen([*command, "--metrics-file", str(record)], cwd=tree,
-                                       env=environ, stdout=subprocess.PIPE, text=True)  # fmt: skip
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-            with process:
-                for line in process.stdout:
-                    if re.match(rf"step ({BEFORE}|{BEFORE + steps}) \| loss ", line):
-                        own = children.read_text().split() if ranks > 1 else [str(process.pid)]
-                        seen.append((time.perf_counter(), sum(map(cpu_seconds, own))))
-                        peak = sum(status_bytes("VmHWM", each) for each in own)
-            if process.returncode:
-                raise RuntimeError(f"{' '.join(command)}: status {process.returncode}")
+            record, used = Path(folder, "record.jsonl"), []
+            whole = [*command, str(record)]
+            with Popen(whole, cwd=tree, env=environ, stdout=PIPE, text=True) as program:
+                for _ in filter(ends.match, program.stdout):
+                    processes = below(str(program.pid))
+                    used.append((time.perf_counter(), sum(map(cpu_seconds, processes))))
+                    peak = sum(status_bytes("VmHWM", each) for each in processes)
+            if program.returncode:
+                raise RuntimeError(f"{' '.join(command)}: status {program.returncode}")
             losses = [line["loss"] for line in read_metrics(record) if "loss" in line]
-        wall, cpu = (np.subtract(*reversed(seen)) / steps).tolist()
+        wall, cpu = ((end - start) / steps for start, end in zip(*used, strict=True))
         return {"wall": wall, "cpu": cpu, "peak_bytes": peak, "losses": losses}
 
     return turn
@@ -121,18 +121,16 @@ def contenders(
             yield Contender(name, training, own, group=group, threads=2 // ranks, same=same)
 
 
-COLUMNS = (
-    Column("CPU seconds", "cpu", "{:.4f}"),
-    Column(RATIO, "cpu", "{:.3f}", "first / its"),
-    Column("seconds", "wall", "{:.4f}"),
-    Column("this tree's / its seconds", "wall", "{:.3f}", "first / its"),
-    Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
-)
-RESULT = "A step takes {} of the CPU time of {}."
 QUESTION = Question(
     contenders,
-    COLUMNS,
-    lambda found: RESULT.format(found.range(RATIO), found.rows[-1][1]),
+    (
+        Column("CPU seconds", "cpu", "{:.4f}"),
+        Column(RATIO, "cpu", "{:.3f}", "first / its"),
+        Column("seconds", "wall", "{:.4f}"),
+        Column("this tree's / its seconds", "wall", "{:.3f}", "first / its"),
+        Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
+    ),
+    lambda found: f"A step takes {found.range(RATIO)} of the CPU time of {found.rows[-1][1]}.",
     warm_up=0,
     together=False,
 )

@@ -9,7 +9,6 @@ thread, and this project alone: the peer is not cut.
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -17,23 +16,19 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 import numpy as np
 import torch
 
-from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
-from benchmarks.peers import initial_weights, transformers_gpt2
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
+from benchmarks.peers import transformers_gpt2
 from benchmarks.steps import SEED
 from megatron.config.model import GPT2Config
 from megatron.inference.generate import Sampling, generate
 from megatron.models.build import build_model
 
-VOCABULARY, LONGEST = 50257, 32
+VOCABULARY, LONGEST, NEW = 50257, 32, 96
 CONFIG = GPT2Config(
     num_layers=6, hidden_size=384, num_attention_heads=6, max_position_embeddings=256
 )
-BATCHES = {
-    "1": [LONGEST],
-    "8": [LONGEST] * 8,
-    "8, unequal": [LONGEST - 3 * row for row in range(8)],
-}
-OURS, SAME, RATIO = "this project", {"texts": 0}, "this project's speed / its"
+BATCHES = {"1": [LONGEST], "8": [LONGEST] * 8, "8, unequal": [*range(LONGEST, LONGEST - 24, -3)]}
+OURS, SAME, RATIO = "this project", {"texts": 0.0}, "this project's speed / its"
 
 
 def prompts_of(lengths: list[int]) -> list[list[int]]:
@@ -41,51 +36,38 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     return [numbers.integers(0, VOCABULARY, length).tolist() for length in lengths]
 
 
-def ours(rank: Rank, lengths: list[int], new: int) -> Turn:
+def ours(rank: Rank, lengths: list[int]) -> Turn:
     mesh, prompts = rank.mesh(), prompts_of(lengths)
     model = build_model(CONFIG, mesh, VOCABULARY, seed=SEED, dtype=torch.float32).eval()
 
-    def turn() -> dict[str, Any]:
-        texts = generate(model, mesh, prompts, Sampling(new, temperature=0.0), eod=None)
-        return {"tokens": new * len(prompts), "texts": texts}
+    def turn() -> Figures:
+        texts = generate(model, mesh, prompts, Sampling(NEW, temperature=0.0), eod=None)
+        return {"tokens": NEW * len(prompts), "texts": texts}
 
     return turn
 
 
-def transformers(rank: Rank, lengths: list[int], new: int) -> Turn:
-    model = transformers_gpt2(CONFIG, VOCABULARY, initial_weights(CONFIG, VOCABULARY))
-    model.to(rank.device).eval()
-    prompts, longest = prompts_of(lengths), max(lengths)
-    tokens = torch.tensor([[0] * (longest - len(each)) + each for each in prompts])
-    mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths])
-    tokens, mask = tokens.to(rank.device), mask.to(rank.device)
+def transformers(rank: Rank, lengths: list[int]) -> Turn:
+    model = transformers_gpt2(CONFIG, VOCABULARY).to(rank.device).eval()
+    rows = [[0] * (LONGEST - len(each)) + each for each in prompts_of(lengths)]
+    masks = [[0] * (LONGEST - n) + [1] * n for n in lengths]
+    tokens, mask = (torch.tensor(each, device=rank.device) for each in (rows, masks))
+    own = {"max_new_tokens": NEW, "do_sample": False, "use_cache": True, "pad_token_id": 0}
 
-    def turn() -> dict[str, Any]:
-        texts = model.generate(
-            tokens,
-            attention_mask=mask,
-            max_new_tokens=new,
-            do_sample=False,
-            use_cache=True,
-            pad_token_id=0,
-        )
-        return {"tokens": new * len(prompts), "texts": texts[:, longest:].tolist()}
+    def turn() -> Figures:
+        texts = model.generate(tokens, attention_mask=mask, **own)
+        return {"tokens": NEW * len(rows), "texts": texts[:, LONGEST:].tolist()}
 
     return turn
 
 
-def contenders(flags: Flags, new: int = 96) -> Iterator[Contender]:
-    """Compare generation.
-
-    Args:
-        new: tokens after each prompt.
-    """
+def contenders(flags: Flags) -> Iterator[Contender]:
+    """Compare generation."""
     for batch, lengths in BATCHES.items():
-        arguments = {"lengths": lengths, "new": new}
-        one = f"batch {batch}, t = 1"
-        yield Contender(OURS, ours, arguments, group=one, threads=2)
-        yield Contender("transformers", transformers, arguments, group=one, threads=2, same=SAME)
-        yield Contender(OURS, ours, arguments, group=f"batch {batch}, t = 2", ranks=2)
+        given, one = {"lengths": lengths}, f"batch {batch}, t = 1"
+        yield Contender(OURS, ours, given, group=one, threads=2)
+        yield Contender("transformers", transformers, given, group=one, threads=2, same=SAME)
+        yield Contender(OURS, ours, given, group=f"batch {batch}, t = 2", ranks=2)
 
 
 QUESTION = Question(

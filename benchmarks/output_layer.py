@@ -68,26 +68,25 @@ def contenders(
     sizes = {"vocab": vocab_size, "hidden": hidden_size, "tokens": tokens}
     for dtype, t, name in product(TOLERANCES, tensor_parallel, (AT_ONCE, CHUNKED)):
         own, group = {"name": name, "dtype": dtype, **sizes}, f"{dtype}, t = {t}"
-        is_same = {"loss": TOLERANCES[dtype]}
-        yield Contender(
-            name, contender, own, group=group, ranks=t, threads=max(1, 2 // t), same=is_same
-        )
+        same, threads = {"loss": TOLERANCES[dtype]}, max(1, 2 // t)
+        yield Contender(name, contender, own, group=group, ranks=t, threads=threads, same=same)
 
 
 def extra(figures: Figures) -> float:
     return float(figures["peak_bytes"] - figures["held"]) / 2**20
 
 
-COLUMNS = (
-    Column("seconds", "wall", "{:.3f}"),
-    Column(RATIO, "wall", "{:.3f}", "its / first"),
-    Column("CPU seconds", "cpu", "{:.3f}"),
-    Column("extra MiB", lambda own, _: extra(own), "{:,.0f}"),
-    Column(MEMORY, lambda own, first: extra(own) / extra({} if own is first else first)),
-)
 RESULT = "Logits in chunks take {} of the time of all at once and {} of the memory."
 QUESTION = Question(
-    contenders, COLUMNS, lambda found: RESULT.format(found.range(RATIO), found.range(MEMORY))
+    contenders,
+    (
+        Column("seconds", "wall", "{:.3f}"),
+        Column(RATIO, "wall", "{:.3f}", "its / first"),
+        Column("CPU seconds", "cpu", "{:.3f}"),
+        Column("extra MiB", lambda own, _: extra(own), "{:,.0f}"),
+        Column(MEMORY, lambda own, first: extra(own) / extra(first)),
+    ),
+    lambda found: RESULT.format(found.range(RATIO), found.range(MEMORY)),
 )
 
 if __name__ == "__main__":

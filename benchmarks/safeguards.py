@@ -50,7 +50,7 @@ def hundred_steps(rank: Rank, is_watched: bool) -> Turn:
         atexit.register(run.close)  # both ranks leave together
     else:
         mesh = steps.mesh_of(rank, config)
-    step = steps.Step(config, steps.build(config, mesh), {})
+    step = steps.Step(config, steps.build(config, mesh))
     return lambda: [step() for _ in range(100)][-1]
 
 

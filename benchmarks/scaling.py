@@ -8,18 +8,17 @@ A step is the program's own, on random tokens, with every layer recomputed and d
 paper; batch 8 for each copy. FLOP/s are the paper's: 4 x the layers' forward and 3 x the logits,
 with the padded vocabulary; MFU leaves out recomputation and padding. Communication is of one step
 under the profiler: the share of time in which an axis communicates or waits for its ranks, and in
-which nothing is computed beside it. On a CPU the models are miniatures: 1/8 of the width, 1/4
-of the layers, 1/2 of the heads, 1/8 of the sequence and 1/32 of the vocabulary, on 2 copies; the
-paper's figures are of its own models. Ranks on a CPU share memory bandwidth and caches, of which a
-rank alone has all: efficiency is lost that GPUs do not lose.
+which nothing is computed beside it; not on a CPU where both axes do. On a CPU the models are
+miniatures: 1/8 of the width, 1/4 of the layers, 1/2 of the heads, 1/8 of the sequence and 1/32 of
+the vocabulary, on 2 copies; the paper's figures are of its own models. Ranks on a CPU share memory
+bandwidth and caches, of which a rank alone has all: efficiency is lost that GPUs do not lose.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,19 +26,25 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 import torch
 
 from benchmarks import steps
-from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
+from benchmarks.profiles import shares_by_axis
 from benchmarks.report import Results
 from megatron.config.launch import world_size
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.train.launch import default_precision
 from tools.planning.figure5 import COPIES, HEADS, MODELS, STRONG
-from tools.planning.hardware import Hardware
 from tools.planning.software import find_hardware
 from tools.planning.timing import predict
 from tools.planning.trace import Step
 
 LINEAR, SPEED_UP = "share of linear", "speed-up"
+PADDED = 51_200  # rows of the vocabulary, at every parallel size
+PRECISIONS = {
+    "fp32": "--no-fp16 --no-bf16",
+    "bf16": "--no-fp16 --bf16",
+    "fp16": "--initial-loss-scale 4096",  # no search for it while time is taken
+}
 
 
 @dataclass(frozen=True)
@@ -52,31 +57,16 @@ class Point:
     heads: int | None = None
 
     def flags(self, precision: str, *, is_small: bool) -> list[str]:
-        """Of pretrain_gpt2.py. The vocabulary is padded alike at every parallel size."""
-        table = parse(PretrainGPT2Config, ["--preset", self.preset], {})
-        model, size = table.model, table.parallel.tensor_model_parallel_size
-        padded = -(-50257 // (size * model.make_vocab_size_divisible_by))
-        padded *= size * model.make_vocab_size_divisible_by
-        heads = self.heads or model.num_attention_heads
-        changed = {"num-attention-heads": heads, "tensor-model-parallel-size": self.tensor}
+        """Of pretrain_gpt2.py."""
+        model = parse(PretrainGPT2Config, ["--preset", self.preset], {}).model
+        heads, padded = self.heads or model.num_attention_heads, PADDED
+        words = f"--preset {self.preset} --tensor-model-parallel-size {self.tensor} "
         if is_small:
-            padded //= 32
-            changed |= {
-                "num-layers": model.num_layers // 4,
-                "hidden-size": model.hidden_size // 8,
-                "num-attention-heads": heads // 2,
-                "seq-length": table.data.seq_length // 8,
-                "max-position-embeddings": model.max_position_embeddings // 8,
-                "vocab-size": padded,
-            }
-        changed["make-vocab-size-divisible-by"] = padded // self.tensor
-        words = [word for flag, value in changed.items() for word in (f"--{flag}", str(value))]
-        number_format = {
-            "fp32": ["--no-fp16", "--no-bf16"],
-            "bf16": ["--no-fp16", "--bf16"],
-            "fp16": ["--initial-loss-scale", "4096"],  # no search for it while time is taken
-        }
-        return ["--preset", self.preset, *words, *number_format[precision]]
+            heads, padded = heads // 2, padded // 32
+            words += f"--num-layers {model.num_layers // 4} --hidden-size {model.hidden_size // 8} "
+            words += f"--seq-length 128 --max-position-embeddings 128 --vocab-size {padded} "
+        words += f"--make-vocab-size-divisible-by {padded // self.tensor} "
+        return f"{words} --num-attention-heads {heads} {PRECISIONS[precision]}".split()
 
 
 def studies(ranks: int, *, is_small: bool) -> dict[Point, dict[str, float]]:
@@ -84,128 +74,94 @@ def studies(ranks: int, *, is_small: bool) -> dict[Point, dict[str, float]]:
 
     In miniature the numbers of heads, which are halved, are compared on as many ranks as there are.
     """
-    found: dict[Point, dict[str, float]] = {}
-    for copies in (1, 2 if is_small else COPIES):
-        for each in MODELS:
-            paper = each.model_parallel if copies == 1 else each.model_and_data_parallel
-            found[Point(each.preset, each.tensor, copies)] = {LINEAR: paper}
+    small, large = MODELS[0].preset, MODELS[-1].preset
+    copies, tensor = COPIES, MODELS[-1].tensor
+    if is_small:
+        copies, tensor = 2, max(size for size in (1, 2, 4) if size <= ranks)
+    found = {Point(each.preset, each.tensor): {LINEAR: each.model_parallel} for each in MODELS}
+    for each in MODELS:
+        found[Point(each.preset, each.tensor, copies)] = {LINEAR: each.model_and_data_parallel}
     for size, speed_up in STRONG.items():
-        found.setdefault(Point(MODELS[0].preset, size), {})[SPEED_UP] = speed_up
-    tensor = MODELS[-1].tensor // (2 if is_small else 1)
-    while is_small and tensor > ranks:
-        tensor //= 2
+        found.setdefault(Point(small, size), {})[SPEED_UP] = speed_up
     for heads, share in HEADS.items():
-        found[Point(MODELS[-1].preset, tensor, heads=heads)] = {LINEAR: share}
+        found[Point(large, tensor, heads=heads)] = {LINEAR: share}
     return found
 
 
 def train(rank: Rank, flags: list[str]) -> Turn:
-    from benchmarks.profiles import shares_by_axis
-
-    step = steps.ours(rank, flags, fast=True)
+    step = steps.ours(rank, flags)
     step()
-    step.facts |= shares_by_axis(step, rank, step.state.mesh)
-    return step
-
-
-def known(
-    point: Point, paper: dict[str, float], step: Step, hardware: Hardware | None, peak: float | None
-) -> Figures:
-    """Of a point before it runs."""
-    return {
-        "parameters": step.model.parameters,
-        "t": point.tensor,
-        "is_weak": point.heads is None,
-        "ranks": step.ranks,
-        "executed": step.executed_flops / step.ranks,
-        "useful": step.flops / step.ranks,
-        **({"peak": peak} if peak else {}),
-        **({"predicted": predict(step, hardware).total} if hardware else {}),
-        **{f"{name}, paper": value for name, value in paper.items()},
-    }
-
-
-def compared(study: str, key: str) -> Callable[[Figures, Figures], float]:
-    """The share of linear in %, or the speed-up, by the seconds under `key`."""
-
-    def value(own: Figures, first: Figures) -> float:
-        own[f"{study}, paper"]  # it is a point of this study
-        linear = 100 * own["parameters"] / (own["t"] * first["parameters"])
-        return first[key] / own[key] * {LINEAR: linear, SPEED_UP: 1.0}[study]
-
-    return value
-
-
-def columns() -> Iterator[Column]:
-    yield Column("M parameters", "parameters", "{:,.1f}", unit=1e6)
-    yield Column("seconds", "wall")
-    yield Column("TFLOP/s of a rank", "executed", per="wall", unit=1e12)
-    yield Column("MFU, %", lambda own, _: 100 * own["useful"] / own["wall"] / own["peak"], "{:.1f}")
-    for axis in ("tensor", "data"):
-        yield Column(f"{axis} axis, %", lambda own, _, x=axis: 100 * own[x][0], "{:.1f}")
-        yield Column(f"{axis}, exposed, %", lambda own, _, x=axis: 100 * own[x][1], "{:.1f}")
-    for study, form in ((LINEAR, "{:.1f}"), (SPEED_UP, "{:.2f}")):
-        yield Column(study, compared(study, "wall"), form)
-        yield Column(f"{study}, predicted", compared(study, "predicted"), form)
-        yield Column(f"{study}, paper", f"{study}, paper", form)
+    shares = shares_by_axis(step, rank, step.state.mesh)
+    return lambda: step() | shares
 
 
 def result(found: Results) -> str:
-    """The last point that was measured of weak scaling, without copies and with."""
-    said = {}
-    for row in found.rows:
-        facts = found.rounds[row][0]
-        cell = found.cell(*row, LINEAR) if facts["is_weak"] and facts["ranks"] > 1 else None
-        if cell is not None:
-            kind = "model" if facts["t"] == facts["ranks"] else "model and data"
-            said[kind] = f"{kind} parallel {cell.text('{:.1f} %', is_ratio=True)} ({row[1]})"
-    return f"Share of linear: {'; '.join(said.values()) or 'not measured'}."
+    """The last point that was measured of each kind."""
+    cells = ((row, found.cell(*row, LINEAR)) for row in found.rows)
+    last = {
+        found.rounds[row][0]["kind"]: f"{cell.text('{:.1%}', is_ratio=True)} ({row[1]})"
+        for row, cell in cells
+        if cell
+    }
+    said = "; ".join(f"{kind} {share}" for kind, share in last.items())
+    return f"Share of linear: {said or 'not measured'}."
 
 
-def contenders(
-    flags: Flags,
-    miniature: bool | None = None,
-    hardware: str | None = None,
-    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
-    ranks: int | None = None,
-    threads: int = 1,
-) -> Iterator[Contender]:
-    """Measure scaling.
+def contenders(flags: Flags, hardware: str | None = None) -> Iterator[Contender]:
+    """Measure scaling, on a CPU in miniature.
 
     Args:
-        miniature: small models in the proportions of table 1; if not said, on a CPU.
         hardware: of scripts/hardware/ or a file, for what tools/plan.py predicts and for MFU.
-        dtype: of weights and activations; if not said fp16, in miniature the device's own.
-        ranks: most that are started; if not said, the launched ones, the GPUs, or 2 on a CPU.
-        threads: of every process, on a CPU.
     """
-    is_small = flags.device == "cpu" if miniature is None else miniature
-    here = torch.cuda.device_count() if flags.device == "cuda" else 2
-    most = ranks or max(world_size(os.environ), here)
-    precision = dtype or (default_precision(torch.device(flags.device)) if is_small else "fp16")
+    is_small = flags.device == "cpu"
+    most = max(world_size(os.environ), 2 if is_small else torch.cuda.device_count())
+    precision = default_precision(torch.device("cpu")) if is_small else "fp16"
     machine = find_hardware(hardware) if hardware else None
-    peak = machine.peak(precision) if machine else None
-    if flags.device == "cuda" and machine is None:
-        peak = steps.PEAKS.get(torch.cuda.get_device_name())
+    peak = machine.peak(precision) if machine else steps.peak_of(flags.device)
     for point, paper in studies(most, is_small=is_small).items():
         size, words = point.tensor * point.copies, point.flags(precision, is_small=is_small)
-        config = steps.read(words, size)
-        heads, model = config.model.num_attention_heads, point.preset.rpartition("_")[2].upper()
-        step = Step(config, size, precision, flags.device)
+        step = Step(steps.read(words, size), size, precision, flags.device)
+        heads, parameters = step.config.model.num_attention_heads, step.model.parameters
+        kind = "model parallel" if point.copies == 1 else "model and data parallel"
+        facts = {"parameters": parameters, "executed": step.executed_flops / size}
+        facts["kind"] = "number of heads" if point.heads else kind
+        if peak:  # MFU of a step of a second, in %
+            facts["mfu"] = 100 * step.flops / size / peak
+        if machine:
+            facts["predicted"] = predict(step, machine).total
+        done = {LINEAR: parameters / point.tensor, SPEED_UP: 1.0}  # by a step
+        for study, value in paper.items():
+            facts |= {study: done[study], f"{study}, paper": value}
+        model = point.preset.rpartition("_")[2].upper()
         yield Contender(
             f"{model}, {heads} heads, t x d = {point.tensor} x {point.copies}",
             train,
             {"flags": words},
-            facts=known(point, paper, step, machine, peak),
+            facts=facts,
             ranks=size,
-            threads=threads,
             missing=f"takes {size} ranks, there are {most}" if size > most else "",
         )
 
 
+COLUMNS = (
+    Column("M parameters", "parameters", "{:,.1f}", unit=1e6),
+    Column("seconds", "wall"),
+    Column("TFLOP/s of a rank", "executed", per="wall", unit=1e12),
+    Column("MFU, %", "mfu", "{:.1f}", per="wall"),
+    Column("tensor axis", "tensor", "{:.1%}"),
+    Column("tensor, exposed", "tensor, exposed", "{:.1%}"),
+    Column("data axis", "data", "{:.1%}"),
+    Column("data, exposed", "data, exposed", "{:.1%}"),
+    Column(LINEAR, LINEAR, "{:.1%}", "its / first", per="wall"),
+    Column(f"{LINEAR}, predicted", LINEAR, "{:.1%}", "its / first", per="predicted"),
+    Column(f"{LINEAR}, paper", f"{LINEAR}, paper", "{:.0%}", unit=100),
+    Column(SPEED_UP, SPEED_UP, "{:.2f}", "its / first", per="wall"),
+    Column(f"{SPEED_UP}, predicted", SPEED_UP, "{:.2f}", "its / first", per="predicted"),
+    Column(f"{SPEED_UP}, paper", f"{SPEED_UP}, paper", "{:.2f}"),
+)
 QUESTION = Question(
     contenders,
-    tuple(columns()),
+    COLUMNS,
     result,
     rounds=6,
     turns=4,

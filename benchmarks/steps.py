@@ -24,12 +24,16 @@ from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh
 from megatron.train.state import DTYPES, TrainState, build_state, choose_compile
 from megatron.train.step import train_step
 from tools.layouts.job import open_samples
-from tools.layouts.meters import saved_bytes
 
 SEED = 1234
 LEARNING_RATE = 1e-3
 # Dense bf16 in NVIDIA's datasheets of H100 SXM and H200, FLOP/s.
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+
+
+def peak_of(device: str) -> float | None:
+    """FLOP/s of the GPU, where they are known."""
+    return PEAKS.get(torch.cuda.get_device_name()) if device == "cuda" else None
 
 
 def read(flags: Sequence[str], ranks: int = 1) -> PretrainGPT2Config:
@@ -46,59 +50,36 @@ def precision_of(config: PretrainGPT2Config) -> str:
 
 def batch_of(config: PretrainGPT2Config, step: int, rank: int = 0, ranks: int = 1) -> Batch:
     """Of the data-parallel rank `rank` of `ranks`."""
-    samples, _ = open_samples(config)
     size = config.training.micro_batch_size
-    first = (step * ranks + rank) * size
-    return samples.batch(range(first, first + size)).numbered(np.arange(first, first + size))
+    numbers = np.arange(size) + (step * ranks + rank) * size
+    return open_samples(config)[0].batch(numbers.tolist()).numbered(numbers)
 
 
-def build(
-    config: PretrainGPT2Config, mesh: Mesh, *, compiled: bool = False, fast: bool = False
-) -> TrainState:
-    """A run at step 0. fast: initial weights of the device's generator, which no peer has."""
-    _, vocab_size = open_samples(config)
-    state = build_state(
+def build(config: PretrainGPT2Config, mesh: Mesh, *, compiled: bool = False) -> TrainState:
+    """A run at step 0."""
+    return build_state(
         config.model,
         config.optimizer,
         config.precision,
         mesh,
-        vocab_size,
-        seed=None if fast else SEED,
+        open_samples(config)[1],
+        seed=SEED,
         dtype=DTYPES[precision_of(config)],
         compiled=compiled,
     )
-    if fast:
-        draw_weights(state)
-    return state
-
-
-@torch.no_grad()
-def draw_weights(state: TrainState) -> None:
-    torch.manual_seed(SEED)
-    for view, own in state.optimizer.master_views():
-        spec = view.spec
-        if spec.std is None:
-            own.fill_(spec.fill)
-        else:
-            own.normal_(0.0, spec.std)
-        own[len(spec.real(own)) :] = 0  # padding
-    state.optimizer.publish()
 
 
 def mesh_of(rank: Rank, config: PretrainGPT2Config, of_ranks: int = 1) -> Mesh:
     """The contender's ranks as the settings cut them. of_ranks: only the first of so many runs;
     its collectives leave their tensors as they are, and take no time."""
-    parallel = config.parallel
-    options: Any = {
-        "tensor_parallel_mode": parallel.tensor_parallel_mode,
-        "sequence_parallel": parallel.cuts_stream,
-    }
+    sizes, mode = config.parallel.sizes, config.parallel.tensor_parallel_mode
+    options: Any = {"tensor_parallel_mode": mode, "sequence_parallel": config.parallel.cuts_stream}
     if of_ranks == 1:
-        return rank.mesh(parallel.sizes, **options)
+        return rank.mesh(sizes, **options)
     from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public one
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=of_ranks)
-    return replace(build_mesh(parallel.sizes, rank.device, **options), control=ControlGroup())
+    return replace(build_mesh(sizes, rank.device, **options), control=ControlGroup())
 
 
 @dataclass
@@ -107,27 +88,18 @@ class Step:
 
     config: PretrainGPT2Config
     state: TrainState
-    facts: dict[str, Any]  # that each turn repeats
 
     def __call__(self) -> dict[str, Any]:
         data = self.state.mesh.batch
         batch = batch_of(self.config, self.state.step, data.rank, data.size)
         result = train_step(self.state, [batch], LEARNING_RATE)
-        return {"loss": result.loss, "tokens": result.tokens, **self.facts}
+        return {"loss": result.loss, "tokens": result.tokens}
 
 
-def ours(
-    rank: Rank, flags: Sequence[str], *, of_ranks: int = 1, fast: bool = False, keeps: bool = False
-) -> Step:
-    """of_ranks: as of mesh_of. fast: as of build. keeps: turns say how many bytes the forward keeps
-    for the backward, too."""
+def ours(rank: Rank, flags: Sequence[str], *, of_ranks: int = 1) -> Step:
+    """of_ranks: as of mesh_of."""
     config = read(flags, max(rank.size, of_ranks))
     mesh = mesh_of(rank, config, of_ranks)
     compiled, warnings = choose_compile(config.training.compile, mesh)
     rank.notes += warnings
-    state, facts = build(config, mesh, compiled=compiled, fast=fast), {}
-    if keeps:
-        batch = batch_of(config, 0, mesh.batch.rank, mesh.batch.size)
-        kept = saved_bytes(state.model, state.objective, batch, mesh.device)
-        facts["kept_bytes"] = kept
-    return Step(config, state, facts)
+    return Step(config, build(config, mesh, compiled=compiled))

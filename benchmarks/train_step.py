@@ -2,24 +2,25 @@
 
 A step is forward, loss, backward, reduction, clipping by the global norm and fused AdamW, without
 dropout, from the same weights on the same samples. A run whose contenders differ in the losses of
-their first steps reports nothing. `peers.py` says what each contender is. Memory is that of all
-ranks above what their modules take; what Megatron-Core imports late counts as its memory. The floor
-is the step's matmuls alone: its ratio is the share of the floor that this project reaches. Against
-peers a claim is made for hidden sizes of 768 and sequences of 512 tokens or more alone; smaller
-models are shown beside. On gloo nothing is said of NCCL.
+their first steps reports nothing; on a CPU those with recomputation have the same bit for bit.
+`peers.py` says what each contender is. Memory is that of all ranks above what their modules take;
+what Megatron-Core imports late counts as its memory. FLOPs, with recomputation and all of
+attention, and what a rank keeps for the backward are those of tools/plan.py. The floor is the
+step's matmuls alone: its ratio is the share of the floor that this project reaches. Against peers a
+claim is made for hidden sizes of 768 and sequences of 512 tokens or more alone; smaller models are
+shown beside. On gloo nothing is said of NCCL.
 """
 
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import torch
 
 from benchmarks import peers, steps
 from benchmarks.harness import Column, Contender, Flags, Question
@@ -28,100 +29,45 @@ from tools.planning.trace import Step
 
 OURS, FLOOR = "this project", "floor"
 DROPOUT = "this project, dropout 0.1"
-VARIANTS = {
-    OURS: (),
-    "this project, sequence parallel": ("--sequence-parallel",),
-    "this project, full recomputation": ("--recompute-granularity", "full"),
-    "this project, selective recomputation": ("--recompute-granularity", "selective"),
-    "this project, not compiled": ("--no-compile",),
-    DROPOUT: ("--attention-dropout", "0.1", "--hidden-dropout", "0.1"),
-    f"{DROPOUT}, attention's by coordinates": (
-        *("--attention-dropout", "0.1", "--hidden-dropout", "0.1"),
-        *("--attention-dropout-rng", "coordinates"),
-    ),
+VARIANTS = {  # and their flags
+    OURS: "",
+    "this project, sequence parallel": "--sequence-parallel",
+    "this project, full recomputation": "--recompute-granularity full",
+    "this project, selective recomputation": "--recompute-granularity selective",
+    "this project, not compiled": "--no-compile",
+    DROPOUT: (dropped := "--attention-dropout 0.1 --hidden-dropout 0.1"),
+    f"{DROPOUT}, attention's by coordinates": f"{dropped} --attention-dropout-rng coordinates",
 }
-# Function, arguments beside the flags, tensor-parallel sizes (0: any), needed modules.
-PEERS: dict[str, tuple[Any, dict[str, Any], int, tuple[str, ...]]] = {
-    "plain torch": (peers.plain, {}, 1, ()),
-    "transformers": (peers.transformers, {}, 1, ()),
-    "transformers, compiled": (peers.transformers, {"compiled": True}, 1, ()),
-    "DTensor": (peers.plain, {}, 2, ()),
-    "Megatron-Core": (peers.megatron_core, {}, 0, ("megatron.core",)),
-    FLOOR: (peers.floor, {}, 0, ()),
+ALONE, SEVERAL, ANY = range(1, 2), range(2, 1000), range(1, 1000)
+PEERS: dict[str, tuple[Any, range]] = {  # and their tensor-parallel sizes
+    "plain torch": (peers.plain, ALONE),
+    "transformers": (peers.transformers, ALONE),
+    "transformers, compiled": (partial(peers.transformers, compiled=True), ALONE),
+    "DTensor": (peers.plain, SEVERAL),
+    "Megatron-Core": (peers.megatron_core, ANY),
+    FLOOR: (peers.floor, ANY),
 }
 USUAL = (OURS, "plain torch", "transformers", "DTensor", "Megatron-Core", FLOOR)
 SIZES = {  # flags of a preset on a CPU
-    "gpt2_124m": ("--seq-length", "512", "--micro-batch-size", "2", "--vocab-size", "50304"),
-    "gpt2_30m": ("--vocab-size", "8192"),
-    "quickstart": ("--vocab-size", "2048"),
+    "gpt2_124m": "--seq-length 512 --micro-batch-size 2 --vocab-size 50304",
+    "gpt2_30m": "--vocab-size 8192",
+    "quickstart": "--vocab-size 2048",
 }
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-3}  # of the losses
 RATIO = "time / the first's"
-COLUMNS = (
-    Column("tokens/s", "tokens", "{:,.0f}", per="wall"),
-    Column(RATIO, "wall", "{:.3f}", "its / first"),
-    Column("seconds", "wall", "{:.4f}"),
-    Column("CPU seconds", "cpu", "{:.4f}"),
-    Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
-    *(  # on a known GPU: without and with recomputation; attention counts whole
-        Column(name, lambda own, _, key=key: 100 * own[key] / own["wall"] / own["peak"], "{:.1f}")
-        for name, key in (("MFU, %", "useful"), ("HFU, %", "executed"))
-    ),
-)
-
-
-class Group(NamedTuple):
-    """Contenders of one model. threads: of all ranks together. more: flags of the program."""
-
-    preset: str
-    dtype: str
-    ranks: int
-    threads: int
-    more: tuple[str, ...]
-    peak: float | None  # FLOP/s of the device
-    is_stubbed: bool  # one of the ranks is there, and its collectives move nothing
-
-    def contender(self, name: str) -> Contender | None:
-        """None where it is none of this group."""
-        flags = ["--preset", self.preset, *SIZES.get(self.preset, ()), *self.more]
-        flags += ["--no-fp16", "--bf16" if self.dtype == "bf16" else "--no-bf16"]
-        flags += ["--attention-dropout", "0", "--hidden-dropout", "0"]
-        flags += ["--tensor-model-parallel-size", str(self.ranks)]
-        flags += VARIANTS.get(name, ())
-        run, arguments, sizes, needs = PEERS.get(name, (steps.ours, {}, 0, ()))
-        if sizes not in (0, min(self.ranks, 2)) or (self.is_stubbed and name in PEERS):
-            return None
-        if self.is_stubbed:
-            arguments = {"of_ranks": self.ranks, "fast": True}
-        facts = {}
-        if self.peak and name != FLOOR:
-            step = Step(steps.read(flags, self.ranks), self.ranks, self.dtype)
-            flops = {"useful": step.flops, "executed": step.executed_flops}
-            facts = {key: each / self.ranks for key, each in flops.items()} | {"peak": self.peak}
-        is_compared = DROPOUT not in name and name != FLOOR
-        return Contender(
-            name,
-            run,
-            {"flags": flags, **arguments},
-            group=f"{Path(self.preset).name.removesuffix('.toml')}, {self.dtype}, t = {self.ranks}",
-            ranks=1 if self.is_stubbed else self.ranks,
-            threads=max(1, self.threads // self.ranks),
-            needs=needs,
-            same={"loss": TOLERANCES[self.dtype]} if is_compared else {},
-            facts=facts,
-        )
 
 
 def result(found: Results) -> str:
     """Of the models that claims are made for."""
-    said = []
-    for group, name in found.rows:
-        cell = found.cell(group, name, RATIO)
-        if group.startswith("gpt2_124m") and name in PEERS.keys() - {FLOOR} and cell is not None:
-            where = group.partition(", ")[2]
-            said.append(f"{name} {cell.text('{:.2f}', is_ratio=True)} ({where})")
-    claim = "Time of a step of GPT-2 124M over this project's: "
-    return f"{claim}{'; '.join(said)}." if said else "These models are too small for a claim."
+    claims = [
+        f"{name} {cell.text('{:.2f}', is_ratio=True)} ({group.partition(', ')[2]})"
+        for group, name in found.rows
+        if group.startswith("gpt2_124m") and name in PEERS and name != FLOOR
+        if (cell := found.cell(group, name, RATIO))
+    ]
+    if not claims:
+        return "These models are too small for a claim."
+    return f"Time of a step of GPT-2 124M over this project's: {'; '.join(claims)}."
 
 
 def contenders(
@@ -146,13 +92,51 @@ def contenders(
     names = flags.contenders or USUAL
     if unknown := set(names) - {*VARIANTS, *PEERS}:
         raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {[*VARIANTS, *PEERS]}")
-    peak = steps.PEAKS.get(torch.cuda.get_device_name()) if flags.device == "cuda" else None
-    more = tuple(shlex.split(program_flags))
-    for preset, dtype, ranks in product(presets, dtypes, tensor_parallel):
-        group = Group(preset, dtype, ranks, threads, more, peak, stub_communication)
-        yield from filter(None, map(group.contender, names))
+    peak = steps.peak_of(flags.device)
+    for preset, dtype, ranks, name in product(presets, dtypes, tensor_parallel, names):
+        run, sizes = PEERS.get(name, (steps.ours, ANY))
+        if ranks not in sizes or (stub_communication and name in PEERS):
+            continue
+        words = f"{SIZES.get(preset, '')} --no-fp16 {'--bf16' if dtype == 'bf16' else '--no-bf16'} "
+        words += f"--attention-dropout 0 --hidden-dropout 0 --tensor-model-parallel-size {ranks} "
+        words += f"{program_flags} {VARIANTS.get(name, '')}"
+        given, facts = ["--preset", preset, *shlex.split(words)], {}
+        if name != FLOOR:
+            step = Step(steps.read(given, ranks), ranks, dtype, flags.device)
+            executed, useful = step.executed_flops / ranks, step.flops / ranks
+            if name in VARIANTS:
+                facts = {"executed": executed, "kept": step.trace.kept}
+            if peak:  # HFU and MFU of a step of a second, in %
+                facts |= {"hfu": 100 * executed / peak, "mfu": 100 * useful / peak}
+        tolerance = TOLERANCES[dtype]
+        if flags.device == "cpu" and "recomputation" in name:
+            tolerance = 0.0
+        is_core = name == "Megatron-Core"
+        yield Contender(
+            name,
+            run,
+            {"flags": given, **({"of_ranks": ranks} if stub_communication else {})},
+            group=f"{Path(preset).name.removesuffix('.toml')}, {dtype}, t = {ranks}",
+            ranks=1 if stub_communication else ranks,
+            threads=max(1, threads // ranks),
+            needs=("megatron.core",) if is_core else (),
+            missing="runs on a CPU alone" if is_core and flags.device == "cuda" else "",
+            same={} if name == FLOOR or DROPOUT in name else {"loss": tolerance},
+            facts=facts,
+        )
 
 
+COLUMNS = (
+    Column("tokens/s", "tokens", "{:,.0f}", per="wall"),
+    Column(RATIO, "wall", "{:.3f}", "its / first"),
+    Column("seconds", "wall", "{:.4f}"),
+    Column("CPU seconds", "cpu", "{:.4f}"),
+    Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
+    Column("kept for the backward, MiB", "kept", "{:,.0f}", unit=2**20),
+    Column("FLOPs / the first's", "executed", "{:.3f}", "its / first"),
+    Column("MFU, %", "mfu", "{:.1f}", per="wall"),
+    Column("HFU, %", "hfu", "{:.1f}", per="wall"),
+)
 QUESTION = Question(contenders, COLUMNS, result, turns=3, warm_up=3, picture="bars")
 
 if __name__ == "__main__":

@@ -4,16 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import steps
-from benchmarks.harness import Contender
-from benchmarks.report import Results
-from benchmarks.scaling import LINEAR, SPEED_UP, Point, columns, known, studies, train
+from benchmarks.harness import Flags
+from benchmarks.scaling import COLUMNS, LINEAR, SPEED_UP, Point, contenders, studies
+from megatron.train.launch import default_precision
 from tests.benchmarks.run import figures, run
-from tests.benchmarks.test_harness import question
 from tools.planning.hardware import load_hardware
 from tools.planning.timing import predict
 from tools.planning.trace import Step
+
+CPU = torch.device("cpu")
 
 
 def step(point: Point, *, is_small: bool, precision: str = "fp16") -> Step:
@@ -54,57 +56,46 @@ def test_miniatures_have_the_proportions_of_table_1() -> None:
 
 
 def test_figures_are_those_of_the_formulas() -> None:
-    hardware, contenders = load_hardware("cpu"), []
-    for point, paper in studies(2, is_small=True).items():
-        facts = known(point, paper, step(point, is_small=True, precision="fp32"), hardware, 1e12)
-        contenders.append(Contender(str(point), train, facts=facts))
-    base, second = contenders[0].facts, contenders[1].facts
+    points, precision = list(contenders(Flags(), hardware="cpu")), default_precision(CPU)
+    base = {**points[0].facts, "wall": 4.0}
+    runs = {x.name: {**x.facts, "wall": 2.5} for x in points}
+    by_title = {each.title: each for each in COLUMNS}
 
-    def record(number: int, contender: Contender) -> dict[str, Any]:
-        seconds = [2.0, 4.0, 4.0] if number == 0 else [2.5, 2.5, 2.5]
-        rounds = [{"wall": [each], "cpu": [each], "tensor": [0.25, 0.1]} for each in seconds]
-        is_measured = contender.facts["ranks"] <= 2
-        fields = {"name": contender.name, "group": "", "x": None, "facts": contender.facts}
-        fields["first"] = contenders[0].name
-        return fields | {"reason": "" if is_measured else "few", "rounds": rounds * is_measured}
+    def value(name: str, title: str) -> Any:
+        return by_title[title].value(runs[name], base)
 
-    records = [record(number, each) for number, each in enumerate(contenders)]
-    found = Results(question(columns=tuple(columns())), {"contenders": records})
-    names = [each.name for each in contenders]
-    linear = 100 * second["parameters"] / (2 * base["parameters"])
-    assert found.median("", names[1], LINEAR) == pytest.approx(linear * 4 / 2.5)
+    second, copy = points[1].name, points[4].name
+    linear = points[1].facts["parameters"] / (2 * base["parameters"])
+    assert value(second, LINEAR) == pytest.approx(linear * 4 / 2.5)
     # Copies train as many more samples, and so are not divided by.
-    assert found.median("", names[4], LINEAR) == pytest.approx(100 * 4 / 2.5)
-    strong = str(Point("gpt2_scaling_1.2b", 2))
-    assert found.median("", strong, SPEED_UP) == pytest.approx(4 / 2.5)
-    assert found.cell("", strong, LINEAR) is None
-    assert found.median("", names[1], "tensor, exposed, %") == pytest.approx(10)
-    model = steps.read(Point("gpt2_scaling_2.5b", 2).flags("fp32", is_small=True), 2).model
+    assert value(copy, LINEAR) == pytest.approx(4 / 2.5)
+    strong = "1.2B, 8 heads, t x d = 2 x 1"
+    assert value(strong, SPEED_UP) == pytest.approx(4 / 2.5)
+    with pytest.raises(KeyError):
+        value(strong, LINEAR)
+    model = steps.read(Point("gpt2_scaling_2.5b", 2).flags(precision, is_small=True), 2).model
     n, h, layers, s, v = 8 * 128, model.hidden_size, model.num_layers, 128, 1600
     forward, logits = layers * (24 * n * h**2 + 4 * n * s * h), 2 * n * h * v
-    rate = (4 * forward + 3 * logits) / (2 * 2.5) / 1e12
-    assert found.median("", names[1], "TFLOP/s of a rank") == pytest.approx(rate)
-    useful = 3 * (forward + logits) / (2 * 2.5)
-    assert found.median("", names[1], "MFU, %") == pytest.approx(100 * useful / 1e12)
+    executed, useful = 4 * forward + 3 * logits, 3 * (forward + logits)
+    assert value(second, "TFLOP/s of a rank") == pytest.approx(executed / (2 * 2.5) / 1e12)
+    peak = load_hardware("cpu").peak(precision)
+    assert value(second, "MFU, %") == pytest.approx(100 * useful / (2 * 2.5) / peak)
     pair = [Point("gpt2_scaling_1.2b", size) for size in (1, 2)]
-    cut = [step(each, is_small=True, precision="fp32") for each in pair]
-    one, two = (predict(each, hardware).total for each in cut)
-    predicted = found.median("", strong, f"{SPEED_UP}, predicted")
-    assert predicted == pytest.approx(one / two)
-    few = [name for name, each in zip(names, contenders, strict=True) if each.facts["ranks"] > 2]
-    assert all(found.cell("", name, "seconds") is None for name in few)
-    assert found.median("", few[0], f"{LINEAR}, paper") == 82
+    cut = [step(each, is_small=True, precision=precision) for each in pair]
+    one, two = (predict(each, load_hardware("cpu")).total for each in cut)
+    assert value(strong, f"{SPEED_UP}, predicted") == pytest.approx(one / two)
+    assert value(points[2].name, f"{LINEAR}, paper") == 0.82
 
 
 def test_points_are_measured_in_miniature(tmp_path: Path) -> None:
-    names = [f"{model}, t x d = {layout}" for model, layout in (
-        ("1.2B, 8 heads", "1 x 1"), ("2.5B, 10 heads", "2 x 1"), ("1.2B, 8 heads", "1 x 2"),
-        ("4.2B, 12 heads", "4 x 1"))]  # fmt: skip
-    record = run(tmp_path, "scaling", "--ranks", "2", "--contenders", *names)
+    models = "1.2B, 8 heads", "2.5B, 10 heads", "1.2B, 8 heads", "4.2B, 12 heads"
+    layouts = "1 x 1", "2 x 1", "1 x 2", "4 x 1"
+    names = [f"{x}, t x d = {layout}" for x, layout in zip(models, layouts, strict=True)]
+    record = run(tmp_path, "scaling", "--contenders", *names)
     one, model, data = (figures(record, name) for name in names[:3])
     assert set(model) & {"tensor", "data"} == {"tensor"}
     assert set(data) & {"tensor", "data"} == {"data"}
-    assert 0 < model["tensor"][1] <= model["tensor"][0] < 1
+    assert 0 < model["tensor, exposed"] <= 1.001 * model["tensor"] < 1.001
     reasons = {each["name"]: each["reason"] for each in record["contenders"]}
     assert reasons[names[3]] == "takes 4 ranks, there are 2"
     assert one["tokens"] == 8 * 128
