@@ -3,7 +3,7 @@
 plain torch      a model as a user of torch writes it, without a detour for generality
 DTensor          the same by torch's parallelize_module, with the best plan that we know
 transformers     GPT2LMHeadModel with sdpa
-Megatron-Core    GPTModel (pip install megatron-core, beside this project), on a CPU alone
+Megatron-Core    GPTModel (pip install megatron-core, beside this project); on a CPU its own layers
 floor            the matmuls of the step alone, each in the layout that is fastest here
 
 In bf16 this project and Megatron-Core compute on bf16 weights with fp32 masters; the others as
@@ -29,7 +29,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import GPT2Config as TheirConfig
 from transformers import GPT2LMHeadModel
 
-from benchmarks.harness import Rank, Turn
+from benchmarks.harness import Rank, Turn, is_installed
 from benchmarks.steps import LEARNING_RATE, SEED, batch_of, precision_of, read
 from megatron.config.model import GPT2Config, TextModelConfig
 from megatron.config.pretrain import PretrainGPT2Config
@@ -209,14 +209,16 @@ def transformers(rank: Rank, flags: Sequence[str], *, compiled: bool = False) ->
     return Training(rank, config, model, loss)
 
 
-CORE_NAMES = {  # theirs and ours
+CORE_NAMES = {  # theirs and ours; Transformer Engine's norms are part of the matmul behind them
     "embedding.word_embeddings": "word_embedding",
     "embedding.position_embeddings": "position_embedding",
     "decoder.layers": "transformer.layers",
     "input_layernorm": "attention_norm",
+    "self_attention.linear_qkv.layer_norm_": "attention_norm.",
     "self_attention.linear_qkv": "attention.qkv",
     "self_attention.linear_proj": "attention.output",
     "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc1.layer_norm_": "mlp_norm.",
     "mlp.linear_fc1": "mlp.up",
     "mlp.linear_fc2": "mlp.down",
     "decoder.final_layernorm": "final_norm",
@@ -224,10 +226,8 @@ CORE_NAMES = {  # theirs and ours
 
 
 def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
-    """Its layers without Transformer Engine run on a CPU but for two lines: where a scratch buffer
-    is, and the state of dropout."""
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -237,8 +237,15 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=rank.size)
-    torch.cuda.current_device = lambda: device
-    tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
+    is_gpu = device.type == "cuda"
+    has_engine = is_gpu and is_installed("transformer_engine")
+    layers = partial(gpt_layer_specs.get_gpt_layer_local_spec, normalization="LayerNorm")
+    layers = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec if has_engine else layers
+    if is_gpu:
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+    else:  # its own layers run but for two lines: where a scratch buffer is, and dropout's state
+        torch.cuda.current_device = lambda: device
+        tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
     ours, dtype, s = config.model, DTYPES[precision_of(config)], config.data.seq_length
     settings = TransformerConfig(
         num_layers=ours.num_layers,
@@ -247,17 +254,20 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
         layernorm_epsilon=ours.layernorm_epsilon,
         attention_dropout=ours.attention_dropout,
         hidden_dropout=ours.hidden_dropout,
-        activation_func=partial(F.gelu, approximate="tanh"),
+        # GeLU by tanh: theirs is, where it is fused with the bias.
+        activation_func=F.gelu if is_gpu else partial(F.gelu, approximate="tanh"),
+        bias_activation_fusion=is_gpu,
+        bias_dropout_fusion=is_gpu,
         tensor_model_parallel_size=rank.size,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        use_cpu_initialization=True,
+        use_cpu_initialization=not is_gpu,
         masked_softmax_fusion=False,  # a kernel of apex
     )
     vocab_size = open_samples(config)[1]
     model = GPTModel(
         settings,
-        get_gpt_layer_local_spec(normalization="LayerNorm"),
+        layers(),
         vocab_size,  # without padding, which their softmax would count
         max_sequence_length=ours.max_position_embeddings,
         position_embedding_type="learned_absolute",
@@ -271,9 +281,10 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
         for dim, (size, own_size) in enumerate(zip(whole.shape, parameter.shape, strict=True)):
             whole = whole.chunk(size // own_size, dim)[rank.rank if size > own_size else 0]
         parameter.data.copy_(whole)
-    model.to(dtype).train()
-    positions = torch.arange(s).expand(config.training.micro_batch_size, -1)
-    mask = torch.ones(s, s, dtype=torch.bool).triu(1)[None, None]
+    model.to(device, dtype).train()
+    positions = torch.arange(s, device=device).expand(config.training.micro_batch_size, -1)
+    mask = torch.ones(s, s, dtype=torch.bool, device=device).triu(1)[None, None]
+    mask = None if has_engine else mask  # its kernels know it
     return Training(
         rank,
         config,

@@ -111,7 +111,6 @@ def contenders(
         tolerance = TOLERANCES[dtype]
         if flags.device == "cpu" and "recomputation" in name:
             tolerance = 0.0
-        is_core = name == "Megatron-Core"
         yield Contender(
             name,
             run,
@@ -119,8 +118,7 @@ def contenders(
             group=f"{Path(preset).name.removesuffix('.toml')}, {dtype}, t = {ranks}",
             ranks=1 if stub_communication else ranks,
             threads=max(1, threads // ranks),
-            needs=("megatron.core",) if is_core else (),
-            missing="runs on a CPU alone" if is_core and flags.device == "cuda" else "",
+            needs=("megatron.core",) if name == "Megatron-Core" else (),
             same={} if name == FLOOR or DROPOUT in name else {"loss": tolerance},
             facts=facts,
         )
