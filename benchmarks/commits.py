@@ -60,11 +60,11 @@ def random_text(vocab_size: int) -> str:
     return prefix
 
 
-def training(rank: Rank, tree: str, flags: list[str], ranks: int, steps: int) -> Turn:
+def run(rank: Rank, tree: str, flags: list[str], ranks: int, steps: int) -> Turn:
     """A turn is a run of BEFORE + steps + BEHIND steps; figures are of a timed one."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *torchrun, "pretrain_gpt2.py", *flags, "--metrics-file"]
-    environ = {**rank.environ, "PYTHONPATH": tree, "PYTHONUNBUFFERED": "1"}
+    environ = {**os.environ, "PYTHONPATH": tree, "PYTHONUNBUFFERED": "1"}
     ends = re.compile(rf"step ({BEFORE}|{BEFORE + steps}) \| loss ")
 
     def turn() -> Figures:
@@ -74,18 +74,19 @@ def training(rank: Rank, tree: str, flags: list[str], ranks: int, steps: int) ->
             with Popen(whole, cwd=tree, env=environ, stdout=PIPE, text=True) as program:
                 for _ in filter(ends.match, program.stdout):
                     processes = below(str(program.pid))
-                    used.append((time.perf_counter(), sum(map(cpu_seconds, processes))))
+                    used.append((time.perf_counter(), sum(map(cpu_seconds_of, processes))))
                     peak = sum(status_bytes("VmHWM", each) for each in processes)
             if program.returncode:
                 raise RuntimeError(f"{' '.join(command)}: status {program.returncode}")
             losses = [line["loss"] for line in read_metrics(record) if "loss" in line]
-        wall, cpu = ((end - start) / steps for start, end in zip(*used, strict=True))
+        before, after = used
+        wall, cpu = ((end - start) / steps for start, end in zip(before, after, strict=True))
         return {"wall": wall, "cpu": cpu, "peak_bytes": peak, "losses": losses}
 
     return turn
 
 
-def cpu_seconds(process: str) -> float:
+def cpu_seconds_of(process: str) -> float:
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -105,6 +106,8 @@ def contenders(
         dropout: of attention's probabilities, embeddings and residuals.
         steps: of a run, that are timed.
     """
+    if unknown := {*groups} - {*GROUPS}:
+        raise ValueError(f"--groups {sorted(unknown)[0]!r}: there are {GROUPS}")
     trees = {"this tree": ROOT, Path(against).name: checked_out(against)}
     texts = {preset: random_text(size) for preset, size in PRESETS.items()}
     for group in groups:
@@ -118,7 +121,7 @@ def contenders(
         for name, tree in trees.items():
             own = {"tree": str(tree), "flags": words.split(), "ranks": ranks, "steps": steps}
             same = {} if dropout else {"losses": 0}
-            yield Contender(name, training, own, group=group, threads=2 // ranks, same=same)
+            yield Contender(name, run, own, group=group, threads=2 // ranks, same=same)
 
 
 QUESTION = Question(

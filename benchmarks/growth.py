@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,7 +27,8 @@ TIME, MEMORY = "time / on paper", "memory / on paper"
 TINY = """--preset quickstart --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8
 --vocab-size 8 --no-bf16"""
 WORDS = "--vocab-size 8192 --attention-dropout 0 --hidden-dropout 0 --no-bf16 --preset"
-AXES = {
+Axis = Literal["layers", "width", "sequence", "vocabulary", "ranks"]
+AXES: dict[Axis, tuple[str, tuple[int, ...]]] = {  # flags of a size, and sizes
     "layers": ("--num-layers {n}", (8, 1, 2, 4, 16)),
     "width": ("--hidden-size {n} --num-attention-heads {heads}", (512, 128, 256, 1024)),
     "sequence": ("--seq-length {n} --max-position-embeddings {n}", (256, 128, 512, 1024, 2048)),
@@ -53,9 +55,9 @@ def contender(rank: Rank, flags: list[str]) -> Turn:
 
 
 def contenders(
-    flags: Flags, axes: tuple[str, ...] = tuple(AXES), preset: str = "gpt2_30m"
+    flags: Flags, axes: tuple[Axis, ...] = tuple(AXES), preset: str = "gpt2_30m"
 ) -> Iterator[Contender]:
-    """Measure, in fp32. Axes: layers, width, sequence, vocabulary, ranks."""
+    """Measure, in fp32."""
     for axis, n in [(name, n) for name in axes for n in AXES[name][1]]:
         ranks, threads = (n, 1) if axis == "ranks" else (1, 2)
         own = f"{WORDS} {preset} {AXES[axis][0]}".format(n=n, heads=n // 64).split()

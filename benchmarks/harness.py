@@ -53,11 +53,6 @@ class Rank:
         torch.cuda.set_device(self.local)
         return torch.device("cuda", self.local)
 
-    @property
-    def environ(self) -> dict[str, str]:
-        """Of programs that a turn starts: they see no GPU where this computes on a CPU."""
-        return {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if self.device_type == "cpu" else {})}
-
     def connect(self) -> None:
         """Initialise torch.distributed over the ranks of this contender."""
         import torch.distributed as dist
@@ -102,7 +97,7 @@ class Contender:
 
     name: str
     run: Callable[..., Turn]
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # as JSON
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # that can be pickled
     _: KW_ONLY
     group: str = ""
     ranks: int = 1
@@ -229,8 +224,10 @@ class Question:
 
         agents = Agents.of(os.environ)
         if unknown := {*flags.contenders} - {each.name for each in contenders}:
-            names = ", ".join(dict.fromkeys(each.name for each in contenders))
-            raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {names}")
+            names = ", ".join(dict.fromkeys(each.name for each in contenders)) or "none"
+            raise ValueError(
+                f"--contenders {sorted(unknown)[0]}: at these settings there are {names}"
+            )
         for name in ("rounds", "turns"):
             if (number := getattr(flags, name)) is not None and number < 1:
                 raise ValueError(f"--{name} {number}: must be 1 or more")

@@ -98,6 +98,8 @@ class Processes:
         environ = {"OMP_NUM_THREADS": str(contender.threads)}  # read when libraries are loaded
         if agents.size == 1:
             environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        if device == "cpu":  # nor do the programs that a contender starts see a GPU
+            environ["CUDA_VISIBLE_DEVICES"] = ""
         with patch.dict(os.environ, environ):
             for rank in agents.ranks_of(contender):
                 local = rank if agents.size == 1 else agents.local
@@ -219,6 +221,7 @@ def measure(
         }
         for each in chosen
     }
+    assert len(found) == len(chosen), "two contenders of a group have one name"
     for number in range(rounds := flags.rounds or question.rounds):
         for group in rotated(list(dict.fromkeys(each.group for each in chosen)), number):
             whole = [each for each in chosen if each.group == group]

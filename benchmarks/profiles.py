@@ -60,7 +60,8 @@ def shares_by_axis(turn: Turn, rank: Rank, mesh: Any) -> dict[str, float]:
         _, events, whole = traced(turn, rank, Path(folder, "trace.json"))
     found = {}
     for axis in axes if is_named or len(axes) == 1 else ():
-        runs, exposed = communication(events, axis.group.group_name * is_named)
+        group = axis.group.group_name if is_named else ""
+        runs, exposed = communication(events, group)
         found |= {axis.name: runs / whole, f"{axis.name}, exposed": exposed / whole}
     return found
 

@@ -19,7 +19,7 @@ WholeRuns = partial(Question, rounds=1, warm_up=0, together=False)
 
 
 def start(rank: Rank, *words: str) -> None:
-    subprocess.run([sys.executable, *words], cwd=ROOT, env=rank.environ, check=True)
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
 
 
 def record_of(rank: Rank, *words: str) -> Figures:

@@ -4,7 +4,7 @@ Two gloo processes of one thread share the quickstart's model in bf16 (t = 2) or
 (d = 2); 4 samples of 256 tokens a step on both together. A check hashes all that the two hold in
 common, and its time holds the wait for the slower of them. Watched processes run inside `launch`,
 others on a plain process group, with a model so small (t = 2, fp32, 2 layers of hidden 64, 256
-tokens) that a step is little but its collectives: an upper bound.
+tokens) that a step is little but its collectives: an upper bound. There a turn is 100 steps.
 """
 
 import atexit
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from threading import active_count
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -50,8 +51,8 @@ def hundred_steps(rank: Rank, is_watched: bool) -> Turn:
         atexit.register(run.close)  # both ranks leave together
     else:
         mesh = steps.mesh_of(rank, config)
-    step = steps.Step(config, steps.build(config, mesh))
-    return lambda: [step() for _ in range(100)][-1]
+    step = steps.Run(config, steps.build(config, mesh))
+    return lambda: [step() for _ in range(100)][-1] | {"threads": active_count()}
 
 
 def contenders(flags: Flags) -> Iterator[Contender]:
@@ -65,10 +66,11 @@ def contenders(flags: Flags) -> Iterator[Contender]:
 
 
 def result(found: Results) -> str:
+    rows = ("t = 1, d = 2", "check"), ("100 steps", "watched")
+    check, watched = (found.median(*row, RATIO) for row in rows)
     return (
-        f"A check of two whole models, by default once in 100 steps, takes "
-        f"{found.median('t = 1, d = 2', 'check', RATIO):.2f} of the time of one; watched, steps "
-        f"take {found.median('100 steps', 'watched', RATIO):.3f} times as long."
+        f"Where two ranks hold whole models a check, by default once in 100 steps, takes "
+        f"{check:.2f} of a step's time; watched steps take {watched:.3f} times as long as others."
     )
 
 

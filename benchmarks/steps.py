@@ -55,18 +55,37 @@ def batch_of(config: PretrainGPT2Config, step: int, rank: int = 0, ranks: int = 
     return open_samples(config)[0].batch(numbers.tolist()).numbered(numbers)
 
 
-def build(config: PretrainGPT2Config, mesh: Mesh, *, compiled: bool = False) -> TrainState:
-    """A run at step 0."""
-    return build_state(
+def build(
+    config: PretrainGPT2Config, mesh: Mesh, *, compiled: bool = False, fast: bool = False
+) -> TrainState:
+    """A run at step 0. fast: initial weights of the device's generator, which no peer has, so that
+    no rank draws a large model whole."""
+    state = build_state(
         config.model,
         config.optimizer,
         config.precision,
         mesh,
         open_samples(config)[1],
-        seed=SEED,
+        seed=None if fast else SEED,
         dtype=DTYPES[precision_of(config)],
         compiled=compiled,
     )
+    if fast:
+        draw_weights(state)
+    return state
+
+
+@torch.no_grad()
+def draw_weights(state: TrainState) -> None:
+    torch.manual_seed(SEED)
+    for view, own in state.optimizer.master_views():
+        spec = view.spec
+        if spec.std is None:
+            own.fill_(spec.fill)
+        else:
+            own.normal_(0.0, spec.std)
+        own[len(spec.real(own)) :] = 0  # padding
+    state.optimizer.publish()
 
 
 def mesh_of(rank: Rank, config: PretrainGPT2Config, of_ranks: int = 1) -> Mesh:
@@ -83,8 +102,8 @@ def mesh_of(rank: Rank, config: PretrainGPT2Config, of_ranks: int = 1) -> Mesh:
 
 
 @dataclass
-class Step:
-    """A turn: one training step of a run, on the next samples."""
+class Run:
+    """Of this project; a turn is one training step, on the next samples."""
 
     config: PretrainGPT2Config
     state: TrainState
@@ -96,10 +115,10 @@ class Step:
         return {"loss": result.loss, "tokens": result.tokens}
 
 
-def ours(rank: Rank, flags: Sequence[str], *, of_ranks: int = 1) -> Step:
-    """of_ranks: as of mesh_of."""
+def ours(rank: Rank, flags: Sequence[str], *, of_ranks: int = 1, fast: bool = False) -> Run:
+    """of_ranks: as of mesh_of. fast: as of build."""
     config = read(flags, max(rank.size, of_ranks))
     mesh = mesh_of(rank, config, of_ranks)
     compiled, warnings = choose_compile(config.training.compile, mesh)
     rank.notes += warnings
-    return Step(config, build(config, mesh, compiled=compiled))
+    return Run(config, build(config, mesh, compiled=compiled, fast=fast))

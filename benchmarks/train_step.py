@@ -29,14 +29,15 @@ from tools.planning.trace import Step
 
 OURS, FLOOR = "this project", "floor"
 DROPOUT = "this project, dropout 0.1"
+DROPPED = "--attention-dropout 0.1 --hidden-dropout 0.1"
 VARIANTS = {  # and their flags
     OURS: "",
     "this project, sequence parallel": "--sequence-parallel",
     "this project, full recomputation": "--recompute-granularity full",
     "this project, selective recomputation": "--recompute-granularity selective",
     "this project, not compiled": "--no-compile",
-    DROPOUT: (dropped := "--attention-dropout 0.1 --hidden-dropout 0.1"),
-    f"{DROPOUT}, attention's by coordinates": f"{dropped} --attention-dropout-rng coordinates",
+    DROPOUT: DROPPED,
+    f"{DROPOUT}, attention's by coordinates": f"{DROPPED} --attention-dropout-rng coordinates",
 }
 ALONE, SEVERAL, ANY = range(1, 2), range(2, 1000), range(1, 1000)
 PEERS: dict[str, tuple[Any, range]] = {  # and their tensor-parallel sizes
@@ -92,7 +93,6 @@ def contenders(
     names = flags.contenders or USUAL
     if unknown := set(names) - {*VARIANTS, *PEERS}:
         raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {[*VARIANTS, *PEERS]}")
-    peak = steps.peak_of(flags.device)
     for preset, dtype, ranks, name in product(presets, dtypes, tensor_parallel, names):
         run, sizes = PEERS.get(name, (steps.ours, ANY))
         if ranks not in sizes or (stub_communication and name in PEERS):
@@ -106,15 +106,16 @@ def contenders(
             executed, useful = step.executed_flops / ranks, step.flops / ranks
             if name in VARIANTS:
                 facts = {"executed": executed, "kept": step.trace.kept}
-            if peak:  # HFU and MFU of a step of a second, in %
+            if (peak := steps.peak_of(flags.device)) and dtype == "bf16":
+                # HFU and MFU of a step of a second, in %
                 facts |= {"hfu": 100 * executed / peak, "mfu": 100 * useful / peak}
         tolerance = TOLERANCES[dtype]
-        if flags.device == "cpu" and "recomputation" in name:
+        if flags.device == "cpu" and "recomputation" in name and names[0] == OURS:
             tolerance = 0.0
         yield Contender(
             name,
             run,
-            {"flags": given, **({"of_ranks": ranks} if stub_communication else {})},
+            {"flags": given, **({"of_ranks": ranks, "fast": True} if stub_communication else {})},
             group=f"{Path(preset).name.removesuffix('.toml')}, {dtype}, t = {ranks}",
             ranks=1 if stub_communication else ranks,
             threads=max(1, threads // ranks),

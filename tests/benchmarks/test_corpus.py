@@ -41,7 +41,8 @@ def test_grouping_finds_the_groups_that_sorting_finds(tmp_path: Path) -> None:
     found = corpus_grouping.ours(sorted(tmp_path.glob("*.keys")))
     assert np.array_equal(np.sum(found, axis=0), np.sum(expected, axis=0))
     record = run(tmp_path, "corpus_grouping", "--rows", 140_000, "--bands", 2)
-    assert figures(record, OURS)["rows"] == 140_000
+    rate = 0.14 / figures(record, OURS)["cpu"][0]
+    assert f"{rate:.1f} million rows per CPU second" in record["page"]
 
 
 def test_cleaning_and_sentences(text: Path, tmp_path: Path) -> None:
@@ -76,7 +77,8 @@ def test_both_tokenise_to_the_same_bytes(text: Path, tmp_path: Path) -> None:
     record = run(tmp_path, "tokenise", *words)
     ours, peer = (figures(record, name) for name in (OURS, tokenise.PEER))
     assert ours["bytes"] == peer["bytes"] == pytest.approx(600_000, rel=0.2)
-    assert ours["start"] > 0 < peer["cpu"][0]
+    assert ours["start"] > 0
+    assert peer["cpu"][0] > 0
 
 
 def test_steps_run_one_after_another_and_as_a_chain(text: Path, tmp_path: Path) -> None:

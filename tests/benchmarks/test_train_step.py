@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness import Flags
+from benchmarks.train_step import TOLERANCES, contenders
 from tests.benchmarks.run import figures, run
 
 SMALL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
@@ -36,6 +38,15 @@ def test_all_contenders_have_their_figures(tmp_path: Path, size: int, peers: lis
     profile = (folder / f"quickstart_fp32_t_=_{size}_this_project.txt").read_text()
     assert "aten::mm" in profile
     assert ("communication runs for 0.00 ms" in profile) == (size == 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "tolerance"), [("this project", 0.0), ("transformers", TOLERANCES["fp32"])]
+)
+def test_recomputation_is_exact_beside_this_project_alone(first: str, tolerance: float) -> None:
+    flags = Flags(contenders=(first, "this project, full recomputation"))
+    _, own = contenders(flags, presets=("quickstart",), dtypes=("fp32",), tensor_parallel=(1,))
+    assert own.same == {"loss": tolerance}
 
 
 @pytest.mark.skipif(find_spec("megatron.core") is None, reason="megatron-core is not installed")

@@ -14,9 +14,12 @@ from tools.planning.search import GRANULARITIES, varied
 from tools.planning.timing import predict
 from tools.planning.trace import Step
 
-# What text and picture show: of the seconds all but the hidden ones, and of the bytes all but the
-# smaller of logits and one layer are in the total.
-SHOWN = ("predicted_step_seconds", "memory_per_rank_bytes", "activation_bytes_by_recomputation")
+SHOWN = {  # by text and picture: title, key, and unit
+    "seconds of a step": ("predicted_step_seconds", 1),
+    "GB of a rank": ("memory_per_rank_bytes", 1e9),
+    "GB of activations, by recomputation": ("activation_bytes_by_recomputation", 1e9),
+}
+NOT_SUMS = "totals leave out what is hidden, and the smaller of logits and one layer"
 Record = dict[str, Any]
 Panel = tuple[Sequence[str], Mapping[str, Sequence[float]]]  # names of bars, values by kind
 
@@ -30,6 +33,10 @@ def record(step: Step, hardware: Hardware) -> Record:
     return {
         "model": {
             "kind": model.kind,
+            "layers": model.num_layers,
+            "hidden": model.hidden_size,
+            "heads": model.num_attention_heads,
+            "recompute": model.recompute_granularity,
             "sequence": config.data.seq_length,
             "vocabulary": vocabulary_of(config),
             "batch": config.training.micro_batch_size,
@@ -76,39 +83,40 @@ def _communication(step: Step, axis: str) -> Record:
 
 def text(planned: Record) -> str:
     """For people."""
-    model, held = planned["model"], planned["memory_per_rank_bytes"]["total"]
-    summary = (
-        f"{title(planned)}\n{model['micro_batches']} micro-batches of {model['batch']} x "
-        f"{model['sequence']} tokens in {model['precision']}\n"
-        f"{held / 1e9:.2f} of {planned['memory_of_device_bytes'] / 1e9:.2f} GB of a device: "
-        f"{'fits' if planned['fits'] else 'DOES NOT FIT'}"
-    )
     tables = [
-        [{key: name, "of a rank": value} for name, value in planned[key].items()] for key in SHOWN
+        [{title: name, "": value / unit} for name, value in planned[key].items()]
+        for title, (key, unit) in SHOWN.items()
     ]
     calls = [
         {"axis": axis, "phase": phase, "calls": each["calls"], "bytes": each["bytes"]}
         for axis, sums in planned["communication_per_step"].items()
         for phase, each in {**sums["by_phase"], "all": sums}.items()
     ]
-    return "\n\n".join([summary, *map(table, tables), table(calls)])
+    return "\n\n".join([summary(planned), *map(table, tables), NOT_SUMS, table(calls)])
 
 
-def title(planned: Record) -> str:
-    model = planned["model"]
+def summary(planned: Record) -> str:
+    model, held = planned["model"], planned["memory_per_rank_bytes"]["total"]
+    sequence_parallel = ", sequence-parallel" if model["sequence_parallel"] else ""
     return (
         f"{model['kind']}, {planned['parameters']:,} parameters on "
         f"{model['tensor'] * model['data']} devices ({planned['hardware']['name']}): "
-        f"tensor-parallel {model['tensor']}{', sequence-parallel' * model['sequence_parallel']}, "
-        f"data-parallel {model['data']}\n"
-        f"{planned['tokens_per_second']:,.0f} tokens/s, MFU {100 * planned['mfu']:.1f} %"
+        f"tensor-parallel {model['tensor']}{sequence_parallel}, data-parallel {model['data']}\n"
+        f"{model['micro_batches']} micro-batches of {model['batch']} x {model['sequence']} tokens "
+        f"in {model['precision']}: {planned['tokens_per_second']:,.0f} tokens/s, "
+        f"MFU {100 * planned['mfu']:.1f} %\n"
+        f"{held / 1e9:.2f} of {planned['memory_of_device_bytes'] / 1e9:.2f} GB of a device: "
+        f"{'fits' if planned['fits'] else 'DOES NOT FIT'}"
     )
 
 
 def draw(file: Path, planned: Record) -> None:
     """A picture of SHOWN."""
-    panels = {key: ([*planned[key]], {"planned": [*planned[key].values()]}) for key in SHOWN}
-    bars(file, title(planned), panels)
+    panels = {
+        title: ([*planned[key]], {"planned": [value / unit for value in planned[key].values()]})
+        for title, (key, unit) in SHOWN.items()
+    }
+    bars(file, summary(planned), panels)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -123,7 +131,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:,.3f}"
+        return f"{value:,.4g}"
     return f"{value:,}" if type(value) is int else str(value)
 
 
@@ -142,5 +150,6 @@ def bars(file: Path, title: str, panels: Mapping[str, Panel]) -> None:
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.set_xlabel(label)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    if len(series) > 1:
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(file, dpi=150)

@@ -22,9 +22,9 @@ from tools.planning.trace import Step
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a step. What is hidden is not part of the total."""
+    """Of a step, by the keys of a plan's JSON. What is hidden is not part of the total."""
 
-    matmuls: float
+    matrix_products: float
     other_kernels: float
     tensor_parallel_exposed: float
     tensor_parallel_hidden: float
@@ -34,7 +34,7 @@ class Seconds:
     @property
     def total(self) -> float:
         parallel = self.tensor_parallel_exposed + self.data_parallel_exposed
-        return self.matmuls + self.other_kernels + parallel
+        return self.matrix_products + self.other_kernels + parallel
 
 
 def predict(step: Step, hardware: Hardware) -> Seconds:

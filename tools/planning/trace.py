@@ -280,8 +280,9 @@ class Step:
         """Of a model on one rank, which computes what a tensor-parallel group does."""
         model, parallel = self.config.model, self.config.parallel
         changes: dict[str, Any] = {} if is_executed else {"recompute_granularity": "none"}
-        if hasattr(model, multiple := "make_vocab_size_divisible_by"):
-            changes[multiple] = getattr(model, multiple) * self.tensor if is_executed else 1
+        if (multiple := getattr(model, "make_vocab_size_divisible_by", None)) is not None:
+            padded = multiple * self.tensor if is_executed else 1
+            changes["make_vocab_size_divisible_by"] = padded
         config = replace(
             self.config,
             model=replace(model, **changes),

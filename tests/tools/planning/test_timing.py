@@ -108,7 +108,7 @@ def test_gradients_hide_behind_the_backward() -> None:
 def test_sequence_parallelism_saves_what_all_ranks_do_alike() -> None:
     whole, cut = times(V100), times(V100, "--sequence-parallel")
     assert cut["other_kernels"] < 0.6 * whole["other_kernels"]
-    assert cut["matmuls"] == pytest.approx(whole["matmuls"], rel=0.02)
+    assert cut["matrix_products"] == pytest.approx(whole["matrix_products"], rel=0.02)
 
 
 def test_bytes_that_kernels_move() -> None:
