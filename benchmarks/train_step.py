@@ -90,7 +90,7 @@ def contenders(
         program_flags: of pretrain_gpt2.py: --program-flags="--num-layers 2 --hidden-size 64".
         stub_communication: run one rank of each layout, whose collectives move nothing.
     """
-    names = flags.contenders or USUAL
+    names = list(dict.fromkeys(flags.contenders or USUAL))
     if unknown := set(names) - {*VARIANTS, *PEERS}:
         raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {[*VARIANTS, *PEERS]}")
     for preset, dtype, ranks, name in product(presets, dtypes, tensor_parallel, names):
