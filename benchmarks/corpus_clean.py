@@ -137,7 +137,6 @@ QUESTION = Question(
     ),
     rounds=6,
     warm_up=0,
-    picture="bars",
 )
 
 if __name__ == "__main__":

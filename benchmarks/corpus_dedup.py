@@ -123,7 +123,6 @@ QUESTION = Question(
     ),
     rounds=2,
     warm_up=0,
-    picture="bars",
 )
 
 if __name__ == "__main__":

@@ -103,7 +103,6 @@ QUESTION = Question(
     rounds=3,
     warm_up=0,
     together=False,
-    picture="bars",
     drawn=(RATE, PEAK),
 )
 

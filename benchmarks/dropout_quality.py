@@ -82,7 +82,7 @@ def result(found: Results) -> str:
 
 
 COLUMNS = [Column(name, name, "{:+.2f}") for name in quality(512, 4)]  # a moment's work
-QUESTION = Question(contenders, COLUMNS, result, rounds=1, warm_up=0)
+QUESTION = Question(contenders, COLUMNS, result, rounds=1, warm_up=0, picture="")
 
 if __name__ == "__main__":
     QUESTION.run()

@@ -80,7 +80,6 @@ QUESTION = Question(
     ),
     lambda found: f"{found.range(RATIO, '{:.1f}')} times as fast as transformers, in one process.",
     turns=2,
-    picture="bars",
 )
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ class Question:
     turns: int = 1  # of a round, which are timed
     warm_up: int = 1  # turns before these
     together: bool = True
-    picture: Literal["", "bars", "lines", "curves"] = ""
+    picture: Literal["bars", "lines", "curves", ""] = "bars"
     drawn: Sequence[Any] = ()
 
     @property

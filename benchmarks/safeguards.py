@@ -80,7 +80,9 @@ COLUMNS = (
     Column("its CPU time / the first's", "cpu", "{:.3f}", "its / first"),
     Column("hashed, MB", "hashed", "{:.1f}", unit=1e6),
 )
-QUESTION = Question(contenders, COLUMNS, result, rounds=6, turns=3, warm_up=2, together=False)
+QUESTION = Question(
+    contenders, COLUMNS, result, rounds=6, turns=3, warm_up=2, together=False, drawn=(RATIO,)
+)
 
 if __name__ == "__main__":
     QUESTION.run()

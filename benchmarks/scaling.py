@@ -167,7 +167,6 @@ QUESTION = Question(
     turns=4,
     warm_up=2,
     together=False,
-    picture="bars",
     drawn=(LINEAR, f"{LINEAR}, predicted", f"{LINEAR}, paper", SPEED_UP),
 )
 

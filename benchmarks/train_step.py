@@ -136,7 +136,7 @@ COLUMNS = (
     Column("MFU, %", "mfu", "{:.1f}", per="wall"),
     Column("HFU, %", "hfu", "{:.1f}", per="wall"),
 )
-QUESTION = Question(contenders, COLUMNS, result, turns=3, warm_up=3, picture="bars")
+QUESTION = Question(contenders, COLUMNS, result, turns=3, warm_up=3)
 
 if __name__ == "__main__":
     QUESTION.run()

@@ -157,7 +157,7 @@ def test_cells_are_medians_over_rounds_and_ratios_of_rounds() -> None:
 
 def test_a_page_says_the_result_first_and_keeps_notes_and_other_machines(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
-    asked = question(picture="bars")
+    asked = question()
     write_page(file, asked, [record({"a": [2.0]}), record({"a": [3.0]}, processor="Q")])
     title, text = str(small_question.__doc__).strip().rstrip("."), file.read_text()
     assert text.startswith(f"# {title}\n\n2.\n\n    python x\n")
