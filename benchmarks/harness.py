@@ -195,7 +195,7 @@ class Question:
     def text(self) -> tuple[str, str]:
         """(title, method)"""
         title, _, method = (sys.modules[self.contenders.__module__].__doc__ or "").partition("\n")
-        return title.rstrip("."), method.strip()
+        return title.rstrip("."), method.strip("\n")
 
     def run(self) -> None:
         """With the arguments of the command line."""

@@ -113,7 +113,7 @@ class Cell(NamedTuple):
 
     def text(self, form: str, *, is_ratio: bool) -> str:
         middle = form.format(self.median)
-        if not is_ratio or self.low is None:
+        if not is_ratio or self.low in (None, self.high):
             return middle
         return f"{middle} ({form.format(self.low)} to {form.format(self.high)})"
 
@@ -272,7 +272,7 @@ def draw(file: Path, results: Results) -> None:
     if paint is bars:
         high, wide, height, groups = 1, len(drawn), 1.2 + 0.35 * len(results.rows), {"": None}
     figure = Figure(figsize=(max(7, 3.6 * wide), height), layout="constrained")
-    panels = figure.subplots(high, wide, squeeze=False).flat
+    panels = figure.subplots(high, wide, squeeze=False, sharey=paint is bars).flat
     for axes, (column, group) in zip(panels, product(drawn, groups), strict=True):
         paint(axes, results, column, group)
         axes.spines[["top", "right"]].set_visible(False)
@@ -289,7 +289,7 @@ def bars(axes: Axes, results: Results, title: str, _: str) -> None:
             axes.barh(place, found.median, xerr=errors, color=colour, capsize=2)
     names = [f"{group}: {name}" if group else name for group, name in results.rows]
     axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.5, -0.5)  # rows without this column have their place, too
     axes.set_xlabel(title)
 
 
