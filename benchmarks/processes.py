@@ -318,9 +318,11 @@ def work(pipe: Connection, contender: Contender, rank: Rank) -> None:
         running = Running(contender.run(rank, **contender.arguments), rank, peak)
         pipe.send({"notes": rank.notes})
         while True:
-            pipe.send(pipe.recv()(running))
-    except EOFError:
-        pass
+            try:
+                command = pipe.recv()
+            except EOFError:  # the other end is closed: that was all
+                return
+            pipe.send(command(running))
     except BaseException:
         pipe.send({"failure": traceback.format_exc()})
 

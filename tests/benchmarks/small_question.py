@@ -46,19 +46,19 @@ def working(rank: Rank, seconds: float) -> Turn:
     return turn
 
 
-def failing(rank: Rank, words: str, at: str) -> Turn:
-    """Fails with these words: at the start, or in the second turn of the second rank."""
+def failing(rank: Rank, error: Exception, at: str) -> Turn:
+    """Raises it: at the start, at that of the second round, or in the last rank's second turn."""
     turns = []
 
     def turn() -> dict[str, Any]:
         turns.append(0)
-        if len(turns) == 2 and rank.rank == rank.size - 1:
-            raise MemoryError(words) if "memory" in words else KeyError(words)
+        if at == "turn" and len(turns) == 2 and rank.rank == rank.size - 1:
+            raise error
         rank.wait()
         return {"number": 1.0}
 
-    if at == "start":
-        raise KeyError(words)
+    if at == "start" or (at == "second round" and rank.round == 1):
+        raise error
     if rank.size > 1:
         rank.connect()
     return turn

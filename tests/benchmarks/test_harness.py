@@ -75,7 +75,7 @@ def test_memory_and_time_are_those_of_the_turn() -> None:
 
 
 def test_what_cannot_be_measured_says_so_and_the_others_go_on() -> None:
-    full = {"words": "out of memory", "at": "turn"}
+    full = {"error": MemoryError(), "at": "turn"}
     found = measured(
         [
             contender("first"),
@@ -95,11 +95,22 @@ def test_what_cannot_be_measured_says_so_and_the_others_go_on() -> None:
     assert [len(each["rounds"]) for each in found] == [2, 0, 0, 0, 0, 2]
 
 
-def test_other_failures_end_the_run_with_the_last_words_of_the_rank() -> None:
+@pytest.mark.parametrize("error", [KeyError("odd"), EOFError("odd")], ids=repr)
+def test_other_failures_end_the_run_with_the_last_words_of_the_rank(error: Exception) -> None:
     for at in ("start", "turn"):
-        wrong = Contender(name="wrong", run=failing, arguments={"words": "odd key", "at": at})
-        with pytest.raises(RuntimeError, match="wrong has failed(.|\n)*KeyError: 'odd key'"):
+        wrong = Contender(name="wrong", run=failing, arguments={"error": error, "at": at})
+        last = f"wrong has failed(.|\n)*{type(error).__name__}: '?odd"
+        with pytest.raises(RuntimeError, match=last):
             measured([contender("right"), wrong])
+
+
+def test_the_record_of_the_rounds_before_a_failure_is_kept(tmp_path: Path) -> None:
+    arguments = {"error": KeyError("odd"), "at": "second round"}
+    flags = Flags(json=tmp_path / "record.json")
+    with pytest.raises(RuntimeError, match="wrong has failed"):
+        question(rounds=3).ask([Contender("wrong", failing, arguments)], flags, {})
+    (found,) = json.loads((tmp_path / "record.json").read_text())
+    assert found["rounds"] == len(found["contenders"][0]["rounds"]) == 1
 
 
 @pytest.mark.parametrize(
