@@ -1,12 +1,11 @@
 """A program with all processes that it starts: seconds, memory, and a limit on it.
 
-Memory is what they together hold at a look at /proc every 20 ms, anonymous and shared (pages of
-files can be dropped). A process whose parent ends first becomes a child of this one: CPU seconds
-are the kernel's of every process.
+RLIMIT_DATA holds each process to the limit; a look at /proc every 20 ms ends all of them when they
+together hold more anonymous and shared memory (pages of files can be dropped). A process whose
+parent ends first becomes a child of this one: CPU seconds are the kernel's of every process.
 """
 
 import ctypes
-import math
 import os
 import resource
 import signal
@@ -22,21 +21,22 @@ from benchmarks.harness import Figures
 from benchmarks.processes import ROOT, status_bytes
 
 
-def watched(*words: object, limit: float = math.inf) -> Figures:
+def watched(*words: object, limit: int | None = None) -> Figures:
     """Run Python with these words to its end, then end what it has left behind. limit: bytes.
 
     Returns wall and cpu seconds and peak_bytes of all processes together. Raises MemoryError where
     the limit stops it, RuntimeError with its last output where it fails.
     """
     command = [sys.executable, *map(str, words)]
+    bound = partial(resource.setrlimit, resource.RLIMIT_DATA, (limit, limit)) if limit else None
     adopt = partial(ctypes.CDLL(None).prctl, 36)  # PR_SET_CHILD_SUBREAPER
     adopt(1)
     peak, others = 0, below("self")
     with tempfile.TemporaryFile("w+", errors="replace") as out:
         wall, before = time.perf_counter(), sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
-        child = Popen(command, cwd=ROOT, stdin=DEVNULL, stdout=out, stderr=STDOUT)
+        child = Popen(command, cwd=ROOT, stdin=DEVNULL, stdout=out, stderr=STDOUT, preexec_fn=bound)
         try:
-            while child.poll() is None and peak <= limit:
+            while child.poll() is None and not (limit and peak > limit):
                 peak = max(peak, sum(map(memory, below("self") - others)))
                 with suppress(TimeoutExpired):
                     child.wait(0.02)
@@ -52,7 +52,7 @@ def watched(*words: object, limit: float = math.inf) -> Figures:
             adopt(0)
         out.seek(0)
         output = out.read()
-    if peak > limit:
+    if limit and (peak > limit or (child.returncode and "MemoryError" in output)):
         raise MemoryError(f"{peak / 1e6:.0f} MB held, {limit / 1e6:.0f} may be")
     if child.returncode:
         raise RuntimeError(f"{command}: status {child.returncode}\n{output[-3000:]}")

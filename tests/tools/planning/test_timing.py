@@ -111,6 +111,20 @@ def test_sequence_parallelism_saves_what_all_ranks_do_alike() -> None:
     assert cut["matrix_products"] == pytest.approx(whole["matrix_products"], rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("constant", "part"),
+    [
+        ("link_bandwidth", "tensor_parallel_exposed"),
+        ("network_bandwidth", "data_parallel_hidden"),
+        ("memory_bandwidth", "other_kernels"),
+    ],
+)
+def test_what_is_faster_takes_less_time(constant: str, part: str) -> None:
+    faster = replace(V100, **{constant: 2 * getattr(V100, constant)})
+    assert times(faster)[part] < 0.7 * times(V100)[part]
+    assert times(faster)["total"] < times(V100)["total"]
+
+
 def test_bytes_that_kernels_move() -> None:
     """Each by itself; a view moves none, and a look-up the rows alone."""
     x, table = torch.ones(8, 4, device="meta"), torch.ones(100, 4, device="meta")
