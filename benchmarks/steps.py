@@ -62,12 +62,12 @@ def build(
     no rank draws a large model whole."""
     state = build_state(
         config.model,
-        config.optimizer,
-        config.precision,
         mesh,
         open_samples(config)[1],
         seed=None if fast else SEED,
         dtype=DTYPES[precision_of(config)],
+        optimizer=config.optimizer,
+        precision=config.precision,
         compiled=compiled,
     )
     if fast:

@@ -145,12 +145,12 @@ def start(
     """
     state = build_state(
         config,
-        optimizer,
-        PrecisionConfig(fp16=dtype == "fp16"),
         mesh,
         pretrained.manifest["vocab_size"],
         seed=seed,
         dtype=DTYPES[dtype],
+        optimizer=optimizer,
+        precision=PrecisionConfig(fp16=dtype == "fp16"),
     )
     modules = {name.partition(".")[0] for name, _ in state.model.named_parameters()}
     surplus = {"mlm", "sop", "pooler"} - modules

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.checkpoint.format import Checkpoint, step_folders
+from megatron.checkpoint.load import model_slices
 from megatron.checkpoint.retention import claim, remove
-from megatron.checkpoint.save import save
+from megatron.checkpoint.save import save_checkpoint
 from megatron.config.checks import UsageError, flag
 from megatron.config.model import FinetunedConfig
 from megatron.config.parse import user_errors
@@ -38,7 +39,7 @@ from megatron.train.evaluate import find_newest, load_newest
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
 from megatron.train.signals import SIGNALS, StopSignals
-from megatron.train.state import DTYPES, TrainState, choose_precision, environment, model_slices
+from megatron.train.state import DTYPES, TrainState, choose_precision, environment
 from megatron.train.step import StepResult
 from tasks.examples import Steps, finetuned_config, logits_of, optimizer_config, start
 from tasks.plan import RESULT, Plan
@@ -307,7 +308,7 @@ class Epochs:
         }
         # Without the optimizer's state: an epoch is not resumed.
         slices, files = model_slices(state.model), run.plan.tokenizer.files
-        path = save(directory, state.step, slices, facts, run.mesh, files).path
+        path = save_checkpoint(directory, state.step, slices, facts, run.mesh, files).path
         former = [epoch for epoch in self.done if epoch["checkpoint"] is not None]
         self.done[-1]["checkpoint"] = str(path)
         for epoch in former if is_best else ():

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.save import save
+from megatron.checkpoint.load import model_slices
+from megatron.checkpoint.save import save_checkpoint
 from megatron.config.model import GPT2Config
 from megatron.config.training import GPT2DataConfig, PrecisionConfig
 from megatron.models.build import build_model
 from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.state import environment, model_slices
+from megatron.train.state import environment
 from tests.data.samples import write_data_of_tokenizer
 from tests.programs import newest, pretrain, some_data
 
@@ -53,7 +54,9 @@ def imported(folder: Path) -> Path:
         "imported_from": "a folder of theirs",
     }
     files = write_data_of_tokenizer(folder / "other", [[1, 260]]).files
-    return save(folder / "imported", 0, model_slices(model), facts, mesh, files).path.parent
+    return save_checkpoint(
+        folder / "imported", 0, model_slices(model), facts, mesh, files
+    ).path.parent
 
 
 def train(words: str, folder: Path, code: int = 0) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.checkpoint.save import save
+from megatron.checkpoint.save import save_checkpoint
 from megatron.config.model import GPT2Config, RecomputeGranularity
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.batch import Batch
@@ -72,7 +72,15 @@ def tiny_state(
     """A run at step 0 with the weights of `tiny_model`."""
     optimizer = optimizer or OptimizerConfig(weight_decay=0.1, clip_grad=0.5)
     section, precision = section or tiny_section(), precision or PrecisionConfig()
-    state = build_state(section, optimizer, precision, mesh, VOCABULARY, seed=seed, dtype=dtype)
+    state = build_state(
+        section,
+        mesh,
+        VOCABULARY,
+        seed=seed,
+        dtype=dtype,
+        optimizer=optimizer,
+        precision=precision,
+    )
     scatter_weights(state.model, tiny_weights(state.model))
     for view, master in state.optimizer.master_views():
         master.copy_(view.parameter.detach())
@@ -82,7 +90,7 @@ def tiny_state(
 def save_state(state: TrainState, directory: Path, **facts: Any) -> Path:
     """A checkpoint of this step in the directory, with these facts in its manifest."""
     every = {"counters": state.counters(), **facts}
-    return save(directory, state.step, state.slices(), every, state.mesh)
+    return save_checkpoint(directory, state.step, state.slices(), every, state.mesh)
 
 
 def tiny_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +10,18 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.checkpoint.format import Checkpoint, damage, read_checkpoint
+from megatron.checkpoint.format import (
+    Checkpoint,
+    damage,
+    one_step,
+    read_checkpoint,
+    step_folders,
+)
 from megatron.checkpoint.resume import newest_readable
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.sharding import ShardingSpec
+from megatron.parallel.sharding import ShardingSpec, sharding_specs
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,50 @@ class TensorSlice:
     key: str
     spec: ShardingSpec
     local: Tensor
+
+
+def model_slices(model: nn.Module) -> Iterator[TensorSlice]:
+    """What a checkpoint keeps of a model."""
+    parameters = dict(model.named_parameters())
+    for name, spec in sharding_specs(model).items():
+        yield TensorSlice(f"model.{name}", spec, parameters[name].detach())
+
+
+def optimizer_slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[TensorSlice]:
+    """What a checkpoint keeps of an optimizer of torch over the model's parameters: what it has for
+    each element, such as Adam's moments, and its number of steps; not its settings.
+
+    An optimizer that has made no step gets its state first, to be loaded into. Raises ValueError
+    for a state that is not cut as its parameter is.
+    """
+    if not optimizer.state:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        optimizer.zero_grad()
+        get_optimizer_state_dict(model, optimizer)  # makes it, by a step that changes nothing
+    table = sharding_specs(model)
+    for name, parameter in model.named_parameters():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            if value.shape == parameter.shape:
+                yield TensorSlice(f"{kind}.{name}", table[name], value)
+            elif value.numel() == 1:
+                yield TensorSlice(f"{kind}.{name}", ShardingSpec(shape=(1,)), value.view(1))
+            else:
+                raise ValueError(
+                    f"{type(optimizer).__name__}'s {kind} of {name} is {list(value.shape)}, not "
+                    f"{list(parameter.shape)} as its parameter: it cannot be cut like it"
+                )
+
+
+def newest_checkpoint(directory: str | Path, mesh: Mesh) -> Checkpoint | None:
+    """The newest whole checkpoint in the directory, of which every byte is read, or the one
+    checkpoint that it names; None where there is none yet (every rank calls this).
+
+    Raises ValueError where those that are there are damaged.
+    """
+    one = one_step(directory)
+    folders = [one] if one is not None else step_folders(directory)
+    return newest_whole(folders, mesh)[0] if mesh.control.gather(folders)[0] else None
 
 
 def verify(path: Path, mesh: Mesh) -> Checkpoint:
@@ -61,7 +111,7 @@ def newest_whole(
     return newest_readable(folders, given, lambda path: verify(path, mesh))
 
 
-def load(checkpoint: Checkpoint, slices: Iterable[TensorSlice]) -> None:
+def load_checkpoint(checkpoint: Checkpoint, slices: Iterable[TensorSlice]) -> None:
     """Fill every slice from a checkpoint that is whole, padding with zeros.
 
     Raises ValueError for a missing tensor or another shape.
@@ -116,4 +166,4 @@ def load_weights(
         replace(each, key=key if (key := f"master.{name}") in saved else f"model.{name}")
         for name, each in wanted.items()
     ]
-    load(checkpoint, slices)
+    load_checkpoint(checkpoint, slices)

@@ -77,7 +77,7 @@ class SaveReport:
         ) + "".join(f"\nwarning: {note}" for note in self.notes)
 
 
-def save(
+def save_checkpoint(
     directory: str | Path,
     step: int,
     slices: Iterable[TensorSlice],
@@ -241,7 +241,9 @@ class Saver:
         def write() -> None:
             try:
                 back = self._went_back_to
-                report = save(directory, step, slices, facts, mesh, attached, went_back_to=back)
+                report = save_checkpoint(
+                    directory, step, slices, facts, mesh, attached, went_back_to=back
+                )
                 self._went_back_to = inf
                 seconds = time.monotonic() - start
                 removed, notes = self._retention.apply(directory)

@@ -84,8 +84,11 @@ class Samples(Protocol):
     """A series of samples, each a pure function of its number."""
 
     samples_per_epoch: int
+    """Numbers below it are of different samples."""
 
-    def batch(self, numbers: Sequence[int], /) -> Batch: ...
+    def batch(self, numbers: Sequence[int], /) -> Batch:
+        """The samples of these numbers, in their order; called from several threads."""
+        ...
 
 
 def micro_batch_numbers(

@@ -140,6 +140,10 @@ class BERT(nn.Module):
     def layers(self, x: Tensor, batch: BertBatch) -> Tensor:
         return self.encoder.layers(x, batch)
 
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits of all tokens [n, v/t], this rank's columns, of what `layers` returns."""
+        return self.mlm(self.encoder.output(x), self.encoder.word_embedding)
+
     def loss(self, x: Tensor, batch: BertBatch, loss_scales: Tensor) -> Tensor:
         """Cross-entropy of each masked token, and of the order of the segments of a sample: as of
         Objective."""
@@ -160,9 +164,8 @@ class BERT(nn.Module):
         x = self.layers(self.embed(batch), batch)
         if loss_scales is not None:
             return self.loss(x, batch, loss_scales)
-        x = self.encoder.output(x)
-        order = self.sop(self.pooler(x, len(batch.tokens)))
-        return self.mlm(x, self.encoder.word_embedding), order
+        order = self.sop(self.pooler(self.encoder.output(x), len(batch.tokens)))
+        return self.logits(x), order
 
 
 class FinetunedBert(nn.Module):

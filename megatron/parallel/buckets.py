@@ -4,7 +4,7 @@ Our layers add the gradients of large weights to the buckets themselves (layers.
 `.grad` of all other parameters and sets it to None. So all accumulate in fp32, whatever the
 parameters' dtype, a tied weight's two uses too. In the last micro-batch a bucket that has all its
 gradients starts its reduction while the backward goes on. The same buckets serve accumulation,
-reduction, the norm and the optimizer.
+reduction, the norm and the optimizer: our own, or one of torch's, which reads `.grad`.
 
     one bucket:   | attention.weight   mlp.weight      .. | norm.weight   biases   .. | ... |
                     decays, cut over tensor               | does not decay, whole     | padding
@@ -26,11 +26,19 @@ from math import prod
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed import ReduceOp
 from torch.linalg import vector_norm
 
-from megatron.parallel.collectives import start_all_reduce
-from megatron.parallel.mesh import Axis
-from megatron.parallel.sharding import GradientView, ShardedModule, ShardingSpec, sharding_specs
+from megatron.parallel.collectives import all_reduce, start_all_reduce
+from megatron.parallel.mesh import ALONE, Axis, Mesh
+from megatron.parallel.sharding import (
+    GradientView,
+    ShardedModule,
+    ShardingSpec,
+    mesh_of,
+    owned_specs,
+    sharding_specs,
+)
 
 BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 64  # elements; kernels such as torch's AdamW round differently at odd addresses
@@ -118,10 +126,12 @@ def _assemble(model: nn.Module, table: Mapping[str, ShardingSpec], most: int) ->
 
 
 class GradientBuckets:
-    """All gradients of a materialised model. One step:
+    """All gradients of a model. One step:
 
-    start(); the backward of each micro-batch inside accumulate(); then every bucket's `flat` holds
-    the sum over micro-batches and partial axes.
+    forward and backward of each micro-batch inside accumulate(); then every bucket's `flat` holds
+    the sum over micro-batches and partial axes, and so does `.grad` of each parameter, in its
+    dtype, for an optimizer of torch. Nothing is divided: a loss that is a mean over the global
+    batch has to be the sum over this rank's samples / the number of all.
     """
 
     def __init__(
@@ -130,18 +140,22 @@ class GradientBuckets:
         bucket_bytes: int = BUCKET_BYTES,
         *,
         specs: Mapping[str, ShardingSpec] | None = None,
+        mesh: Mesh | None = None,
         direct: bool = True,
     ) -> None:
-        """specs: of all parameters; by default `sharding_specs(model)`, which has to know them all.
+        """specs: of all parameters; by default `sharding_specs(model, mesh=mesh)`. mesh: by default
+        that of our layers in the model; a model without them needs it.
 
         direct: True: our layers add the gradients of their weights to the buckets, as soon as they
         have them. False, and in layers that torch.compile has compiled: all gradients go through
         autograd and `.grad`, in the parameters' dtype. In fp32 or wider the numbers are the same;
         in a narrow dtype both round the gradient of a micro-batch to it, the head's by its chunks.
         """
-        table = sharding_specs(model) if specs is None else specs
+        table = sharding_specs(model, mesh=mesh) if specs is None else specs
+        self.mesh = mesh or mesh_of(model)
         self.buckets = _assemble(model, table, bucket_bytes)
-        self.is_last = False
+        self.is_last: bool | None = None  # None: outside accumulate()
+        self.sets_grad = True  # False where the optimizer reads the buckets themselves
         self.on_gradient: Callable[[GradientView], object] = _nothing  # after one was added to
         views = {view.name: view for bucket in self.buckets for view in bucket.views}
         for prefix, module in model.named_modules():
@@ -149,6 +163,8 @@ class GradientBuckets:
                 start = f"{prefix}." if prefix else ""
                 own = {name: views[start + name] for name in module.specs}
                 module.gradient_views = own if direct else {}
+        others = views.keys() - owned_specs(model).keys()
+        self.to_compare = [view for name, view in views.items() if name in others]
         self.nodes: list[Node] = []  # kept alive, since hooks go with the nodes that they hang on
         for bucket in self.buckets:
             for view in bucket.views:
@@ -158,8 +174,13 @@ class GradientBuckets:
                 node.register_hook(partial(self._collect, bucket, view))
                 self.nodes.append(node)
 
+    @property
+    def views(self) -> Iterator[GradientView]:
+        return (view for bucket in self.buckets for view in bucket.views)
+
     def start(self) -> None:
-        """Forget the gradients of the step before."""
+        """Forget the gradients so far: the next ones overwrite them. Every step ends with it; call
+        it to give up a step that was not finished."""
         for bucket in self.buckets:
             bucket.missing = len(bucket.views)
             for view in bucket.views:
@@ -167,6 +188,11 @@ class GradientBuckets:
 
     def _collect(self, bucket: Bucket, view: GradientView, *_: object) -> None:
         """Runs when the backward has passed all uses of a parameter."""
+        if self.is_last is None:
+            raise RuntimeError(
+                "backward() outside of GradientBuckets.accumulate: no rank would see the gradients "
+                "of the others"
+            )
         if view.parameter.grad is not None:
             view.add(view.parameter.grad)
             view.parameter.grad = None
@@ -178,13 +204,16 @@ class GradientBuckets:
 
     @contextmanager
     def accumulate(self, *, is_last: bool) -> Iterator[None]:
-        """The backward of one micro-batch runs inside; with is_last each bucket is reduced as it
-        fills, and on leaving the buckets are complete."""
+        """Forward and backward of one micro-batch run inside (the output layer with its loss has
+        its gradient in the forward); with is_last each bucket is reduced as it fills, and on
+        leaving the gradients are complete."""
+        for view in self.views if self.sets_grad else ():
+            view.parameter.grad = None  # of the step before
         self.is_last = is_last
         try:
             yield
         finally:
-            self.is_last = False
+            self.is_last = None
         if is_last:
             self._finish()
 
@@ -195,6 +224,26 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.wait()
             bucket.wait = _nothing
+        self.start()
+        if self.to_compare:
+            self._compare()
+        for view in self.views if self.sets_grad else ():
+            view.parameter.grad = view.gradient.to(view.parameter.dtype)
+
+    def _compare(self) -> None:
+        """After the first step: gradients of torch's own layers, which nothing cuts, are equal on
+        all ranks of a model, unless a layer stands where ranks hold different columns."""
+        views, self.to_compare = self.to_compare, []
+        axis = self.mesh.model_parallel if self.mesh is not None else ALONE
+        gradients = [view.gradient.double() for view in views]
+        own = torch.stack([torch.stack([each.sum(), each.norm()]) for each in gradients], dim=1)
+        highest, lowest = all_reduce(torch.stack([own, -own]), axis, ReduceOp.MAX)
+        differs = (highest + lowest > 1e-4 * highest[1]).any(dim=0).tolist()
+        if names := [view.name for view, is_bad in zip(views, differs, strict=True) if is_bad]:
+            raise RuntimeError(
+                f"{names[0]}: its gradient differs between the ranks of {axis.name}, which should "
+                "hold it alike: between a column and a row layer stand layers of megatron.api alone"
+            )
 
     def squares(self, model_parallel: Axis) -> Tensor:
         """This rank's term of the squared global L2 norm, an fp64 scalar.
@@ -213,3 +262,22 @@ class GradientBuckets:
                 is_owner = segment.spec.is_owner(model_parallel)
                 total += float(is_owner) * norms.double().square().sum()
         return total
+
+
+@torch.no_grad()
+def clip_grad_norm(gradients: GradientBuckets, max_norm: float) -> Tensor:
+    """Scale all gradients such that their global L2 norm is at most `max_norm`; returns the norm
+    before, an fp64 scalar, the same on every rank (every rank calls this).
+
+    torch.nn.utils.clip_grad_norm_ takes the norm of this rank's shards alone, which is another one
+    on every rank.
+    """
+    axis = gradients.mesh.model_parallel if gradients.mesh is not None else ALONE
+    norm = all_reduce(gradients.squares(axis), axis).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for bucket in gradients.buckets:
+        bucket.flat.mul_(factor)
+    for view in gradients.views:
+        if view.parameter.grad is not None and view.parameter.dtype != view.gradient.dtype:
+            view.parameter.grad.copy_(view.gradient)
+    return norm

@@ -48,8 +48,8 @@ def layer_key(seed: int, name: str) -> Tensor:
 
 
 class Dropout(nn.Module):
-    """Dropout of the stream [n, h] outside the parallel region: a row is dropped alike wherever it
-    is held."""
+    """Dropout of the stream [n, h] or [b, s, h] outside the parallel region: a row is dropped alike
+    wherever it is held."""
 
     def __init__(self, seed: int, p: float, name: str, *, stream: Axis = ALONE) -> None:
         """name: of the layer; another one drops other elements. stream: that its rows are cut
@@ -62,7 +62,8 @@ class Dropout(nn.Module):
         """rows: int64 [n], as of `row_keys`, of all rows of the stream."""
         if not self.training or self.p == 0.0:
             return x
-        return dropout(x, fold(self.key, own_rows(known(rows), self.stream)), self.p)
+        keys = fold(self.key, own_rows(known(rows), self.stream))
+        return dropout(x.flatten(0, -2), keys, self.p).view_as(x)
 
 
 def known(rows: Tensor | None) -> Tensor:

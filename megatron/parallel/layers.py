@@ -2,6 +2,8 @@
 
     n tokens on this rank   h hidden size   v padded vocabulary   t tensor-parallel size
 
+Where the stream is not cut by rows, layers take [b, s, h] as well, and token ids [b, s].
+
         Y = GeLU(X A) B:    X --f--> X A_i --GeLU--> Y_i --Y_i B_i--g--> sum over ranks
                                 A cut by columns         B cut by rows
 
@@ -97,7 +99,6 @@ def linear(
     view: where the weight's gradient is added, in fp32 or wider. Autograd then gets none: it is not
         copied, and of a tied weight's two uses there is no sum in a narrow dtype.
     """
-    _require_dims(x, 2)
     if torch.compiler.is_compiling():  # a compiled backward cannot write into buckets
         view = None
     if not torch.is_grad_enabled():
@@ -130,19 +131,30 @@ def look_up(index: Tensor, weight: Tensor, view: GradientView | None = None) -> 
     Gradients of a row are added up in fp32 or wider: in bf16, torch's embedding on a CPU keeps a
     quarter of the sum of 4096 equal ones.
     """
-    _require_dims(index, 1)
     rows: Tensor = _LookUp.apply(index, weight, view)
     return rows
 
 
-def _require_dims(x: Tensor, dims: int) -> None:
-    """Raises ValueError for a stream [b, s, h] where [n, h] is taken, or ids [b, s] for [n]."""
-    if x.dim() != dims:
-        wanted = ("", "[n]", "[n, h]")[dims]
-        raise ValueError(
-            f"parallel layers take {wanted} of n = b x s tokens, not {list(x.shape)}: "
-            "x.flatten(0, 1) works"
-        )
+STD = 0.02  # of initial weights, as of GPT-2
+DIVISIBLE_BY = 128  # what the rows of a vocabulary are padded to, on each rank
+
+
+def as_rows(layer: ShardedModule, x: Tensor, *width: int) -> Tensor:
+    """x [..., width] as [n, width], or ids [...] as [n]. Raises ValueError for another width, and
+    for [b, s, ..] where the stream is cut by rows, which are then in another order."""
+    dims = 1 + len(width)
+    is_cut = layer.mesh.stream.size > 1
+    tail = x.shape[x.dim() - len(width) :]
+    if x.dim() < dims or tail != width or (x.dim() > dims and is_cut):
+        shapes = (["n", *width], ["b", "s", *width])[: 1 if is_cut else 2]
+        wanted = " or ".join(f"[{', '.join(map(str, each))}]" for each in shapes)
+        raise ValueError(f"{type(layer).__name__} takes {wanted} on this rank, not {list(x.shape)}")
+    return x if x.dim() == dims else x.flatten(0, x.dim() - dims)
+
+
+def as_before(y: Tensor, leading: torch.Size) -> Tensor:
+    """y [n, ..] with the leading dims of what its rows were made of."""
+    return y if len(leading) == 1 else y.unflatten(0, leading)
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -164,7 +176,7 @@ class ColumnParallelLinear(ShardedModule):
         *,
         parts: int = 1,
         bias: bool = True,
-        std: float,
+        std: float = STD,
     ) -> None:
         super().__init__(mesh)
         rows = (parts, out_features) if parts > 1 else (out_features,)
@@ -173,8 +185,11 @@ class ColumnParallelLinear(ShardedModule):
         self.add_bias(bias, rows, shards)
 
     def forward(self, x: Tensor) -> Tensor:
+        rows = as_rows(self, x, self.weight.shape[-1])
         mesh, view = self.mesh, self.gradient_views.get("weight")
-        return linear(x, self.weight, self.bias, axis=mesh.tensor, stream=mesh.stream, view=view)
+        axes = {"axis": mesh.tensor, "stream": mesh.stream}
+        y = linear(rows, self.weight, self.bias, **axes, view=view)
+        return as_before(y, x.shape[:-1])
 
 
 class RowParallelLinear(ShardedModule):
@@ -184,7 +199,13 @@ class RowParallelLinear(ShardedModule):
     bias: nn.Parameter | None
 
     def __init__(
-        self, mesh: Mesh, in_features: int, out_features: int, *, bias: bool = True, std: float
+        self,
+        mesh: Mesh,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        std: float = STD,
     ) -> None:
         super().__init__(mesh)
         shards = ((1, mesh.tensor),)
@@ -192,9 +213,10 @@ class RowParallelLinear(ShardedModule):
         self.add_bias(bias, (out_features,), partial=mesh.of_stream)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight, None, view=self.gradient_views.get("weight"))
+        rows = as_rows(self, x, self.weight.shape[-1])
+        y = linear(rows, self.weight, None, view=self.gradient_views.get("weight"))
         y = reduce_from(y, self.mesh.tensor, self.mesh.stream)
-        return y if self.bias is None else y.add_(self.bias)
+        return as_before(y if self.bias is None else y.add_(self.bias), x.shape[:-1])
 
 
 class Linear(ShardedModule):
@@ -204,7 +226,13 @@ class Linear(ShardedModule):
     bias: nn.Parameter | None
 
     def __init__(
-        self, mesh: Mesh, in_features: int, out_features: int, *, bias: bool = True, std: float
+        self,
+        mesh: Mesh,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        std: float = STD,
     ) -> None:
         super().__init__(mesh)
         shape, partial = (out_features, in_features), mesh.of_stream
@@ -256,7 +284,13 @@ class VocabParallelEmbedding(ShardedModule):
     weight: nn.Parameter
 
     def __init__(
-        self, mesh: Mesh, vocab_size: int, hidden_size: int, *, divisible_by: int, std: float
+        self,
+        mesh: Mesh,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        divisible_by: int = DIVISIBLE_BY,
+        std: float = STD,
     ) -> None:
         super().__init__(mesh)
         shards, padded_rows = ((0, mesh.tensor),), _padded(vocab_size, divisible_by, mesh)
@@ -265,12 +299,12 @@ class VocabParallelEmbedding(ShardedModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self.weight.shape[0]
-        index = tokens - self.mesh.tensor.rank * rows
+        index = as_rows(self, tokens) - self.mesh.tensor.rank * rows
         is_elsewhere = (index < 0) | (index >= rows)
         view = self.gradient_views.get("weight")
         own = look_up(index.masked_fill(is_elsewhere, 0), self.weight, view)
         own = own.masked_fill(is_elsewhere[:, None], 0)
-        return reduce_from(own, self.mesh.tensor, self.mesh.stream)
+        return as_before(reduce_from(own, self.mesh.tensor, self.mesh.stream), tokens.shape)
 
 
 class PositionEmbedding(ShardedModule):
@@ -278,14 +312,15 @@ class PositionEmbedding(ShardedModule):
 
     weight: nn.Parameter
 
-    def __init__(self, mesh: Mesh, positions: int, hidden_size: int, *, std: float) -> None:
+    def __init__(self, mesh: Mesh, positions: int, hidden_size: int, *, std: float = STD) -> None:
         super().__init__(mesh)
         shape = (positions, hidden_size)
         self.add_parameter("weight", shape, std=std, partial=mesh.of_stream)
 
     def forward(self, positions: Tensor) -> Tensor:
-        own = own_rows(positions, self.mesh.stream)
-        return look_up(own, self.weight, self.gradient_views.get("weight"))
+        own = own_rows(as_rows(self, positions), self.mesh.stream)
+        rows = look_up(own, self.weight, self.gradient_views.get("weight"))
+        return as_before(rows, positions.shape)
 
 
 class VocabParallelHead(ShardedModule):
@@ -304,7 +339,7 @@ class VocabParallelHead(ShardedModule):
         vocab_size: int,
         hidden_size: int,
         *,
-        divisible_by: int,
+        divisible_by: int = DIVISIBLE_BY,
         bias: bool = False,
         untied_std: float | None = None,
     ) -> None:
@@ -327,22 +362,23 @@ class VocabParallelHead(ShardedModule):
         scales: Tensor | None = None,
     ) -> Tensor:
         """x [n, h] to this rank's logits [n, v/t], the loss of labels [n], or the sum of scales [n]
-        x loss: as linear_cross_entropy, which never holds all logits.
+        x loss: as linear_cross_entropy, which never holds all logits. So too with [b, s] for n.
 
         embedding: that a tied head shares its weight with.
         """
-        _require_dims(x, 2)
         owner: Any = self if self.weight is not None else embedding
+        rows = as_rows(self, x, owner.weight.shape[-1])
+        labels, scales = (None if each is None else each.flatten() for each in (labels, scales))
         weight, view = owner.weight, owner.gradient_views.get("weight")
         axis, stream, vocab_size = self.mesh.tensor, self.mesh.stream, self.vocab_size
         if labels is not None and scales is not None:
             return linear_cross_entropy(
-                x, weight, self.bias, labels, scales, axis, vocab_size, view, stream
+                rows, weight, self.bias, labels, scales, axis, vocab_size, view, stream
             )
-        logits = linear(x, weight, self.bias, axis=axis, stream=stream, view=view)
-        if labels is None:
-            return logits
-        return vocab_parallel_cross_entropy(logits, labels, axis, vocab_size)
+        y = linear(rows, weight, self.bias, axis=axis, stream=stream, view=view)
+        if labels is not None:
+            y = vocab_parallel_cross_entropy(y, labels, axis, vocab_size)
+        return as_before(y, x.shape[:-1])
 
 
 class LayerNorm(ShardedModule):

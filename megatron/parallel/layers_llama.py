@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.parallel.collectives import copy_to
-from megatron.parallel.layers import linear
+from megatron.parallel.layers import STD, as_before, as_rows, linear
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.sharding import ShardedModule
 
@@ -41,7 +41,7 @@ class GroupedQueryLinear(ShardedModule):
         key_value_heads: int,
         head_size: int,
         bias: bool = True,
-        std: float,
+        std: float = STD,
     ) -> None:
         super().__init__(mesh)
         tensor, self.head_size = mesh.tensor, head_size
@@ -69,7 +69,8 @@ class GroupedQueryLinear(ShardedModule):
         self.add_bias(bias, (2, size), shards, "key_value_bias", partial=partial_axes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = copy_to(x, self.mesh.tensor, self.mesh.stream)
+        leading = x.shape[:-1]
+        x = copy_to(as_rows(self, x, self.query.shape[1]), self.mesh.tensor, self.mesh.stream)
         q = linear(x, self.query, self.query_bias, view=self.gradient_views.get("query"))
         weight: Tensor = self.key_value
         bias: Tensor | None = self.key_value_bias
@@ -80,6 +81,7 @@ class GroupedQueryLinear(ShardedModule):
             weight = weight[:, self.rows]
             bias = None if bias is None else bias[:, self.rows]
         k, v = linear(x, weight, bias, view=view).chunk(2, dim=1)
+        q, k, v = (as_before(each, leading) for each in (q, k, v))
         return q, k, v
 
 

@@ -13,6 +13,7 @@ and *dim* for a tensor.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -222,14 +223,40 @@ class Mesh:
         """True on the one rank that writes logs and manifests."""
         return self.control.rank == 0
 
-    @property
-    def size(self) -> int:
-        return self.control.size
+    def axis(self, name: str) -> Axis:
+        """The axis, or the union of axes, of this name. Raises ValueError where there is none."""
+        found = getattr(self, name, None)
+        if not isinstance(found, Axis):
+            names = [each for each, value in vars(self).items() if isinstance(value, Axis)]
+            raise ValueError(f"a mesh has no axis {name!r}, but {', '.join(names)}")
+        return found
+
+    def size(self, name: str | None = None) -> int:
+        """Ranks along an axis or a union of axes; without a name all ranks."""
+        return self.control.size if name is None else self.axis(name).size
+
+    def rank(self, name: str | None = None) -> int:
+        """This rank's place along an axis or a union of axes; without a name among all ranks."""
+        return self.control.rank if name is None else self.axis(name).rank
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """For collectives of torch. Raises ValueError for an axis of one rank, which has no group:
+        `megatron.api.all_reduce` takes an axis of any size."""
+        axis = self.axis(name)
+        if axis.process_group is None:
+            raise ValueError(f"{name} has one rank and so no group; all_reduce takes the axis")
+        return axis.process_group
+
+    def describe_ranks(self) -> list[str]:
+        """A line for each rank, with its coordinates, host and device (every rank calls this)."""
+        own = f"{self.describe_rank()}, on {socket.gethostname()}, {self.device}"
+        lines = enumerate(self.control.gather(own))
+        return [f"rank {rank} of {self.size()}: {line}" for rank, line in lines]
 
     def device_mesh(self) -> DeviceMesh:
         """The same axes, but for those of size 1, for torch's own parallelism."""
         axes = [axis for axis in self.axes if axis.size > 1]
-        ranks = torch.arange(self.size).view([axis.size for axis in axes])
+        ranks = torch.arange(self.size()).view([axis.size for axis in axes])
         names = tuple(axis.name for axis in axes)
         groups = [axis.group for axis in axes]
         only = groups[0] if len(groups) == 1 else groups

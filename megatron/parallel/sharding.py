@@ -141,7 +141,10 @@ class GradientView:
 class ShardedModule(nn.Module):
     """A module that says how its own parameters are sharded.
 
-    Its parameters are on meta, and calling it is an error, until `materialize` gives them values.
+    Built under torch.device("meta"), its parameters stay there, and calling it is an error, until
+    `materialize` gives them values. Else they have initial values on the mesh's device from the
+    start: each rank draws the whole tensor from torch's generator for CPUs and keeps its shard, so
+    that torch.manual_seed makes one model of every layout.
     gradient_views: where the layer adds the gradients of parameters, by name; empty where it leaves
         that to autograd (see GradientBuckets).
     """
@@ -151,7 +154,8 @@ class ShardedModule(nn.Module):
         self.mesh = mesh
         self.specs: dict[str, ShardingSpec] = {}
         self.gradient_views: dict[str, GradientView] = {}
-        self.values_check = self.register_forward_pre_hook(_require_values)
+        self.is_on_meta = "meta" in (torch.empty(0).device.type, mesh.device.type)
+        self.values_check = self.is_on_meta and self.register_forward_pre_hook(_require_values)
 
     def add_parameter(
         self,
@@ -164,7 +168,11 @@ class ShardedModule(nn.Module):
         replicas, which compute it of other samples."""
         fields = {"partial": (self.mesh.replicas,)} | fields
         spec = self.specs[name] = ShardingSpec(shape=shape, shards=shards, **fields)
-        self.register_parameter(name, nn.Parameter(torch.empty(spec.local_shape, device="meta")))
+        device = torch.device("meta") if self.is_on_meta else self.mesh.device
+        local = torch.empty(spec.local_shape, device=device)
+        if not self.is_on_meta:
+            load_whole(local, draw(spec), spec)
+        self.register_parameter(name, nn.Parameter(local))
 
     def add_bias(
         self,
@@ -193,40 +201,71 @@ def _require_values(module: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def sharding_specs(
-    model: nn.Module, others: Mapping[str, ShardingSpec] | None = None
+    model: nn.Module,
+    others: Mapping[str, ShardingSpec] | None = None,
+    *,
+    mesh: Mesh | None = None,
 ) -> dict[str, ShardingSpec]:
     """{full parameter name: spec}, in the order of `model.named_parameters()`.
 
-    others: specs, by name, of parameters that no ShardedModule owns. Raises ValueError for a
-    parameter without a spec.
+    others: specs, by name, of parameters that no ShardedModule owns, such as those of torch's own
+    layers. mesh: by default that of the ShardedModules. A parameter of neither is taken to be whole
+    on every rank, as of `replicated`, where all ranks of a model read the same rows of the stream:
+    in 1D without sequence parallelism. Raises ValueError for it elsewhere.
     """
-    table = dict(others or {})
+    mesh = mesh or mesh_of(model)
+    table = dict(others or {}) | owned_specs(model)
+    for name, parameter in model.named_parameters():
+        if name in table:
+            continue
+        if mesh is None or mesh.tensor_parallel_mode != "1d" or mesh.stream.size > 1:
+            kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise ValueError(
+                f"{name} of {kind} has no sharding spec, and is not replicated here: use a layer "
+                f"of megatron.api, or say how: specs=sharding_specs(model, {{{name!r}: "
+                "replicated(parameter, mesh)}})"
+            )
+        table[name] = replicated(parameter, mesh)
+    return {name: table[name] for name, _ in model.named_parameters()}
+
+
+def mesh_of(model: nn.Module) -> Mesh | None:
+    """That of the ShardedModules in the model; None where there are none."""
+    sharded = (each for each in model.modules() if isinstance(each, ShardedModule))
+    return next((each.mesh for each in sharded), None)
+
+
+def owned_specs(model: nn.Module) -> dict[str, ShardingSpec]:
+    """The specs of the parameters of ShardedModules, by full name."""
+    table: dict[str, ShardingSpec] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, ShardedModule):
             start = f"{prefix}." if prefix else ""
             table |= {start + name: spec for name, spec in module.specs.items()}
-    names = [name for name, _ in model.named_parameters()]
-    for name in names:
-        if name not in table:
-            kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            raise ValueError(
-                f"parameter {name!r} of {kind} has no sharding spec: use a layer of "
-                "megatron.parallel.layers, or give its spec to "
-                f"GradientBuckets(specs=sharding_specs(model, {{{name!r}: ShardingSpec(...)}}))"
-            )
-    return {name: table[name] for name in names}
+    return table
+
+
+def replicated(parameter: Tensor, mesh: Mesh) -> ShardingSpec:
+    """The spec of a parameter of torch's own layers that every rank holds whole, and that acts on
+    rows of the stream outside the parallel region; matrices decay, vectors do not."""
+    shape, decay = tuple(parameter.shape), parameter.dim() > 1
+    return ShardingSpec(shape=shape, partial=mesh.of_stream, decay=decay)
+
+
+def draw(spec: ShardingSpec, generator: torch.Generator | None = None) -> Tensor:
+    """Initial values of the whole parameter [spec.shape], fp32 on the CPU."""
+    whole = torch.empty(spec.shape, device="cpu", dtype=torch.float32)
+    if spec.std is None:
+        return whole.fill_(spec.fill)
+    return whole.normal_(0.0, spec.std, generator=generator)
 
 
 def initial_value(name: str, spec: ShardingSpec, seed: int) -> Tensor:
-    """The whole parameter [spec.shape], fp32 on the CPU: a function of (seed, name) alone.
+    """As of `draw`, a function of (seed, name) alone.
 
     Every rank draws it whole and keeps its shard, so that no layout changes the model.
     """
-    whole = torch.empty(spec.shape)
-    if spec.std is None:
-        return whole.fill_(spec.fill)
-    generator = torch.Generator().manual_seed(derive_seed(seed, "initialise", name))
-    return whole.normal_(0.0, spec.std, generator=generator)
+    return draw(spec, torch.Generator().manual_seed(derive_seed(seed, "initialise", name)))
 
 
 def materialize(
@@ -235,9 +274,15 @@ def materialize(
     """Give a model, which is on meta until then, its memory and initial values.
 
     seed: None leaves the values undefined, for a model that is loaded next. Raises ValueError for a
-    parameter without a sharding spec.
+    parameter of torch's own layers, whose initial values nothing says: a model with such layers is
+    built on the device at once.
     """
-    table = sharding_specs(model)
+    table = owned_specs(model)
+    if others := [name for name, _ in model.named_parameters() if name not in table]:
+        raise ValueError(
+            f"{others[0]} has no sharding spec that says its initial values: build the model "
+            'without torch.device("meta"), and materialize has nothing to do'
+        )
     # Not by to_empty(): for an empty_like() of what is on meta torch imports the symbolic algebra
     # of its compiler, which takes half a second.
     parameters = {
@@ -246,7 +291,7 @@ def materialize(
     }
     model.load_state_dict(parameters, assign=True)
     for module in model.modules():
-        if isinstance(module, ShardedModule):
+        if isinstance(module, ShardedModule) and module.values_check:
             module.values_check.remove()
     if seed is None:
         return model

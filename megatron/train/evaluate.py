@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.load import load, newest_whole
+from megatron.checkpoint.load import load_checkpoint, model_slices, newest_whole
 from megatron.data.batch import Samples
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_model
@@ -22,7 +22,6 @@ from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh
 from megatron.train.objectives import Objective
-from megatron.train.state import model_slices
 from megatron.train.step import loss_sums
 
 SCORED_AT_ONCE = 1024  # rows of logits that are in memory together; at GPT-2's vocabulary 0.2 GB
@@ -56,7 +55,7 @@ def load_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype = torch.fl
     # Other kernels compute the same model, and need not be installed where it is used.
     config = replace(config_of(manifest), layernorm_impl="torch")
     model = build_model(config, mesh, manifest["vocab_size"], seed=None, dtype=dtype)
-    load(checkpoint, model_slices(model))
+    load_checkpoint(checkpoint, model_slices(model))
     return model.eval()
 
 

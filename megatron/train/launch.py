@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import socket
 import sys
 import time
@@ -40,7 +41,9 @@ def default_precision(device: torch.device) -> str:
 
 
 @contextmanager
-def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mesh]:
+def launch(
+    parallel: ParallelConfig | None = None, environ: Mapping[str, str] = os.environ
+) -> Iterator[Mesh]:
     """The mesh of this run: the launcher's processes, or this process alone without a launcher.
 
     Launchers are torchrun, and whatever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where
@@ -49,7 +52,7 @@ def launch(parallel: ParallelConfig, environ: Mapping[str, str]) -> Iterator[Mes
 
     Raises ValueError where the processes do not fit, TimeoutError where some do not arrive.
     """
-    error_file = environ.get("TORCHELASTIC_ERROR_FILE")
+    parallel, error_file = parallel or ParallelConfig(), environ.get("TORCHELASTIC_ERROR_FILE")
     try:
         size = world_size(environ)
         parallel.check(size)

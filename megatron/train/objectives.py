@@ -19,6 +19,8 @@ from megatron.parallel.mesh import Mesh
 
 
 class Objective(Protocol):
+    """What is minimised: a sum of k terms, each a mean over the global batch."""
+
     @property
     def terms(self) -> Sequence[str]:
         """What the record calls the k terms of the loss."""

@@ -178,12 +178,12 @@ def build(config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> R
     compiled, warnings = choose_compile(config.training.compile, mesh)
     state = build_state(
         config.model,
-        config.optimizer,
-        config.precision,
         mesh,
         inputs.corpus.vocab_size,
         seed=config.training.seed,
         dtype=DTYPES[precision],
+        optimizer=config.optimizer,
+        precision=config.precision,
         compiled=compiled,
     )
     facts = {
@@ -250,7 +250,7 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
     saver = stack.enter_context(
         Saver(mesh, config.checkpoint, run.facts, attached=files, start_step=start)
     )
-    size, first = config.global_batch_size(mesh.size), run.state.samples
+    size, first = config.global_batch_size(mesh.size()), run.state.samples
     return Loop(
         training=config.training,
         batches=prefetch(
@@ -281,7 +281,7 @@ def validate(run: Run, metrics: Metrics) -> float | None:
     state, data, training = run.state, run.inputs.validation, run.config.training
     if data is None or training.eval_iters == 0:
         return None
-    wanted = training.eval_iters * run.config.global_batch_size(state.mesh.size)
+    wanted = training.eval_iters * run.config.global_batch_size(state.mesh.size())
     samples = min(wanted, data.samples_per_epoch)  # a smaller split is evaluated whole
     terms = mean_losses(
         state.model, state.objective, data, samples, training.micro_batch_size, state.mesh

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.load import TensorSlice, load, load_weights
+from megatron.checkpoint.load import TensorSlice, load_checkpoint, load_weights, model_slices
 from megatron.config.checks import UsageError
 from megatron.config.model import ModelConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
@@ -89,7 +89,7 @@ class TrainState:
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Resume from a checkpoint that is whole, saved at any layout."""
-        load(checkpoint, self.slices())
+        load_checkpoint(checkpoint, self.slices())
         counters = checkpoint.manifest["counters"]
         self.step, self.samples, self.skipped = (
             counters[name] for name in ("step", "samples", "skipped")
@@ -127,31 +127,28 @@ class TrainState:
         }
 
 
-def model_slices(model: nn.Module) -> Iterator[TensorSlice]:
-    parameters = dict(model.named_parameters())
-    for name, spec in sharding_specs(model).items():
-        yield TensorSlice(f"model.{name}", spec, parameters[name].detach())
-
-
 def build_state(
-    model_config: ModelConfig,
-    optimizer_config: OptimizerConfig,
-    precision_config: PrecisionConfig,
+    config: ModelConfig,
     mesh: Mesh,
     vocab_size: int,
     *,
     seed: int | None,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
+    optimizer: OptimizerConfig | None = None,
+    precision: PrecisionConfig | None = None,
     compiled: bool = False,
 ) -> TrainState:
-    """A run at step 0; dtype is that of weights and activations, and float16 scales the loss.
+    """A run at step 0; dtype is that of weights and activations (by default torch's default), and
+    float16 scales the loss.
 
-    seed: as of build_model. compiled: each layer is compiled when it is first called; names,
-    weights and hooks of the model stay.
+    vocab_size: the true one. seed: as of build_model. optimizer, precision: by default AdamW and
+    loss scaling with the defaults of the programs. compiled: each layer is compiled when it is
+    first called; names, weights and hooks of the model stay.
     """
+    dtype = dtype or torch.get_default_dtype()
     if mesh.device.type == "cpu":
         keep_freed_memory()
-    model = build_model(model_config, mesh, vocab_size, seed=seed, dtype=dtype)
+    model = build_model(config, mesh, vocab_size, seed=seed, dtype=dtype)
     if compiled:
         compile_layers(model)
     gradients = GradientBuckets(model)
@@ -160,10 +157,10 @@ def build_state(
         model=model,
         objective=model,
         gradients=gradients,
-        optimizer=MasterWeights(gradients, optimizer_config),
-        scaler=LossScaler.of(precision_config, dtype),
+        optimizer=MasterWeights(gradients, optimizer or OptimizerConfig()),
+        scaler=LossScaler.of(precision or PrecisionConfig(), dtype),
         compiled=compiled,
-        kernel_seed=seed if model_config.draws_in_kernel(mesh.device.type) else None,
+        kernel_seed=seed if config.draws_in_kernel(mesh.device.type) else None,
     )
 
 

@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, fields
 from functools import partial
 from math import isfinite, sqrt
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.data.batch import Batch
-from megatron.parallel.collectives import all_reduce
+from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import from_one
 from megatron.parallel.random import seed_kernels
 from megatron.train.diagnose import non_finite
@@ -46,6 +46,20 @@ class StepResult:
     tokens: int
     skipped: bool
     stop: bool  # some rank wants this step to be the last
+    outputs: Outputs | None = None
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the model said of the global batch of b samples, in the order of their numbers: the same
+    at every layout, on every rank.
+
+    logits: [b, s, vocabulary], fp32 or wider, without padding. labels: int64 [b, s], as the batch
+    has them. Both on the mesh's device.
+    """
+
+    logits: Tensor
+    labels: Tensor
 
 
 def train_step(
@@ -53,18 +67,24 @@ def train_step(
     micro_batches: Sequence[Batch],
     lr: float,
     wants_stop: Callable[[], bool] = lambda: False,
+    *,
+    return_outputs: bool = False,
 ) -> StepResult:
     """One update of the weights, or in fp16 perhaps a smaller loss scale.
 
     micro_batches: this rank's, of equal size. wants_stop: asked once, when the gradients are
-    there; the step is finished all the same. A step whose loss or gradient is not finite on any
-    rank is skipped on all: it changes no weight, moment or learning rate, and its samples are not
-    read again. Raises NonFiniteError on every rank where steps may not be skipped, or no more.
+    there; the step is finished all the same. return_outputs: fill `outputs`, of the weights before
+    the update and with dropout; each rank then holds all logits of the global batch. A step whose
+    loss or gradient is not finite on any rank is skipped on all: it changes no weight, moment or
+    learning rate, and its samples are not read again. Raises NonFiniteError on every rank where
+    steps may not be skipped, or no more.
     """
     mesh, scaler, k = state.mesh, state.scaler, len(state.objective.terms)
     state.model.train()
     counts = count(state, micro_batches)
-    totals = forward_backward(state, micro_batches, counts)
+    seen = list[Tensor]() if return_outputs else None
+    totals = forward_backward(state, micro_batches, counts, seen)
+    outputs = None if seen is None else gather_outputs(state, micro_batches, seen)
 
     # All ranks agree by two small all-reduces, of the loss and then within the model, and one copy
     # to the host.
@@ -103,6 +123,7 @@ def train_step(
         tokens=int(tokens),
         skipped=overflowed,
         stop=stops > 0,
+        outputs=outputs,
     )
 
 
@@ -130,10 +151,16 @@ def schedule(micro_batches: int) -> list[Action]:
     ]
 
 
-def forward_backward(state: TrainState, micro_batches: Sequence[Batch], counts: Tensor) -> Tensor:
+def forward_backward(
+    state: TrainState,
+    micro_batches: Sequence[Batch],
+    counts: Tensor,
+    seen: list[Tensor] | None = None,
+) -> Tensor:
     """Fill the gradient buckets; return this rank's sum of each term, fp64 [k].
 
-    The only caller of the model in training. counts: of `count`. Gradients are those of the loss x
+    The only caller of the model in training. counts: of `count`. seen: gets what the layers return
+    of each micro-batch. Gradients are those of the loss x
     loss scale, reduced over the axes on which they are partial.
     """
     # A term whose denominator is zero is reported after the step.
@@ -142,13 +169,12 @@ def forward_backward(state: TrainState, micro_batches: Sequence[Batch], counts: 
     model, objective, device = state.model, state.objective, state.mesh.device
     in_flight: dict[int, Tensor] = {}
     actions = schedule(len(micro_batches))
-    state.gradients.start()
     for action in actions:
         state.micro_batch = number = action.micro_batch
         if action.direction == "forward":
             if state.kernel_seed is not None:
                 seed_kernels(state.kernel_seed, state.step, number, state.mesh)
-            sums = loss_sums(model, objective, micro_batches[number], device, loss_scales)
+            sums = loss_sums(model, objective, micro_batches[number], device, loss_scales, seen)
             totals += sums.detach() / loss_scales.to(sums.dtype)
             in_flight[number] = from_one(sums.sum())
         else:
@@ -158,11 +184,44 @@ def forward_backward(state: TrainState, micro_batches: Sequence[Batch], counts: 
 
 
 def loss_sums(
-    model: Any, objective: Objective, batch: Batch, device: torch.device, loss_scales: Tensor
+    model: Any,
+    objective: Objective,
+    batch: Batch,
+    device: torch.device,
+    loss_scales: Tensor,
+    seen: list[Tensor] | None = None,
 ) -> Tensor:
-    """The stages of the model in order, on a batch of arrays: as `Objective.loss`."""
+    """The stages of the model in order, on a batch of arrays: as `Objective.loss`. seen: gets what
+    the layers return."""
     moved = on_device(batch, device)
-    return objective.loss(model.layers(model.embed(moved), moved), moved, loss_scales)
+    x = model.layers(model.embed(moved), moved)
+    if seen is not None:
+        seen.append(x.detach())
+    return objective.loss(x, moved, loss_scales)
+
+
+@torch.no_grad()
+def gather_outputs(
+    state: TrainState, micro_batches: Sequence[Any], seen: Sequence[Tensor]
+) -> Outputs:
+    """The output layer once more on what the layers returned, and the columns and samples of all
+    ranks side by side (every rank calls this).
+
+    Raises ValueError for a model without `logits`, and for batches without labels [b, s].
+    """
+    mesh, model = state.mesh, cast(Any, state.model)
+    if not hasattr(model, "logits"):
+        raise ValueError(f"return_outputs: {type(model).__name__} has no `logits`, as GPT2 has")
+    labels = torch.stack([to_device(mesh.device, each.labels)[0] for each in micro_batches])
+    found = []
+    for x in seen:
+        own = gather_from(model.logits(x), -1, mesh.tensor)[:, : model.vocab_size]
+        found.append(own.view(*labels.shape[1:], -1))
+    logits = torch.stack(found)  # [micro-batches, samples of each, s, vocabulary]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # The samples of a step go to micro-batch after micro-batch, in each to rank after rank.
+    logits, labels = (gather_from(each, 1, mesh.batch).flatten(0, 1) for each in (logits, labels))
+    return Outputs(logits, labels)
 
 
 def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:

@@ -1,6 +1,7 @@
 """Any layout saves, any layout loads, and a resumed run is the undisturbed one (promises 4, 5)."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,15 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.checkpoint import load as loading
 from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.load import TensorSlice, verify
+from megatron.checkpoint.load import (
+    TensorSlice,
+    load_checkpoint,
+    model_slices,
+    newest_checkpoint,
+    optimizer_slices,
+    verify,
+)
 from megatron.checkpoint.resume import find_start
-from megatron.checkpoint.save import save
+from megatron.checkpoint.save import save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.parallel.layers import VocabParallelEmbedding
+from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import gather_whole, materialize, sharding_specs
 from megatron.train.pretrain import build
 from megatron.train.state import TrainState
@@ -131,9 +141,9 @@ def embedding_round_trip(directory: Path) -> bool:
     value = torch.arange(20.0).view(5, 4)
     weight.fill_(9.0)
     spec.real(weight).copy_(value[spec.local_slices])
-    report = save(directory, 1, [TensorSlice("weight", spec, weight)], {}, mesh)
+    report = save_checkpoint(directory, 1, [TensorSlice("weight", spec, weight)], {}, mesh)
     loaded = torch.full_like(weight, 8.0)
-    loading.load(verify(report.path, mesh), [TensorSlice("weight", spec, loaded)])
+    loading.load_checkpoint(verify(report.path, mesh), [TensorSlice("weight", spec, loaded)])
     return torch.equal(gather_whole(loaded, spec), value)
 
 
@@ -218,3 +228,59 @@ def test_checkpoints_of_98c61ae_are_resumed(gloo: Pool, directory: str, tensor_s
         # and versions of torch may add in another order. Without the moments they differ by 1e-3.
         assert losses == pytest.approx(OLD_LOSSES, rel=1e-6)
     assert read_manifest(OLD / directory / "step_00000003")["run"] == "0123456789abcdef"
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def own_training(
+    tensor_size: int, make: Callable[..., Any], steps: range, load: Path | None, save: Path | None
+) -> Tensors:
+    """A module, loop and optimizer of the user's own; the whole weights at the end."""
+    torch.manual_seed(SEED + steps.start)  # what is loaded is not what is built
+    mesh = mesh_of_ranks(tensor_size)
+    model = nn.Sequential(
+        ColumnParallelLinear(mesh, 4, 8), RowParallelLinear(mesh, 8, 4), nn.LayerNorm(4)
+    ).double()
+    optimizer = make(model)
+    if load is not None:
+        found = newest_checkpoint(load, mesh)
+        assert found is not None
+        assert found.manifest["steps"] == steps.start
+        load_checkpoint(found, [*model_slices(model), *optimizer_slices(model, optimizer)])
+    gradients = GradientBuckets(model)
+    for step in steps:
+        x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        with gradients.accumulate(is_last=True):
+            model(x.chunk(mesh.size("batch"))[mesh.rank("batch")]).pow(4).sum().backward()
+        optimizer.step()
+    if save is not None:
+        assert newest_checkpoint(save, mesh) is None
+        slices = [*model_slices(model), *optimizer_slices(model, optimizer)]
+        save_checkpoint(save, steps.stop, slices, {"steps": steps.stop}, mesh)
+    table = sharding_specs(model)
+    return {name: gather_whole(each, table[name]) for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("make", [adam, momentum])
+def test_a_training_of_ones_own_goes_on_at_another_layout(
+    gloo: Pool, tmp_path: Path, make: Callable[..., Any]
+) -> None:
+    expected = own_training(1, make, range(5), None, None)
+    gloo.run(2, own_training, 2, make, range(3), None, tmp_path)
+    found = [own_training(1, make, range(3, 5), tmp_path, None)]
+    found += gloo.run(2, own_training, 1, make, range(3, 5), tmp_path, None)
+    for each in found:
+        for name, weight in expected.items():
+            torch.testing.assert_close(each[name], weight, rtol=1e-11, atol=1e-11)
+
+
+def test_a_state_that_is_not_cut_as_its_parameter_is_refused() -> None:
+    model = nn.Sequential(ColumnParallelLinear(serial_mesh(), 4, 8))
+    with pytest.raises(ValueError, match="Adafactor"):
+        list(optimizer_slices(model, torch.optim.Adafactor(model.parameters())))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock, patch
@@ -16,15 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron.parallel import buckets as buckets_module
 from megatron.parallel import layers
-from megatron.parallel.buckets import ALIGNMENT, BUCKET_BYTES, GradientBuckets
+from megatron.parallel.buckets import ALIGNMENT, BUCKET_BYTES, GradientBuckets, clip_grad_norm
 from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mesh import Axis, Mesh, build_mesh, serial_mesh
 from megatron.parallel.sharding import (
     ShardedModule,
-    ShardingSpec,
     gather_whole,
     materialize,
+    replicated,
     sharding_specs,
 )
 from tests.dist import Pool
@@ -60,11 +61,11 @@ def check_against_ddp(bucket_bytes: int, direct: bool) -> None:
     buckets = GradientBuckets(model, bucket_bytes, direct=direct)
     assert len(buckets.buckets) > 10 or bucket_bytes == BUCKET_BYTES
     for step in range(2):
-        buckets.start()
         for is_last, loss in losses(model, mesh, step):
             with buckets.accumulate(is_last=is_last):
                 loss.backward()
-        assert all(parameter.grad is None for parameter in model.parameters())
+        for view in buckets.views:  # what an optimizer of torch reads
+            assert torch.equal(view.parameter.grad, view.gradient)
         plain.zero_grad()
         for is_last, loss in losses(replica, mesh, step):
             with nullcontext() if is_last else replica.no_sync():
@@ -100,15 +101,7 @@ class Mixed(nn.Module):
 def check_a_mixed_model() -> None:
     mesh = mesh_of_ranks(2)
     model, plain = Mixed(mesh), Mixed(mesh)
-    with pytest.raises(ValueError, match=r"'norm.weight' of LayerNorm"):
-        sharding_specs(model)
-    others = {
-        name: ShardingSpec(shape=tuple(each.shape), partial=(mesh.data,))
-        for name, each in model.named_parameters()
-        if name.startswith(("norm", "probe"))
-    }
-    buckets = GradientBuckets(model, specs=sharding_specs(model, others))
-    buckets.start()
+    buckets = GradientBuckets(model)
     for number in range(2):
         generator = torch.Generator().manual_seed(2 * mesh.data.rank + number)
         x = torch.randn(3, 4, dtype=torch.float64, generator=generator)
@@ -124,6 +117,97 @@ def check_a_mixed_model() -> None:
 
 def test_torchs_modules_may_stand_beside_ours(gloo: Pool) -> None:
     gloo.run(4, check_a_mixed_model)
+
+
+def check_torchs_modules_on_cut_rows() -> None:
+    """Of which the user has said that their gradients are partial over the tensor axis, too."""
+    mesh, whole = mesh_of_ranks(2, sequence_parallel=True), Mixed(serial_mesh())
+    model = Mixed(mesh)
+    with pytest.raises(ValueError, match=r"norm\.weight of LayerNorm"):
+        GradientBuckets(model)
+    others = {name: replicated(each, mesh) for name, each in model.named_parameters()}
+    buckets = GradientBuckets(model, specs=sharding_specs(model, others))
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with buckets.accumulate(is_last=True):
+        model(x.chunk(2)[mesh.tensor.rank]).backward()
+    whole(x).backward()
+    parameters = dict(whole.named_parameters())
+    for view in buckets.views:
+        found = gather_whole(view.gradient, view.spec)
+        torch.testing.assert_close(found, parameters[view.name].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_torchs_modules_on_cut_rows_need_the_users_word(gloo: Pool) -> None:
+    gloo.run(2, check_torchs_modules_on_cut_rows)
+
+
+class Misplaced(nn.Module):
+    """A layer of torch where each rank holds other columns."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(mesh, 4, 8)
+        self.norm = nn.LayerNorm(8 // mesh.tensor.size)
+        self.down = RowParallelLinear(mesh, 8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x))).square().sum()
+
+
+def check_a_misplaced_module() -> None:
+    torch.manual_seed(SEED)
+    model = Misplaced(mesh_of_ranks(2))
+    buckets, x = GradientBuckets(model), torch.randn(2, 3, 4)
+    with pytest.raises(RuntimeError, match=r"norm\."), buckets.accumulate(is_last=True):
+        model(x).backward()
+
+
+def test_a_module_of_torch_between_column_and_row_is_found(gloo: Pool) -> None:
+    gloo.run(2, check_a_misplaced_module)
+
+
+def test_a_backward_that_no_rank_would_reduce_is_an_error() -> None:
+    model = Misplaced(serial_mesh())
+    buckets, x = GradientBuckets(model), torch.randn(2, 3, 4)
+    with pytest.raises(RuntimeError, match="accumulate"):
+        model(x).backward()
+    buckets.start()
+    gradients = []
+    for _ in range(2):  # the second step forgets the first
+        with buckets.accumulate(is_last=True):
+            model(x).backward()
+        gradients.append([each.grad.clone() for each in model.parameters()])
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+
+
+def clipped(mesh: Mesh, dtype: torch.dtype) -> tuple[float, list[Tensor]]:
+    torch.manual_seed(SEED)
+    model = Mixed(mesh).to(dtype)
+    buckets = GradientBuckets(model)
+    with buckets.accumulate(is_last=True):
+        model(torch.ones(2, 4, dtype=dtype)).backward()
+    norm = clip_grad_norm(buckets, 0.5)
+    assert all(view.parameter.grad.dtype == dtype for view in buckets.views)
+    return float(norm), [gather_whole(v.parameter.grad, v.spec) for v in buckets.views]
+
+
+def clipped_at_2(dtype: torch.dtype) -> tuple[float, list[Tensor]]:
+    return clipped(mesh_of_ranks(2), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
+def test_the_norm_of_all_shards_is_clipped(
+    gloo: Pool, dtype: torch.dtype, tolerance: float
+) -> None:
+    close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+    norm, gradients = clipped(serial_mesh(), dtype)
+    assert norm > 0.5
+    whole = torch.cat([each.flatten() for each in gradients]).norm().item()
+    assert whole == pytest.approx(0.5, rel=max(tolerance, 1e-5))
+    for found, its_gradients in gloo.run(2, clipped_at_2, dtype):
+        close(found, norm)
+        close(its_gradients, gradients)
 
 
 class Branches(nn.Module):

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from megatron.parallel.layers import (
     VocabParallelHead,
 )
 from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm, RotaryEmbedding
-from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.parallel.mesh import Axis, Mesh, serial_mesh
 from megatron.parallel.sharding import gather_whole, materialize, sharding_specs
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks, scatter_weights
@@ -238,19 +239,66 @@ def test_rotary_is_that_of_llama() -> None:
     torch.testing.assert_close(RotaryEmbedding(8)(q, positions), theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["column", "row", "words", "positions"])
-def test_misuse_is_an_error_of_one_line(name: str) -> None:
-    """A layer without weights, and a stream [b, s, h] or ids [b, s] that it does not take."""
-    layer, flat = LAYERS[name].make(serial_mesh()), LAYERS[name].x
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_on_meta_has_no_weights_until_they_are_made(name: str) -> None:
+    with torch.device("meta"):
+        layer = LAYERS[name].make(serial_mesh())
+    x = LAYERS[name].x
     with pytest.raises(RuntimeError, match="materialize") as error:
-        layer(flat)
+        layer(x)
     assert "\n" not in str(error.value)
     for use in (layer, copy.deepcopy(layer)):
         materialize(use, device=torch.device("cpu"), dtype=torch.float64, seed=0)
-        assert use(flat).isfinite().all()
-        with pytest.raises(ValueError, match=r"flatten\(0, 1\)") as error:
-            use(flat.unflatten(0, (2, 3)))
-        assert "\n" not in str(error.value)
+        assert use(x).isfinite().all()
+
+
+def built_at_once() -> dict[str, Tensor]:
+    """The whole parameters of all layers, as they are built on the device."""
+    mesh = mesh_of_ranks(dist.get_world_size() if dist.is_initialized() else 1)
+    torch.manual_seed(7)
+    layers = nn.ModuleDict({name: case.make(mesh) for name, case in LAYERS.items()})
+    table = sharding_specs(layers)
+    return {name: gather_whole(each, table[name]) for name, each in layers.named_parameters()}
+
+
+def test_a_layer_is_built_with_the_same_values_at_every_layout(gloo: Pool) -> None:
+    expected = built_at_once()
+    assert all(
+        value.std() > 0 for name, value in expected.items() if "weight" in name and value.dim() > 1
+    )
+    for found in gloo.run(2, built_at_once):
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+ROW_ORDER = replace(serial_mesh(), stream=Axis("stream", size=2))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_take_batches_of_sequences_where_rows_are_not_cut(name: str) -> None:
+    case = LAYERS[name]
+    layer = case.make(serial_mesh()).double()
+    folded = case.x.unflatten(0, (2, 3))
+    assert_close(layer(folded), layer(case.x).unflatten(0, (2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "x"),
+    [
+        ("column", serial_mesh(), X[:, 1:]),
+        ("row", serial_mesh(), X),
+        ("column", ROW_ORDER, X.unflatten(0, (2, 3))),
+        ("row", ROW_ORDER, WIDE_X.unflatten(0, (2, 3))),
+        ("words", ROW_ORDER, IDS.view(2, 3)),
+        ("positions", ROW_ORDER, IDS.view(2, 3)),
+    ],
+)
+def test_misuse_is_an_error_of_one_line(name: str, mesh: Mesh, x: Tensor) -> None:
+    """A wrong width, and [b, s, h] or ids [b, s] where the rows of the stream are cut."""
+    layer = LAYERS[name].make(mesh).double()
+    with pytest.raises(ValueError, match=type(layer).__name__) as error:
+        layer(x)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("heads", "key_value_heads"), [(12, 5), (4, 8)])

@@ -17,10 +17,28 @@ from tests.dist import Pool
 CPU = torch.device("cpu")
 
 
+def answers() -> tuple[list[int], list[str]]:
+    mesh = build_mesh({"tensor": 2}, CPU)
+    names = ("tensor", "data", "batch", "model_parallel", None)
+    found = [number for name in names for number in (mesh.size(name), mesh.rank(name))]
+    assert mesh.group("tensor") is mesh.tensor.group
+    for name, wrong in (("context", "one rank"), ("rows", "rows")):
+        with pytest.raises(ValueError, match=wrong):
+            mesh.group(name)
+    return found, mesh.describe_ranks()
+
+
+def test_it_answers_by_the_names_of_axes(gloo: Pool) -> None:
+    for rank, (numbers, lines) in enumerate(gloo.run(4, answers)):
+        assert numbers == [2, rank % 2, 2, rank // 2, 2, rank // 2, 2, rank % 2, 4, rank]
+        assert len(lines) == 4
+        assert "data 1, tensor 0" in lines[2]
+
+
 def grid(tensor_size: int) -> tuple[dict[str, int], bool, int, list[int]]:
     mesh = build_mesh({"tensor": tensor_size}, CPU)
     assert copy.deepcopy(mesh.tensor) is mesh.tensor
-    return mesh.coordinates, mesh.is_first, mesh.size, ranks(mesh.tensor)
+    return mesh.coordinates, mesh.is_first, mesh.size(), ranks(mesh.tensor)
 
 
 def ranks(axis: Axis) -> list[int]:
@@ -105,6 +123,6 @@ def test_a_union_of_one_axis_is_that_axis() -> None:
 def test_the_serial_mesh_needs_no_process_group() -> None:
     mesh = serial_mesh()
     assert not dist.is_initialized()
-    assert (mesh.size, mesh.is_first) == (1, True)
+    assert (mesh.size(), mesh.is_first) == (1, True)
     assert mesh.coordinates == {"data": 0, "tensor": 0}
     assert mesh.describe_rank() == "data 0, tensor 0"

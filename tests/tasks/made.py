@@ -10,13 +10,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from megatron.checkpoint.load import TensorSlice
-from megatron.checkpoint.save import save
+from megatron.checkpoint.load import TensorSlice, model_slices
+from megatron.checkpoint.save import save_checkpoint
 from megatron.config.model import BertConfig, ModelConfig
 from megatron.data.tokenizer import BertWordPieceLowerCase, build_tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec
-from megatron.train.state import build_model, environment, model_slices
+from megatron.train.state import build_model, environment
 from tasks.checks import ChecksConfig
 from tasks.protocol import Encoding, Example, FinetuneSettings, Finetuning, Head
 from tests.data.samples import write_wordpiece
@@ -181,4 +181,4 @@ def write_model(
         "environment": environment(mesh),
         "validation_loss": None,
     }
-    return save(folder / "checkpoints", 0, pieces, facts, mesh, tokenizer.files).path
+    return save_checkpoint(folder / "checkpoints", 0, pieces, facts, mesh, tokenizer.files).path

@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.load import TensorSlice, verify
-from megatron.checkpoint.save import save
+from megatron.checkpoint.load import TensorSlice, model_slices, verify
+from megatron.checkpoint.save import save_checkpoint
 from megatron.config.model import FinetunedConfig, ResidualOrder
 from megatron.data.bert import BertBatch
 from megatron.models.transformer import text_rows
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.mesh import Axis, serial_mesh
 from megatron.parallel.sharding import ShardingSpec
-from megatron.train.state import DTYPES, TrainState, model_slices
+from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import loss_sums, on_device, train_step
 from tasks.examples import (
     Steps,
@@ -269,7 +269,7 @@ def test_masters_are_taken_up_where_the_checkpoint_has_them(tmp_path: Path) -> N
     layout = ShardingSpec(shape=(32,), decay=False)
     pieces.append(TensorSlice("master.encoder.final_norm.bias", layout, exact))
     facts = {key: manifest[key] for key in manifest if key not in ("files", "tensors", "checksum")}
-    path = save(tmp_path / "b", 0, pieces, facts, mesh).path
+    path = save_checkpoint(tmp_path / "b", 0, pieces, facts, mesh).path
     assert torch.equal(begin(path, "span").model.get_parameter("encoder.final_norm.bias"), exact)
 
 

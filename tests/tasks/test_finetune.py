@@ -194,7 +194,7 @@ def ranks(words: list[str]) -> dict[str, Any]:
     mesh = mesh_of_ranks(
         parallel.tensor_model_parallel_size, sequence_parallel=parallel.cuts_stream
     )
-    plan = make_plan(TASK, made, settings, ["a test"], mesh.size)
+    plan = make_plan(TASK, made, settings, ["a test"], mesh.size())
     act = fine_tune if plan.settings.train_data else evaluate_models
     return act(plan, mesh, {})[0]
 

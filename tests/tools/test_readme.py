@@ -47,7 +47,7 @@ def test_a_training_command_fits_its_preset(words: list[str]) -> None:
         sizes = {**config.parallel.sizes, "data": config.data_parallel_size(world_size)}
         mesh = absent_mesh(sizes, torch.device("meta"))
         model = build_model(config.model, mesh, VOCABULARY, seed=None, dtype=torch.bfloat16)
-        assert mesh.size == world_size
+        assert mesh.size() == world_size
         assert {each.device.type for each in model.parameters()} == {"meta"}
 
 

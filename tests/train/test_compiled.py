@@ -116,7 +116,7 @@ def refuse(*_: object) -> None:
 def choose(asked: bool | None, kind: str, failure_of_last_rank: str | None) -> tuple[bool, int]:
     """(whether layers are compiled, warnings) on a device of this kind."""
     mesh = replace(mesh_of_ranks(1), device=torch.device(kind))
-    failure = failure_of_last_rank if mesh.control.rank == mesh.size - 1 else None
+    failure = failure_of_last_rank if mesh.control.rank == mesh.size() - 1 else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state_module, "compiler_failure", lambda _: failure)
         is_compiled, warnings = choose_compile(asked, mesh)

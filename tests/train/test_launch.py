@@ -17,7 +17,7 @@ LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT
 
 def test_one_process_needs_no_launcher() -> None:
     with launch(ParallelConfig(), {}) as mesh:
-        assert mesh.size == 1
+        assert mesh.size() == 1
 
 
 @pytest.mark.parametrize(("size", "environ"), [(2, {}), (3, LAUNCHED)])

@@ -13,7 +13,7 @@ import transformers
 from safetensors import SafetensorError
 
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.load import TensorSlice, load
+from megatron.checkpoint.load import TensorSlice, load_checkpoint
 from megatron.checkpoint.save import reason
 from megatron.config.checks import flag
 from megatron.config.model import ModelConfig
@@ -85,7 +85,7 @@ def _read_parameters(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Weight
         TensorSlice(f"model.{name}", spec, torch.empty(spec.shape, dtype=saved[name]))
         for name, spec in layouts.items()
     ]
-    load(checkpoint, pieces)
+    load_checkpoint(checkpoint, pieces)
     return {name: piece.local for name, piece in zip(layouts, pieces, strict=True)}
 
 

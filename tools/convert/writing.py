@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import TensorSlice
-from megatron.checkpoint.save import save
+from megatron.checkpoint.save import save_checkpoint
 from megatron.config.checks import flag, switch
 from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
 from megatron.config.training import PrecisionConfig
@@ -58,7 +58,7 @@ def write_checkpoint(
     }
     pieces = [TensorSlice(f"model.{name}", table[name], weights[name]) for name in table]
     with staged(to) as staging:
-        path = save(staging, 0, pieces, facts, serial_mesh(), tokenizer.files).path
+        path = save_checkpoint(staging, 0, pieces, facts, serial_mesh(), tokenizer.files).path
         check(path)
     return to / path.name
 

@@ -54,12 +54,12 @@ def train_layout(job: Job) -> Report:
             samples, vocabulary = open_samples(config)
             state = build_state(
                 config.model,
-                config.optimizer,
-                config.precision,
                 mesh,
                 vocabulary,
                 seed=config.training.seed,
                 dtype=(DTYPES | {"fp64": torch.float64})[job.precision],
+                optimizer=config.optimizer,
+                precision=config.precision,
                 compiled=choose_compile(config.training.compile or False, mesh)[0],
             )
             return report(job, state, samples)
@@ -70,7 +70,7 @@ def train_layout(job: Job) -> Report:
 
 def report(job: Job, state: TrainState, samples: Samples) -> Report:
     training, mesh = job.config.training, state.mesh
-    size = job.config.global_batch_size(mesh.size)
+    size = job.config.global_batch_size(mesh.size())
     steps = prefetch(
         samples,
         range(0, job.steps * size, size),

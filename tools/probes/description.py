@@ -39,7 +39,7 @@ def measure(mesh: Mesh) -> Figures | None:
     if kind == "cuda":
         memory = float(torch.cuda.mem_get_info(mesh.device)[1])
     else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size()
     link, latency, shown = bandwidth / 6, 0.0, "not measured, a sixth of memory; torchrun does"
     if reduced:
         small, large = reduced[0], reduced[-1]
@@ -52,8 +52,8 @@ def measure(mesh: Mesh) -> Figures | None:
     attained, in_server = (1.0, "what was measured is attained"), "not measured: as in the server"
     speeds = [fact for fact in machine.speed(mesh.device) if isinstance(fact, Fact)]
     return {
-        "devices_per_server": (mesh.size, f"{mesh.size} processes on this machine"),
-        "memory": (memory, f"of this machine, for each of {mesh.size} processes"),
+        "devices_per_server": (mesh.size(), f"{mesh.size()} processes on this machine"),
+        "memory": (memory, f"of this machine, for each of {mesh.size()} processes"),
         "reserved_memory": (RESERVED[kind], "an allowance for the program and its libraries"),
         "memory_bandwidth": (bandwidth, f"{source}: copies of {COPIED[kind] >> 20} MiB"),
         **{

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.load import load, verify
-from megatron.checkpoint.save import save
+from megatron.checkpoint.load import load_checkpoint, model_slices, verify
+from megatron.checkpoint.save import save_checkpoint
 from megatron.data.tokenizer import file_names
 from megatron.models.build import build_model
 from megatron.models.registry import config_of
-from megatron.train.state import DTYPES, model_slices
+from megatron.train.state import DTYPES
 from tests.data.samples import write_tokenizer
 from tests.tiny import mesh_of_ranks
 
@@ -83,12 +83,12 @@ def load_and_save(checkpoint: Path, to: Path, tensor_size: int) -> None:
     dtype = DTYPES[manifest["precision"]]
     section, size = config_of(manifest), manifest["vocab_size"]
     model = build_model(section, mesh, size, seed=None, dtype=dtype)
-    load(verify(checkpoint, mesh), model_slices(model))
+    load_checkpoint(verify(checkpoint, mesh), model_slices(model))
     names = file_names(manifest["config"]["data"]["tokenizer_type"])
     files = {name: (checkpoint / name).read_bytes() for name in names}
     own = ("files", "tensors", "checksum", "format")
     facts = {key: value for key, value in manifest.items() if key not in own}
-    save(to, 1, model_slices(model), facts, mesh, files)
+    save_checkpoint(to, 1, model_slices(model), facts, mesh, files)
 
 
 def change_json(file: Path, **changes: Any) -> None:

@@ -237,8 +237,7 @@ def test_a_step_allocates_what_is_planned(
 
 
 def built(mesh: Mesh, config: PretrainConfig, precision: str) -> TrainState:
-    settings = config.model, config.optimizer, config.precision, mesh
-    return build_state(*settings, 4000, seed=0, dtype=DTYPES[precision])
+    return build_state(config.model, mesh, 4000, seed=0, dtype=DTYPES[precision])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

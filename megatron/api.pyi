@@ -1,0 +1,126 @@
+# ruff: noqa: I001
+
+# Start and mesh
+from .config.training import (
+    ParallelConfig as ParallelConfig,
+    TrainingParallelConfig as TrainingParallelConfig,
+)
+from .train.launch import launch as launch
+from .parallel.mesh import (
+    Mesh as Mesh,
+    Axis as Axis,
+    build_mesh as build_mesh,
+    serial_mesh as serial_mesh,
+)
+from .parallel.collectives import (
+    all_reduce as all_reduce,
+    gather_from as gather_from,
+    gather_with_gradient as gather_with_gradient,
+)
+
+# Layers
+from .parallel.layers import (
+    ColumnParallelLinear as ColumnParallelLinear,
+    RowParallelLinear as RowParallelLinear,
+    Linear as Linear,
+    InputLinear as InputLinear,
+    OutputLinear as OutputLinear,
+    VocabParallelEmbedding as VocabParallelEmbedding,
+    PositionEmbedding as PositionEmbedding,
+    LayerNorm as LayerNorm,
+    AttentionCore as AttentionCore,
+    VocabParallelHead as VocabParallelHead,
+)
+from .parallel.layers_llama import (
+    GroupedQueryLinear as GroupedQueryLinear,
+    RotaryEmbedding as RotaryEmbedding,
+    RMSNorm as RMSNorm,
+)
+from .parallel.dropout import (
+    Dropout as Dropout,
+    row_keys as row_keys,
+)
+from .parallel.factory import (
+    LayerFactory as LayerFactory,
+    factory_1d as factory_1d,
+)
+
+# Parameters
+from .parallel.sharding import (
+    ShardedModule as ShardedModule,
+    ShardingSpec as ShardingSpec,
+    sharding_specs as sharding_specs,
+    replicated as replicated,
+    materialize as materialize,
+    gather_whole as gather_whole,
+    load_whole as load_whole,
+)
+
+# Gradients
+from .parallel.buckets import (
+    GradientBuckets as GradientBuckets,
+    clip_grad_norm as clip_grad_norm,
+)
+
+# Models and training
+from .config.model import (
+    GPT2Config as GPT2Config,
+    BertConfig as BertConfig,
+)
+from .config.training import (
+    OptimizerConfig as OptimizerConfig,
+    PrecisionConfig as PrecisionConfig,
+)
+from .models.registry import (
+    ModelKind as ModelKind,
+    register as register,
+)
+from .models.build import build_model as build_model
+from .train.objectives import (
+    Objective as Objective,
+    WholeLogitsLoss as WholeLogitsLoss,
+)
+from .train.state import (
+    TrainState as TrainState,
+    build_state as build_state,
+)
+from .train.step import (
+    train_step as train_step,
+    StepResult as StepResult,
+    Outputs as Outputs,
+)
+from .optim.schedule import learning_rate as learning_rate
+from .train.evaluate import (
+    mean_losses as mean_losses,
+    whole_logits as whole_logits,
+)
+from .train.replicas import check_replicas as check_replicas
+
+# Data
+from .data.batch import (
+    Batch as Batch,
+    TextBatch as TextBatch,
+    Samples as Samples,
+    micro_batch_numbers as micro_batch_numbers,
+)
+from .data.gpt2 import (
+    GPT2Batch as GPT2Batch,
+    RandomText as RandomText,
+)
+from .data.bert import BertBatch as BertBatch
+from .train.loader import prefetch as prefetch
+
+# Checkpoints
+from .checkpoint.format import Checkpoint as Checkpoint
+from .checkpoint.load import (
+    TensorSlice as TensorSlice,
+    model_slices as model_slices,
+    optimizer_slices as optimizer_slices,
+    newest_checkpoint as newest_checkpoint,
+    load_checkpoint as load_checkpoint,
+)
+from .checkpoint.save import save_checkpoint as save_checkpoint
+from .parallel.sharding import (
+    to_dtensors as to_dtensors,
+    from_dtensors as from_dtensors,
+)

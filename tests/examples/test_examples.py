@@ -1,0 +1,227 @@
+"""Each example as a program, and beside plain torch in one process, in fp64."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples import own_dataset, own_loop, tensor_parallel_mlp
+from megatron.api import (
+    GPT2Config,
+    GradientBuckets,
+    OptimizerConfig,
+    RandomText,
+    Samples,
+    build_state,
+    clip_grad_norm,
+    learning_rate,
+)
+from megatron.train.step import on_device
+from tests.dist import Pool
+from tests.models.dense import dense_gpt2
+from tests.tiny import mesh_of_ranks, whole_weights
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+STEPS = 4
+TEXT = own_dataset.Characters(bytes(range(256)) * 3, seed=1)
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_an_example_says_what_it_does_and_runs_on_two_processes(file: Path) -> None:
+    helped = run(file, "--help")
+    assert helped.returncode == 0, helped.stderr
+    assert "--tensor" in helped.stdout
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = run(*launcher, file, "--tensor", "2", "--steps", "2")
+    assert ended.returncode == 0, ended.stderr
+    assert "loss" in ended.stdout
+
+
+@contextmanager
+def wide() -> Iterator[None]:
+    """What is built inside computes in fp64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Run(NamedTuple):
+    steps: list[tuple[float, float]]  # loss, gradient norm
+    after: Mapping[str, Tensor]
+    before: Mapping[str, Tensor] = {}
+    logits: Tensor | None = None  # of the last step
+
+
+def train_mlp(tensor: int, clip: Callable[..., Tensor] = clip_grad_norm) -> Run:
+    mesh = mesh_of_ranks(tensor)
+    torch.manual_seed(1)
+    with wide(), patch.object(tensor_parallel_mlp, "clip_grad_norm", clip):
+        model = tensor_parallel_mlp.Residual(mesh)
+        before = whole_weights(model)
+        steps = list(tensor_parallel_mlp.train(mesh, model, STEPS))
+    return Run(steps, whole_weights(model), before)
+
+
+def plain_mlp(weights: Mapping[str, Tensor]) -> Run:
+    hidden, size = tensor_parallel_mlp.HIDDEN, tensor_parallel_mlp.BATCH
+    up, down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+    model = nn.ModuleDict({"norm": nn.LayerNorm(hidden), "up": up, "down": down}).double()
+    model.load_state_dict(dict(weights))
+    optimizer, steps = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for first in range(0, STEPS * size, size):
+        with wide():
+            x = tensor_parallel_mlp.draw(range(first, first + size))
+        y = x + down(F.gelu(up(model["norm"](x))))
+        loss = F.mse_loss(y, x.flip(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), tensor_parallel_mlp.CLIP)
+        optimizer.step()
+        steps.append((loss.item(), norm.item()))
+    return Run(steps, dict(model.named_parameters()))
+
+
+class Example(NamedTuple):
+    train: Callable[..., Any]  # state and steps to StepResults
+    model: GPT2Config
+    optimizer: OptimizerConfig
+    lr: Callable[[int], float]
+    vocabulary: int
+    data: Samples
+    batch: int
+
+
+GPT2S = {
+    "own_loop": Example(
+        own_loop.train,
+        own_loop.MODEL,
+        own_loop.OPTIMIZER,
+        lambda update: learning_rate(own_loop.OPTIMIZER, update, own_loop.DECAY_STEPS),
+        own_loop.VOCABULARY,
+        RandomText(vocabulary=own_loop.VOCABULARY, length=own_loop.SEQUENCE, seed=1),
+        own_loop.BATCH,
+    ),
+    "own_dataset": Example(
+        lambda state, steps: own_dataset.train(state, TEXT, steps),
+        own_dataset.MODEL,
+        OptimizerConfig(),
+        lambda update: 1e-3,
+        256,
+        TEXT,
+        own_dataset.BATCH,
+    ),
+}
+
+
+def train_gpt2(name: str, dropout: float, tensor: int) -> Run:
+    example = GPT2S[name]
+    config = replace(example.model, hidden_dropout=dropout, attention_dropout=dropout)
+    mesh = mesh_of_ranks(tensor)
+    with wide():
+        state = build_state(config, mesh, example.vocabulary, seed=1, optimizer=example.optimizer)
+        before = whole_weights(state.model)
+        results = list(example.train(state, STEPS))
+    last = results[-1].outputs
+    return Run(
+        [(result.loss, result.grad_norm) for result in results],
+        whole_weights(state.model),
+        before,
+        None if last is None else last.logits,
+    )
+
+
+def plain_gpt2(name: str, weights: Mapping[str, Tensor]) -> Run:
+    example, steps = GPT2S[name], []
+    config = replace(example.model, hidden_dropout=0.0, attention_dropout=0.0)
+    model = dense_gpt2(config, example.vocabulary, dict(weights))
+    shapes = {each: weight.shape for each, weight in weights.items()}
+    decayed = [(each.dim() > 1) for each in model.parameters()]
+    rows = list(zip(model.parameters(), decayed, strict=True))
+    settings = example.optimizer
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [each for each, decays in rows if decays is kind], "weight_decay": decay}
+            for kind, decay in ((True, settings.weight_decay), (False, 0.0))
+        ]
+    )
+    for step in range(STEPS):
+        batch = on_device(
+            example.data.batch(range(step * example.batch, (step + 1) * example.batch)),
+            torch.device("cpu"),
+        )
+        logits = model(batch)
+        loss = F.cross_entropy(logits, batch.labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
+        for group in optimizer.param_groups:
+            group["lr"] = example.lr(step + 1)
+        optimizer.step()
+        steps.append((loss.item(), norm.item()))
+    after = {each: weight.view(shapes[each]) for each, weight in model.named_parameters()}
+    return Run(steps, after, logits=logits.view(*batch.labels.shape, -1))
+
+
+def assert_equal(found: Run, expected: Run, tolerance: float = 1e-10) -> None:
+    close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+    close(torch.tensor(found.steps), torch.tensor(expected.steps))
+    for name, weight in expected.after.items():
+        # Of a key's bias the gradient is zero but for rounding, which Adam divides by itself.
+        rows = [0, 2] if name.endswith("qkv.bias") else slice(None)
+        close(found.after[name][rows], weight.detach()[rows], msg=name)
+    if found.logits is not None:
+        close(found.logits, expected.logits, atol=1e-9)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_mlp_is_that_of_plain_torch(gloo: Pool, tensor: int) -> None:
+    for found in gloo.run(2, train_mlp, tensor):
+        assert_equal(found, plain_mlp(found.before))
+
+
+def torchs_clip(gradients: GradientBuckets, limit: float) -> Tensor:
+    """The mistake: the norm of this rank's shards."""
+    return nn.utils.clip_grad_norm_([each.parameter for each in gradients.views], limit)
+
+
+def test_torchs_own_clipping_is_found_to_be_wrong(gloo: Pool) -> None:
+    found = gloo.run(2, train_mlp, 2, torchs_clip)[0]
+    with pytest.raises(AssertionError):
+        assert_equal(found, plain_mlp(found.before), 1e-6)
+
+
+@pytest.mark.parametrize("name", GPT2S)
+def test_gpt2_is_that_of_plain_torch(gloo: Pool, name: str) -> None:
+    for tensor in (1, 2):
+        for found in gloo.run(2, train_gpt2, name, 0.0, tensor):
+            assert_equal(found, plain_gpt2(name, found.before))
+
+
+def test_dropout_and_logits_are_the_same_at_every_layout(gloo: Pool) -> None:
+    expected = train_gpt2("own_loop", 0.1, 1)
+    for tensor in (1, 2):
+        for found in gloo.run(2, train_gpt2, "own_loop", 0.1, tensor):
+            assert found.logits is not None
+            assert_equal(found, expected)

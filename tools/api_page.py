@@ -1,0 +1,115 @@
+"""Make docs/api.md from the docstrings of the names in megatron/api.pyi.
+
+python tools/api_page.py            # writes docs/api.md; a test compares it
+"""
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a file, only tools/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron import api
+
+ROOT = Path(__file__).resolve().parents[1]
+INTRODUCTION = """\
+# The public API
+
+`from megatron.api import ...` gives these names, and loads what is asked for;
+[`examples/`](../examples) use nothing else. This page is made from their docstrings:
+`python tools/api_page.py`.
+
+b samples, s tokens of each, n = b x s, h hidden size, v padded vocabulary, t ranks of the tensor
+axis. Layers take a mesh first; where [n, h] is written, [b, s, h] works as well, but not under
+sequence parallelism, where a rank holds n / t rows. Layers that are built outside of
+`torch.device("meta")` have their initial values at once, drawn from torch's own generator.
+
+Layers of torch beside them, such as `nn.Linear` and norms, are taken to be whole on every rank.
+That is right outside of a pair of column and row layers and without sequence parallelism; elsewhere
+they are refused unless `sharding_specs(model, {name: replicated(parameter, mesh)})` says how.
+"""
+
+
+def source(value: Any) -> Any:
+    """The definition of a class or function as its source has it, with defaults as written."""
+    return ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
+
+
+def signature(name: str, function: ast.FunctionDef) -> str:
+    arguments = ast.unparse(function.args).removeprefix("self").removeprefix(", ")
+    returns = function.returns and ast.unparse(function.returns)
+    text = f"{name}({arguments})" + (f" -> {returns}" if returns not in (None, "None") else "")
+    return f"```python\n{textwrap.fill(text, 100, subsequent_indent='    ')}\n```"
+
+
+def fields_of(value: type) -> str:
+    """A line for each field of a dataclass, with the docstring or the comment behind it."""
+    found: dict[str, str] = {}
+    for owner in filter(is_dataclass, reversed(value.__mro__)):
+        lines, body = inspect.getsource(owner).splitlines(), source(owner).body
+        for line, after in zip(body, [*body[1:], None], strict=True):
+            if not isinstance(line, ast.AnnAssign) or "ClassVar" in ast.unparse(line.annotation):
+                continue
+            text = lines[line.end_lineno - 1].partition("  # ")[2]
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                text = " ".join(after.value.value.split())
+            if isinstance(line.value, ast.Call) and ast.unparse(line.value.func) == "field":
+                line.value = {each.arg: each.value for each in line.value.keywords}.get("default")
+            name = ast.unparse(line.target)
+            text = text or found.get(name, "").partition("`: ")[2]
+            found[name] = f"- `{ast.unparse(line)}`" + (f": {text}" if text else "")
+    return "\n".join(found.values())
+
+
+def described(value: Any, name: str) -> Iterator[str]:
+    """Signature and docstring, of a class also its fields, methods and properties."""
+    definition = source(value)
+    if isinstance(definition, ast.FunctionDef):
+        yield signature(name, definition)
+        yield inspect.getdoc(value) or ""
+        return
+    methods = [each for each in definition.body if isinstance(each, ast.FunctionDef)]
+    init = getattr(value, "__init__", None)
+    is_plain = (
+        inspect.isfunction(init)
+        and not is_dataclass(value)
+        and not getattr(value, "_is_protocol", False)
+    )
+    first = source(init) if is_plain else None
+    if first is not None:
+        yield signature(name, first)
+    yield ast.get_docstring(definition) or ""
+    if first is not None:
+        yield ast.get_docstring(first) or ""
+    yield fields_of(value)
+    for each in methods:
+        if each.name.startswith("_") or not (text := ast.get_docstring(each)):
+            continue
+        if any(ast.unparse(decorator) == "property" for decorator in each.decorator_list):
+            yield f"`.{each.name}`: {text}"
+        else:
+            yield signature(f".{each.name}", each)
+            yield text
+
+
+def page() -> str:
+    parts = [INTRODUCTION]
+    for line in Path(api.__file__).with_suffix(".pyi").read_text().splitlines():
+        if line.startswith("# ") and "noqa" not in line:
+            parts.append(f"## {line[2:]}\n")
+        for name in re.findall(r"(\w+) as \w+", line):
+            value = getattr(api, name)
+            parts.append(f"### {name}\n")
+            parts += [f"{text}\n" for text in described(value, name) if text]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "api.md").write_text(page())
