@@ -36,8 +36,10 @@ FREE = {
     "--recompute-granularity",
     "--vocab-size",  # compared as "vocabulary"
 }
-# The fields of a data config that do not: the data set's fingerprint covers them.
-WHERE = {"--data-path", "--tokenizer-type", "--vocab-file", "--merge-file"}
+# The fields of a data config that do not: the data set's fingerprint covers them, or they decide
+# nothing that a sample holds.
+WHERE = {"--data-path", "--mock-data", "--tokenizer-type", "--vocab-file", "--merge-file"}
+WHERE |= {"--num-workers", "--too-long"}
 PRECISIONS = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
 # What the directories of other programs have, and what makes a checkpoint of them.
 FOREIGN = {

@@ -34,6 +34,12 @@ class Batch:
         """Tokens that are read, padding aside; of what has none, the samples."""
         return self.num_samples
 
+    @property
+    def num_cut(self) -> int | None:
+        """Samples that lost a part, since they are longer than what is read; None where nothing can
+        be."""
+        return None
+
     def trimmed(self) -> Self:
         """Without what only fills it up to the sizes that kernels like."""
         return self

@@ -312,7 +312,7 @@ class BertDataset:
 
 
 def open_bert_splits(
-    corpus: Corpus,
+    corpus: Corpus[IndexedDataset],
     tokenizer: BertTokenizer,
     *,
     split: str,
@@ -321,6 +321,7 @@ def open_bert_splits(
     mask_prob: float,
     short_seq_prob: float,
     max_ngram_size: int,
+    shuffle: bool = True,
 ) -> tuple[BertDataset | None, BertDataset | None, BertDataset | None]:
     """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
 
@@ -354,4 +355,4 @@ def open_bert_splits(
         return blocks
 
     make = partial(BertDataset, tokenizer=tokenizer, masking=masking, short_seq_prob=short_seq_prob)
-    return open_series(corpus, split, seed, cut, make)
+    return open_series(corpus, split, seed, cut, make, shuffle=shuffle)
