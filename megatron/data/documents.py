@@ -7,6 +7,7 @@ for.
 
 import os
 import warnings
+import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -98,8 +99,9 @@ class JsonLines:
     def __init__(self, path: str, key: str) -> None:
         """Warns of lines that hold no text; raises ValueError, naming --data-path, if none does."""
         self.name, self._key = path, key
-        self._file = Path(path).open("rb")  # noqa: SIM115 (open as long as the documents are)
-        lines = _find_lines(self._file.fileno(), path, key)
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        lines = _find_lines(self._descriptor, path, key)
         self._starts, self._sizes = lines.starts, lines.sizes
         self.num_documents = len(lines.starts)
         self.content = f"SHA-256 {lines.digest}"
@@ -119,7 +121,7 @@ class JsonLines:
     def text(self, number: int) -> str:
         """Raises ValueError where the file is not what it was when it was opened."""
         size, start = int(self._sizes[number]), int(self._starts[number])
-        content = os.pread(self._file.fileno(), size, start)
+        content = os.pread(self._descriptor, size, start)
         try:
             return str(parse_record(content, self._key)[self._key])
         except ValueError as error:
