@@ -63,10 +63,12 @@ class Batch:
 class TextBatch(Batch):
     tokens: Array
     """int64 [b, s], or [b, sequences of a sample, s]"""
+    is_real: Array = None
+    """bool, as tokens: False where there is padding; None without any."""
 
     @property
     def num_tokens(self) -> int:
-        return prod(self.tokens.shape)
+        return prod(self.tokens.shape) if self.is_real is None else int(self.is_real.sum())
 
 
 @dataclass(frozen=True, kw_only=True)

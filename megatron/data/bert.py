@@ -75,10 +75,6 @@ class BertBatch(TextBatch):
         object.__setattr__(self, "masked_labels", self.labels.reshape(-1)[filled])
         object.__setattr__(self, "is_counted", np.arange(size) < len(masked))
 
-    @property
-    def num_tokens(self) -> int:
-        return int(self.is_real.sum())
-
     def trimmed(self) -> Self:
         batch = copy(self)
         for name in ("masked", "masked_labels", "is_counted"):

@@ -38,14 +38,8 @@ class GPT2Batch(TextBatch):
     document_starts: Array = None
     """int64 [b, s]: where in its sample the document of each token starts, and with it what the
     token may attend to; None where attention crosses documents."""
-    is_real: Array = None
-    """bool [b, s]: False where there is padding, which is behind all others; None without any."""
     is_cut: Array = None
     """bool [b]: of a document of more than s + 1 tokens; None where documents are packed."""
-
-    @property
-    def num_tokens(self) -> int:
-        return super().num_tokens if self.is_real is None else int(self.is_real.sum())
 
     @property
     def num_cut(self) -> int | None:
