@@ -139,11 +139,13 @@ def pretrain(
 ) -> AbstractContextManager[Run]:
     """The program with these flags on `world` ranks; what still runs at the end is killed.
 
-    folder: of the logs, and of a data set where none is given. before: called in each process
-    first, to break something.
+    folder: of the logs, and of a data set where neither one nor --mock-data is given. before:
+    called in each process first, to break something.
     """
-    data = data or some_data(folder)
-    arguments = [*SHAPE.split(), *REST.split(), "--data-path", str(data), *words.split()]
+    arguments = [*SHAPE.split(), *REST.split()]
+    if "--mock-data" not in words:
+        arguments += ["--data-path", str(data or some_data(folder))]
+    arguments += words.split()
     target = partial(_program, program, arguments, before)
     return start_ranks(target, range(world), world, folder)
 

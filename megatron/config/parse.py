@@ -122,7 +122,8 @@ def parse(
     """The program's settings from its arguments (those after the program's name).
 
     program: a dataclass of settings and of configs, which are dataclasses too; a field's metadata
-    {"alias": name} is a second name. prog, description: the program's name and story in --help.
+    {"alias": name} is a second name; {"replaces": name} is a setting of presets that the flag
+    stands in for. prog, description: the program's name and story in --help.
     Raises UsageError for what a config refuses, and for presets and flags that are missing, unknown
     or malformed. For --help prints (on rank 0) and raises SystemExit with status 0.
     """
@@ -130,11 +131,16 @@ def parse(
 
     known: dict[str, Any] = {}  # the type of every setting, by each of its names
     names: dict[str, str] = {}  # the first of its names
-    for name, kind, alias in _fields(program):
+    replaces: dict[str, str] = {}  # by a flag on the command line: the key of a preset
+    for name, kind, metadata in _fields(program):
+        alias = metadata.get("alias")
+        if "replaces" in metadata:
+            replaces[name] = metadata["replaces"]
         for each in (name, alias) if alias else (name,):
             known[each], names[each] = kind, name
     presets: list[tuple[Path, str, Any]] = []
     words: list[str] = []
+    replaced: set[str] = set()
     remaining = iter(argv)
     for word in remaining:
         name, equals, value = word.partition("=")
@@ -145,8 +151,10 @@ def parse(
             presets += [(file, key, setting) for key, setting in _read_preset(file, known)]
         elif name.startswith("--") and field in names:
             words.append(flag(names[field]) + equals + value)
+            replaced.add(replaces.get(names[field], ""))
         else:
             words.append(word)
+    presets = [each for each in presets if names[each[1]] not in replaced]
     first = [word for _, key, value in presets for word in _arguments(names[key], value)]
     call = functools.partial(tyro.cli, program, description=description)
     try:
@@ -270,15 +278,15 @@ def _values(name: str, arguments: Sequence[str]) -> list[str]:
     return values
 
 
-def _fields(program: type) -> Iterator[tuple[str, Any, str | None]]:
-    """(name, type, second name or None) of every setting, those of the configs in it included."""
+def _fields(program: type) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """(name, type, metadata) of every setting, those of the configs in it included."""
     hints = get_type_hints(program)
     for field in fields(program):
         annotation = hints[field.name]
         if isinstance(annotation, type) and is_dataclass(annotation):
             yield from _fields(annotation)
         else:
-            yield field.name, annotation, field.metadata.get("alias")
+            yield field.name, annotation, field.metadata
 
 
 def _arguments(field: str, value: Any) -> list[str]:
@@ -304,10 +312,16 @@ def find_preset(name: str, known: Collection[str] = ()) -> Path:
         if name in (file.stem, str(file.relative_to(PRESETS).with_suffix(""))):
             return file
     names: dict[str, str] = {}
+    folder: Path | None = None  # the presets of a folder are of one kind of program
     for file in (*Path(name).parent.glob("*.toml"), *files):
         with contextlib.suppress(UsageError, OSError):
-            if not known or _read_toml(file).keys() <= set(known):
-                names[file.stem] = file.stem if file in files else str(file)
+            if known and not _read_toml(file).keys() <= set(known):
+                continue
+            if known and file in files:
+                folder = folder or file.parent
+                if file.parent != folder:
+                    continue
+            names[file.stem] = file.stem if file in files else str(file)
     near = [names[each] for each in difflib.get_close_matches(Path(name).stem, names, 3, cutoff=0)]
     allowed = "a TOML file" + (f", or a preset's name such as {', '.join(near)}" if near else "")
     works = ("--preset", near[0]) if near else ()

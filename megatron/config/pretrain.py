@@ -1,8 +1,9 @@
 """The settings of a pretraining run, and the facts that hold between its configs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Self
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError, flag
@@ -44,7 +45,7 @@ class PretrainConfig:
 
     def lr_decay_iters(self) -> int:
         """Iteration at which the learning rate reaches its floor."""
-        return self.optimizer.lr_decay_iters or self.training.train_iters
+        return self.optimizer.lr_decay_iters or self.training.steps
 
     def metrics_file(self) -> str | None:
         """Where the record of the run is kept; None keeps none."""
@@ -53,6 +54,9 @@ class PretrainConfig:
 
     def check(self, world_size: int) -> None:
         """Raise UsageError where two configs, or a config and world_size processes, disagree."""
+        if self.data.mock_data and (epochs := self.training.epochs) is not None:
+            allowed = "given without --mock-data, which has no end"
+            raise UsageError("--epochs", epochs, allowed, works=("--train-iters", "1000"))
         self.parallel.check(world_size, self.model.widths, self.data.seq_length)
         batch, copies = self.global_batch_size(world_size), self.data_parallel_size(world_size)
         smallest = self.training.micro_batch_size * copies
@@ -64,6 +68,32 @@ class PretrainConfig:
                 f"data-parallel size {copies}",
                 works=("--global-batch-size", str(-(-batch // smallest) * smallest)),
             )
+        if self.training.train_iters is not None:
+            self._check_warmup()
+        require_apex(
+            optimizer_impl=self.optimizer.optimizer_impl, layernorm_impl=self.model.layernorm_impl
+        )
+        require_sinks(self.logging, self.metrics_file())
+
+    def with_steps(self, samples_per_epoch: int, world_size: int) -> Self:
+        """With the --train-iters that --epochs comes to: what is left of a global batch at the end
+        is dropped. Raises UsageError where no batch is filled, or warm-up does not fit."""
+        if (epochs := self.training.epochs) is None:
+            return self
+        batch = self.global_batch_size(world_size)
+        if not (steps := epochs * samples_per_epoch // batch):
+            raise UsageError(
+                "--epochs",
+                epochs,
+                f"enough for a global batch of {batch}: an epoch has {samples_per_epoch} samples",
+                works=("--epochs", str(-(-batch // samples_per_epoch))),
+            )
+        training = replace(self.training, train_iters=steps, epochs=None)
+        config = replace(self, training=training)
+        config._check_warmup()
+        return config
+
+    def _check_warmup(self) -> None:
         warmup, end = self.optimizer.lr_warmup_iters, self.lr_decay_iters()
         if warmup > end:
             source = "train" if self.optimizer.lr_decay_iters is None else "lr-decay"
@@ -73,15 +103,11 @@ class PretrainConfig:
                 f"at most --{source}-iters {end}, where decay ends",
                 works=("--lr-warmup-iters", str(end // 10)),
             )
-        require_apex(
-            optimizer_impl=self.optimizer.optimizer_impl, layernorm_impl=self.model.layernorm_impl
-        )
-        require_sinks(self.logging, self.metrics_file())
 
     def warnings(self, device: str) -> list[str]:
         """What is allowed, but rarely meant. device: torch's name of its kind, such as "cpu"."""
         found: list[str] = []
-        steps = self.training.train_iters
+        steps = self.training.steps
         if self.checkpoint.save is None:
             found.append("warning: nothing of this run is kept; --save checkpoints keeps it")
         elif self.checkpoint.save_interval is None and steps > 1:

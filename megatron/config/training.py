@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from megatron.config.checks import UsageError, flag, fraction, non_negative, positive
+from megatron.config.checks import UsageError, flag, fraction, non_negative, positive, switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,11 @@ class DataConfig:
     """What all pretraining programs read."""
 
     data_path: tuple[str, ...] = ()
-    """Prefix of a .bin/.idx pair, or weights and prefixes in turn: 0.3 first 0.7 second."""
+    """Prefix of a .bin/.idx pair, or weights and prefixes in turn: 0.3 first 0.7 second. GPT-2
+    with --pad: files of JSON lines."""
+
+    mock_data: bool = False
+    """Random tokens in place of --data-path, to try a layout; the vocabulary is --vocab-size."""
 
     split: str = "29,1,0"
     """Shares of the documents for training, validation and test."""
@@ -111,8 +115,18 @@ class DataConfig:
     merge_file: str | None = None
     """The byte-pair encoding's merges (merges.txt)."""
 
+    shuffle: bool = True
+    """Take the samples of each epoch in an order of its own; with --no-shuffle in file order."""
+
+    num_workers: int = 2
+    """Threads that read ahead, a step each."""
+
     def __post_init__(self) -> None:
-        positive(self, "seq_length")
+        positive(self, "seq_length", "num_workers")
+        read = ("data_path", "vocab_file", "merge_file")
+        if self.mock_data and (given := [flag(name) for name in read if getattr(self, name)]):
+            allowed = f"given without {' and '.join(given)}"
+            raise UsageError("--mock-data", None, allowed, works=("--no-mock-data",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +139,42 @@ class GPT2DataConfig(DataConfig):
 
     eod_mask_loss: bool = False
     """Leave out the loss where the input is an end-of-document mark."""
+
+    pad: bool = False
+    """Read documents from JSON lines, one a sample, tokenised on demand and padded on the right.
+    Padding is not scored, and not counted in tokens/s."""
+
+    json_key: str = "text"
+    """Where each line of a --pad file has its text."""
+
+    begin_token: str | None = None
+    """Token of the vocabulary before each --pad document, such as [BOT]; none if not given."""
+
+    end_token: str | None = None
+    """Token of the vocabulary after it; the tokenizer's end mark if not given."""
+
+    too_long: Literal["cut", "refuse"] = "cut"
+    """What happens to a --pad document of more than --seq-length + 1 tokens, begin and end
+    included: it is cut, and counted in the metrics, or refused at the start, for which all
+    documents are tokenised."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        of_padded = {"json_key", "begin_token", "end_token", "too_long"}
+        of_packed = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
+            if value == each.default:
+                continue
+            if name in of_packed and self.pad:
+                allowed = "given without --pad, with which a sample is one document"
+                raise UsageError(flag(name), None, allowed, works=(switch(name, False),))
+            if name in of_padded and not self.pad:
+                raise UsageError(
+                    flag(name), value, "given with --pad", works=("--pad", flag(name), str(value))
+                )
+        if self.pad and self.mock_data:
+            raise UsageError("--pad", None, "given without --mock-data", works=("--no-pad",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +254,12 @@ class BertOptimizerConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    train_iters: int
-    """Optimizer steps to train for, those before a resume included."""
+    train_iters: int | None = None
+    """Optimizer steps to train for, those before a resume included; it or --epochs is needed."""
+
+    epochs: int | None = field(default=None, metadata={"replaces": "train_iters"})
+    """Passes over the training split to train for, in place of --train-iters: the steps of whole
+    global batches in them. Of a blend, until its first data set has been read that often."""
 
     micro_batch_size: int = 1
     """Samples of one forward and backward pass on one model."""
@@ -236,9 +290,26 @@ class TrainingConfig:
     """Steps between comparisons of what the ranks hold in common; 0 does not compare."""
 
     def __post_init__(self) -> None:
-        positive(self, "train_iters", "micro_batch_size", "global_batch_size", "eval_interval")
+        positive(self, "train_iters", "epochs", "micro_batch_size", "global_batch_size")
+        positive(self, "eval_interval")
         positive(self, "exit_interval", "exit_duration_in_mins")
         non_negative(self, "seed", "eval_iters", "check_replicas_interval")
+        if self.train_iters is None and self.epochs is None:
+            works = ("--train-iters", "1000")
+            raise UsageError("--train-iters", None, "given, or else --epochs", works=works)
+        if self.train_iters is not None and self.epochs is not None:
+            raise UsageError(
+                "--train-iters",
+                self.train_iters,
+                f"left out with --epochs {self.epochs}",
+            )
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps to train for; with --epochs they are known once the data are open:
+        `PretrainConfig.with_steps`."""
+        assert self.train_iters is not None
+        return self.train_iters
 
 
 @dataclass(frozen=True, kw_only=True)

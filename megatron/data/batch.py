@@ -34,6 +34,12 @@ class Batch:
         """Tokens that are read, padding aside; of what has none, the samples."""
         return self.num_samples
 
+    @property
+    def num_cut(self) -> int | None:
+        """Samples that lost a part, since they are longer than what is read; None where nothing can
+        be."""
+        return None
+
     def trimmed(self) -> Self:
         """Without what only fills it up to the sizes that kernels like."""
         return self
@@ -57,10 +63,12 @@ class Batch:
 class TextBatch(Batch):
     tokens: Array
     """int64 [b, s], or [b, sequences of a sample, s]"""
+    is_real: Array = None
+    """bool, as tokens: False where there is padding; None without any."""
 
     @property
     def num_tokens(self) -> int:
-        return prod(self.tokens.shape)
+        return prod(self.tokens.shape) if self.is_real is None else int(self.is_real.sum())
 
 
 @dataclass(frozen=True, kw_only=True)

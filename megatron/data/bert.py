@@ -75,10 +75,6 @@ class BertBatch(TextBatch):
         object.__setattr__(self, "masked_labels", self.labels.reshape(-1)[filled])
         object.__setattr__(self, "is_counted", np.arange(size) < len(masked))
 
-    @property
-    def num_tokens(self) -> int:
-        return int(self.is_real.sum())
-
     def trimmed(self) -> Self:
         batch = copy(self)
         for name in ("masked", "masked_labels", "is_counted"):
@@ -312,7 +308,7 @@ class BertDataset:
 
 
 def open_bert_splits(
-    corpus: Corpus,
+    corpus: Corpus[IndexedDataset],
     tokenizer: BertTokenizer,
     *,
     split: str,
@@ -321,6 +317,7 @@ def open_bert_splits(
     mask_prob: float,
     short_seq_prob: float,
     max_ngram_size: int,
+    shuffle: bool = True,
 ) -> tuple[BertDataset | None, BertDataset | None, BertDataset | None]:
     """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
 
@@ -354,4 +351,4 @@ def open_bert_splits(
         return blocks
 
     make = partial(BertDataset, tokenizer=tokenizer, masking=masking, short_seq_prob=short_seq_prob)
-    return open_series(corpus, split, seed, cut, make)
+    return open_series(corpus, split, seed, cut, make, shuffle=shuffle)

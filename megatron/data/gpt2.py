@@ -25,7 +25,9 @@ from megatron.data.sources import Corpus
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Batch(TextBatch):
-    per_token: ClassVar = ("tokens", "labels", "loss_mask", "positions", "document_starts")
+    per_token: ClassVar = (
+        *("tokens", "labels", "loss_mask", "positions", "document_starts", "is_real"),
+    )
 
     positions: Array
     """int64 [b, s]"""
@@ -36,6 +38,12 @@ class GPT2Batch(TextBatch):
     document_starts: Array = None
     """int64 [b, s]: where in its sample the document of each token starts, and with it what the
     token may attend to; None where attention crosses documents."""
+    is_cut: Array = None
+    """bool [b]: of a document of more than s + 1 tokens; None where documents are packed."""
+
+    @property
+    def num_cut(self) -> int | None:
+        return None if self.is_cut is None else int(self.is_cut.sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +148,12 @@ class GPT2Dataset:
 
 
 def open_splits(
-    corpus: Corpus,
+    corpus: Corpus[IndexedDataset],
     *,
     split: str,
     seq_length: int,
     seed: int,
+    shuffle: bool = True,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
@@ -173,4 +182,4 @@ def open_splits(
         return found
 
     make = partial(GPT2Dataset, vocab_size=corpus.vocab_size, boundaries=boundaries)
-    return open_series(corpus, split, seed, cut, make)
+    return open_series(corpus, split, seed, cut, make, shuffle=shuffle)

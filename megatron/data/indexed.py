@@ -249,6 +249,15 @@ class IndexedDataset:
         self.num_tokens = self._first_tokens[-1]
 
     @property
+    def content(self) -> str:
+        """What is in the data set; where the index says where sentences end, that too."""
+        if self.description is None:
+            return f"{self.num_tokens * self.dtype.itemsize} bytes"
+        has_index = self.description.sentences is not None
+        index = f", index {self.description.idx_sha256}" if has_index else ""
+        return f"SHA-256 {self.description.bin_sha256}{index}"
+
+    @property
     def has_sentences(self) -> bool:
         """Whether sequences are sentences; without a sidecar, whether a document has several."""
         if self.description is not None:

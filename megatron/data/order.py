@@ -14,8 +14,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.indexed import IndexedDataset
-from megatron.data.sources import Corpus
+from megatron.data.sources import Corpus, Data
 
 SPLITS = ("training", "validation", "test")
 LONGEST_PERIOD = 100_000  # samples after which the order of a blend repeats
@@ -169,15 +168,25 @@ class Series(Generic[SplitOfOne]):
 
     That of training never ends: each data set goes on with its next epoch, in another order.
     samples_per_epoch: samples until the first data set of the blend begins anew. splits: what each
-    data set gives to the split, of as many samples as its length.
+    data set gives to the split, of as many samples as its length. shuffle: False takes every epoch
+    in file order.
     """
 
-    def __init__(self, name: str, splits: Sequence[SplitOfOne], blend: Blend, seed: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        splits: Sequence[SplitOfOne],
+        blend: Blend,
+        seed: int,
+        *,
+        shuffle: bool = True,
+    ) -> None:
         self.splits = splits
         self.seed = seed
         self.samples_per_epoch = blend.samples_before_repeat([len(each) for each in splits])
         self._name = name
         self._blend = blend
+        self._shuffle = shuffle
 
     def locate(
         self, numbers: Sequence[int]
@@ -195,15 +204,19 @@ class Series(Generic[SplitOfOne]):
         for source in np.unique(sources).tolist():
             split, rows = self.splits[source], np.flatnonzero(sources == source)
             epochs, within = np.divmod(local[rows], len(split))
-            yield split, rows, permute(within, len(split), seed=self.seed, epochs=epochs)
+            if self._shuffle:
+                within = permute(within, len(split), seed=self.seed, epochs=epochs)
+            yield split, rows, within
 
 
 def open_series(
-    corpus: Corpus,
+    corpus: Corpus[Data],
     split: str,
     seed: int,
-    cut: Callable[[IndexedDataset, range, str], SplitOfOne],
+    cut: Callable[[Data, range, str], SplitOfOne],
     make: Callable[[Series[SplitOfOne]], Dataset],
+    *,
+    shuffle: bool = True,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
 
@@ -219,6 +232,6 @@ def open_series(
             opened.append(None)
             continue
         splits = [cut(data, each, name) for data, each in zip(datasets, documents, strict=True)]
-        opened.append(make(Series(name, splits, blend, seed)))
+        opened.append(make(Series(name, splits, blend, seed, shuffle=shuffle)))
     training, validation, test = opened
     return training, validation, test

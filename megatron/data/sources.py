@@ -7,8 +7,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
+from megatron.data.documents import Documents, names_documents, open_documents
 from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import IndexedDataset, check_highest_id
 from megatron.data.tokenizer import Tokenizer, file_flags, read_tokenizer
@@ -19,26 +20,32 @@ SAMPLED_CHUNKS = 64
 SAMPLED_CHUNK = 1 << 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    weight: Fraction
-    data: IndexedDataset
+class DataSet(Protocol):
+    """Of a blend: an IndexedDataset of tokens, or Documents."""
+
+    @property
+    def num_documents(self) -> int: ...
 
     @property
     def content(self) -> str:
-        """What is in the data set; where the index says where sentences end, that too."""
-        description = self.data.description
-        if description is None:
-            return f"{self.data.num_tokens * self.data.dtype.itemsize} bytes"
-        index = f", index {description.idx_sha256}" if description.sentences is not None else ""
-        return f"SHA-256 {description.bin_sha256}{index}"
+        """What is in it, which a resumed run has to find again."""
+        ...
+
+
+Data = TypeVar("Data", bound=DataSet)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
+class Source(Generic[Data]):
+    weight: Fraction
+    data: Data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus(Generic[Data]):
     """The data sets of a run, of one tokenizer."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[Source[Data], ...]
     vocab_size: int
     """True vocabulary of the model: padding comes on top."""
     eod: int | None
@@ -53,13 +60,15 @@ class Corpus:
         return {
             "vocab_size": self.vocab_size,
             "tokenizer": self.fingerprint,
-            "data": [f"{source.weight / total} of {source.content}" for source in self.sources],
+            "data": [
+                f"{source.weight / total} of {source.data.content}" for source in self.sources
+            ],
         }
 
 
 def open_corpus(
     data_path: Sequence[str], tokenizer: Tokenizer | None, vocab_size: int | None = None
-) -> Corpus:
+) -> Corpus[IndexedDataset]:
     """Open the data sets of --data-path: one prefix, or weights and prefixes in turn.
 
     tokenizer: None where no tokenizer file was given; the sidecars then say what is needed.
@@ -69,6 +78,12 @@ def open_corpus(
     """
     sources = []
     for weight, prefix in _parse(data_path):
+        if names_documents(prefix):
+            raise ValueError(
+                f"--data-path {prefix} is text, not the prefix of a .bin and .idx pair, which "
+                "tools/preprocess_data.py makes of it; with --pad GPT-2 reads JSON lines as they "
+                "are"
+            )
         try:
             sources.append(Source(weight=weight, data=IndexedDataset(prefix)))
         except (ValueError, OSError) as error:
@@ -93,10 +108,28 @@ def open_corpus(
     return Corpus(sources=tuple(sources), vocab_size=size, eod=eod, fingerprint=fingerprint)
 
 
+def open_document_corpus(
+    data_path: Sequence[str], tokenizer: Tokenizer, vocab_size: int | None = None, *, key: str
+) -> Corpus[Documents]:
+    """As open_corpus, of documents that are still text; key: where JSON lines have it."""
+    sources = [
+        Source(weight=weight, data=open_documents(path, key=key))
+        for weight, path in _parse(data_path)
+    ]
+    facts = tokenizer.kind, tokenizer.vocab_size, tokenizer.fingerprint
+    size, fingerprint = _agreed_tokenizer({"--vocab-file": facts}, vocab_size)
+    return Corpus(
+        sources=tuple(sources), vocab_size=size, eod=tokenizer.eod, fingerprint=fingerprint
+    )
+
+
 def _parse(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
-    """[(weight, prefix)]"""
+    """[(weight, prefix or file)]"""
     if not data_path:
-        raise ValueError("--data-path is missing: it takes the prefix of a .bin and .idx pair")
+        raise ValueError(
+            "--data-path is missing: it takes the prefix of a .bin and .idx pair, or with --pad a "
+            "file of JSON lines"
+        )
     if len(data_path) == 1:
         return [(Fraction(1), data_path[0])]
     try:
@@ -105,8 +138,8 @@ def _parse(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
         weights = []
     if len(data_path) % 2 or not weights or min(weights) <= 0:
         raise ValueError(
-            f"--data-path {' '.join(data_path)} is no prefix, nor a positive weight before each "
-            "prefix; --data-path 0.3 first 0.7 second would work"
+            f"--data-path {' '.join(data_path)} is no single path, nor a positive weight before "
+            "each; --data-path 0.3 first 0.7 second would work"
         )
     return list(zip(weights, data_path[1::2], strict=True))
 
@@ -150,7 +183,7 @@ def _sample_ids(data: IndexedDataset, vocab_size: int) -> None:
         check_highest_id(data.prefix, int(ids.max()), vocab_size)
 
 
-def _warn_unless_shuffled(sources: Sequence[Source]) -> None:
+def _warn_unless_shuffled(sources: Sequence[Source[IndexedDataset]]) -> None:
     """Of whole documents: a sample packs neighbours, while one of sentences is of one document."""
     unshuffled = [
         source.data.prefix
@@ -167,7 +200,7 @@ def _warn_unless_shuffled(sources: Sequence[Source]) -> None:
         )
 
 
-def require_sequences(corpus: Corpus, *, sentences: bool) -> None:
+def require_sequences(corpus: Corpus[IndexedDataset], *, sentences: bool) -> None:
     """ValueError where a data set is not of sentences, as BERT reads them, or not of documents."""
     for source in corpus.sources:
         if source.data.has_sentences != sentences:
@@ -178,7 +211,7 @@ def require_sequences(corpus: Corpus, *, sentences: bool) -> None:
             )
 
 
-def find_tokenizer(corpus: Corpus) -> Tokenizer | None:
+def find_tokenizer(corpus: Corpus[IndexedDataset]) -> Tokenizer | None:
     """That of the corpus, from the folder beside the first data set that has one; None if none has.
 
     Raises ValueError, naming the folder, where what it holds did not make the data set, or is

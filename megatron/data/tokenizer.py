@@ -39,6 +39,8 @@ class Tokenizer:
     """SHA-256, in hex, of the vocabulary and the merges: equal ids for every text."""
     files: Mapping[str, bytes]
     """{name: content} of the files it was made of, from which read_tokenizer makes it again."""
+    pad_id: int | None = None
+    """Id of what fills up a sample; None where the vocabulary has none."""
     library: Any
     """A tokenizers.Tokenizer."""
 
@@ -50,6 +52,12 @@ class Tokenizer:
 
     def encode_arrays(self, texts: Sequence[str]) -> EncodedTexts:
         return encode_arrays(self.library, texts)
+
+    def token_id(self, text: str) -> int:
+        """Id of the token that is spelt so; ValueError where the vocabulary has none."""
+        if (found := self.library.token_to_id(text)) is None:
+            raise ValueError(f"{text!r} is no token of the vocabulary")
+        return int(found)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.library.decode(list(ids)))
@@ -153,7 +161,7 @@ class BertTokenizer(Tokenizer):
         self.vocab_size = len(tokens)
         numbers = map(tokens.index, (PAD, UNKNOWN, CLS, SEP, MASK))
         self.pad, self.unknown, self.cls, self.sep, self.mask = numbers
-        self.eod = self.sep
+        self.eod, self.pad_id = self.sep, self.pad
         self.fingerprint = hashlib.sha256(json.dumps([self.kind, tokens]).encode()).hexdigest()
         self.is_continuation: NDArray[np.bool_] = np.array(
             [token.startswith(CONTINUATION) for token in tokens]

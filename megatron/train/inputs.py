@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
 
 from megatron.config.checks import UsageError
 from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
-from megatron.config.training import BertDataConfig, DataConfig
+from megatron.config.training import BertDataConfig, DataConfig, GPT2DataConfig
 from megatron.data.batch import Samples
 from megatron.data.bert import RandomPairs, open_bert_splits
 from megatron.data.gpt2 import RandomText, open_splits
-from megatron.data.sources import Corpus, find_tokenizer, open_corpus, require_sequences
+from megatron.data.indexed import IndexedDataset
+from megatron.data.padded import open_padded_splits
+from megatron.data.sources import (
+    Corpus,
+    Source,
+    find_tokenizer,
+    open_corpus,
+    open_document_corpus,
+    require_sequences,
+)
 from megatron.data.tokenizer import BertTokenizer, Tokenizer, build_tokenizer
 
 GPT2_VOCABULARY = 50_257  # where settings leave it to the tokenizer, and there is none
@@ -21,7 +33,7 @@ GPT2_VOCABULARY = 50_257  # where settings leave it to the tokenizer, and there 
 class Inputs:
     """The data sets, and what of them is trained and validated on."""
 
-    corpus: Corpus
+    corpus: Corpus[Any]
     tokenizer: Tokenizer | None
     """That made the data sets; None where neither flags nor a folder beside them hold it."""
     train: Samples
@@ -34,6 +46,8 @@ def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
     Warns where checkpoints will be saved that hold no tokenizer.
     """
     data = config.data
+    if data.pad:
+        return _open_padded(data, config.training.seed, config.model.vocab_size)
     corpus, tokenizer = _open_corpus(data, config.model.vocab_size, sentences=False)
     if tokenizer is None and config.checkpoint.save is not None:
         warnings.warn(
@@ -46,9 +60,27 @@ def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
         split=data.split,
         seq_length=data.seq_length,
         seed=config.training.seed,
+        shuffle=data.shuffle,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
+    )
+    return _inputs(data, corpus, tokenizer, splits)
+
+
+def _open_padded(data: GPT2DataConfig, seed: int, vocab_size: int | None) -> Inputs:
+    tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+    corpus = open_document_corpus(data.data_path, tokenizer, vocab_size, key=data.json_key)
+    splits = open_padded_splits(
+        corpus,
+        tokenizer,
+        split=data.split,
+        seq_length=data.seq_length,
+        seed=seed,
+        shuffle=data.shuffle,
+        begin_token=data.begin_token,
+        end_token=data.end_token,
+        refuse_too_long=data.too_long == "refuse",
     )
     return _inputs(data, corpus, tokenizer, splits)
 
@@ -81,13 +113,14 @@ def open_bert_data(
         mask_prob=data.mask_prob,
         short_seq_prob=data.short_seq_prob,
         max_ngram_size=data.max_ngram_size,
+        shuffle=data.shuffle,
     )
     return tokenizer, _inputs(data, corpus, tokenizer, splits)
 
 
 def _open_corpus(
     data: DataConfig, vocab_size: int | None, *, sentences: bool
-) -> tuple[Corpus, Tokenizer | None]:
+) -> tuple[Corpus[IndexedDataset], Tokenizer | None]:
     """The data sets and the tokenizer of the flags, or else the one that was found beside them.
 
     sentences: whether the data has to be cut into such.
@@ -108,7 +141,7 @@ def _open_corpus(
 
 def _inputs(
     data: DataConfig,
-    corpus: Corpus,
+    corpus: Corpus[Any],
     tokenizer: Tokenizer | None,
     splits: tuple[Samples | None, ...],
 ) -> Inputs:
@@ -118,6 +151,22 @@ def _inputs(
         allowed = "such that a document is left for training"
         raise UsageError("--split", data.split, allowed, works=("--split", "29,1,0"))
     return Inputs(corpus=corpus, tokenizer=tokenizer, train=train, validation=validation)
+
+
+@dataclass(frozen=True)
+class Mock:
+    """What --mock-data has in place of a data set."""
+
+    num_documents: int = 0
+    content: str = "mock data"
+
+
+def mock_inputs(config: PretrainConfig, samples: Callable[[PretrainConfig], Samples]) -> Inputs:
+    """Random samples for training, and others for validation; samples: as of `ModelKind`."""
+    source = Source(weight=Fraction(1), data=Mock())
+    corpus = Corpus(sources=(source,), vocab_size=vocabulary_of(config), eod=None, fingerprint="")
+    other = replace(config, training=replace(config.training, seed=config.training.seed + 1))
+    return Inputs(corpus=corpus, tokenizer=None, train=samples(config), validation=samples(other))
 
 
 def vocabulary_of(config: PretrainConfig) -> int:

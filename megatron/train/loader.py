@@ -6,6 +6,7 @@ Importing this needs no torch.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -36,13 +37,19 @@ def shard(lengths: Sequence[int], size: int, mesh: Mesh, name: str) -> Iterator[
 
 
 def prefetch(
-    data: Samples, starts: range, *, micro_batch_size: int, data_rank: int, data_size: int
+    data: Samples,
+    starts: range,
+    *,
+    micro_batch_size: int,
+    data_rank: int,
+    data_size: int,
+    num_workers: int = 1,
 ) -> Generator[list[Batch]]:
-    """This rank's micro-batches of step after step, each made while the step before is computed.
+    """This rank's micro-batches of step after step, made while the steps before are computed.
 
-    starts: the first sample of each step; its stride is the global batch size. What the data set
-    raises is raised in its step. The thread that reads ends with the iterator, so close an iterator
-    that is left early.
+    starts: the first sample of each step; its stride is the global batch size. num_workers: threads
+    that read ahead, each one of the next steps. What the data set raises is raised in its step. The
+    threads end with the iterator, so close an iterator that is left early.
     """
 
     def read(start: int) -> list[Batch]:
@@ -55,11 +62,14 @@ def prefetch(
         )
         return [data.batch(each).numbered(np.array(each)) for each in numbers]
 
-    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
-        ahead: Future[list[Batch]] | None = None
+    ahead = deque[Future[list[Batch]]]()
+    threads = ThreadPoolExecutor(num_workers, thread_name_prefix="prefetch")
+    try:
         for start in starts:
-            due, ahead = ahead, thread.submit(read, start)
-            if due is not None:
-                yield due.result()
-        if ahead is not None:
-            yield ahead.result()
+            ahead.append(threads.submit(read, start))
+            if len(ahead) > num_workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        threads.shutdown(cancel_futures=True)

@@ -29,7 +29,7 @@ class Loop:
 
     training: TrainingConfig
     batches: Generator[Sequence[Batch]]
-    """This rank's micro-batches of each step up to training.train_iters."""
+    """This rank's micro-batches of each step up to training.steps."""
     learning_rate: Callable[[int], float]
     """Of the update's number, counted from 1."""
     evaluate: Callable[[TrainState], float | None]
@@ -71,7 +71,7 @@ def train(state: TrainState, loop: Loop) -> str:
     if loop.evaluate_first:
         with clock.paused():
             loop.evaluate(state)
-    end = "train_iters" if state.step >= training.train_iters else None
+    end = "train_iters" if state.step >= training.steps else None
     with closing(loop.batches):
         while end is None:
             batches = next(loop.batches)
@@ -79,10 +79,13 @@ def train(state: TrainState, loop: Loop) -> str:
             note("train step", state.step)
             result = train_step(state, batches, lr, wants_stop)
             clock.tokens += result.tokens
+            cut = [each.num_cut for each in batches]
+            if None not in cut:
+                clock.cut = (clock.cut or 0) + sum(filter(None, cut))
             loop.metrics.advance()
             loop.post_step(state, result)
 
-            if state.step >= training.train_iters:
+            if state.step >= training.steps:
                 end = "train_iters"
             elif result.stop:
                 if saver is not None:
@@ -122,7 +125,7 @@ def train(state: TrainState, loop: Loop) -> str:
 
 def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, clock: Clock) -> None:
     rate = clock.tokens_per_second()
-    line = {
+    line: dict[str, Any] = {
         "step": state.step,
         **loop.facts(state),
         "loss": result.loss,
@@ -139,6 +142,11 @@ def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, clock
     if state.scaler.is_scaling:
         line |= {"loss_scale": state.scaler.scale, "skipped_steps": state.skipped}
         text += f" | loss scale {state.scaler.scale:g}, {state.skipped} skipped"
+    if clock.cut is not None:
+        mesh = state.mesh  # ranks that share a model read the same samples
+        cut = sum(mesh.control.gather(clock.cut)) * mesh.batch.size // mesh.size
+        line["cut_documents"], clock.cut = cut, 0
+        text += f" | {cut} documents cut" * (cut > 0)
     loop.metrics.write(line)
     loop.metrics.log(text)
 
@@ -156,6 +164,8 @@ class Clock:
     def __init__(self) -> None:
         self.start = self.since = time.monotonic()
         self.tokens = 0
+        self.cut: int | None = None
+        """Samples of this rank that were cut, since the last line; None where none can be."""
 
     @property
     def elapsed(self) -> float:

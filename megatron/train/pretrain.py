@@ -29,7 +29,7 @@ from megatron.config.launch import is_first, world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig
 from megatron.models.registry import KINDS, find_kind
-from megatron.train.inputs import Inputs
+from megatron.train.inputs import Inputs, mock_inputs
 from megatron.train.signals import StopSignals, exit_code
 
 if TYPE_CHECKING:
@@ -58,7 +58,12 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             if config.model.kind != kind:
                 raise UsageError("--model", kind, f"the kind of its config, {config.model.kind}")
             config.check(world)
-            inputs: Inputs = resolve_name(entry.inputs)(config)
+            inputs: Inputs
+            if config.data.mock_data:
+                inputs = mock_inputs(config, resolve_name(entry.samples))
+            else:
+                inputs = resolve_name(entry.inputs)(config)
+            config = config.with_steps(inputs.train.samples_per_epoch, world)
             start = find_start(config.checkpoint)
             if start.folders:
                 newest, _ = newest_readable(start.folders)
@@ -215,7 +220,7 @@ def build(config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> R
             for name in ("torch", "threads", "device", "layout")
             if saved[name] != now[name]
         ]
-        step, target = state.step, config.training.train_iters
+        step, target = state.step, config.training.steps
         if step >= target:
             messages.append(
                 f"nothing is trained: {found.path} is already at step {step} and --train-iters is "
@@ -243,7 +248,7 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
     from megatron.train.sinks import open_sinks
 
     config, inputs, mesh = run.config, run.inputs, run.state.mesh
-    file, start, steps = config.metrics_file(), run.state.step, config.training.train_iters
+    file, start, steps = config.metrics_file(), run.state.step, config.training.steps
     sinks = open_sinks(config.logging, file, environ, start, run.facts, mesh, signals.ask)
     metrics = stack.enter_context(Metrics(file, mesh, start=start, steps=steps, sinks=sinks))
     files = {} if inputs.tokenizer is None else inputs.tokenizer.files
@@ -259,6 +264,7 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
             micro_batch_size=config.training.micro_batch_size,
             data_rank=mesh.batch.rank,
             data_size=mesh.batch.size,
+            num_workers=config.data.num_workers,
         ),
         learning_rate=partial(learning_rate, config.optimizer, decay_iters=config.lr_decay_iters()),
         evaluate=lambda state: validate(run, metrics),
@@ -332,7 +338,7 @@ def log_end(run: Run, loop: Loop, first_step: int, end: str) -> None:
     if step == first_step:
         message = "nothing was trained"
     elif end == "train_iters":
-        message = f"done: --train-iters {config.training.train_iters}"
+        message = f"done: --train-iters {config.training.steps}"
     elif config.checkpoint.save is None:
         message = f"ended by {end}; without --save nothing is kept"
     else:

@@ -1,7 +1,7 @@
 """What the programs refuse: each row is tried, and then again with what its error says works."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ LAST = """
 --fp16 --initial-loss-scale 2**20 --min-loss-scale 2000000 | --min-loss-scale 100000
 --fp16 --loss-scale 128 --min-loss-scale 1e5 | --bf16 --loss-scale 8 | --bf16 --min-loss-scale 1e5
 --fp16 --loss-scale 8 --hysteresis 1 | --fp16 --loss-scale 8 --loss-scale-window 9
---fp16 --max-consecutive-skips 0 | --lr-warmup-iters 400
+--fp16 --max-consecutive-skips 0 | --lr-warmup-iters 400 | --num-workers 0
+--data-path x --mock-data | --vocab-file x --merge-file y --mock-data
 --num-layer 3 | --batch-size 4 | --n-layer 3 | --lr-decay-style cos
 --save a --save-interval 0 | --save-interval 5 | --async-save | --keep-checkpoints 5
 --save a --keep-checkpoints 1 | --finetune | --attention-dropout-rng kernal
@@ -71,6 +72,17 @@ REFUSED = [
     ("--preset=", 1, "--preset"),
     ("--preset --lr=1", 1, "--preset"),
 ]  # fmt: skip
+GPT2S = [
+    ("--begin-token [BOT]", 1, "--begin-token"),
+    ("--end-token [EOT]", 1, "--end-token"),
+    ("--json-key body", 1, "--json-key"),
+    ("--too-long refuse", 1, "--too-long"),
+    ("--mock-data --pad", 1, "--pad"),
+    ("--pad --eod-mask-loss", 1, "--eod-mask-loss"),
+    ("--pad --reset-position-ids", 1, "--reset-position-ids"),
+    ("--pad --reset-attention-mask", 1, "--reset-attention-mask"),
+    ("--pad --too-long split", 1, "--too-long"),
+]
 BERTS = [
     ("--max-ngram-size 0", 1, "--max-ngram-size"),
     ("--short-seq-prob 1", 1, "--short-seq-prob"),
@@ -125,9 +137,9 @@ def mended(arguments: Sequence[str], error: UsageError) -> list[str]:
 
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_refused_and_what_works_instead_is_accepted(number: int) -> None:
-    """Each parser has every third row, as all are made of the same configs, and BERT its own."""
+    """Each parser has every third row, as all are made of the same configs, and each its own."""
     program = list(PROGRAMS)[number]
-    rows = REFUSED[number :: len(PROGRAMS)] + (BERTS if program == "bert" else [])
+    rows = REFUSED[number :: len(PROGRAMS)] + {"gpt2": GPT2S, "bert": BERTS}.get(program, [])
     for text, world_size, flag in rows:
         with pytest.raises(UsageError) as refused:
             accept(program, text.split(), world_size)
@@ -145,7 +157,38 @@ def test_refused(text: str, flag: str) -> None:
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(UsageError) as refused:
         parse(PretrainGPT2Config, ["--num-layers", "2"], {})
-    assert refused.value.flag == "--hidden-size --num-attention-heads --train-iters"
+    assert refused.value.flag == "--hidden-size --num-attention-heads"
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        ("", "--train-iters"),
+        ("--epochs 0", "--epochs"),
+        ("--epochs 2 --mock-data", "--epochs"),
+        ("--epochs 2 --train-iters 300", "--train-iters"),
+    ],
+)
+def test_a_length_is_given_once(text: str, flag: str) -> None:
+    arguments, (kind, needed) = text.split(), PROGRAMS["gpt2"]
+    with pytest.raises(UsageError) as refused:
+        parse(kind, [*needed[:-1], *arguments], {}).check(1)
+    assert refused.value.flag == flag
+    parse(kind, [*needed[:-1], *mended(arguments, refused.value)], {}).check(1)
+
+
+def test_epochs_are_whole_global_batches(tmp_path: Path) -> None:
+    preset = tmp_path / "long.toml"
+    preset.write_text("train_iters = 300\nglobal_batch_size = 4\n")
+    words = [*PROGRAMS["gpt2"][1][:-1], "--preset", str(preset)]
+    assert parse(PretrainGPT2Config, words, {}).with_steps(10, 1).training.train_iters == 300
+    config = parse(PretrainGPT2Config, [*words, "--epochs=3"], {})
+    assert config.with_steps(10, 2).training.train_iters == 7
+    for samples, changes, flag in ((1, {}, "--epochs"), (10, {"lr_warmup_iters": 8}, "--lr-warm")):
+        optimizer = replace(config.optimizer, **changes)
+        with pytest.raises(UsageError) as refused:
+            replace(config, optimizer=optimizer).with_steps(samples, 1)
+        assert refused.value.flag.startswith(flag)
 
 
 def test_sizes_of_a_run() -> None:

@@ -20,10 +20,15 @@ def documents(count: int, first: int = 1) -> list[list[int]]:
 
 
 def opened(
-    prefix: Path, *, split: str = "8,1,1", seq_length: int = 5, seed: int = 1
+    prefix: Path,
+    *,
+    split: str = "8,1,1",
+    seq_length: int = 5,
+    seed: int = 1,
+    shuffle: bool = True,
 ) -> list[GPT2Dataset | None]:
     corpus = open_corpus([str(prefix)], PlainTokenizer())
-    return list(open_splits(corpus, split=split, seq_length=seq_length, seed=seed))
+    return list(open_splits(corpus, split=split, seq_length=seq_length, seed=seed, shuffle=shuffle))
 
 
 def windows(data: GPT2Dataset, numbers: Sequence[int]) -> list[tuple[int, ...]]:
@@ -50,6 +55,13 @@ def test_an_epoch_is_the_split_cut_into_samples_that_share_one_token(prefix: Pat
         batch = data.batch([0])
         assert np.array_equal(batch.tokens[:, 1:], batch.labels[:, :-1])
         assert batch.tokens.dtype == batch.labels.dtype == batch.positions.dtype == np.int64
+
+
+def test_unshuffled_epochs_are_in_file_order(prefix: Path) -> None:
+    tokens = list(chain(*documents(40)[0:32]))
+    expected = [tuple(tokens[k : k + 6]) for k in range(0, len(tokens) - 5, 5)]
+    training, _, _ = opened(prefix, shuffle=False)
+    assert windows(training, range(2 * len(expected))) == expected * 2
 
 
 def test_training_goes_on_with_an_epoch_in_another_order(prefix: Path) -> None:

@@ -1,4 +1,4 @@
-"""Prefetching: the sampler's batches step by step, one step ahead, errors where they belong."""
+"""Prefetching: step by step, a step ahead for each worker, errors where they belong."""
 
 import threading
 from contextlib import closing
@@ -30,7 +30,7 @@ class Numbers:
 
     def wait_for(self, made: list[list[int]]) -> bool:
         with self.changed:
-            return self.changed.wait_for(lambda: self.made == made, timeout=120)
+            return self.changed.wait_for(lambda: sorted(self.made) == made, timeout=120)
 
 
 def is_running() -> bool:
@@ -51,24 +51,56 @@ def test_steps_hold_the_micro_batches_of_this_rank() -> None:
     assert not is_running()
 
 
-def test_the_next_step_and_no_other_is_made_while_one_is_used() -> None:
+@pytest.mark.parametrize("workers", [1, 3])
+def test_each_worker_makes_one_of_the_next_steps(workers: int) -> None:
     data = Numbers()
     with closing(
-        prefetch(data, range(0, 100, 2), micro_batch_size=2, data_rank=0, data_size=1)
+        prefetch(
+            data,
+            range(0, 100, 2),
+            micro_batch_size=2,
+            data_rank=0,
+            data_size=1,
+            num_workers=workers,
+        )
     ) as steps:
         assert data.made == []
-        next(steps)
-        assert data.wait_for([[0, 1], [2, 3]])
-        next(steps)
-        assert data.wait_for([[0, 1], [2, 3], [4, 5]])
+        for step in range(2):
+            assert next(steps)[0].tokens[:, 0].tolist() == [2 * step, 2 * step + 1]
+            made = [[start, start + 1] for start in range(0, 2 * (step + workers) + 1, 2)]
+            assert data.wait_for(made)
         assert is_running()
     assert not is_running()
-    assert len(data.made) == 3
+    assert len(data.made) == workers + 2
 
 
-def test_an_error_of_the_data_set_is_raised_in_its_step() -> None:
-    data = Numbers(broken=5)
-    steps = prefetch(data, range(0, 100, 2), micro_batch_size=2, data_rank=0, data_size=1)
+def test_workers_read_side_by_side_and_steps_keep_their_order() -> None:
+    """Each of the first steps is made only when all of them are being made."""
+    together = threading.Barrier(3)
+
+    class Slow(Numbers):
+        def batch(self, numbers: range) -> TextBatch:
+            if numbers[0] < 6:
+                together.wait(timeout=120)
+            return super().batch(numbers)
+
+    steps = prefetch(
+        Slow(), range(0, 10, 2), micro_batch_size=2, data_rank=0, data_size=1, num_workers=3
+    )
+    assert [step[0].tokens[0, 0] for step in steps] == [0, 2, 4, 6, 8]
+    assert not is_running()
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_an_error_of_the_data_set_is_raised_in_its_step(workers: int) -> None:
+    steps = prefetch(
+        Numbers(broken=5),
+        range(0, 100, 2),
+        micro_batch_size=2,
+        data_rank=0,
+        data_size=1,
+        num_workers=workers,
+    )
     assert [next(steps)[0].tokens[0, 0] for _ in range(2)] == [0, 2]
     with pytest.raises(ValueError, match="sample 5 is broken"):
         next(steps)

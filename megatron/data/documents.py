@@ -1,0 +1,197 @@
+"""Documents that are read one by one: what a padded sample is made of.
+
+A source of documents meets the protocol `Documents`; `open_documents` says which one a path of
+--data-path names. JSON lines are found once, by offset, and are read and parsed when they are asked
+for.
+"""
+
+import os
+import warnings
+import weakref
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.files import sha256, with_suffix, write_atomically
+from megatron.data.json_lines import OPENERS, parse_line, parse_record, read_lines
+
+ENDINGS = (".jsonl", ".json")
+
+
+class Documents(Protocol):
+    """Texts by their numbers."""
+
+    name: str
+    """For messages: the file."""
+    num_documents: int
+    content: str
+    """What is in it: "SHA-256 ...". A resumed run has to find the same again."""
+
+    def text(self, number: int) -> str:
+        """Of the document of this number, in range(num_documents); any thread may ask."""
+        ...
+
+
+def names_documents(path: str) -> bool:
+    """Whether a path of --data-path is of documents, not the prefix of a .bin and .idx pair."""
+    stem = path.removesuffix(Path(path).suffix) if Path(path).suffix in OPENERS else path
+    return stem.endswith(ENDINGS)
+
+
+def open_documents(path: str, *, key: str = "text") -> Documents:
+    """The documents at a path of --data-path.
+
+    key: where the text of a JSON line is. Raises ValueError, naming the flag, for what holds none.
+    """
+    if not names_documents(path):
+        pair = with_suffix(path, ".idx").is_file()
+        found = "is a .bin and .idx pair, of packed tokens" if pair else "is no file of documents"
+        works = f"{path} without --pad" if pair else "a file named *.jsonl"
+        raise ValueError(f"--data-path {path} {found}, which --pad does not read; {works} works")
+    if (ending := Path(path).suffix) in OPENERS:
+        raise ValueError(
+            f"--data-path {path} is compressed, so that no single line can be read; the file "
+            f"decompressed, {path.removesuffix(ending)}, works"
+        )
+    if not Path(path).is_file():
+        raise ValueError(f"--data-path {path}: there is no such file")
+    return JsonLines(path, key)
+
+
+def place(documents: Documents, number: int) -> str:
+    """For messages: where the document of this number is."""
+    if isinstance(documents, JsonLines):
+        return f"{documents.name}, line {documents.line(number)}"
+    return f"{documents.name}, document {number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """Where the documents of a file are."""
+
+    starts: NDArray[np.int64]
+    """[documents]: the byte at which the line of each starts."""
+    sizes: NDArray[np.int32]
+    """[documents]: bytes of each line, without its end."""
+    digest: str
+    """SHA-256, in hex, of the whole file."""
+    num_bad: int
+    """Lines that hold no document."""
+    first_bad: str
+    """The first of them, and why; empty without any."""
+
+
+class JsonLines:
+    """The texts of a file of JSON lines, in its order; lines without one are left out.
+
+    The file is read once, in which its lines are found, checked and identified. What was found is
+    kept beside the file, if the folder can be written, and holds while size and modification time
+    of the file stay.
+    """
+
+    def __init__(self, path: str, key: str) -> None:
+        """Warns of lines that hold no text; raises ValueError, naming --data-path, if none does."""
+        self.name, self._key = path, key
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        lines = _find_lines(self._descriptor, path, key)
+        self._starts, self._sizes = lines.starts, lines.sizes
+        self.num_documents = len(lines.starts)
+        self.content = f"SHA-256 {lines.digest}"
+        if not self.num_documents:
+            found = f"; {lines.first_bad}" if lines.num_bad else ""
+            raise ValueError(
+                f"--data-path {path} holds no document{found}; lines such as "
+                f'{{"{key}": "some text"}} work'
+            )
+        if lines.num_bad:
+            warnings.warn(
+                f"--data-path {path}: {lines.num_bad} of {lines.num_bad + self.num_documents} "
+                f"lines hold no document and are left out; the first is {lines.first_bad}",
+                stacklevel=3,
+            )
+
+    def text(self, number: int) -> str:
+        """Raises ValueError where the file is not what it was when it was opened."""
+        size, start = int(self._sizes[number]), int(self._starts[number])
+        content = os.pread(self._descriptor, size, start)
+        try:
+            return str(parse_record(content, self._key)[self._key])
+        except ValueError as error:
+            raise ValueError(
+                f"--data-path {self.name}: the line at byte {start} has changed since the file was "
+                f"opened ({error})"
+            ) from error
+
+    def line(self, number: int) -> int:
+        """The line of the document of this number, counted from 1."""
+        return _line_number(self.name, int(self._starts[number]))
+
+
+def _find_lines(descriptor: int, path: str, key: str) -> Lines:
+    """As kept beside the file, or else by reading it."""
+    stamp = _stamp(descriptor)
+    kept = with_suffix(path, ".lines.npz")
+    damage = OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile
+    with suppress(*damage), np.load(kept, allow_pickle=False) as arrays:
+        if (arrays["stamp"].tolist(), str(arrays["key"])) == (stamp, key):
+            return Lines(
+                starts=arrays["starts"],
+                sizes=arrays["sizes"],
+                digest=str(arrays["digest"]),
+                num_bad=int(arrays["num_bad"]),
+                first_bad=str(arrays["first_bad"]),
+            )
+    lines = _read_lines(path, key)
+    if _stamp(descriptor) != stamp:
+        raise ValueError(f"--data-path {path} changes while it is read; a finished file works")
+    content = BytesIO()
+    np.savez(content, stamp=stamp, key=key, **vars(lines))
+    with suppress(OSError):  # the next run reads the file again
+        write_atomically(kept, content.getvalue())
+    return lines
+
+
+def _stamp(descriptor: int) -> list[int]:
+    found = os.fstat(descriptor)
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _read_lines(path: str, key: str) -> Lines:
+    starts, sizes, num_bad, first_bad = list[int](), list[int](), 0, ""
+    with ThreadPoolExecutor(1) as beside:
+        digest = beside.submit(sha256, Path(path))
+        for line in read_lines(path):
+            try:
+                parse_line(line, key)
+            except ValueError as error:
+                if not num_bad:
+                    first_bad = f"line {_line_number(path, line.offset)}: {error}"
+                num_bad += 1
+            else:
+                starts.append(line.offset)
+                sizes.append(len(line.content))
+        return Lines(
+            starts=np.array(starts, np.int64),
+            sizes=np.array(sizes, np.int32),
+            digest=digest.result(),
+            num_bad=num_bad,
+            first_bad=first_bad,
+        )
+
+
+def _line_number(path: str, offset: int) -> int:
+    """Of the line that starts at this byte, counted from 1."""
+    number = 1
+    with Path(path).open("rb") as stream:
+        while offset and (piece := stream.read(min(offset, 1 << 20))):
+            number += piece.count(b"\n")
+            offset -= len(piece)
+    return number

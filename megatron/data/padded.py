@@ -1,0 +1,161 @@
+"""Samples of one document each, padded on the right: a pure function of (seed, sample number).
+
+A sample is [begin] ids [end] and padding up to s + 1 tokens; what is longer is cut. Padding has no
+part in the loss and is not counted as read. In a causal model no token attends to what is on its
+right, so that attention needs no mask.
+
+    tokens      [BOT] a     b     [EOT] [PAD]
+    labels      a     b     [EOT] [PAD] [PAD]
+    loss_mask   1     1     1     0     0
+    is_real     True  True  True  True  False
+
+b: samples of a batch; s: tokens of a sample (--seq-length).
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from megatron.data.documents import Documents, place
+from megatron.data.gpt2 import GPT2Batch
+from megatron.data.order import Series, open_series
+from megatron.data.sources import Corpus
+from megatron.data.tokenizer import Tokenizer
+
+CHUNK = 256  # documents that are tokenised together where all of them are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """From texts to samples of one size."""
+
+    tokenizer: Tokenizer
+    begin: tuple[int, ...]
+    """Ids before the text."""
+    end: tuple[int, ...]
+    """Ids after the text."""
+    seq_length: int
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text with its marks, of any length."""
+        return [[*self.begin, *ids, *self.end] for ids in self.tokenizer.encode_batch(texts)]
+
+    def batch(self, texts: Sequence[str]) -> GPT2Batch:
+        encoded, size = self.encode(texts), self.seq_length + 1
+        pad = self.tokenizer.pad_id
+        window = np.full((len(texts), size), self.tokenizer.eod if pad is None else pad, np.int64)
+        for row, ids in zip(window, encoded, strict=True):
+            row[: len(ids)] = ids[:size]
+        lengths = np.array([[len(ids)] for ids in encoded])
+        is_real = np.arange(size) < lengths
+        return GPT2Batch(
+            tokens=window[:, :-1],
+            labels=window[:, 1:],
+            loss_mask=is_real[:, 1:].astype(np.float32),
+            positions=np.tile(np.arange(self.seq_length), (len(texts), 1)),
+            is_real=is_real[:, :-1],
+            is_cut=lengths[:, 0] > size,
+        )
+
+
+@dataclass(frozen=True)
+class DocumentRange:
+    """The documents that one data set gives to one split."""
+
+    data: Documents
+    documents: range
+
+    def __len__(self) -> int:
+        """Samples of an epoch."""
+        return len(self.documents)
+
+
+class PaddedDataset:
+    """A split of a data set or of a blend, as a series of samples.
+
+    samples_per_epoch: samples until the first data set of the blend begins anew.
+    """
+
+    def __init__(self, series: Series[DocumentRange], *, padding: Padding) -> None:
+        self.samples_per_epoch = series.samples_per_epoch
+        self._series = series
+        self._padding = padding
+
+    def batch(self, numbers: Sequence[int]) -> GPT2Batch:
+        """The samples of these numbers, in their order; any thread may ask.
+
+        Raises ValueError past the end of a split that is not endless, and where a file has changed.
+        """
+        texts = [""] * len(numbers)
+        for split, rows, samples in self._series.locate(numbers):
+            for row, sample in zip(rows.tolist(), samples.tolist(), strict=True):
+                texts[row] = split.data.text(split.documents[sample])
+        return self._padding.batch(texts)
+
+
+def open_padded_splits(
+    corpus: Corpus[Documents],
+    tokenizer: Tokenizer,
+    *,
+    split: str,
+    seq_length: int,
+    seed: int,
+    shuffle: bool = True,
+    begin_token: str | None = None,
+    end_token: str | None = None,
+    refuse_too_long: bool = False,
+) -> tuple[PaddedDataset | None, PaddedDataset | None, PaddedDataset | None]:
+    """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
+
+    begin_token, end_token: tokens of the vocabulary, as they are spelt; without end_token the
+    tokenizer's end mark. refuse_too_long: tokenises all documents. Raises ValueError, naming the
+    flag, for a split without documents, for tokens that the vocabulary lacks, and for documents of
+    more than seq_length + 1 tokens where these are refused.
+    """
+    # Threads of the loader tokenise side by side, and each process is one of several: further
+    # threads of the library would stand in their way. It also warns where a process forks (as for
+    # a compiler) that has used them.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    padding = Padding(
+        tokenizer=tokenizer,
+        begin=() if begin_token is None else (_find("--begin-token", begin_token, tokenizer),),
+        end=(tokenizer.eod if end_token is None else _find("--end-token", end_token, tokenizer),),
+        seq_length=seq_length,
+    )
+    if refuse_too_long:
+        _refuse_too_long([source.data for source in corpus.sources], padding)
+
+    def cut(data: Documents, documents: range, name: str) -> DocumentRange:
+        return DocumentRange(data, documents)
+
+    make = partial(PaddedDataset, padding=padding)
+    return open_series(corpus, split, seed, cut, make, shuffle=shuffle)
+
+
+def _find(flag: str, token: str, tokenizer: Tokenizer) -> int:
+    try:
+        return tokenizer.token_id(token)
+    except ValueError as error:
+        raise ValueError(f"{flag} {token}: {error}; one of --vocab-file works") from error
+
+
+def _refuse_too_long(sources: Sequence[Documents], padding: Padding) -> None:
+    """ValueError, naming the longest document, where one has more tokens than a sample."""
+    room = padding.seq_length + 1
+    found: list[tuple[int, Documents, int]] = []
+    for documents in sources:
+        for start in range(0, documents.num_documents, CHUNK):
+            numbers = range(start, min(start + CHUNK, documents.num_documents))
+            encoded = padding.encode([documents.text(number) for number in numbers])
+            lengths = zip(map(len, encoded), numbers, strict=True)
+            found += ((length, documents, number) for length, number in lengths if length > room)
+    if found:
+        longest, documents, number = max(found, key=lambda each: each[0])
+        raise ValueError(
+            f"--too-long refuse: {len(found)} documents have more than {room} tokens, and "
+            f"{place(documents, number)} has {longest}; --seq-length {longest - 1} or "
+            "--too-long cut works"
+        )

@@ -1,0 +1,116 @@
+"""JSON lines as documents: found once, identified by content, bad lines left out."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron.data import documents as module
+from megatron.data.documents import Documents, open_documents, place
+from tests.data.samples import write_data
+
+LINES = ['{"text": "one", "n": 1}', "", '{"text": "zwölf\\n"}', '{"text": "drei", "body": "3"}']
+
+
+def write(file: Path, lines: Sequence[str], end: str = "\n") -> str:
+    file.write_bytes("".join(f"{line}{end}" for line in lines).encode())
+    return str(file)
+
+
+def texts(documents: Documents) -> list[str]:
+    return [documents.text(number) for number in range(documents.num_documents)]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_texts_by_number_and_their_places(tmp_path: Path, end: str) -> None:
+    path = write(tmp_path / "a.jsonl", LINES, end)
+    documents = open_documents(path)
+    assert texts(documents) == ["one", "zwölf\n", "drei"]
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    assert documents.content == f"SHA-256 {digest}"
+    assert [place(documents, n) for n in range(3)] == [f"{path}, line {n}" for n in (1, 3, 4)]
+    with ThreadPoolExecutor(4) as threads:
+        numbers = [n % 3 for n in range(300)]
+        found = list(threads.map(documents.text, numbers))
+    assert found == [texts(documents)[n] for n in numbers]
+
+
+def test_bad_lines_are_left_out_and_the_first_is_named(tmp_path: Path) -> None:
+    bad = [*LINES, '{"text": "cut', '{"body": "x"}', '{"text": ""}', "[1]", '{"text": "four"}']
+    path = write(tmp_path / "a.jsonl", bad)
+    for _ in range(2):  # read, and as kept
+        with pytest.warns(UserWarning, match="4 of 8 .* line 5: ") as caught:
+            documents = open_documents(path)
+        assert len(caught) == 1
+        assert texts(documents) == ["one", "zwölf\n", "drei", "four"]
+    assert place(documents, 3) == f"{path}, line 9"
+
+
+def test_lines_are_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, reads = write(tmp_path / "a.jsonl", LINES), list[str]()
+    read_lines = module.read_lines
+    monkeypatch.setattr(module, "read_lines", lambda file: reads.append(file) or read_lines(file))
+    first = open_documents(path)
+    again = open_documents(path)
+    assert (texts(again), again.content, len(reads)) == (texts(first), first.content, 1)
+    with pytest.warns(UserWarning, match="line 1: "):
+        assert texts(open_documents(path, key="body")) == ["3"]
+    assert len(reads) == 2, "another key has other lines"
+    assert texts(open_documents(path)) == texts(first)
+
+    (kept,) = (each for each in tmp_path.iterdir() if each.name != "a.jsonl")
+    for damage in (b"", b"PK", kept.read_bytes()[:200]):
+        kept.write_bytes(damage)
+        assert texts(open_documents(path)) == texts(first)
+    Path(path).write_text('{"text": "other, but as long as"}')
+    os.utime(path, ns=(1, 1))
+    other = open_documents(path)
+    assert texts(other) == ["other, but as long as"]
+    assert other.content != first.content
+
+
+def test_a_folder_that_cannot_be_written_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(module, "write_atomically", refuse)  # root may write anywhere
+    path = write(tmp_path / "a.jsonl", LINES)
+    assert texts(open_documents(path)) == ["one", "zwölf\n", "drei"]
+    assert [each.name for each in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_file_that_changes_under_a_run_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", LINES)
+    documents = open_documents(path)
+    write(tmp_path / "a.jsonl", ["", "", *LINES])
+    with pytest.raises(ValueError, match=r"--data-path .*a\.jsonl"):
+        documents.text(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", "", "no document"),
+        ("a.jsonl", "\n  \n", "no document"),
+        ("a.jsonl", "x\n{}\n", "line 1"),
+        ("a.jsonl.gz", "{}", "/a.jsonl, works"),
+        ("a.json.zst", "{}", "/a.json, works"),
+        ("a.txt", "{}", r"\.jsonl works"),
+        ("absent.jsonl", None, "absent"),
+        ("packed", None, "packed without --pad works"),
+    ],
+)
+def test_what_holds_no_documents_is_refused(
+    tmp_path: Path, name: str, content: str | None, said: str
+) -> None:
+    write_data(tmp_path / "packed", [[1, 2, 0]])
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=said) as refused:
+        open_documents(str(tmp_path / name))
+    assert "--data-path" in str(refused.value)

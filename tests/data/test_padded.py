@@ -1,0 +1,141 @@
+"""A document a sample: what is read, scored and counted, in what order, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.data.gpt2 import GPT2Batch
+from megatron.data.padded import PaddedDataset, open_padded_splits
+from megatron.data.sources import open_document_corpus
+from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer, Tokenizer
+from tests.data.samples import write_tokenizer, write_wordpiece
+
+END = 260  # of write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return GPT2BPETokenizer(*write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def write(file: Path, texts: list[str]) -> str:
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(file)
+
+
+def open_training(
+    paths: list[str], tokenizer: Tokenizer, *, split: str = "1,0,0", **settings: Any
+) -> PaddedDataset:
+    corpus = open_document_corpus(paths, tokenizer, key="text")
+    given = {"seq_length": 4, "seed": 5, "shuffle": False} | settings
+    training, _, _ = open_padded_splits(corpus, tokenizer, split=split, **given)
+    assert training is not None
+    return training
+
+
+def documents(batch: GPT2Batch, tokenizer: Tokenizer) -> list[str]:
+    """Of each sample the text between its first token and its last."""
+    return [
+        tokenizer.decode(row[is_real][:-1].tolist())
+        for row, is_real in zip(batch.tokens, batch.is_real, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["without [PAD]", "with [PAD]"])
+def test_a_sample_is_a_document_with_its_marks(
+    tmp_path: Path, tokenizer: Tokenizer, kind: str
+) -> None:
+    if kind == "with [PAD]":
+        tokenizer = BertWordPieceLowerCase(write_wordpiece(tmp_path))
+    path = write(tmp_path / "a.jsonl", ["a", "abc", "abcd", "abcde"])
+    if kind == "with [PAD]":  # pieces of a word
+        a, b, c, d = (tokenizer.token_id(each) for each in ("a", "##b", "##c", "##d"))
+        pad = tokenizer.token_id("[PAD]")
+    else:
+        a, b, c, d = (tokenizer.token_id(each) for each in "abcd")
+        pad = tokenizer.eod
+    end = tokenizer.eod
+    batch = open_training([path], tokenizer).batch(range(4))
+    assert batch.tokens.tolist() == [[a, end, pad, pad], [a, b, c, end], [a, b, c, d], [a, b, c, d]]
+    real = [row[: int(n)] for row, n in zip(batch.labels.tolist(), (1, 3, 4, 4), strict=True)]
+    e = tokenizer.token_id("e" if kind == "without [PAD]" else "##e")
+    assert real == [[end], [b, c, end], [b, c, d, end], [b, c, d, e]]
+    assert batch.loss_mask.tolist() == [[1, 0, 0, 0], [1, 1, 1, 0], [1] * 4, [1] * 4]
+    assert batch.loss_mask.dtype == np.float32
+    assert batch.num_tokens == 2 + 4 + 4 + 4, "padding is not counted"
+    assert (batch.is_cut.tolist(), batch.num_cut) == ([False, False, False, True], 1)
+    assert batch.positions.tolist() == [[0, 1, 2, 3]] * 4
+
+    begin = tokenizer.token_id("x")
+    marked = open_training([path], tokenizer, begin_token="x", end_token="y").batch([0, 1])
+    last = tokenizer.token_id("y")
+    assert marked.tokens[:, :3].tolist() == [[begin, a, last], [begin, a, b]]
+    assert marked.labels[1].tolist() == [a, b, c, last]
+
+
+def test_a_sample_is_a_function_of_seed_and_number(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    texts = [f"d{number}" for number in range(20)]
+    path = write(tmp_path / "a.jsonl", texts)
+    data = open_training([path], tokenizer, seq_length=8, shuffle=True)
+    assert data.samples_per_epoch == 20
+    first, second = (documents(data.batch(range(s, s + 20)), tokenizer) for s in (0, 20))
+    assert sorted(first) == sorted(second) == sorted(texts)
+    assert first != second != texts
+    assert documents(data.batch([7, 33, 2]), tokenizer) == [first[7], second[13], first[2]]
+    other = open_training([path], tokenizer, seq_length=8, shuffle=True, seed=6)
+    assert documents(other.batch(range(20)), tokenizer) != first
+    plain = open_training([path], tokenizer, seq_length=8)
+    assert documents(plain.batch(range(40)), tokenizer) == texts * 2
+
+
+def test_blends_and_splits_are_those_of_packed_data(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    one = write(tmp_path / "a.jsonl", [f"a{number}" for number in range(10)])
+    two = write(tmp_path / "b.jsonl", [f"b{number}" for number in range(10)])
+    paths = ["0.25", one, "0.75", two]
+    corpus = open_document_corpus(paths, tokenizer, key="text")
+    assert [each[:14] for each in corpus.identity["data"]] == ["1/4 of SHA-256", "3/4 of SHA-256"]
+    assert corpus.identity["tokenizer"] == tokenizer.fingerprint
+    training, validation, test = open_padded_splits(
+        corpus, tokenizer, split="8,2,0", seq_length=8, seed=1, shuffle=False
+    )
+    assert training is not None
+    assert validation is not None
+    assert test is None
+    found = documents(training.batch(range(8)), tokenizer)
+    assert sorted(found) == ["a0", "a1", "b0", "b1", "b2", "b3", "b4", "b5"]
+    assert {each[1] for each in documents(validation.batch([0, 1]), tokenizer)} <= {"8", "9"}
+    with pytest.raises(ValueError, match="--eval-iters"):
+        validation.batch([9])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"begin_token": "[BOT]"}, "--begin-token"),
+        ({"end_token": "[EOT]"}, "--end-token"),
+        ({"split": "1,99,0"}, "--split"),
+        ({"refuse_too_long": True}, r"2 documents .*b\.jsonl, line 2 has 12.* --seq-length 11 "),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, tokenizer: Tokenizer, settings: dict[str, Any], said: str
+) -> None:
+    one = write(tmp_path / "a.jsonl", ["x", "abcdef"])
+    two = write(tmp_path / "b.jsonl", ["x", "abcdefghijk"])
+    paths = ["1", one, "1", two]
+    with pytest.raises(ValueError, match=said):
+        open_training(paths, tokenizer, **settings)
+    if "refuse_too_long" in settings:
+        data = open_training(paths, tokenizer, **settings, seq_length=11)
+        assert data.batch(range(4)).num_cut == 0
+
+
+def test_packed_and_padded_data_are_not_blended(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    one = write(tmp_path / "a.jsonl", ["x"])
+    with pytest.raises(ValueError, match="--data-path packed .*--pad"):
+        open_document_corpus(["1", one, "1", "packed"], tokenizer, key="text")
+    with pytest.raises(ValueError, match="--vocab-size"):
+        open_document_corpus([one], tokenizer, 7, key="text")

@@ -1,0 +1,164 @@
+"""Runs on padded documents and on mock data: what they learn, how long, and what they resume."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.data.samples import write_tokenizer
+from tests.programs import pretrain
+
+REFERENCE = "--train-iters 6 --eval-iters 2 --lr-decay-iters 6 --log-interval 1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizer files and a.jsonl, of 40 documents of which some are too long; b.jsonl has them
+    under another key as well, c.jsonl the short ones alone."""
+    folder, random = tmp_path_factory.mktemp("padded"), Random(0)
+    write_tokenizer(folder)
+    texts = ["".join(random.choices("abcdefg ", k=random.randint(1, 20))) + "x" for _ in range(40)]
+    lines = {
+        "a": [{"text": text} for text in texts],
+        "b": [{"text": text, "body": text[::-1]} for text in texts],
+        "c": [{"text": text[:11]} for text in texts],
+    }
+    for name, records in lines.items():
+        content = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text(content + "no JSON\n")
+    return folder
+
+
+def run(folder: Path, words: str, *, data: str = "a", world: int = 1, code: int = 0) -> str:
+    """What the first rank printed."""
+    if "--mock-data" not in words:
+        files = f"--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt"
+        words = f"--pad {files} {words}"
+    path = folder / f"{data}.jsonl"
+    with pretrain(words, world=world, folder=folder, data=path) as started:
+        assert started.wait() == [code] * world, started.text()
+        assert "Traceback" not in started.text()
+        return started.text(0)
+
+
+def record(save: Path) -> list[dict[str, float]]:
+    """The lines of the steps and evaluations."""
+    lines = map(json.loads, (save / "metrics.jsonl").read_text().splitlines())
+    return [each for each in lines if "loss" in each or "validation_loss" in each]
+
+
+def losses(save: Path) -> list[float]:
+    return [each.get("loss", each.get("validation_loss", 0)) for each in record(save)]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """The checkpoints of an undisturbed run on b.jsonl."""
+    save = folder / "whole"
+    text = run(folder, f"{REFERENCE} --save {save}", data="b")
+    assert "1 of 41 lines" in text
+    return save
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [("", 1), ("--micro-batch-size 2 --num-workers 1", 1), ("--micro-batch-size 2", 2),
+     ("--tensor-model-parallel-size 2 --num-workers 4", 2)],
+)  # fmt: skip
+def test_a_resumed_run_gives_the_same_losses(
+    folder: Path, whole: Path, tmp_path: Path, layout: str, world: int
+) -> None:
+    way = f"{REFERENCE} --save {tmp_path} --load {tmp_path}"
+    run(folder, f"{way} --exit-interval 3", data="b")
+    run(folder, f"{way} {layout}", data="b", world=world)
+    ours, theirs = record(tmp_path), record(whole)
+    # The evaluation of the exit at step 3 comes in between.
+    found = [each.get("loss") for each in ours if "loss" in each]
+    expected = [each.get("loss") for each in theirs if "loss" in each]
+    assert found == (pytest.approx(expected, rel=1e-6) if layout else expected)
+    assert ours[-1]["validation_loss"] == pytest.approx(theirs[-1]["validation_loss"], rel=1e-6)
+    cut = [[each["cut_documents"] for each in lines if "loss" in each] for lines in (ours, theirs)]
+    assert cut[0] == cut[1]
+    assert sum(cut[0]) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--seed 5", "--seed"),
+        ("--seq-length 15", "--seq-length"),
+        ("--begin-token a", "--begin-token"),
+        ("--end-token a", "--end-token"),
+        ("--json-key body", "--json-key"),
+        ("--no-shuffle", "--no-shuffle"),
+        ("--data-path {folder}/a.jsonl", "--data-path"),
+        ("--mock-data --vocab-size 261", "--no-pad"),
+    ],
+)
+def test_a_run_of_other_samples_is_not_resumed(
+    folder: Path, whole: Path, words: str, named: str
+) -> None:
+    text = run(
+        folder, f"{REFERENCE} --load {whole} {words.format(folder=folder)}", data="b", code=2
+    )
+    assert f"error: {named}" in text
+
+
+def test_padding_changes_no_loss(folder: Path, tmp_path: Path) -> None:
+    for length in (12, 16):
+        words = f"{REFERENCE} --seq-length {length} --save {tmp_path / str(length)}"
+        run(folder, words, data="c")
+    assert losses(tmp_path / "12") == pytest.approx(losses(tmp_path / "16"), rel=1e-6)
+    assert not any(each.get("cut_documents") for each in record(tmp_path / "12"))
+
+
+def test_epochs_end_with_the_last_whole_batch_and_go_on(folder: Path, tmp_path: Path) -> None:
+    way = f"--global-batch-size 3 --eval-iters 0 --log-interval 1 --save {tmp_path}"
+    run(folder, f"{way} --epochs 1 --lr-decay-iters 9")
+    assert [line["samples"] for line in record(tmp_path)] == [3, 6, 9, 12, 15, 18]
+    run(folder, f"{way} --load {tmp_path} --epochs 2 --lr-decay-iters 9")
+    assert [line["samples"] for line in record(tmp_path)][-1] == 39
+    refused = run(folder, f"{way}_2 --epochs 1 --lr-warmup-iters 7", code=2)
+    assert "error: --lr-warmup-iters" in refused
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--begin-token [BOT]", "--begin-token"),
+        ("--too-long refuse", "--too-long"),
+        ("--vocab-size 5", "--vocab-size"),
+        ("--no-pad", "--data-path"),
+    ],
+)
+def test_what_does_not_fit_ends_in_one_line(folder: Path, words: str, named: str) -> None:
+    text = run(folder, f"--train-iters 1 {words}", code=2)
+    assert [line[: len(named) + 7] for line in text.splitlines() if "error" in line] == [
+        f"error: {named}"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_mock_data_train_and_resume_without_files(tmp_path: Path, kind: str) -> None:
+    way = f"--mock-data --vocab-size 64 --eval-iters 1 --log-interval 1 --save {tmp_path}/save"
+    way += f" --load {tmp_path}/save --lr-decay-iters 4"
+    logs = tmp_path
+
+    def start(words: str, world: int = 1) -> None:
+        program = f"pretrain_{kind}"
+        with pretrain(f"{way} {words}", world=world, folder=logs, program=program) as started:
+            assert started.wait() == [0] * world, started.text()
+
+    start("--train-iters 4 --exit-interval 2")
+    start("--train-iters 4 --tensor-model-parallel-size 2", world=2)
+    resumed = losses(tmp_path / "save")
+    (tmp_path / "save").rename(tmp_path / "resumed")
+    start("--train-iters 4")
+    steps = [each["loss"] for each in record(tmp_path / "resumed") if "loss" in each]
+    assert steps == pytest.approx(
+        [each["loss"] for each in record(tmp_path / "save") if "loss" in each], rel=1e-5
+    )
+    assert resumed[-1] == pytest.approx(losses(tmp_path / "save")[-1], rel=1e-5)
+    manifest = json.loads(next((tmp_path / "save").glob("step_*/manifest.json")).read_text())
+    assert manifest["data"] == ["1 of mock data"]
