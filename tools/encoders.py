@@ -103,7 +103,8 @@ class Words(Encoder):
             self._cache, self._cached = {}, 0
         words = [text.split(" ") for text in texts]
         new = list({word for each in words for word in each if word not in self._cache})
-        for word, found in zip(new, self._library.encode_batch_fast(new), strict=True):
+        encodings = self._library.encode_batch_fast(new, add_special_tokens=False)
+        for word, found in zip(new, encodings, strict=True):
             self._cache[word] = np.array(found.ids, np.uint32).tobytes()
         self._cached += sum(map(len, new))
         ids = [b"".join(map(self._cache.__getitem__, each)) for each in words]
@@ -121,10 +122,16 @@ def build_encoder(choice: str, library: Any) -> Encoder:
     """
     if choice not in CHOICES:
         raise ValueError(f"--encoder {choice} is unknown; known: {', '.join(CHOICES)}")
+    makers = [maker for maker in FASTER if choice in ("auto", maker.name)]
+    # Only a HuggingFaceTokenizer has to say so. What it holds beside may not show in the probes.
+    if library.encode_special_tokens and makers:
+        if choice != "auto":
+            raise ValueError(
+                f"--encoder {choice} is not for a tokenizer.json; --encoder tokenizers would work"
+            )
+        makers = []
     faults = []
-    for maker in FASTER:
-        if choice not in ("auto", maker.name):
-            continue
+    for maker in makers:
         try:
             fast = maker(library)
             fault = find_difference(fast, Encoder(library))

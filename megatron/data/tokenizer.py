@@ -1,4 +1,5 @@
-"""The tokenizers that --tokenizer-type knows: GPT-2's byte-pair encoding and BERT's WordPiece."""
+"""The tokenizers that --tokenizer-type knows: GPT-2's byte-pair encoding, BERT's WordPiece, and
+whatever a tokenizer.json describes."""
 
 import hashlib
 import json
@@ -9,58 +10,31 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-END_OF_DOCUMENT = "<|endoftext|>"
-PAD, UNKNOWN, CLS, SEP, MASK = MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+from megatron.data.tokenizer_base import (
+    CLS,
+    END_OF_DOCUMENT,
+    MARKS,
+    MASK,
+    PAD,
+    SEP,
+    UNKNOWN,
+    EncodedTexts,
+    Tokenizer,
+    encode_arrays,
+    read_given,
+)
+from megatron.data.tokenizer_json import HuggingFaceTokenizer
+
+__all__ = [  # what other modules find here, too
+    "CLS", "END_OF_DOCUMENT", "MARKS", "MASK", "PAD", "SEP", "UNKNOWN", "EncodedTexts",
+    "HuggingFaceTokenizer", "Tokenizer", "encode_arrays",
+]  # fmt: skip
+
 CONTINUATION = "##"
 LONGEST_WORD = 100  # characters; a longer one is [UNK]
 # Of the tokens with letters, the share with upper-case ones: none in BERT's own lower-case
 # vocabulary, "<S>" and "<T>" in its Chinese one, 31 % in one of 30,000 trained on cased text.
 CASED = 0.02
-
-EncodedTexts = tuple[NDArray[np.uint32], NDArray[np.int32]]
-"""(the ids of all texts one after another, how many of them each text has)"""
-
-
-class Tokenizer:
-    """Text to ids and back, with a tokenizers.Tokenizer.
-
-    It knows no special tokens: text that spells a mark is ordinary text.
-    """
-
-    kind: str
-    """Name that --tokenizer-type knows it by."""
-    names: ClassVar[Mapping[str, str]]
-    """What each file is called in a folder of a tokenizer: {parameter: name}."""
-    vocab_size: int
-    """Number of ids, the end mark's included; every id is below it."""
-    eod: int
-    """Id of the mark that ends a document; no text is encoded as it."""
-    fingerprint: str
-    """SHA-256, in hex, of the vocabulary and the merges: equal ids for every text."""
-    files: Mapping[str, bytes]
-    """{name: content} of the files it was made of, from which read_tokenizer makes it again."""
-    library: Any
-    """A tokenizers.Tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.library.encode_batch_fast(list(texts))]
-
-    def encode_arrays(self, texts: Sequence[str]) -> EncodedTexts:
-        return encode_arrays(self.library, texts)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self.library.decode(list(ids)))
-
-
-def encode_arrays(library: Any, texts: Sequence[str]) -> EncodedTexts:
-    """library: a tokenizers.Tokenizer."""
-    encodings = library.encode_batch_fast(list(texts))
-    ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
-    sizes = np.array([len(each) for each in ids], np.int32)
-    return np.concatenate(ids or [np.empty(0, np.uint32)]), sizes
 
 
 class GPT2BPETokenizer(Tokenizer):
@@ -153,7 +127,7 @@ class BertTokenizer(Tokenizer):
         self.vocab_size = len(tokens)
         numbers = map(tokens.index, (PAD, UNKNOWN, CLS, SEP, MASK))
         self.pad, self.unknown, self.cls, self.sep, self.mask = numbers
-        self.eod = self.sep
+        self.eod, self.pad_id = self.sep, self.pad
         self.fingerprint = hashlib.sha256(json.dumps([self.kind, tokens]).encode()).hexdigest()
         self.is_continuation: NDArray[np.bool_] = np.array(
             [token.startswith(CONTINUATION) for token in tokens]
@@ -227,9 +201,13 @@ def _check_casing(tokens: Sequence[str], is_lower_case: bool, given: str) -> Non
     )
 
 
-TOKENIZERS: dict[str, type[GPT2BPETokenizer] | type[BertTokenizer]] = {
-    maker.kind: maker for maker in (GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase)
-}
+Maker = type[GPT2BPETokenizer] | type[BertTokenizer] | type[HuggingFaceTokenizer]
+TOKENIZERS: dict[str, Maker] = {
+    maker.kind: maker
+    for maker in (
+        GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase, HuggingFaceTokenizer
+    )
+}  # fmt: skip
 
 
 def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tokenizer:
@@ -272,7 +250,7 @@ def read_tokenizer(kind: str, folder: Path) -> Tokenizer:
         ) from error
 
 
-def _maker(kind: str) -> type[GPT2BPETokenizer] | type[BertTokenizer]:
+def _maker(kind: str) -> Maker:
     if kind not in TOKENIZERS:
         raise ValueError(f"--tokenizer-type {kind} is unknown; known: {', '.join(TOKENIZERS)}")
     return TOKENIZERS[kind]
@@ -280,12 +258,3 @@ def _maker(kind: str) -> type[GPT2BPETokenizer] | type[BertTokenizer]:
 
 def _flag(parameter: str) -> str:
     return f"--{parameter.replace('_', '-')}"
-
-
-def read_given(flag: str, file: str | None) -> bytes:
-    """The file that the flag names; ValueError without one, FileNotFoundError if it is not there"""
-    if file is None:
-        raise ValueError(f"{flag} is missing: it names a file of the tokenizer")
-    if not Path(file).is_file():
-        raise FileNotFoundError(f"{flag} {file}: no such file")
-    return Path(file).read_bytes()

@@ -12,7 +12,7 @@ from megatron.data.batch import Samples
 from megatron.data.bert import RandomPairs, open_bert_splits
 from megatron.data.gpt2 import RandomText, open_splits
 from megatron.data.sources import Corpus, find_tokenizer, open_corpus, require_sequences
-from megatron.data.tokenizer import BertTokenizer, Tokenizer, build_tokenizer
+from megatron.data.tokenizer import BertTokenizer, Tokenizer, build_tokenizer, file_flags
 
 GPT2_VOCABULARY = 50_257  # where settings leave it to the tokenizer, and there is none
 
@@ -38,7 +38,7 @@ def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
     if tokenizer is None and config.checkpoint.save is not None:
         warnings.warn(
             "checkpoints will hold no tokenizer, as no data set of --data-path has one beside it; "
-            "with --vocab-file and --merge-file they would",
+            f"with {file_flags(data.tokenizer_type)} they would",
             stacklevel=2,
         )
     splits = open_splits(
