@@ -103,8 +103,7 @@ class Words(Encoder):
             self._cache, self._cached = {}, 0
         words = [text.split(" ") for text in texts]
         new = list({word for each in words for word in each if word not in self._cache})
-        encodings = self._library.encode_batch_fast(new, add_special_tokens=False)
-        for word, found in zip(new, encodings, strict=True):
+        for word, found in zip(new, self._library.encode_batch_fast(new), strict=True):
             self._cache[word] = np.array(found.ids, np.uint32).tobytes()
         self._cached += sum(map(len, new))
         ids = [b"".join(map(self._cache.__getitem__, each)) for each in words]
