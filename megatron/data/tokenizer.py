@@ -80,7 +80,10 @@ def _parse_vocabulary(content: bytes, given: str) -> dict[str, int]:
         raise ValueError(f"{given} is not JSON: {error}") from error
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [None]
     if any(type(each) is not int for each in ids) or set(ids) != set(range(len(ids))):
-        raise ValueError(f"{given} is no JSON object of tokens with the ids 0, 1, 2, ...")
+        cure = "a vocab.json, or --tokenizer-type HuggingFaceTokenizer for a tokenizer.json,"
+        raise ValueError(
+            f"{given} is no JSON object of tokens with the ids 0, 1, 2, ...; {cure} would work"
+        )
     return vocabulary
 
 

@@ -76,9 +76,12 @@ def encode_arrays(library: Any, texts: Sequence[str]) -> EncodedTexts:
 
 
 def read_given(flag: str, file: str | None) -> bytes:
-    """The file that the flag names; ValueError without one, FileNotFoundError if it is not there"""
+    """The file that the flag names; ValueError without one, FileNotFoundError where it is not."""
     if file is None:
         raise ValueError(f"{flag} is missing: it names a file of the tokenizer")
+    if Path(file).is_dir():
+        kind = "--tokenizer-type HuggingFaceTokenizer"
+        raise ValueError(f"{flag} {file} is a folder; a file, or with {kind} this one, would work")
     if not Path(file).is_file():
         raise FileNotFoundError(f"{flag} {file}: no such file")
     return Path(file).read_bytes()
