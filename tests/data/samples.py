@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.decoders import Metaspace as MetaspaceDecoder
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace
 
 from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import Description, token_dtype
@@ -49,6 +50,18 @@ def write_tokenizer_json(folder: Path, *, config: Mapping[str, Any] | None = Non
     library.save(str(folder / "tokenizer.json"))
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def write_dropping_tokenizer(folder: Path) -> str:
+    """A folder with a tokenizer.json that decodes a text without its first blank, as many do."""
+    letters = ["[EOT]", "\u2581", *map(chr, range(33, 127))]
+    library = Tokenizer(BPE({letter: n for n, letter in enumerate(letters)}, []))
+    library.pre_tokenizer = Metaspace()
+    library.decoder = MetaspaceDecoder()
+    library.add_special_tokens(["[EOT]"])
+    folder.mkdir()
+    library.save(str(folder / "tokenizer.json"))
     return str(folder)
 
 

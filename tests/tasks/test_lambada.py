@@ -6,14 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
-from tokenizers.models import BPE
 
 from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer, read_tokenizer
 from tasks.lambada import Settings, prepare, spells
-from tests.data.samples import write_tokenizer, write_tokenizer_json
+from tests.data.samples import write_dropping_tokenizer, write_tokenizer, write_tokenizer_json
 from tests.tasks.passages import COUNT, passages
 from tests.tasks.peer import Peer
 from tests.tasks.program import figures_of, without_words
@@ -69,18 +67,6 @@ def test_figures_are_those_of_a_plain_loop_over_transformers(
     assert len(without_words(figures)) == 14
 
 
-def write_dropping(folder: Path) -> str:
-    """A folder with a tokenizer.json that decodes a text without its first blank, as many do."""
-    letters = ["[EOT]", "\u2581", *map(chr, range(33, 127))]
-    library = tokenizers.Tokenizer(BPE({letter: n for n, letter in enumerate(letters)}, []))
-    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    library.decoder = tokenizers.decoders.Metaspace()
-    library.add_special_tokens(["[EOT]"])
-    folder.mkdir()
-    library.save(str(folder / "tokenizer.json"))
-    return str(folder)
-
-
 def test_a_tokenizer_json_works_where_blanks_belong_to_words(tmp_path: Path) -> None:
     file = write_json(tmp_path / "test.jsonl", ["in the inn, the thing", "the thing in"])
     settings = Settings(trained=TrainedConfig(load=""), valid_data=file)
@@ -91,7 +77,9 @@ def test_a_tokenizer_json_works_where_blanks_belong_to_words(tmp_path: Path) -> 
     for number in range(len(ours)):
         assert ours[number].first == theirs[number].first
         assert np.array_equal(ours[number].labels, theirs[number].labels + 3)
-    dropping = build_tokenizer("HuggingFaceTokenizer", write_dropping(tmp_path / "d"), None)
+    dropping = build_tokenizer(
+        "HuggingFaceTokenizer", write_dropping_tokenizer(tmp_path / "d"), None
+    )
     with pytest.raises(ValueError, match="--tokenizer-type GPT2BPETokenizer"):
         prepare(settings, manifest, dropping)
 
