@@ -159,6 +159,23 @@ def test_imports_without_a_tokenizer_or_with_one_given(folder: Path, tmp_path: P
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
+def test_an_export_loads_as_its_tokenizer_json_says_whatever_class_it_came_with(
+    folder: Path, tmp_path: Path
+) -> None:
+    """GPT2Tokenizer of transformers would leave out the normalizer."""
+    export_model(str(folder / "trained"), tmp_path / "back")
+    import_model(str(tmp_path / "back"), tmp_path / "without", no_tokenizer=True)
+    file = tmp_path / "back" / "tokenizer.json"
+    lower = json.loads(file.read_bytes()) | {"normalizer": {"type": "Lowercase"}}
+    file.write_text(json.dumps(lower))
+    change_json(tmp_path / "back" / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+    given = str(tmp_path / "back")
+    export_model(str(tmp_path / "without"), tmp_path / "out", given, tokenizer_type=KIND)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = HuggingFaceTokenizer(given).encode("The END")
+    assert theirs.encode("The END") == ids == theirs.encode("the end")
+
+
 def test_an_import_with_a_tokenizer_that_transformers_changes_is_refused(
     folder: Path, tmp_path: Path
 ) -> None:
