@@ -23,7 +23,8 @@ from megatron.config.checks import positive
 from megatron.data.indexed import IndexedDataset
 from megatron.data.json_lines import find_shards, parse_line, read_lines
 from megatron.data.order import split_documents
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizer import GPT2BPETokenizer
+from megatron.data.tokenizer_base import Tokenizer
 from tasks.common import Scores, Sliding, Task, TaskSettings, Window
 from tasks.ngram import bigram_perplexity, unigram_perplexity
 
@@ -179,6 +180,12 @@ def cloze_windows(
     ]
     count = min(settings.cloze_passages, len(passages))
     for found in (passages[number * len(passages) // count] for number in range(count)):
-        word = tokenizer.encode(found["word"])
-        tokens = [tokenizer.eod, *tokenizer.encode(found["context"]), *word][-length - 1 :]
+        context, word = tokenizer.encode_batch([found["context"], found["word"]])
+        if tokenizer.encode(found["context"] + found["word"]) != [*context, *word]:
+            raise ValueError(
+                f"--input: the model's tokenizer encodes {found['word']!r} otherwise after its "
+                "passage than alone, so that no cloze can be made of it; a model with a byte-level "
+                f"BPE would work, as of --tokenizer-type {GPT2BPETokenizer.kind}"
+            )
+        tokens = [tokenizer.eod, *context, *word][-length - 1 :]
         yield Window(tokens[:-1], tokens[1:], len(tokens) - 1 - len(word))

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizer import GPT2BPETokenizer
+from megatron.data.tokenizer_base import Tokenizer
 from tasks.common import Prompts, Scores, Task, TaskSettings, Window
 from tasks.reading import read_text
 from tasks.wikitext103 import TITLE
@@ -150,12 +151,18 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
     whole, before = tokenizer.encode_batch(texts), tokenizer.encode_batch(contexts)
     passages = []
     for (place, text), context, ids, start in zip(lines, contexts, whole, before, strict=True):
-        # No token spans the two: the byte-level pre-tokeniser starts a new piece at a blank that
-        # is followed by a word, and pieces are never merged.
-        assert ids[: len(start)] == start, f"{place}: a token spans context and target"
+        # No token of a byte-level BPE spans the two: its pre-tokeniser starts a new piece at a
+        # blank that is followed by a word, and pieces are never merged. Others may do so, or drop
+        # the blank of a text that they decode.
+        target = text[len(context) :]
+        if ids[: len(start)] != start or tokenizer.decode(ids[len(start) :]) != target:
+            raise ValueError(
+                f"{place}: the tokens of {target!r} alone do not spell it; a model with a "
+                f"byte-level BPE would work, as of --tokenizer-type {GPT2BPETokenizer.kind}"
+            )
         if len(ids) - len(start) > positions:
             raise ValueError(f"{place}: more tokens in its last word than the model has positions")
-        passages.append(Passage(text, text[len(context) :], np.array(ids, np.int32), len(start)))
+        passages.append(Passage(text, target, np.array(ids, np.int32), len(start)))
     return Lambada(passages, form, positions, tokenizer)
 
 

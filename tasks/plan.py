@@ -13,7 +13,7 @@ from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError, flag
 from megatron.config.model import BertConfig, FinetunedConfig
 from megatron.config.training import ParallelConfig
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizer_base import Tokenizer
 from megatron.models.registry import config_of
 from megatron.train.trained import open_trained
 from tasks import paper

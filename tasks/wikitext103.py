@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron.config.checks import UsageError, positive
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizer_base import Tokenizer
 from tasks.common import Scores, Sliding, Task, TaskSettings, Window
 from tasks.reading import read_text
 

@@ -14,6 +14,7 @@ from tests.data.samples import (
     write_data,
     write_data_of_tokenizer,
     write_sentences,
+    write_tokenizer_json,
     write_wordpiece,
 )
 from tests.programs import assert_equal_bits, newest, pretrain
@@ -170,6 +171,16 @@ def test_data_of_whole_documents_is_refused(data: Path, tmp_path: Path) -> None:
     size = tokenizer.vocab_size
     file.write_text(json.dumps({**content, "sentences": None, "vocab_size": size}))
     assert "--split-sentences" in run(other, ONE_BY_ONE, code=2)
+
+
+def test_a_tokenizer_that_is_no_wordpiece_is_refused(tmp_path: Path) -> None:
+    folder = write_tokenizer_json(tmp_path / "json")
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", folder, None)
+    facts = {"tokenizer_type": tokenizer.kind, "vocab_size": tokenizer.vocab_size}
+    prefix = tmp_path / "some_text_sentence"
+    write_sentences(prefix, [[[5, 6, 7]]] * 4, fingerprint=tokenizer.fingerprint, **facts)
+    words = f"{ONE_BY_ONE} --tokenizer-type {tokenizer.kind} --tokenizer-model {folder}"
+    assert "WordPiece" in run(prefix, words, code=2)
 
 
 def test_too_short_a_sequence_is_refused(data: Path) -> None:

@@ -32,12 +32,13 @@ from tools.convert.staging import refuse_existing, staged
 from tools.convert.vocabulary import Given, NoTokenizer, find_tokenizer, has_tokenizer
 
 Source = Annotated[str, tyro.conf.arg(name="from")]
+Vocabulary = Annotated[str | None, tyro.conf.arg(aliases=["--tokenizer-model"])]
 
 
 def import_model(
     source: Source,
     to: Path,
-    vocab_file: str | None = None,
+    vocab_file: Vocabulary = None,
     merge_file: str | None = None,
     tokenizer_type: str | None = None,
     no_tokenizer: bool = False,
@@ -47,9 +48,11 @@ def import_model(
     Args:
         source: folder with config.json, safetensors and tokenizer, or the name of one on the hub.
         to: directory of the checkpoint, which must not be there.
-        vocab_file: vocabulary (vocab.json or vocab.txt), for a folder without a tokenizer.
+        vocab_file: vocabulary (vocab.json, vocab.txt, or tokenizer.json or its folder), for a
+            folder without a tokenizer.
         merge_file: merges (merges.txt) of a GPT-2, for a folder without a tokenizer.
-        tokenizer_type: kind of the vocabulary, where no tokenizer_config.json tells its casing.
+        tokenizer_type: kind of the vocabulary, where no tokenizer_config.json tells its casing;
+            HuggingFaceTokenizer for a GPT-2 with a tokenizer.json other than GPT-2's own.
         no_tokenizer: import the weights alone. The programs that read text then need the files
             of the tokenizer, and can check nothing but its size.
     """
@@ -91,7 +94,11 @@ def import_model(
 
 
 def export_model(
-    source: Source, to: Path, vocab_file: str | None = None, merge_file: str | None = None
+    source: Source,
+    to: Path,
+    vocab_file: Vocabulary = None,
+    merge_file: str | None = None,
+    tokenizer_type: str | None = None,
 ) -> None:
     """Make a folder of a checkpoint that classes of transformers load: AutoTokenizer, and for a
     GPT-2 AutoModelForCausalLM, for a BERT AutoModelForPreTraining.
@@ -99,11 +106,15 @@ def export_model(
     Args:
         source: directory of checkpoints, of which the newest is used, or one of them.
         to: folder to make, which must not be there.
-        vocab_file: vocabulary (vocab.json or vocab.txt), for a checkpoint without a tokenizer.
+        vocab_file: vocabulary (vocab.json, vocab.txt, or tokenizer.json or its folder), for a
+            checkpoint without a tokenizer.
         merge_file: merges (merges.txt) of a GPT-2, for a checkpoint without a tokenizer.
+        tokenizer_type: kind of the vocabulary, where it is not that which the checkpoint names.
     """
     refuse_existing(to)
-    trained = TrainedConfig(load=source, vocab_file=vocab_file, merge_file=merge_file)
+    trained = TrainedConfig(
+        load=source, tokenizer_type=tokenizer_type, vocab_file=vocab_file, merge_file=merge_file
+    )
     kinds = sorted({family.section.kind for family in FAMILIES})
     folders, tokenizer, _ = open_trained(trained, ParallelConfig(), 1, kinds, "--from")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.tokenizer import EncodedTexts, encode_arrays
+from megatron.data.tokenizer_base import EncodedTexts, encode_arrays
 
 CHOICES = ("auto", "gigatoken", "words", "tokenizers")
 CACHED = 1 << 22  # characters of words; with their ids some 100 MB
@@ -121,10 +121,16 @@ def build_encoder(choice: str, library: Any) -> Encoder:
     """
     if choice not in CHOICES:
         raise ValueError(f"--encoder {choice} is unknown; known: {', '.join(CHOICES)}")
+    makers = [maker for maker in FASTER if choice in ("auto", maker.name)]
+    # Only a HuggingFaceTokenizer has to say so. What it holds beside may not show in the probes.
+    if library.encode_special_tokens and makers:
+        if choice != "auto":
+            raise ValueError(
+                f"--encoder {choice} is not for a tokenizer.json; --encoder tokenizers would work"
+            )
+        makers = []
     faults = []
-    for maker in FASTER:
-        if choice not in ("auto", maker.name):
-            continue
+    for maker in makers:
         try:
             fast = maker(library)
             fault = find_difference(fast, Encoder(library))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,10 +45,11 @@ class Settings:
     tokenizer_type: str = "GPT2BPETokenizer"
     """Kind of tokenizer that made the training data."""
 
-    vocab_file: str
-    """The tokenizer's vocabulary (vocab.json)."""
+    vocab_file: str | None = field(default=None, metadata={"alias": "tokenizer_model"})
+    """The tokenizer's vocabulary (vocab.json, or tokenizer.json or its folder). Also spelt
+    --tokenizer-model."""
 
-    merge_file: str
+    merge_file: str | None = None
     """The byte-pair encoding's merges (merges.txt)."""
 
     num_attention_heads: int | None = None

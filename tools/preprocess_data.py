@@ -22,7 +22,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from megatron.config.parse import parse
 from megatron.data.indexed import OPTIONAL_COUNTS, Description
 from megatron.data.json_lines import MANIFEST, find_shards
 from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, judge_unknown
-from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase, Tokenizer
+from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase, file_names
+from megatron.data.tokenizer_base import Tokenizer
 from tools.corpus.manifest import read_manifest
 from tools.corpus.program import Unfinished, running, say
 from tools.corpus.settings import parse_size
@@ -79,8 +80,9 @@ class Settings:
     tokenizer_type: str = "GPT2BPETokenizer"
     """Kind of tokenizer."""
 
-    vocab_file: Path | None = None
-    """The tokenizer's vocabulary (vocab.json, or vocab.txt of a WordPiece)."""
+    vocab_file: Path | None = field(default=None, metadata={"alias": "tokenizer_model"})
+    """The tokenizer's vocabulary: vocab.json, vocab.txt of a WordPiece, or for a
+    HuggingFaceTokenizer tokenizer.json or its folder. Also spelt --tokenizer-model."""
 
     merge_file: Path | None = None
     """The byte-pair encoding's merges (merges.txt)."""
@@ -102,7 +104,8 @@ class Settings:
     encoder: str = "auto"
     """Library that encodes: tokenizers, the reference; gigatoken, a hundred times as fast, for a
     BPE; words, the reference once for each word, for a WordPiece; auto is one of these two where it
-    is there and gives the reference's ids on a set of tricky strings."""
+    is there and gives the reference's ids on a set of tricky strings. A HuggingFaceTokenizer is
+    always encoded by tokenizers."""
 
     shard_size: str = "1GB"
     """How much input becomes one .bin and .idx, at most; a compressed file is not cut."""
@@ -221,8 +224,10 @@ def token_settings(settings: Settings) -> TokenSettings:
     """Checks input and tokenizer, and says which encoder it is."""
     shard_bytes = parse_size("--shard-size", settings.shard_size)
     total = sum(file.stat().st_size for file in find_shards(settings.input))
-    tokenizer = settings.tokenizer
-    files = settings.vocab_file, settings.merge_file
+    tokenizer, vocab_file = settings.tokenizer, settings.vocab_file
+    if vocab_file is not None and vocab_file.is_dir():  # the tokenizer has found it there
+        vocab_file /= file_names(settings.tokenizer_type)[0]
+    files = vocab_file, settings.merge_file
     encoder = load_encoder(settings.tokenizer_type, *files, settings.encoder)
     chosen = TokenSettings(
         input=settings.input,
@@ -234,7 +239,7 @@ def token_settings(settings: Settings) -> TokenSettings:
         overwrite=settings.overwrite or (settings.output is None and settings.shard is None),
         json_key=settings.json_key,
         tokenizer_type=settings.tokenizer_type,
-        vocab_file=settings.vocab_file,
+        vocab_file=vocab_file,
         merge_file=settings.merge_file,
         fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.checks import UsageError
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizer_base import Tokenizer
 
 if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh

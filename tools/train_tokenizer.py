@@ -2,9 +2,12 @@
 
     python tools/train_tokenizer.py --input FILE|FOLDER... --vocab-size N --output-dir FOLDER
         [--tokenizer-type BertWordPieceLowerCase]
+    python tools/train_tokenizer.py ... --tokenizer-type HuggingFaceTokenizer
+        --special-tokens '[BOT]' '[EOT]' '[PAD]'
 
-A BPE has GPT-2's pre-tokenizer and <|endoftext|> as the last id; a WordPiece begins with [PAD],
-and a warning tells where much of its own text is [UNK].  Files that are there are replaced.
+A BPE has GPT-2's pre-tokenizer and <|endoftext|> as the last id; in a tokenizer.json it has the
+given special tokens as the first ids.  A WordPiece begins with [PAD], and a warning tells where
+much of its own text is [UNK].  Files that are there are replaced.
 """
 
 import json
@@ -16,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer, WordPieceTrainer
@@ -29,19 +33,20 @@ from megatron.data.json_lines import find_shards
 from megatron.data.text_checks import WARN_UNKNOWN
 from megatron.data.tokenizer import (
     CONTINUATION,
-    END_OF_DOCUMENT,
-    MARKS,
-    UNKNOWN,
     BertWordPieceCase,
     BertWordPieceLowerCase,
     GPT2BPETokenizer,
     build_wordpiece,
     read_tokenizer,
 )
+from megatron.data.tokenizer_base import END_OF_DOCUMENT, MARKS, UNKNOWN
+from megatron.data.tokenizer_json import END_MARKS, PAD_MARKS, HuggingFaceTokenizer
 from tools.corpus.records import Funnel, documents, read_documents
 from tools.corpus.shards import cut, placed
 
 BYTES = 256
+# What begins a text, by its usual names, as END_MARKS and PAD_MARKS end and pad it.
+BEGIN_MARKS = ("[BOT]", "<s>", "[CLS]", "<bos>", "<|begin_of_text|>", "<|startoftext|>")
 MOST_LETTERS = 1000  # that a WordPiece knows, as BERT's; rarer ones are [UNK]
 UNIT_BYTES = 1 << 40  # a file is read from its start to its end
 SAMPLE, SAMPLE_CHARACTERS = 500, 4000  # documents, and the most of one, that [UNK] is counted in
@@ -54,23 +59,30 @@ def train_tokenizer(
     vocab_size: int,
     output_dir: Path,
     tokenizer_type: str = GPT2BPETokenizer.kind,
+    special_tokens: tuple[str, ...] = (),
 ) -> None:
     """Train a byte-level BPE, or a WordPiece, on the "text" of JSON lines.
 
     Args:
         input: files of JSON lines (plain, .gz or .zst), or folders of them, with a "text" in each
             line.
-        vocab_size: ids in all: 256 bytes, the merges, and the end mark, or five marks, letters and
-            pieces; fewer come out where the text has no more pairs to merge.
-        output_dir: the folder for vocab.json and merges.txt, or for vocab.txt; those that are
-            there are replaced.
-        tokenizer_type: GPT2BPETokenizer, BertWordPieceLowerCase or BertWordPieceCase.
+        vocab_size: ids in all: 256 bytes, the merges, and the end mark or the special tokens; or
+            five marks, letters and pieces; fewer come out where the text has no more pairs to
+            merge.
+        output_dir: the folder for vocab.json and merges.txt, for vocab.txt, or for tokenizer.json
+            and tokenizer_config.json; those that are there are replaced.
+        tokenizer_type: GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase, or
+            HuggingFaceTokenizer, a byte-level BPE in a tokenizer.json.
+        special_tokens: of a HuggingFaceTokenizer: its first ids, an end mark among them, such as
+            [EOT] or <|endoftext|>. Text that spells one is ordinary text.
     """
     if tokenizer_type not in TRAINERS:
         known = ", ".join(TRAINERS)
         raise UsageError("--tokenizer-type", tokenizer_type, f"one of {known}")
-    check_vocab_size(vocab_size, tokenizer_type)
-    files = TRAINERS[tokenizer_type](input, vocab_size)
+    check_special_tokens(special_tokens, tokenizer_type)
+    check_vocab_size(vocab_size, tokenizer_type, len(special_tokens))
+    special = {"special_tokens": special_tokens} if special_tokens else {}
+    files = TRAINERS[tokenizer_type](input, vocab_size, **special)
     if replaced := [name for name, content in files.items() if differs(output_dir / name, content)]:
         print(f"replaced {' and '.join(replaced)} in {output_dir}", file=sys.stderr)
     for name, content in files.items():
@@ -86,10 +98,32 @@ def differs(file: Path, content: bytes) -> bool:
     return file.is_file() and file.read_bytes() != content
 
 
-def check_vocab_size(vocab_size: int, tokenizer_type: str = GPT2BPETokenizer.kind) -> None:
+def check_special_tokens(special_tokens: Sequence[str], tokenizer_type: str) -> None:
+    """UsageError for those that the kind does not take, or that lack an end mark."""
+    name, given = "--special-tokens", " ".join(special_tokens) or None
+    has_end = not set(special_tokens).isdisjoint(END_MARKS)
+    if tokenizer_type != HuggingFaceTokenizer.kind:
+        if special_tokens:
+            end = () if has_end else ("[EOT]",)
+            works = ("--tokenizer-type", HuggingFaceTokenizer.kind, name, *special_tokens, *end)
+            raise UsageError(name, given, f"left out with {tokenizer_type}", works=works)
+        return
+    if not has_end:
+        works = (name, *special_tokens, "[EOT]")
+        raise UsageError(name, given, f"with an end mark: {' or '.join(END_MARKS)}", works=works)
+    if len(set(special_tokens)) < len(special_tokens) or not all(map(str.strip, special_tokens)):
+        works = (name, *(each for each in dict.fromkeys(special_tokens) if each.strip()))
+        raise UsageError(name, given, "different tokens, none of them blank", works=works)
+
+
+def check_vocab_size(
+    vocab_size: int, tokenizer_type: str = GPT2BPETokenizer.kind, special_tokens: int = 0
+) -> None:
     """ValueError for one that has no room for what every vocabulary of the kind holds."""
     if tokenizer_type == GPT2BPETokenizer.kind:
         least, needed = BYTES + 1, f"the {BYTES} bytes and the end mark"
+    elif tokenizer_type == HuggingFaceTokenizer.kind:
+        least, needed = BYTES + special_tokens, f"the {BYTES} bytes and --special-tokens"
     else:
         least, needed = 100, f"{len(MARKS)} marks, the letters and their continuations"
     if vocab_size < least:
@@ -101,16 +135,47 @@ def check_vocab_size(vocab_size: int, tokenizer_type: str = GPT2BPETokenizer.kin
         )
 
 
-def train_byte_pairs(paths: Sequence[Path], vocab_size: int) -> Files:
+def build_byte_pairs(
+    paths: Sequence[Path], vocab_size: int, special_tokens: Sequence[str] = ()
+) -> Tokenizer:
+    """special_tokens: the first ids."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
-        vocab_size=vocab_size - 1,
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(texts(paths), trainer)
-    model = json.loads(tokenizer.to_str())["model"]
+    return tokenizer
+
+
+def train_tokenizer_json(
+    paths: Sequence[Path], vocab_size: int, special_tokens: Sequence[str]
+) -> Files:
+    """tokenizer.json, and tokenizer_config.json, by which transformers loads the folder."""
+    tokenizer = build_byte_pairs(paths, vocab_size, special_tokens)
+    tokenizer.encode_special_tokens = True
+    if words := [t for t in special_tokens if tokenizer.token_to_id(t) in tokenizer.encode(t).ids]:
+        works = ("--special-tokens", *(f"[{t}]" if t in words else t for t in special_tokens))
+        raise UsageError(
+            "--special-tokens", " ".join(words), "tokens that no text is made of", works=works
+        )
+    marks = {"eos_token": END_MARKS, "bos_token": BEGIN_MARKS, "pad_token": PAD_MARKS}
+    config: dict[str, str] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name, usual in marks.items():
+        if found := [mark for mark in usual if mark in special_tokens]:
+            config[name] = found[0]
+    return {
+        "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
+        "tokenizer_config.json": f"{json.dumps(config, indent=2)}\n".encode(),
+    }
+
+
+def train_byte_pairs(paths: Sequence[Path], vocab_size: int) -> Files:
+    model = json.loads(build_byte_pairs(paths, vocab_size - 1).to_str())["model"]
     vocabulary = {**model["vocab"], END_OF_DOCUMENT: len(model["vocab"])}
     merges = ["#version: 0.2", *(" ".join(merge) for merge in model["merges"])]
     return {
@@ -188,8 +253,9 @@ def continuations(tokenizer: Tokenizer, letters: Sequence[str]) -> Iterator[str]
             yield CONTINUATION + letter
 
 
-TRAINERS: dict[str, Callable[[Sequence[Path], int], Files]] = {
+TRAINERS: dict[str, Callable[..., Files]] = {
     GPT2BPETokenizer.kind: train_byte_pairs,
+    HuggingFaceTokenizer.kind: train_tokenizer_json,
     **{
         maker.kind: partial(train_wordpiece, is_lower_case=maker.is_lower_case)
         for maker in (BertWordPieceLowerCase, BertWordPieceCase)

@@ -1,6 +1,6 @@
 """Where checkpoints are written and read, and what of them is kept."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.config.checks import UsageError, flag, positive
@@ -39,11 +39,11 @@ class CheckpointConfig:
         if keep is not None and keep < 2:
             allowed = "at least 2, as the newest may be damaged"
             raise UsageError("--keep-checkpoints", keep, allowed, works=("--keep-checkpoints", "2"))
-        for field in ("save_interval", "keep_checkpoints", "async_save"):
-            if (value := getattr(self, field)) and self.save is None:
+        for name in ("save_interval", "keep_checkpoints", "async_save"):
+            if (value := getattr(self, name)) and self.save is None:
                 number = None if value is True else str(value)
-                cure = (flag(field), *([number] if number else []), "--save", "checkpoints")
-                raise UsageError(flag(field), number, "given with --save", works=cure)
+                cure = (flag(name), *([number] if number else []), "--save", "checkpoints")
+                raise UsageError(flag(name), number, "given with --save", works=cure)
         if self.finetune and self.load is None:
             cure = ("--finetune", "--load", "checkpoints")
             raise UsageError("--finetune", None, "given with --load", works=cure)
@@ -59,8 +59,9 @@ class TrainedConfig:
     tokenizer_type: str | None = None
     """Kind of tokenizer that made the training data; the checkpoint's own if not given."""
 
-    vocab_file: str | None = None
-    """The tokenizer's vocabulary (vocab.json); the checkpoint's own if not given."""
+    vocab_file: str | None = field(default=None, metadata={"alias": "tokenizer_model"})
+    """The tokenizer's vocabulary (vocab.json, or tokenizer.json or its folder); the checkpoint's
+    own if not given. Also spelt --tokenizer-model."""
 
     merge_file: str | None = None
     """The byte-pair encoding's merges (merges.txt); the checkpoint's own if not given."""

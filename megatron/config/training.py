@@ -109,8 +109,9 @@ class DataConfig:
     tokenizer_type: str = "GPT2BPETokenizer"
     """Kind of tokenizer that made the data set."""
 
-    vocab_file: str | None = None
-    """The tokenizer's vocabulary (vocab.json, or vocab.txt of a WordPiece)."""
+    vocab_file: str | None = field(default=None, metadata={"alias": "tokenizer_model"})
+    """The tokenizer's vocabulary: vocab.json, vocab.txt of a WordPiece, or for a
+    HuggingFaceTokenizer tokenizer.json or its folder. Also spelt --tokenizer-model."""
 
     merge_file: str | None = None
     """The byte-pair encoding's merges (merges.txt)."""

@@ -23,7 +23,7 @@ from megatron.data.documents import Documents, place
 from megatron.data.gpt2 import GPT2Batch
 from megatron.data.order import Series, open_series
 from megatron.data.sources import Corpus
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizer_base import Tokenizer
 
 CHUNK = 256  # documents that are tokenised together where all of them are
 

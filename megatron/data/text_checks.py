@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from operator import ne
 from typing import NamedTuple
 
-from megatron.data.tokenizer import UNKNOWN, BertTokenizer
+from megatron.data.tokenizer import BertTokenizer
+from megatron.data.tokenizer_base import UNKNOWN
 
 # Of the tokens of a text. English has next to none with BERT's own vocabulary (RACE: 0 of 15
 # million; QQP: 34 of 250,157), sentences of Chinese 60 %, of Korean 16 %, of Hindi 7 %. Russian or

@@ -1,4 +1,5 @@
-"""The tokenizers that --tokenizer-type knows: GPT-2's byte-pair encoding and BERT's WordPiece."""
+"""The tokenizers that --tokenizer-type knows: GPT-2's byte-pair encoding, BERT's WordPiece, and
+whatever a tokenizer.json describes."""
 
 import hashlib
 import json
@@ -9,66 +10,24 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-END_OF_DOCUMENT = "<|endoftext|>"
-PAD, UNKNOWN, CLS, SEP, MASK = MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+from megatron.data.tokenizer_base import (
+    CLS,
+    END_OF_DOCUMENT,
+    MARKS,
+    MASK,
+    PAD,
+    SEP,
+    UNKNOWN,
+    Tokenizer,
+    read_given,
+)
+from megatron.data.tokenizer_json import HuggingFaceTokenizer
+
 CONTINUATION = "##"
 LONGEST_WORD = 100  # characters; a longer one is [UNK]
 # Of the tokens with letters, the share with upper-case ones: none in BERT's own lower-case
 # vocabulary, "<S>" and "<T>" in its Chinese one, 31 % in one of 30,000 trained on cased text.
 CASED = 0.02
-
-EncodedTexts = tuple[NDArray[np.uint32], NDArray[np.int32]]
-"""(the ids of all texts one after another, how many of them each text has)"""
-
-
-class Tokenizer:
-    """Text to ids and back, with a tokenizers.Tokenizer.
-
-    It knows no special tokens: text that spells a mark is ordinary text.
-    """
-
-    kind: str
-    """Name that --tokenizer-type knows it by."""
-    names: ClassVar[Mapping[str, str]]
-    """What each file is called in a folder of a tokenizer: {parameter: name}."""
-    vocab_size: int
-    """Number of ids, the end mark's included; every id is below it."""
-    eod: int
-    """Id of the mark that ends a document; no text is encoded as it."""
-    fingerprint: str
-    """SHA-256, in hex, of the vocabulary and the merges: equal ids for every text."""
-    files: Mapping[str, bytes]
-    """{name: content} of the files it was made of, from which read_tokenizer makes it again."""
-    pad_id: int | None = None
-    """Id of what fills up a sample; None where the vocabulary has none."""
-    library: Any
-    """A tokenizers.Tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.library.encode_batch_fast(list(texts))]
-
-    def encode_arrays(self, texts: Sequence[str]) -> EncodedTexts:
-        return encode_arrays(self.library, texts)
-
-    def token_id(self, text: str) -> int:
-        """Id of the token that is spelt so; ValueError where the vocabulary has none."""
-        if (found := self.library.token_to_id(text)) is None:
-            raise ValueError(f"{text!r} is no token of the vocabulary")
-        return int(found)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self.library.decode(list(ids)))
-
-
-def encode_arrays(library: Any, texts: Sequence[str]) -> EncodedTexts:
-    """library: a tokenizers.Tokenizer."""
-    encodings = library.encode_batch_fast(list(texts))
-    ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
-    sizes = np.array([len(each) for each in ids], np.int32)
-    return np.concatenate(ids or [np.empty(0, np.uint32)]), sizes
 
 
 class GPT2BPETokenizer(Tokenizer):
@@ -114,7 +73,10 @@ def _parse_vocabulary(content: bytes, given: str) -> dict[str, int]:
         raise ValueError(f"{given} is not JSON: {error}") from error
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [None]
     if any(type(each) is not int for each in ids) or set(ids) != set(range(len(ids))):
-        raise ValueError(f"{given} is no JSON object of tokens with the ids 0, 1, 2, ...")
+        cure = "a vocab.json, or --tokenizer-type HuggingFaceTokenizer for a tokenizer.json,"
+        raise ValueError(
+            f"{given} is no JSON object of tokens with the ids 0, 1, 2, ...; {cure} would work"
+        )
     return vocabulary
 
 
@@ -235,9 +197,13 @@ def _check_casing(tokens: Sequence[str], is_lower_case: bool, given: str) -> Non
     )
 
 
-TOKENIZERS: dict[str, type[GPT2BPETokenizer] | type[BertTokenizer]] = {
-    maker.kind: maker for maker in (GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase)
-}
+Maker = type[GPT2BPETokenizer] | type[BertTokenizer] | type[HuggingFaceTokenizer]
+TOKENIZERS: dict[str, Maker] = {
+    maker.kind: maker
+    for maker in (
+        GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase, HuggingFaceTokenizer
+    )
+}  # fmt: skip
 
 
 def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tokenizer:
@@ -280,7 +246,7 @@ def read_tokenizer(kind: str, folder: Path) -> Tokenizer:
         ) from error
 
 
-def _maker(kind: str) -> type[GPT2BPETokenizer] | type[BertTokenizer]:
+def _maker(kind: str) -> Maker:
     if kind not in TOKENIZERS:
         raise ValueError(f"--tokenizer-type {kind} is unknown; known: {', '.join(TOKENIZERS)}")
     return TOKENIZERS[kind]
@@ -288,12 +254,3 @@ def _maker(kind: str) -> type[GPT2BPETokenizer] | type[BertTokenizer]:
 
 def _flag(parameter: str) -> str:
     return f"--{parameter.replace('_', '-')}"
-
-
-def read_given(flag: str, file: str | None) -> bytes:
-    """The file that the flag names; ValueError without one, FileNotFoundError if it is not there"""
-    if file is None:
-        raise ValueError(f"{flag} is missing: it names a file of the tokenizer")
-    if not Path(file).is_file():
-        raise FileNotFoundError(f"{flag} {file}: no such file")
-    return Path(file).read_bytes()

@@ -24,7 +24,8 @@ from megatron.data.sources import (
     open_document_corpus,
     require_sequences,
 )
-from megatron.data.tokenizer import BertTokenizer, Tokenizer, build_tokenizer
+from megatron.data.tokenizer import BertTokenizer, build_tokenizer, file_flags
+from megatron.data.tokenizer_base import Tokenizer
 
 GPT2_VOCABULARY = 50_257  # where settings leave it to the tokenizer, and there is none
 
@@ -52,7 +53,7 @@ def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
     if tokenizer is None and config.checkpoint.save is not None:
         warnings.warn(
             "checkpoints will hold no tokenizer, as no data set of --data-path has one beside it; "
-            "with --vocab-file and --merge-file they would",
+            f"with {file_flags(data.tokenizer_type)} they would",
             stacklevel=2,
         )
     splits = open_splits(

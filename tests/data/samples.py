@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.decoders import Metaspace as MetaspaceDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace
 
 from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import Description, token_dtype
-from megatron.data.tokenizer import MARKS, GPT2BPETokenizer
+from megatron.data.tokenizer import GPT2BPETokenizer
+from megatron.data.tokenizer_base import MARKS
 from tools.data_files import IndexedDatasetWriter, join_descriptions, move_data_set
 
 MERGES = ["t h", "th e", "i n", "Ġ the"]
@@ -28,6 +33,37 @@ def write_tokenizer(folder: Path) -> tuple[str, str]:
     files[0].write_text(json.dumps(vocabulary))
     files[1].write_text("\n".join(["#version: 0.2", *MERGES, ""]), encoding="utf-8")
     return str(files[0]), str(files[1])
+
+
+def write_tokenizer_json(folder: Path, *, config: Mapping[str, Any] | None = None) -> str:
+    """A folder with the tokenizer.json of a byte-level tokenizer: 3 special tokens, then 260 ids.
+
+    config: of a tokenizer_config.json beside it, if there is to be one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    special = ["[BOT]", "[EOT]", "[PAD]"]
+    tokens = sorted(ByteLevel.alphabet()) + [merge.replace(" ", "") for merge in MERGES]
+    vocabulary = {token: number for number, token in enumerate([*special, *tokens])}
+    library = Tokenizer(BPE(vocabulary, [tuple(merge.split()) for merge in MERGES]))
+    library.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    library.decoder = ByteLevelDecoder()
+    library.add_special_tokens(special)
+    library.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def write_dropping_tokenizer(folder: Path) -> str:
+    """A folder with a tokenizer.json that decodes a text without its first blank, as many do."""
+    letters = ["[EOT]", "\u2581", *map(chr, range(33, 127))]
+    library = Tokenizer(BPE({letter: n for n, letter in enumerate(letters)}, []))
+    library.pre_tokenizer = Metaspace()
+    library.decoder = MetaspaceDecoder()
+    library.add_special_tokens(["[EOT]"])
+    folder.mkdir()
+    library.save(str(folder / "tokenizer.json"))
+    return str(folder)
 
 
 def write_wordpiece(folder: Path, *words: str) -> str:

@@ -1,27 +1,32 @@
 """The tokenizers: ids by hand, what marks and casing do, and files that do not fit."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from megatron.data.text_checks import count_casing
 from megatron.data.tokenizer import (
-    MARKS,
     BertTokenizer,
     BertWordPieceCase,
     BertWordPieceLowerCase,
     GPT2BPETokenizer,
-    Tokenizer,
     build_tokenizer,
     file_flags,
     file_names,
     read_tokenizer,
 )
-from tests.data.samples import write_tokenizer, write_wordpiece
+from megatron.data.tokenizer_base import MARKS, Tokenizer
+from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
+from tools.encoders import PROBES
 
 BPE, LOWER, CASED = "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"
+JSON = "HuggingFaceTokenizer"
 TEXTS = [
     "the thing in the inn, then the end.",
     "  two  blanks\n\n\ttabs and <|endoftext|> spelled out; it's we'll 1234567",
@@ -38,6 +43,11 @@ def bpe(tmp_path: Path) -> GPT2BPETokenizer:
 @pytest.fixture
 def wordpiece(tmp_path: Path) -> BertWordPieceLowerCase:
     return BertWordPieceLowerCase(write_wordpiece(tmp_path, "thing", "inn", "ea", "sep"))
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(write_tokenizer_json(tmp_path / "json", config={}))
 
 
 def test_merges_by_hand(bpe: GPT2BPETokenizer, tmp_path: Path) -> None:
@@ -74,6 +84,161 @@ def test_pieces_by_hand(wordpiece: BertWordPieceLowerCase, tmp_path: Path) -> No
     assert pieces == ["E\u0301a", "THING", "S", "漢", "the"]
 
 
+def test_a_tokenizer_json_by_hand(described: HuggingFaceTokenizer, bpe: GPT2BPETokenizer) -> None:
+    assert (described.vocab_size, described.eod, described.pad_id) == (263, 1, 2)
+    for text in (*TEXTS, *PROBES, "a[EOT]b [PAD][BOT]"):
+        ids = described.encode(text)
+        assert ids == [number + 3 for number in bpe.encode(text)]
+        assert described.encode_arrays([text])[0].tolist() == ids
+        assert described.decode(ids) == text
+    ends = [described.token_id("[BOT]"), *described.encode("in"), described.eod]
+    assert described.decode(ends) == "[BOT]in[EOT]"
+
+
+def test_ids_of_tokens(
+    bpe: GPT2BPETokenizer, wordpiece: BertWordPieceLowerCase, described: HuggingFaceTokenizer
+) -> None:
+    table: list[tuple[Tokenizer, str, int, int | None, str]] = [
+        (bpe, "<|endoftext|>", bpe.eod, None, "<|endoftext|"),
+        (wordpiece, "[CLS]", wordpiece.cls, wordpiece.pad, "[CL]"),
+        (described, "[BOT]", 0, 2, "[BOS]"),
+    ]
+    for tokenizer, token, number, pad, near in table:
+        assert (tokenizer.token_id(token), tokenizer.pad_id) == (number, pad)
+        with pytest.raises(ValueError, match=re.escape(token)):
+            tokenizer.token_id(near)
+        with pytest.raises(ValueError, match="qqqqqqqqqq"):
+            tokenizer.token_id("qqqqqqqqqq")
+
+
+def change_json(folder: Path, **changes: Any) -> str:
+    """The tokenizer.json in the folder, with these parts changed."""
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | changes))
+    return str(file)
+
+
+def added(*tokens: tuple[str, int], special: bool = True) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "added_tokens": [{"content": t, "id": n, "special": special, **flags} for t, n in tokens]
+    }
+
+
+def test_what_a_tokenizer_json_adds_cuts_and_pads_is_left_out(tmp_path: Path) -> None:
+    folder = Path(write_tokenizer_json(tmp_path / "json"))
+    plain = HuggingFaceTokenizer(str(folder))
+    bot = {"SpecialToken": {"id": "[BOT]", "type_id": 0}}
+    processor = {
+        "type": "TemplateProcessing",
+        "single": [bot, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"[BOT]": {"id": "[BOT]", "ids": [0], "tokens": ["[BOT]"]}},
+    }
+    padding = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None,
+               "pad_id": 2, "pad_type_id": 0, "pad_token": "[PAD]"}  # fmt: skip
+    truncation = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    change_json(folder, post_processor=processor, padding=padding, truncation=truncation)
+    other = HuggingFaceTokenizer(str(folder))
+    assert other.encode_batch(TEXTS) == plain.encode_batch(TEXTS)
+    assert other.encode_arrays(TEXTS)[1].tolist() == plain.encode_arrays(TEXTS)[1].tolist()
+    assert other.fingerprint == plain.fingerprint
+
+
+def test_a_mark_that_is_no_special_token_is_no_text_either(tmp_path: Path) -> None:
+    folder = Path(write_tokenizer_json(tmp_path / "json"))
+    file = change_json(folder, **added(("[EOT]", 1), ("[BOT]", 0), special=False))
+    tokenizer = HuggingFaceTokenizer(file)
+    assert tokenizer.eod == 1 not in tokenizer.encode("the[EOT]")
+    assert tokenizer.encode("[BOT]") == [0]  # an added token like any other
+
+
+def test_every_id_is_below_the_vocabulary_size(tmp_path: Path) -> None:
+    folder = Path(write_tokenizer_json(tmp_path / "json"))
+    file = change_json(folder, **added(("[EOT]", 1), ("<new>", 263), special=False))
+    tokenizer = HuggingFaceTokenizer(file)
+    assert tokenizer.vocab_size == 264
+    assert tokenizer.encode("a<new>") == [tokenizer.token_id("a"), 263]
+
+
+@pytest.mark.parametrize(
+    ("config", "special_map", "tokens", "marks"),
+    [
+        (None, None, [], ("[EOT]", "[PAD]")),
+        ({"eos_token": "[BOT]"}, {"eos_token": "[PAD]"}, [], ("[BOT]", "[PAD]")),
+        ({"eos_token": None}, {"eos_token": {"content": "[BOT]"}}, [], ("[BOT]", "[PAD]")),
+        ({"eos_token": {"content": "the"}, "pad_token": "th"}, None, [], ("the", "th")),
+        ({}, None, [("<pad>", 264), ("</s>", 263)], ("</s>", "<pad>")),
+        ({}, None, [("<eos>", 263)], ("<eos>", "[PAD]")),  # [PAD] only in the vocabulary
+    ],
+)
+def test_the_marks_are_those_of_the_files_beside_or_the_usual_ones(
+    tmp_path: Path,
+    config: dict[str, Any] | None,
+    special_map: dict[str, Any] | None,
+    tokens: list[tuple[str, int]],
+    marks: tuple[str, str],
+) -> None:
+    folder = Path(write_tokenizer_json(tmp_path / "json", config=config))
+    if special_map is not None:
+        (folder / "special_tokens_map.json").write_text(json.dumps(special_map))
+    if tokens:
+        change_json(folder, **added(*tokens))
+    if marks[0] == "the":  # which text does spell
+        with pytest.raises(ValueError, match="--vocab-file .*the"):
+            HuggingFaceTokenizer(str(folder))
+        return
+    one, other = (HuggingFaceTokenizer(str(each)) for each in (folder, folder / "tokenizer.json"))
+    assert one.files == other.files
+    assert one.files.keys() == {file.name for file in folder.iterdir()}
+    assert [one.eod, one.pad_id] == [one.token_id(mark) for mark in marks]
+
+
+def test_gpt2s_own_vocabulary_in_a_tokenizer_json(tmp_path: Path, test_data: Path) -> None:
+    files = [str(test_data / "gpt2" / name) for name in ("vocab.json", "merges.txt")]
+    library = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*files))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    ours, theirs = HuggingFaceTokenizer(str(tmp_path)), GPT2BPETokenizer(*files)
+    assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod) == (50257, 50256)
+    assert ours.encode_batch(PROBES) == theirs.encode_batch(PROBES)
+    assert [ours.decode(ids) for ids in ours.encode_batch(PROBES)] == list(PROBES)
+
+
+def test_the_fingerprint_of_a_tokenizer_json_is_of_what_decides_the_ids(tmp_path: Path) -> None:
+    folder = Path(write_tokenizer_json(tmp_path / "json"))
+    file, content = folder / "tokenizer.json", json.loads((folder / "tokenizer.json").read_bytes())
+    model = content["model"]
+    same: list[dict[str, Any]] = [
+        {"model": model | {"merges": [" ".join(pair) for pair in model["merges"]]}},
+        {"model": {k: v for k, v in model.items() if v is not None and v is not False}},
+        {"model": model | {"vocab": dict(reversed(model["vocab"].items()))}},
+        {"decoder": None, "version": "1.0"},
+    ]
+    others: list[dict[str, Any]] = [
+        {"model": model | {"merges": model["merges"][:-1]}},
+        {"model": model | {"ignore_merges": True}},
+        {"model": model | {"vocab": model["vocab"] | {"th": 262, "Ġthe": 260}}},
+        {"normalizer": {"type": "NFC"}},
+        {"pre_tokenizer": content["pre_tokenizer"] | {"add_prefix_space": True}},
+        {"pre_tokenizer": content["pre_tokenizer"] | {"use_regex": False}},
+        added(("[EOT]", 1), ("[PAD]", 2)),
+    ]
+
+    def fingerprint(changes: dict[str, Any]) -> str:
+        file.write_text(json.dumps(content | changes, indent=3))
+        return HuggingFaceTokenizer(str(file)).fingerprint
+
+    first = fingerprint({})
+    assert [fingerprint(changes) for changes in same] == [first] * len(same)
+    assert len({first, *map(fingerprint, others)}) == 1 + len(others)
+    file.write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "[PAD]"}')
+    assert HuggingFaceTokenizer(str(file)).fingerprint != first
+
+
 def test_the_fingerprint_is_of_the_content_not_of_its_form(tmp_path: Path) -> None:
     vocab_file, merge_file = map(Path, write_tokenizer(tmp_path))
 
@@ -97,20 +262,27 @@ def test_the_fingerprint_is_of_the_content_not_of_its_form(tmp_path: Path) -> No
 
 
 def test_from_its_files_it_is_made_again_under_their_usual_names(
-    bpe: GPT2BPETokenizer, wordpiece: BertTokenizer, tmp_path: Path
+    bpe: GPT2BPETokenizer,
+    wordpiece: BertTokenizer,
+    described: HuggingFaceTokenizer,
+    tmp_path: Path,
 ) -> None:
-    expected = {BPE: ("vocab.json", "merges.txt"), LOWER: ("vocab.txt",)}
-    tokenizers: tuple[Tokenizer, ...] = (bpe, wordpiece)
-    for tokenizer in tokenizers:
-        assert tuple(tokenizer.files) == file_names(tokenizer.kind) == expected[tokenizer.kind]
+    config = "tokenizer_config.json"
+    expected = {BPE: ("vocab.json", "merges.txt"), LOWER: ("vocab.txt",), JSON: ("tokenizer.json",)}
+    made: tuple[Tokenizer, ...] = (bpe, wordpiece, described)
+    for tokenizer in made:
+        assert file_names(tokenizer.kind) == expected[tokenizer.kind]
+        assert tuple(n for n in tokenizer.files if n != config) == file_names(tokenizer.kind)
+        origin = tmp_path / "json" if tokenizer is described else tmp_path
         folder = tmp_path / tokenizer.kind
         folder.mkdir()
         for name, content in tokenizer.files.items():
-            assert content == (tmp_path / name).read_bytes()
+            assert content == (origin / name).read_bytes()
             (folder / name).write_bytes(content)
         again = read_tokenizer(tokenizer.kind, folder)
         assert (again.fingerprint, again.files) == (tokenizer.fingerprint, tokenizer.files)
         assert again.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+        name = file_names(tokenizer.kind)[-1]
         (folder / name).unlink()
         flags = file_flags(tokenizer.kind)
         with pytest.raises(ValueError, match=f"{folder} .*{name}.*{flags}"):
@@ -158,9 +330,61 @@ def test_files_that_are_missing_or_do_not_fit(
         build_tokenizer(kind, *[*given, None][:2])
 
 
+NO_BYTES = {"type": "WordLevel", "vocab": {"[EOT]": 0, "a": 1, "[UNK]": 2}, "unk_token": "[UNK]"}
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"model": None}, "--vocab-file .*tokenizer.json"),
+    ({"model": {"type": "Other"}}, "--vocab-file .*tokenizer.json"),
+    (added(("[EOT]", -1)), "--vocab-file .*tokenizer.json"),
+    ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []}, r"\[EOT\]"),
+    ({"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}, r"\[EOT\]"),
+    ({"model": NO_BYTES, "pre_tokenizer": {"type": "WhitespaceSplit"}}, r"\[EOT\]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), UNFIT)
+def test_a_tokenizer_json_that_does_not_fit(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = Path(write_tokenizer_json(tmp_path / "json"))
+    change_json(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        build_tokenizer(JSON, str(folder), None)
+
+
+def test_files_of_a_tokenizer_json_that_do_not_fit(tmp_path: Path) -> None:
+    folder = Path(write_tokenizer_json(tmp_path / "json", config={"eos_token": "<none>"}))
+    file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    for text in ('{"eos_token": "<none>"}', '{"pad_token": ["[PAD]"]}', "{", "[]"):
+        config.write_text(text)
+        with pytest.raises(ValueError, match="tokenizer_config.json"):
+            build_tokenizer(JSON, str(folder), None)
+    config.unlink()
+    model = json.loads(file.read_bytes())["model"]
+    change_json(folder, model=model | {"dropout": 0.1})
+    with pytest.raises(ValueError, match="--vocab-file .*dropout"):
+        build_tokenizer(JSON, str(folder), None)
+    change_json(folder, model=model | {"dropout": 0.0})
+    assert build_tokenizer(JSON, str(folder), None).eod == 1
+    for content in (b"{", b"[]", b"\xff"):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="--vocab-file .*tokenizer.json"):
+            build_tokenizer(JSON, str(folder), None)
+    file.unlink()
+    with pytest.raises(ValueError, match="--vocab-file .*save_pretrained"):
+        build_tokenizer(JSON, str(folder), None)
+    write_tokenizer(folder)
+    with pytest.raises(ValueError, match=f"--vocab-file .*{BPE} --vocab-file .*--merge-file"):
+        build_tokenizer(JSON, str(folder), None)
+    with pytest.raises(FileNotFoundError, match="--vocab-file nowhere"):
+        build_tokenizer(JSON, "nowhere", None)
+    with pytest.raises(ValueError, match="--vocab-file"):
+        build_tokenizer(JSON, None, None)
+
+
 def test_flags_that_do_not_fit_the_kind() -> None:
-    with pytest.raises(ValueError, match=f"--merge-file m .*{CASED}.*--vocab-file"):
-        build_tokenizer(CASED, "v", "m")
+    for kind in (CASED, JSON):
+        with pytest.raises(ValueError, match=f"--merge-file m .*{kind}.*--vocab-file"):
+            build_tokenizer(kind, "v", "m")
     with pytest.raises(ValueError, match=f"--tokenizer-type T5 .*{BPE}"):
         build_tokenizer("T5", "v", "m")
 

@@ -4,13 +4,14 @@ import json
 from math import exp
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer, read_tokenizer
 from tasks.lambada import Settings, prepare, spells
-from tests.data.samples import write_tokenizer
+from tests.data.samples import write_dropping_tokenizer, write_tokenizer, write_tokenizer_json
 from tests.tasks.passages import COUNT, passages
 from tests.tasks.peer import Peer
 from tests.tasks.program import figures_of, without_words
@@ -64,6 +65,23 @@ def test_figures_are_those_of_a_plain_loop_over_transformers(
     assert figures["num_examples"] == COUNT
     assert figures["truncated_contexts"] == figures["truncated_prompts"] == 0
     assert len(without_words(figures)) == 14
+
+
+def test_a_tokenizer_json_works_where_blanks_belong_to_words(tmp_path: Path) -> None:
+    file = write_json(tmp_path / "test.jsonl", ["in the inn, the thing", "the thing in"])
+    settings = Settings(trained=TrainedConfig(load=""), valid_data=file)
+    manifest = {"config": {"model": {"max_position_embeddings": 64}}}
+    plain = build_tokenizer("GPT2BPETokenizer", *write_tokenizer(tmp_path))
+    other = build_tokenizer("HuggingFaceTokenizer", write_tokenizer_json(tmp_path / "t"), None)
+    ours, theirs = (prepare(settings, manifest, each) for each in (other, plain))
+    for number in range(len(ours)):
+        assert ours[number].first == theirs[number].first
+        assert np.array_equal(ours[number].labels, theirs[number].labels + 3)
+    dropping = build_tokenizer(
+        "HuggingFaceTokenizer", write_dropping_tokenizer(tmp_path / "d"), None
+    )
+    with pytest.raises(ValueError, match="--tokenizer-type GPT2BPETokenizer"):
+        prepare(settings, manifest, dropping)
 
 
 def test_whole_releases_are_read_in_both_forms(test_data: Path) -> None:

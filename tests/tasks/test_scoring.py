@@ -14,7 +14,7 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.train.evaluate import batch_of
 from tasks.common import Scores, Sliding, Window, score_windows
 from tasks.heldout import Settings, cloze_windows, read_texts, training_tokens
-from tests.data.samples import write_data, write_tokenizer
+from tests.data.samples import write_data, write_tokenizer, write_tokenizer_json
 from tests.dist import Pool
 from tests.tasks.passages import passages, some_articles
 from tests.tasks.peer import Peer
@@ -189,6 +189,17 @@ def test_cloze_asks_for_the_last_word_of_long_paragraphs(tmp_path: Path) -> None
     some = cloze_windows(texts_of_one, tokenizer, 100, replace(settings, cloze_passages=4))
     found = [tokenizer.decode(window.labels[window.first :]) for window in some]
     assert found == [" zero", " one", " three", " five"], "spread evenly, where some are left out"
+
+    file = Path(write_tokenizer_json(tmp_path / "json")) / "tokenizer.json"
+    content = json.loads(file.read_bytes())
+    other = build_tokenizer("HuggingFaceTokenizer", str(file), None)
+    (window, _) = cloze_windows([text], other, 100, settings)
+    assert other.decode(window.labels[window.first :]) == " end"
+    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
+    file.write_text(json.dumps(content | {"normalizer": strip}))
+    stripping = build_tokenizer("HuggingFaceTokenizer", str(file), None)
+    with pytest.raises(ValueError, match="--tokenizer-type GPT2BPETokenizer"):
+        list(cloze_windows([text], stripping, 100, settings))
 
 
 def test_a_line_without_text_is_named_and_counted(tmp_path: Path) -> None:

@@ -17,13 +17,10 @@ import gigatoken
 import numpy as np
 import pytest
 
-from megatron.data.tokenizer import (
-    MARKS,
-    BertWordPieceCase,
-    BertWordPieceLowerCase,
-    GPT2BPETokenizer,
-)
-from tests.data.samples import write_tokenizer, write_wordpiece
+from megatron.data.tokenizer import BertWordPieceCase, BertWordPieceLowerCase, GPT2BPETokenizer
+from megatron.data.tokenizer_base import MARKS
+from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
 from tools import encoders
 from tools.encoders import PROBES, Encoder, Gigatoken, Words, build_encoder, find_difference
 from tools.train_tokenizer import train_tokenizer
@@ -228,6 +225,7 @@ def libraries(tmp_path: Path) -> dict[str, Any]:
     return {
         "bpe": GPT2BPETokenizer(*write_tokenizer(tmp_path)).library,
         "wordpiece": BertWordPieceLowerCase(write_wordpiece(tmp_path)).library,
+        "json": HuggingFaceTokenizer(write_tokenizer_json(tmp_path / "json")).library,
     }
 
 
@@ -243,6 +241,10 @@ def libraries(tmp_path: Path) -> dict[str, Any]:
         ("wordpiece", "words", "words"),
         ("wordpiece", "tokenizers", "tokenizers"),
         ("wordpiece", "gigatoken", None),
+        ("json", "auto", "tokenizers"),
+        ("json", "tokenizers", "tokenizers"),
+        ("json", "gigatoken", None),
+        ("json", "words", None),
     ],
 )
 def test_which_encoder_is_chosen(

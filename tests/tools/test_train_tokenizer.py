@@ -10,7 +10,8 @@ from pydoc_data.topics import topics
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 
-from megatron.data.tokenizer import MARKS, BertWordPieceCase, BertWordPieceLowerCase, read_tokenizer
+from megatron.data.tokenizer import BertWordPieceCase, BertWordPieceLowerCase, read_tokenizer
+from megatron.data.tokenizer_base import MARKS
 from tests.tools.corpus.lines import write_jsonl
 from tools.train_tokenizer import SAMPLE, SAMPLE_CHARACTERS, sampled, train_tokenizer
 

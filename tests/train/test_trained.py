@@ -14,7 +14,8 @@ from megatron.checkpoint.format import seal
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError
 from megatron.config.training import ParallelConfig
-from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer
+from megatron.data.tokenizer import GPT2BPETokenizer
+from megatron.data.tokenizer_base import Tokenizer
 from megatron.train.trained import open_trained
 from tests.config.test_checks import settings
 from tests.data.samples import write_tokenizer

@@ -1,4 +1,5 @@
-"""GPT-2's byte-level BPE in a folder: vocab.json and merges.txt, or tokenizer.json."""
+"""GPT-2's byte-level BPE in a folder: vocab.json and merges.txt, or tokenizer.json; or instead of
+it any other tokenizer.json."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.data.tokenizer import END_OF_DOCUMENT, GPT2BPETokenizer, Tokenizer
-from tools.convert.tokenizing import Tokenizing
+from megatron.data.tokenizer import GPT2BPETokenizer
+from megatron.data.tokenizer_base import END_OF_DOCUMENT, Tokenizer
+from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from tools.convert.tokenizing import CONFIG, Tokenizing
 
 KIND = GPT2BPETokenizer.kind
 VOCABULARY, MERGES = GPT2BPETokenizer.names.values()
@@ -49,6 +52,9 @@ def _write_files(folder: Path, vocabulary: Mapping[str, int], merges: Iterable[s
 
 
 def _write(folder: Path, tokenizer: Tokenizer, positions: int) -> None:
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        _write_described(folder, tokenizer, positions)
+        return
     import transformers
 
     vocabulary = json.loads(tokenizer.files[VOCABULARY])
@@ -60,9 +66,26 @@ def _write(folder: Path, tokenizer: Tokenizer, positions: int) -> None:
     _write_files(folder, vocabulary, merges)
 
 
+def _write_described(folder: Path, tokenizer: HuggingFaceTokenizer, positions: int) -> None:
+    """Its own files; the configuration says what has been found out, and that the class is the one
+    that takes a tokenizer.json as it is."""
+    for name, content in tokenizer.files.items():
+        (folder / name).write_bytes(content)
+    config = json.loads(tokenizer.files.get(CONFIG, b"{}"))
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": positions}
+    marks = {"eos_token": tokenizer.eod, "pad_token": tokenizer.pad_id}
+    config |= {
+        name: tokenizer.library.id_to_token(number)
+        for name, number in marks.items()
+        if number is not None
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
 BYTE_PAIRS = Tokenizing(
     whose="GPT-2's",
     kinds=(KIND,),
+    takes_any_json=True,
     marks=(END_OF_DOCUMENT,),
     parts=PARTS,
     options=OPTIONS,

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer_json import HuggingFaceTokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model
 from tools.convert.outputs import OUTPUTS, Logits, Outputs, Prompt
@@ -144,12 +145,16 @@ def _by_head(found: Sequence[Logits]) -> dict[str, list[Tensor]]:
 def compare_ids(tokenizer: Tokenizer, folder: Path, tokenizing: Tokenizing) -> None:
     """Raise ValueError where the folder's tokenizer gives other ids than ours for some text.
 
-    Texts that spell a mark are left out: there they are the mark, and here characters.
+    Texts that spell a mark are left out: there they are the mark, and here characters. What a
+    tokenizer.json puts before and after a text is left out, too.
     """
     import transformers
 
     other = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    before, after = tokenizing.around(tokenizer)
-    for text in (each for each in PROBES if not any(mark in each for mark in tokenizing.marks)):
-        if other.encode(text, verbose=False) != [*before, *tokenizer.encode(text), *after]:
+    is_any = isinstance(tokenizer, HuggingFaceTokenizer)
+    marks = tokenizer.marks if isinstance(tokenizer, HuggingFaceTokenizer) else tokenizing.marks
+    before, after = ([], []) if is_any else tokenizing.around(tokenizer)
+    for text in (each for each in PROBES if not any(mark in each for mark in marks)):
+        found = other.encode(text, verbose=False, add_special_tokens=not is_any)
+        if found != [*before, *tokenizer.encode(text), *after]:
             raise ValueError(f"{folder}: its tokenizer gives other ids than ours for {text[:40]!r}")

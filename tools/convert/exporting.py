@@ -17,7 +17,7 @@ from megatron.checkpoint.load import TensorSlice, load_checkpoint
 from megatron.checkpoint.save import reason
 from megatron.config.checks import flag
 from megatron.config.model import ModelConfig
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizer_base import Tokenizer
 from megatron.models.registry import config_of
 from tools.convert.table import Family
 from tools.convert.tokenizing import any_of

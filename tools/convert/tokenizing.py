@@ -13,7 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron.data.tokenizer import Tokenizer, file_names, read_tokenizer
+from megatron.data.tokenizer import file_names, read_tokenizer
+from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer_json import HuggingFaceTokenizer
 
 JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -34,6 +36,10 @@ class Tokenizing:
 
     kinds: tuple[str, ...]
     """What --tokenizer-type calls it; all have the same files."""
+
+    takes_any_json: bool = False
+    """Whether such a model may have another tokenizer, of any tokenizer.json, if the flag
+    --tokenizer-type HuggingFaceTokenizer says so."""
 
     marks: tuple[str, ...]
     """Tokens that are no text. transformers finds them in texts, and this project does not."""
@@ -59,6 +65,17 @@ class Tokenizing:
 
     cured: Callable[[str, str], str] = lambda said, file: said
     """A message of this project with the words of a file of the folder, by its name, for flags."""
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Every kind that --tokenizer-type may name."""
+        return (*self.kinds, *([HuggingFaceTokenizer.kind] if self.takes_any_json else []))
+
+    @property
+    def cure(self) -> str:
+        """The end of a message that refuses a tokenizer.json."""
+        flag = f"--tokenizer-type {HuggingFaceTokenizer.kind}"
+        return f"; {flag} takes any other" if self.takes_any_json else ""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -90,7 +107,7 @@ def check_added(file: Path, tokens: Iterable[str], tokenizing: Tokenizing) -> No
     if others := sorted(set(tokens) - set(tokenizing.marks)):
         raise ValueError(
             f"{file} adds the token {others[0]!r}; {tokenizing.whose} tokenizer has "
-            f"{' '.join(tokenizing.marks)} alone"
+            f"{' '.join(tokenizing.marks)} alone{tokenizing.cure}"
         )
 
 
@@ -101,7 +118,7 @@ def read_json(file: Path, content: Mapping[str, Any], tokenizing: Tokenizing) ->
         if value not in allowed:
             raise ValueError(
                 f"{file}: {part}.{option} is {json.dumps(value)}; in {tokenizing.whose} tokenizer "
-                f"it is {any_of(allowed)}"
+                f"it is {any_of(allowed)}{tokenizing.cure}"
             )
     added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
     check_added(file, added, tokenizing)

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.checks import UsageError
-from megatron.data.tokenizer import (
-    Tokenizer,
-    build_tokenizer,
-    file_flags,
-    read_tokenizer,
-)
+from megatron.data.tokenizer import build_tokenizer, file_flags, read_tokenizer
+from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer_json import HuggingFaceTokenizer
 from tools.convert.folder import read_object
 from tools.convert.tokenizing import (
     ADDED,
@@ -102,6 +99,13 @@ def _tokenizers(
     folder: Path, tokenizing: Tokenizing, given: Given
 ) -> Iterator[tuple[str, Tokenizer]]:
     """(what it was read from, tokenizer) for each of the places where one is."""
+    if given.tokenizer_type == HuggingFaceTokenizer.kind and tokenizing.takes_any_json:
+        if given.has_files:
+            flags = f"--vocab-file {given.vocab_file}"
+            yield flags, build_tokenizer(given.tokenizer_type, given.vocab_file, given.merge_file)
+        if (folder / JSON).is_file():
+            yield str(folder / JSON), build_tokenizer(given.tokenizer_type, str(folder), None)
+        return
     kind = _check_beside(folder, tokenizing, given.tokenizer_type)
     files = tokenizing.files
     if given.has_files:
@@ -145,10 +149,10 @@ def _check_beside(folder: Path, tokenizing: Tokenizing, tokenizer_type: str | No
 
 
 def _check_kind(kind: str, tokenizing: Tokenizing) -> None:
-    if kind not in tokenizing.kinds:
+    if kind not in tokenizing.known:
         raise UsageError(
             "--tokenizer-type",
             kind,
-            f"{tokenizing.whose}: {' or '.join(tokenizing.kinds)}",
+            f"{tokenizing.whose}: {' or '.join(tokenizing.known)}",
             works=("--tokenizer-type", tokenizing.kinds[0]),
         )

@@ -24,7 +24,8 @@ def check_early(description: Description, jobs: Sequence[Job]) -> None:
             place = path.absolute()
             if key == "input" and (place in made or place.parent in made):  # OUTPUT/split/train
                 continue
-            if not (path.exists() if key == "input" else path.is_file()):
+            # A vocabulary may be a folder with a tokenizer.json.
+            if not (path.exists() if key in ("input", "vocab_file") else path.is_file()):
                 raise ValueError(f"{job.where} {key} {path}: no such file")
     for job in jobs:
         check = getattr(importlib.import_module(STEPS[job.step]), "check", None)

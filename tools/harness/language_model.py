@@ -19,7 +19,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizer_base import Tokenizer
 from megatron.models.gpt2 import GPT2
 from megatron.parallel.mesh import Mesh
 from tasks.common import Prompts, Window, continue_prompts, score_windows

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.data.samples import write_tokenizer_json
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tools.corpus.__main__ import main
 from tools.corpus.early import check_early
@@ -248,6 +249,13 @@ def test_what_a_later_step_would_miss_is_named_before_the_first(
     with pytest.raises(ValueError, match=message):
         go(file, plan=plan)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_vocabulary_may_be_the_folder_of_a_tokenizer_json(tmp_path: Path) -> None:
+    folder = write_tokenizer_json(tmp_path / "json")
+    steps = f"[tokenise]\ntokenizer_type = 'HuggingFaceTokenizer'\nvocab_file = '{folder}'\n"
+    made = read_description(description(tmp_path, STEPS + steps))
+    check_early(made, made.jobs({}))
 
 
 def test_what_the_run_itself_makes_need_not_be_there_yet(

@@ -1,0 +1,309 @@
+"""A tokenizer.json from training it to text, and to transformers and back."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from megatron.checkpoint.format import read_manifest
+from megatron.config.checkpoint import TrainedConfig
+from megatron.config.checks import UsageError
+from megatron.config.parse import parse
+from megatron.config.training import ParallelConfig
+from megatron.data.indexed import Description, IndexedDataset
+from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.train.trained import open_trained
+from tests.data.samples import write_tokenizer_json
+from tests.programs import newest, pretrain
+from tests.tools.convert.models import change_json, weights_of
+from tests.tools.texts import generated
+from tools import inspect_data, preprocess_data
+from tools.convert_hf import export_model, import_model
+from tools.encoders import PROBES
+from tools.train_tokenizer import train_tokenizer
+
+KIND = HuggingFaceTokenizer.kind
+SPECIAL = ("[BOT]", "[EOT]", "[PAD]")
+TRICKY = [*PROBES, *list(topics.values())[:20]]
+FLAGS = ["--tokenizer-type", KIND, "--append-eod", "--workers", "1"]
+
+
+def write_topics(folder: Path) -> Path:
+    file = folder / "in.jsonl"
+    texts = [f"{name} [EOT] {text}" for name, text in sorted(topics.items())[:20]]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text, a tokenizer that has been trained on it, its data set, and a model of that."""
+    folder = tmp_path_factory.mktemp("journey")
+    train_tokenizer((write_topics(folder),), 400, folder / "tokenizer", KIND, SPECIAL)
+    words = ["--input", str(folder / "in.jsonl"), "--output-prefix", str(folder / "p")]
+    preprocess_data.main([*words, *FLAGS, "--tokenizer-model", str(folder / "tokenizer")])
+    data = f"--data-path {folder / 'p_text_document'} --tokenizer-type {KIND} --eval-iters 0"
+    words = f"{data} --train-iters 2 --save {folder / 'trained'}"
+    with pretrain(words, folder=folder) as run:
+        assert run.wait(200) == [0], run.text()
+    return folder
+
+
+def test_the_data_set_has_the_ids_and_carries_the_tokenizer(folder: Path) -> None:
+    prefix = str(folder / "p_text_document")
+    tokenizer = HuggingFaceTokenizer(str(folder / "tokenizer"))
+    described = Description.read(prefix)
+    assert described is not None
+    facts = described.tokenizer_type, described.tokenizer_fingerprint, described.vocab_size
+    assert facts == (KIND, tokenizer.fingerprint, 400)
+    assert described.eod == tokenizer.eod == 1
+    data = IndexedDataset(prefix)
+    lines = (folder / "in.jsonl").read_text().splitlines()
+    for number, line in enumerate(lines):
+        tokens = data.token_range(range(number, number + 1))
+        document = data.read(tokens.start, tokens.stop).tolist()
+        assert document == [*tokenizer.encode(json.loads(line)["text"]), 1]
+        assert document.count(1) == 1
+    beside = folder / "p_text_document.tokenizer"
+    assert {file.name: file.read_bytes() for file in beside.iterdir()} == tokenizer.files
+    assert set(tokenizer.files) == {"tokenizer.json", "tokenizer_config.json"}
+
+
+def test_generation_finds_the_tokenizer_in_the_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = TrainedConfig(load=str(folder / "trained"))
+    _, tokenizer, manifest = open_trained(config, ParallelConfig(), 1)
+    assert (tokenizer.kind, tokenizer.fingerprint) == (KIND, manifest["tokenizer"])
+    words = ["--prompt", "a [EOT]", "", "--max-new-tokens", "5", "--temperature", "5"]
+    for record in generated(capsys, folder / "trained", *words):
+        assert record["text"] == tokenizer.decode(record["tokens"])
+        assert 1 not in record["tokens"]
+    other = write_tokenizer_json(folder / "other")
+    with pytest.raises(SystemExit, match="2"):
+        generated(capsys, folder / "trained", *words, "--tokenizer-model", other)
+    assert "--vocab-file" in capsys.readouterr().err
+
+
+def test_a_run_is_resumed_with_its_tokenizer_and_no_other(folder: Path) -> None:
+    data = f"--data-path {folder / 'p_text_document'} --eval-iters 0 --train-iters 3"
+    words = f"{data} --load {folder / 'trained'} --save {folder / 'resumed'}"
+    with pretrain(words, folder=folder) as run:
+        assert run.wait(200) == [2]
+        assert f"--tokenizer-type {KIND} works" in run.text()
+    given = f"--tokenizer-type {KIND} --tokenizer-model {folder / 'tokenizer'}"
+    with pretrain(f"{words} {given}", folder=folder) as run:
+        assert run.wait(200) == [0], run.text()
+    assert read_manifest(newest(folder / "resumed"))["counters"]["step"] == 3
+
+
+def test_samples_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--data-path", str(folder / "p_text_document"), "--seq-length", "64"]
+    inspect_data.main([*words, "--samples", "3", "--statistics", "4"], {})
+    shown = capsys.readouterr().out
+    assert f"tokenizer {KIND}, 400 ids" in shown
+    given = ["--tokenizer-type", KIND, "--tokenizer-model", str(folder / "tokenizer")]
+    inspect_data.main([*words, *given, "--samples", "3", "--statistics", "4"], {})
+    assert capsys.readouterr().out == shown
+
+
+def test_an_export_loads_in_transformers_and_comes_back(folder: Path, tmp_path: Path) -> None:
+    checkpoint = newest(folder / "trained")
+    export_model(str(checkpoint), tmp_path / "back")
+    ours, theirs = (
+        HuggingFaceTokenizer(str(folder / "tokenizer")),
+        AutoTokenizer.from_pretrained(tmp_path / "back"),
+    )
+    assert [theirs.eos_token, theirs.bos_token, theirs.pad_token] == ["[EOT]", "[BOT]", "[PAD]"]
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eod, ours.pad_id)
+    for text in TRICKY:
+        assert theirs.encode(text, verbose=False) == ours.encode(text)
+    config = json.loads((tmp_path / "back" / "config.json").read_bytes())
+    assert (config["eos_token_id"], config["vocab_size"]) == (1, 400)
+    with pytest.raises(ValueError, match=f"--tokenizer-type {KIND}"):
+        import_model(str(tmp_path / "back"), tmp_path / "again")
+    import_model(str(tmp_path / "back"), tmp_path / "again", tokenizer_type=KIND)
+    again = tmp_path / "again" / "step_00000000"
+    one, other = weights_of(checkpoint), weights_of(again)
+    assert all(one[f"model.{n}"].equal(other[f"model.{n}"]) for n in read_names(again))
+    manifest = read_manifest(again)
+    assert manifest["tokenizer"] == ours.fingerprint
+    assert manifest["config"]["data"]["tokenizer_type"] == KIND
+
+
+def read_names(checkpoint: Path) -> list[str]:
+    return [key.removeprefix("model.") for key in read_manifest(checkpoint)["tensors"]]
+
+
+def test_imports_without_a_tokenizer_or_with_one_given(folder: Path, tmp_path: Path) -> None:
+    export_model(str(folder / "trained"), tmp_path / "back")
+    given = str(folder / "tokenizer")
+    import_model(str(tmp_path / "back"), tmp_path / "two", given, tokenizer_type=KIND)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "back" / name).unlink()
+    with pytest.raises(FileNotFoundError, match="--vocab-file"):
+        import_model(str(tmp_path / "back"), tmp_path / "none", tokenizer_type=KIND)
+    import_model(str(tmp_path / "back"), tmp_path / "given", given, tokenizer_type=KIND)
+    import_model(str(tmp_path / "back"), tmp_path / "without", no_tokenizer=True)
+    for place in (given, f"{given}/tokenizer.json"):
+        with pytest.raises(ValueError, match=f"--vocab-file .*--tokenizer-type {KIND}"):
+            export_model(str(tmp_path / "without"), tmp_path / "out", place)
+    export_model(str(tmp_path / "without"), tmp_path / "out", given, tokenizer_type=KIND)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_an_export_loads_as_its_tokenizer_json_says_whatever_class_it_came_with(
+    folder: Path, tmp_path: Path
+) -> None:
+    """GPT2Tokenizer of transformers would leave out the normalizer."""
+    export_model(str(folder / "trained"), tmp_path / "back")
+    import_model(str(tmp_path / "back"), tmp_path / "without", no_tokenizer=True)
+    file = tmp_path / "back" / "tokenizer.json"
+    lower = json.loads(file.read_bytes()) | {"normalizer": {"type": "Lowercase"}}
+    file.write_text(json.dumps(lower))
+    change_json(tmp_path / "back" / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+    given = str(tmp_path / "back")
+    export_model(str(tmp_path / "without"), tmp_path / "out", given, tokenizer_type=KIND)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = HuggingFaceTokenizer(given).encode("The END")
+    assert theirs.encode("The END") == ids == theirs.encode("the end")
+
+
+def test_an_import_with_a_tokenizer_that_transformers_changes_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As a class of transformers does, which does not take tokenizer.json as it is."""
+    export_model(str(folder / "trained"), tmp_path / "back")
+    content = json.loads((tmp_path / "back" / "tokenizer.json").read_bytes())
+    content["normalizer"] = {"type": "Lowercase"}
+    (tmp_path / "back" / "tokenizer.json").write_text(json.dumps(content))
+    change_json(tmp_path / "back" / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+    with pytest.raises(ValueError, match="other ids"):
+        import_model(str(tmp_path / "back"), tmp_path / "again", tokenizer_type=KIND)
+
+
+def test_the_trained_folder_loads_in_transformers(folder: Path) -> None:
+    ours, theirs = (
+        HuggingFaceTokenizer(str(folder / "tokenizer")),
+        AutoTokenizer.from_pretrained(folder / "tokenizer"),
+    )
+    assert len(theirs) == ours.vocab_size == 400
+    assert theirs.convert_tokens_to_ids(list(SPECIAL)) == [0, 1, 2]
+    assert [theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id] == [0, 1, 2]
+    assert [ours.eod, ours.pad_id] == [1, 2]
+    for text in TRICKY:
+        assert theirs.encode(text) == ours.encode(text)
+        assert ours.decode(ours.encode(text)) == text
+    # There a mark in a text is the mark, here it is the characters.
+    assert theirs.encode("[EOT]") == [1]
+    assert 1 not in ours.encode("[EOT]")
+
+
+def test_training_gives_the_same_files_in_processes_with_other_hashes(tmp_path: Path) -> None:
+    write_topics(tmp_path)
+    program = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
+    words = ["--input", "in.jsonl", "--vocab-size", "350", "--tokenizer-type", KIND]
+    for name in "ab":
+        command = [sys.executable, str(program), *words, "--special-tokens", "<pad>", "</s>"]
+        environ = {**os.environ, "PYTHONHASHSEED": str(ord(name))}
+        subprocess.run([*command, "--output-dir", name], cwd=tmp_path, env=environ, check=True)
+    files = [{f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in "ab"]
+    assert files[0] == files[1]
+    config = json.loads(files[0]["tokenizer_config.json"])
+    assert "bos_token" not in config
+    assert (config["eos_token"], config["pad_token"]) == ("</s>", "<pad>")
+
+
+@pytest.mark.parametrize(
+    ("kind", "special", "size", "flag"),
+    [
+        (KIND, (), 300, "--special-tokens"),
+        (KIND, ("[BOT]", "[PAD]"), 300, "--special-tokens"),
+        (KIND, ("[EOT]", "[EOT]"), 300, "--special-tokens"),
+        (KIND, ("[EOT]", " "), 300, "--special-tokens"),
+        (KIND, ("[EOT]", "a"), 300, "--special-tokens"),
+        (KIND, ("[EOT]", "[PAD]"), 257, "--vocab-size"),
+        ("GPT2BPETokenizer", ("<s>",), 300, "--special-tokens"),
+        ("BertWordPieceCase", ("[EOT]",), 300, "--special-tokens"),
+    ],
+)
+def test_special_tokens_that_cannot_be(
+    tmp_path: Path, kind: str, special: tuple[str, ...], size: int, flag: str
+) -> None:
+    file = write_topics(tmp_path)
+    with pytest.raises(UsageError, match=flag) as refusal:
+        train_tokenizer((file,), size, tmp_path / "out", kind, special)
+    assert not (tmp_path / "out").exists()
+    arguments: dict[str, Any] = {"--tokenizer-type": [kind], "--special-tokens": list(special)}
+    arguments["--vocab-size"] = [str(size)]
+    for word in refusal.value.works:
+        if word.startswith("--"):
+            arguments[name := word] = []
+        else:
+            arguments[name].append(word)
+    (works,), tokens = arguments["--tokenizer-type"], tuple(arguments["--special-tokens"])
+    number = int(arguments["--vocab-size"][0])
+    train_tokenizer((file,), number, tmp_path / "out", works, tokens)
+    assert HuggingFaceTokenizer(str(tmp_path / "out")).vocab_size == number
+
+
+def test_the_folder_and_its_file_give_the_same_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write_topics(tmp_path)
+    write_tokenizer_json(tmp_path / "t", config={"eos_token": "[PAD]"})
+    for prefix, words in (
+        ("a", ["--vocab-file", "t"]),
+        ("b", ["--tokenizer-model", "t/tokenizer.json", "--encoder", "tokenizers"]),
+    ):
+        preprocess_data.main(["--input", str(file), "--output-prefix", prefix, *FLAGS, *words])
+    pairs = [IndexedDataset(f"{prefix}_text_document") for prefix in "ab"]
+    assert np.array_equal(*(each.read(0, each.num_tokens) for each in pairs))
+    assert pairs[0].read(pairs[0].num_tokens - 1, pairs[0].num_tokens).tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--split-sentences", "--no-append-eod"],
+        ["--encoder", "gigatoken"],
+        ["--merge-file", "t/tokenizer.json"],
+        ["--vocab-file", "nowhere"],
+        ["--vocab-file", "empty"],
+    ],
+)
+def test_what_preprocessing_refuses(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write_topics(tmp_path)
+    write_tokenizer_json(tmp_path / "t")
+    (tmp_path / "empty").mkdir()
+    given = ["--input", str(file), "--output-prefix", "p", *FLAGS, "--vocab-file", "t"]
+    with pytest.raises(SystemExit, match="2"):
+        preprocess_data.main([*given, *words])
+    flag = "--tokenizer-type" if "--split-sentences" in words else words[0]
+    assert flag in capsys.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.glob("p_*"))
+    preprocess_data.main(given)
+
+
+def test_every_program_with_a_vocabulary_has_both_spellings() -> None:
+    for program in (TrainedConfig, preprocess_data.Settings):
+        words = ["--load", "l"] if program is TrainedConfig else ["--input", "i", "--output", "o"]
+        found = [
+            parse(program, [*words, flag, "v"], {})
+            for flag in ("--vocab-file", "--tokenizer-model")
+        ]
+        assert found[0] == found[1] != parse(program, words, {})
