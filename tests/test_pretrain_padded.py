@@ -64,14 +64,15 @@ def whole(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("layout", "world"),
     [("", 1), ("--micro-batch-size 2 --num-workers 1", 1), ("--micro-batch-size 2", 2),
-     ("--tensor-model-parallel-size 2 --num-workers 4", 2)],
+     ("--tensor-model-parallel-size 2 --num-workers 4 --log-ranks", 2)],
 )  # fmt: skip
 def test_a_resumed_run_gives_the_same_losses(
     folder: Path, whole: Path, tmp_path: Path, layout: str, world: int
 ) -> None:
     way = f"{REFERENCE} --save {tmp_path} --load {tmp_path}"
     run(folder, f"{way} --exit-interval 3", data="b")
-    run(folder, f"{way} {layout}", data="b", world=world)
+    text = run(folder, f"{way} {layout}", data="b", world=world)
+    assert ("rank 1 of 2: data 0, tensor 1" in text) == ("--log-ranks" in layout)
     ours, theirs = record(tmp_path), record(whole)
     # The evaluation of the exit at step 3 comes in between.
     found = [each.get("loss") for each in ours if "loss" in each]

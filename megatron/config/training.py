@@ -391,6 +391,9 @@ class LoggingConfig:
     log_interval: int = 10
     """Steps between lines of metrics."""
 
+    log_ranks: bool = False
+    """Log a line for each rank at the start: its place along each axis, its host and its device."""
+
     metrics_file: str | None = None
     """JSON lines of metrics, the record of a run; metrics.jsonl in --save if not given."""
 

@@ -144,7 +144,7 @@ def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, clock
         text += f" | loss scale {state.scaler.scale:g}, {state.skipped} skipped"
     if clock.cut is not None:
         mesh = state.mesh  # ranks that share a model read the same samples
-        cut = sum(mesh.control.gather(clock.cut)) * mesh.batch.size // mesh.size
+        cut = sum(mesh.control.gather(clock.cut)) * mesh.batch.size // mesh.size()
         line["cut_documents"], clock.cut = cut, 0
         text += f" | {cut} documents cut" * (cut > 0)
     loop.metrics.write(line)

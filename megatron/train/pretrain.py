@@ -321,6 +321,7 @@ def log_start(run: Run, loop: Loop) -> None:
     lr = loop.learning_rate(state.updates + 1)
     for message in (
         f"{size} on {facts['device']}, ranks {axes}",
+        *(state.mesh.describe_ranks() if run.config.logging.log_ranks else ()),
         *run.messages,
         *run.config.warnings(state.mesh.device.type),
         f"step {state.step}, {state.samples} samples consumed, learning rate {lr:.3e}, data {data}",
