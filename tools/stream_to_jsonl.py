@@ -24,6 +24,9 @@ from typing import Any
 import orjson
 from tqdm import tqdm
 
+if __name__ == "__main__":  # run as a file, only tools/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from megatron.config.checks import UsageError
 from megatron.config.parse import parse_call, user_errors
 from megatron.data.columns import check_column

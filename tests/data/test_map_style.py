@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron.data.columns import ColumnDocuments, DatasetColumn, ParquetColumn
+from megatron.data.documents import open_documents
 from megatron.data.map_style import open_map_style, open_named
 
 TEXTS = [f"text {number} " * (number % 5 + 1) for number in range(40)]
@@ -182,10 +183,13 @@ def test_a_kept_pass_that_cannot_be_read_or_written_is_made_again(
     assert (again.content, texts_of(again)) == (first.content, TEXTS)
 
 
-@pytest.mark.filterwarnings("ignore:.*rows hold no text")
+@pytest.mark.filterwarnings("ignore:.* hold no ")
 def test_what_is_kept_is_no_data_to_load_dataset(tmp_path: Path, datasets_cache: Path) -> None:
     open_map_style(str(parquet(tmp_path / "folder" / "a.parquet")))
     assert texts_of(open_named(str(tmp_path / "folder"))) == TEXTS
+    lines = json_folder(tmp_path)
+    open_documents(str(lines / "train.jsonl"))
+    assert texts_of(open_named(str(lines))) == TEXTS
 
 
 @pytest.mark.parametrize(("cached_bytes", "decoded"), [(1 << 20, 2), (1, 20)])
