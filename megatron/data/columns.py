@@ -3,14 +3,15 @@
 | what is read | how | text of a random row |
 |---|---|---|
 | a folder of `save_to_disk` | memory-mapped Arrow | 10 us |
-| parquet | a row group is decoded on demand, the last ones are kept | 0.3 to 200 ms |
+| parquet that fits in the cache | a row group is decoded once | 20 us |
+| other parquet | a row group is decoded for each row | 1 to 200 ms |
 | `load_dataset(name or path)` | memory-mapped Arrow, which it copies to its cache once | 10 us |
 
 Parquet has no access by row: a row costs its whole row group, and in a shuffled order every sample
-is in another one. Decoding takes 0.3 ms for a group of 0.3 MB of text, 0.9 ms for 2.8 MB, and from
-there some 2 ms per MB: 200 ms for the 100 MB that `datasets` writes by default (one core, snappy).
-As long as the whole column fits in the cache of decoded groups every group is decoded once.
-Otherwise `--dataset-name` on the same files, which copies them to Arrow, is the faster way.
+is in another one. That takes 1 ms for a group of 0.3 MB of text, 2 ms for 3 MB, 30 ms for 28 MB and
+200 ms for the 100 MB that `datasets` writes by default (one core, snappy, 110 MB in all). The
+groups decoded last are kept, up to 256 MiB. Where the column is larger, `--dataset-name` on the
+same files, which copies them to Arrow once, is the faster way.
 
 Each source is read once as a whole, which takes some 0.5 s per GB where the disk is as fast, to
 leave out the rows without text and to identify the rest. What was found is kept beside the data
@@ -147,6 +148,7 @@ class Kept:
     def __init__(self, beside: Path, files: Sequence[Path], *selection: str) -> None:
         """files: all that the texts are read from; selection: what of them is taken."""
         # Hidden: load_dataset of the folder takes every other file in it for data.
+        beside = beside.resolve()
         self._file = beside.with_name(f".{beside.name}.texts.npz")
         found = [(each.name, (stat := each.stat()).st_size, stat.st_mtime_ns) for each in files]
         self._key = json.dumps([found, selection])
@@ -223,11 +225,12 @@ class ParquetColumn:
         self._decoded: OrderedDict[int, Any] = OrderedDict()
         self._lock = threading.Lock()
         sizes = [self._text_bytes(file, group) for file, group in self._groups]
-        if sum(sizes) > cached_bytes and (mean := sum(sizes) // len(sizes)) > LARGE_GROUP:
+        mean = sum(sizes) // max(1, len(sizes))
+        if len(sizes) > 1 and sum(sizes) > cached_bytes and mean > LARGE_GROUP:
             warnings.warn(
                 f"{name}: a shuffled sample decodes a row group of {mean >> 20} MiB of text, some "
-                f"{2 * (mean >> 20)} ms; --dataset-name {files[0].parent}, which copies the files "
-                "to Arrow once, or parquet with smaller row groups is faster",
+                f"{2 * (mean >> 20)} ms; --dataset-name in place of --data-path, which copies the "
+                "text to Arrow once, or smaller row groups are faster",
                 stacklevel=4,
             )
 

@@ -129,12 +129,14 @@ def load_named(
     flag, wanted, path = f"--dataset-name {name}", split or DEFAULT_SPLIT, Path(name)
     if is_saved(path):
         raise ValueError(f"{flag} is a folder of save_to_disk; --data-path {name} works")
-    # A file is one of the data files of its folder.
-    one = (
-        {"path": str(path.parent), "data_files": [path.name]} if path.is_file() else {"path": name}
-    )
+    where: dict[str, Any] = {"path": name}
+    if path.exists():  # resolved, as the library takes the name of "." to be empty
+        path = path.resolve()
+        where = {"path": str(path)}
+        if path.is_file():  # one of the data files of its folder
+            where = {"path": str(path.parent), "data_files": [path.name]}
     try:
-        builder = datasets.load_dataset_builder(**one, name=config)
+        builder = datasets.load_dataset_builder(**where, name=config)
         if not streaming:
             builder.download_and_prepare()
     except ConnectionError as error:
@@ -145,7 +147,8 @@ def load_named(
     except (OSError, datasets.exceptions.DatasetsError, pa.ArrowException) as error:
         raise ValueError(f"{flag}: {one_line(error.__cause__ or error)}") from error
     except ValueError as error:  # the library names the configs that are there
-        raise ValueError(f"--dataset-config {config} of {flag}: {one_line(error)}") from error
+        given = f"--dataset-config {config} of {flag}" if config else f"{flag} --dataset-config C"
+        raise ValueError(f"{given}: {one_line(error)}") from error
     try:
         read = builder.as_streaming_dataset if streaming else builder.as_dataset
         return read(split=wanted)

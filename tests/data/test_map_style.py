@@ -21,6 +21,8 @@ TEXTS = [f"text {number} " * (number % 5 + 1) for number in range(40)]
 # What is left out, at the beginning, in a row, and at the end.
 ROWS = [None, *TEXTS[:3], "", "\u2003\n", *TEXTS[3:], " "]
 
+SPLITS = ("train", "test")
+
 Rows = Sequence[str | None]
 
 
@@ -213,11 +215,11 @@ def test_decoded_row_groups_are_kept_up_to_a_size(
     assert len(calls) == decoded
 
 
-@pytest.mark.parametrize(("group", "warned"), [(6, True), (1, False)])
+@pytest.mark.parametrize(("group", "warned"), [(5, True), (1, False), (10, False)])
 def test_large_row_groups_that_do_not_fit_are_told_of(
     tmp_path: Path, group: int, warned: bool
 ) -> None:
-    rows = [f"{number}" * (1 << 20) for number in range(6)]
+    rows = [f"{number}" * (1 << 20) for number in range(10)]
     file = parquet(tmp_path / "a.parquet", rows, group)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -297,6 +299,28 @@ def test_what_a_named_one_lacks_is_refused_by_its_flag(
         open_named(name, **more)
     assert there in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_one_of_several_configurations_is_named(tmp_path: Path, datasets_cache: Path) -> None:
+    folder = json_folder(tmp_path, TEXTS)
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in SPLITS)
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    assert texts_of(open_named(str(folder), config="test")) == ["of test"]
+    assert texts_of(open_named(str(folder), config="train")) == TEXTS
+    with pytest.raises(ValueError, match=r"^--dataset-name .* --dataset-config .*'train', 'test'"):
+        open_named(str(folder))
+
+
+def test_names_are_relative_to_where_the_program_runs(
+    tmp_path: Path, datasets_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(json_folder(tmp_path, TEXTS))
+    for name in (".", "train.jsonl", "../lines"):
+        assert texts_of(open_named(name)) == TEXTS
+    parquet(Path("a.parquet"), TEXTS)
+    assert texts_of(open_map_style("a.parquet")) == TEXTS
+    monkeypatch.chdir(saved(tmp_path, TEXTS))
+    assert texts_of(open_map_style(".")) == TEXTS
 
 
 @pytest.mark.parametrize("fault", ["nowhere", "empty", "no JSON", "saved"])
