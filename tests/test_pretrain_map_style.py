@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-import datasets
 import pytest
 
 from tests.data.samples import write_tokenizer
@@ -22,6 +21,8 @@ ROWS = [*TEXTS[:7], None, *TEXTS[7:], " "]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokenizer files, and the texts in every form."""
+    import datasets  # not above: a run's process imports this module before `use_cache`
+
     folder = tmp_path_factory.mktemp("map_style")
     write_tokenizer(folder)
     splits = {"train": datasets.Dataset.from_dict({"text": TEXTS})}
@@ -81,6 +82,7 @@ def test_losses_are_those_of_the_same_texts_as_json_lines(
     folder: Path, tmp_path: Path, whole: dict[str, list[float]], order: str, data: str
 ) -> None:
     said = run(folder, f"{order} --save {tmp_path} {data}")
+    assert data != NAMED or any((folder / "cache").rglob("*.arrow"))
     assert losses(tmp_path) == whole[order]
     assert len(set(whole[order])) == 5
     assert ("2 of 42 rows" in said) == (data != SAVED)
@@ -113,6 +115,7 @@ def test_a_run_resumes_also_from_another_form_of_the_same_texts(
         ("{folder}/named", "--data-path"),
         ("--dataset-split dev --dataset-name {folder}/named", "--dataset-split"),
         ("--dataset-config other --dataset-name {folder}/named", "--dataset-config"),
+        ("--dataset-name nobody/nothing", "--dataset-name"),
     ],
 )
 def test_what_does_not_fit_ends_in_one_line(folder: Path, words: str, flag: str) -> None:
