@@ -200,8 +200,9 @@ def check_start(
         return
     saved, now = differing[wrong[0]]
     unless = "" if wrong[0] in fixed else ", unless --override-data is given"
-    if words := _arguments(wrong[0], now):
-        must = " ".join(_arguments(wrong[0], saved))
+    if wrong[0] == "precision" or wrong[0].startswith("--"):
+        words = _arguments(wrong[0], now) or (wrong[0],)
+        must = " ".join(_arguments(wrong[0], saved)) or "left out"
         works = tuple(word for name in wrong for word in _arguments(name, differing[name][0]))
     else:  # not a setting, but what is at --data-path
         name = getattr(config.data, "dataset_name", None)
@@ -213,10 +214,10 @@ def check_start(
 
 
 def _arguments(name: str, value: Any) -> tuple[str, ...]:
-    """A setting as it is given on the command line; () for what is none."""
+    """A setting as it is given on the command line; () for what is left out, or no setting."""
     if name == "precision":
         return (PRECISIONS[value],)
-    if not name.startswith("--"):
+    if value is None or not name.startswith("--"):
         return ()
     if isinstance(value, bool):
         return (switch(name[2:], value),)
@@ -260,9 +261,11 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
     open is what it comes to."""
     parts = json.loads(json.dumps({part: facts["config"].get(part, {}) for part in COMPARED}))
     if "kind" in facts:  # a checkpoint that is older than a setting has its default
-        config = resolve_name(find_kind(facts["kind"], "kind").config)
-        defaults = {each.name: each.default for each in fields(config)}
-        parts["model"] = {k: v for k, v in defaults.items() if v is not MISSING} | parts["model"]
+        kind = find_kind(facts["kind"], "kind")
+        for part, config in (("model", kind.config), ("data", kind.data)):
+            defaults = {each.name: each.default for each in fields(resolve_name(config))}
+            if parts[part]:
+                parts[part] = {k: v for k, v in defaults.items() if v is not MISSING} | parts[part]
     found = {flag(name): value for part in parts.values() for name, value in part.items()}
     if parts["training"]:
         micro_batches = found["--micro-batch-size"] * data_size

@@ -168,6 +168,7 @@ OTHER_DATA: list[dict[str, Any]] = [
         ({"split": "1,1,1"}, "--split", ("--split", "29,1,0")),
         ({"seq_length": 8}, "--seq-length", ("--seq-length", "1024")),
         ({"eod_mask_loss": True}, "--eod-mask-loss", ("--no-eod-mask-loss",)),
+        ({"shuffle": False}, "--no-shuffle", ("--shuffle",)),
         ({"bf16": True}, "--bf16", ("--no-bf16",)),
         ({"bf16": True, "override_data": True}, "--bf16", ("--no-bf16",)),
         (
@@ -188,6 +189,25 @@ def test_what_may_not_change(changes: dict[str, Any], flag: str, works: tuple[st
     assert str(PATH) in str(error.value)
     if works == OVERRIDE:
         check(**changes, override_data=True)
+
+
+@pytest.mark.parametrize(("saved", "now"), [("a", None), (None, "a"), ("a", "b")])
+def test_a_setting_that_may_be_left_out(saved: str | None, now: str | None) -> None:
+    config, facts = settings(pad=True, begin_token=now), manifest(pad=True, begin_token=saved)
+    with pytest.raises(UsageError) as error:
+        check_start(config, PATH, facts, identity=IDENTITY)
+    assert (error.value.flag, error.value.value) == ("--begin-token", now)
+    assert error.value.works == (() if saved is None else ("--begin-token", saved))
+
+
+def test_a_checkpoint_that_is_older_than_a_setting_has_its_default() -> None:
+    facts = manifest()
+    for name in ("shuffle", "pad", "num_workers"):
+        del facts["config"]["data"][name]
+    check_start(settings(num_workers=7), PATH, facts, identity=IDENTITY)
+    with pytest.raises(UsageError) as error:
+        check_start(settings(shuffle=False), PATH, facts, identity=IDENTITY)
+    assert error.value.works == ("--shuffle",)
 
 
 def test_what_a_kind_of_ones_own_adds_may_not_change_either() -> None:
