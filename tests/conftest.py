@@ -45,6 +45,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.fixture
+def datasets_cache(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Where `datasets` copies to, here and in programs; these do not wait for the hub either."""
+    import datasets
+
+    place = tmp_path_factory.mktemp("datasets_cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", place)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(place))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return place
+
+
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[Pool]:
     pool = Pool()

@@ -139,11 +139,11 @@ def pretrain(
 ) -> AbstractContextManager[Run]:
     """The program with these flags on `world` ranks; what still runs at the end is killed.
 
-    folder: of the logs, and of a data set where neither one nor --mock-data is given. before:
+    folder: of the logs, and of a data set where no other one is given. before:
     called in each process first, to break something.
     """
     arguments = [*SHAPE.split(), *REST.split()]
-    if "--mock-data" not in words:
+    if not {"--mock-data", "--dataset-name"} & set(words.split()):
         arguments += ["--data-path", str(data or some_data(folder))]
     arguments += words.split()
     target = partial(_program, program, arguments, before)

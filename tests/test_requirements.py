@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OPTIONAL = ["apex", "datasketch", "tensorboard", "wandb"]  # imported where a flag asks for them
+# Imported where a flag asks for them.
+OPTIONAL = ["apex", "datasets", "datasketch", "pyarrow", "tensorboard", "wandb"]
 
 
 def required(file: str) -> set[str]:

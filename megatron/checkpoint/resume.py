@@ -39,7 +39,7 @@ FREE = {
 # The fields of a data config that do not: the data set's fingerprint covers them, or they decide
 # nothing that a sample holds.
 WHERE = {"--data-path", "--mock-data", "--tokenizer-type", "--vocab-file", "--merge-file"}
-WHERE |= {"--num-workers", "--too-long"}
+WHERE |= {"--dataset-name", "--dataset-config", "--dataset-split", "--num-workers", "--too-long"}
 PRECISIONS = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
 # What the directories of other programs have, and what makes a checkpoint of them.
 FOREIGN = {
@@ -205,7 +205,8 @@ def check_start(
         must = " ".join(_arguments(wrong[0], saved)) or "left out"
         works = tuple(word for name in wrong for word in _arguments(name, differing[name][0]))
     else:  # not a setting, but what is at --data-path
-        words = ("--data-path", *config.data.data_path)
+        name = getattr(config.data, "dataset_name", None)
+        words = ("--dataset-name", name) if name else ("--data-path", *config.data.data_path)
         must = f"of {wrong[0]} {saved} (not {now})"
         works = ("--override-data",) if unless else ()
     value = " ".join(words[1:]) or None

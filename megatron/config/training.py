@@ -95,7 +95,7 @@ class DataConfig:
 
     data_path: tuple[str, ...] = ()
     """Prefix of a .bin/.idx pair, or weights and prefixes in turn: 0.3 first 0.7 second. GPT-2
-    with --pad: files of JSON lines."""
+    with --pad: files of JSON lines or parquet, folders of parquet or of datasets' save_to_disk."""
 
     mock_data: bool = False
     """Random tokens in place of --data-path, to try a layout; the vocabulary is --vocab-size."""
@@ -142,11 +142,22 @@ class GPT2DataConfig(DataConfig):
     """Leave out the loss where the input is an end-of-document mark."""
 
     pad: bool = False
-    """Read documents from JSON lines, one a sample, tokenised on demand and padded on the right.
-    Padding is not scored, and not counted in tokens/s."""
+    """Read documents, one a sample, tokenised on demand and padded on the right. Padding is not
+    scored, and not counted in tokens/s."""
 
-    json_key: str = "text"
-    """Where each line of a --pad file has its text."""
+    dataset_name: str | None = None
+    """With --pad, in place of --data-path: a data set on the hub, or a local folder or file of
+    JSON, CSV, parquet or text, as datasets.load_dataset copies it to its cache."""
+
+    dataset_config: str | None = None
+    """The configuration of --dataset-name, where it has several."""
+
+    dataset_split: str | None = None
+    """The split of --dataset-name, or of a folder of --data-path that holds several; train if not
+    given. Then --split divides it."""
+
+    json_key: str = field(default="text", metadata={"alias": "text_column"})
+    """The key of a JSON line, or the column, that holds a --pad document's text."""
 
     begin_token: str | None = None
     """Token of the vocabulary before each --pad document, such as [BOT]; none if not given."""
@@ -162,6 +173,7 @@ class GPT2DataConfig(DataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         of_padded = {"json_key", "begin_token", "end_token", "too_long"}
+        of_padded |= {"dataset_name", "dataset_config", "dataset_split"}
         of_packed = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
         for each in fields(self):
             name, value = each.name, getattr(self, each.name)
@@ -176,6 +188,12 @@ class GPT2DataConfig(DataConfig):
                 )
         if self.pad and self.mock_data:
             raise UsageError("--pad", None, "given without --mock-data", works=("--no-pad",))
+        if self.dataset_name is not None and self.data_path:
+            raise UsageError(
+                "--data-path", " ".join(self.data_path), "given without --dataset-name"
+            )
+        if self.dataset_name is None and (config := self.dataset_config) is not None:
+            raise UsageError("--dataset-config", config, "given with --dataset-name")
 
 
 @dataclass(frozen=True, kw_only=True)

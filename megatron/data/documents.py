@@ -19,8 +19,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.columns import ColumnDocuments
 from megatron.data.files import sha256, with_suffix, write_atomically
 from megatron.data.json_lines import OPENERS, parse_line, parse_record, read_lines
+from megatron.data.map_style import check_only_split, names_map_style, open_map_style
 
 ENDINGS = (".jsonl", ".json")
 
@@ -41,19 +43,24 @@ class Documents(Protocol):
 
 def names_documents(path: str) -> bool:
     """Whether a path of --data-path is of documents, not the prefix of a .bin and .idx pair."""
+    if names_map_style(path):
+        return not with_suffix(path, ".idx").is_file()
     stem = path.removesuffix(Path(path).suffix) if Path(path).suffix in OPENERS else path
     return stem.endswith(ENDINGS)
 
 
-def open_documents(path: str, *, key: str = "text") -> Documents:
+def open_documents(path: str, *, key: str = "text", split: str | None = None) -> Documents:
     """The documents at a path of --data-path.
 
-    key: where the text of a JSON line is. Raises ValueError, naming the flag, for what holds none.
+    key: where the text of a JSON line is, or the column of it. split: the one to take of a folder
+    that holds several, by default "train". Raises ValueError, naming the flag, for what holds none.
     """
+    if names_map_style(path):
+        return open_map_style(path, column=key, split=split)
     if not names_documents(path):
         pair = with_suffix(path, ".idx").is_file()
         found = "is a .bin and .idx pair, of packed tokens" if pair else "is no file of documents"
-        works = f"{path} without --pad" if pair else "a file named *.jsonl"
+        works = f"{path} without --pad" if pair else "a file named *.parquet or *.jsonl"
         raise ValueError(f"--data-path {path} {found}, which --pad does not read; {works} works")
     if (ending := Path(path).suffix) in OPENERS:
         raise ValueError(
@@ -62,6 +69,7 @@ def open_documents(path: str, *, key: str = "text") -> Documents:
         )
     if not Path(path).is_file():
         raise ValueError(f"--data-path {path}: there is no such file")
+    check_only_split(split, None, f"--data-path {path}")
     return JsonLines(path, key)
 
 
@@ -69,6 +77,8 @@ def place(documents: Documents, number: int) -> str:
     """For messages: where the document of this number is."""
     if isinstance(documents, JsonLines):
         return f"{documents.name}, line {documents.line(number)}"
+    if isinstance(documents, ColumnDocuments):
+        return f"{documents.name}, row {documents.row(number)}"
     return f"{documents.name}, document {number}"
 
 
@@ -138,7 +148,8 @@ class JsonLines:
 def _find_lines(descriptor: int, path: str, key: str) -> Lines:
     """As kept beside the file, or else by reading it."""
     stamp = _stamp(descriptor)
-    kept = with_suffix(path, ".lines.npz")
+    # Hidden: load_dataset of the folder takes every other file in it for data.
+    kept = Path(path).with_name(f".{Path(path).name}.lines.npz")
     damage = OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile
     with suppress(*damage), np.load(kept, allow_pickle=False) as arrays:
         if (arrays["stamp"].tolist(), str(arrays["key"])) == (stamp, key):

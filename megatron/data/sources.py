@@ -4,7 +4,7 @@ Needs no torch and reads little, so that a program can refuse bad input before i
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Generic, Protocol, TypeVar
@@ -82,8 +82,7 @@ def open_corpus(
         if names_documents(prefix):
             raise ValueError(
                 f"--data-path {prefix} is text, not the prefix of a .bin and .idx pair, which "
-                "tools/preprocess_data.py makes of it; with --pad GPT-2 reads JSON lines as they "
-                "are"
+                "tools/preprocess_data.py makes of it; with --pad GPT-2 reads it as it is"
             )
         try:
             sources.append(Source(weight=weight, data=IndexedDataset(prefix)))
@@ -110,13 +109,13 @@ def open_corpus(
 
 
 def open_document_corpus(
-    data_path: Sequence[str], tokenizer: Tokenizer, vocab_size: int | None = None, *, key: str
+    data_path: Sequence[str],
+    tokenizer: Tokenizer,
+    vocab_size: int | None = None,
+    read: Callable[[str], Documents] = open_documents,
 ) -> Corpus[Documents]:
-    """As open_corpus, of documents that are still text; key: where JSON lines have it."""
-    sources = [
-        Source(weight=weight, data=open_documents(path, key=key))
-        for weight, path in _parse(data_path)
-    ]
+    """As open_corpus, of documents that are still text; read: what opens one path."""
+    sources = [Source(weight=weight, data=read(path)) for weight, path in _parse(data_path)]
     facts = tokenizer.kind, tokenizer.vocab_size, tokenizer.fingerprint
     size, fingerprint = _agreed_tokenizer({"--vocab-file": facts}, vocab_size)
     return Corpus(
@@ -128,8 +127,8 @@ def _parse(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
     """[(weight, prefix or file)]"""
     if not data_path:
         raise ValueError(
-            "--data-path is missing: it takes the prefix of a .bin and .idx pair, or with --pad a "
-            "file of JSON lines"
+            "--data-path is missing: it takes the prefix of a .bin and .idx pair, or with --pad "
+            "documents, such as a file of JSON lines"
         )
     if len(data_path) == 1:
         return [(Fraction(1), data_path[0])]

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from megatron.config.checks import UsageError
@@ -13,8 +14,10 @@ from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, Pretrai
 from megatron.config.training import BertDataConfig, DataConfig, GPT2DataConfig
 from megatron.data.batch import Samples
 from megatron.data.bert import RandomPairs, open_bert_splits
+from megatron.data.documents import Documents, open_documents
 from megatron.data.gpt2 import RandomText, open_splits
 from megatron.data.indexed import IndexedDataset
+from megatron.data.map_style import open_named
 from megatron.data.padded import open_padded_splits
 from megatron.data.sources import (
     Corpus,
@@ -71,7 +74,12 @@ def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
 
 def _open_padded(data: GPT2DataConfig, seed: int, vocab_size: int | None) -> Inputs:
     tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
-    corpus = open_document_corpus(data.data_path, tokenizer, vocab_size, key=data.json_key)
+    paths, key, split = data.data_path, data.json_key, data.dataset_split
+    read: Callable[[str], Documents] = partial(open_documents, key=key, split=split)
+    if data.dataset_name is not None:
+        paths, config = (data.dataset_name,), data.dataset_config
+        read = partial(open_named, config=config, split=split, column=key)
+    corpus = open_document_corpus(paths, tokenizer, vocab_size, read)
     splits = open_padded_splits(
         corpus,
         tokenizer,

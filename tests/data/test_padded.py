@@ -30,7 +30,7 @@ def write(file: Path, texts: list[str]) -> str:
 def open_training(
     paths: list[str], tokenizer: Tokenizer, *, split: str = "1,0,0", **settings: Any
 ) -> PaddedDataset:
-    corpus = open_document_corpus(paths, tokenizer, key="text")
+    corpus = open_document_corpus(paths, tokenizer)
     given = {"seq_length": 4, "seed": 5, "shuffle": False} | settings
     training, _, _ = open_padded_splits(corpus, tokenizer, split=split, **given)
     assert training is not None
@@ -96,7 +96,7 @@ def test_blends_and_splits_are_those_of_packed_data(tmp_path: Path, tokenizer: T
     one = write(tmp_path / "a.jsonl", [f"a{number}" for number in range(10)])
     two = write(tmp_path / "b.jsonl", [f"b{number}" for number in range(10)])
     paths = ["0.25", one, "0.75", two]
-    corpus = open_document_corpus(paths, tokenizer, key="text")
+    corpus = open_document_corpus(paths, tokenizer)
     assert [each[:14] for each in corpus.identity["data"]] == ["1/4 of SHA-256", "3/4 of SHA-256"]
     assert corpus.identity["tokenizer"] == tokenizer.fingerprint
     training, validation, test = open_padded_splits(
@@ -137,6 +137,6 @@ def test_what_does_not_fit_is_refused(
 def test_packed_and_padded_data_are_not_blended(tmp_path: Path, tokenizer: Tokenizer) -> None:
     one = write(tmp_path / "a.jsonl", ["x"])
     with pytest.raises(ValueError, match="--data-path packed .*--pad"):
-        open_document_corpus(["1", one, "1", "packed"], tokenizer, key="text")
+        open_document_corpus(["1", one, "1", "packed"], tokenizer)
     with pytest.raises(ValueError, match="--vocab-size"):
-        open_document_corpus([one], tokenizer, 7, key="text")
+        open_document_corpus([one], tokenizer, 7)

@@ -1,0 +1,314 @@
+"""Documents from a column of text: of a map-style `datasets.Dataset`, or of parquet files.
+
+| what is read | how | text of a random row |
+|---|---|---|
+| a folder of `save_to_disk` | memory-mapped Arrow | 10 us |
+| parquet that fits in the cache | a row group is decoded once | 20 us |
+| other parquet | a row group is decoded for each row | 1 to 200 ms |
+| `load_dataset(name or path)` | memory-mapped Arrow, which it copies to its cache once | 10 us |
+
+Parquet has no access by row: a row costs its whole row group, and in a shuffled order every sample
+is in another one. That takes 1 ms for a group of 0.3 MB of text, 2 ms for 3 MB, 30 ms for 28 MB and
+200 ms for the 100 MB that `datasets` writes by default (one core, snappy, 110 MB in all). The
+groups decoded last are kept, up to 256 MiB. Where the column is larger, `--dataset-name` on the
+same files, which copies them to Arrow once, is the faster way.
+
+Each source is read once as a whole, which takes some 0.5 s per GB where the disk is as fast, to
+leave out the rows without text and to identify the rest. What was found is kept beside the data
+and holds while sizes and modification times of its files stay. The identity is of the texts in
+their order, not of files: `save_to_disk` writes equal texts into other files whenever its version,
+shards, or an index mapping differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from io import BytesIO
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.files import write_atomically
+
+BATCH_ROWS = 1000  # of the one pass
+CACHED_BYTES = 256 << 20  # of decoded row groups
+LARGE_GROUP = 4 << 20  # bytes of text, from which on decoding one for each sample is slow
+
+
+class TextColumn(Protocol):
+    """A column of text, row by row and as a whole."""
+
+    def __len__(self) -> int:
+        """Rows."""
+        ...
+
+    def __getitem__(self, row: int) -> str:
+        """The text of a row that has one; any thread may ask."""
+        ...
+
+    def batches(self) -> Iterator[Any]:
+        """pyarrow arrays of text, of all rows in their order."""
+        ...
+
+
+class ColumnDocuments:
+    """The rows of a column that hold text, in their order, by number.
+
+    Meets megatron.data.documents.Documents. A row without text (null, empty, blank, no UTF-8) is
+    left out.
+    """
+
+    def __init__(self, name: str, column: TextColumn, *, kept: Kept | None = None) -> None:
+        """name: flag and value, for messages. kept: where the result of the pass is kept.
+
+        Warns of rows without text; raises ValueError where there is no other.
+        """
+        self.name, self._column = name, column
+        found = kept.read() if kept is not None else None
+        if found is None:
+            found = _scan(column)
+            if kept is not None:
+                kept.write(*found)
+        digest, without = found
+        self.content = f"SHA-256 {digest} of texts"
+        self.num_documents = len(column) - len(without)
+        # Of each row that is left out: how many documents are before it.
+        self._before = without - np.arange(len(without))
+        if not self.num_documents:
+            raise ValueError(f"{name} holds no text in any of its {len(column)} rows")
+        if len(without):
+            warnings.warn(
+                f"{name}: {len(without)} of {len(column)} rows hold no text and are left out; the "
+                f"first is row {without[0]}",
+                stacklevel=3,
+            )
+
+    def row(self, number: int) -> int:
+        """Of the document of this number, counted from 0."""
+        return number + int(np.searchsorted(self._before, number, side="right"))
+
+    def text(self, number: int) -> str:
+        return self._column[self.row(number)]
+
+
+def _scan(column: TextColumn) -> tuple[str, NDArray[np.int64]]:
+    """(SHA-256 in hex of the texts, int64 rows without text), from one pass over the column.
+
+    Lengths and bytes go to a hash each, so that the result does not depend on batches.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    sizes, content = hashlib.sha256(), hashlib.sha256()
+    without, row = [np.empty(0, np.int64)], 0
+    for batch in column.batches():
+        texts = batch.cast(pa.large_string())
+        good = _has_text(texts)
+        if not good.all():
+            without.append(row + np.flatnonzero(~good))
+            texts = texts.filter(pa.array(good))
+        row += len(batch)
+        sizes.update(pc.binary_length(texts).to_numpy(zero_copy_only=False).tobytes())
+        _, offsets, values = texts.buffers()
+        if len(texts):
+            ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+            content.update(memoryview(values)[ends[0] : ends[-1]])
+    whole = hashlib.sha256(sizes.digest() + content.digest())
+    return whole.hexdigest(), np.concatenate(without)
+
+
+def _has_text(texts: Any) -> NDArray[np.bool_]:
+    """Of each: whether it is there, is UTF-8, and holds more than white space."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        blank = pc.or_kleene(pc.utf8_is_space(texts), pc.equal(pc.binary_length(texts), 0))
+    except pa.ArrowInvalid:  # not UTF-8 somewhere in the batch
+        if len(texts) == 1:
+            return np.array([False])
+        half = len(texts) // 2
+        return np.concatenate([_has_text(texts[:half]), _has_text(texts[half:])])
+    return ~pc.fill_null(blank, True).to_numpy(zero_copy_only=False)
+
+
+class Kept:
+    """The result of the one pass, in a file beside the data, for as long as these do not change."""
+
+    def __init__(self, beside: Path, files: Sequence[Path], *selection: str) -> None:
+        """files: all that the texts are read from; selection: what of them is taken."""
+        # Hidden: load_dataset of the folder takes every other file in it for data.
+        beside = beside.resolve()
+        self._file = beside.with_name(f".{beside.name}.texts.npz")
+        found = [(each.name, (stat := each.stat()).st_size, stat.st_mtime_ns) for each in files]
+        self._key = json.dumps([found, selection])
+
+    def read(self) -> tuple[str, NDArray[np.int64]] | None:
+        damage = OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile
+        with suppress(*damage), np.load(self._file, allow_pickle=False) as arrays:
+            if str(arrays["key"]) == self._key:
+                return str(arrays["digest"]), arrays["without"]
+        return None
+
+    def write(self, digest: str, without: NDArray[np.int64]) -> None:
+        content = BytesIO()
+        np.savez(content, key=self._key, digest=digest, without=without)
+        with suppress(OSError):  # the next run reads the data again
+            write_atomically(self._file, content.getvalue())
+
+
+class DatasetColumn:
+    """A column of a map-style `datasets.Dataset`, also of one that was shuffled or selected."""
+
+    def __init__(self, dataset: Any, column: str, name: str) -> None:
+        """Raises ValueError, naming the flag, where the dataset is not map-style or the column is
+        not one of text."""
+        import datasets
+
+        if not isinstance(dataset, datasets.Dataset):
+            raise ValueError(
+                f"{name} is a {type(dataset).__name__}, which has no access by row; a file of "
+                "JSON lines that `python -m tools.stream_to_jsonl` writes from it works"
+            )
+        check_column(column, dataset.features.arrow_schema, name)
+        self._dataset = dataset.select_columns([column]).with_format(None)
+        self._name = column
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, row: int) -> str:
+        return str(self._dataset[row][self._name])
+
+    def batches(self) -> Iterator[Any]:
+        for table in self._dataset.with_format("arrow").iter(BATCH_ROWS):
+            yield table.column(0).combine_chunks()
+
+
+class ParquetColumn:
+    """A column of parquet files, one after another; decoded row groups are kept, the last used."""
+
+    def __init__(
+        self, files: Sequence[Path], column: str, name: str, cached_bytes: int = CACHED_BYTES
+    ) -> None:
+        """cached_bytes: of decoded text that is kept; the row group read last always is.
+
+        Warns where most samples will decode a large row group.
+        """
+        import pyarrow.parquet as pq
+
+        self._files, self._column, self._cached_bytes = files, column, cached_bytes
+        try:
+            self._metadata = [pq.read_metadata(file, memory_map=True) for file in files]
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{name}: {error}") from error
+        for file, each in zip(files, self._metadata, strict=True):
+            schema = each.schema.to_arrow_schema()
+            check_column(column, schema, name if len(files) == 1 else f"{name} ({file.name})")
+        groups = [
+            (file, group, each.row_group(group).num_rows)
+            for file, each in enumerate(self._metadata)
+            for group in range(each.num_row_groups)
+        ]
+        self._groups = [(file, group) for file, group, _ in groups]
+        self._ends = np.array(list(accumulate(rows for *_, rows in groups)), np.int64)
+        self._decoded: OrderedDict[int, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        sizes = [self._text_bytes(file, group) for file, group in self._groups]
+        mean = sum(sizes) // max(1, len(sizes))
+        if len(sizes) > 1 and sum(sizes) > cached_bytes and mean > LARGE_GROUP:
+            warnings.warn(
+                f"{name}: a shuffled sample decodes a row group of {mean >> 20} MiB of text, some "
+                f"{2 * (mean >> 20)} ms; --dataset-name in place of --data-path, which copies the "
+                "text to Arrow once, or smaller row groups are faster",
+                stacklevel=4,
+            )
+
+    def _text_bytes(self, file: int, group: int) -> int:
+        found = self._metadata[file].row_group(group)
+        columns = (found.column(each) for each in range(found.num_columns))
+        return sum(
+            each.total_uncompressed_size for each in columns if each.path_in_schema == self._column
+        )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, row: int) -> str:
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        texts = self._decode(number)
+        return str(texts[row - int(self._ends[number]) + len(texts)].as_py())
+
+    def _decode(self, number: int) -> Any:
+        """The texts of a row group.
+
+        Decoding is outside of the lock: two threads that want the same group at the same time both
+        decode it.
+        """
+        with self._lock:
+            if number in self._decoded:
+                self._decoded.move_to_end(number)
+                return self._decoded[number]
+        file, group = self._groups[number]
+        with self._open(file) as parquet:
+            found = parquet.read_row_group(group, columns=[self._column], use_threads=False)
+        texts = found.column(0)
+        with self._lock:
+            self._decoded[number] = texts
+            total = sum(each.nbytes for each in self._decoded.values())
+            while total > self._cached_bytes and len(self._decoded) > 1:
+                total -= self._decoded.popitem(last=False)[1].nbytes
+        return texts
+
+    def _open(self, file: int) -> Any:
+        """A reader of its own, as one is not safe in several threads; the footer is not read again.
+
+        Memory-mapped: only the text column's pages are read.
+        """
+        import pyarrow.parquet as pq
+
+        return pq.ParquetFile(self._files[file], metadata=self._metadata[file], memory_map=True)
+
+    def batches(self) -> Iterator[Any]:
+        for file in range(len(self._files)):
+            with self._open(file) as parquet:
+                wanted = {"batch_size": BATCH_ROWS, "columns": [self._column]}
+                for batch in parquet.iter_batches(**wanted, use_threads=False):
+                    yield batch.column(0)
+
+
+def check_column(column: str, schema: Any, name: str) -> None:
+    """ValueError, naming those that would do, where the Arrow schema has no such column of text."""
+    import pyarrow as pa
+
+    def is_text(kind: Any) -> bool:
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        return any(
+            test(kind)
+            for test in (
+                pa.types.is_string,
+                pa.types.is_large_string,
+                pa.types.is_string_view,
+                pa.types.is_null,
+            )
+        )
+
+    texts = [field.name for field in schema if is_text(field.type)]
+    if column not in texts:
+        found = f" (it is {schema.field(column).type})" if column in schema.names else ""
+        there = (
+            f"but {', '.join(texts)}; --text-column {texts[0]} works" if texts else "nor another"
+        )
+        raise ValueError(
+            f"--text-column {column}: {name} has no such column of text{found}, {there}"
+        )

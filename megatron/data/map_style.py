@@ -1,0 +1,160 @@
+"""What of `datasets` is opened by the flags: saved folders, parquet, `load_dataset`.
+
+--data-path names a folder of `save_to_disk` or parquet files, of which nothing is copied;
+--dataset-name is what `datasets.load_dataset` takes, and copies to Arrow in its cache once.
+`datasets` is imported where one of these is opened, which takes half a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron.data.columns import ColumnDocuments, DatasetColumn, Kept, ParquetColumn
+
+DEFAULT_SPLIT = "train"
+
+
+def names_map_style(path: str) -> bool:
+    """Whether a path of --data-path is a folder or a parquet file."""
+    return Path(path).is_dir() or path.endswith(".parquet")
+
+
+def open_map_style(path: str, *, column: str = "text", split: str | None = None) -> ColumnDocuments:
+    """The documents of a folder of `save_to_disk`, of a parquet file, or of a folder of these.
+
+    split: of a folder that holds several, by default "train"; files of parquet are told apart by
+    their names as `datasets` does. Raises ValueError, naming the flag, for anything else.
+    """
+    folder, name = Path(path), f"--data-path {path}"
+    if folder.is_file():
+        check_only_split(split, None, name)
+        return _open_parquet(folder, [folder], column, None, name)
+    if not folder.is_dir():
+        raise ValueError(f"{name}: there is no such file")
+    if is_saved(folder):
+        return _open_saved(folder, column, split, name)
+    import datasets.data_files as of_folder
+
+    patterns: dict[str, Any] = {}
+    with suppress(FileNotFoundError):
+        patterns = of_folder.get_data_patterns(path)
+    found = of_folder.DataFilesDict.from_patterns(patterns, path, [".parquet"])
+    if files := {key: sorted(map(Path, each)) for key, each in found.items() if each}:
+        chosen = choose_split(split, list(files), name)
+        return _open_parquet(folder, files[chosen], column, chosen, name)
+    works = f"; --dataset-name {path} reads the files in it" if patterns else ""
+    raise ValueError(
+        f"{name} is neither a folder of datasets' save_to_disk nor one of *.parquet{works}"
+    )
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote it."""
+    return any((folder / file).is_file() for file in ("state.json", "dataset_dict.json"))
+
+
+def _open_parquet(
+    path: Path, files: Sequence[Path], column: str, split: str | None, name: str
+) -> ColumnDocuments:
+    texts = ParquetColumn(files, column, name)
+    return ColumnDocuments(name, texts, kept=Kept(path, files, column, split or ""))
+
+
+def _open_saved(folder: Path, column: str, split: str | None, name: str) -> ColumnDocuments:
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(folder, keep_in_memory=False)
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(f"{name} is damaged or not whole: {one_line(error)}") from error
+    if isinstance(found, datasets.DatasetDict):
+        found = found[split := choose_split(split, list(found), name)]
+    else:
+        check_only_split(split, found.split, name)
+    return _open_dataset(found, folder, column, split or "", name)
+
+
+def _open_dataset(
+    dataset: Any, beside: Path | None, column: str, selection: str, name: str
+) -> ColumnDocuments:
+    """beside: what the result of the pass is kept next to; None for the first Arrow file."""
+    texts = DatasetColumn(dataset, column, name)
+    files = [Path(each["filename"]) for each in dataset.cache_files]
+    place = beside or next(iter(files), None)
+    kept = Kept(place, files, column, selection) if place and files else None
+    return ColumnDocuments(name, texts, kept=kept)
+
+
+def choose_split(split: str | None, known: Sequence[str], name: str) -> str:
+    """ValueError, naming those that are there, for another."""
+    chosen = split or DEFAULT_SPLIT
+    if chosen not in known:
+        raise ValueError(
+            f"--dataset-split {chosen}: {name} has {', '.join(known)}; "
+            f"--dataset-split {known[0]} works"
+        )
+    return chosen
+
+
+def check_only_split(split: str | None, only: object, name: str) -> None:
+    """ValueError where a split is asked for and the data are another one, or of none."""
+    if split is not None and split != str(only):
+        found = "not divided into splits" if only is None else f"the split {only}"
+        raise ValueError(f"--dataset-split {split}: {name} is {found}; no --dataset-split works")
+
+
+def open_named(
+    name: str, *, config: str | None = None, split: str | None = None, column: str = "text"
+) -> ColumnDocuments:
+    """The documents of `datasets.load_dataset`: as load_named, by row."""
+    dataset = load_named(name, config=config, split=split)
+    selection = f"{config or ''} {split or DEFAULT_SPLIT}"
+    return _open_dataset(dataset, None, column, selection, f"--dataset-name {name}")
+
+
+def load_named(
+    name: str, *, config: str | None = None, split: str | None = None, streaming: bool = False
+) -> Any:
+    """`datasets.load_dataset` of a data set on the hub, or of a local folder or file.
+
+    split: by default "train"; also "train[:10%]" or "train+test". Returns a datasets.Dataset, or
+    with `streaming` an IterableDataset. Raises ValueError, naming the flag, in one line.
+    """
+    import datasets
+    import pyarrow as pa
+
+    flag, wanted, path = f"--dataset-name {name}", split or DEFAULT_SPLIT, Path(name)
+    if is_saved(path):
+        raise ValueError(f"{flag} is a folder of save_to_disk; --data-path {name} works")
+    where: dict[str, Any] = {"path": name}
+    if path.exists():  # resolved, as the library takes the name of "." to be empty
+        path = path.resolve()
+        where = {"path": str(path)}
+        if path.is_file():  # one of the data files of its folder
+            where = {"path": str(path.parent), "data_files": [path.name]}
+    try:
+        builder = datasets.load_dataset_builder(**where, name=config)
+        if not streaming:
+            builder.download_and_prepare()
+    except ConnectionError as error:
+        raise ValueError(
+            f"{flag} is no local folder, and the hub cannot be reached ({one_line(error)}); the "
+            "path of a local copy works"
+        ) from error
+    except (OSError, datasets.exceptions.DatasetsError, pa.ArrowException) as error:
+        raise ValueError(f"{flag}: {one_line(error.__cause__ or error)}") from error
+    except ValueError as error:  # the library names the configs that are there
+        given = f"--dataset-config {config} of {flag}" if config else f"{flag} --dataset-config C"
+        raise ValueError(f"{given}: {one_line(error)}") from error
+    try:
+        read = builder.as_streaming_dataset if streaming else builder.as_dataset
+        return read(split=wanted)
+    except ValueError as error:  # the library names the splits that are there
+        raise ValueError(f"--dataset-split {wanted} of {flag}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

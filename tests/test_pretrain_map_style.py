@@ -1,0 +1,124 @@
+"""Runs on data of `datasets` and on parquet: the same losses as on the same texts as JSON lines."""
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.data.samples import write_tokenizer
+from tests.programs import pretrain
+
+STEPS = "--pad --train-iters 4 --eval-iters 2 --lr-decay-iters 4 --log-interval 1"
+RANDOM = Random(0)
+TEXTS = ["".join(RANDOM.choices("abcdefg ", k=RANDOM.randint(1, 20))) + "x" for _ in range(40)]
+# Parquet, and the folder that load_dataset reads, have rows without text as well.
+ROWS = [*TEXTS[:7], None, *TEXTS[7:], " "]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizer files, and the texts in every form."""
+    import datasets  # not above: a run's process imports this module before `use_cache`
+
+    folder = tmp_path_factory.mktemp("map_style")
+    write_tokenizer(folder)
+    splits = {"train": datasets.Dataset.from_dict({"text": TEXTS})}
+    splits["test"] = splits["train"].select(range(20))
+    datasets.DatasetDict(splits).save_to_disk(folder / "saved")
+    rows = datasets.Dataset.from_dict({"text": ROWS})
+    rows.to_parquet(folder / "rows.parquet", batch_size=6)
+    (folder / "named").mkdir()
+    reverse = [row and row[::-1] for row in ROWS]
+    both = datasets.Dataset.from_dict({"text": reverse, "body": ROWS})
+    both.to_csv(folder / "named" / "data.csv", index=False)
+    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
+    (folder / "lines.jsonl").write_text("".join(lines))
+    return folder
+
+
+def use_cache(place: Path) -> None:
+    """In a process of a run, which comes from a server that is older than a test's environment."""
+    os.environ |= {"HF_DATASETS_CACHE": str(place), "HF_HUB_OFFLINE": "1"}
+
+
+def run(folder: Path, words: str, *, code: int = 0, world: int = 1) -> str:
+    """What the first rank printed."""
+    files = f"--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt"
+    before = partial(use_cache, folder / "cache")
+    *flags, last = f"{STEPS} {files} {words}".format(folder=folder).split()
+    data = None if "--dataset-name" in flags else Path(last)
+    arguments = " ".join(flags if data else [*flags, last])
+    with pretrain(arguments, world=world, folder=folder, before=before, data=data) as started:
+        assert started.wait() == [code] * world, started.text()
+        assert "Traceback" not in started.text()
+        return started.text(0)
+
+
+def losses(save: Path) -> list[float]:
+    lines = map(json.loads, (save / "metrics.jsonl").read_text().splitlines())
+    return [value for each in lines for key, value in each.items() if key.endswith("loss")]
+
+
+SAVED = "{folder}/saved"
+PARQUET = "{folder}/rows.parquet"
+NAMED = "--text-column body --dataset-name {folder}/named"
+ORDERS = ("--shuffle", "--no-shuffle")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[str, list[float]]:
+    """The losses of undisturbed runs on JSON lines, in both orders."""
+    for order in ORDERS:
+        run(folder, f"{order} --save {{folder}}/{order} {{folder}}/lines.jsonl")
+    return {order: losses(folder / order) for order in ORDERS}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("data", [SAVED, PARQUET, NAMED])
+def test_losses_are_those_of_the_same_texts_as_json_lines(
+    folder: Path, tmp_path: Path, whole: dict[str, list[float]], order: str, data: str
+) -> None:
+    said = run(folder, f"{order} --save {tmp_path} {data}")
+    assert data != NAMED or any((folder / "cache").rglob("*.arrow"))
+    assert losses(tmp_path) == whole[order]
+    assert len(set(whole[order])) == 5
+    assert ("2 of 42 rows" in said) == (data != SAVED)
+
+
+@pytest.mark.parametrize(
+    ("after", "world"), [("--dataset-name {folder}/rows.parquet", 1), (SAVED, 2)]
+)
+def test_a_run_resumes_also_from_another_form_of_the_same_texts(
+    folder: Path, tmp_path: Path, whole: dict[str, list[float]], after: str, world: int
+) -> None:
+    way = f"--save {tmp_path} --load {tmp_path}"
+    run(folder, f"{way} --exit-interval 2 {PARQUET}")
+    refused = run(folder, f"{way} --dataset-name {{folder}}/named", code=2)
+    assert "error: --dataset-name" in refused
+    assert "error: --data-path" in run(folder, f"{way} --dataset-split test {SAVED}", code=2)
+    run(folder, f"{way} {after}", world=world)
+    found = [loss for number, loss in enumerate(losses(tmp_path)) if number != 2]  # of the exit
+    assert found == (whole["--shuffle"] if world == 1 else pytest.approx(whole["--shuffle"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("--text-column body {folder}/saved", "--text-column"),
+        ("--dataset-split dev {folder}/saved", "--dataset-split"),
+        ("--dataset-split test {folder}/lines.jsonl", "--dataset-split"),
+        ("--no-pad {folder}/saved", "--data-path"),
+        ("--no-pad {folder}/rows.parquet", "--data-path"),
+        ("{folder}/named", "--data-path"),
+        ("--dataset-split dev --dataset-name {folder}/named", "--dataset-split"),
+        ("--dataset-config other --dataset-name {folder}/named", "--dataset-config"),
+        ("--dataset-name nobody/nothing", "--dataset-name"),
+    ],
+)
+def test_what_does_not_fit_ends_in_one_line(folder: Path, words: str, flag: str) -> None:
+    text = run(folder, words, code=2)
+    errors = [line.partition(" ")[2] for line in text.splitlines() if "error" in line]
+    assert [each.split()[0] for each in errors] == [flag]

@@ -1,0 +1,111 @@
+"""Streams of `datasets` to JSON lines, which training reads."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron.data.documents import open_documents
+from tools.stream_to_jsonl import stream_to_jsonl
+
+ROOT = Path(__file__).parents[2]
+TEXTS = ["one", "zwei\n漢字", '"three"', " four "]
+ROWS = [TEXTS[0], None, TEXTS[1], "", TEXTS[2], " \n", TEXTS[3]]
+
+
+def json_lines(folder: Path) -> Path:
+    lines = [json.dumps({"text": text, "number": 1}) for text in ROWS]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def parquet(folder: Path) -> Path:
+    columns = {"number": range(len(ROWS)), "text": pa.array(ROWS, pa.string())}
+    pq.write_table(pa.table(columns), folder / "a.parquet", row_group_size=2)
+    return folder / "a.parquet"
+
+
+@pytest.fixture
+def source(tmp_path: Path, datasets_cache: Path) -> Path:
+    (tmp_path / "source").mkdir()
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize("kind", [json_lines, parquet])
+def test_the_file_holds_the_texts_of_the_stream(
+    source: Path, kind: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = source.parent / "new folder" / "out.jsonl"
+    stream_to_jsonl(str(kind(source)), output)
+    documents = open_documents(str(output))  # which would warn of a line that holds none
+    assert [documents.text(number) for number in range(documents.num_documents)] == TEXTS
+    told = capsys.readouterr()
+    assert {"4", str(output.stat().st_size)} <= set(told.out.split())
+    assert f"--data-path '{output}'" in told.out
+    assert "3 rows" in told.err
+
+
+def test_of_a_long_stream_only_the_first_documents_are_read(source: Path) -> None:
+    json_lines(source)
+    (source / "b.jsonl").write_text("no JSON")
+    output = source.parent / "out.jsonl"
+    stream_to_jsonl(str(source), output, documents=3)
+    assert [json.loads(line)["text"] for line in output.open()] == TEXTS[:3]
+
+
+def test_a_stream_that_breaks_off_leaves_nothing_and_can_be_started_again(source: Path) -> None:
+    json_lines(source)
+    (source / "b.jsonl").write_text("no JSON")
+    output = source.parent / "out.jsonl"
+    output.with_name("out.jsonl.0123.part").write_text("of a run that was killed")
+    with pytest.raises(ValueError, match="^--dataset-name .* 7 rows"):
+        stream_to_jsonl(str(source), output)
+    assert list(source.parent.iterdir()) == [source]
+    (source / "b.jsonl").unlink()
+    stream_to_jsonl(str(source), output)
+    assert len(output.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("flag", "more"),
+    [
+        ("--text-column", {"text_column": "body"}),
+        ("--text-column", {"text_column": "number"}),
+        ("--dataset-split", {"dataset_split": "test"}),
+        ("--dataset-config", {"dataset_config": "other"}),
+        ("--documents", {"documents": 0}),
+        ("--output", {"output": Path("lines.txt")}),
+        ("--output", {"output": Path(__file__)}),
+    ],
+)
+@pytest.mark.parametrize("kind", [json_lines, parquet])
+def test_what_does_not_fit_is_refused_by_its_flag(
+    source: Path, kind: Callable[[Path], Path], flag: str, more: dict[str, object]
+) -> None:
+    arguments = {"output": source.parent / "out.jsonl", **more}
+    with pytest.raises(ValueError, match=f"^{flag} ") as refused:
+        stream_to_jsonl(str(kind(source)), **arguments)
+    assert "\n" not in str(refused.value)
+    assert list(source.parent.iterdir()) == [source]
+
+
+def test_rows_without_any_text_are_refused(source: Path) -> None:
+    (source / "a.jsonl").write_text('{"text": ""}\n{"text": " "}\n')
+    with pytest.raises(ValueError, match="^--dataset-name"):
+        stream_to_jsonl(str(source), source.parent / "out.jsonl")
+    assert list(source.parent.iterdir()) == [source]
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, datasets_cache: Path) -> None:
+    words = ["--dataset-name", "nobody/nothing", "--output", tmp_path / "out.jsonl"]
+    command = [sys.executable, "-m", "tools.stream_to_jsonl", *map(str, words)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: --dataset-name nobody/nothing")
+    assert len(ended.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,121 @@
+"""Write a stream of `datasets`, from the hub or from local files, to JSON lines.
+
+    python -m tools.stream_to_jsonl --dataset-name NAME|FOLDER|FILE [--dataset-config C]
+        [--dataset-split S] [--text-column T] [--documents N] --output FILE.jsonl
+
+Training reads no stream. The order of samples is a function of (seed, sample number), and a stream
+has no access by number: a shuffled one draws from a buffer, which a resumed run fills in another
+order than the run before it did, and to skip what was read takes a pass over it. A file has every
+document at a known place, so that a run resumes exactly, at any layout.
+
+Memory is bounded: of parquet a row group is held. No more of the stream is read than --documents
+needs. The file appears under its name when it is whole; after a crash the same command starts
+again.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tqdm import tqdm
+
+if __name__ == "__main__":  # run as a file, only tools/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.checks import UsageError
+from megatron.config.parse import parse_call, user_errors
+from megatron.data.columns import check_column
+from megatron.data.files import flush_to_disk
+from megatron.data.json_lines import LONGEST_LINE
+from megatron.data.map_style import load_named, one_line
+from tools.corpus.shards import placed
+
+
+def stream_to_jsonl(
+    dataset_name: str,
+    output: Path,
+    dataset_config: str | None = None,
+    dataset_split: str | None = None,
+    text_column: str = "text",
+    documents: int | None = None,
+) -> None:
+    """Write a stream of documents to JSON lines {"text": ...}.
+
+    Args:
+        dataset_name: a data set on the hub, or a local folder or file (JSON, CSV, parquet, text).
+        output: the file to write, FILE.jsonl, that is not there.
+        dataset_config: of a data set that has several.
+        dataset_split: by default train; also train+test.
+        text_column: the column of the text.
+        documents: how many to write, the first of the stream; by default all.
+    """
+    if documents is not None and documents < 1:
+        raise UsageError("--documents", documents, "above 0", works=("--documents", "1000"))
+    if output.suffix != ".jsonl" or output.exists():
+        free = output.with_name(f"{output.stem}{'_2' * output.exists()}.jsonl")
+        allowed = "a new file named *.jsonl"
+        raise UsageError("--output", output, allowed, works=("--output", str(free)))
+    for left in output.parent.glob(f"{output.name}.*.part"):  # by a run that was killed
+        left.unlink()
+    name = f"--dataset-name {dataset_name}"
+    stream = load_named(dataset_name, config=dataset_config, split=dataset_split, streaming=True)
+    texts = read_texts(stream, text_column, name)
+    bytes_written = without = 0
+    with placed(output) as file, tqdm(unit=" documents", total=documents) as bar:
+        for text in texts:
+            if (line := to_line(text)) is None:
+                without += 1
+                continue
+            bytes_written += file.write(line)
+            bar.update()
+            if bar.n == documents:
+                break
+        if not bar.n:
+            raise ValueError(f"{name} holds no text in any of its {without} rows")
+        flush_to_disk(file)
+    if without:
+        print(f"warning: {without} rows hold no text and are left out", file=sys.stderr)
+    print(f"{bar.n} documents, {bytes_written} bytes, in {output}")
+    print(f"next: python pretrain_gpt2.py --data-path {shlex.quote(str(output))} --pad")
+
+
+def read_texts(stream: Any, column: str, name: str) -> Iterator[object]:
+    """What each row has in the column.
+
+    Raises ValueError, naming the flag, where there is no such column, and where the stream breaks.
+    """
+    import datasets
+    import pyarrow as pa
+
+    rows = iter(stream)
+    for number in count():
+        try:
+            row = next(rows, None)
+        except (OSError, ValueError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
+            reason = one_line(error.__cause__ or error)
+            raise ValueError(f"{name} breaks off after {number} rows: {reason}") from error
+        if row is None:
+            return
+        if not number:  # the first row tells the columns where the stream does not say them
+            known = stream.features
+            schema = known.arrow_schema if known else pa.Table.from_pylist([row]).schema
+            check_column(column, schema, name)
+        yield row.get(column)
+
+
+def to_line(text: object) -> bytes | None:
+    """A line of JSON, as a reader of JSON lines takes it; None for what holds no text."""
+    if not isinstance(text, str) or not text or text.isspace():
+        return None
+    line = orjson.dumps({"text": text}, option=orjson.OPT_APPEND_NEWLINE)
+    return line if len(line) <= LONGEST_LINE else None
+
+
+if __name__ == "__main__":
+    with user_errors(os.environ):
+        parse_call(stream_to_jsonl, sys.argv[1:], os.environ)()
