@@ -1,6 +1,6 @@
-"""Make docs/api.md from the docstrings of the names in megatron/api.pyi.
+"""Make docs/api.md from the docstrings of the names in megatron/api.pyi; a test compares the two.
 
-python tools/api_page.py            # writes docs/api.md; a test compares it
+python tools/api_page.py
 """
 
 import ast
@@ -17,6 +17,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import api
+from megatron.config.parse import parse_call, user_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 INTRODUCTION = """\
@@ -111,5 +112,11 @@ def page() -> str:
     return "\n".join(parts)
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """Make docs/api.md from the docstrings of the names in megatron/api.pyi."""
     (ROOT / "docs" / "api.md").write_text(page())
+
+
+if __name__ == "__main__":
+    with user_errors({}):
+        parse_call(write, sys.argv[1:], {})()
