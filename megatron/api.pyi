@@ -106,8 +106,21 @@ from .data.batch import (
 from .data.gpt2 import (
     GPT2Batch as GPT2Batch,
     RandomText as RandomText,
+    open_splits as open_splits,
 )
 from .data.bert import BertBatch as BertBatch
+from .data.sources import (
+    Corpus as Corpus,
+    open_corpus as open_corpus,
+    open_document_corpus as open_document_corpus,
+)
+from .data.documents import (
+    Documents as Documents,
+    open_documents as open_documents,
+)
+from .data.padded import open_padded_splits as open_padded_splits
+from .data.tokenizer_base import Tokenizer as Tokenizer
+from .data.tokenizer import build_tokenizer as build_tokenizer
 from .train.loader import prefetch as prefetch
 
 # Checkpoints
