@@ -30,7 +30,7 @@ from torch.distributed import ReduceOp
 from torch.linalg import vector_norm
 
 from megatron.parallel.collectives import all_reduce, start_all_reduce
-from megatron.parallel.mesh import ALONE, Axis, Mesh
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import (
     GradientView,
     ShardedModule,
@@ -113,7 +113,8 @@ def _assemble(model: nn.Module, table: Mapping[str, ShardingSpec], most: int) ->
     found: list[list[Named]] = []
     open_buckets: dict[object, list[Named]] = {}
     free: dict[object, int] = defaultdict(int)
-    for name, parameter in reversed(list(model.named_parameters())):
+    trained = [each for each in model.named_parameters() if each[1].requires_grad]
+    for name, parameter in reversed(trained):
         spec = table[name]
         key = parameter.dtype, tuple(axis.name for axis in spec.partial if axis.size > 1)
         width = torch.promote_types(parameter.dtype, torch.float32).itemsize
@@ -130,8 +131,9 @@ class GradientBuckets:
 
     forward and backward of each micro-batch inside accumulate(); then every bucket's `flat` holds
     the sum over micro-batches and partial axes, and so does `.grad` of each parameter, in its
-    dtype, for an optimizer of torch. Nothing is divided: a loss that is a mean over the global
-    batch has to be the sum over this rank's samples / the number of all.
+    dtype, for an optimizer of torch: zeros where no micro-batch reached it. Nothing is divided: a
+    loss that is a mean over the global batch has to be the sum over this rank's samples / the
+    number of all.
     """
 
     def __init__(
@@ -151,8 +153,13 @@ class GradientBuckets:
         autograd and `.grad`, in the parameters' dtype. In fp32 or wider the numbers are the same;
         in a narrow dtype both round the gradient of a micro-batch to it, the head's by its chunks.
         """
+        mesh = mesh or mesh_of(model)
         table = sharding_specs(model, mesh=mesh) if specs is None else specs
-        self.mesh = mesh or mesh_of(model)
+        if mesh is None:
+            raise ValueError(
+                "a model without layers of megatron.api needs GradientBuckets(mesh=...)"
+            )
+        self.model_parallel = mesh.model_parallel
         self.buckets = _assemble(model, table, bucket_bytes)
         self.is_last: bool | None = None  # None: outside accumulate()
         self.sets_grad = True  # False where the optimizer reads the buckets themselves
@@ -161,8 +168,8 @@ class GradientBuckets:
         for prefix, module in model.named_modules():
             if isinstance(module, ShardedModule):
                 start = f"{prefix}." if prefix else ""
-                own = {name: views[start + name] for name in module.specs}
-                module.gradient_views = own if direct else {}
+                own = {name: views.get(start + name) for name in module.specs if direct}
+                module.gradient_views = {n: view for n, view in own.items() if view is not None}
         others = views.keys() - owned_specs(model).keys()
         self.to_compare = [view for name, view in views.items() if name in others]
         self.nodes: list[Node] = []  # kept alive, since hooks go with the nodes that they hang on
@@ -234,22 +241,23 @@ class GradientBuckets:
         """After the first step: gradients of torch's own layers, which nothing cuts, are equal on
         all ranks of a model, unless a layer stands where ranks hold different columns."""
         views, self.to_compare = self.to_compare, []
-        axis = self.mesh.model_parallel if self.mesh is not None else ALONE
         gradients = [view.gradient.double() for view in views]
         own = torch.stack([torch.stack([each.sum(), each.norm()]) for each in gradients], dim=1)
-        highest, lowest = all_reduce(torch.stack([own, -own]), axis, ReduceOp.MAX)
+        both = torch.stack([own, -own])
+        highest, lowest = all_reduce(both, self.model_parallel, ReduceOp.MAX)
         differs = (highest + lowest > 1e-4 * highest[1]).any(dim=0).tolist()
         if names := [view.name for view, is_bad in zip(views, differs, strict=True) if is_bad]:
             raise RuntimeError(
-                f"{names[0]}: its gradient differs between the ranks of {axis.name}, which should "
-                "hold it alike: between a column and a row layer stand layers of megatron.api alone"
+                f"{names[0]}: its gradient differs between the ranks of one model, which should be "
+                "alike: between a column and a row layer stand layers of megatron.api alone"
             )
 
-    def squares(self, model_parallel: Axis) -> Tensor:
+    def squares(self) -> Tensor:
         """This rank's term of the squared global L2 norm, an fp64 scalar.
 
-        The terms add up over `model_parallel`; what several of its ranks hold counts on the owner.
-        On the others its weight is 0, which still makes the sum NaN where it is not finite.
+        The terms add up over the mesh's `model_parallel`; what several of its ranks hold counts on
+        the owner. On the others its weight is 0, which still makes the sum NaN where it is not
+        finite.
         """
         total = self.buckets[0].flat.new_zeros((), dtype=torch.float64)
         for bucket in self.buckets:
@@ -259,7 +267,7 @@ class GradientBuckets:
                 norms = torch.cat(
                     [vector_norm(rows.view(-1, NORM_CHUNK), dim=1), vector_norm(rest)[None]]
                 )
-                is_owner = segment.spec.is_owner(model_parallel)
+                is_owner = segment.spec.is_owner(self.model_parallel)
                 total += float(is_owner) * norms.double().square().sum()
         return total
 
@@ -272,8 +280,7 @@ def clip_grad_norm(gradients: GradientBuckets, max_norm: float) -> Tensor:
     torch.nn.utils.clip_grad_norm_ takes the norm of this rank's shards alone, which is another one
     on every rank.
     """
-    axis = gradients.mesh.model_parallel if gradients.mesh is not None else ALONE
-    norm = all_reduce(gradients.squares(axis), axis).sqrt()
+    norm = all_reduce(gradients.squares(), gradients.model_parallel).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for bucket in gradients.buckets:
         bucket.flat.mul_(factor)

@@ -91,7 +91,7 @@ def train_step(
     stop = totals.new_full((1,), float(wants_stop()))
     reduced = all_reduce(torch.cat([totals, stop]), mesh.loss)
     is_bad = ~reduced[:k].isfinite().all()
-    agreed = torch.stack([state.gradients.squares(mesh.model_parallel), reduced[k], is_bad])
+    agreed = torch.stack([state.gradients.squares(), reduced[k], is_bad])
     agreed = all_reduce(agreed, mesh.model_parallel)
     tokens, *numbers = torch.cat([counts, reduced[:k], agreed]).tolist()
     denominators, sums, (squares, stops, bad_losses) = numbers[:k], numbers[k:-3], numbers[-3:]

@@ -181,6 +181,19 @@ def test_a_backward_that_no_rank_would_reduce_is_an_error() -> None:
         assert torch.equal(first, second)
 
 
+def test_frozen_parameters_stay_out() -> None:
+    model = Misplaced(serial_mesh())
+    before = [each.clone() for each in model.parameters()]
+    model.up.requires_grad_(False)
+    buckets, optimizer = GradientBuckets(model), torch.optim.AdamW(model.parameters())
+    with buckets.accumulate(is_last=True):
+        model(torch.randn(2, 3, 4)).backward()
+    optimizer.step()
+    equal = [torch.equal(*each) for each in zip(before, model.parameters(), strict=True)]
+    frozen = [name.startswith("up.") for name, _ in model.named_parameters()]
+    assert equal == frozen
+
+
 def clipped(mesh: Mesh, dtype: torch.dtype) -> tuple[float, list[Tensor]]:
     torch.manual_seed(SEED)
     model = Mixed(mesh).to(dtype)
@@ -316,7 +329,7 @@ def norms(tensor_size: int) -> tuple[float, float]:
             view.spec.real(view.view(bucket.flat)).fill_(value)
     whole = whole_gradients(state.gradients).values()
     expected = torch.nn.utils.get_total_norm(whole)
-    squares = all_reduce(state.gradients.squares(mesh.model_parallel), mesh.model_parallel)
+    squares = all_reduce(state.gradients.squares(), mesh.model_parallel)
     return squares.sqrt().item(), expected.item()
 
 
@@ -347,7 +360,7 @@ def gradients_of_a_tie() -> tuple[list[float], list[float], float]:
     buckets.start()
     with buckets.accumulate(is_last=True):
         (number * (model.tied.sum() + 10 * model.own.sum())).backward()
-    squares = all_reduce(buckets.squares(mesh.model_parallel), mesh.model_parallel)
+    squares = all_reduce(buckets.squares(), mesh.model_parallel)
     found = whole_gradients(buckets)
     return found["tied"].tolist(), found["own"].tolist(), squares.item()
 
@@ -488,6 +501,6 @@ def test_the_norm_of_a_long_bucket_keeps_its_digits() -> None:
     (bucket,) = buckets.buckets
     bucket.flat.normal_(generator=torch.Generator().manual_seed(0))
     expected = bucket.flat.double().square().sum().sqrt().item()
-    norm = buckets.squares(serial_mesh().tensor).sqrt().item()
+    norm = buckets.squares().sqrt().item()
     # The norms of the pieces are rounded to fp32; torch's own of the whole is 4e-4 too small.
     assert norm == pytest.approx(expected, rel=1e-8)
