@@ -23,14 +23,10 @@ shards, or an index mapping differ.
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 import warnings
-import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +34,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.files import write_atomically
+from megatron.data.files import Kept
 
 BATCH_ROWS = 1000  # of the one pass
 CACHED_BYTES = 256 << 20  # of decoded row groups
@@ -74,12 +70,13 @@ class ColumnDocuments:
         Warns of rows without text; raises ValueError where there is no other.
         """
         self.name, self._column = name, column
-        found = kept.read() if kept is not None else None
+        found = None if kept is None else kept.read()
         if found is None:
-            found = _scan(column)
+            digest, without = _scan(column)
+            found = {"digest": np.array(digest), "without": without}
             if kept is not None:
-                kept.write(*found)
-        digest, without = found
+                kept.write(found)
+        digest, without = str(found["digest"]), found["without"]
         self.content = f"SHA-256 {digest} of texts"
         self.num_documents = len(column) - len(without)
         # Of each row that is left out: how many documents are before it.
@@ -140,31 +137,6 @@ def _has_text(texts: Any) -> NDArray[np.bool_]:
         half = len(texts) // 2
         return np.concatenate([_has_text(texts[:half]), _has_text(texts[half:])])
     return ~pc.fill_null(blank, True).to_numpy(zero_copy_only=False)
-
-
-class Kept:
-    """The result of the one pass, in a file beside the data, for as long as these do not change."""
-
-    def __init__(self, beside: Path, files: Sequence[Path], *selection: str) -> None:
-        """files: all that the texts are read from; selection: what of them is taken."""
-        # Hidden: load_dataset of the folder takes every other file in it for data.
-        beside = beside.resolve()
-        self._file = beside.with_name(f".{beside.name}.texts.npz")
-        found = [(each.name, (stat := each.stat()).st_size, stat.st_mtime_ns) for each in files]
-        self._key = json.dumps([found, selection])
-
-    def read(self) -> tuple[str, NDArray[np.int64]] | None:
-        damage = OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile
-        with suppress(*damage), np.load(self._file, allow_pickle=False) as arrays:
-            if str(arrays["key"]) == self._key:
-                return str(arrays["digest"]), arrays["without"]
-        return None
-
-    def write(self, digest: str, without: NDArray[np.int64]) -> None:
-        content = BytesIO()
-        np.savez(content, key=self._key, digest=digest, without=without)
-        with suppress(OSError):  # the next run reads the data again
-            write_atomically(self._file, content.getvalue())
 
 
 class DatasetColumn:

@@ -8,19 +8,15 @@ for.
 import os
 import warnings
 import weakref
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.columns import ColumnDocuments
-from megatron.data.files import sha256, with_suffix, write_atomically
+from megatron.data.files import Kept, sha256, with_suffix
 from megatron.data.json_lines import OPENERS, parse_line, parse_record, read_lines
 from megatron.data.map_style import check_only_split, names_map_style, open_map_style
 
@@ -82,49 +78,37 @@ def place(documents: Documents, number: int) -> str:
     return f"{documents.name}, document {number}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lines:
-    """Where the documents of a file are."""
-
-    starts: NDArray[np.int64]
-    """[documents]: the byte at which the line of each starts."""
-    sizes: NDArray[np.int32]
-    """[documents]: bytes of each line, without its end."""
-    digest: str
-    """SHA-256, in hex, of the whole file."""
-    num_bad: int
-    """Lines that hold no document."""
-    first_bad: str
-    """The first of them, and why; empty without any."""
-
-
 class JsonLines:
     """The texts of a file of JSON lines, in its order; lines without one are left out.
 
-    The file is read once, in which its lines are found, checked and identified. What was found is
-    kept beside the file, if the folder can be written, and holds while size and modification time
-    of the file stay.
+    The file is read once, in which its lines are found, checked and identified.
     """
 
     def __init__(self, path: str, key: str) -> None:
         """Warns of lines that hold no text; raises ValueError, naming --data-path, if none does."""
         self.name, self._key = path, key
+        kept = Kept(Path(path), [Path(path)], key)
+        if (found := kept.read()) is None:
+            found = _read_lines(path, key)
+            kept.write(found)
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
-        lines = _find_lines(self._descriptor, path, key)
-        self._starts, self._sizes = lines.starts, lines.sizes
-        self.num_documents = len(lines.starts)
-        self.content = f"SHA-256 {lines.digest}"
+        if not kept.holds:
+            raise ValueError(f"--data-path {path} changes while it is read; a finished file works")
+        self._starts, self._sizes = found["starts"], found["sizes"]
+        self.num_documents = len(self._starts)
+        self.content = f"SHA-256 {found['digest']}"
+        bad, first_bad = int(found["bad"]), str(found["first_bad"])
         if not self.num_documents:
-            found = f"; {lines.first_bad}" if lines.num_bad else ""
+            reason = f"; {first_bad}" if bad else ""
             raise ValueError(
-                f"--data-path {path} holds no document{found}; lines such as "
+                f"--data-path {path} holds no document{reason}; lines such as "
                 f'{{"{key}": "some text"}} work'
             )
-        if lines.num_bad:
+        if bad:
             warnings.warn(
-                f"--data-path {path}: {lines.num_bad} of {lines.num_bad + self.num_documents} "
-                f"lines hold no document and are left out; the first is {lines.first_bad}",
+                f"--data-path {path}: {bad} of {bad + self.num_documents} lines hold no document "
+                f"and are left out; the first is {first_bad}",
                 stacklevel=3,
             )
 
@@ -145,57 +129,26 @@ class JsonLines:
         return _line_number(self.name, int(self._starts[number]))
 
 
-def _find_lines(descriptor: int, path: str, key: str) -> Lines:
-    """As kept beside the file, or else by reading it."""
-    stamp = _stamp(descriptor)
-    # Hidden: load_dataset of the folder takes every other file in it for data.
-    kept = Path(path).with_name(f".{Path(path).name}.lines.npz")
-    damage = OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile
-    with suppress(*damage), np.load(kept, allow_pickle=False) as arrays:
-        if (arrays["stamp"].tolist(), str(arrays["key"])) == (stamp, key):
-            return Lines(
-                starts=arrays["starts"],
-                sizes=arrays["sizes"],
-                digest=str(arrays["digest"]),
-                num_bad=int(arrays["num_bad"]),
-                first_bad=str(arrays["first_bad"]),
-            )
-    lines = _read_lines(path, key)
-    if _stamp(descriptor) != stamp:
-        raise ValueError(f"--data-path {path} changes while it is read; a finished file works")
-    content = BytesIO()
-    np.savez(content, stamp=stamp, key=key, **vars(lines))
-    with suppress(OSError):  # the next run reads the file again
-        write_atomically(kept, content.getvalue())
-    return lines
-
-
-def _stamp(descriptor: int) -> list[int]:
-    found = os.fstat(descriptor)
-    return [found.st_size, found.st_mtime_ns]
-
-
-def _read_lines(path: str, key: str) -> Lines:
-    starts, sizes, num_bad, first_bad = list[int](), list[int](), 0, ""
+def _read_lines(path: str, key: str) -> dict[str, NDArray[Any]]:
+    """starts: int64 [documents], the byte at which the line of each starts. sizes: int32
+    [documents], bytes of each line without its end. digest: SHA-256, in hex, of the whole file.
+    bad: lines that hold no document; first_bad: the first of them, and why."""
+    starts, sizes, bad, first_bad = list[int](), list[int](), 0, ""
     with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(sha256, Path(path))
         for line in read_lines(path):
             try:
                 parse_line(line, key)
             except ValueError as error:
-                if not num_bad:
-                    first_bad = f"line {_line_number(path, line.offset)}: {error}"
-                num_bad += 1
+                first_bad = first_bad or f"line {_line_number(path, line.offset)}: {error}"
+                bad += 1
             else:
                 starts.append(line.offset)
                 sizes.append(len(line.content))
-        return Lines(
-            starts=np.array(starts, np.int64),
-            sizes=np.array(sizes, np.int32),
-            digest=digest.result(),
-            num_bad=num_bad,
-            first_bad=first_bad,
-        )
+    arrays = np.array(starts, np.int64), np.array(sizes, np.int32)
+    scalars = map(np.array, (digest.result(), bad, first_bad))
+    names = ("starts", "sizes", "digest", "bad", "first_bad")
+    return dict(zip(names, (*arrays, *scalars), strict=True))
 
 
 def _line_number(path: str, offset: int) -> int:

@@ -1,11 +1,19 @@
-"""The files of a data set: their names, and writing that survives a crash."""
+"""The files of a data set: their names, writing that survives a crash, what is kept beside them."""
 
 import errno
 import hashlib
+import json
 import os
 import shutil
+import zipfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 def with_suffix(prefix: str, suffix: str) -> Path:
@@ -64,3 +72,42 @@ def sha256(file: Path) -> str:
     """In hex, as sha256sum prints it."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class Kept:
+    """What one pass over files has found, kept beside them for as long as they do not change.
+
+    It is a hidden file: `datasets` takes every other file of a folder for data. Where it cannot be
+    written, the next run makes the pass again.
+    """
+
+    def __init__(self, beside: Path, files: Sequence[Path], *selection: str) -> None:
+        """files: all that are read; selection: what of them is taken."""
+        beside = beside.resolve()
+        self._file = beside.with_name(f".{beside.name}.kept.npz")
+        self._files, self._selection = files, selection
+        self._key = self._stamp()
+
+    def _stamp(self) -> str:
+        """Names, sizes and modification times of the files, and the selection."""
+        found = [(each.name, (s := each.stat()).st_size, s.st_mtime_ns) for each in self._files]
+        return json.dumps([found, self._selection])
+
+    @property
+    def holds(self) -> bool:
+        """Whether the files are still what they were when this was made."""
+        return self._stamp() == self._key
+
+    def read(self) -> dict[str, NDArray[Any]] | None:
+        """The arrays by name; None where there are none, or of other files."""
+        damage = OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile
+        with suppress(*damage), np.load(self._file, allow_pickle=False) as arrays:
+            if str(arrays["key"]) == self._key:
+                return {name: arrays[name] for name in arrays.files}
+        return None
+
+    def write(self, arrays: Mapping[str, Any]) -> None:
+        content = BytesIO()
+        np.savez(content, key=self._key, **arrays)
+        with suppress(OSError):
+            write_atomically(self._file, content.getvalue())

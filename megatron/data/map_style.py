@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron.data.columns import ColumnDocuments, DatasetColumn, Kept, ParquetColumn
+from megatron.data.columns import ColumnDocuments, DatasetColumn, ParquetColumn
+from megatron.data.files import Kept
 
 DEFAULT_SPLIT = "train"
 

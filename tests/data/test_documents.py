@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data import documents as module
+from megatron.data import files as module
 from megatron.data.documents import Documents, open_documents, place
 from tests.data.samples import write_data
 
