@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data import files as module
+from megatron.data import documents as module
+from megatron.data import files
 from megatron.data.documents import Documents, open_documents, place
 from tests.data.samples import write_data
 
@@ -78,7 +79,7 @@ def test_a_folder_that_cannot_be_written_is_read(
     def refuse(*_: object) -> None:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(module, "write_atomically", refuse)  # root may write anywhere
+    monkeypatch.setattr(files, "write_atomically", refuse)  # root may write anywhere
     path = write(tmp_path / "a.jsonl", LINES)
     assert texts(open_documents(path)) == ["one", "zwölf\n", "drei"]
     assert [each.name for each in tmp_path.iterdir()] == ["a.jsonl"]
