@@ -129,8 +129,8 @@ def _assemble(model: nn.Module, table: Mapping[str, ShardingSpec], most: int) ->
 class GradientBuckets:
     """All gradients of a model. One step:
 
-    forward and backward of each micro-batch inside accumulate(); then every bucket's `flat` holds
-    the sum over micro-batches and partial axes, and so does `.grad` of each parameter, in its
+    forward and backward of each micro-batch inside accumulate(), or after start() the backward
+    alone; then every bucket's `flat` holds the sum over micro-batches and partial axes, and so does `.grad` of each parameter, in its
     dtype, for an optimizer of torch: zeros where no micro-batch reached it. Nothing is divided: a
     loss that is a mean over the global batch has to be the sum over this rank's samples / the
     number of all.
@@ -162,6 +162,7 @@ class GradientBuckets:
         self.model_parallel = mesh.model_parallel
         self.buckets = _assemble(model, table, bucket_bytes)
         self.is_last: bool | None = None  # None: outside accumulate()
+        self.in_step = False
         self.sets_grad = True  # False where the optimizer reads the buckets themselves
         self.on_gradient: Callable[[GradientView], object] = _nothing  # after one was added to
         views = {view.name: view for bucket in self.buckets for view in bucket.views}
@@ -186,8 +187,8 @@ class GradientBuckets:
         return (view for bucket in self.buckets for view in bucket.views)
 
     def start(self) -> None:
-        """Forget the gradients so far: the next ones overwrite them. Every step ends with it; call
-        it to give up a step that was not finished."""
+        """Begin a step before its first forward: gradients so far are forgotten."""
+        self.in_step = True
         for bucket in self.buckets:
             bucket.missing = len(bucket.views)
             for view in bucket.views:
@@ -211,9 +212,16 @@ class GradientBuckets:
 
     @contextmanager
     def accumulate(self, *, is_last: bool) -> Iterator[None]:
-        """Forward and backward of one micro-batch run inside (the output layer with its loss has
-        its gradient in the forward); with is_last each bucket is reduced as it fills, and on
-        leaving the gradients are complete."""
+        """The backward of one micro-batch runs inside, and without start() its forward too, in
+        which the output layer with its loss adds its gradient; with is_last each bucket is reduced
+        as it fills, and on leaving the gradients are complete."""
+        if not self.in_step:
+            if any(view.is_filled for view in self.views):
+                raise RuntimeError(
+                    "a forward outside of GradientBuckets.accumulate has added gradients: run it "
+                    "inside, or under torch.no_grad() where it has no backward"
+                )
+            self.start()
         for view in self.views if self.sets_grad else ():
             view.parameter.grad = None  # of the step before
         self.is_last = is_last
@@ -231,7 +239,9 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.wait()
             bucket.wait = _nothing
-        self.start()
+        for view in self.views:
+            view.is_filled = False
+        self.in_step = False
         if self.to_compare:
             self._compare()
         for view in self.views if self.sets_grad else ():

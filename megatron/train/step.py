@@ -169,6 +169,7 @@ def forward_backward(
     model, objective, device = state.model, state.objective, state.mesh.device
     in_flight: dict[int, Tensor] = {}
     actions = schedule(len(micro_batches))
+    state.gradients.start()
     for action in actions:
         state.micro_batch = number = action.micro_batch
         if action.direction == "forward":

@@ -61,6 +61,7 @@ def check_against_ddp(bucket_bytes: int, direct: bool) -> None:
     buckets = GradientBuckets(model, bucket_bytes, direct=direct)
     assert len(buckets.buckets) > 10 or bucket_bytes == BUCKET_BYTES
     for step in range(2):
+        buckets.start()  # the forward is outside of accumulate()
         for is_last, loss in losses(model, mesh, step):
             with buckets.accumulate(is_last=is_last):
                 loss.backward()
@@ -171,7 +172,6 @@ def test_a_backward_that_no_rank_would_reduce_is_an_error() -> None:
     buckets, x = GradientBuckets(model), torch.randn(2, 3, 4)
     with pytest.raises(RuntimeError, match="accumulate"):
         model(x).backward()
-    buckets.start()
     gradients = []
     for _ in range(2):  # the second step forgets the first
         with buckets.accumulate(is_last=True):
@@ -221,6 +221,24 @@ def test_the_norm_of_all_shards_is_clipped(
     for found, its_gradients in gloo.run(2, clipped_at_2, dtype):
         close(found, norm)
         close(its_gradients, gradients)
+
+
+def test_a_forward_that_would_add_to_another_step_is_an_error() -> None:
+    """The output layer with its loss adds its gradient in the forward."""
+    model = tiny_model(serial_mesh())
+    buckets, batch = GradientBuckets(model), samples(1)
+    with buckets.accumulate(is_last=True):
+        summed_loss(model, batch, CPU)[0].backward()
+    expected = [view.gradient.clone() for view in buckets.views]
+    with torch.no_grad():
+        summed_loss(model, samples(1, first=5), CPU)
+    with buckets.accumulate(is_last=True):
+        summed_loss(model, batch, CPU)[0].backward()
+    for view, gradient in zip(buckets.views, expected, strict=True):
+        assert torch.equal(view.gradient, gradient)
+    summed_loss(model, batch, CPU)
+    with pytest.raises(RuntimeError, match="forward"), buckets.accumulate(is_last=True):
+        pass
 
 
 class Branches(nn.Module):
