@@ -130,10 +130,10 @@ class GradientBuckets:
     """All gradients of a model. One step:
 
     forward and backward of each micro-batch inside accumulate(), or after start() the backward
-    alone; then every bucket's `flat` holds the sum over micro-batches and partial axes, and so does `.grad` of each parameter, in its
-    dtype, for an optimizer of torch: zeros where no micro-batch reached it. Nothing is divided: a
-    loss that is a mean over the global batch has to be the sum over this rank's samples / the
-    number of all.
+    alone; then every bucket's `flat` holds the sum over micro-batches and partial axes, and so does
+    `.grad` of each parameter, in its dtype, for an optimizer of torch: zeros where no micro-batch
+    reached it. Nothing is divided: a loss that is a mean over the global batch has to be the sum
+    over this rank's samples / the number of all.
     """
 
     def __init__(
