@@ -61,13 +61,14 @@ def main() -> None:
         state = build_state(MODEL, mesh, VOCABULARY, seed=1, optimizer=OPTIMIZER)
         if flags.save and (found := newest_checkpoint(flags.save, mesh)):
             state.load(found)
+        begun = state.step
         for result in train(state, flags.steps):
             if mesh.is_first:
                 print(f"step {state.step} | loss {result.loss:.4f} | norm {result.grad_norm:.4f}")
             if result.outputs is not None and mesh.is_first:
                 hits = result.outputs.logits.argmax(-1) == result.outputs.labels
                 print(f"{hits.float().mean():.1%} of the last batch are predicted")
-        if flags.save:
+        if flags.save and state.step > begun:
             save_checkpoint(flags.save, state.step, state.slices(), state.facts(), mesh)
 
 

@@ -5,6 +5,7 @@ from .config.training import (
     ParallelConfig as ParallelConfig,
     TrainingParallelConfig as TrainingParallelConfig,
 )
+from .config.checks import UsageError as UsageError
 from .train.launch import launch as launch
 from .parallel.mesh import (
     Mesh as Mesh,
@@ -16,6 +17,9 @@ from .parallel.collectives import (
     all_reduce as all_reduce,
     gather_from as gather_from,
     gather_with_gradient as gather_with_gradient,
+    copy_to as copy_to,
+    reduce_from as reduce_from,
+    own_rows as own_rows,
 )
 
 # Layers
@@ -118,6 +122,10 @@ from .data.documents import (
     Documents as Documents,
     open_documents as open_documents,
 )
+from .data.columns import (
+    ColumnDocuments as ColumnDocuments,
+    DatasetColumn as DatasetColumn,
+)
 from .data.padded import open_padded_splits as open_padded_splits
 from .data.tokenizer_base import Tokenizer as Tokenizer
 from .data.tokenizer import build_tokenizer as build_tokenizer
@@ -131,6 +139,7 @@ from .checkpoint.load import (
     optimizer_slices as optimizer_slices,
     newest_checkpoint as newest_checkpoint,
     load_checkpoint as load_checkpoint,
+    load_optimizer as load_optimizer,
 )
 from .checkpoint.save import save_checkpoint as save_checkpoint
 from .parallel.sharding import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,37 +33,88 @@ class TensorSlice:
     local: Tensor
 
 
-def model_slices(model: nn.Module) -> Iterator[TensorSlice]:
-    """What a checkpoint keeps of a model."""
-    parameters = dict(model.named_parameters())
-    for name, spec in sharding_specs(model).items():
-        yield TensorSlice(f"model.{name}", spec, parameters[name].detach())
+def model_slices(
+    model: nn.Module, prefix: str = "model", specs: Mapping[str, ShardingSpec] | None = None
+) -> list[TensorSlice]:
+    """What a checkpoint keeps of a model. prefix: another one for a second model of a checkpoint.
+    specs: as of GradientBuckets."""
+    parameters, table = dict(model.named_parameters()), sharding_specs(model, specs)
+    return [
+        TensorSlice(f"{prefix}.{name}", spec, parameters[name].detach())
+        for name, spec in table.items()
+    ]
 
 
-def optimizer_slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[TensorSlice]:
+ONE = ShardingSpec(shape=(1,))  # of a number that every rank holds
+
+
+def optimizer_slices(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    specs: Mapping[str, ShardingSpec] | None = None,
+) -> list[TensorSlice]:
     """What a checkpoint keeps of an optimizer of torch over the model's parameters: what it has for
-    each element, such as Adam's moments, and its number of steps; not its settings.
+    each element, such as Adam's moments, and its number of steps; nothing before its first step,
+    and not its settings. specs: as of GradientBuckets.
 
-    An optimizer that has made no step gets its state first, to be loaded into. Raises ValueError
-    for a state that is not cut as its parameter is.
+    Raises ValueError for a state that is not cut as its parameter is, and for an optimizer of
+    another model.
     """
-    if not optimizer.state:
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-        optimizer.zero_grad()
-        get_optimizer_state_dict(model, optimizer)  # makes it, by a step that changes nothing
-    table = sharding_specs(model)
+    _require_shared(model, optimizer)
+    table, found = sharding_specs(model, specs), []
     for name, parameter in model.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
             if value.shape == parameter.shape:
-                yield TensorSlice(f"{kind}.{name}", table[name], value)
+                found.append(TensorSlice(f"{kind}.{name}", table[name], value))
             elif value.numel() == 1:
-                yield TensorSlice(f"{kind}.{name}", ShardingSpec(shape=(1,)), value.view(1))
+                found.append(TensorSlice(f"{kind}.{name}", ONE, value.view(1)))
             else:
                 raise ValueError(
                     f"{type(optimizer).__name__}'s {kind} of {name} is {list(value.shape)}, not "
                     f"{list(parameter.shape)} as its parameter: it cannot be cut like it"
                 )
+    return found
+
+
+def load_optimizer(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    specs: Mapping[str, ShardingSpec] | None = None,
+) -> None:
+    """Give an optimizer of torch the state that a checkpoint has of `optimizer_slices`, saved at
+    any layout, in place of what it has."""
+    _require_shared(model, optimizer)
+    table, parameters = sharding_specs(model, specs), dict(model.named_parameters())
+    description = optimizer.state_dict()
+    numbers = {
+        id(parameter): number
+        for group, saved in zip(optimizer.param_groups, description["param_groups"], strict=True)
+        for parameter, number in zip(group["params"], saved["params"], strict=True)
+    }
+    state: dict[int, dict[str, Tensor]] = {}
+    slices = []
+    for key, entry in checkpoint.manifest["tensors"].items():
+        kind, _, name = key.partition(".")
+        number = numbers.get(id(parameters.get(name)))
+        if number is None or kind == "model":
+            continue
+        spec, dtype = table[name], getattr(torch, entry["dtype"])
+        if entry["shape"] == list(spec.shape):
+            local = torch.empty(spec.local_shape, dtype=dtype)
+            state.setdefault(number, {})[kind] = local
+        else:
+            spec, local = ONE, torch.empty(1, dtype=dtype)
+            state.setdefault(number, {})[kind] = local[0]
+        slices.append(TensorSlice(key, spec, local))
+    load_checkpoint(checkpoint, slices, partial=True)
+    optimizer.load_state_dict({**description, "state": state})
+
+
+def _require_shared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    given = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if not any(id(parameter) in given for parameter in model.parameters()):
+        raise ValueError("the optimizer has none of the model's parameters: build it of this model")
 
 
 def newest_checkpoint(directory: str | Path, mesh: Mesh) -> Checkpoint | None:
@@ -74,7 +125,9 @@ def newest_checkpoint(directory: str | Path, mesh: Mesh) -> Checkpoint | None:
     """
     one = one_step(directory)
     folders = [one] if one is not None else step_folders(directory)
-    return newest_whole(folders, mesh)[0] if mesh.control.gather(folders)[0] else None
+    return (
+        newest_whole(folders, mesh, str(directory))[0] if mesh.control.gather(folders)[0] else None
+    )
 
 
 def verify(path: Path, mesh: Mesh) -> Checkpoint:
@@ -111,12 +164,22 @@ def newest_whole(
     return newest_readable(folders, given, lambda path: verify(path, mesh))
 
 
-def load_checkpoint(checkpoint: Checkpoint, slices: Iterable[TensorSlice]) -> None:
-    """Fill every slice from a checkpoint that is whole, padding with zeros.
+def load_checkpoint(
+    checkpoint: Checkpoint, slices: Iterable[TensorSlice], *, partial: bool = False
+) -> None:
+    """Fill every slice from a checkpoint that is whole, saved at any layout; padding becomes zero.
 
-    Raises ValueError for a missing tensor or another shape.
+    partial: whether weights of a model may be left in the checkpoint. Raises ValueError for a
+    tensor that is missing, of another shape, or left.
     """
     path, saved = checkpoint.path, checkpoint.manifest["tensors"]
+    slices = list(slices)
+    keys = {each.key for each in slices}
+    prefixes = {key.partition(".")[0] for key in keys} & {"model"}
+    left = [key for key in saved if key.partition(".")[0] in prefixes and key not in keys]
+    if not partial and (left or not slices):
+        what = f"{left[0]}, for which there is no slice" if left else "nothing that is asked for"
+        raise ValueError(f"{path} has {what}; partial=True leaves tensors")
     with ExitStack() as opened, torch.no_grad():
         files: dict[str, Any] = {}
         for each in slices:
@@ -126,7 +189,8 @@ def load_checkpoint(checkpoint: Checkpoint, slices: Iterable[TensorSlice]) -> No
             if shape != wanted:
                 raise ValueError(f"{path}: {each.key} is {shape}, this model's {wanted}")
             own = each.spec.local_slices
-            each.local[len(each.spec.real(each.local)) :].zero_()
+            if each.spec.padded_rows is not None:
+                each.local[len(each.spec.real(each.local)) :].zero_()
             for one in saved[each.key]["slices"]:
                 source, target = [], []  # what both have in common, in the coordinates of each
                 for offset, size, cut in zip(one["offset"], one["shape"], own, strict=True):
@@ -137,7 +201,10 @@ def load_checkpoint(checkpoint: Checkpoint, slices: Iterable[TensorSlice]) -> No
                     continue
                 if (name := one["file"]) not in files:
                     files[name] = opened.enter_context(safe_open(path / name, "pt"))
-                values = files[name].get_slice(each.key)[tuple(source)]
+                if source:
+                    values = files[name].get_slice(each.key)[tuple(source)]
+                else:  # a single number
+                    values = files[name].get_tensor(each.key)
                 each.local[tuple(target)].copy_(values)
 
 
@@ -166,4 +233,4 @@ def load_weights(
         replace(each, key=key if (key := f"master.{name}") in saved else f"model.{name}")
         for name, each in wanted.items()
     ]
-    load_checkpoint(checkpoint, slices)
+    load_checkpoint(checkpoint, slices, partial=True)

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -94,9 +95,14 @@ def save_checkpoint(
     one directory. Raises OSError on every rank where one fails; then nothing of this checkpoint is
     left, unless it was already whole.
     """
-    start = time.monotonic()
+    start, slices = time.monotonic(), list(slices)
     final = Path(directory) / f"step_{step:08d}"
     staging = final.with_name(f".{final.name}.partial")
+    if wrong := {"format", "files", "tensors", "checksum"} & facts.keys():
+        raise ValueError(f"facts: {min(wrong)} is a key of the manifest itself")
+    keys = Counter(each.key for each in slices)
+    if twice := [key for key, count in keys.items() if count > 1]:
+        raise ValueError(f"slices: two of {twice[0]}; model_slices takes another prefix")
     own = own_slices(slices, mesh)
 
     def prepare() -> tuple[str, ...]:
@@ -112,6 +118,8 @@ def save_checkpoint(
             files |= rank_files
             for key, entry in rank_tensors.items():
                 tensors.setdefault(key, {**entry, "slices": []})["slices"] += entry["slices"]
+        if not tensors:
+            raise OSError(f"{final} would hold no tensor")
         check_tiling(tensors, files)
         manifest = seal({"format": FORMAT, **facts, "files": files, "tensors": tensors})
         write_atomically(staging / "manifest.json", json.dumps(manifest, indent=1).encode())

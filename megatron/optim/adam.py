@@ -186,7 +186,6 @@ class MasterWeights:
     def __init__(self, gradients: GradientBuckets, config: OptimizerConfig) -> None:
         self.config = config
         self.buckets = gradients.buckets
-        gradients.sets_grad = False
         self.masters = [_flat_master(bucket) for bucket in self.buckets]
         self.moments = [
             (torch.zeros_like(master), torch.zeros_like(master)) for master in self.masters

@@ -30,17 +30,18 @@ from torch.distributed import ReduceOp
 from torch.linalg import vector_norm
 
 from megatron.parallel.collectives import all_reduce, start_all_reduce
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.sharding import (
     GradientView,
+    GradientViews,
     ShardedModule,
     ShardingSpec,
     mesh_of,
-    owned_specs,
     sharding_specs,
 )
 
 BUCKET_BYTES = 64 * 2**20
+NAMED = 5  # parameters that a message names; of more it gives the number
 ALIGNMENT = 64  # elements; kernels such as torch's AdamW round differently at odd addresses
 
 # Elements whose norm torch computes at a time; the squares of these norms are added up in fp64. On
@@ -53,6 +54,11 @@ Named = tuple[str, nn.Parameter, ShardingSpec]
 
 def _nothing(*_: object) -> None:
     pass
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -144,35 +150,38 @@ class GradientBuckets:
         specs: Mapping[str, ShardingSpec] | None = None,
         mesh: Mesh | None = None,
         direct: bool = True,
+        sets_grad: bool = True,
     ) -> None:
-        """specs: of all parameters; by default `sharding_specs(model, mesh=mesh)`. mesh: by default
-        that of our layers in the model; a model without them needs it.
+        """specs: of parameters that no layer of ours owns, as `others` of sharding_specs. mesh: by
+        default that of our layers in the model; a model without them needs it.
 
         direct: True: our layers add the gradients of their weights to the buckets, as soon as they
         have them. False, and in layers that torch.compile has compiled: all gradients go through
         autograd and `.grad`, in the parameters' dtype. In fp32 or wider the numbers are the same;
         in a narrow dtype both round the gradient of a micro-batch to it, the head's by its chunks.
+
+        sets_grad: False for an optimizer that reads the buckets themselves, as ours: there is no
+        `.grad`, and what ranks hold in common is not compared here but by check_replicas.
         """
         mesh = mesh or mesh_of(model)
-        table = sharding_specs(model, mesh=mesh) if specs is None else specs
         if mesh is None:
-            raise ValueError(
-                "a model without layers of megatron.api needs GradientBuckets(mesh=...)"
-            )
-        self.model_parallel = mesh.model_parallel
+            raise ValueError("a model without layers of megatron.api needs mesh=")
+        table = sharding_specs(model, specs, mesh=mesh)
+        self.mesh = mesh
         self.buckets = _assemble(model, table, bucket_bytes)
         self.is_last: bool | None = None  # None: outside accumulate()
-        self.in_step = False
-        self.sets_grad = True  # False where the optimizer reads the buckets themselves
+        self.in_step = self.is_complete = False
+        self.next = 0  # the first bucket whose reduction has not started
+        self.sets_grad = sets_grad
         self.on_gradient: Callable[[GradientView], object] = _nothing  # after one was added to
-        views = {view.name: view for bucket in self.buckets for view in bucket.views}
-        for prefix, module in model.named_modules():
+        views = {id(view.parameter): view for view in self.views}
+        for module in model.modules():
             if isinstance(module, ShardedModule):
-                start = f"{prefix}." if prefix else ""
-                own = {name: views.get(start + name) for name in module.specs if direct}
-                module.gradient_views = {n: view for n, view in own.items() if view is not None}
-        others = views.keys() - owned_specs(model).keys()
-        self.to_compare = [view for name, view in views.items() if name in others]
+                own = {name: views.get(id(getattr(module, name))) for name in module.specs}
+                known = {name: view for name, view in own.items() if direct and view is not None}
+                module.gradient_views = GradientViews(known)
+        self.to_compare = list(self.views)  # those whose gradient was zero so far
+        self.checked_weights = False
         self.nodes: list[Node] = []  # kept alive, since hooks go with the nodes that they hang on
         for bucket in self.buckets:
             for view in bucket.views:
@@ -188,8 +197,10 @@ class GradientBuckets:
 
     def start(self) -> None:
         """Begin a step before its first forward: gradients so far are forgotten."""
-        self.in_step = True
+        self.in_step, self.next = True, 0
         for bucket in self.buckets:
+            bucket.wait()  # of a step that was given up
+            bucket.wait = _nothing
             bucket.missing = len(bucket.views)
             for view in bucket.views:
                 view.is_filled = False
@@ -198,8 +209,13 @@ class GradientBuckets:
         """Runs when the backward has passed all uses of a parameter."""
         if self.is_last is None:
             raise RuntimeError(
-                "backward() outside of GradientBuckets.accumulate: no rank would see the gradients "
-                "of the others"
+                "backward() outside of accumulate(), or after other GradientBuckets were made of "
+                "this model: no rank would see the gradients of the others"
+            )
+        if self.is_last and not bucket.missing:
+            raise RuntimeError(
+                f"{view.name} has a second gradient in the last accumulate(): each backward() "
+                "takes an accumulate() of its own, and torch's checkpoint use_reentrant=False"
             )
         if view.parameter.grad is not None:
             view.add(view.parameter.grad)
@@ -207,8 +223,10 @@ class GradientBuckets:
         self.on_gradient(view)
         if self.is_last:
             bucket.missing -= 1
-            if bucket.missing == 0:
-                bucket.reduce()
+            # In one order on all ranks, whichever layers their samples take.
+            while self.next < len(self.buckets) and not self.buckets[self.next].missing:
+                self.buckets[self.next].reduce()
+                self.next += 1
 
     @contextmanager
     def accumulate(self, *, is_last: bool) -> Iterator[None]:
@@ -222,8 +240,12 @@ class GradientBuckets:
                     "inside, or under torch.no_grad() where it has no backward"
                 )
             self.start()
-        for view in self.views if self.sets_grad else ():
-            view.parameter.grad = None  # of the step before
+        self.is_complete = False
+        if self.sets_grad:
+            if not self.checked_weights:
+                self._check_weights()
+            for view in self.views:
+                view.parameter.grad = None  # of the step before
         self.is_last = is_last
         try:
             yield
@@ -233,34 +255,70 @@ class GradientBuckets:
             self._finish()
 
     def _finish(self) -> None:
-        for bucket in self.buckets:
-            if bucket.missing:  # parameters that the last micro-batch did not reach
-                bucket.reduce()
+        for bucket in self.buckets[self.next :]:  # the last micro-batch did not reach all of it
+            bucket.reduce()
         for bucket in self.buckets:
             bucket.wait()
             bucket.wait = _nothing
         for view in self.views:
             view.is_filled = False
-        self.in_step = False
+        self.in_step, self.is_complete = False, True
+        if not self.sets_grad:
+            return
         if self.to_compare:
-            self._compare()
-        for view in self.views if self.sets_grad else ():
-            view.parameter.grad = view.gradient.to(view.parameter.dtype)
+            self._check_gradients()
+        for view in self.views:
+            if view.parameter.requires_grad:
+                view.parameter.grad = view.gradient.to(view.parameter.dtype)
 
-    def _compare(self) -> None:
-        """After the first step: gradients of torch's own layers, which nothing cuts, are equal on
-        all ranks of a model, unless a layer stands where ranks hold different columns."""
-        views, self.to_compare = self.to_compare, []
-        gradients = [view.gradient.double() for view in views]
-        own = torch.stack([torch.stack([each.sum(), each.norm()]) for each in gradients], dim=1)
-        both = torch.stack([own, -own])
-        highest, lowest = all_reduce(both, self.model_parallel, ReduceOp.MAX)
-        differs = (highest + lowest > 1e-4 * highest[1]).any(dim=0).tolist()
-        if names := [view.name for view, is_bad in zip(views, differs, strict=True) if is_bad]:
+    def _check_weights(self) -> None:
+        """Before the first step: weights that several ranks hold are equal on them."""
+        self.checked_weights = True
+        sharded = (view.parameter.detach() for view in self.views)
+        names = [view.name for view in self.views]
+        specs = [view.spec for view in self.views]
+        differing, _ = self._compare(list(sharded), specs, self.mesh.axes)
+        if names := [names[number] for number in differing]:
             raise RuntimeError(
-                f"{names[0]}: its gradient differs between the ranks of one model, which should be "
-                "alike: between a column and a row layer stand layers of megatron.api alone"
+                f"the initial weights of {_listed(names)} differ between ranks: on every rank the "
+                "same torch.manual_seed() before the model is built makes them equal"
             )
+
+    def _check_gradients(self) -> None:
+        """After a step: gradients that the ranks of one model hold in common are equal on them,
+        unless these read other samples, draw other numbers, or a layer stands where its input is
+        cut."""
+        views, axes = self.to_compare, self.mesh.model_parallel.parts
+        gradients, specs = [each.gradient for each in views], [each.spec for each in views]
+        differing, zero = self._compare(gradients, specs, axes)
+        self.to_compare = [views[number] for number in zero]
+        if names := [views[number].name for number in differing]:
+            raise RuntimeError(
+                f"gradients of {_listed(names)} differ between the ranks of one model: between a "
+                "column and a row layer stands a layer that every rank holds whole, or these ranks "
+                'read other samples (mesh.rank("batch") numbers those that may) or draw other '
+                "random numbers"
+            )
+
+    def _compare(
+        self, tensors: Sequence[Tensor], specs: Sequence[ShardingSpec], axes: Sequence[Axis]
+    ) -> tuple[list[int], list[int]]:
+        """(those that differ on ranks that hold the same shard along these axes, those that are
+        zero), by number, the same on every rank."""
+        wide = [each.double() for each in tensors]
+        own = torch.stack([torch.stack([each.sum(), each.norm()]) for each in wide], dim=1)
+        differs, norm = torch.zeros_like(own[0]), own[1].clone()
+        for axis in (axis for axis in axes if axis.size > 1):
+            highest, lowest = all_reduce(torch.stack([own, -own]), axis, ReduceOp.MAX)
+            apart = (highest + lowest > 1e-4 * highest[1]).any(dim=0)
+            held = [axis in spec.copied_over(axis) for spec in specs]
+            differs += apart & torch.tensor(held, device=apart.device)
+        for axis in (axis for axis in self.mesh.axes if axis.size > 1):
+            all_reduce(differs, axis, ReduceOp.MAX)
+            all_reduce(norm, axis, ReduceOp.MAX)
+        found = torch.stack([differs, norm]).tolist()
+        of_differing = [number for number, each in enumerate(found[0]) if each]
+        return of_differing, [number for number, each in enumerate(found[1]) if not each]
 
     def squares(self) -> Tensor:
         """This rank's term of the squared global L2 norm, an fp64 scalar.
@@ -277,7 +335,7 @@ class GradientBuckets:
                 norms = torch.cat(
                     [vector_norm(rows.view(-1, NORM_CHUNK), dim=1), vector_norm(rest)[None]]
                 )
-                is_owner = segment.spec.is_owner(self.model_parallel)
+                is_owner = segment.spec.is_owner(self.mesh.model_parallel)
                 total += float(is_owner) * norms.double().square().sum()
         return total
 
@@ -287,10 +345,16 @@ def clip_grad_norm(gradients: GradientBuckets, max_norm: float) -> Tensor:
     """Scale all gradients such that their global L2 norm is at most `max_norm`; returns the norm
     before, an fp64 scalar, the same on every rank (every rank calls this).
 
+    The buckets are scaled, of which `.grad` is a view, or in a narrower dtype set anew: change
+    `.grad` after this, not before.
     torch.nn.utils.clip_grad_norm_ takes the norm of this rank's shards alone, which is another one
     on every rank.
     """
-    norm = all_reduce(gradients.squares(), gradients.model_parallel).sqrt()
+    if not isinstance(gradients, GradientBuckets) or not gradients.is_complete:
+        raise ValueError(
+            "clip_grad_norm takes the GradientBuckets of a model, behind accumulate(is_last=True)"
+        )
+    norm = all_reduce(gradients.squares(), gradients.mesh.model_parallel).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for bucket in gradients.buckets:
         bucket.flat.mul_(factor)

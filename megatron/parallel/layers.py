@@ -101,6 +101,11 @@ def linear(
     """
     if torch.compiler.is_compiling():  # a compiled backward cannot write into buckets
         view = None
+    elif torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
+        raise RuntimeError(
+            "parallel layers do not work under torch.autocast: model.to(torch.bfloat16) computes "
+            "in bf16, and gradients are added up in fp32 all the same"
+        )
     if not torch.is_grad_enabled():
         return kernels.matmul(start_gather(x, stream)(), *_flat(weight, bias))
     return _Linear.apply(x, weight, bias, axis, stream, view)
@@ -240,21 +245,24 @@ class Linear(ShardedModule):
         self.add_bias(bias, (out_features,), partial=partial)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        rows = as_rows(self, x, self.weight.shape[1])
+        return as_before(F.linear(rows, self.weight, self.bias), x.shape[:-1])
 
 
 class InputLinear(Linear):
     """x [n, in], whole on every rank, to the stream [n, out]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(own_rows(x, self.mesh.stream))
+        rows = own_rows(as_rows(self, x, self.weight.shape[1]), self.mesh.stream)
+        return as_before(super().forward(rows), x.shape[:-1])
 
 
 class OutputLinear(Linear):
     """The stream [n, in] to [n, out], whole on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return gather_with_gradient(super().forward(x), 0, self.mesh.stream)
+        rows = super().forward(as_rows(self, x, self.weight.shape[1]))
+        return as_before(gather_with_gradient(rows, 0, self.mesh.stream), x.shape[:-1])
 
 
 class Gather(nn.Module):
@@ -275,7 +283,8 @@ def _padded(vocab_size: int, divisible_by: int, mesh: Mesh) -> int:
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """Token ids [n] to [n, h]: each rank looks up its own rows, g adds them up.
+    """Token ids [n] to [n, h]: each rank looks up its own rows, g adds them up. An id outside of
+    the vocabulary gives zeros: no rank has its row.
 
     The vocabulary is padded to a multiple of `divisible_by` x t. Padding rows are zero, get no
     gradient and are not part of the whole shape.
@@ -364,20 +373,24 @@ class VocabParallelHead(ShardedModule):
         """x [n, h] to this rank's logits [n, v/t], the loss of labels [n], or the sum of scales [n]
         x loss: as linear_cross_entropy, which never holds all logits. So too with [b, s] for n.
 
-        embedding: that a tied head shares its weight with.
+        embedding: that a tied head shares its weight with. labels: below the vocabulary's size;
+        negative ones, as torch's -100, have no loss.
         """
         owner: Any = self if self.weight is not None else embedding
+        if owner is None:
+            raise ValueError("a tied head takes the embedding; untied_std= gives it its own weight")
         rows = as_rows(self, x, owner.weight.shape[-1])
         labels, scales = (None if each is None else each.flatten() for each in (labels, scales))
         weight, view = owner.weight, owner.gradient_views.get("weight")
         axis, stream, vocab_size = self.mesh.tensor, self.mesh.stream, self.vocab_size
         if labels is not None and scales is not None:
+            scales = scales * (labels >= 0)
             return linear_cross_entropy(
                 rows, weight, self.bias, labels, scales, axis, vocab_size, view, stream
             )
         y = linear(rows, weight, self.bias, axis=axis, stream=stream, view=view)
         if labels is not None:
-            y = vocab_parallel_cross_entropy(y, labels, axis, vocab_size)
+            y = vocab_parallel_cross_entropy(y, labels, axis, vocab_size) * (labels >= 0)
         return as_before(y, x.shape[:-1])
 
 
@@ -387,7 +400,7 @@ class LayerNorm(ShardedModule):
     weight: nn.Parameter
     bias: nn.Parameter
 
-    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float) -> None:
+    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5) -> None:
         super().__init__(mesh)
         self.epsilon = epsilon
         shape, partial = (hidden_size,), mesh.of_stream
@@ -395,13 +408,15 @@ class LayerNorm(ShardedModule):
         self.add_parameter("bias", shape, decay=False, partial=partial)
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.layer_norm(x, self.weight, self.bias, self.epsilon)
+        rows = as_rows(self, x, self.weight.shape[0])
+        y = kernels.layer_norm(rows, self.weight, self.bias, self.epsilon)
+        return as_before(y, x.shape[:-1])
 
 
 class ApexLayerNorm(LayerNorm):
     """The same by the kernel of NVIDIA apex's FusedLayerNorm, which computes in fp32 too."""
 
-    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float) -> None:
+    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5) -> None:
         super().__init__(mesh, hidden_size, epsilon=epsilon)
         self.kernel = import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
 

@@ -91,15 +91,17 @@ class RMSNorm(ShardedModule):
 
     weight: nn.Parameter
 
-    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float) -> None:
+    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5) -> None:
         super().__init__(mesh)
         self.epsilon = epsilon
         shape = (hidden_size,)
         self.add_parameter("weight", shape, fill=1, decay=False, partial=mesh.of_stream)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.rms_norm(wide, self.weight.shape, eps=self.epsilon).to(x.dtype) * self.weight
+        rows = as_rows(self, x, self.weight.shape[0])
+        wide = rows.to(torch.promote_types(x.dtype, torch.float32))
+        y = F.rms_norm(wide, self.weight.shape, eps=self.epsilon).to(x.dtype) * self.weight
+        return as_before(y, x.shape[:-1])
 
 
 class RotaryEmbedding(nn.Module):

@@ -268,7 +268,7 @@ _ALWAYS_NAMED = ("data", "tensor")
 
 def build_mesh(
     sizes: Mapping[str, int],
-    device: torch.device,
+    device: torch.device | str,
     timeout: timedelta | None = None,
     control: ControlGroup | None = None,
     *,
@@ -279,13 +279,16 @@ def build_mesh(
 
     sizes: of some of AXES; the data axis takes the ranks that are left, the others have size 1.
     timeout: after which torch gives up a collective; None for torch's default. control: the first
-    ranks of the process group, which alone are cut; None for all.
+    ranks of the process group, which alone are cut; None for all. Raises ValueError for an axis
+    that there is not, and sizes that do not divide the ranks.
     """
-    control = control or connect_control(timeout)
+    control, device = control or connect_control(timeout), torch.device(device)
+    if unknown := sizes.keys() - set(AXES):
+        raise ValueError(f"a mesh has no axis {min(unknown)!r}, but {', '.join(AXES)}")
     world, sizes = control.size, dict.fromkeys(AXES, 1) | dict(sizes)
     rest = prod(size for name, size in sizes.items() if name != "data")
-    assert world % rest == 0, f"axes {sizes} in a world of {world} ranks"
-    assert sizes["data"] in (1, world // rest), f"axes {sizes} in a world of {world} ranks"
+    if world % rest or sizes["data"] not in (1, world // rest):
+        raise ValueError(f"axes {sizes} in a world of {world} ranks")
     sizes["data"] = world // rest
     grid = torch.arange(world).view([sizes[name] for name in AXES])
 

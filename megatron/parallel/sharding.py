@@ -138,6 +138,14 @@ class GradientView:
         self.is_filled = True
 
 
+class GradientViews(dict[str, GradientView]):
+    """Those of a module's parameters, by name; a copy of the module has none: its gradients are in
+    no bucket."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> GradientViews:
+        return GradientViews()
+
+
 class ShardedModule(nn.Module):
     """A module that says how its own parameters are sharded.
 
@@ -153,7 +161,7 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.mesh = mesh
         self.specs: dict[str, ShardingSpec] = {}
-        self.gradient_views: dict[str, GradientView] = {}
+        self.gradient_views = GradientViews()
         self.is_on_meta = "meta" in (torch.empty(0).device.type, mesh.device.type)
         self.values_check = self.is_on_meta and self.register_forward_pre_hook(_require_values)
 
@@ -195,8 +203,7 @@ def _require_values(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         return
     if any(parameter.is_meta for parameter in module.parameters()):
         raise RuntimeError(
-            f"{type(module).__name__} has no weights yet: megatron.parallel.sharding.materialize "
-            "gives them"
+            f"{type(module).__name__} has no weights yet: megatron.api.materialize gives them"
         )
 
 
@@ -214,19 +221,24 @@ def sharding_specs(
     in 1D without sequence parallelism. Raises ValueError for it elsewhere.
     """
     mesh = mesh or mesh_of(model)
+    parameters = dict(model.named_parameters())
+    for name, spec in (others or {}).items():
+        if name not in parameters:
+            raise ValueError(f"specs: the model has no parameter {name}")
+        if spec.local_shape != (found := tuple(parameters[name].shape)):
+            raise ValueError(f"specs: {name} is {found} on this rank, its spec {spec.local_shape}")
     table = dict(others or {}) | owned_specs(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         if name in table:
             continue
         if mesh is None or mesh.tensor_parallel_mode != "1d" or mesh.stream.size > 1:
             kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise ValueError(
                 f"{name} of {kind} has no sharding spec, and is not replicated here: use a layer "
-                f"of megatron.api, or say how: specs=sharding_specs(model, {{{name!r}: "
-                "replicated(parameter, mesh)}})"
+                f"of megatron.api, or say how: specs={{{name!r}: replicated(parameter, mesh)}}"
             )
         table[name] = replicated(parameter, mesh)
-    return {name: table[name] for name, _ in model.named_parameters()}
+    return {name: table[name] for name in parameters}
 
 
 def mesh_of(model: nn.Module) -> Mesh | None:
@@ -313,22 +325,27 @@ def gather_whole(local: Tensor, spec: ShardingSpec) -> Tensor:
     whole = local.detach()
     for dim, axis in reversed(spec.shards):  # the minor axis of a dim comes last
         whole = gather_from(whole, dim, axis)
+    if spec.padded_rows is None:
+        return whole.clone()
     rows = spec.shape[0]
     assert not whole[rows:].any(), "padding rows are not zero"
     return whole[:rows].clone()
 
 
-def to_dtensors(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
+def to_dtensors(
+    model: nn.Module, mesh: Mesh, specs: Mapping[str, ShardingSpec] | None = None
+) -> dict[str, Tensor]:
     """{name: the parameter as a DTensor of its whole shape}, for torch's own tools, such as
     torch.distributed.checkpoint (every rank calls this).
 
     On one rank they are plain tensors. They share the parameters' memory but where there are
     padding rows, of which DTensor knows nothing: see `from_dtensors`. Raises ValueError for a dim
-    that is cut by axes in another order than the mesh's, which DTensor cannot say.
+    that is cut by axes in another order than the mesh's, which DTensor cannot say. specs: as of
+    GradientBuckets.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    parameters, table = dict(model.named_parameters()), sharding_specs(model)
+    parameters, table = dict(model.named_parameters()), sharding_specs(model, specs, mesh=mesh)
     axes = [axis for axis in mesh.axes if axis.size > 1]
     if not axes:
         return {name: spec.real(parameters[name].detach()) for name, spec in table.items()}
@@ -349,12 +366,16 @@ def to_dtensors(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     return found
 
 
-def from_dtensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def from_dtensors(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    specs: Mapping[str, ShardingSpec] | None = None,
+) -> None:
     """Copy into the parameters what was read into the tensors of `to_dtensors` (every rank calls
     this), before an optimizer is built: its masters are copies of their own."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, spec in sharding_specs(model).items():
+        for name, spec in sharding_specs(model, specs).items():
             tensor: Any = tensors[name]
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             load_whole(parameters[name], whole.clone(), spec)

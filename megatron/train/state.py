@@ -151,7 +151,7 @@ def build_state(
     model = build_model(config, mesh, vocab_size, seed=seed, dtype=dtype)
     if compiled:
         compile_layers(model)
-    gradients = GradientBuckets(model)
+    gradients = GradientBuckets(model, sets_grad=False)
     return TrainState(
         mesh=mesh,
         model=model,

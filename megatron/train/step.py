@@ -72,14 +72,16 @@ def train_step(
 ) -> StepResult:
     """One update of the weights, or in fp16 perhaps a smaller loss scale.
 
-    micro_batches: this rank's, of equal size. wants_stop: asked once, when the gradients are
-    there; the step is finished all the same. return_outputs: fill `outputs`, of the weights before
-    the update and with dropout; each rank then holds all logits of the global batch. A step whose
-    loss or gradient is not finite on any rank is skipped on all: it changes no weight, moment or
-    learning rate, and its samples are not read again. Raises NonFiniteError on every rank where
-    steps may not be skipped, or no more.
+    micro_batches: this rank's, as many and of equal size on every rank. wants_stop: asked once,
+    when the gradients are there; the step is finished all the same. return_outputs: fill `outputs`,
+    of the weights before the update and with dropout; every rank has to ask for it, and then holds
+    all logits of the global batch. A step whose loss or gradient is not finite on any rank is
+    skipped on all: it changes no weight, moment or learning rate, and its samples are not read
+    again. Raises NonFiniteError on every rank where steps may not be skipped, or no more.
     """
     mesh, scaler, k = state.mesh, state.scaler, len(state.objective.terms)
+    if return_outputs:
+        _require_outputs(state.model, micro_batches)
     state.model.train()
     counts = count(state, micro_batches)
     seen = list[Tensor]() if return_outputs else None
@@ -201,18 +203,23 @@ def loss_sums(
     return objective.loss(x, moved, loss_scales)
 
 
+def _require_outputs(model: Any, micro_batches: Sequence[Any]) -> None:
+    """Raises ValueError for a model without `logits`, and for batches without labels [b, s] or of
+    several sizes."""
+    if not hasattr(model, "logits"):
+        raise ValueError(f"return_outputs: {type(model).__name__} has no `logits`, as GPT2 has")
+    shapes = {getattr(each.labels, "shape", None) for each in micro_batches}
+    if len(shapes) != 1 or None in shapes:
+        raise ValueError("return_outputs takes micro-batches with labels [b, s], of one shape")
+
+
 @torch.no_grad()
 def gather_outputs(
     state: TrainState, micro_batches: Sequence[Any], seen: Sequence[Tensor]
 ) -> Outputs:
     """The output layer once more on what the layers returned, and the columns and samples of all
-    ranks side by side (every rank calls this).
-
-    Raises ValueError for a model without `logits`, and for batches without labels [b, s].
-    """
+    ranks side by side (every rank calls this)."""
     mesh, model = state.mesh, cast(Any, state.model)
-    if not hasattr(model, "logits"):
-        raise ValueError(f"return_outputs: {type(model).__name__} has no `logits`, as GPT2 has")
     labels = torch.stack([to_device(mesh.device, each.labels)[0] for each in micro_batches])
     found = []
     for x in seen:

@@ -16,6 +16,7 @@ from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import (
     TensorSlice,
     load_checkpoint,
+    load_optimizer,
     model_slices,
     newest_checkpoint,
     optimizer_slices,
@@ -25,9 +26,10 @@ from megatron.checkpoint.resume import find_start
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.collectives import own_rows
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.sharding import gather_whole, materialize, sharding_specs
+from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.parallel.sharding import gather_whole, materialize, replicated, sharding_specs
 from megatron.train.pretrain import build
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
@@ -231,56 +233,105 @@ def test_checkpoints_of_98c61ae_are_resumed(gloo: Pool, directory: str, tensor_s
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
+class Own(nn.Module):
+    """Layers of both kinds, and a number."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.up, self.down = ColumnParallelLinear(mesh, 4, 8), RowParallelLinear(mesh, 8, 4)
+        self.norm, self.scale = nn.LayerNorm(4), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.down(self.up(x))) * self.scale
+
+
 def own_training(
-    tensor_size: int, make: Callable[..., Any], steps: range, load: Path | None, save: Path | None
+    tensor_size: int,
+    make: Callable[..., Any],
+    steps: range,
+    load: Path | None,
+    save: Path | None,
+    sequence_parallel: bool = False,
 ) -> Tensors:
     """A module, loop and optimizer of the user's own; the whole weights at the end."""
     torch.manual_seed(SEED + steps.start)  # what is loaded is not what is built
-    mesh = mesh_of_ranks(tensor_size)
-    model = nn.Sequential(
-        ColumnParallelLinear(mesh, 4, 8), RowParallelLinear(mesh, 8, 4), nn.LayerNorm(4)
-    ).double()
+    mesh = mesh_of_ranks(tensor_size, sequence_parallel=sequence_parallel)
+    model = Own(mesh).double()
+    specs = {
+        name: replicated(each, mesh)
+        for name, each in model.named_parameters()
+        if name.startswith(("norm", "scale"))
+    }
     optimizer = make(model)
     if load is not None:
         found = newest_checkpoint(load, mesh)
         assert found is not None
         assert found.manifest["steps"] == steps.start
-        load_checkpoint(found, [*model_slices(model), *optimizer_slices(model, optimizer)])
-    gradients = GradientBuckets(model)
+        load_checkpoint(found, model_slices(model, specs=specs))
+        load_optimizer(found, model, optimizer, specs)
+    gradients = GradientBuckets(model, specs=specs)
     for step in steps:
         x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        rows = x.chunk(mesh.size("batch"))[mesh.rank("batch")]
         with gradients.accumulate(is_last=True):
-            model(x.chunk(mesh.size("batch"))[mesh.rank("batch")]).pow(4).sum().backward()
+            model(own_rows(rows, mesh.stream)).pow(4).sum().backward()
         optimizer.step()
     if save is not None:
         assert newest_checkpoint(save, mesh) is None
-        slices = [*model_slices(model), *optimizer_slices(model, optimizer)]
+        slices = [*model_slices(model, specs=specs), *optimizer_slices(model, optimizer, specs)]
         save_checkpoint(save, steps.stop, slices, {"steps": steps.stop}, mesh)
-    table = sharding_specs(model)
+    table = sharding_specs(model, specs)
     return {name: gather_whole(each, table[name]) for name, each in model.named_parameters()}
 
 
 @pytest.mark.parametrize("make", [adam, momentum])
+@pytest.mark.parametrize("begun", [0, 3])
 def test_a_training_of_ones_own_goes_on_at_another_layout(
-    gloo: Pool, tmp_path: Path, make: Callable[..., Any]
+    gloo: Pool, tmp_path: Path, make: Callable[..., Any], begun: int
 ) -> None:
+    """From where an optimizer has made no step, too."""
     expected = own_training(1, make, range(5), None, None)
-    gloo.run(2, own_training, 2, make, range(3), None, tmp_path)
-    found = [own_training(1, make, range(3, 5), tmp_path, None)]
-    found += gloo.run(2, own_training, 1, make, range(3, 5), tmp_path, None)
+    gloo.run(2, own_training, 2, make, range(begun), None, tmp_path)
+    rest = range(begun, 5)
+    found = [own_training(1, make, rest, tmp_path, None)]
+    found += gloo.run(2, own_training, 1, make, rest, tmp_path, None)
+    found += gloo.run(2, own_training, 2, make, rest, tmp_path, None, True)
     for each in found:
         for name, weight in expected.items():
             torch.testing.assert_close(each[name], weight, rtol=1e-11, atol=1e-11)
 
 
-def test_a_state_that_is_not_cut_as_its_parameter_is_refused() -> None:
-    model = nn.Sequential(ColumnParallelLinear(serial_mesh(), 4, 8))
-    with pytest.raises(ValueError, match="Adafactor"):
-        list(optimizer_slices(model, torch.optim.Adafactor(model.parameters())))
+def test_what_a_checkpoint_cannot_hold_is_refused(tmp_path: Path) -> None:
+    mesh = serial_mesh()
+    model, other = Own(mesh), Own(mesh)
+    for optimizer in (torch.optim.Adafactor(model.parameters()), adam(other)):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"optimizer|Adafactor"):
+            optimizer_slices(model, optimizer)
+    slices = model_slices(model)
+    with pytest.raises(ValueError, match=r"model\.scale"):
+        save_checkpoint(tmp_path, 1, [*slices, *model_slices(other)], {}, mesh)
+    with pytest.raises(ValueError, match="tensors"):
+        save_checkpoint(tmp_path, 1, slices, {"tensors": 3}, mesh)
+    with pytest.raises(OSError, match="no tensor"):
+        save_checkpoint(tmp_path, 1, [], {}, mesh)
+    assert newest_checkpoint(tmp_path, mesh) is None
+    save_checkpoint(tmp_path, 1, [*slices, *model_slices(other, "mean")], {}, mesh)
+    found = newest_checkpoint(tmp_path, mesh)
+    assert found is not None
+    for wrong in (slices[1:], []):
+        with pytest.raises(ValueError, match="partial"):
+            load_checkpoint(found, wrong)
+    load_checkpoint(found, slices[1:], partial=True)
+    load_checkpoint(found, model_slices(model, "mean"))
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

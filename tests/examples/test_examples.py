@@ -1,6 +1,7 @@
 """Each example as a program, and beside plain torch in one process, in fp64."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,15 +48,28 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def printed(file: Path, *words: str | Path) -> list[list[float]]:
+    """The numbers of each line that the program prints on two processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = run(*launcher, file, *words)
+    assert ended.returncode == 0, ended.stderr
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("step")]
+    return [[float(number) for number in re.findall(r"\d+(?:\.\d+)?", line)] for line in lines]
+
+
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
-def test_an_example_says_what_it_does_and_runs_on_two_processes(file: Path) -> None:
+def test_an_example_prints_the_same_at_each_layout(file: Path, tmp_path: Path) -> None:
     helped = run(file, "--help")
     assert helped.returncode == 0, helped.stderr
-    assert "--tensor" in helped.stdout
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = run(*launcher, file, "--tensor", "2", "--steps", "2")
-    assert ended.returncode == 0, ended.stderr
-    assert "loss" in ended.stdout
+    found = printed(file, "--tensor", "2", "--steps", "4")
+    other = ["--tensor", "1"]
+    if "--save" in helped.stdout:  # and it goes on where it ended
+        assert len(printed(file, "--tensor", "2", "--steps", "2", "--save", tmp_path)) == 2
+        other += ["--save", str(tmp_path)]
+        found = found[2:]
+    assert np.array(printed(file, *other, "--steps", "4")) == pytest.approx(
+        np.array(found), abs=2e-4
+    )
 
 
 @contextmanager

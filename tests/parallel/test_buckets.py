@@ -1,7 +1,9 @@
 """Gradient buckets against torch's DistributedDataParallel and plain autograd."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,6 +25,7 @@ from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mesh import Axis, Mesh, build_mesh, serial_mesh
 from megatron.parallel.sharding import (
     ShardedModule,
+    ShardingSpec,
     gather_whole,
     materialize,
     replicated,
@@ -143,32 +146,130 @@ def test_torchs_modules_on_cut_rows_need_the_users_word(gloo: Pool) -> None:
 
 
 class Misplaced(nn.Module):
-    """A layer of torch where each rank holds other columns."""
+    """A layer where each rank holds other columns."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, make: Callable[[Mesh, int], nn.Module]) -> None:
         super().__init__()
         self.up = ColumnParallelLinear(mesh, 4, 8)
-        self.norm = nn.LayerNorm(8 // mesh.tensor.size)
+        self.norm = make(mesh, 8 // mesh.tensor.size)
         self.down = RowParallelLinear(mesh, 8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.norm(self.up(x))).square().sum()
 
 
-def check_a_misplaced_module() -> None:
+def torchs_norm(mesh: Mesh, width: int) -> nn.Module:
+    return nn.LayerNorm(width)
+
+
+def own_norm(mesh: Mesh, width: int) -> nn.Module:
+    return layers.LayerNorm(mesh, width)
+
+
+def check_a_misplaced_module(make: Callable[[Mesh, int], nn.Module], steps: int) -> None:
+    """steps: the last of which is the first with a gradient."""
     torch.manual_seed(SEED)
-    model = Misplaced(mesh_of_ranks(2))
+    model = Misplaced(mesh_of_ranks(2), make)
+    weight = model.down.weight.detach().clone()
     buckets, x = GradientBuckets(model), torch.randn(2, 3, 4)
-    with pytest.raises(RuntimeError, match=r"norm\."), buckets.accumulate(is_last=True):
+    for step in range(steps):
+        with torch.no_grad():
+            model.down.weight.copy_(weight if step == steps - 1 else 0 * weight)
+        wrong = pytest.raises(RuntimeError, match=r"norm\.") if step == steps - 1 else nullcontext()
+        with wrong, buckets.accumulate(is_last=True):
+            model(x).backward()
+
+
+@pytest.mark.parametrize("make", [torchs_norm, own_norm])
+def test_a_whole_layer_between_column_and_row_is_found(
+    gloo: Pool, make: Callable[[Mesh, int], nn.Module]
+) -> None:
+    for steps in (1, 2):
+        gloo.run(2, check_a_misplaced_module, make, steps)
+
+
+def check_a_layer_that_the_user_has_cut() -> None:
+    """A norm between column and row, of whose shards the user has said that they are shards."""
+    mesh = mesh_of_ranks(2)
+    torch.manual_seed(SEED)
+    model = Misplaced(mesh, torchs_norm)
+    cut = ShardingSpec(shape=(8,), shards=((0, mesh.tensor),), partial=(mesh.replicas,))
+    buckets = GradientBuckets(model, specs={"norm.weight": cut, "norm.bias": cut})
+    with buckets.accumulate(is_last=True):
+        model(torch.randn(2, 3, 4)).backward()
+    for wrong in ({"norm.bais": cut}, {"norm.bias": replace(cut, shape=(4,))}):
+        with pytest.raises(ValueError, match="norm"):
+            GradientBuckets(model, specs=wrong)
+
+
+def check_seeds_by_rank() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(RowParallelLinear(mesh_of_ranks(1), 4, 4), nn.Linear(4, 4))
+    buckets = GradientBuckets(model)
+    with pytest.raises(RuntimeError, match="manual_seed"), buckets.accumulate(is_last=True):
+        pass
+
+
+def check_a_step_that_is_given_up() -> None:
+    mesh = mesh_of_ranks(1)
+    torch.manual_seed(SEED)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    buckets = GradientBuckets(model, 16, mesh=mesh)
+    x = torch.randn(64, 64) * (1 + mesh.data.rank)
+    found = []
+    for gives_up in (False, True, False):
+        buckets.start()
+        wrong = pytest.raises(ZeroDivisionError) if gives_up else nullcontext()
+        with wrong, buckets.accumulate(is_last=True):
+            model(x * (5 if gives_up else 1)).square().sum().backward()
+            _ = 1 / (not gives_up)
+        found.append([view.gradient.clone() for view in buckets.views])
+    first, _, last = found
+    assert all(torch.equal(*each) for each in zip(first, last, strict=True))
+
+
+CHECKS = (check_a_layer_that_the_user_has_cut, check_seeds_by_rank, check_a_step_that_is_given_up)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_users_do(gloo: Pool, check: Callable[[], None]) -> None:
+    gloo.run(2, check)
+
+
+def test_a_second_backward_in_the_last_accumulate_is_an_error() -> None:
+    """Its gradients would not be summed over the ranks."""
+    model = Misplaced(serial_mesh(), torchs_norm)
+    buckets, x = GradientBuckets(model), torch.randn(2, 3, 4)
+    with buckets.accumulate(is_last=True):
         model(x).backward()
+        with pytest.raises(RuntimeError, match="backward"):
+            model(x).backward()
 
 
-def test_a_module_of_torch_between_column_and_row_is_found(gloo: Pool) -> None:
-    gloo.run(2, check_a_misplaced_module)
+def test_a_copy_leaves_its_gradients_to_autograd() -> None:
+    model = Misplaced(serial_mesh(), own_norm)
+    buckets = GradientBuckets(model)
+    twin = copy.deepcopy(model)
+    twin(torch.randn(2, 3, 4)).backward()
+    assert all(each.grad is not None for each in twin.parameters())
+    assert not any(view.is_filled for view in buckets.views)
+
+
+def test_layers_may_share_a_weight() -> None:
+    torch.manual_seed(SEED)
+    first, second = (RowParallelLinear(serial_mesh(), 4, 4) for _ in range(2))
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    x = torch.randn(2, 4)
+    model(x).square().sum().backward()
+    expected = first.weight.grad.clone()
+    with GradientBuckets(model).accumulate(is_last=True):
+        model(x).square().sum().backward()
+    torch.testing.assert_close(first.weight.grad, expected)
 
 
 def test_a_backward_that_no_rank_would_reduce_is_an_error() -> None:
-    model = Misplaced(serial_mesh())
+    model = Misplaced(serial_mesh(), torchs_norm)
     buckets, x = GradientBuckets(model), torch.randn(2, 3, 4)
     with pytest.raises(RuntimeError, match="accumulate"):
         model(x).backward()
@@ -182,7 +283,7 @@ def test_a_backward_that_no_rank_would_reduce_is_an_error() -> None:
 
 
 def test_frozen_parameters_stay_out() -> None:
-    model = Misplaced(serial_mesh())
+    model = Misplaced(serial_mesh(), torchs_norm)
     before = [each.clone() for each in model.parameters()]
     model.up.requires_grad_(False)
     buckets, optimizer = GradientBuckets(model), torch.optim.AdamW(model.parameters())
@@ -200,6 +301,14 @@ def clipped(mesh: Mesh, dtype: torch.dtype) -> tuple[float, list[Tensor]]:
     buckets = GradientBuckets(model)
     with buckets.accumulate(is_last=True):
         model(torch.ones(2, 4, dtype=dtype)).backward()
+        with pytest.raises(ValueError, match="accumulate"):
+            clip_grad_norm(buckets, 0.5)  # before the sum over the ranks
+    before = [view.parameter.grad.clone() for view in buckets.views]
+    clip_grad_norm(buckets, 1e6)  # far above the norm
+    assert all(
+        torch.equal(view.parameter.grad, each)
+        for view, each in zip(buckets.views, before, strict=True)
+    )
     norm = clip_grad_norm(buckets, 0.5)
     assert all(view.parameter.grad.dtype == dtype for view in buckets.views)
     return float(norm), [gather_whole(v.parameter.grad, v.spec) for v in buckets.views]
@@ -257,14 +366,16 @@ class Branches(nn.Module):
         return (self.second(y) if uses_second else y).square().sum()
 
 
-def check_unused_parameters(uses: tuple[bool, ...], bucket_bytes: int) -> None:
+def check_unused_parameters(uses: tuple[bool, ...], bucket_bytes: int, differ: bool) -> None:
+    """differ: the second rank uses what the first does not, and fills buckets in another order."""
     mesh = mesh_of_ranks(1)
     model, plain = Branches(mesh), Branches(mesh)
     buckets = GradientBuckets(model, bucket_bytes)
     for bucket in buckets.buckets:
         bucket.flat.fill_(torch.nan)  # what an earlier step left must not be seen
     buckets.start()
-    for number, uses_second in enumerate(uses):
+    for number, used in enumerate(uses):
+        uses_second = used != (differ and mesh.data.rank == 1)
         x = torch.full((3, 4), 1.0 + number + mesh.data.rank)
         plain(x, uses_second).backward()
         with buckets.accumulate(is_last=number == len(uses) - 1):
@@ -278,7 +389,8 @@ def check_unused_parameters(uses: tuple[bool, ...], bucket_bytes: int) -> None:
 def test_parameters_that_a_micro_batch_does_not_reach(gloo: Pool) -> None:
     for bucket_bytes in (BUCKET_BYTES, 16):
         for uses in ((True, False), (False, True), (False, False)):
-            gloo.run(2, check_unused_parameters, uses, bucket_bytes)
+            for differ in (False, True):
+                gloo.run(2, check_unused_parameters, uses, bucket_bytes, differ)
 
 
 class NoGradient(torch.autograd.Function):

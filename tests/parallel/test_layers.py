@@ -17,8 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.layers import (
     ColumnParallelLinear,
+    InputLinear,
     LayerNorm,
     Linear,
+    OutputLinear,
     PositionEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -291,14 +293,46 @@ def test_layers_take_batches_of_sequences_where_rows_are_not_cut(name: str) -> N
         ("row", ROW_ORDER, WIDE_X.unflatten(0, (2, 3))),
         ("words", ROW_ORDER, IDS.view(2, 3)),
         ("positions", ROW_ORDER, IDS.view(2, 3)),
+        ("linear", serial_mesh(), X[:, 1:]),
+        *((name, ROW_ORDER, X.unflatten(0, (2, 3))) for name in ("linear", "norm", "RMS norm")),
+        *((name, ROW_ORDER, X.unflatten(0, (2, 3))) for name in ("input", "output")),
     ],
 )
 def test_misuse_is_an_error_of_one_line(name: str, mesh: Mesh, x: Tensor) -> None:
     """A wrong width, and [b, s, h] or ids [b, s] where the rows of the stream are cut."""
-    layer = LAYERS[name].make(mesh).double()
+    others = {"input": InputLinear, "output": OutputLinear}
+    make = LAYERS[name].make if name in LAYERS else maker(others[name], HIDDEN, OUT)
+    layer = make(mesh).double()
     with pytest.raises(ValueError, match=type(layer).__name__) as error:
         layer(x)
     assert "\n" not in str(error.value)
+
+
+def test_autocast_is_refused() -> None:
+    layer = ColumnParallelLinear(serial_mesh(), HIDDEN, OUT)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast"):
+        layer(X.float())
+
+
+def test_negative_labels_have_no_loss() -> None:
+    """As torch's -100, in losses as in their scaled sum, and in gradients."""
+    head = VocabParallelHead(serial_mesh(), VOCABULARY, HIDDEN, untied_std=1.0).double()
+    with pytest.raises(ValueError, match="embedding"):
+        VocabParallelHead(serial_mesh(), VOCABULARY, HIDDEN)(X)
+    labels, scales = IDS.where(IDS != 3, -100), torch.ones(TOKENS).double()
+    gradients = []
+    for use in ("losses", "sum", "torch"):
+        x = X.clone().requires_grad_()
+        if use == "losses":
+            total = head(x, None, labels).sum()
+        elif use == "sum":
+            total = head(x, None, labels, scales)
+        else:
+            total = F.cross_entropy(x @ head.weight[:VOCABULARY].T, labels, reduction="sum")
+        total.backward()
+        gradients.append((total.detach(), x.grad))
+    for each in gradients[:2]:
+        assert_close(each, gradients[2])
 
 
 @pytest.mark.parametrize(("heads", "key_value_heads"), [(12, 5), (4, 8)])

@@ -64,12 +64,18 @@ def test_a_size_that_does_not_divide_is_an_error(gloo: Pool) -> None:
         gloo.run(3, grid, 2)
 
 
+@pytest.mark.parametrize("sizes", [{"tensr": 2}, {"tensor": 3}, {"data": 3, "tensor": 2}])
+def test_axes_that_do_not_fit_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"tens"), rank_of(4, 0, **sizes):
+        pass
+
+
 @contextmanager
 def rank_of(world: int, rank: int, **sizes: int) -> Iterator[Mesh]:
     """The mesh of one rank, of others that are not there."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        yield build_mesh(sizes, CPU)
+        yield build_mesh(sizes, "cpu")
     finally:
         dist.destroy_process_group()
 

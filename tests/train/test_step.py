@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.config.training import PrecisionConfig
 from megatron.optim.adam import LossScaler
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, count, forward_backward, train_step
@@ -57,6 +57,21 @@ def test_outputs_are_those_of_the_global_batch_at_every_layout(gloo: Pool, model
         for found, its_labels in gloo.run(ranks, outputs, *layout):
             assert torch.equal(its_labels, labels)
             torch.testing.assert_close(found, logits, rtol=1e-11, atol=1e-11)
+
+
+def test_outputs_that_cannot_be_are_refused() -> None:
+    state, batch = tiny_state(serial_mesh()), samples(2)
+    for batches in ([replace(batch, labels=None)], [batch, samples(1)]):
+        with pytest.raises(ValueError, match="return_outputs"):
+            train_step(state, batches, 1e-3, return_outputs=True)
+    assert state.step == 0
+
+
+def test_the_projects_optimizer_reads_the_buckets_alone() -> None:
+    """In bf16 `.grad` would be a second copy of every gradient."""
+    state = tiny_state(serial_mesh(), dtype=torch.bfloat16)
+    step(state, 0)
+    assert all(each.grad is None for each in state.model.parameters())
 
 
 def scaling(scale: float = 1024.0, **settings: Any) -> LossScaler:

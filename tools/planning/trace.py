@@ -62,7 +62,7 @@ def trace(config: PretrainConfig, precision: str, device: str, is_trimmed: bool 
     """device: "cpu" or "cuda", whose kernels are meant. is_trimmed: without what fills up a
     batch."""
     mesh, model = _on_meta(config, precision, config.parallel.sizes, device)
-    gradients, nothing = _Followed(model), None
+    gradients, nothing = _Followed(model, sets_grad=False), None
     meter = Meter(mesh, [*model.parameters(), *(each.flat for each in gradients.buckets)])
     gradients.meter, meter.phase = meter, "forward"
     mesh, model = replace(mesh, device=META), model.train()

@@ -107,7 +107,7 @@ def state_on(mesh: Mesh, config: PretrainConfig, precision: str) -> TrainState:
         mesh=mesh,
         model=model,
         objective=model,
-        gradients=GradientBuckets(model),
+        gradients=GradientBuckets(model, sets_grad=False),
         optimizer=nothing,
         scaler=LossScaler(),
     )
