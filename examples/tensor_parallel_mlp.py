@@ -2,9 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/tensor_parallel_mlp.py --tensor 2
 
-Each rank holds half of the columns of one weight and half of the rows of the other, as in section 3
-of the paper. With --tensor 1 the ranks hold whole copies and read different samples: the numbers
-are the same.
+Each rank holds half of the columns of one weight and half of the rows of the other (section 3 of
+the paper). With --tensor 1 both hold all and read different samples: the numbers are the same.
 """
 
 import argparse
