@@ -33,13 +33,13 @@ sequence parallelism, where a rank holds n / t rows. Layers that are built outsi
 `torch.device("meta")` have their initial values at once, drawn from torch's own generator.
 
 Layers of torch beside them, such as `nn.Linear` and norms, are taken to be whole on every rank.
-That is right outside of a pair of column and row layers and without sequence parallelism; elsewhere
-they are refused unless `GradientBuckets(model, specs={name: replicated(parameter, mesh)})` says how;
-the same `specs` go to `model_slices`, `optimizer_slices`, `load_optimizer` and `to_dtensors`.
+That is right outside of a pair of column and row layers and without sequence parallelism. Elsewhere
+they are refused unless `specs={name: replicated(parameter, mesh)}` of GradientBuckets says how. It
+is given to `model_slices`, `optimizer_slices`, `load_optimizer` and `to_dtensors`, too.
 
 In bf16 the parameters are (`model.to(torch.bfloat16)`), and gradients are added up in fp32; layers
-refuse `torch.autocast`. `model.compile()` keeps the names of parameters, `torch.compile(model)` does
-not.
+refuse `torch.autocast`. `model.compile()` keeps the names of parameters, which
+`torch.compile(model)` does not.
 """
 
 
