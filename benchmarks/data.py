@@ -34,7 +34,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 import orjson
 
 from benchmarks.corpus_generator import texts_of
-from benchmarks.data_path import MICRO, STEP, STEPS, figures_of, open_data, read
+from benchmarks.data_path import MICRO, STEP, STEPS, configure, figures_of, read
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
 from benchmarks.program import start
 from benchmarks.report import Results
@@ -85,7 +85,8 @@ def seconds_to_open(open_source: Callable[[], object]) -> Figures:
 
 
 def reading(rank: Rank, words: Sequence[str], num_workers: int) -> Turn:
-    data, numbers, files = open_data(*words), count(0, STEPS * STEP), list[Path]()
+    config, numbers, files = configure(*words), count(0, STEPS * STEP), list[Path]()
+    data, _ = open_samples(config)
     if "--data-path" in words:
         path = Path(words[words.index("--data-path") + 1])
         files = [*path.iterdir()] if path.is_dir() else [*path.parent.glob(f"{path.name}*")]
@@ -93,7 +94,7 @@ def reading(rank: Rank, words: Sequence[str], num_workers: int) -> Turn:
     def turn() -> Figures:
         for file in files:
             os.utime(file)  # what was kept of a file holds for its time of modification
-        opening = seconds_to_open(partial(open_data, *words))
+        opening = seconds_to_open(partial(open_samples, config))
         return opening | read(data, next(numbers), num_workers)
 
     return turn
@@ -175,7 +176,7 @@ def contenders(
     text: tuple[Path, ...] = (),
     megabytes: float = 8.0,
     vocab_size: int = 2048,
-    steps: int = 20,
+    steps: int = 12,
     program_flags: str = "",
 ) -> Iterator[Contender]:
     """Read documents from each source, and train on them.
@@ -214,13 +215,14 @@ def padding(own: Figures, first: Figures) -> float:
 
 
 def result(found: Results) -> str:
-    one, lines = (found.median(READING, threads(name, 1), SPEED) for name in (PACKED, LINES))
+    rows = (threads(PACKED, 1), threads(LINES, 1), CORE, f"{CORE}, 2 processes")
+    one, lines, core, two = (found.median(READING, row, SPEED) / 1e6 for row in rows)
     shares = [found.median(group, threads(LINES, 2), PADDING) for group in (READING, TRAINING)]
     return (
         f"A training step of the quickstart waits for data for {found.range(WAITING, '{:.2f}')} % "
         "of its time, whatever the source (none is below 1 %).\n"
-        f"One thread reads {one / 1e6:.1f} million tokens/s that are packed, and {lines / 1e6:.2f} "
-        "million from JSON lines.\n"
+        f"A thread reads {one:.0f} million tokens/s that are packed (Megatron-Core in its process "
+        f"{core:.0f}, through two others {two:.0f}) and {lines:.2f} million of JSON lines.\n"
         f"Of padded samples {shares[0]:.0f} % is padding at 1024 tokens and {shares[1]:.0f} % at "
         "256; of packed ones none."
     )

@@ -73,10 +73,10 @@ def write_sparse(prefix: Path, documents: int) -> None:
     Description(**FACTS, **counts, bin_sha256="", idx_sha256="").write(str(prefix))
 
 
-def open_data(*words: str) -> Samples:
-    """As the program does with these flags, with a model that nothing is computed of."""
+def configure(*words: str) -> PretrainGPT2Config:
+    """The settings of these flags, with a model that nothing is computed of."""
     model = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1"]
-    return open_samples(parse(PretrainGPT2Config, [*model, "--train-iters", "1", *words], {}))[0]
+    return parse(PretrainGPT2Config, [*model, "--train-iters", "1", *words], {})
 
 
 def read(data: Samples, first: int, num_workers: int = 1) -> Figures:
@@ -99,8 +99,9 @@ def figures_of(batch: TextBatch) -> dict[str, int]:
 
 
 def run(rank: Rank, name: str, prefix: str) -> Turn:
+    config = configure("--split", SPLIT, "--data-path", prefix)
     binary, peak, start = Path(f"{prefix}.bin"), peak_memory("cpu"), time.perf_counter()
-    data, numbers = open_data("--split", SPLIT, "--data-path", prefix), count(0, STEPS * STEP)
+    data, numbers = open_samples(config)[0], count(0, STEPS * STEP)
     facts = {"opening": time.perf_counter() - start, "opened": peak()}
     facts["index"] = binary.with_suffix(".idx").stat().st_size
     read(data, next(numbers))
