@@ -199,11 +199,13 @@ def contenders(
         name = f"{CORE}, {workers} processes" if workers else CORE
         needs = ("megatron.core.datasets.gpt_dataset",)
         yield Contender(name, megatron_core, given, group=READING, needs=needs)
+    # Of as many documents as when reading: those of a few steps are too few for a share.
+    documents = read(open_samples(configure(*sources[LINES], "--seq-length", "256"))[0], 0)
     common = ["--preset", "quickstart", "--no-bf16", *shlex.split(program_flags)]
     for (name, words), workers in product(sources.items(), (1, 2)):
-        words = [*common, *words, "--num-workers", str(workers)]
-        given = {"words": words, "steps": steps}
-        yield Contender(threads(name, workers), training, given, group=TRAINING, threads=2)
+        given = {"words": [*common, *words, "--num-workers", str(workers)], "steps": steps}
+        row, facts = threads(name, workers), {"documents": documents} if "--pad" in words else {}
+        yield Contender(row, training, given, group=TRAINING, threads=2, facts=facts)
 
 
 def threads(name: str, number: int) -> str:
@@ -211,7 +213,13 @@ def threads(name: str, number: int) -> str:
 
 
 def padding(own: Figures, first: Figures) -> float:
-    return 100 * (1 - float(own["tokens"] / own["places"]))
+    found = own.get("documents", own)
+    return 100 * (1 - float(found["tokens"] / found["places"]))
+
+
+def cut(own: Figures, first: Figures) -> float:
+    found = own.get("documents", own)
+    return 100 * float(found["cut"] / found["samples"])
 
 
 def result(found: Results) -> str:
@@ -234,7 +242,7 @@ QUESTION = Question(
         Column(SPEED, "tokens", "{:,.0f}", per="wall"),
         Column("its / packed", "tokens", "{:.3g}", "its / first", per="wall"),
         Column(PADDING, padding, "{:.1f}"),
-        Column("documents cut, %", lambda own, first: 100 * own["cut"] / own["samples"], "{:.1f}"),
+        Column("documents cut, %", cut, "{:.1f}"),
         Column("seconds to open first", "opening", "{:.3f}"),
         Column("to open again", "reopening", "{:.3f}"),
         Column("ms a step", "step", "{:.1f}", unit=1e-3),
