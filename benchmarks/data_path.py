@@ -13,7 +13,9 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
@@ -25,14 +27,15 @@ from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank
 from benchmarks.processes import peak_memory
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
+from megatron.data.batch import Samples, TextBatch
 from megatron.data.indexed import HEADER, Description
 from megatron.data.order import split_documents
-from megatron.train.inputs import Inputs, open_gpt2_inputs
 from megatron.train.loader import prefetch
 from tools.data_files import IndexedDatasetWriter, pack_header
+from tools.layouts.job import open_samples
 
 DOCUMENT = 1100  # tokens, on average; OpenWebText has 9.0e9 in 8.0e6 documents
-STEPS = 32  # of 64 samples, in a turn
+STEPS, STEP, MICRO = 32, 64, 8  # steps of a turn, samples of a step and of a micro-batch
 EOD, TYPE = 50256, np.dtype("<u2")
 FACTS: Figures = {"tokenizer_type": "random", "tokenizer_fingerprint": "random"}
 FACTS |= {"eod": EOD, "vocab_size": EOD + 1, "shuffled": True}
@@ -70,27 +73,38 @@ def write_sparse(prefix: Path, documents: int) -> None:
     Description(**FACTS, **counts, bin_sha256="", idx_sha256="").write(str(prefix))
 
 
-def open_inputs(prefix: str) -> Inputs:
-    """As the program does, with a model that nothing is computed of."""
-    words = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1"]
-    words += ["--train-iters", "1", "--split", SPLIT, "--data-path", prefix]
-    return open_gpt2_inputs(parse(PretrainGPT2Config, words, {}))
+def configure(*words: str) -> PretrainGPT2Config:
+    """The settings of these flags, with a model that nothing is computed of."""
+    model = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1"]
+    return parse(PretrainGPT2Config, [*model, "--train-iters", "1", *words], {})
+
+
+def read(data: Samples, first: int, num_workers: int = 1) -> Figures:
+    """The steps of a turn from sample `first` on; the clock runs before threads read ahead."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    starts, own = range(first, first + STEPS * STEP, STEP), {"data_rank": 0, "data_size": 1}
+    coming = prefetch(data, starts, micro_batch_size=MICRO, num_workers=num_workers, **own)
+    found = Counter[str]()
+    for step in coming:
+        for batch in step:
+            found.update(figures_of(batch))
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return {**found, "wall": wall, "cpu": cpu}
+
+
+def figures_of(batch: TextBatch) -> dict[str, int]:
+    """places: tokens and padding. cut: documents that are longer than a sample."""
+    found = {"tokens": batch.num_tokens, "places": batch.tokens.size, "samples": batch.num_samples}
+    return found if batch.num_cut is None else found | {"cut": batch.num_cut}
 
 
 def run(rank: Rank, name: str, prefix: str) -> Turn:
+    config = configure("--split", SPLIT, "--data-path", prefix)
     binary, peak, start = Path(f"{prefix}.bin"), peak_memory("cpu"), time.perf_counter()
-    data, starts = open_inputs(prefix).train, range(0, 64 * 10**9, 64)
-    coming = prefetch(data, starts, micro_batch_size=8, data_rank=0, data_size=1)
+    data, numbers = open_samples(config)[0], count(0, STEPS * STEP)
     facts = {"opening": time.perf_counter() - start, "opened": peak()}
     facts["index"] = binary.with_suffix(".idx").stat().st_size
-
-    def read() -> Figures:
-        wall, cpu = time.perf_counter(), time.process_time()
-        tokens = sum(batch.num_tokens for _ in range(STEPS) for batch in next(coming))
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        return {"tokens": tokens, "wall": wall, "cpu": cpu}
-
-    read()
+    read(data, next(numbers))
     peak = peak_memory("cpu")
 
     def turn() -> Figures:
@@ -99,7 +113,7 @@ def run(rank: Rank, name: str, prefix: str) -> Turn:
         elif name == DISK:
             with binary.open("rb") as stream:
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return {**facts, **read(), "peak_bytes": peak()}
+        return {**facts, **read(data, next(numbers)), "peak_bytes": peak()}
 
     return turn
 

@@ -10,13 +10,15 @@ from benchmarks.data_path import (
     DISK,
     DOCUMENT,
     SPARSE,
-    open_inputs,
+    SPLIT,
+    configure,
     write_data,
     write_sparse,
 )
 from megatron.data.indexed import IndexedDataset
 from tests.benchmarks.run import figures, run
 from tools.data_files import verify
+from tools.layouts.job import open_samples
 
 
 def test_its_data_set_is_sound_and_as_long_as_said(tmp_path: Path) -> None:
@@ -24,7 +26,9 @@ def test_its_data_set_is_sound_and_as_long_as_said(tmp_path: Path) -> None:
     report = verify(str(tmp_path / "p"))
     assert report.described
     assert report.tokens / report.documents == pytest.approx(DOCUMENT, rel=0.15)
-    batch = open_inputs(f"{tmp_path}/p").train.batch(range(4))
+    batch = open_samples(configure("--split", SPLIT, "--data-path", f"{tmp_path}/p"))[0].batch(
+        range(4)
+    )
     assert batch.tokens.shape == (4, 1024)
     assert len(np.unique(batch.tokens)) > 1000
 
@@ -34,7 +38,7 @@ def test_the_sparse_data_set_opens_as_a_whole_one(tmp_path: Path) -> None:
     data = IndexedDataset(str(tmp_path / "p"))
     assert data.num_tokens == data.num_documents * DOCUMENT == 999_999_999_900
     assert sum(512 * file.stat().st_blocks for file in tmp_path.iterdir()) < 2**20
-    train = open_inputs(f"{tmp_path}/p").train
+    train, _ = open_samples(configure("--split", SPLIT, "--data-path", f"{tmp_path}/p"))
     assert train.samples_per_epoch == pytest.approx(0.949e12 / 1024)
     assert not train.batch(range(10**8, 10**8 + 4)).tokens.any()
 
