@@ -6,8 +6,11 @@ from random import Random
 
 import pytest
 
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.train.inputs import open_gpt2_inputs
 from tests.data.samples import write_tokenizer
-from tests.programs import pretrain
+from tests.programs import SHAPE, pretrain
 
 REFERENCE = "--train-iters 6 --eval-iters 2 --lr-decay-iters 6 --log-interval 1"
 
@@ -122,6 +125,29 @@ def test_epochs_end_with_the_last_whole_batch_and_go_on(folder: Path, tmp_path: 
     assert [line["samples"] for line in record(tmp_path)][-1] == 39
     refused = run(folder, f"{way}_2 --epochs 1 --lr-warmup-iters 7", code=2)
     assert "error: --lr-warmup-iters" in refused
+    ended = run(folder, f"{way} --load {tmp_path} --epochs 2 --lr-decay-iters 9")
+    assert "--epochs 3 continues" in ended
+    assert [line["samples"] for line in record(tmp_path)][-1] == 39
+
+
+def test_epochs_hold_all_samples_once_whatever_the_global_batches(
+    folder: Path, tmp_path: Path
+) -> None:
+    way = f"--epochs 3 --eval-iters 0 --log-interval 1 --lr-decay-iters 9 --save {tmp_path}"
+    for words in ("4 --exit-interval 2", "10 --exit-interval 4", "4"):
+        run(folder, f"{way} --load {tmp_path} --global-batch-size {words}")
+    samples = [line["samples"] for line in record(tmp_path)]
+    assert samples == [4, 8, 18, 28, *range(32, 61, 4)]
+
+
+def test_epochs_of_a_blend_are_those_of_its_first_data_set(folder: Path) -> None:
+    words = [*SHAPE.split(), "--pad", "--epochs=10", "--seq-length=16", "--split=1,0,0"]
+    words += ["--vocab-file", f"{folder}/vocab.json", "--merge-file", f"{folder}/merges.txt"]
+    words += ["--data-path", "1", f"{folder}/a.jsonl", "15", f"{folder}/c.jsonl"]
+    with pytest.warns(UserWarning, match="1 of 41 lines"):
+        inputs = open_gpt2_inputs(parse(PretrainGPT2Config, words, {}))
+    assert inputs.samples_in(1) == 42
+    assert inputs.samples_in(10) == 400 * 16 // 15 > 420
 
 
 @pytest.mark.parametrize(

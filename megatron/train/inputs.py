@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from megatron.config.checks import UsageError
 from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
@@ -33,6 +33,14 @@ from megatron.data.tokenizer_base import Tokenizer
 GPT2_VOCABULARY = 50_257  # where settings leave it to the tokenizer, and there is none
 
 
+@runtime_checkable
+class Blended(Protocol):
+    """Samples whose epochs may differ in size, as those of a blend do."""
+
+    @property
+    def samples_in(self) -> Callable[[int], int]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """The data sets, and what of them is trained and validated on."""
@@ -42,6 +50,13 @@ class Inputs:
     """That made the data sets; None where neither flags nor a folder beside them hold it."""
     train: Samples
     validation: Samples | None
+
+    def samples_in(self, epochs: int) -> int:
+        """Of training, in so many epochs: of a blend, until its first data set has been read so
+        often."""
+        if isinstance(self.train, Blended):
+            return self.train.samples_in(epochs)
+        return epochs * self.train.samples_per_epoch
 
 
 def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:

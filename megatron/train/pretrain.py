@@ -27,7 +27,7 @@ from megatron.checkpoint.resume import (
 from megatron.config.checks import UsageError
 from megatron.config.launch import is_first, world_size
 from megatron.config.parse import parse, user_errors
-from megatron.config.pretrain import PretrainConfig
+from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.models.registry import KINDS, find_kind
 from megatron.train.inputs import Inputs, mock_inputs
 from megatron.train.signals import StopSignals, exit_code
@@ -63,11 +63,10 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
                 inputs = mock_inputs(config, resolve_name(entry.samples))
             else:
                 inputs = resolve_name(entry.inputs)(config)
-            config = config.with_steps(inputs.train.samples_per_epoch, world)
             start = find_start(config.checkpoint)
-            if start.folders:
-                newest, _ = newest_readable(start.folders)
-                refuse_other_run(config, inputs, start, newest)
+            newest = newest_readable(start.folders)[0] if start.folders else None
+            # To refuse it early; `build` finds the checkpoint that is really resumed.
+            resolve(config, inputs, start, newest, world)
 
         from megatron.checkpoint.retention import claim
         from megatron.train.launch import launch
@@ -133,11 +132,25 @@ def find_again(config: PretrainConfig, start: Start, mesh: Mesh) -> Start:
     return found[-1]
 
 
-def refuse_other_run(
-    config: PretrainConfig, inputs: Inputs, start: Start, checkpoint: Checkpoint
-) -> None:
-    identity, finetune = inputs.corpus.identity, start.finetune
-    check_start(config, checkpoint.path, checkpoint.manifest, identity=identity, finetune=finetune)
+def resolve(
+    config: PretrainConfig,
+    inputs: Inputs,
+    start: Start,
+    checkpoint: Checkpoint | None,
+    world: int,
+) -> PretrainConfig:
+    """The config with the steps that --epochs comes to from this checkpoint on. Raises UsageError
+    where it is of another run."""
+    steps_done = samples_done = 0
+    if checkpoint is not None:
+        path, manifest, finetune = checkpoint.path, checkpoint.manifest, start.finetune
+        check_start(config, path, manifest, identity=inputs.corpus.identity, finetune=finetune)
+        if not finetune:
+            counters = manifest["counters"]
+            steps_done, samples_done = counters["step"], counters["samples"]
+    return config.with_steps(
+        inputs.samples_in, world, steps_done=steps_done, samples_done=samples_done
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +166,7 @@ class Run:
     """A signal kept the checkpoint that is resumed from being evaluated when that was due."""
 
 
-def build(config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Run:
+def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Run:
     """The run at its start: from scratch, or from the newest checkpoint of `start` that every rank
     finds whole, byte for byte.
 
@@ -176,7 +189,9 @@ def build(config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> R
     if start.folders:
         found, passed_over = newest_whole(start.folders, mesh)
         messages += [f"passed over: {reason}" for reason in passed_over]
-        refuse_alike(mesh, partial(refuse_other_run, config, inputs, start, found))
+    resolved = list[PretrainConfig]()
+    refuse_alike(mesh, lambda: resolved.append(resolve(given, inputs, start, found, mesh.size())))
+    (config,) = resolved
     resumed = None if found is None or start.finetune else found.manifest
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
@@ -222,9 +237,13 @@ def build(config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> R
         ]
         step, target = state.step, config.training.steps
         if step >= target:
+            end = f"--train-iters is {target}; --train-iters {2 * step}"
+            if (epochs := given.training.epochs) is not None:
+                needed = state.samples + config.global_batch_size(mesh.size())
+                end = f"--epochs {epochs} ends there; --epochs "
+                end += str(epochs_of(needed, inputs.samples_in))
             messages.append(
-                f"nothing is trained: {found.path} is already at step {step} and --train-iters is "
-                f"{target}; a larger one continues, such as --train-iters {2 * step}"
+                f"nothing is trained: {found.path} is already at step {step}, and {end} continues"
             )
         evaluation_is_due = step % config.training.eval_interval == 0
         evaluate_first = resumed["validation_loss"] is None and evaluation_is_due

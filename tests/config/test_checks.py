@@ -9,7 +9,12 @@ import pytest
 
 from megatron.config.checks import UsageError, at_least, share, writable
 from megatron.config.parse import parse
-from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
+from megatron.config.pretrain import (
+    PretrainBertConfig,
+    PretrainConfig,
+    PretrainGPT2Config,
+    epochs_of,
+)
 from megatron.config.training import PrecisionConfig, TrainingParallelConfig
 from tools.layouts.job import program_of
 from tools.plan import QuestionConfig
@@ -186,14 +191,18 @@ def test_epochs_are_whole_global_batches(tmp_path: Path) -> None:
     preset = tmp_path / "long.toml"
     preset.write_text("train_iters = 300\nglobal_batch_size = 4\n")
     words = [*PROGRAMS["gpt2"][1][:-1], "--preset", str(preset)]
-    assert parse(PretrainGPT2Config, words, {}).with_steps(10, 1).training.train_iters == 300
+    assert parse(PretrainGPT2Config, words, {}).with_steps(int, 1).training.train_iters == 300
     config = parse(PretrainGPT2Config, [*words, "--epochs=3"], {})
-    assert config.with_steps(10, 2).training.train_iters == 7
+    assert config.with_steps((10).__mul__, 2).training.train_iters == 7
+    for steps, samples, expected in ((5, 10, 10), (1, 26, 2), (1, 27, 1), (9, 50, 9)):
+        after = config.with_steps((10).__mul__, 2, steps_done=steps, samples_done=samples)
+        assert after.training.train_iters == expected
     for samples, changes, flag in ((1, {}, "--epochs"), (10, {"lr_warmup_iters": 8}, "--lr-warm")):
         optimizer = replace(config.optimizer, **changes)
         with pytest.raises(UsageError) as refused:
-            replace(config, optimizer=optimizer).with_steps(samples, 1)
+            replace(config, optimizer=optimizer).with_steps(samples.__mul__, 1)
         assert refused.value.flag.startswith(flag)
+    assert [epochs_of(samples, (10).__mul__) for samples in (1, 10, 11)] == [1, 1, 2]
 
 
 def test_sizes_of_a_run() -> None:

@@ -112,6 +112,18 @@ def test_blends_and_splits_are_those_of_packed_data(tmp_path: Path, tokenizer: T
         validation.batch([9])
 
 
+@pytest.mark.parametrize("epochs", [1, 3, 10])
+def test_epochs_of_a_blend_end_where_its_first_data_set_has_been_read_so_often(
+    tmp_path: Path, tokenizer: Tokenizer, epochs: int
+) -> None:
+    one = write(tmp_path / "a.jsonl", [f"a{number}" for number in range(10)])
+    two = write(tmp_path / "b.jsonl", [f"b{number}" for number in range(5)])
+    data = open_training(["1", one, "9", two], tokenizer)
+    samples = data.samples_in(epochs)
+    found = [text[0] for text in documents(data.batch(range(samples + 1)), tokenizer)]
+    assert (found[:-1].count("b"), found[-1]) == (5 * epochs, "b")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
