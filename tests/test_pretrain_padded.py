@@ -1,6 +1,8 @@
 """Runs on padded documents and on mock data: what they learn, how long, and what they resume."""
 
 import json
+import os
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -138,6 +140,34 @@ def test_epochs_hold_all_samples_once_whatever_the_global_batches(
         run(folder, f"{way} --load {tmp_path} --global-batch-size {words}")
     samples = [line["samples"] for line in record(tmp_path)]
     assert samples == [4, 8, 18, 28, *range(32, 61, 4)]
+
+
+def enter(folder: Path) -> None:
+    """Each rank of a run its own folder."""
+    os.chdir(folder / f"of_rank_{os.environ['RANK']}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [("more documents", "--epochs 1"), ("other text", "--train-iters 2"), ("none", "--epochs 1")],
+)
+def test_ranks_that_see_other_data_are_refused(
+    folder: Path, tmp_path: Path, kind: str, length: str
+) -> None:
+    lines = [f'{{"text": "{word} one"}}\n' for word in "abcdefgh"]
+    others = {"more documents": lines * 2, "other text": [*lines[:-1], '{"text": "i one"}\n']}
+    for rank, content in enumerate([lines, others.get(kind, lines)]):
+        (tmp_path / f"of_rank_{rank}").mkdir()
+        (tmp_path / f"of_rank_{rank}" / "a.jsonl").write_text("".join(content))
+    files = f"--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt"
+    words, before = f"--pad {files} {length} --eval-iters 0", partial(enter, tmp_path)
+    place = Path("a.jsonl")
+    with pretrain(words, world=2, folder=tmp_path, data=place, before=before) as started:
+        assert started.wait() == [0 if kind == "none" else 2] * 2, started.text()
+    errors = [line for line in started.text().splitlines() if line.startswith("error: ")]
+    assert [line.split()[1] for line in errors] == ["--data-path"] * (kind != "none")
+    assert all("rank 0" in line and "rank 1" in line for line in errors)
+    assert "Traceback" not in started.text()
 
 
 def test_epochs_of_a_blend_are_those_of_its_first_data_set(folder: Path) -> None:

@@ -153,6 +153,28 @@ def resolve(
     )
 
 
+def refuse_differing(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> None:
+    """Raise UsageError, the same on every rank, where two ranks would read other samples or train
+    for other numbers of steps: the loss would be of no data set, or one would wait for the other.
+    """
+    training, name = config.training, getattr(config.data, "dataset_name", None)
+    length = training.train_iters
+    if training.epochs is not None:
+        length = inputs.samples_in(training.epochs)
+    own = (
+        f"data {data_fingerprint(inputs.corpus.identity)} of {inputs.train.samples_per_epoch} "
+        f"samples, {length} {'steps' if training.epochs is None else 'to be trained'}"
+    )
+    found = mesh.control.gather(own)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise UsageError(
+                "--data-path" if name is None else "--dataset-name",
+                name or " ".join(config.data.data_path) or None,
+                f"the same for all ranks: rank 0 has {found[0]}, and rank {rank} {other}",
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     config: PretrainConfig
@@ -183,6 +205,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         environment,
     )
 
+    refuse_differing(given, inputs, mesh)
     start = mesh.control.gather(start)[0]
     found: Checkpoint | None = None
     messages: list[str] = []
