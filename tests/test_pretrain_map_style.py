@@ -109,6 +109,7 @@ def test_a_run_resumes_also_from_another_form_of_the_same_texts(
     [
         ("--text-column body {folder}/saved", "--text-column"),
         ("--dataset-split dev {folder}/saved", "--dataset-split"),
+        ("--dataset-config other {folder}/saved", "--dataset-config"),
         ("--dataset-split test {folder}/lines.jsonl", "--dataset-split"),
         ("--no-pad {folder}/saved", "--data-path"),
         ("--no-pad {folder}/rows.parquet", "--data-path"),

@@ -150,7 +150,7 @@ class GPT2DataConfig(DataConfig):
     JSON, CSV, parquet or text, as datasets.load_dataset copies it to its cache."""
 
     dataset_config: str | None = None
-    """The configuration of --dataset-name, where it has several."""
+    """The configuration of --dataset-name, or of a folder of parquet, that has several."""
 
     dataset_split: str | None = None
     """The split of --dataset-name, or of a folder of --data-path that holds several; train if not
@@ -192,8 +192,6 @@ class GPT2DataConfig(DataConfig):
             raise UsageError(
                 "--data-path", " ".join(self.data_path), "given without --dataset-name"
             )
-        if self.dataset_name is None and (config := self.dataset_config) is not None:
-            raise UsageError("--dataset-config", config, "given with --dataset-name")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 from megatron.data.columns import ColumnDocuments
 from megatron.data.files import Kept, sha256, with_suffix
 from megatron.data.json_lines import OPENERS, parse_line, parse_record, read_lines
-from megatron.data.map_style import check_only_split, names_map_style, open_map_style
+from megatron.data.map_style import (
+    check_no_config,
+    check_only_split,
+    names_map_style,
+    open_map_style,
+)
 
 ENDINGS = (".jsonl", ".json")
 
@@ -45,14 +50,17 @@ def names_documents(path: str) -> bool:
     return stem.endswith(ENDINGS)
 
 
-def open_documents(path: str, *, key: str = "text", split: str | None = None) -> Documents:
+def open_documents(
+    path: str, *, key: str = "text", split: str | None = None, config: str | None = None
+) -> Documents:
     """The documents at a path of --data-path.
 
     key: where the text of a JSON line is, or the column of it. split: the one to take of a folder
-    that holds several, by default "train". Raises ValueError, naming the flag, for what holds none.
+    that holds several, by default "train"; config: likewise the configuration. Raises ValueError,
+    naming the flag, for what holds none.
     """
     if names_map_style(path):
-        return open_map_style(path, column=key, split=split)
+        return open_map_style(path, column=key, split=split, config=config)
     if not names_documents(path):
         pair = with_suffix(path, ".idx").is_file()
         found = "is a .bin and .idx pair, of packed tokens" if pair else "is no file of documents"
@@ -66,6 +74,7 @@ def open_documents(path: str, *, key: str = "text", split: str | None = None) ->
     if not Path(path).is_file():
         raise ValueError(f"--data-path {path}: there is no such file")
     check_only_split(split, None, f"--data-path {path}")
+    check_no_config(config, f"--data-path {path}")
     return JsonLines(path, key)
 
 

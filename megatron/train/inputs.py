@@ -89,11 +89,13 @@ def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
 
 def _open_padded(data: GPT2DataConfig, seed: int, vocab_size: int | None) -> Inputs:
     tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
-    paths, key, split = data.data_path, data.json_key, data.dataset_split
-    read: Callable[[str], Documents] = partial(open_documents, key=key, split=split)
+    paths, key = data.data_path, data.json_key
+    split, config = data.dataset_split, data.dataset_config
+    read: Callable[[str], Documents]
+    read = partial(open_documents, key=key, split=split, config=config)
     if data.dataset_name is not None:
-        paths, config = (data.dataset_name,), data.dataset_config
-        read = partial(open_named, config=config, split=split, column=key)
+        paths = (data.dataset_name,)
+        read = partial(open_named, column=key, split=split, config=config)
     corpus = open_document_corpus(paths, tokenizer, vocab_size, read)
     splits = open_padded_splits(
         corpus,

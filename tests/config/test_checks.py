@@ -86,7 +86,6 @@ GPT2S = [
     ("--dataset-split test", 1, "--dataset-split"),
     ("--text-column body", 1, "--json-key"),
     ("--pad --dataset-name x --data-path y", 1, "--data-path"),
-    ("--pad --dataset-config x", 1, "--dataset-config"),
     ("--mock-data --pad", 1, "--pad"),
     ("--pad --eod-mask-loss", 1, "--eod-mask-loss"),
     ("--pad --reset-position-ids", 1, "--reset-position-ids"),

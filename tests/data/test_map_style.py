@@ -56,6 +56,17 @@ def parquet_folder(folder: Path, rows: Rows = ROWS) -> Path:
     return folder / "hub"
 
 
+def configurations(folder: Path) -> Path:
+    """A clone of a data set on the hub, with two configurations."""
+    lines = ["---", "configs:"]
+    for name, rows in (("one", TEXTS), ("two", ["of two"])):
+        parquet(folder / "clone" / name / "train-00000-of-00001.parquet", rows)
+        lines += [f"- config_name: {name}", "  data_files:", "  - split: train"]
+        lines += [f"    path: {name}/train-*"]
+    (folder / "clone" / "README.md").write_text("\n".join([*lines, "---", ""]))
+    return folder / "clone"
+
+
 def json_folder(folder: Path, rows: Rows = ROWS) -> Path:
     (folder / "lines").mkdir(exist_ok=True)
     lines = [json.dumps({"text": text}) for text in rows]
@@ -259,10 +270,18 @@ def test_any_thread_may_ask(source: str, tmp_path: Path) -> None:
             "train, test",
             lambda to: (parquet_folder(to), {"split": "other"}),
         ),
-        ("--dataset-split test", "no --dataset-split", lambda to: (saved(to), {"split": "test"})),
+        ("--dataset-split test", "leave out", lambda to: (saved(to), {"split": "test"})),
+        ("--dataset-config a", "leave out", lambda to: (saved_splits(to), {"config": "a"})),
+        (
+            "--dataset-config a",
+            "leave out",
+            lambda to: (parquet(to / "a.parquet"), {"config": "a"}),
+        ),
+        ("--data-path", "'one', 'two'", lambda to: (configurations(to), {})),
+        ("--dataset-config a", "'one', 'two'", lambda to: (configurations(to), {"config": "a"})),
         (
             "--dataset-split test",
-            "no --dataset-split",
+            "leave out",
             lambda to: (parquet(to / "a.parquet"), {"split": "test"}),
         ),
         ("--data-path", "--dataset-name", lambda to: (json_folder(to), {})),
@@ -311,6 +330,14 @@ def test_one_of_several_configurations_is_named(tmp_path: Path, datasets_cache: 
         open_named(str(folder))
 
 
+def test_a_configuration_of_a_folder_of_parquet(tmp_path: Path, datasets_cache: Path) -> None:
+    folder = str(configurations(tmp_path))
+    for name, texts in (("one", TEXTS), ("two", ["of two"]), ("one", TEXTS)):
+        assert texts_of(open_map_style(folder, config=name)) == texts
+        assert texts_of(open_documents(folder, config=name)) == texts
+    assert not list(datasets_cache.iterdir())
+
+
 def test_names_are_relative_to_where_the_program_runs(
     tmp_path: Path, datasets_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,11 +350,13 @@ def test_names_are_relative_to_where_the_program_runs(
     assert texts_of(open_map_style(".")) == TEXTS
 
 
-@pytest.mark.parametrize("fault", ["nowhere", "empty", "no JSON", "saved"])
+@pytest.mark.parametrize("fault", ["nowhere", "empty", "no JSON", "saved", "script"])
 def test_a_name_without_data_is_refused(tmp_path: Path, datasets_cache: Path, fault: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "no JSON").mkdir()
     (tmp_path / "no JSON" / "a.jsonl").write_text('{"text": "a"}\n{"text"\n')
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script" / "script.py").write_text("import datasets")
     saved(tmp_path)
     with pytest.raises(ValueError, match="^--dataset-name") as refused:
         open_named(str(tmp_path / fault))
