@@ -89,7 +89,7 @@ def test_losses_are_those_of_the_same_texts_as_json_lines(
 
 
 @pytest.mark.parametrize(
-    ("after", "world"), [("--dataset-name {folder}/rows.parquet", 1), (SAVED, 2)]
+    ("after", "world"), [("--dataset-name {folder}/rows.parquet", 1), (NAMED, 1), (SAVED, 2)]
 )
 def test_a_run_resumes_also_from_another_form_of_the_same_texts(
     folder: Path, tmp_path: Path, whole: dict[str, list[float]], after: str, world: int

@@ -96,7 +96,7 @@ def test_a_resumed_run_gives_the_same_losses(
         ("--seq-length 15", "--seq-length"),
         ("--begin-token a", "--begin-token"),
         ("--end-token a", "--end-token"),
-        ("--json-key body", "--json-key"),
+        ("--json-key body", "--data-path"),
         ("--no-shuffle", "--no-shuffle"),
         ("--data-path {folder}/a.jsonl", "--data-path"),
         ("--mock-data --vocab-size 261", "--no-pad"),

@@ -39,7 +39,8 @@ FREE = {
 # The fields of a data config that do not: the data set's fingerprint covers them, or they decide
 # nothing that a sample holds.
 WHERE = {"--data-path", "--mock-data", "--tokenizer-type", "--vocab-file", "--merge-file"}
-WHERE |= {"--dataset-name", "--dataset-config", "--dataset-split", "--num-workers", "--too-long"}
+WHERE |= {"--dataset-name", "--dataset-config", "--dataset-split", "--json-key"}
+WHERE |= {"--num-workers", "--too-long"}
 PRECISIONS = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
 # What the directories of other programs have, and what makes a checkpoint of them.
 FOREIGN = {

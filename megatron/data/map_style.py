@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron.data.columns import ColumnDocuments, DatasetColumn, ParquetColumn
-from megatron.data.files import Kept
+from megatron.data.files import ScanCache
 
 DEFAULT_SPLIT = "train"
 
@@ -76,7 +76,7 @@ def _open_parquet(
     path: Path, files: Sequence[Path], column: str, selection: str, name: str
 ) -> ColumnDocuments:
     texts = ParquetColumn(files, column, name)
-    return ColumnDocuments(name, texts, kept=Kept(path, files, column, selection))
+    return ColumnDocuments(name, texts, cache=ScanCache(path, files, column, selection))
 
 
 def _open_saved(folder: Path, column: str, split: str | None, name: str) -> ColumnDocuments:
@@ -100,8 +100,8 @@ def _open_dataset(
     texts = DatasetColumn(dataset, column, name)
     files = [Path(each["filename"]) for each in dataset.cache_files]
     place = beside or next(iter(files), None)
-    kept = Kept(place, files, column, selection) if place and files else None
-    return ColumnDocuments(name, texts, kept=kept)
+    cache = ScanCache(place, files, column, selection) if place and files else None
+    return ColumnDocuments(name, texts, cache=cache)
 
 
 def choose_split(split: str | None, known: Sequence[str], name: str) -> str:

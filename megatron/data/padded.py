@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from megatron.data.documents import Documents, place
+from megatron.data.documents import Documents
 from megatron.data.gpt2 import GPT2Batch
 from megatron.data.order import Series, open_series
 from megatron.data.sources import Corpus
@@ -158,6 +158,6 @@ def _refuse_too_long(sources: Sequence[Documents], padding: Padding) -> None:
         longest, documents, number = max(found, key=lambda each: each[0])
         raise ValueError(
             f"--too-long refuse: {len(found)} documents have more than {room} tokens, and "
-            f"{place(documents, number)} has {longest}; --seq-length {longest - 1} or "
+            f"{documents.place(number)} has {longest}; --seq-length {longest - 1} or "
             "--too-long cut works"
         )
