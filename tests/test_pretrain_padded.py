@@ -5,13 +5,15 @@ import os
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
+from megatron.data.tokenizer_base import Tokenizer
 from megatron.train.inputs import open_gpt2_inputs
-from tests.data.samples import write_tokenizer
+from tests.data.samples import write_tokenizer, write_wordpiece
 from tests.programs import SHAPE, pretrain
 
 REFERENCE = "--train-iters 6 --eval-iters 2 --lr-decay-iters 6 --log-interval 1"
@@ -178,6 +180,83 @@ def test_epochs_of_a_blend_are_those_of_its_first_data_set(folder: Path) -> None
         inputs = open_gpt2_inputs(parse(PretrainGPT2Config, words, {}))
     assert inputs.samples_in(1) == 42
     assert inputs.samples_in(10) == 400 * 16 // 15 > 420
+
+
+def spoil(path: Path, rank: str) -> None:
+    """Let the file change on this rank when the run is ready to train."""
+    from megatron.train import pretrain as program
+
+    open_loop = program.open_loop
+
+    def spoiled(*given: Any) -> Any:
+        if os.environ.get("RANK", "0") == rank:
+            path.write_bytes(b" " * path.stat().st_size)
+        return open_loop(*given)
+
+    program.open_loop = spoiled
+
+
+@pytest.mark.parametrize(("world", "rank"), [(1, "0"), (2, "1")])
+def test_a_file_that_changes_under_a_run_ends_it_in_one_line(
+    folder: Path, tmp_path: Path, world: int, rank: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes((folder / "a.jsonl").read_bytes())
+    files = f"--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt"
+    words, before = f"--pad {files} {REFERENCE}", partial(spoil, path, rank)
+    with pretrain(words, world=world, folder=tmp_path, data=path, before=before) as started:
+        assert started.wait() == [2] * world, started.text()
+    errors = [line for line in started.text().splitlines() if "error" in line]
+    assert [line[: len(f"error: --data-path {path}")] for line in errors] == [
+        f"error: --data-path {path}"
+    ]
+    assert "Traceback" not in started.text()
+
+
+def unseen(folder: Path, texts: list[str]) -> str:
+    """The flags of a WordPiece, which makes no token of what cannot be seen, and of such texts."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "unseen.jsonl").write_text(lines)
+    words = f"--pad --tokenizer-type BertWordPieceLowerCase --vocab-file {write_wordpiece(folder)}"
+    return f"{words} --no-shuffle --eval-iters 0 --log-interval 1 --train-iters 2"
+
+
+def test_documents_without_a_token_are_counted_and_alone_are_one_error(tmp_path: Path) -> None:
+    data, some = tmp_path / "unseen.jsonl", ["a", "\x7f", "ab", "\x7f"]
+    words = unseen(tmp_path, [*some, "a", "a", "a", "\x7f"] * 2)
+    run_words = f"{words} --save {tmp_path}"
+    with pretrain(run_words, world=2, folder=tmp_path, data=data) as started:
+        assert started.wait() == [0, 0], started.text()
+    lines = record(tmp_path)
+    assert [(each["cut_documents"], each["empty_documents"]) for each in lines] == [(0, 2), (0, 1)]
+    words = unseen(tmp_path, ["a"] * 4 + ["\x7f"] * 12)
+    with pretrain(words, world=2, folder=tmp_path, data=data) as started:
+        assert started.wait() == [2, 2], started.text()
+    errors = [line for line in started.text().splitlines() if "error" in line]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: nothing in step 2")
+
+
+def report_parallelism() -> None:
+    """Print what the tokenizers' library is told whenever it tokenises."""
+    os.environ.pop("TOKENIZERS_PARALLELISM", None)
+    encode = Tokenizer.encode_batch
+
+    def reported(self: Tokenizer, texts: list[str]) -> list[list[int]]:
+        print(len(texts), "texts, parallel:", os.environ.get("TOKENIZERS_PARALLELISM"))
+        return encode(self, texts)
+
+    Tokenizer.encode_batch = reported
+
+
+def test_only_before_training_the_library_of_tokenizers_uses_all_cores(folder: Path) -> None:
+    words = f"--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt --pad"
+    words += " --train-iters 1 --eval-iters 0 --too-long refuse"
+    data = folder / "c.jsonl"
+    with pretrain(words, folder=folder, data=data, before=report_parallelism) as started:
+        assert started.wait() == [0], started.text()
+    found = [line for line in started.text().splitlines() if "parallel:" in line]
+    assert found == ["40 texts, parallel: None", *["1 texts, parallel: false"] * 4]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,10 @@ class GPT2Batch(TextBatch):
     def num_cut(self) -> int | None:
         return None if self.is_cut is None else int(self.is_cut.sum())
 
+    @property
+    def num_empty(self) -> int | None:
+        return None if self.is_cut is None else int((self.loss_mask.sum(axis=-1) == 0).sum())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Boundaries:

@@ -5,6 +5,7 @@ torch is imported inside the functions: wrong input is reported before that take
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ from megatron.config.checks import UsageError
 from megatron.config.launch import is_first, world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig, epochs_of
+from megatron.data.files import DataError
 from megatron.models.registry import KINDS, find_kind
 from megatron.train.inputs import Inputs, mock_inputs
 from megatron.train.signals import StopSignals, exit_code
@@ -45,7 +47,14 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
     Raises SystemExit with status 75 where SIGTERM or SIGUSR1 asked for it: the same command with
     --load resumes the run (without --save nothing is kept).
     """
+
+    def report_data(_: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, DataError):  # of one process; several are ended by `launch`
+            with user_errors(environ):
+                raise error
+
     with ExitStack() as stack:
+        stack.push(report_data)
         signals = stack.enter_context(StopSignals())
         with user_errors(environ):
             world = world_size(environ)
@@ -63,6 +72,11 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
                 inputs = mock_inputs(config, resolve_name(entry.samples))
             else:
                 inputs = resolve_name(entry.inputs)(config)
+            # Until here the library of tokenizers may use all cores (--too-long refuse). From here
+            # on threads of the loader tokenise side by side, and ranks beside each other: threads
+            # of the library would stand in their way. It also warns where a process forks, as for
+            # a compiler, that has used them.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             start = find_start(config.checkpoint)
             newest = newest_readable(start.folders)[0] if start.folders else None
             # To refuse it early; `build` finds the checkpoint that is really resumed.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.gpt2 import GPT2Batch
+from megatron.data.gpt2 import Boundaries, GPT2Batch
 from megatron.data.padded import PaddedDataset, open_padded_splits
 from megatron.data.sources import open_document_corpus
 from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer
@@ -75,6 +75,14 @@ def test_a_sample_is_a_document_with_its_marks(
     last = tokenizer.token_id("y")
     assert marked.tokens[:, :3].tolist() == [[begin, a, last], [begin, a, b]]
     assert marked.labels[1].tolist() == [a, b, c, last]
+
+
+def test_a_document_of_one_token_is_counted(tmp_path: Path) -> None:
+    tokenizer = BertWordPieceLowerCase(write_wordpiece(tmp_path))  # which drops what cannot be seen
+    path = write(tmp_path / "a.jsonl", ["a", "\x7f", "\u200b"])
+    assert open_training([path], tokenizer).batch(range(3)).num_empty == 2
+    assert open_training([path], tokenizer, begin_token="x").batch(range(3)).num_empty == 0
+    assert Boundaries(eod=0).batch(np.zeros((2, 5), np.int32)).num_empty is None
 
 
 def test_a_sample_is_a_function_of_seed_and_number(tmp_path: Path, tokenizer: Tokenizer) -> None:
