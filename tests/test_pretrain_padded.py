@@ -101,7 +101,7 @@ def test_a_resumed_run_gives_the_same_losses(
         ("--json-key body", "--data-path"),
         ("--no-shuffle", "--no-shuffle"),
         ("--data-path {folder}/a.jsonl", "--data-path"),
-        ("--mock-data --vocab-size 261", "--no-pad"),
+        ("--mock-data --vocab-size 261", "--mock-data"),
     ],
 )
 def test_a_run_of_other_samples_is_not_resumed(

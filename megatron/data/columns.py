@@ -79,7 +79,10 @@ class ColumnDocuments:
         # Of each row that is left out: how many documents are before it.
         self._before = without - np.arange(len(without))
         if not self.num_documents:
-            raise ValueError(f"{name} holds no text in any of its {len(column)} rows")
+            raise ValueError(
+                f"{name} holds no text in any of its {len(column)} rows; another --text-column, or "
+                "other data, would work"
+            )
         if len(without):
             warnings.warn(
                 f"{name}: {len(without)} of {len(column)} rows hold no text and are left out; the "
@@ -277,7 +280,10 @@ class ParquetColumn:
             yield
         except (OSError, pa.ArrowException) as error:
             reason = " ".join(str(error).split())
-            raise DataError(f"{self._names[file]} is damaged, or has changed: {reason}") from error
+            raise DataError(
+                f"{self._names[file]} is damaged, or has changed: {reason}; the file written again "
+                "works"
+            ) from error
 
     def batches(self) -> Iterator[Any]:
         for file in range(len(self._files)):

@@ -1,5 +1,7 @@
 """The files of a data set: their names, writing that survives a crash, what is kept beside them."""
 
+from __future__ import annotations
+
 import errno
 import hashlib
 import json
@@ -10,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def with_suffix(prefix: str, suffix: str) -> Path:
@@ -135,6 +137,8 @@ class ScanCache:
 
     def _read(self) -> dict[str, NDArray[Any]] | None:
         """None where there is none, or of other files."""
+        import numpy as np  # not above: checkpoint/format.py needs this file, but no numpy
+
         damage = OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile
         with suppress(*damage), np.load(self._file, allow_pickle=False) as arrays:
             if str(arrays["key"]) == self._key:
@@ -142,6 +146,8 @@ class ScanCache:
         return None
 
     def _write(self, arrays: Mapping[str, Any]) -> None:
+        import numpy as np
+
         content = BytesIO()
         np.savez(content, key=self._key, **arrays)
         with suppress(OSError):

@@ -85,7 +85,9 @@ def _open_saved(folder: Path, column: str, split: str | None, name: str) -> Colu
     try:
         found = datasets.load_from_disk(folder, keep_in_memory=False)
     except (ValueError, OSError, KeyError) as error:
-        raise ValueError(f"{name} is damaged or not whole: {one_line(error)}") from error
+        raise ValueError(
+            f"{name} is damaged or not whole: {one_line(error)}; the folder saved again works"
+        ) from error
     if isinstance(found, datasets.DatasetDict):
         found = found[split := choose_split(split, list(found), name)]
     else:
