@@ -12,6 +12,7 @@ import pytest
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.train import loader
 from megatron.train.inputs import open_gpt2_inputs
 from tests.data.samples import write_tokenizer, write_wordpiece
 from tests.programs import SHAPE, pretrain
@@ -235,6 +236,24 @@ def test_documents_without_a_token_are_counted_and_alone_are_one_error(tmp_path:
     errors = [line for line in started.text().splitlines() if "error" in line]
     assert len(errors) == 1
     assert errors[0].startswith("error: nothing in step 2")
+
+
+def report_workers() -> None:
+    """Print how many threads a run reads ahead with."""
+    prefetch = loader.prefetch
+
+    def reported(*given: Any, num_workers: int = 1, **more: Any) -> Any:
+        print("workers:", num_workers)
+        return prefetch(*given, num_workers=num_workers, **more)
+
+    loader.prefetch = reported
+
+
+def test_as_many_threads_read_ahead_as_are_asked_for(tmp_path: Path) -> None:
+    words = "--mock-data --vocab-size 64 --train-iters 1 --eval-iters 0 --num-workers 3"
+    with pretrain(words, folder=tmp_path, before=report_workers) as started:
+        assert started.wait() == [0], started.text()
+    assert "workers: 3" in started.text()
 
 
 def report_parallelism() -> None:
