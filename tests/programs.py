@@ -24,7 +24,7 @@ from tests.data.samples import write_data
 from tests.dist import PRELOADED
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16"
-REST = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --no-bf16"
+REST = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --split 1,1,0 --no-bf16"
 
 
 class Run:
@@ -142,9 +142,9 @@ def pretrain(
     folder: of the logs, and of a data set where no other one is given. before:
     called in each process first, to break something.
     """
-    arguments, given = [*SHAPE.split(), *REST.split()], set(words.split())
-    if "--mock-data" not in given:
-        arguments += ["--split", "1,1,0"]
+    given = set(words.split())
+    rest = REST.replace("--split 1,1,0", "") if "--mock-data" in given else REST
+    arguments = [*SHAPE.split(), *rest.split()]
     if not {"--mock-data", "--dataset-name"} & given:
         arguments += ["--data-path", str(data or some_data(folder))]
     arguments += words.split()

@@ -185,7 +185,8 @@ def refuse_differing(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> None
             raise UsageError(
                 "--data-path" if name is None else "--dataset-name",
                 name or " ".join(config.data.data_path) or None,
-                f"the same for all ranks: rank 0 has {found[0]}, and rank {rank} {other}",
+                f"the same for all ranks: rank 0 has {found[0]}, and rank {rank} {other}; a folder "
+                "that all of them see works",
             )
 
 
