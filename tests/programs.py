@@ -142,8 +142,10 @@ def pretrain(
     folder: of the logs, and of a data set where no other one is given. before:
     called in each process first, to break something.
     """
-    arguments = [*SHAPE.split(), *REST.split()]
-    if not {"--mock-data", "--dataset-name"} & set(words.split()):
+    given = set(words.split())
+    rest = REST.replace("--split 1,1,0", "") if "--mock-data" in given else REST
+    arguments = [*SHAPE.split(), *rest.split()]
+    if not {"--mock-data", "--dataset-name"} & given:
         arguments += ["--data-path", str(data or some_data(folder))]
     arguments += words.split()
     target = partial(_program, program, arguments, before)

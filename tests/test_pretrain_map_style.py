@@ -89,7 +89,7 @@ def test_losses_are_those_of_the_same_texts_as_json_lines(
 
 
 @pytest.mark.parametrize(
-    ("after", "world"), [("--dataset-name {folder}/rows.parquet", 1), (SAVED, 2)]
+    ("after", "world"), [("--dataset-name {folder}/rows.parquet", 1), (NAMED, 1), (SAVED, 2)]
 )
 def test_a_run_resumes_also_from_another_form_of_the_same_texts(
     folder: Path, tmp_path: Path, whole: dict[str, list[float]], after: str, world: int
@@ -109,6 +109,7 @@ def test_a_run_resumes_also_from_another_form_of_the_same_texts(
     [
         ("--text-column body {folder}/saved", "--text-column"),
         ("--dataset-split dev {folder}/saved", "--dataset-split"),
+        ("--dataset-config other {folder}/saved", "--dataset-config"),
         ("--dataset-split test {folder}/lines.jsonl", "--dataset-split"),
         ("--no-pad {folder}/saved", "--data-path"),
         ("--no-pad {folder}/rows.parquet", "--data-path"),

@@ -13,15 +13,18 @@ needs. The file appears under its name when it is whole; after a crash the same 
 again.
 """
 
+import glob
 import os
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
@@ -57,31 +60,69 @@ def stream_to_jsonl(
     if documents is not None and documents < 1:
         raise UsageError("--documents", documents, "above 0", works=("--documents", "1000"))
     if output.suffix != ".jsonl" or output.exists():
-        free = output.with_name(f"{output.stem}{'_2' * output.exists()}.jsonl")
-        allowed = "a new file named *.jsonl"
-        raise UsageError("--output", output, allowed, works=("--output", str(free)))
-    for left in output.parent.glob(f"{output.name}.*.part"):  # by a run that was killed
-        left.unlink()
+        refuse(output)
     name = f"--dataset-name {dataset_name}"
     stream = load_named(dataset_name, config=dataset_config, split=dataset_split, streaming=True)
     texts = read_texts(stream, text_column, name)
-    bytes_written = without = 0
-    with placed(output) as file, tqdm(unit=" documents", total=documents) as bar:
+    bytes_written = without = too_long = 0
+    with (
+        alone(output),
+        placed(output) as file,
+        tqdm(unit=" documents", total=documents) as bar,
+    ):
         for text in texts:
-            if (line := to_line(text)) is None:
-                without += 1
+            line = to_line(text)
+            if line is None or len(line) > LONGEST_LINE:
+                without += line is None
+                too_long += line is not None
                 continue
             bytes_written += file.write(line)
             bar.update()
             if bar.n == documents:
                 break
         if not bar.n:
-            raise ValueError(f"{name} holds no text in any of its {without} rows")
+            rows = f"{without + too_long} rows ({too_long} are longer than {LONGEST_LINE} bytes)"
+            raise ValueError(
+                f"{name} holds no text in any of its {rows}; another --text-column would work"
+            )
         flush_to_disk(file)
-    if without:
-        print(f"warning: {without} rows hold no text and are left out", file=sys.stderr)
+    for number, why in ((without, "hold no text"), (too_long, f"are over {LONGEST_LINE} bytes")):
+        if number:
+            print(f"warning: {number} rows {why} and are left out", file=sys.stderr)
     print(f"{bar.n} documents, {bytes_written} bytes, in {output}")
     print(f"next: python pretrain_gpt2.py --data-path {shlex.quote(str(output))} --pad")
+
+
+def refuse(output: Path) -> NoReturn:
+    """Raise UsageError, which suggests a name that is free."""
+    stem = output.name.partition(".jsonl")[0] if ".jsonl" in output.name else output.stem
+    names = (f"{stem}_{number}.jsonl" if number else f"{stem}.jsonl" for number in count())
+    free = next(each for each in map(output.with_name, names) if not each.exists())
+    allowed = "a new file named *.jsonl that no other run writes"
+    raise UsageError("--output", output, allowed, works=("--output", str(free)))
+
+
+@contextmanager
+def alone(output: Path) -> Iterator[None]:
+    """As the only run that writes this file; what one that was killed has left of it is removed.
+
+    Raises UsageError where another is at it, and where the file is there.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output.with_name(f".{output.name}.lock"), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        refuse(output)
+    try:
+        if output.exists():
+            refuse(output)
+        for left in output.parent.glob(f"{glob.escape(output.name)}.*.part"):
+            left.unlink()
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 def read_texts(stream: Any, column: str, name: str) -> Iterator[object]:
@@ -112,8 +153,7 @@ def to_line(text: object) -> bytes | None:
     """A line of JSON, as a reader of JSON lines takes it; None for what holds no text."""
     if not isinstance(text, str) or not text or text.isspace():
         return None
-    line = orjson.dumps({"text": text}, option=orjson.OPT_APPEND_NEWLINE)
-    return line if len(line) <= LONGEST_LINE else None
+    return orjson.dumps({"text": text}, option=orjson.OPT_APPEND_NEWLINE)
 
 
 if __name__ == "__main__":

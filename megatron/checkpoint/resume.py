@@ -39,7 +39,8 @@ FREE = {
 # The fields of a data config that do not: the data set's fingerprint covers them, or they decide
 # nothing that a sample holds.
 WHERE = {"--data-path", "--mock-data", "--tokenizer-type", "--vocab-file", "--merge-file"}
-WHERE |= {"--dataset-name", "--dataset-config", "--dataset-split", "--num-workers", "--too-long"}
+WHERE |= {"--dataset-name", "--dataset-config", "--dataset-split", "--json-key"}
+WHERE |= {"--num-workers", "--too-long"}
 PRECISIONS = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
 # What the directories of other programs have, and what makes a checkpoint of them.
 FOREIGN = {
@@ -200,6 +201,13 @@ def check_start(
         return
     saved, now = differing[wrong[0]]
     unless = "" if wrong[0] in fixed else ", unless --override-data is given"
+    works: tuple[str, ...]
+    if config.data.mock_data and any(name.startswith("data sets") for name in wrong):
+        works = ("--mock-data", "--override-data") if unless else ("--no-mock-data",)
+        raise UsageError("--mock-data", None, f"left out, as in {path}{unless}", works=works)
+    if wrong[0] == "vocabulary" and config.data.mock_data:
+        works = ("--vocab-size", str(saved))
+        raise UsageError("--vocab-size", now, f"{saved}, as in {path}", works=works)
     if wrong[0] == "precision" or wrong[0].startswith("--"):
         words = _arguments(wrong[0], now) or (wrong[0],)
         must = " ".join(_arguments(wrong[0], saved)) or "left out"
@@ -262,8 +270,8 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
     parts = json.loads(json.dumps({part: facts["config"].get(part, {}) for part in COMPARED}))
     if "kind" in facts:  # a checkpoint that is older than a setting has its default
         kind = find_kind(facts["kind"], "kind")
-        for part, config in (("model", kind.config), ("data", kind.data)):
-            defaults = {each.name: each.default for each in fields(resolve_name(config))}
+        for part, config in (("model", resolve_name(kind.config)), ("data", kind.data_config)):
+            defaults = {each.name: each.default for each in fields(config)}
             if parts[part]:
                 parts[part] = {k: v for k, v in defaults.items() if v is not MISSING} | parts[part]
     found = {flag(name): value for part in parts.values() for name, value in part.items()}

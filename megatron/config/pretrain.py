@@ -1,5 +1,7 @@
 """The settings of a pretraining run, and the facts that hold between its configs."""
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,18 +77,31 @@ class PretrainConfig:
         )
         require_sinks(self.logging, self.metrics_file())
 
-    def with_steps(self, samples_per_epoch: int, world_size: int) -> Self:
+    def with_steps(
+        self,
+        samples_in: Callable[[int], int],
+        world_size: int,
+        *,
+        steps_done: int = 0,
+        samples_done: int = 0,
+    ) -> Self:
         """With the --train-iters that --epochs comes to: what is left of a global batch at the end
-        is dropped. Raises UsageError where no batch is filled, or warm-up does not fit."""
+        is dropped.
+
+        samples_in: samples of so many epochs. steps_done, samples_done: of the checkpoint that is
+        resumed, whose global batch may have been another. Raises UsageError where no batch is
+        filled, or warm-up does not fit.
+        """
         if (epochs := self.training.epochs) is None:
             return self
         batch = self.global_batch_size(world_size)
-        if not (steps := epochs * samples_per_epoch // batch):
+        samples_left = max(0, samples_in(epochs) - samples_done)
+        if not (steps := steps_done + samples_left // batch):
             raise UsageError(
                 "--epochs",
                 epochs,
-                f"enough for a global batch of {batch}: an epoch has {samples_per_epoch} samples",
-                works=("--epochs", str(-(-batch // samples_per_epoch))),
+                f"enough for a global batch of {batch}: the first has {samples_in(1)} samples",
+                works=("--epochs", str(epochs_of(batch, samples_in))),
             )
         training = replace(self.training, train_iters=steps, epochs=None)
         config = replace(self, training=training)
@@ -121,6 +136,11 @@ class PretrainConfig:
         if self.precision.fp16 and device == "cpu":
             found.append("warning: --fp16 on a CPU is many times slower than --bf16 or --no-bf16")
         return found
+
+
+def epochs_of(samples: int, samples_in: Callable[[int], int]) -> int:
+    """The fewest epochs that have so many samples; samples_in: those of so many epochs."""
+    return bisect_left(range(samples), samples, key=samples_in)
 
 
 @dataclass(frozen=True, kw_only=True)

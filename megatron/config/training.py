@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron.config.checks import UsageError, flag, fraction, non_negative, positive, switch
 
@@ -93,6 +93,11 @@ class TrainingParallelConfig(ParallelConfig):
 class DataConfig:
     """What all pretraining programs read."""
 
+    of_files: ClassVar[frozenset[str]] = frozenset(
+        ("data_path", "split", "tokenizer_type", "vocab_file", "merge_file", "shuffle")
+    )
+    """Fields that decide nothing of mock data."""
+
     data_path: tuple[str, ...] = ()
     """Prefix of a .bin/.idx pair, or weights and prefixes in turn: 0.3 first 0.7 second. GPT-2
     with --pad: files of JSON lines or parquet, folders of parquet or of datasets' save_to_disk."""
@@ -124,14 +129,22 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         positive(self, "seq_length", "num_workers")
-        read = ("data_path", "vocab_file", "merge_file")
-        if self.mock_data and (given := [flag(name) for name in read if getattr(self, name)]):
+        given = [
+            switch(each.name, value) if isinstance(value, bool) else flag(each.name)
+            for each in fields(self)
+            if each.name in self.of_files and (value := getattr(self, each.name)) != each.default
+        ]
+        if self.mock_data and given:
             allowed = f"given without {' and '.join(given)}"
             raise UsageError("--mock-data", None, allowed, works=("--no-mock-data",))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2DataConfig(DataConfig):
+    of_files: ClassVar[frozenset[str]] = DataConfig.of_files | {
+        *("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    }
+
     reset_position_ids: bool = False
     """Count positions from 0 again after each end-of-document mark."""
 
@@ -150,7 +163,7 @@ class GPT2DataConfig(DataConfig):
     JSON, CSV, parquet or text, as datasets.load_dataset copies it to its cache."""
 
     dataset_config: str | None = None
-    """The configuration of --dataset-name, where it has several."""
+    """The configuration of --dataset-name, or of a folder of parquet, that has several."""
 
     dataset_split: str | None = None
     """The split of --dataset-name, or of a folder of --data-path that holds several; train if not
@@ -189,15 +202,15 @@ class GPT2DataConfig(DataConfig):
         if self.pad and self.mock_data:
             raise UsageError("--pad", None, "given without --mock-data", works=("--no-pad",))
         if self.dataset_name is not None and self.data_path:
-            raise UsageError(
-                "--data-path", " ".join(self.data_path), "given without --dataset-name"
-            )
-        if self.dataset_name is None and (config := self.dataset_config) is not None:
-            raise UsageError("--dataset-config", config, "given with --dataset-name")
+            works = ("--dataset-name", self.dataset_name)
+            given = " ".join(self.data_path)
+            raise UsageError("--data-path", given, "left out with --dataset-name", works=works)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BertDataConfig(DataConfig):
+    of_files: ClassVar[frozenset[str]] = DataConfig.of_files | {"short_seq_prob", "max_ngram_size"}
+
     seq_length: int = 512
     """Tokens of a sample, padding and marks included."""
 
@@ -273,7 +286,7 @@ class BertOptimizerConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    train_iters: int | None = None
+    train_iters: int | None = field(default=None, metadata={"replaces": "epochs"})
     """Optimizer steps to train for, those before a resume included; it or --epochs is needed."""
 
     epochs: int | None = field(default=None, metadata={"replaces": "train_iters"})
@@ -321,6 +334,7 @@ class TrainingConfig:
                 "--train-iters",
                 self.train_iters,
                 f"left out with --epochs {self.epochs}",
+                works=("--epochs", str(self.epochs)),
             )
 
     @property

@@ -40,6 +40,12 @@ class Batch:
         be."""
         return None
 
+    @property
+    def num_empty(self) -> int | None:
+        """Samples of which nothing is learned, since no token of them is to be predicted; None
+        where that cannot be."""
+        return None
+
     def trimmed(self) -> Self:
         """Without what only fills it up to the sizes that kernels like."""
         return self

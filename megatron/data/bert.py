@@ -227,7 +227,8 @@ class BertSample:
 class BertDataset:
     """A split of a data set or of a blend, as a series of samples.
 
-    samples_per_epoch: samples until the first data set of the blend begins anew.
+    samples_per_epoch: samples until the first data set of the blend begins anew. samples_in(n):
+    until it has been read n times.
     """
 
     def __init__(
@@ -239,6 +240,7 @@ class BertDataset:
         short_seq_prob: float,
     ) -> None:
         self.samples_per_epoch = series.samples_per_epoch
+        self.samples_in = series.samples_in
         self.blocks = tuple(series.splits)
         self._series = series
         self._tokenizer = tokenizer

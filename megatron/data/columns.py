@@ -27,6 +27,8 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +36,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.files import Kept
+from megatron.data.files import DataError, ScanCache
 
 BATCH_ROWS = 1000  # of the one pass
 CACHED_BYTES = 256 << 20  # of decoded row groups
@@ -48,7 +50,7 @@ class TextColumn(Protocol):
         """Rows."""
         ...
 
-    def __getitem__(self, row: int) -> str:
+    def __getitem__(self, row: int) -> str | None:
         """The text of a row that has one; any thread may ask."""
         ...
 
@@ -64,25 +66,23 @@ class ColumnDocuments:
     left out.
     """
 
-    def __init__(self, name: str, column: TextColumn, *, kept: Kept | None = None) -> None:
-        """name: flag and value, for messages. kept: where the result of the pass is kept.
+    def __init__(self, name: str, column: TextColumn, *, cache: ScanCache | None = None) -> None:
+        """name: flag and value, for messages. cache: where the result of the pass is kept.
 
         Warns of rows without text; raises ValueError where there is no other.
         """
         self.name, self._column = name, column
-        found = None if kept is None else kept.read()
-        if found is None:
-            digest, without = _scan(column)
-            found = {"digest": np.array(digest), "without": without}
-            if kept is not None:
-                kept.write(found)
+        found = _scan(column) if cache is None else cache.find(partial(_scan, column))
         digest, without = str(found["digest"]), found["without"]
         self.content = f"SHA-256 {digest} of texts"
         self.num_documents = len(column) - len(without)
         # Of each row that is left out: how many documents are before it.
         self._before = without - np.arange(len(without))
         if not self.num_documents:
-            raise ValueError(f"{name} holds no text in any of its {len(column)} rows")
+            raise ValueError(
+                f"{name} holds no text in any of its {len(column)} rows; another --text-column, or "
+                "other data, would work"
+            )
         if len(without):
             warnings.warn(
                 f"{name}: {len(without)} of {len(column)} rows hold no text and are left out; the "
@@ -94,12 +94,22 @@ class ColumnDocuments:
         """Of the document of this number, counted from 0."""
         return number + int(np.searchsorted(self._before, number, side="right"))
 
+    def place(self, number: int) -> str:
+        return f"{self.name}, row {self.row(number)}"
+
     def text(self, number: int) -> str:
-        return self._column[self.row(number)]
+        """Raises DataError where the column is not what it was."""
+        if (text := self._column[self.row(number)]) is None:
+            raise DataError(
+                f"{self.place(number)} holds no text: it has changed since the whole was read; "
+                "files that stay as they are work"
+            )
+        return text
 
 
-def _scan(column: TextColumn) -> tuple[str, NDArray[np.int64]]:
-    """(SHA-256 in hex of the texts, int64 rows without text), from one pass over the column.
+def _scan(column: TextColumn) -> dict[str, NDArray[Any]]:
+    """digest: SHA-256, in hex, of the texts; without: int64 rows without text. From one pass over
+    the column.
 
     Lengths and bytes go to a hash each, so that the result does not depend on batches.
     """
@@ -121,7 +131,7 @@ def _scan(column: TextColumn) -> tuple[str, NDArray[np.int64]]:
             ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
             content.update(memoryview(values)[ends[0] : ends[-1]])
     whole = hashlib.sha256(sizes.digest() + content.digest())
-    return whole.hexdigest(), np.concatenate(without)
+    return {"digest": np.array(whole.hexdigest()), "without": np.concatenate(without)}
 
 
 def _has_text(texts: Any) -> NDArray[np.bool_]:
@@ -159,8 +169,9 @@ class DatasetColumn:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, row: int) -> str:
-        return str(self._dataset[row][self._name])
+    def __getitem__(self, row: int) -> str | None:
+        found: str | None = self._dataset[row][self._name]
+        return found
 
     def batches(self) -> Iterator[Any]:
         for table in self._dataset.with_format("arrow").iter(BATCH_ROWS):
@@ -180,13 +191,13 @@ class ParquetColumn:
         import pyarrow.parquet as pq
 
         self._files, self._column, self._cached_bytes = files, column, cached_bytes
-        try:
-            self._metadata = [pq.read_metadata(file, memory_map=True) for file in files]
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{name}: {error}") from error
-        for file, each in zip(files, self._metadata, strict=True):
-            schema = each.schema.to_arrow_schema()
-            check_column(column, schema, name if len(files) == 1 else f"{name} ({file.name})")
+        self._names = [name if len(files) == 1 else f"{name} ({file.name})" for file in files]
+        self._metadata = list[Any]()
+        for number, file in enumerate(files):
+            with self._named_errors(number):
+                self._metadata.append(pq.read_metadata(file, memory_map=True))
+        for each, file_name in zip(self._metadata, self._names, strict=True):
+            check_column(column, each.schema.to_arrow_schema(), file_name)
         groups = [
             (file, group, each.row_group(group).num_rows)
             for file, each in enumerate(self._metadata)
@@ -195,6 +206,7 @@ class ParquetColumn:
         self._groups = [(file, group) for file, group, _ in groups]
         self._ends = np.array(list(accumulate(rows for *_, rows in groups)), np.int64)
         self._decoded: OrderedDict[int, Any] = OrderedDict()
+        self._decoded_bytes = 0
         self._lock = threading.Lock()
         sizes = [self._text_bytes(file, group) for file, group in self._groups]
         mean = sum(sizes) // max(1, len(sizes))
@@ -216,10 +228,11 @@ class ParquetColumn:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def __getitem__(self, row: int) -> str:
+    def __getitem__(self, row: int) -> str | None:
         number = int(np.searchsorted(self._ends, row, side="right"))
         texts = self._decode(number)
-        return str(texts[row - int(self._ends[number]) + len(texts)].as_py())
+        found: str | None = texts[row - int(self._ends[number]) + len(texts)].as_py()
+        return found
 
     def _decode(self, number: int) -> Any:
         """The texts of a row group.
@@ -236,20 +249,41 @@ class ParquetColumn:
             found = parquet.read_row_group(group, columns=[self._column], use_threads=False)
         texts = found.column(0)
         with self._lock:
-            self._decoded[number] = texts
-            total = sum(each.nbytes for each in self._decoded.values())
-            while total > self._cached_bytes and len(self._decoded) > 1:
-                total -= self._decoded.popitem(last=False)[1].nbytes
+            if number not in self._decoded:
+                self._decoded[number] = texts
+                self._decoded_bytes += texts.nbytes
+            while self._decoded_bytes > self._cached_bytes and len(self._decoded) > 1:
+                self._decoded_bytes -= self._decoded.popitem(last=False)[1].nbytes
         return texts
 
-    def _open(self, file: int) -> Any:
+    @contextmanager
+    def _open(self, file: int) -> Iterator[Any]:
         """A reader of its own, as one is not safe in several threads; the footer is not read again.
 
         Memory-mapped: only the text column's pages are read.
         """
         import pyarrow.parquet as pq
 
-        return pq.ParquetFile(self._files[file], metadata=self._metadata[file], memory_map=True)
+        known = self._metadata[file]
+        with (
+            self._named_errors(file),
+            pq.ParquetFile(self._files[file], metadata=known, memory_map=True) as parquet,
+        ):
+            yield parquet
+
+    @contextmanager
+    def _named_errors(self, file: int) -> Iterator[None]:
+        """What cannot be read as DataError, naming the flag and the file."""
+        import pyarrow as pa
+
+        try:
+            yield
+        except (OSError, pa.ArrowException) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(
+                f"{self._names[file]} is damaged, or has changed: {reason}; the file written again "
+                "works"
+            ) from error
 
     def batches(self) -> Iterator[Any]:
         for file in range(len(self._files)):

@@ -8,17 +8,23 @@ for.
 import os
 import warnings
 import weakref
+from array import array
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.columns import ColumnDocuments
-from megatron.data.files import Kept, sha256, with_suffix
+from megatron.data.files import DataError, ScanCache, sha256, with_suffix
 from megatron.data.json_lines import OPENERS, parse_line, parse_record, read_lines
-from megatron.data.map_style import check_only_split, names_map_style, open_map_style
+from megatron.data.map_style import (
+    check_no_config,
+    check_only_split,
+    names_map_style,
+    open_map_style,
+)
 
 ENDINGS = (".jsonl", ".json")
 
@@ -36,6 +42,10 @@ class Documents(Protocol):
         """Of the document of this number, in range(num_documents); any thread may ask."""
         ...
 
+    def place(self, number: int) -> str:
+        """For messages: where the document of this number is."""
+        ...
+
 
 def names_documents(path: str) -> bool:
     """Whether a path of --data-path is of documents, not the prefix of a .bin and .idx pair."""
@@ -45,14 +55,17 @@ def names_documents(path: str) -> bool:
     return stem.endswith(ENDINGS)
 
 
-def open_documents(path: str, *, key: str = "text", split: str | None = None) -> Documents:
+def open_documents(
+    path: str, *, key: str = "text", split: str | None = None, config: str | None = None
+) -> Documents:
     """The documents at a path of --data-path.
 
     key: where the text of a JSON line is, or the column of it. split: the one to take of a folder
-    that holds several, by default "train". Raises ValueError, naming the flag, for what holds none.
+    that holds several, by default "train"; config: likewise the configuration. Raises ValueError,
+    naming the flag, for what holds none.
     """
     if names_map_style(path):
-        return open_map_style(path, column=key, split=split)
+        return open_map_style(path, column=key, split=split, config=config)
     if not names_documents(path):
         pair = with_suffix(path, ".idx").is_file()
         found = "is a .bin and .idx pair, of packed tokens" if pair else "is no file of documents"
@@ -66,16 +79,8 @@ def open_documents(path: str, *, key: str = "text", split: str | None = None) ->
     if not Path(path).is_file():
         raise ValueError(f"--data-path {path}: there is no such file")
     check_only_split(split, None, f"--data-path {path}")
+    check_no_config(config, f"--data-path {path}")
     return JsonLines(path, key)
-
-
-def place(documents: Documents, number: int) -> str:
-    """For messages: where the document of this number is."""
-    if isinstance(documents, JsonLines):
-        return f"{documents.name}, line {documents.line(number)}"
-    if isinstance(documents, ColumnDocuments):
-        return f"{documents.name}, row {documents.row(number)}"
-    return f"{documents.name}, document {number}"
 
 
 class JsonLines:
@@ -87,23 +92,25 @@ class JsonLines:
     def __init__(self, path: str, key: str) -> None:
         """Warns of lines that hold no text; raises ValueError, naming --data-path, if none does."""
         self.name, self._key = path, key
-        kept = Kept(Path(path), [Path(path)], key)
-        if (found := kept.read()) is None:
-            found = _read_lines(path, key)
-            kept.write(found)
+        cache = ScanCache(Path(path), [Path(path)], key)
+        found = cache.find(partial(_read_lines, path, key))
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
-        if not kept.holds:
-            raise ValueError(f"--data-path {path} changes while it is read; a finished file works")
+        if not cache.holds:
+            raise DataError(f"--data-path {path} changes while it is read; a finished file works")
         self._starts, self._sizes = found["starts"], found["sizes"]
         self.num_documents = len(self._starts)
-        self.content = f"SHA-256 {found['digest']}"
+        self.content = f"SHA-256 {found['digest']}, key {key}"
         bad, first_bad = int(found["bad"]), str(found["first_bad"])
+        if bad and self.num_documents <= 1 and _is_array(path):  # its last line may be a document
+            raise ValueError(
+                f"--data-path {path} is one JSON array, not lines; --dataset-name {path} reads it"
+            )
         if not self.num_documents:
             reason = f"; {first_bad}" if bad else ""
             raise ValueError(
                 f"--data-path {path} holds no document{reason}; lines such as "
-                f'{{"{key}": "some text"}} work'
+                f'{{"{key}": "some text"}} work, or another --json-key'
             )
         if bad:
             warnings.warn(
@@ -113,27 +120,27 @@ class JsonLines:
             )
 
     def text(self, number: int) -> str:
-        """Raises ValueError where the file is not what it was when it was opened."""
+        """Raises DataError where the file is not what it was when it was opened."""
         size, start = int(self._sizes[number]), int(self._starts[number])
         content = os.pread(self._descriptor, size, start)
         try:
             return str(parse_record(content, self._key)[self._key])
         except ValueError as error:
-            raise ValueError(
+            raise DataError(
                 f"--data-path {self.name}: the line at byte {start} has changed since the file was "
-                f"opened ({error})"
+                f"opened ({error}); a file that stays as it is works"
             ) from error
 
-    def line(self, number: int) -> int:
-        """The line of the document of this number, counted from 1."""
-        return _line_number(self.name, int(self._starts[number]))
+    def place(self, number: int) -> str:
+        """Lines are counted from 1."""
+        return f"{self.name}, line {_line_number(self.name, int(self._starts[number]))}"
 
 
 def _read_lines(path: str, key: str) -> dict[str, NDArray[Any]]:
     """starts: int64 [documents], the byte at which the line of each starts. sizes: int32
     [documents], bytes of each line without its end. digest: SHA-256, in hex, of the whole file.
     bad: lines that hold no document; first_bad: the first of them, and why."""
-    starts, sizes, bad, first_bad = list[int](), list[int](), 0, ""
+    starts, sizes, bad, first_bad = array("q"), array("i"), 0, ""
     with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(sha256, Path(path))
         for line in read_lines(path):
@@ -145,10 +152,18 @@ def _read_lines(path: str, key: str) -> dict[str, NDArray[Any]]:
             else:
                 starts.append(line.offset)
                 sizes.append(len(line.content))
-    arrays = np.array(starts, np.int64), np.array(sizes, np.int32)
+    arrays = np.frombuffer(starts, np.int64), np.frombuffer(sizes, np.int32)
     scalars = map(np.array, (digest.result(), bad, first_bad))
     names = ("starts", "sizes", "digest", "bad", "first_bad")
     return dict(zip(names, (*arrays, *scalars), strict=True))
+
+
+def _is_array(path: str) -> bool:
+    """Whether the file begins and ends as a JSON array does."""
+    with Path(path).open("rb") as stream:
+        first = stream.read(100).strip()
+        stream.seek(-min(100, Path(path).stat().st_size), os.SEEK_END)
+        return first.startswith(b"[") and stream.read().rstrip().endswith(b"]")
 
 
 def _line_number(path: str, offset: int) -> int:

@@ -1,19 +1,21 @@
 """The files of a data set: their names, writing that survives a crash, what is kept beside them."""
 
+from __future__ import annotations
+
 import errno
 import hashlib
 import json
 import os
 import shutil
 import zipfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def with_suffix(prefix: str, suffix: str) -> Path:
@@ -74,11 +76,16 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-class Kept:
+class DataError(ValueError):
+    """Data of a run that cannot be read, are no longer what they were, or teach nothing: the user
+    is told of it in one line, naming the flag."""
+
+
+class ScanCache:
     """What one pass over files has found, kept beside them for as long as they do not change.
 
     It is a hidden file: `datasets` takes every other file of a folder for data. Where it cannot be
-    written, the next run makes the pass again.
+    written, every process makes the pass.
     """
 
     def __init__(self, beside: Path, files: Sequence[Path], *selection: str) -> None:
@@ -98,15 +105,49 @@ class Kept:
         """Whether the files are still what they were when this was made."""
         return self._stamp() == self._key
 
-    def read(self) -> dict[str, NDArray[Any]] | None:
-        """The arrays by name; None where there are none, or of other files."""
+    def find(self, scan: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The arrays that are kept, by name, or else those that `scan` returns, which are kept.
+
+        One process of a host scans, and the others wait for what it keeps.
+        """
+        if (found := self._read()) is not None:
+            return found
+        with self._alone():
+            if (found := self._read()) is None:
+                self._write(scanned := scan())
+                return scanned
+        return found
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        from filelock import FileLock
+
+        lock = FileLock(self._file.with_name(f"{self._file.name}.lock"), fallback_to_soft=False)
+        try:
+            lock.acquire()
+        except (OSError, NotImplementedError):  # the folder, or its file system, allows none
+            yield
+            return
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                Path(lock.lock_file).unlink()
+            lock.release()
+
+    def _read(self) -> dict[str, NDArray[Any]] | None:
+        """None where there is none, or of other files."""
+        import numpy as np  # not above: checkpoint/format.py needs this file, but no numpy
+
         damage = OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile
         with suppress(*damage), np.load(self._file, allow_pickle=False) as arrays:
             if str(arrays["key"]) == self._key:
                 return {name: arrays[name] for name in arrays.files}
         return None
 
-    def write(self, arrays: Mapping[str, Any]) -> None:
+    def _write(self, arrays: Mapping[str, Any]) -> None:
+        import numpy as np
+
         content = BytesIO()
         np.savez(content, key=self._key, **arrays)
         with suppress(OSError):

@@ -45,6 +45,10 @@ class GPT2Batch(TextBatch):
     def num_cut(self) -> int | None:
         return None if self.is_cut is None else int(self.is_cut.sum())
 
+    @property
+    def num_empty(self) -> int | None:
+        return None if self.is_cut is None else int((self.loss_mask.sum(axis=-1) == 0).sum())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Boundaries:
@@ -123,13 +127,15 @@ class RandomText:
 class GPT2Dataset:
     """A split of a data set or of a blend, as a series of samples.
 
-    samples_per_epoch: samples until the first data set of the blend begins anew.
+    samples_per_epoch: samples until the first data set of the blend begins anew. samples_in(n):
+    until it has been read n times.
     """
 
     def __init__(
         self, series: Series[TokenRange], *, vocab_size: int, boundaries: Boundaries
     ) -> None:
         self.samples_per_epoch = series.samples_per_epoch
+        self.samples_in = series.samples_in
         self._series = series
         self._vocab_size = vocab_size
         self._boundaries = boundaries

@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron.data.columns import ColumnDocuments, DatasetColumn, ParquetColumn
-from megatron.data.files import Kept
+from megatron.data.files import ScanCache
 
 DEFAULT_SPLIT = "train"
 
@@ -23,33 +24,47 @@ def names_map_style(path: str) -> bool:
     return Path(path).is_dir() or path.endswith(".parquet")
 
 
-def open_map_style(path: str, *, column: str = "text", split: str | None = None) -> ColumnDocuments:
+def open_map_style(
+    path: str, *, column: str = "text", split: str | None = None, config: str | None = None
+) -> ColumnDocuments:
     """The documents of a folder of `save_to_disk`, of a parquet file, or of a folder of these.
 
-    split: of a folder that holds several, by default "train"; files of parquet are told apart by
-    their names as `datasets` does. Raises ValueError, naming the flag, for anything else.
+    split: of a folder that holds several, by default "train". config: of a folder of parquet whose
+    README.md names several. Which files these are is told as `datasets.load_dataset` does. Raises
+    ValueError, naming the flag, for anything else.
     """
     folder, name = Path(path), f"--data-path {path}"
     if folder.is_file():
         check_only_split(split, None, name)
-        return _open_parquet(folder, [folder], column, None, name)
+        check_no_config(config, name)
+        return _open_parquet(folder, [folder], column, "", name)
     if not folder.is_dir():
         raise ValueError(f"{name}: there is no such file")
     if is_saved(folder):
+        check_no_config(config, name)
         return _open_saved(folder, column, split, name)
-    import datasets.data_files as of_folder
+    files = _find_files(folder, config, name)
+    if not all(file.suffix == ".parquet" for each in files.values() for file in each):
+        raise ValueError(f"{name} is no folder of *.parquet; --dataset-name {path} reads it")
+    chosen = choose_split(split, list(files), name)
+    return _open_parquet(folder, files[chosen], column, f"{config or ''} {chosen}", name)
 
-    patterns: dict[str, Any] = {}
-    with suppress(FileNotFoundError):
-        patterns = of_folder.get_data_patterns(path)
-    found = of_folder.DataFilesDict.from_patterns(patterns, path, [".parquet"])
-    if files := {key: sorted(map(Path, each)) for key, each in found.items() if each}:
-        chosen = choose_split(split, list(files), name)
-        return _open_parquet(folder, files[chosen], column, chosen, name)
-    works = f"; --dataset-name {path} reads the files in it" if patterns else ""
-    raise ValueError(
-        f"{name} is neither a folder of datasets' save_to_disk nor one of *.parquet{works}"
-    )
+
+def _find_files(folder: Path, config: str | None, name: str) -> dict[str, list[Path]]:
+    """The files of each split of a configuration, which nothing copies."""
+    import datasets
+
+    with TemporaryDirectory() as cache, one_line_errors(name, config):
+        try:
+            builder = datasets.load_dataset_builder(
+                str(folder.resolve()), name=config, cache_dir=cache
+            )
+        except datasets.data_files.EmptyDatasetError as error:
+            raise ValueError(
+                f"{name} is neither a folder of datasets' save_to_disk nor one of *.parquet; a "
+                "file named *.jsonl or *.parquet works"
+            ) from error
+    return {split: list(map(Path, files)) for split, files in builder.config.data_files.items()}
 
 
 def is_saved(folder: Path) -> bool:
@@ -58,10 +73,10 @@ def is_saved(folder: Path) -> bool:
 
 
 def _open_parquet(
-    path: Path, files: Sequence[Path], column: str, split: str | None, name: str
+    path: Path, files: Sequence[Path], column: str, selection: str, name: str
 ) -> ColumnDocuments:
     texts = ParquetColumn(files, column, name)
-    return ColumnDocuments(name, texts, kept=Kept(path, files, column, split or ""))
+    return ColumnDocuments(name, texts, cache=ScanCache(path, files, column, selection))
 
 
 def _open_saved(folder: Path, column: str, split: str | None, name: str) -> ColumnDocuments:
@@ -70,7 +85,9 @@ def _open_saved(folder: Path, column: str, split: str | None, name: str) -> Colu
     try:
         found = datasets.load_from_disk(folder, keep_in_memory=False)
     except (ValueError, OSError, KeyError) as error:
-        raise ValueError(f"{name} is damaged or not whole: {one_line(error)}") from error
+        raise ValueError(
+            f"{name} is damaged or not whole: {one_line(error)}; the folder saved again works"
+        ) from error
     if isinstance(found, datasets.DatasetDict):
         found = found[split := choose_split(split, list(found), name)]
     else:
@@ -85,8 +102,8 @@ def _open_dataset(
     texts = DatasetColumn(dataset, column, name)
     files = [Path(each["filename"]) for each in dataset.cache_files]
     place = beside or next(iter(files), None)
-    kept = Kept(place, files, column, selection) if place and files else None
-    return ColumnDocuments(name, texts, kept=kept)
+    cache = ScanCache(place, files, column, selection) if place and files else None
+    return ColumnDocuments(name, texts, cache=cache)
 
 
 def choose_split(split: str | None, known: Sequence[str], name: str) -> str:
@@ -104,7 +121,15 @@ def check_only_split(split: str | None, only: object, name: str) -> None:
     """ValueError where a split is asked for and the data are another one, or of none."""
     if split is not None and split != str(only):
         found = "not divided into splits" if only is None else f"the split {only}"
-        raise ValueError(f"--dataset-split {split}: {name} is {found}; no --dataset-split works")
+        raise ValueError(f"--dataset-split {split}: {name} is {found}; leave out --dataset-split")
+
+
+def check_no_config(config: str | None, name: str) -> None:
+    """ValueError where a configuration is asked for of data that have none."""
+    if config is not None:
+        raise ValueError(
+            f"--dataset-config {config}: {name} has no configurations; leave out --dataset-config"
+        )
 
 
 def open_named(
@@ -125,7 +150,6 @@ def load_named(
     with `streaming` an IterableDataset. Raises ValueError, naming the flag, in one line.
     """
     import datasets
-    import pyarrow as pa
 
     flag, wanted, path = f"--dataset-name {name}", split or DEFAULT_SPLIT, Path(name)
     if is_saved(path):
@@ -136,25 +160,39 @@ def load_named(
         where = {"path": str(path)}
         if path.is_file():  # one of the data files of its folder
             where = {"path": str(path.parent), "data_files": [path.name]}
-    try:
+    with one_line_errors(flag, config):
         builder = datasets.load_dataset_builder(**where, name=config)
         if not streaming:
             builder.download_and_prepare()
-    except ConnectionError as error:
-        raise ValueError(
-            f"{flag} is no local folder, and the hub cannot be reached ({one_line(error)}); the "
-            "path of a local copy works"
-        ) from error
-    except (OSError, datasets.exceptions.DatasetsError, pa.ArrowException) as error:
-        raise ValueError(f"{flag}: {one_line(error.__cause__ or error)}") from error
-    except ValueError as error:  # the library names the configs that are there
-        given = f"--dataset-config {config} of {flag}" if config else f"{flag} --dataset-config C"
-        raise ValueError(f"{given}: {one_line(error)}") from error
     try:
         read = builder.as_streaming_dataset if streaming else builder.as_dataset
         return read(split=wanted)
     except ValueError as error:  # the library names the splits that are there
         raise ValueError(f"--dataset-split {wanted} of {flag}: {one_line(error)}") from error
+
+
+@contextmanager
+def one_line_errors(flag: str, config: str | None) -> Iterator[None]:
+    """What `datasets` raises while it looks for data or copies them, as ValueError of the flag."""
+    import datasets
+    import pyarrow as pa
+
+    try:
+        yield
+    except ConnectionError as error:
+        raise ValueError(
+            f"{flag} is no local folder, and the hub cannot be reached ({one_line(error)}); the "
+            "path of a local copy works"
+        ) from error
+    except RuntimeError as error:  # of a folder with a script
+        raise ValueError(f"{flag}: {one_line(error)}; a folder of data files works") from error
+    except (OSError, datasets.exceptions.DatasetsError, pa.ArrowException) as error:
+        raise ValueError(f"{flag}: {one_line(error.__cause__ or error)}") from error
+    except ValueError as error:  # the library names the configs that are there
+        if str(error).startswith(flag):
+            raise
+        given = f"--dataset-config {config} of {flag}" if config else f"{flag} --dataset-config C"
+        raise ValueError(f"{given}: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -183,10 +183,14 @@ class Series(Generic[SplitOfOne]):
     ) -> None:
         self.splits = splits
         self.seed = seed
-        self.samples_per_epoch = blend.samples_before_repeat([len(each) for each in splits])
         self._name = name
         self._blend = blend
         self._shuffle = shuffle
+        self.samples_per_epoch = self.samples_in(1)
+
+    def samples_in(self, epochs: int) -> int:
+        """Samples until the first data set of the blend has been read so often."""
+        return self._blend.samples_before_repeat([epochs * len(each) for each in self.splits])
 
     def locate(
         self, numbers: Sequence[int]

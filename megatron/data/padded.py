@@ -12,14 +12,13 @@ right, so that attention needs no mask.
 b: samples of a batch; s: tokens of a sample (--seq-length).
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from megatron.data.documents import Documents, place
+from megatron.data.documents import Documents
 from megatron.data.gpt2 import GPT2Batch
 from megatron.data.order import Series, open_series
 from megatron.data.sources import Corpus
@@ -76,11 +75,13 @@ class DocumentRange:
 class PaddedDataset:
     """A split of a data set or of a blend, as a series of samples.
 
-    samples_per_epoch: samples until the first data set of the blend begins anew.
+    samples_per_epoch: samples until the first data set of the blend begins anew. samples_in(n):
+    until it has been read n times.
     """
 
     def __init__(self, series: Series[DocumentRange], *, padding: Padding) -> None:
         self.samples_per_epoch = series.samples_per_epoch
+        self.samples_in = series.samples_in
         self._series = series
         self._padding = padding
 
@@ -115,10 +116,6 @@ def open_padded_splits(
     flag, for a split without documents, for tokens that the vocabulary lacks, and for documents of
     more than seq_length + 1 tokens where these are refused.
     """
-    # Threads of the loader tokenise side by side, and each process is one of several: further
-    # threads of the library would stand in their way. It also warns where a process forks (as for
-    # a compiler) that has used them.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     padding = Padding(
         tokenizer=tokenizer,
         begin=() if begin_token is None else (_find("--begin-token", begin_token, tokenizer),),
@@ -145,17 +142,19 @@ def _find(flag: str, token: str, tokenizer: Tokenizer) -> int:
 def _refuse_too_long(sources: Sequence[Documents], padding: Padding) -> None:
     """ValueError, naming the longest document, where one has more tokens than a sample."""
     room = padding.seq_length + 1
-    found: list[tuple[int, Documents, int]] = []
+    too_long, longest = 0, 0
     for documents in sources:
         for start in range(0, documents.num_documents, CHUNK):
             numbers = range(start, min(start + CHUNK, documents.num_documents))
             encoded = padding.encode([documents.text(number) for number in numbers])
-            lengths = zip(map(len, encoded), numbers, strict=True)
-            found += ((length, documents, number) for length, number in lengths if length > room)
-    if found:
-        longest, documents, number = max(found, key=lambda each: each[0])
+            for number, ids in zip(numbers, encoded, strict=True):
+                too_long += len(ids) > room
+                if len(ids) > longest:
+                    longest, where = len(ids), (documents, number)
+    if too_long:
+        documents, number = where
         raise ValueError(
-            f"--too-long refuse: {len(found)} documents have more than {room} tokens, and "
-            f"{place(documents, number)} has {longest}; --seq-length {longest - 1} or "
+            f"--too-long refuse: {too_long} documents have more than {room} tokens, and "
+            f"{documents.place(number)} has {longest}; --seq-length {longest - 1} or "
             "--too-long cut works"
         )

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from megatron.data.documents import Documents, names_documents, open_documents
@@ -79,6 +80,12 @@ def open_corpus(
     """
     sources = []
     for weight, prefix in _parse(data_path):
+        if Path(prefix).is_dir() and (pairs := sorted(Path(prefix).glob("*.idx"))):
+            found = [str(each.with_suffix("")) for each in pairs]
+            others = f" (others: {', '.join(found[1:4])})" * (len(found) > 1)
+            raise ValueError(
+                f"--data-path {prefix} is a folder; --data-path {found[0]} works{others}"
+            )
         if names_documents(prefix):
             raise ValueError(
                 f"--data-path {prefix} is text, not the prefix of a .bin and .idx pair, which "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, get_type_hints
 
 from megatron.config.checks import UsageError
 
@@ -29,9 +29,17 @@ class ModelKind:
     """What a run could read: settings to Samples, which need no data. A plan is of them, and
     compare_layouts trains on them."""
     data: str
-    """The DataConfig of checkpoints that were imported."""
+    """The DataConfig of checkpoints that were imported, and of a kind without a program."""
     conversion: str | None = None
     """Tables of the conversion from and to HuggingFace: several Family."""
+
+    @property
+    def data_config(self) -> Any:
+        """The DataConfig of its checkpoints, whose defaults those have that are older than a
+        setting: of the program's field `data`, else `data`."""
+        if self.program is None:
+            return resolve_name(self.data)
+        return get_type_hints(resolve_name(self.program))["data"]
 
 
 KINDS = {

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint, model_slices, newest_whole
 from megatron.data.batch import Samples
+from megatron.data.files import DataError
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_model
 from megatron.models.gpt2 import GPT2
@@ -85,7 +86,7 @@ def mean_losses(
     model.train(was_training)
     sums, denominators = all_reduce(totals, mesh.loss).view(2, k).tolist()
     if not all(denominators):
-        raise ValueError("no token of the validation split counts towards the loss")
+        raise DataError("--split: no token of the validation split counts towards the loss")
     means = (total / number for total, number in zip(sums, denominators, strict=True))
     return dict(zip(objective.terms, means, strict=True))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from megatron.config.checks import UsageError
 from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
@@ -33,6 +33,14 @@ from megatron.data.tokenizer_base import Tokenizer
 GPT2_VOCABULARY = 50_257  # where settings leave it to the tokenizer, and there is none
 
 
+@runtime_checkable
+class Blended(Protocol):
+    """Samples whose epochs may differ in size, as those of a blend do."""
+
+    @property
+    def samples_in(self) -> Callable[[int], int]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """The data sets, and what of them is trained and validated on."""
@@ -42,6 +50,13 @@ class Inputs:
     """That made the data sets; None where neither flags nor a folder beside them hold it."""
     train: Samples
     validation: Samples | None
+
+    def samples_in(self, epochs: int) -> int:
+        """Of training, in so many epochs: of a blend, until its first data set has been read so
+        often."""
+        if isinstance(self.train, Blended):
+            return self.train.samples_in(epochs)
+        return epochs * self.train.samples_per_epoch
 
 
 def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
@@ -74,11 +89,13 @@ def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
 
 def _open_padded(data: GPT2DataConfig, seed: int, vocab_size: int | None) -> Inputs:
     tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
-    paths, key, split = data.data_path, data.json_key, data.dataset_split
-    read: Callable[[str], Documents] = partial(open_documents, key=key, split=split)
+    paths, key = data.data_path, data.json_key
+    split, config = data.dataset_split, data.dataset_config
+    read: Callable[[str], Documents]
+    read = partial(open_documents, key=key, split=split, config=config)
     if data.dataset_name is not None:
-        paths, config = (data.dataset_name,), data.dataset_config
-        read = partial(open_named, config=config, split=split, column=key)
+        paths = (data.dataset_name,)
+        read = partial(open_named, column=key, split=split, config=config)
     corpus = open_document_corpus(paths, tokenizer, vocab_size, read)
     splits = open_padded_splits(
         corpus,

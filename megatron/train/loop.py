@@ -7,6 +7,7 @@ another evaluation and another way to save.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -79,9 +80,8 @@ def train(state: TrainState, loop: Loop) -> str:
             note("train step", state.step)
             result = train_step(state, batches, lr, wants_stop)
             clock.tokens += result.tokens
-            cut = [each.num_cut for each in batches]
-            if None not in cut:
-                clock.cut = (clock.cut or 0) + sum(filter(None, cut))
+            clock.count("cut", [each.num_cut for each in batches])
+            clock.count("empty", [each.num_empty for each in batches])
             loop.metrics.advance()
             loop.post_step(state, result)
 
@@ -142,11 +142,14 @@ def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, clock
     if state.scaler.is_scaling:
         line |= {"loss_scale": state.scaler.scale, "skipped_steps": state.skipped}
         text += f" | loss scale {state.scaler.scale:g}, {state.skipped} skipped"
-    if clock.cut is not None:
+    if clock.documents:
         mesh = state.mesh  # ranks that share a model read the same samples
-        cut = sum(mesh.control.gather(clock.cut)) * mesh.batch.size // mesh.size()
-        line["cut_documents"], clock.cut = cut, 0
-        text += f" | {cut} documents cut" * (cut > 0)
+        found = mesh.control.gather(clock.documents)
+        for kind in clock.documents:
+            number = sum(each[kind] for each in found) * mesh.batch.size // mesh.size()
+            line[f"{kind}_documents"] = number
+            text += f" | {number} documents {kind}" * (number > 0)
+        clock.documents = Counter()
     loop.metrics.write(line)
     loop.metrics.log(text)
 
@@ -164,12 +167,18 @@ class Clock:
     def __init__(self) -> None:
         self.start = self.since = time.monotonic()
         self.tokens = 0
-        self.cut: int | None = None
-        """Samples of this rank that were cut, since the last line; None where none can be."""
+        self.documents = Counter[str]()
+        """Of this rank since the last line, by what befell them; without what cannot."""
 
     @property
     def elapsed(self) -> float:
         return time.monotonic() - self.start
+
+    def count(self, kind: str, documents: Sequence[int | None]) -> None:
+        """documents: of each micro-batch, as of Batch.num_cut."""
+        known = [each for each in documents if each is not None]
+        if known:
+            self.documents[kind] += sum(known)
 
     def tokens_per_second(self) -> float:
         """Since the last call, without what ran under `paused`."""

@@ -5,6 +5,7 @@ torch is imported inside the functions: wrong input is reported before that take
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -27,7 +28,8 @@ from megatron.checkpoint.resume import (
 from megatron.config.checks import UsageError
 from megatron.config.launch import is_first, world_size
 from megatron.config.parse import parse, user_errors
-from megatron.config.pretrain import PretrainConfig
+from megatron.config.pretrain import PretrainConfig, epochs_of
+from megatron.data.files import DataError
 from megatron.models.registry import KINDS, find_kind
 from megatron.train.inputs import Inputs, mock_inputs
 from megatron.train.signals import StopSignals, exit_code
@@ -45,7 +47,14 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
     Raises SystemExit with status 75 where SIGTERM or SIGUSR1 asked for it: the same command with
     --load resumes the run (without --save nothing is kept).
     """
+
+    def report_data(_: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, DataError):  # of one process; several are ended by `launch`
+            with user_errors(environ):
+                raise error
+
     with ExitStack() as stack:
+        stack.push(report_data)
         signals = stack.enter_context(StopSignals())
         with user_errors(environ):
             world = world_size(environ)
@@ -63,11 +72,15 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
                 inputs = mock_inputs(config, resolve_name(entry.samples))
             else:
                 inputs = resolve_name(entry.inputs)(config)
-            config = config.with_steps(inputs.train.samples_per_epoch, world)
+            # Until here the library of tokenizers may use all cores (--too-long refuse). From here
+            # on threads of the loader tokenise side by side, and ranks beside each other: threads
+            # of the library would stand in their way. It also warns where a process forks, as for
+            # a compiler, that has used them.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             start = find_start(config.checkpoint)
-            if start.folders:
-                newest, _ = newest_readable(start.folders)
-                refuse_other_run(config, inputs, start, newest)
+            newest = newest_readable(start.folders)[0] if start.folders else None
+            # To refuse it early; `build` finds the checkpoint that is really resumed.
+            resolve(config, inputs, start, newest, world)
 
         from megatron.checkpoint.retention import claim
         from megatron.train.launch import launch
@@ -133,11 +146,48 @@ def find_again(config: PretrainConfig, start: Start, mesh: Mesh) -> Start:
     return found[-1]
 
 
-def refuse_other_run(
-    config: PretrainConfig, inputs: Inputs, start: Start, checkpoint: Checkpoint
-) -> None:
-    identity, finetune = inputs.corpus.identity, start.finetune
-    check_start(config, checkpoint.path, checkpoint.manifest, identity=identity, finetune=finetune)
+def resolve(
+    config: PretrainConfig,
+    inputs: Inputs,
+    start: Start,
+    checkpoint: Checkpoint | None,
+    world: int,
+) -> PretrainConfig:
+    """The config with the steps that --epochs comes to from this checkpoint on. Raises UsageError
+    where it is of another run."""
+    steps_done = samples_done = 0
+    if checkpoint is not None:
+        path, manifest, finetune = checkpoint.path, checkpoint.manifest, start.finetune
+        check_start(config, path, manifest, identity=inputs.corpus.identity, finetune=finetune)
+        if not finetune:
+            counters = manifest["counters"]
+            steps_done, samples_done = counters["step"], counters["samples"]
+    return config.with_steps(
+        inputs.samples_in, world, steps_done=steps_done, samples_done=samples_done
+    )
+
+
+def refuse_differing(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> None:
+    """Raise UsageError, the same on every rank, where two ranks would read other samples or train
+    for other numbers of steps: the loss would be of no data set, or one would wait for the other.
+    """
+    training, name = config.training, getattr(config.data, "dataset_name", None)
+    length = training.train_iters
+    if training.epochs is not None:
+        length = inputs.samples_in(training.epochs)
+    own = (
+        f"data {data_fingerprint(inputs.corpus.identity)} of {inputs.train.samples_per_epoch} "
+        f"samples, {length} {'steps' if training.epochs is None else 'to be trained'}"
+    )
+    found = mesh.control.gather(own)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise UsageError(
+                "--data-path" if name is None else "--dataset-name",
+                name or " ".join(config.data.data_path) or None,
+                f"the same for all ranks: rank 0 has {found[0]}, and rank {rank} {other}; a folder "
+                "that all of them see works",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +203,7 @@ class Run:
     """A signal kept the checkpoint that is resumed from being evaluated when that was due."""
 
 
-def build(config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Run:
+def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Run:
     """The run at its start: from scratch, or from the newest checkpoint of `start` that every rank
     finds whole, byte for byte.
 
@@ -170,13 +220,16 @@ def build(config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> R
         environment,
     )
 
+    refuse_differing(given, inputs, mesh)
     start = mesh.control.gather(start)[0]
     found: Checkpoint | None = None
     messages: list[str] = []
     if start.folders:
         found, passed_over = newest_whole(start.folders, mesh)
         messages += [f"passed over: {reason}" for reason in passed_over]
-        refuse_alike(mesh, partial(refuse_other_run, config, inputs, start, found))
+    resolved = list[PretrainConfig]()
+    refuse_alike(mesh, lambda: resolved.append(resolve(given, inputs, start, found, mesh.size())))
+    (config,) = resolved
     resumed = None if found is None or start.finetune else found.manifest
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
@@ -222,9 +275,13 @@ def build(config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> R
         ]
         step, target = state.step, config.training.steps
         if step >= target:
+            end = f"--train-iters is {target}; --train-iters {2 * step}"
+            if (epochs := given.training.epochs) is not None:
+                needed = state.samples + config.global_batch_size(mesh.size())
+                end = f"--epochs {epochs} ends there; --epochs "
+                end += str(epochs_of(needed, inputs.samples_in))
             messages.append(
-                f"nothing is trained: {found.path} is already at step {step} and --train-iters is "
-                f"{target}; a larger one continues, such as --train-iters {2 * step}"
+                f"nothing is trained: {found.path} is already at step {step}, and {end} continues"
             )
         evaluation_is_due = step % config.training.eval_interval == 0
         evaluate_first = resumed["validation_loss"] is None and evaluation_is_due

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.data.batch import Batch
+from megatron.data.files import DataError
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import from_one
 from megatron.parallel.random import seed_kernels
@@ -77,7 +78,8 @@ def train_step(
     of the weights before the update and with dropout; every rank has to ask for it, and then holds
     all logits of the global batch. A step whose loss or gradient is not finite on any rank is
     skipped on all: it changes no weight, moment or learning rate, and its samples are not read
-    again. Raises NonFiniteError on every rank where steps may not be skipped, or no more.
+    again. Raises, on every rank, NonFiniteError where steps may not be skipped, or no more, and
+    DataError where no token counts.
     """
     mesh, scaler, k = state.mesh, state.scaler, len(state.objective.terms)
     if return_outputs:
@@ -100,9 +102,10 @@ def train_step(
     means = {}
     for term, total, number in zip(state.objective.terms, sums, denominators, strict=True):
         if not number:
-            raise ValueError(
-                f"nothing in step {state.step + 1} counts towards its {term}: check --data-path, "
-                "and leave out --eod-mask-loss if given (a batch may be of end marks alone)"
+            raise DataError(
+                f"nothing in step {state.step + 1} counts towards its {term}: --data-path has "
+                "documents of which nothing is learned (of one token, or all masked); a larger "
+                "--global-batch-size mixes them with others"
             )
         means[term] = total / number
     norm = sqrt(squares) / scaler.scale

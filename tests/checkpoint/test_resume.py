@@ -1,9 +1,9 @@
 """Where a run starts, and what a resumed run may not change."""
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,8 +15,11 @@ from megatron.checkpoint.resume import (
     newest_readable,
 )
 from megatron.config.checks import UsageError
+from megatron.config.model import GPT2Config
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
+from megatron.config.training import GPT2DataConfig
+from megatron.models.registry import KINDS
 from tests.checkpoint.files import make_checkpoint
 from tests.config.test_checks import settings
 from tests.models.own_kind import PretrainOwnConfig
@@ -150,6 +153,7 @@ def check(identity: dict[str, Any] | None = None, finetune: bool = False, **chan
 
 
 OVERRIDE = ("--override-data",)
+MOCK = {"mock_data": True}
 OTHER_DATA: list[dict[str, Any]] = [
     {"data": ["1/4 of SHA-256 a", "3/4 of SHA-256 c"]},
     {"data": ["1/4 of SHA-256 a"]},
@@ -180,6 +184,13 @@ OTHER_DATA: list[dict[str, Any]] = [
         ({"identity": {"vocab_size": 90}}, "--data-path", ()),
         ({"identity": {"vocab_size": 90}, "override_data": True}, "--data-path", ()),
         ({"identity": {"tokenizer": "g"}, "finetune": True}, "--data-path", OVERRIDE),
+        (
+            MOCK | {"identity": {"data": ["1 of mock data"]}},
+            "--mock-data",
+            ("--mock-data", *OVERRIDE),
+        ),
+        (MOCK | {"identity": {"data": [], "vocab_size": 90}}, "--mock-data", ("--no-mock-data",)),
+        (MOCK | {"identity": {"vocab_size": 90}}, "--vocab-size", ("--vocab-size", "100")),
     ],
 )
 def test_what_may_not_change(changes: dict[str, Any], flag: str, works: tuple[str, ...]) -> None:
@@ -208,6 +219,36 @@ def test_a_checkpoint_that_is_older_than_a_setting_has_its_default() -> None:
     with pytest.raises(UsageError) as error:
         check_start(settings(shuffle=False), PATH, facts, identity=IDENTITY)
     assert error.value.works == ("--shuffle",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnModelConfig(GPT2Config):
+    kind: ClassVar[str] = "tests.checkpoint.test_resume:KIND"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnDataConfig(GPT2DataConfig):
+    twice: bool = False
+    """Read each document twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainOwnDataConfig(PretrainGPT2Config):
+    model: OwnModelConfig
+    data: OwnDataConfig
+
+
+KIND = replace(KINDS["gpt2"], program="tests.checkpoint.test_resume:PretrainOwnDataConfig")
+
+
+def test_settings_of_ones_own_data_have_defaults_too() -> None:
+    """Where the checkpoint is older than such a setting."""
+    words = ["--data-path", "d", "--twice"]
+    config = parse(PretrainOwnDataConfig, [*WORDS.split(), *words], {})
+    facts = manifest() | {"kind": config.model.kind}
+    with pytest.raises(UsageError) as error:
+        check_start(config, PATH, facts, identity=IDENTITY)
+    assert error.value.works == ("--no-twice",)
 
 
 def test_what_a_kind_of_ones_own_adds_may_not_change_either() -> None:

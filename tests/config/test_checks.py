@@ -9,7 +9,12 @@ import pytest
 
 from megatron.config.checks import UsageError, at_least, share, writable
 from megatron.config.parse import parse
-from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
+from megatron.config.pretrain import (
+    PretrainBertConfig,
+    PretrainConfig,
+    PretrainGPT2Config,
+    epochs_of,
+)
 from megatron.config.training import PrecisionConfig, TrainingParallelConfig
 from tools.layouts.job import program_of
 from tools.plan import QuestionConfig
@@ -43,7 +48,8 @@ LAST = """
 --fp16 --loss-scale 128 --min-loss-scale 1e5 | --bf16 --loss-scale 8 | --bf16 --min-loss-scale 1e5
 --fp16 --loss-scale 8 --hysteresis 1 | --fp16 --loss-scale 8 --loss-scale-window 9
 --fp16 --max-consecutive-skips 0 | --lr-warmup-iters 400 | --num-workers 0
---data-path x --mock-data | --vocab-file x --merge-file y --mock-data
+--data-path x --mock-data | --vocab-file x --merge-file y --mock-data | --no-shuffle --mock-data
+--split 1,1,0 --mock-data | --tokenizer-type x --mock-data
 --num-layer 3 | --batch-size 4 | --n-layer 3 | --lr-decay-style cos
 --save a --save-interval 0 | --save-interval 5 | --async-save | --keep-checkpoints 5
 --save a --keep-checkpoints 1 | --finetune | --attention-dropout-rng kernal
@@ -81,8 +87,8 @@ GPT2S = [
     ("--dataset-split test", 1, "--dataset-split"),
     ("--text-column body", 1, "--json-key"),
     ("--pad --dataset-name x --data-path y", 1, "--data-path"),
-    ("--pad --dataset-config x", 1, "--dataset-config"),
     ("--mock-data --pad", 1, "--pad"),
+    ("--eod-mask-loss --mock-data", 1, "--mock-data"),
     ("--pad --eod-mask-loss", 1, "--eod-mask-loss"),
     ("--pad --reset-position-ids", 1, "--reset-position-ids"),
     ("--pad --reset-attention-mask", 1, "--reset-attention-mask"),
@@ -91,6 +97,7 @@ GPT2S = [
 BERTS = [
     ("--max-ngram-size 0", 1, "--max-ngram-size"),
     ("--short-seq-prob 1", 1, "--short-seq-prob"),
+    ("--short-seq-prob 0.2 --mock-data", 1, "--mock-data"),
 ]
 # Refused without one value that would do.
 NO_CURE = [
@@ -186,14 +193,20 @@ def test_epochs_are_whole_global_batches(tmp_path: Path) -> None:
     preset = tmp_path / "long.toml"
     preset.write_text("train_iters = 300\nglobal_batch_size = 4\n")
     words = [*PROGRAMS["gpt2"][1][:-1], "--preset", str(preset)]
-    assert parse(PretrainGPT2Config, words, {}).with_steps(10, 1).training.train_iters == 300
+    assert parse(PretrainGPT2Config, words, {}).with_steps(int, 1).training.train_iters == 300
     config = parse(PretrainGPT2Config, [*words, "--epochs=3"], {})
-    assert config.with_steps(10, 2).training.train_iters == 7
+    assert config.with_steps((10).__mul__, 2).training.train_iters == 7
+    preset.write_text("epochs = 2\n")
+    assert parse(PretrainGPT2Config, [*words, "--train-iters=5"], {}).training.epochs is None
+    for steps, samples, expected in ((5, 10, 10), (1, 26, 2), (1, 27, 1), (9, 50, 9)):
+        after = config.with_steps((10).__mul__, 2, steps_done=steps, samples_done=samples)
+        assert after.training.train_iters == expected
     for samples, changes, flag in ((1, {}, "--epochs"), (10, {"lr_warmup_iters": 8}, "--lr-warm")):
         optimizer = replace(config.optimizer, **changes)
         with pytest.raises(UsageError) as refused:
-            replace(config, optimizer=optimizer).with_steps(samples, 1)
+            replace(config, optimizer=optimizer).with_steps(samples.__mul__, 1)
         assert refused.value.flag.startswith(flag)
+    assert [epochs_of(samples, (10).__mul__) for samples in (1, 10, 11)] == [1, 1, 2]
 
 
 def test_sizes_of_a_run() -> None:

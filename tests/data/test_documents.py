@@ -2,15 +2,19 @@
 
 import hashlib
 import os
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import filelock
+import numpy as np
 import pytest
 
 from megatron.data import documents as module
 from megatron.data import files
-from megatron.data.documents import Documents, open_documents, place
+from megatron.data.documents import Documents, open_documents
 from tests.data.samples import write_data
 
 LINES = ['{"text": "one", "n": 1}', "", '{"text": "zwölf\\n"}', '{"text": "drei", "body": "3"}']
@@ -31,8 +35,8 @@ def test_texts_by_number_and_their_places(tmp_path: Path, end: str) -> None:
     documents = open_documents(path)
     assert texts(documents) == ["one", "zwölf\n", "drei"]
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    assert documents.content == f"SHA-256 {digest}"
-    assert [place(documents, n) for n in range(3)] == [f"{path}, line {n}" for n in (1, 3, 4)]
+    assert documents.content == f"SHA-256 {digest}, key text"
+    assert [documents.place(n) for n in range(3)] == [f"{path}, line {n}" for n in (1, 3, 4)]
     with ThreadPoolExecutor(4) as threads:
         numbers = [n % 3 for n in range(300)]
         found = list(threads.map(documents.text, numbers))
@@ -47,7 +51,7 @@ def test_bad_lines_are_left_out_and_the_first_is_named(tmp_path: Path) -> None:
             documents = open_documents(path)
         assert len(caught) == 1
         assert texts(documents) == ["one", "zwölf\n", "drei", "four"]
-    assert place(documents, 3) == f"{path}, line 9"
+    assert documents.place(3) == f"{path}, line 9"
 
 
 def test_lines_are_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +65,9 @@ def test_lines_are_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert texts(open_documents(path, key="body")) == ["3"]
     assert len(reads) == 2, "another key has other lines"
     assert texts(open_documents(path)) == texts(first)
+    with pytest.warns(UserWarning, match="line 1: "):
+        assert open_documents(path, key="body").content != first.content
+    assert texts(open_documents(path)) == texts(first)
 
     (kept,) = (each for each in tmp_path.iterdir() if each.name != "a.jsonl")
     for damage in (b"", b"PK", kept.read_bytes()[:200]):
@@ -71,6 +78,43 @@ def test_lines_are_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     other = open_documents(path)
     assert texts(other) == ["other, but as long as"]
     assert other.content != first.content
+
+
+def test_processes_of_a_host_scan_one_at_a_time(tmp_path: Path) -> None:
+    """Told by two threads, as a lock of files holds for these, too."""
+    file, scans, both = tmp_path / "a", list[str](), threading.Event()
+    file.touch()
+
+    def scan(name: str) -> dict[str, np.ndarray]:
+        scans.append(name)
+        if name == "first":
+            found.append(threads.submit(find, "second"))
+            both.wait(timeout=1)  # until the other one scans, which it should not
+        else:
+            both.set()
+        return {"name": np.array(name)}
+
+    def find(name: str) -> str:
+        return str(files.ScanCache(file, [file]).find(partial(scan, name))["name"])
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list[Future[str]]()
+        assert threads.submit(find, "first").result() == "first"
+        assert found[0].result() == "first"
+    assert scans == ["first"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("error", [PermissionError, NotImplementedError])
+def test_where_nothing_can_be_locked_every_process_scans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    path = write(tmp_path / "a.jsonl", LINES)
+    assert texts(open_documents(path)) == ["one", "zwölf\n", "drei"]
 
 
 def test_a_folder_that_cannot_be_written_is_read(
@@ -89,7 +133,7 @@ def test_a_file_that_changes_under_a_run_is_told(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", LINES)
     documents = open_documents(path)
     write(tmp_path / "a.jsonl", ["", "", *LINES])
-    with pytest.raises(ValueError, match=r"--data-path .*a\.jsonl"):
+    with pytest.raises(files.DataError, match=r"--data-path .*a\.jsonl"):
         documents.text(2)
 
 
@@ -99,6 +143,9 @@ def test_a_file_that_changes_under_a_run_is_told(tmp_path: Path) -> None:
         ("a.jsonl", "", "no document"),
         ("a.jsonl", "\n  \n", "no document"),
         ("a.jsonl", "x\n{}\n", "line 1"),
+        ("a.jsonl", '{"body": "x"}', "--json-key"),
+        ("a.json", '[{"text": "x"}, {"text": "y"}]', "--dataset-name"),
+        ("a.json", '[\n{"text": "x"},\n{"text": "y"}\n]\n', "--dataset-name"),
         ("a.jsonl.gz", "{}", "/a.jsonl, works"),
         ("a.json.zst", "{}", "/a.json, works"),
         ("a.txt", "{}", r"\.jsonl works"),

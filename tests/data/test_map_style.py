@@ -3,8 +3,9 @@
 import json
 import os
 import random
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from megatron.data.columns import ColumnDocuments, DatasetColumn, ParquetColumn
 from megatron.data.documents import open_documents
+from megatron.data.files import DataError
 from megatron.data.map_style import open_map_style, open_named
 
 TEXTS = [f"text {number} " * (number % 5 + 1) for number in range(40)]
@@ -54,6 +56,17 @@ def parquet_folder(folder: Path, rows: Rows = ROWS) -> Path:
         parquet(folder / "hub" / "data" / f"train-{number:05}-of-00002.parquet", part)
     parquet(folder / "hub" / "data" / "test-00000-of-00001.parquet", ["of test"])
     return folder / "hub"
+
+
+def configurations(folder: Path) -> Path:
+    """A clone of a data set on the hub, with two configurations."""
+    lines = ["---", "configs:"]
+    for name, rows in (("one", TEXTS), ("two", ["of two"])):
+        parquet(folder / "clone" / name / "train-00000-of-00001.parquet", rows)
+        lines += [f"- config_name: {name}", "  data_files:", "  - split: train"]
+        lines += [f"    path: {name}/train-*"]
+    (folder / "clone" / "README.md").write_text("\n".join([*lines, "---", ""]))
+    return folder / "clone"
 
 
 def json_folder(folder: Path, rows: Rows = ROWS) -> Path:
@@ -171,6 +184,65 @@ def test_the_pass_is_kept_until_the_files_change(tmp_path: Path) -> None:
     assert open_map_style(str(moved / "a.parquet")).content != first
 
 
+@pytest.mark.parametrize("kind", ["saved", "parquet"])
+def test_what_is_kept_is_of_one_column(tmp_path: Path, kind: str) -> None:
+    """Each has its nulls at other rows."""
+    columns = {"text": ["a", None, "b"], "body": [None, "c", "d"]}
+    path = tmp_path / "a.parquet"
+    if kind == "parquet":
+        pq.write_table(pa.table(columns), path)
+    else:
+        path = tmp_path / "saved"
+        datasets.Dataset.from_dict(columns).save_to_disk(path)
+    for column, texts in (("text", ["a", "b"]), ("body", ["c", "d"]), ("text", ["a", "b"])):
+        with pytest.warns(UserWarning, match="1 of 3 rows"):
+            assert texts_of(open_map_style(str(path), column=column)) == texts
+
+
+class Changing:
+    """A column that changes."""
+
+    def __init__(self, rows: list[str | None]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> str | None:
+        return self.rows[row]
+
+    def batches(self) -> Iterator[pa.Array]:
+        yield pa.array(self.rows, pa.string())
+
+
+def test_a_row_that_has_lost_its_text_is_told_of(tmp_path: Path) -> None:
+    column = Changing(["a", "b"])
+    documents = ColumnDocuments("--data-path x", column)
+    column.rows[1] = None
+    assert documents.text(0) == "a"
+    with pytest.raises(DataError, match="^--data-path x, row 1 "):
+        documents.text(1)
+    for empty in (
+        DatasetColumn(table([None, "b"]), "text", "mine"),
+        ParquetColumn([parquet(tmp_path / "a.parquet", [None, "b"])], "text", "mine"),
+    ):
+        assert (empty[0], empty[1]) == (None, "b")
+
+
+@pytest.mark.filterwarnings("ignore:.*rows hold no text")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_damaged_page_names_flag_and_file(tmp_path: Path, when: str) -> None:
+    folder = parquet_folder(tmp_path)
+    documents = None if when == "before" else open_map_style(str(folder))
+    file = folder / "data" / "train-00001-of-00002.parquet"
+    with file.open("r+b") as stream:
+        stream.seek(4)
+        stream.write(b"\xff" * 40)
+    with pytest.raises(DataError, match=f"^--data-path {folder} .{file.name}. ") as refused:
+        (documents or open_map_style(str(folder))).text(10)
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.filterwarnings("ignore:.*rows hold no text")
 @pytest.mark.parametrize("damage", ["a folder", "no archive"])
 def test_a_kept_pass_that_cannot_be_read_or_written_is_made_again(
@@ -213,6 +285,27 @@ def test_decoded_row_groups_are_kept_up_to_a_size(
     rows = [row for pair in zip(range(10), range(10, 20), strict=True) for row in pair]
     assert [column[row] for row in rows] == [TEXTS[row] for row in rows]
     assert len(calls) == decoded
+
+
+def test_a_group_that_two_threads_decode_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = parquet(tmp_path / "a.parquet", TEXTS[:20], 10)
+    room = pq.read_table(file, columns=["text"]).nbytes + 100
+    together, calls, read = threading.Barrier(2), list[int](), pq.ParquetFile.read_row_group
+
+    def read_together(self: pq.ParquetFile, number: int, **more: object) -> pa.Table:
+        calls.append(number)
+        if len(calls) <= 2:
+            together.wait(timeout=120)
+        return read(self, number, **more)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", read_together)
+    column = ParquetColumn([file], "text", "mine", room)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(column.__getitem__, (0, 1))) == TEXTS[:2]
+    assert [column[row] for row in (10, 2, 11)] == [TEXTS[10], TEXTS[2], TEXTS[11]]
+    assert calls == [0, 0, 1]
 
 
 @pytest.mark.parametrize(("group", "warned"), [(5, True), (1, False), (10, False)])
@@ -259,10 +352,18 @@ def test_any_thread_may_ask(source: str, tmp_path: Path) -> None:
             "train, test",
             lambda to: (parquet_folder(to), {"split": "other"}),
         ),
-        ("--dataset-split test", "no --dataset-split", lambda to: (saved(to), {"split": "test"})),
+        ("--dataset-split test", "leave out", lambda to: (saved(to), {"split": "test"})),
+        ("--dataset-config a", "leave out", lambda to: (saved_splits(to), {"config": "a"})),
+        (
+            "--dataset-config a",
+            "leave out",
+            lambda to: (parquet(to / "a.parquet"), {"config": "a"}),
+        ),
+        ("--data-path", "'one', 'two'", lambda to: (configurations(to), {})),
+        ("--dataset-config a", "'one', 'two'", lambda to: (configurations(to), {"config": "a"})),
         (
             "--dataset-split test",
-            "no --dataset-split",
+            "leave out",
             lambda to: (parquet(to / "a.parquet"), {"split": "test"}),
         ),
         ("--data-path", "--dataset-name", lambda to: (json_folder(to), {})),
@@ -311,6 +412,14 @@ def test_one_of_several_configurations_is_named(tmp_path: Path, datasets_cache: 
         open_named(str(folder))
 
 
+def test_a_configuration_of_a_folder_of_parquet(tmp_path: Path, datasets_cache: Path) -> None:
+    folder = str(configurations(tmp_path))
+    for name, texts in (("one", TEXTS), ("two", ["of two"]), ("one", TEXTS)):
+        assert texts_of(open_map_style(folder, config=name)) == texts
+        assert texts_of(open_documents(folder, config=name)) == texts
+    assert not list(datasets_cache.iterdir())
+
+
 def test_names_are_relative_to_where_the_program_runs(
     tmp_path: Path, datasets_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,11 +432,13 @@ def test_names_are_relative_to_where_the_program_runs(
     assert texts_of(open_map_style(".")) == TEXTS
 
 
-@pytest.mark.parametrize("fault", ["nowhere", "empty", "no JSON", "saved"])
+@pytest.mark.parametrize("fault", ["nowhere", "empty", "no JSON", "saved", "script"])
 def test_a_name_without_data_is_refused(tmp_path: Path, datasets_cache: Path, fault: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "no JSON").mkdir()
     (tmp_path / "no JSON" / "a.jsonl").write_text('{"text": "a"}\n{"text"\n')
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script" / "script.py").write_text("import datasets")
     saved(tmp_path)
     with pytest.raises(ValueError, match="^--dataset-name") as refused:
         open_named(str(tmp_path / fault))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.gpt2 import GPT2Batch
+from megatron.data.gpt2 import Boundaries, GPT2Batch
 from megatron.data.padded import PaddedDataset, open_padded_splits
 from megatron.data.sources import open_document_corpus
 from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer
@@ -77,6 +77,14 @@ def test_a_sample_is_a_document_with_its_marks(
     assert marked.labels[1].tolist() == [a, b, c, last]
 
 
+def test_a_document_of_one_token_is_counted(tmp_path: Path) -> None:
+    tokenizer = BertWordPieceLowerCase(write_wordpiece(tmp_path))  # which drops what cannot be seen
+    path = write(tmp_path / "a.jsonl", ["a", "\x7f", "\u200b"])
+    assert open_training([path], tokenizer).batch(range(3)).num_empty == 2
+    assert open_training([path], tokenizer, begin_token="x").batch(range(3)).num_empty == 0
+    assert Boundaries(eod=0).batch(np.zeros((2, 5), np.int32)).num_empty is None
+
+
 def test_a_sample_is_a_function_of_seed_and_number(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = [f"d{number}" for number in range(20)]
     path = write(tmp_path / "a.jsonl", texts)
@@ -110,6 +118,18 @@ def test_blends_and_splits_are_those_of_packed_data(tmp_path: Path, tokenizer: T
     assert {each[1] for each in documents(validation.batch([0, 1]), tokenizer)} <= {"8", "9"}
     with pytest.raises(ValueError, match="--eval-iters"):
         validation.batch([9])
+
+
+@pytest.mark.parametrize("epochs", [1, 3, 10])
+def test_epochs_of_a_blend_end_where_its_first_data_set_has_been_read_so_often(
+    tmp_path: Path, tokenizer: Tokenizer, epochs: int
+) -> None:
+    one = write(tmp_path / "a.jsonl", [f"a{number}" for number in range(10)])
+    two = write(tmp_path / "b.jsonl", [f"b{number}" for number in range(5)])
+    data = open_training(["1", one, "9", two], tokenizer)
+    samples = data.samples_in(epochs)
+    found = [text[0] for text in documents(data.batch(range(samples + 1)), tokenizer)]
+    assert (found[:-1].count("b"), found[-1]) == (5 * epochs, "b")
 
 
 @pytest.mark.parametrize(

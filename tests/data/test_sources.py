@@ -50,6 +50,7 @@ def test_the_identity_is_of_shares_and_content(tmp_path: Path, prefix: str) -> N
         ("1 p 1 q", None, None, "--data-path: .*100 by .*p.json.*300 by .*q.json"),
         ("p", {}, 101, "--vocab-size 101 .*--vocab-size 100"),
         ("nowhere", None, None, "--data-path: .*nowhere.idx"),
+        (".", None, None, r"--data-path \. .*--data-path p works .*q"),
         *[(words, None, None, f"--data-path {words} .*--data-path 0.3")
           for words in ("a b", "0.3 a 0.7", "0 a 1 b", "-1 a", "nan a")],
         ("", None, None, "--data-path"),

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron.config.checks import UsageError
 from megatron.data.documents import open_documents
-from tools.stream_to_jsonl import stream_to_jsonl
+from tools.stream_to_jsonl import alone, stream_to_jsonl
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["one", "zwei\n漢字", '"three"', " four "]
@@ -80,6 +81,7 @@ def test_a_stream_that_breaks_off_leaves_nothing_and_can_be_started_again(source
         ("--dataset-config", {"dataset_config": "other"}),
         ("--documents", {"documents": 0}),
         ("--output", {"output": Path("lines.txt")}),
+        ("--output", {"output": Path("lines.jsonl.gz")}),
         ("--output", {"output": Path(__file__)}),
     ],
 )
@@ -92,6 +94,38 @@ def test_what_does_not_fit_is_refused_by_its_flag(
         stream_to_jsonl(str(kind(source)), **arguments)
     assert "\n" not in str(refused.value)
     assert list(source.parent.iterdir()) == [source]
+
+
+def test_a_run_that_is_at_it_is_left_alone(source: Path) -> None:
+    """It has a name with the signs of a glob, too."""
+    output = source.parent / "o[ut]*.jsonl"
+    other, others = source.parent / "out*.jsonl.1.part", json_lines(source)
+    other.touch()
+    with alone(output):
+        at_it = output.with_name(f"{output.name}.2.part")
+        at_it.touch()
+        with pytest.raises(UsageError) as refused:
+            stream_to_jsonl(str(others), output)
+        assert refused.value.flag == "--output"
+        assert at_it.exists()
+    stream_to_jsonl(str(others), output)
+    assert (other.exists(), at_it.exists()) == (True, False)
+    assert set(source.parent.iterdir()) == {source, output, other}
+    with pytest.raises(UsageError) as refused:
+        stream_to_jsonl(str(others), output)
+    stream_to_jsonl(str(others), Path(refused.value.works[1]))
+
+
+def test_a_text_that_no_reader_would_take_is_told_apart(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tools.stream_to_jsonl.LONGEST_LINE", 18)
+    output = source.parent / "out.jsonl"
+    stream_to_jsonl(str(json_lines(source)), output)
+    assert [json.loads(line)["text"] for line in output.open()] == ["one", " four "]
+    told = capsys.readouterr().err
+    assert "3 rows hold no text" in told
+    assert "2 rows are over 18 bytes" in told
 
 
 def test_rows_without_any_text_are_refused(source: Path) -> None:

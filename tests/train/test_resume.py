@@ -17,6 +17,7 @@ from megatron.checkpoint.resume import Start
 from megatron.config.checks import UsageError
 from megatron.train import pretrain
 from megatron.train import state as state_module
+from megatron.train.inputs import Inputs
 from megatron.train.pretrain import Run, build
 from megatron.train.state import choose_precision
 from tests.config.test_checks import settings
@@ -41,7 +42,9 @@ def save(directory: Path, *steps: int, **facts: Any) -> tuple[Path, ...]:
 
 def start(folders: tuple[Path, ...], *, finetune: bool = False, **changes: Any) -> Run:
     """A run that starts from one of the folders; changes: of CONFIG."""
-    inputs = SimpleNamespace(corpus=SimpleNamespace(vocab_size=VOCABULARY, identity=FACTS))
+    corpus = SimpleNamespace(vocab_size=VOCABULARY, identity=FACTS)
+    train = SimpleNamespace(samples_per_epoch=8)
+    inputs = Inputs(corpus=corpus, tokenizer=None, train=train, validation=None)
     begin = Start(folders=folders, finetune=finetune)
     return build(replace(CONFIG, **changes), inputs, begin, mesh_of_ranks(1))
 
