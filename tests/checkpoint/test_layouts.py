@@ -209,7 +209,11 @@ OLD_CONFIG = settings(
 
 def resume_old(tensor_size: int, directory: Path) -> tuple[list[str], list[float]]:
     mesh, identity = mesh_of_ranks(tensor_size), {"vocab_size": 51, "tokenizer": "f", "data": []}
-    inputs = SimpleNamespace(corpus=SimpleNamespace(vocab_size=51, identity=identity))
+    inputs: Any = SimpleNamespace(
+        corpus=SimpleNamespace(vocab_size=51, identity=identity),
+        train=SimpleNamespace(samples_per_epoch=64),
+        samples_in=lambda epochs: 64 * epochs,
+    )
     start = find_start(CheckpointConfig(load=str(directory)))
     run = build(OLD_CONFIG, inputs, start, mesh)
     state = run.state
