@@ -274,11 +274,10 @@ class GradientBuckets:
     def _check_weights(self) -> None:
         """Before the first step: weights that several ranks hold are equal on them."""
         self.checked_weights = True
-        sharded = (view.parameter.detach() for view in self.views)
-        names = [view.name for view in self.views]
-        specs = [view.spec for view in self.views]
-        differing, _ = self._compare(list(sharded), specs, self.mesh.axes)
-        if names := [names[number] for number in differing]:
+        views = list(self.views)
+        weights, specs = [each.parameter.detach() for each in views], [each.spec for each in views]
+        differing, _ = self._compare(weights, specs, self.mesh.axes)
+        if names := [views[number].name for number in differing]:
             raise RuntimeError(
                 f"the initial weights of {_listed(names)} differ between ranks: on every rank the "
                 "same torch.manual_seed() before the model is built makes them equal"
@@ -304,13 +303,14 @@ class GradientBuckets:
         self, tensors: Sequence[Tensor], specs: Sequence[ShardingSpec], axes: Sequence[Axis]
     ) -> tuple[list[int], list[int]]:
         """(those that differ on ranks that hold the same shard along these axes, those that are
-        zero), by number, the same on every rank."""
+        zero), by number, the same on every rank. What is noise beside the largest may differ."""
         wide = [each.double() for each in tensors]
         own = torch.stack([torch.stack([each.sum(), each.norm()]) for each in wide], dim=1)
         differs, norm = torch.zeros_like(own[0]), own[1].clone()
         for axis in (axis for axis in axes if axis.size > 1):
             highest, lowest = all_reduce(torch.stack([own, -own]), axis, ReduceOp.MAX)
-            apart = (highest + lowest > 1e-4 * highest[1]).any(dim=0)
+            most = 1e-4 * highest[1] + 1e-7 * highest[1].max()
+            apart = (highest + lowest > most).any(dim=0)
             held = [axis in spec.copied_over(axis) for spec in specs]
             differs += apart & torch.tensor(held, device=apart.device)
         for axis in (axis for axis in self.mesh.axes if axis.size > 1):
@@ -347,6 +347,7 @@ def clip_grad_norm(gradients: GradientBuckets, max_norm: float) -> Tensor:
 
     The buckets are scaled, of which `.grad` is a view, or in a narrower dtype set anew: change
     `.grad` after this, not before.
+
     torch.nn.utils.clip_grad_norm_ takes the norm of this rank's shards alone, which is another one
     on every rank.
     """

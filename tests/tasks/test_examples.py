@@ -268,7 +268,8 @@ def test_masters_are_taken_up_where_the_checkpoint_has_them(tmp_path: Path) -> N
     exact = torch.full((32,), 0.3)
     layout = ShardingSpec(shape=(32,), decay=False)
     pieces.append(TensorSlice("master.encoder.final_norm.bias", layout, exact))
-    facts = {key: manifest[key] for key in manifest if key not in ("files", "tensors", "checksum")}
+    own = {"format", "files", "tensors", "checksum"}
+    facts = {key: value for key, value in manifest.items() if key not in own}
     path = save_checkpoint(tmp_path / "b", 0, pieces, facts, mesh).path
     assert torch.equal(begin(path, "span").model.get_parameter("encoder.final_norm.bias"), exact)
 
