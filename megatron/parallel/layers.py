@@ -253,16 +253,14 @@ class InputLinear(Linear):
     """x [n, in], whole on every rank, to the stream [n, out]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = own_rows(as_rows(self, x, self.weight.shape[1]), self.mesh.stream)
-        return as_before(super().forward(rows), x.shape[:-1])
+        return super().forward(own_rows(x, self.mesh.stream))
 
 
 class OutputLinear(Linear):
     """The stream [n, in] to [n, out], whole on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = super().forward(as_rows(self, x, self.weight.shape[1]))
-        return as_before(gather_with_gradient(rows, 0, self.mesh.stream), x.shape[:-1])
+        return gather_with_gradient(super().forward(x), 0, self.mesh.stream)
 
 
 class Gather(nn.Module):
