@@ -25,9 +25,9 @@ from megatron.data.order import permute
 from megatron.inference.generate import DivergedError
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
+from megatron.train.executor import on_device
 from megatron.train.loader import shard
 from megatron.train.state import DTYPES, TrainState, build_state
-from megatron.train.step import on_device
 from tasks.protocol import Example, FinetuneSettings
 
 

@@ -165,18 +165,23 @@ def newest_whole(
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, slices: Iterable[TensorSlice], *, partial: bool = False
+    checkpoint: Checkpoint,
+    slices: Iterable[TensorSlice],
+    *,
+    partial: bool = False,
+    elsewhere: Collection[str] = (),
 ) -> None:
     """Fill every slice from a checkpoint that is whole, saved at any layout; padding becomes zero.
 
-    partial: whether weights of a model may be left in the checkpoint. Raises ValueError for a
-    tensor that is missing, of another shape, or left.
+    partial: whether weights of a model may be left in the checkpoint. elsewhere: the keys of slices
+    that other pipeline stages fill. Raises ValueError for a tensor that is missing, of another
+    shape, or left.
     """
     path, saved = checkpoint.path, checkpoint.manifest["tensors"]
     slices = list(slices)
     keys = {each.key for each in slices}
-    prefixes = {key.partition(".")[0] for key in keys} & {"model"}
-    left = [key for key in saved if key.partition(".")[0] in prefixes and key not in keys]
+    prefixes, known = {key.partition(".")[0] for key in keys} & {"model"}, keys.union(elsewhere)
+    left = [key for key in saved if key.partition(".")[0] in prefixes and key not in known]
     if not partial and (left or not slices):
         what = f"{left[0]}, for which there is no slice" if left else "nothing that is asked for"
         raise ValueError(f"{path} has {what}; partial=True leaves tensors")
@@ -214,20 +219,23 @@ def load_weights(
     *,
     missing: Collection[str] = (),
     surplus: Collection[str] = (),
+    elsewhere: Collection[str] = (),
 ) -> None:
     """Fill weights, keyed by parameter name, from a checkpoint at whatever precision: from its fp32
     masters where it has them, since the weights were rounded from those.
 
     missing: modules (first components of names) of this model that are left as they are, and that
     the checkpoint may not have. surplus: modules of the checkpoint that this model may not have.
-    Raises ValueError, naming the weight, where names or shapes do not match otherwise.
+    elsewhere: names of weights that other pipeline stages fill. Raises ValueError, naming the
+    weight, where names or shapes do not match otherwise.
     """
     path, saved = checkpoint.path, checkpoint.manifest["tensors"]
     wanted = {each.key: each for each in weights if each.key.partition(".")[0] not in missing}
     found = {key.removeprefix("model.") for key in saved if key.startswith("model.")}
     if lacking := wanted.keys() - found:
         raise ValueError(f"{path} has no {min(lacking)}, which this model needs")
-    if more := {name for name in found - wanted.keys() if name.partition(".")[0] not in surplus}:
+    more = found - wanted.keys() - set(elsewhere)
+    if more := {name for name in more if name.partition(".")[0] not in surplus}:
         raise ValueError(f"{path} has {min(more)}, for which this model has no use")
     slices = [
         replace(each, key=key if (key := f"master.{name}") in saved else f"model.{name}")

@@ -124,6 +124,10 @@ class TextModelConfig(ModelConfig):
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer a weight of its own; else it is the word embedding's."""
 
+    @property
+    def has_tied_head(self) -> bool:
+        return not self.untie_embeddings_and_output_weights
+
     def __post_init__(self) -> None:
         super().__post_init__()
         positive(self, "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by")

@@ -9,6 +9,7 @@ post-LN: transformer(norm(sum of embeddings)); its layers end in norms of their 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
@@ -29,29 +30,34 @@ SPAN_ENDS = 2  # scores of a token as the first and as the last one of a span
 class BertEncoder(nn.Module):
     """Token ids and types [b, s] to [n, h]."""
 
-    def __init__(self, config: BertConfig, factory: LayerFactory, vocab_size: int) -> None:
-        """vocab_size: the true one; the factory pads it."""
+    def __init__(
+        self, config: BertConfig, factory: LayerFactory, vocab_size: int, *, is_tied: bool = False
+    ) -> None:
+        """vocab_size: the true one; the factory pads it. is_tied: whether a head uses the word
+        embedding, too."""
         super().__init__()
-        h, std = config.hidden_size, config.init_method_std
+        h, std, part = config.hidden_size, config.init_method_std, factory.part
         is_pre = config.residual_order == "pre-ln"
-        self.word_embedding = factory.word_embedding(
-            vocab_size, h, divisible_by=config.make_vocab_size_divisible_by, std=std
-        )
-        self.position_embedding = factory.position_embedding(
-            config.max_position_embeddings, h, std=std
-        )
-        self.token_type_embedding = factory.position_embedding(TOKEN_TYPES, h, std=std)
-        self.embedding_norm = (
-            nn.Identity() if is_pre else factory.layer_norm(h, epsilon=config.layernorm_epsilon)
-        )
-        self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
-        self.transformer = Transformer(
-            config, factory, range(config.num_layers), order=config.residual_order
-        )
-        self.final_norm = (
-            factory.layer_norm(h, epsilon=config.layernorm_epsilon) if is_pre else nn.Identity()
-        )
-        self.gather = factory.gather()
+
+        def norm() -> nn.Module:
+            return factory.layer_norm(h, epsilon=config.layernorm_epsilon)
+
+        self.word_embedding: nn.Module | None = None
+        if part.is_first or (part.is_last and is_tied):
+            rows = config.make_vocab_size_divisible_by
+            self.word_embedding = factory.word_embedding(
+                vocab_size, h, divisible_by=rows, std=std, is_tied=is_tied
+            )
+        if part.is_first:
+            positions = config.max_position_embeddings
+            self.position_embedding = factory.position_embedding(positions, h, std=std)
+            self.token_type_embedding = factory.position_embedding(TOKEN_TYPES, h, std=std)
+            self.embedding_norm = nn.Identity() if is_pre else norm()
+            self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
+        self.transformer = Transformer(config, factory, order=config.residual_order)
+        if part.is_last:
+            self.final_norm = norm() if is_pre else nn.Identity()
+            self.gather = factory.gather()
 
     def embed(self, batch: BertBatch | ExampleBatch) -> Tensor:
         """The stream [n, h] that enters the first layer."""
@@ -59,6 +65,7 @@ class BertEncoder(nn.Module):
             each.view(-1, each.shape[-1]) for each in (batch.tokens, batch.token_types)
         )
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        assert self.word_embedding is not None
         x = (
             self.word_embedding(tokens.flatten())
             + self.position_embedding(positions.flatten())
@@ -66,12 +73,18 @@ class BertEncoder(nn.Module):
         )
         return self.embedding_dropout(self.embedding_norm(x), text_rows(batch))
 
-    def layers(self, x: Tensor, batch: BertBatch | ExampleBatch) -> Tensor:
-        """The stream behind the last layer. No token attends to padding; what comes out at padding
-        means nothing."""
+    def stream(self, batch: BertBatch | ExampleBatch, number: int) -> Tensor:
+        """What enters layer `number` of a batch of arrays, on meta."""
+        return self.transformer.stream(batch.tokens.size)
+
+    def layers(
+        self, x: Tensor, batch: BertBatch | ExampleBatch, numbers: Iterable[int] | None = None
+    ) -> Tensor:
+        """The stream behind the last layer, or behind the last of `numbers`. No token attends to
+        padding; what comes out at padding means nothing."""
         is_real = batch.is_real.view(-1, 1, 1, batch.is_real.shape[-1])
         at = Sequences(count=len(is_real), mask=is_real, is_causal=False, rows=text_rows(batch))
-        return self.transformer(x, at)
+        return self.transformer(x, at, numbers)
 
     def output(self, x: Tensor) -> Tensor:
         """What the heads read, of what `layers` returns: [n, h] of all tokens, on every rank."""
@@ -103,15 +116,13 @@ class MaskedTokenHead(nn.Module):
             h,
             divisible_by=config.make_vocab_size_divisible_by,
             bias=True,
-            untied_std=config.init_method_std
-            if config.untie_embeddings_and_output_weights
-            else None,
+            untied_std=None if config.has_tied_head else config.init_method_std,
         )
 
     def forward(
         self,
         x: Tensor,
-        embedding: nn.Module,
+        embedding: nn.Module | None,
         labels: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> Tensor:
@@ -126,10 +137,12 @@ class BERT(nn.Module):
         """vocab_size: the true one; the factory pads it."""
         super().__init__()
         self.vocab_size = vocab_size
-        self.encoder, heads = BertEncoder(config, factory, vocab_size), factory.whole()
-        self.pooler = Pooler(config, heads)
-        self.mlm = MaskedTokenHead(config, heads, vocab_size)
-        self.sop = heads.output(config.hidden_size, 2, std=config.init_method_std)
+        is_tied, heads = config.has_tied_head, factory.whole()
+        self.encoder = BertEncoder(config, factory, vocab_size, is_tied=is_tied)
+        if factory.part.is_last:
+            self.pooler = Pooler(config, heads)
+            self.mlm = MaskedTokenHead(config, heads, vocab_size)
+            self.sop = heads.output(config.hidden_size, 2, std=config.init_method_std)
 
     def denominators(self, batch: BertBatch) -> list[float]:
         return [float(np.count_nonzero(batch.loss_mask)), float(len(batch.is_swapped))]
@@ -137,8 +150,13 @@ class BERT(nn.Module):
     def embed(self, batch: BertBatch) -> Tensor:
         return self.encoder.embed(batch)
 
-    def layers(self, x: Tensor, batch: BertBatch) -> Tensor:
-        return self.encoder.layers(x, batch)
+    def stream(self, batch: BertBatch, number: int) -> Tensor:
+        return self.encoder.stream(batch, number)
+
+    def layers(
+        self, x: Tensor, batch: BertBatch, *, numbers: Iterable[int] | None = None
+    ) -> Tensor:
+        return self.encoder.layers(x, batch, numbers)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits of all tokens [n, v/t], this rank's columns, of what `layers` returns."""
@@ -180,12 +198,14 @@ class FinetunedBert(nn.Module):
     def __init__(self, config: FinetunedConfig, factory: LayerFactory, vocab_size: int) -> None:
         """vocab_size: the true one; the factory pads it."""
         super().__init__()
-        self.vocab_size = vocab_size
-        self.encoder, heads = BertEncoder(config, factory, vocab_size), factory.whole()
-        self.pooler = None if config.head == "span" else Pooler(config, heads)
-        self.dropout = heads.dropout(config.hidden_dropout, "head")
-        outputs = {"classifier": len(config.labels), "choice": 1, "span": SPAN_ENDS}[config.head]
-        self.head = heads.output(config.hidden_size, outputs, std=config.init_method_std)
+        self.vocab_size, heads = vocab_size, factory.whole()
+        self.encoder = BertEncoder(config, factory, vocab_size)
+        if factory.part.is_last:
+            self.pooler = None if config.head == "span" else Pooler(config, heads)
+            self.dropout = heads.dropout(config.hidden_dropout, "head")
+            outputs = {"classifier": len(config.labels), "choice": 1, "span": SPAN_ENDS}
+            columns = outputs[config.head]
+            self.head = heads.output(config.hidden_size, columns, std=config.init_method_std)
 
     def denominators(self, batch: ExampleBatch) -> list[float]:
         return [float(batch.counted.sum())]
@@ -193,8 +213,13 @@ class FinetunedBert(nn.Module):
     def embed(self, batch: ExampleBatch) -> Tensor:
         return self.encoder.embed(batch)
 
-    def layers(self, x: Tensor, batch: ExampleBatch) -> Tensor:
-        return self.encoder.layers(x, batch)
+    def stream(self, batch: ExampleBatch, number: int) -> Tensor:
+        return self.encoder.stream(batch, number)
+
+    def layers(
+        self, x: Tensor, batch: ExampleBatch, *, numbers: Iterable[int] | None = None
+    ) -> Tensor:
+        return self.encoder.layers(x, batch, numbers)
 
     def loss(self, x: Tensor, batch: ExampleBatch, loss_scales: Tensor) -> Tensor:
         """Cross-entropy of each example's label; of a span the mean of those of its first and its

@@ -9,31 +9,56 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.models.registry import find_kind
-from megatron.parallel.factory import FACTORIES
+from megatron.parallel.factory import FACTORIES, ModelPart
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.parallel.sharding import materialize
 
 
-def build_on_meta(config: ModelConfig, mesh: Mesh, vocab_size: int, seed: int | None = None) -> Any:
-    """A model of the config's kind without memory, for its names, shapes and sharding specs."""
+def build_on_meta(
+    config: ModelConfig,
+    mesh: Mesh,
+    vocab_size: int,
+    seed: int | None = None,
+    pipeline: PipelinePlan = UNCUT,
+) -> Any:
+    """A model of the config's kind without memory, or this rank's part of it, for its names, shapes
+    and sharding specs. Raises ValueError for a kind that builds no parts."""
     make = resolve_name(find_kind(config.kind, "kind").model)
-    make_factory = FACTORIES[mesh.tensor_parallel_mode]
+    if pipeline.stages > 1 and not hasattr(make, "stream"):
+        raise ValueError(
+            f"--pipeline-model-parallel-size {pipeline.ranks}: the kind of model {config.kind} has "
+            "no `stream`, which says what passes between pipeline stages"
+        )
+    rank, make_factory = mesh.pipeline.rank, FACTORIES[mesh.tensor_parallel_mode]
     factory = make_factory(
         mesh,
         seed or 0,
         norm=config.layernorm_impl,
         draws_in_kernel=config.draws_in_kernel(mesh.device.type),
+        part=ModelPart(
+            numbers=pipeline.numbers(rank),
+            is_first=rank == 0,
+            is_last=rank == pipeline.ranks - 1,
+        ),
     )
     with torch.device("meta"):
         return make(config, factory, vocab_size)
 
 
 def build_model(
-    config: ModelConfig, mesh: Mesh, vocab_size: int, *, seed: int | None, dtype: torch.dtype
+    config: ModelConfig,
+    mesh: Mesh,
+    vocab_size: int,
+    *,
+    seed: int | None,
+    dtype: torch.dtype,
+    pipeline: PipelinePlan = UNCUT,
 ) -> Any:
     """A model of the config's kind on this rank's device, with its initial weights.
 
     seed: of these and of dropout; None for a model that is loaded next and drops nothing.
+    pipeline: of which this rank builds its stages.
     """
-    model = build_on_meta(config, mesh, vocab_size, seed)
+    model = build_on_meta(config, mesh, vocab_size, seed, pipeline)
     return materialize(model, device=mesh.device, dtype=dtype, seed=seed)

@@ -1,10 +1,12 @@
 """GPT-2: embeddings, pre-LN transformer, final norm, head tied to the word embedding.
 
-Its stages are `embed`, `layers` and `loss`; a batch holds tensors on the model's device.
+Its stages are `embed`, `layers` and `loss`; a batch holds tensors on the model's device. A pipeline
+rank builds its part of it, under the names of the whole model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
@@ -25,32 +27,46 @@ class GPT2(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.positions = config.max_position_embeddings
-        h, std = config.hidden_size, config.init_method_std
-        self.word_embedding = factory.word_embedding(
-            vocab_size, h, divisible_by=config.make_vocab_size_divisible_by, std=std
-        )
-        self.position_embedding = factory.position_embedding(self.positions, h, std=std)
-        self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
-        self.transformer = Transformer(config, factory, range(config.num_layers))
-        self.final_norm = factory.layer_norm(h, epsilon=config.layernorm_epsilon)
-        self.head = factory.head(
-            vocab_size,
-            h,
-            divisible_by=config.make_vocab_size_divisible_by,
-            untied_std=std if config.untie_embeddings_and_output_weights else None,
-        )
+        h, std, part = config.hidden_size, config.init_method_std, factory.part
+        rows, is_tied = config.make_vocab_size_divisible_by, config.has_tied_head
+        self.word_embedding: nn.Module | None = None  # that of a tied head, too
+        if part.is_first or (part.is_last and is_tied):
+            self.word_embedding = factory.word_embedding(
+                vocab_size, h, divisible_by=rows, std=std, is_tied=is_tied
+            )
+        if part.is_first:
+            self.position_embedding = factory.position_embedding(self.positions, h, std=std)
+            self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
+        self.transformer = Transformer(config, factory)
+        if part.is_last:
+            self.final_norm = factory.layer_norm(h, epsilon=config.layernorm_epsilon)
+            self.head = factory.head(
+                vocab_size, h, divisible_by=rows, untied_std=None if is_tied else std
+            )
 
     def denominators(self, batch: GPT2Batch) -> list[float]:
         return [float(batch.loss_mask.sum(dtype=np.float64))]
 
     def embed(self, batch: GPT2Batch) -> Tensor:
         """The stream [n, h] that enters the first layer."""
+        assert self.word_embedding is not None
         words = self.word_embedding(batch.tokens.flatten())
         positions = self.position_embedding(batch.positions.flatten())
         return self.embedding_dropout(words + positions, text_rows(batch))
 
-    def layers(self, x: Tensor, batch: GPT2Batch, cache: KeyValueCache | None = None) -> Tensor:
-        """The stream behind the last layer.
+    def stream(self, batch: GPT2Batch, number: int) -> Tensor:
+        """What enters layer `number` of a batch of arrays, on meta."""
+        return self.transformer.stream(batch.tokens.size)
+
+    def layers(
+        self,
+        x: Tensor,
+        batch: GPT2Batch,
+        cache: KeyValueCache | None = None,
+        *,
+        numbers: Iterable[int] | None = None,
+    ) -> Tensor:
+        """The stream behind the last layer, or behind the last of `numbers`.
 
         cache: of what was read before, which the batch follows and then belongs to; evaluation
         only.
@@ -68,7 +84,7 @@ class GPT2(nn.Module):
             rows=text_rows(batch),
             cache=cache,
         )
-        x = self.transformer(x, at)
+        x = self.transformer(x, at, numbers)
         if cache is not None:
             cache.advance(size)
         return x

@@ -168,25 +168,32 @@ RESIDUAL_ORDERS = {"pre-ln": TransformerLayer, "post-ln": PostNormLayer}
 
 
 class Transformer(nn.Module):
-    """A range of layers, of which parameters and dropout are named by the number in the model."""
+    """The layers of one pipeline rank, of which parameters and dropout are named by the number in
+    the model."""
 
     def __init__(
         self,
         config: ModelConfig,
         factory: LayerFactory,
-        numbers: Iterable[int],
         *,
         order: str = "pre-ln",
     ) -> None:
         """order: a key of RESIDUAL_ORDERS."""
         super().__init__()
-        make = RESIDUAL_ORDERS[order]
+        make, numbers = RESIDUAL_ORDERS[order], factory.part.layers(config.num_layers)
+        self.hidden_size, self.rows = config.hidden_size, factory.rows
         self.layers = nn.ModuleDict(
             {str(number): make(config, factory, number) for number in numbers}
         )
         self.run_layer = _runner(config, factory, "full")
 
-    def forward(self, x: Tensor, at: Sequences) -> Tensor:
-        for layer in self.layers.values():
-            x = self.run_layer(layer, x, at)
+    def forward(self, x: Tensor, at: Sequences, numbers: Iterable[int] | None = None) -> Tensor:
+        """numbers: of the layers, in the model; None for all that are here."""
+        for name in self.layers if numbers is None else map(str, numbers):
+            x = self.run_layer(self.layers[name], x, at)
         return x
+
+    def stream(self, n: int) -> Tensor:
+        """What passes between layers of n tokens on this rank, on meta: [n, h] or rows of it."""
+        dtype = next(self.parameters()).dtype
+        return torch.empty(self.rows(n), self.hidden_size, dtype=dtype, device="meta")

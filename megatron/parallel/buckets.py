@@ -16,7 +16,7 @@ that hold the bucket could have equal parts of it. Padding is zero and stays zer
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from torch.linalg import vector_norm
 from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.sharding import (
+    Deferral,
     GradientView,
     GradientViews,
     ShardedModule,
@@ -50,6 +51,7 @@ ALIGNMENT = 64  # elements; kernels such as torch's AdamW round differently at o
 NORM_CHUNK = 2**12
 
 Named = tuple[str, nn.Parameter, ShardingSpec]
+Deferred = tuple[GradientView, Callable[[], object]]
 
 
 def _nothing(*_: object) -> None:
@@ -83,7 +85,7 @@ class Segment:
 class Bucket:
     """Parameters of one dtype whose gradients are summed over the same axes, at once."""
 
-    def __init__(self, named: Sequence[Named]) -> None:
+    def __init__(self, named: Sequence[Named], deferral: Deferral) -> None:
         _, first, spec = named[0]
         self.axes = [axis for axis in spec.partial if axis.size > 1]
         self.views: list[GradientView] = []
@@ -92,7 +94,7 @@ class Bucket:
         for _, neighbours in groupby(sorted(named, key=_kind), _kind):
             start = end
             for name, parameter, its_spec in neighbours:
-                self.views.append(GradientView(name, parameter, its_spec, end))
+                self.views.append(GradientView(name, parameter, its_spec, end, deferral))
                 end = _round_up(self.views[-1].stop, ALIGNMENT)
             self.segments.append(Segment(start, end, its_spec))
         end = _round_up(end, ALIGNMENT * prod(axis.size for axis in self.axes))
@@ -104,16 +106,23 @@ class Bucket:
         self.wait: Callable[[], object] = _nothing
 
     def reduce(self) -> None:
-        """Start the sum over the partial axes; `wait` waits for it."""
+        """Start the sum over the partial axes within a pipeline stage; `wait` waits for it."""
         for view in self.views:
             if not view.is_filled:  # no gradient came
                 view.gradient.zero_()
+        self.add_up(is_of_stages=False)
+
+    def add_up(self, *, is_of_stages: bool) -> None:
+        """Start the sum over those of the partial axes that join pipeline stages, or the others."""
         for axis in self.axes:
-            self.wait()
-            self.wait = start_all_reduce(self.flat, axis)
+            if axis.is_of_stages == is_of_stages:
+                self.wait()
+                self.wait = start_all_reduce(self.flat, axis)
 
 
-def _assemble(model: nn.Module, table: Mapping[str, ShardingSpec], most: int) -> list[Bucket]:
+def _assemble(
+    model: nn.Module, table: Mapping[str, ShardingSpec], most: int, deferral: Deferral
+) -> list[Bucket]:
     """Buckets of at most `most` bytes, or one parameter where it is larger, in the order in which
     the backward fills them: it reaches the last layers first."""
     found: list[list[Named]] = []
@@ -129,7 +138,7 @@ def _assemble(model: nn.Module, table: Mapping[str, ShardingSpec], most: int) ->
             found.append(open_buckets[key])
         open_buckets[key].append((name, parameter, spec))
         free[key] -= size
-    return [Bucket(named) for named in found]
+    return [Bucket(named, deferral) for named in found]
 
 
 class GradientBuckets:
@@ -168,8 +177,13 @@ class GradientBuckets:
             raise ValueError("a model without layers of megatron.api needs mesh=")
         table = sharding_specs(model, specs, mesh=mesh)
         self.mesh = mesh
-        self.buckets = _assemble(model, table, bucket_bytes)
-        self.is_last: bool | None = None  # None: outside accumulate()
+        self.deferral = Deferral()
+        self.buckets = _assemble(model, table, bucket_bytes, self.deferral)
+        # Every rank of a tie adds up its copies in one order.
+        tied = [each for each in self.buckets if any(axis.is_of_stages for axis in each.axes)]
+        self.tied = sorted(tied, key=lambda each: min(view.name for view in each.views))
+        self.is_last: bool | None = None  # None: outside of a backward
+        self.stage: int | None = None  # of the backward, where this rank has several
         self.in_step = self.is_complete = False
         self.next = 0  # the first bucket whose reduction has not started
         self.sets_grad = sets_grad
@@ -220,13 +234,21 @@ class GradientBuckets:
         if view.parameter.grad is not None:
             view.add(view.parameter.grad)
             view.parameter.grad = None
-        self.on_gradient(view)
-        if self.is_last:
+        if view.is_filled:
+            self.on_gradient(view)
+        if self.is_last and view.stage == self.stage:
+            self._complete([(bucket, view)])
+        if self.stage is not None:
+            view.stage = self.stage if view.stage is None else min(view.stage, self.stage)
+
+    def _complete(self, found: Iterable[tuple[Bucket, GradientView]]) -> None:
+        """These have their gradient of all micro-batches: reduce the buckets that are full."""
+        for bucket, _ in found:
             bucket.missing -= 1
-            # In one order on all ranks, whichever layers their samples take.
-            while self.next < len(self.buckets) and not self.buckets[self.next].missing:
-                self.buckets[self.next].reduce()
-                self.next += 1
+        # In one order on all ranks, whichever layers their samples take.
+        while self.next < len(self.buckets) and not self.buckets[self.next].missing:
+            self.buckets[self.next].reduce()
+            self.next += 1
 
     @contextmanager
     def accumulate(self, *, is_last: bool) -> Iterator[None]:
@@ -246,17 +268,48 @@ class GradientBuckets:
                 self._check_weights()
             for view in self.views:
                 view.parameter.grad = None  # of the step before
-        self.is_last = is_last
-        try:
+        with self.backward(is_last=is_last):
             yield
-        finally:
-            self.is_last = None
         if is_last:
-            self._finish()
+            self.finish()
 
-    def _finish(self) -> None:
-        for bucket in self.buckets[self.next :]:  # the last micro-batch did not reach all of it
+    @contextmanager
+    def backward(
+        self, *, is_last: bool, stage: int | None = None, is_deferred: bool = False
+    ) -> Iterator[list[Deferred]]:
+        """One backward runs inside, between start() and finish().
+
+        is_last: it is the last one, or the last of its stage. stage: the number of the virtual
+        pipeline stage, where this rank has several. is_deferred: our layers leave the gradients of
+        their weights to `add_deferred`, which gets what this returns, once the `with` has ended.
+        """
+        deferred: list[Deferred] = []
+        self.is_last, self.stage = is_last and not is_deferred, stage
+        self.deferral.works = deferred if is_deferred else None
+        try:
+            yield deferred
+        finally:
+            self.is_last = self.stage = self.deferral.works = None
+
+    @torch.no_grad()
+    def add_deferred(
+        self, deferred: Sequence[Deferred], *, is_last: bool, stage: int | None = None
+    ) -> None:
+        """The other half of a backward: as of `backward`."""
+        for view, work in deferred:
+            work()
+            self.on_gradient(view)
+        if is_last:
+            pairs = ((bucket, view) for bucket in self.buckets for view in bucket.views)
+            self._complete(pair for pair in pairs if pair[1].stage == stage)
+
+    def finish(self) -> None:
+        """End a step: reduce what is left and wait for all reductions; the last backward may not
+        have reached every parameter."""
+        for bucket in self.buckets[self.next :]:
             bucket.reduce()
+        for bucket in self.tied:  # behind all messages between stages
+            bucket.add_up(is_of_stages=True)
         for bucket in self.buckets:
             bucket.wait()
             bucket.wait = _nothing
@@ -276,7 +329,8 @@ class GradientBuckets:
         self.checked_weights = True
         views = list(self.views)
         weights, specs = [each.parameter.detach() for each in views], [each.spec for each in views]
-        differing, _ = self._compare(weights, specs, self.mesh.axes)
+        axes = [axis for axis in self.mesh.axes if not axis.is_of_stages]
+        differing, _ = self._compare(weights, specs, axes)
         if names := [views[number].name for number in differing]:
             raise RuntimeError(
                 f"the initial weights of {_listed(names)} differ between ranks: on every rank the "
@@ -287,7 +341,8 @@ class GradientBuckets:
         """After a step: gradients that the ranks of one model hold in common are equal on them,
         unless these read other samples, draw other numbers, or a layer stands where its input is
         cut."""
-        views, axes = self.to_compare, self.mesh.model_parallel.parts
+        views = self.to_compare
+        axes = [axis for axis in self.mesh.model_parallel.parts if not axis.is_of_stages]
         gradients, specs = [each.gradient for each in views], [each.spec for each in views]
         differing, zero = self._compare(gradients, specs, axes)
         self.to_compare = [views[number] for number in zero]
@@ -313,7 +368,8 @@ class GradientBuckets:
             apart = (highest + lowest > most).any(dim=0)
             held = [axis in spec.copied_over(axis) for spec in specs]
             differs += apart & torch.tensor(held, device=apart.device)
-        for axis in (axis for axis in self.mesh.axes if axis.size > 1):
+        # The ranks of other pipeline stages have other parameters.
+        for axis in (each for each in self.mesh.axes if each.size > 1 and not each.is_of_stages):
             all_reduce(differs, axis, ReduceOp.MAX)
             all_reduce(norm, axis, ReduceOp.MAX)
         found = torch.stack([differs, norm]).tolist()

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from megatron.parallel.mesh import ALONE, Axis
+from megatron.parallel.mesh import ALONE, Axis, Calls
 
 # Their names since torch 2.13, and before.
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -102,6 +102,34 @@ def _traced(name: str, *arguments: Any, axis: Axis) -> Callable[[], Tensor]:
     functional = torch.ops._c10d_functional
     result = getattr(functional, name)(*arguments, axis.group.group_name)
     return lambda: functional.wait_tensor(result)
+
+
+def start_send(x: Tensor, axis: Axis, receiver: int, what: str) -> Callable[[], Tensor]:
+    """Send `x` to a rank of `axis`; what is returned waits until it may change, and has to be
+    called. what: the message, for the failure watch."""
+    own, calls = x.contiguous(), axis.channels[axis.rank, receiver]
+    call = calls.start(f"send of {what}", x.shape)
+    work = dist.isend(own, group=axis.group, group_dst=receiver)
+    return _message(own, calls, call, work)
+
+
+def start_receive(x: Tensor, axis: Axis, sender: int, what: str) -> Callable[[], Tensor]:
+    """Receive a message of the shape and dtype of `x` into it, from a rank of `axis`; what is
+    returned waits, and returns `x`."""
+    calls = axis.channels[sender, axis.rank]
+    call = calls.start(f"receive of {what}", x.shape)
+    work = dist.irecv(x, group=axis.group, group_src=sender)
+    return _message(x, calls, call, work)
+
+
+def _message(
+    x: Tensor, calls: Calls, call: tuple[int, str, object], work: Any
+) -> Callable[[], Tensor]:
+    def wait() -> Tensor:
+        calls.wait_for(call, work.wait)
+        return x
+
+    return wait
 
 
 def own_rows(x: Tensor, axis: Axis) -> Tensor:

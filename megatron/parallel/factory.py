@@ -3,7 +3,7 @@ cut. Another way to cut a model is another factory, and no change to the model."
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,26 @@ from megatron.parallel.mesh import ALONE, Mesh
 Maker = Callable[..., nn.Module]
 
 
+@dataclass(frozen=True)
+class ModelPart:
+    """What one pipeline rank builds of a model; by default all of it.
+
+    numbers: of its layers, in the whole model. is_first: whether it has what comes before the first
+    layer; is_last: what comes behind the last one.
+    """
+
+    numbers: tuple[int, ...] | None = None
+    is_first: bool = True
+    is_last: bool = True
+
+    def layers(self, count: int) -> Sequence[int]:
+        """The numbers of this rank's layers, of a model of so many."""
+        return range(count) if self.numbers is None else self.numbers
+
+
+WHOLE = ModelPart()
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerFactory:
     """The makers of the layers that a model is built from; x is the stream [n, h]."""
@@ -29,7 +49,7 @@ class LayerFactory:
     gather: Maker  # (): x to the same whole on every rank, where the layers of `whole` go on
     input: Maker  # (in, out, bias=True, std=): [n, in] that is whole on every rank, to x
     output: Maker  # (in, out, bias=True, std=): x to a few columns, whole on every rank
-    word_embedding: Maker  # (vocabulary, hidden, divisible_by=, std=)
+    word_embedding: Maker  # (vocabulary, hidden, divisible_by=, std=, is_tied=False)
     position_embedding: Maker  # (positions, hidden, std=)
     rotary: Maker  # (head_size, base=): inside the parallel region
     layer_norm: Maker  # (hidden, epsilon=)
@@ -39,13 +59,20 @@ class LayerFactory:
     head: Maker  # (vocabulary, hidden, divisible_by=, bias=False, untied_std=None): logits, losses
     checkpoint: Callable[..., Any]  # (function, *arguments): recompute in the backward
     whole: Callable[[], LayerFactory]  # whose x is whole on every rank, behind `gather`
+    rows: Callable[[int], int]  # (n): of the n rows of x those that this rank holds
+    part: ModelPart = WHOLE  # of the model, that this rank builds
 
 
 LAYER_NORMS = {"torch": layers.LayerNorm, "apex": layers.ApexLayerNorm}
 
 
 def factory_1d(
-    mesh: Mesh, seed: int, *, norm: str = "torch", draws_in_kernel: bool = False
+    mesh: Mesh,
+    seed: int,
+    *,
+    norm: str = "torch",
+    draws_in_kernel: bool = False,
+    part: ModelPart = WHOLE,
 ) -> LayerFactory:
     """The paper's: layers cut along the one tensor axis of the mesh; the rows of x, too, where the
     mesh's stream has several ranks (sequence parallelism).
@@ -71,8 +98,10 @@ def factory_1d(
         head=partial(layers.VocabParallelHead, mesh),
         checkpoint=partial(checkpoint, use_reentrant=False, preserve_rng_state=draws_in_kernel),
         whole=lambda: factory_1d(
-            replace(mesh, stream=ALONE), seed, norm=norm, draws_in_kernel=draws_in_kernel
+            replace(mesh, stream=ALONE), seed, norm=norm, draws_in_kernel=draws_in_kernel, part=part
         ),
+        rows=lambda n: n // mesh.stream.size,
+        part=part,
     )
 
 

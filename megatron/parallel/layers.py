@@ -59,15 +59,18 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = dw = db = gathered = summed = None
-        if ctx.needs_input_grad[1]:
-            gathered = start_gather(x, ctx.stream)  # again, beside dx, rather than kept
+        view, stream = ctx.view, ctx.stream
+        if ctx.needs_input_grad[1] and view is not None and view.deferral.is_on:
+            view.deferral.add(view, lambda: view.add_matmul(dy, start_gather(x, stream)()))
+        elif ctx.needs_input_grad[1]:
+            gathered = start_gather(x, stream)  # again, beside dx, rather than kept
         if ctx.needs_input_grad[0]:
             dx = kernels.matmul(dy, weight.flatten(0, -2).T)
-            summed = start_sum(dx, ctx.axis, ctx.stream)  # beside dw
+            summed = start_sum(dx, ctx.axis, stream)  # beside dw
         if gathered is not None:
             x = gathered()
-            if ctx.view is not None:
-                ctx.view.add_matmul(dy, x)
+            if view is not None:
+                view.add_matmul(dy, x)
             else:
                 dw = kernels.matmul(dy.T, x.T).view(weight.shape)
         if ctx.needs_input_grad[2]:
@@ -298,11 +301,15 @@ class VocabParallelEmbedding(ShardedModule):
         *,
         divisible_by: int = DIVISIBLE_BY,
         std: float = STD,
+        is_tied: bool = False,
     ) -> None:
+        """is_tied: whether the head uses the weight, too, of which the first and the last pipeline
+        stage have a copy each."""
         super().__init__(mesh)
         shards, padded_rows = ((0, mesh.tensor),), _padded(vocab_size, divisible_by, mesh)
-        shape = (vocab_size, hidden_size)
-        self.add_parameter("weight", shape, shards, padded_rows=padded_rows, std=std)
+        partial = (mesh.replicas, *[mesh.embedding_group] * is_tied)
+        shape, of_rows = (vocab_size, hidden_size), {"padded_rows": padded_rows, "std": std}
+        self.add_parameter("weight", shape, shards, partial=partial, **of_rows)
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self.weight.shape[0]

@@ -14,10 +14,12 @@ and *dim* for a tensor.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import permutations
 from math import prod
 from typing import Any
 
@@ -31,20 +33,19 @@ AXES = ("pipeline", "data", "context", "tensor")
 UNIONS = {
     "batch": ("data",),
     "loss": ("data", "context"),
+    "loss_sums": ("pipeline", "data", "context"),
     "replicas": ("data", "context"),
     "model_parallel": ("pipeline", "tensor"),
 }
 """The axes of each union; see Mesh."""
 
-OF_STAGES = {"pipeline", "embedding_group"}
-"""What joins pipeline stages: the ranks hold different layers, and copies of what is tied."""
-
 CALLS: dict[str, Calls] = {}
-"""By name, of each axis of several ranks and of each control group that was used."""
+"""By name, of each axis of several ranks, each channel and each control group that was used."""
 
 
 class Calls:
-    """The collectives that this rank has started over one group, noted for the failure watch.
+    """The collectives that this rank has started over one group, or the messages over one channel,
+    noted for the failure watch.
 
     started: how many. waits: (its number from 1, its name, the shape) of the one in which a thread
     waits, or None; it stays set where a collective raises. ranks: the members of the group.
@@ -68,7 +69,10 @@ class Calls:
 
 
 def _watched(name: str, group: dist.ProcessGroup | None) -> Calls:
-    ranks = [] if group is None else dist.get_process_group_ranks(group)
+    return _counted(name, [] if group is None else dist.get_process_group_ranks(group))
+
+
+def _counted(name: str, ranks: list[int]) -> Calls:
     calls = CALLS[name] = Calls(ranks)
     return calls
 
@@ -86,15 +90,13 @@ class Axis:
     rank: int = 0
     process_group: dist.ProcessGroup | None = None
     parts_of_union: tuple[Axis, ...] = ()
+    is_of_stages: bool = False
+    """Whether it joins pipeline stages: its ranks hold other layers, and copies of what is tied."""
 
     @property
     def parts(self) -> tuple[Axis, ...]:
         """The axes of a union, the slowest first; of an axis itself alone."""
         return self.parts_of_union or (self,)
-
-    @property
-    def is_of_stages(self) -> bool:
-        return self.name in OF_STAGES
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -104,6 +106,16 @@ class Axis:
     @cached_property
     def calls(self) -> Calls:
         return _watched(self.name, self.group)
+
+    @cached_property
+    def channels(self) -> dict[tuple[int, int], Calls]:
+        """Of the messages from one rank of the axis to another, which both ends count alike."""
+        ranks = dist.get_process_group_ranks(self.group)
+        return {
+            (one, two): _counted(f"{self.name} {one} -> {two}", [ranks[one], ranks[two]])
+            for one, two in permutations(range(self.size), 2)
+            if self.rank in (one, two)
+        }
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         return self
@@ -115,6 +127,10 @@ class AbsentAxis(Axis):
     @cached_property
     def calls(self) -> Calls:
         return Calls([])
+
+    @cached_property
+    def channels(self) -> dict[tuple[int, int], Calls]:
+        return defaultdict(lambda: Calls([]))
 
 
 ALONE = Axis("alone")
@@ -172,7 +188,7 @@ class Mesh:
     tensor_parallel_mode: str = "1d"
     """How layers are cut: a key of megatron.parallel.factory.FACTORIES."""
 
-    pipeline: Axis = Axis("pipeline")
+    pipeline: Axis = Axis("pipeline", is_of_stages=True)
     data: Axis = Axis("data")
     context: Axis = Axis("context")
     tensor: Axis = Axis("tensor")
@@ -180,12 +196,14 @@ class Mesh:
     batch: Axis = Axis("batch")
     """Its ranks read different samples."""
     loss: Axis = Axis("loss")
-    """Its ranks hold different terms of the loss: sums and denominators are added up over it."""
+    """Its ranks hold different terms of the loss, whose denominators are added up over it."""
+    loss_sums: Axis = Axis("loss_sums")
+    """The same and the pipeline stages, of which the last one has the sums of the terms."""
     replicas: Axis = Axis("replicas")
     """Its ranks hold the same shard of every parameter."""
     model_parallel: Axis = Axis("model_parallel")
     """Its ranks hold one copy of the model: they agree on overflow and gradient norm."""
-    embedding_group: Axis = Axis("embedding_group")
+    embedding_group: Axis = Axis("embedding_group", is_of_stages=True)
     """The first and the last pipeline stage, which share the word embedding."""
     stream: Axis = Axis("stream")
     """Its ranks hold different rows of the stream between layers: the tensor axis under sequence
@@ -253,6 +271,19 @@ class Mesh:
         lines = enumerate(self.control.gather(own))
         return [f"rank {rank} of {self.size()}: {line}" for rank, line in lines]
 
+    def tie(self, stages: Iterable[int]) -> Axis:
+        """The axis of the ranks that hold these pipeline stages, for a parameter that they share;
+        every rank calls this, in the same order. stages: their places along the pipeline axis."""
+        ranks = sorted(set(stages))
+        if len(ranks) == self.pipeline.size:
+            return self.pipeline
+        if ranks == [0, self.pipeline.size - 1]:
+            return self.embedding_group
+        sizes = {axis.name: axis.size for axis in self.axes}
+        groups = _groups_along(sizes, ("pipeline",))[:, ranks]
+        name = f"tie of stages {', '.join(map(str, ranks))}"
+        return _connect(self.control, self.control.timeout, name, groups, is_of_stages=True)
+
     def device_mesh(self) -> DeviceMesh:
         """The same axes, but for those of size 1, for torch's own parallelism."""
         axes = [axis for axis in self.axes if axis.size > 1]
@@ -264,6 +295,39 @@ class Mesh:
 
 
 _ALWAYS_NAMED = ("data", "tensor")
+
+
+def _groups_along(sizes: Mapping[str, int], names: Sequence[str]) -> torch.Tensor:
+    """The ranks of each group along these axes: [groups, ranks of each]."""
+    grid = torch.arange(prod(sizes.values())).view([sizes[name] for name in AXES])
+    dims = [AXES.index(name) for name in names]
+    last = list(range(-len(dims), 0))
+    return grid.movedim(dims, last).reshape(-1, prod(sizes[name] for name in names))
+
+
+def _connect(
+    control: ControlGroup,
+    timeout: timedelta | None,
+    name: str,
+    groups: torch.Tensor,
+    parts: tuple[Axis, ...] = (),
+    *,
+    is_of_stages: bool = False,
+) -> Axis:
+    """The axis of this rank's group; groups: [number of groups, ranks of each], of which this rank
+    may be in none."""
+    if (size := groups.shape[1]) == 1:
+        return Axis(name, is_of_stages=is_of_stages)
+    if control.group is None:  # of absent_mesh
+        group = dist.ProcessGroup(dist.HashStore(), 0, size)
+        return AbsentAxis(name, size, 0, group, parts, is_of_stages)
+    # Every rank makes all groups, in the same order.
+    own, _ = dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)
+    if own is None:
+        return Axis(name, is_of_stages=is_of_stages)
+    axis = Axis(name, size, dist.get_rank(own), own, parts, is_of_stages)
+    _ = axis.calls  # in CALLS from now on, where the failure watch looks
+    return axis
 
 
 def build_mesh(
@@ -290,27 +354,11 @@ def build_mesh(
     if world % rest or sizes["data"] not in (1, world // rest):
         raise ValueError(f"axes {sizes} in a world of {world} ranks")
     sizes["data"] = world // rest
-    grid = torch.arange(world).view([sizes[name] for name in AXES])
-
-    def connect(name: str, groups: torch.Tensor, parts: tuple[Axis, ...] = ()) -> Axis:
-        """groups: [number of groups, ranks of each]; this rank may be in none."""
-        if control.group is None:  # of absent_mesh
-            size = groups.shape[1]
-            return AbsentAxis(name, size, 0, dist.ProcessGroup(dist.HashStore(), 0, size), parts)
-        # Every rank makes all groups, in the same order.
-        own, _ = dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)
-        if own is None:
-            return Axis(name)
-        return Axis(name, groups.shape[1], dist.get_rank(own), own, parts)
-
-    def groups_along(names: tuple[str, ...]) -> torch.Tensor:
-        dims = [AXES.index(name) for name in names]
-        last = list(range(-len(dims), 0))
-        return grid.movedim(dims, last).reshape(-1, prod(sizes[name] for name in names))
-
+    groups_along = partial(_groups_along, sizes)
+    connect = partial(_connect, control, timeout)
     axes = {
-        name: connect(name, groups_along((name,))) if size > 1 else Axis(name)
-        for name, size in sizes.items()
+        name: connect(name, groups_along((name,)), is_of_stages=name == "pipeline")
+        for name in sizes
     }
     unions = {}
     for name, members in UNIONS.items():
@@ -320,13 +368,13 @@ def build_mesh(
             unions[name] = connect(name, groups_along(members), parts)
         else:  # the same ranks, and so the same group, as its only axis of several
             unions[name] = used[0] if used else Axis(name)
-    stages = groups_along(("pipeline",))
     ends = axes["pipeline"]
     if sizes["pipeline"] > 2:
-        ends = connect("embedding_group", stages[:, [0, -1]])
-    for axis in (*axes.values(), *unions.values(), ends):
-        if axis.size > 1:
-            _ = axis.calls  # in CALLS from now on, where the failure watch looks
+        stages = groups_along(("pipeline",))
+        ends = connect("embedding_group", stages[:, [0, -1]], is_of_stages=True)
+    if axes["pipeline"].size > 1 and control.group is not None:
+        # The first call over a group has to be one of all its ranks, and messages are not.
+        dist.all_reduce(torch.zeros(1, device=device), group=axes["pipeline"].group)
     return Mesh(
         device=device,
         control=control,

@@ -15,8 +15,10 @@ def derive_seed(*key: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_kernels(seed: int, step: int, micro_batch: int, mesh: Mesh) -> None:
+def seed_kernels(seed: int, mesh: Mesh, step: int, micro_batch: int, *stage: int) -> None:
     """Seed the default generators, which attention's kernel draws its dropout from: a resumed run
-    draws what an undisturbed one does at the same layout, and ranks draw for their own heads."""
+    draws what an undisturbed one does at the same layout, and ranks draw for their own heads.
+
+    stage: the virtual pipeline stage, where this rank has several."""
     where = (axis.rank for axis in mesh.axes)
-    torch.manual_seed(derive_seed(seed, "kernels", step, micro_batch, *where))
+    torch.manual_seed(derive_seed(seed, "kernels", step, micro_batch, *where, *stage))

@@ -8,7 +8,7 @@ replace the tensor and lose its attributes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,23 @@ class ShardingSpec:
         return local[tuple(slice(0, each.stop - each.start) for each in self.local_slices)]
 
 
+class Deferral:
+    """Where layers leave the matmuls of their weights' gradients, in the half of a backward that
+    computes the gradients of activations alone (zero-bubble pipelines)."""
+
+    def __init__(self) -> None:
+        self.works: list[tuple[GradientView, Callable[[], object]]] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self.works is not None
+
+    def add(self, view: GradientView, work: Callable[[], object]) -> None:
+        """work: adds the gradient to the view."""
+        assert self.works is not None
+        self.works.append((view, work))
+
+
 @dataclass
 class GradientView:
     """The elements [start, stop) of a bucket that belong to one parameter."""
@@ -101,7 +118,9 @@ class GradientView:
     parameter: nn.Parameter
     spec: ShardingSpec
     start: int
+    deferral: Deferral
     is_filled: bool = False  # False: the elements are left over from an earlier step
+    stage: int | None = None  # the lowest virtual stage here that uses it, where there are several
     gradient: Tensor = field(init=False)  # of the parameter's shape
 
     @property

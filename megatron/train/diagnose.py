@@ -24,11 +24,13 @@ from megatron.train.state import TrainState
 class Finding:
     """The first number that is not finite, as one rank met it.
 
-    Every rank runs the same modules in the same order, so findings of all ranks can be ordered.
+    The ranks of a pipeline stage run the same modules in the same order, and a micro-batch passes
+    the stages one by one, forward and back: so findings of all ranks can be ordered.
     """
 
     micro_batch: int  # -1 for a weight, which was not finite before
-    order: int  # how many tensors were looked at before
+    place: int  # as of TrainState
+    order: int  # how many tensors were looked at before, on this rank
     rank: int
     what: str
     data_rank: int
@@ -100,7 +102,8 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
         if not own and not value.detach().isfinite().all():
             now = state.micro_batch if micro_batch is None else micro_batch
             rank, coordinates = mesh.control.rank, mesh.describe_rank()
-            own.append(Finding(now, looked, rank, what, mesh.batch.rank, coordinates))
+            finding = Finding(now, state.place, looked, rank, what, mesh.batch.rank, coordinates)
+            own.append(finding)
 
     def first() -> Finding | None:
         return min((each for found in mesh.control.gather(own) for each in found), default=None)

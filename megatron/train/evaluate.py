@@ -22,9 +22,11 @@ from megatron.models.registry import config_of
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.schedules import UNCUT, PipelinePlan
+from megatron.train.executor import Executor
 from megatron.train.objectives import Objective
-from megatron.train.step import loss_sums
 
+GROUP = 8  # micro-batches that are read at a time, of each pipeline stage
 SCORED_AT_ONCE = 1024  # rows of logits that are in memory together; at GPT-2's vocabulary 0.2 GB
 
 
@@ -68,23 +70,35 @@ def mean_losses(
     samples: int,
     micro_batch_size: int,
     mesh: Mesh,
+    pipeline: PipelinePlan = UNCUT,
 ) -> dict[str, float]:
     """The mean of each term of the loss, over the first `samples` samples of a split.
 
-    Does not depend on the micro-batch size or on the layout but for rounding.
+    Does not depend on the micro-batch size or on the layout but for rounding. pipeline: whose
+    stages the model is.
     """
     was_training = model.training
     model.eval()
-    k = len(objective.terms)
-    totals = torch.zeros(2 * k, dtype=torch.float64, device=mesh.device)
-    loss_scales = torch.ones_like(totals[:k])
+    k, stage = len(objective.terms), mesh.pipeline
+    totals = torch.zeros(2, k, dtype=torch.float64, device=mesh.device)
     own = range(mesh.batch.rank, samples, mesh.batch.size)
-    for start in range(0, len(own), micro_batch_size):
-        batch = data.batch(own[start : start + micro_batch_size])
-        totals[:k] += loss_sums(model, objective, batch, mesh.device, loss_scales)
-        totals[k:] += totals.new_tensor(objective.denominators(batch))
+    group = GROUP * stage.size * micro_batch_size  # samples that are read at a time
+    for numbers in (own[start : start + group] for start in range(0, len(own), group)):
+        starts = range(0, len(numbers), micro_batch_size)
+        batches = [data.batch(numbers[start : start + micro_batch_size]) for start in starts]
+        executor = Executor(
+            model=model,
+            objective=objective,
+            mesh=mesh,
+            pipeline=pipeline,
+            batches=batches,
+            loss_scales=torch.ones_like(totals[0]),
+        )
+        totals[0] += executor.run(pipeline.evaluation(stage.rank, len(batches)))
+        if stage.rank == stage.size - 1:
+            totals[1] += totals.new_tensor([*map(objective.denominators, batches)]).sum(0)
     model.train(was_training)
-    sums, denominators = all_reduce(totals, mesh.loss).view(2, k).tolist()
+    sums, denominators = all_reduce(totals, mesh.loss_sums).tolist()
     if not all(denominators):
         raise DataError("--split: no token of the validation split counts towards the loss")
     means = (total / number for total, number in zip(sums, denominators, strict=True))

@@ -347,7 +347,13 @@ def validate(run: Run, metrics: Metrics) -> float | None:
     wanted = training.eval_iters * run.config.global_batch_size(state.mesh.size())
     samples = min(wanted, data.samples_per_epoch)  # a smaller split is evaluated whole
     terms = mean_losses(
-        state.model, state.objective, data, samples, training.micro_batch_size, state.mesh
+        state.model,
+        state.objective,
+        data,
+        samples,
+        training.micro_batch_size,
+        state.mesh,
+        state.pipeline,
     )
     loss, of_tokens = sum(terms.values()), next(iter(terms.values()))
     perplexity = inf if of_tokens > 700 else exp(of_tokens)  # of a run that diverges

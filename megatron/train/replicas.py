@@ -1,9 +1,10 @@
 """The replica check: what several ranks hold in common has to be equal on them, bit for bit.
 
 All ranks of the data axis hold the same parameters, masters and moments; all ranks of the tensor
-axis those that are not cut along it, the counters and the samples. They stay equal because every
-rank computes them from the same sums; nothing sends them again. So a flipped bit, a faulty
-processor or another file on one node does not show in the loss: this check finds it.
+axis those that are not cut along it, the counters and the samples; pipeline stages what is tied.
+They stay equal because every rank computes them from the same sums; nothing sends them again. So a
+flipped bit, a faulty processor or another file on one node does not show in the loss: this check
+finds it.
 
 Each tensor is reduced to a hash of 64 bits, so that a few kilobytes an axis are sent.
 """
@@ -59,7 +60,7 @@ def check_replicas(state: TrainState, batches: Sequence[Batch], passed: int | No
         return
     shared = list(_shared(state, batches))
     differs = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    for axis in axes:
+    for axis in [*axes, *_ties(state)]:
         own = torch.stack([digest for _, along, digest in shared if axis.name in along])
         # The largest hash h, and the largest ~h, which is the complement of the smallest h.
         largest, smallest = all_reduce(torch.stack([own, ~own]), axis, ReduceOp.MAX)
@@ -70,29 +71,35 @@ def check_replicas(state: TrainState, batches: Sequence[Batch], passed: int | No
         return
 
     rank = f"({mesh.describe_rank()}) on {socket.gethostname()}"
-    digests = {name: int(digest) for name, _, digest in shared}
-    ranks = mesh.control.gather((mesh.coordinates, rank, digests))
+    held = {name: (along, int(digest)) for name, along, digest in shared}
+    ranks = mesh.control.gather((mesh.coordinates, rank, held))
+    names = dict.fromkeys(name for *_, found in ranks for name in found)
     drifts = []  # (name, axes, camps)
-    for name, along, _ in shared:
+    for name in names:
         groups: dict[tuple[int, ...], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for coordinates, rank, digests in ranks:
-            elsewhere = tuple(index for axis, index in coordinates.items() if axis not in along)
-            groups[elsewhere][digests[name]].append(rank)
+        for coordinates, rank, found in ranks:
+            if name not in found:  # of another pipeline stage
+                continue
+            along, digest = found[name]
+            is_tied = not {*along} <= {axis.name for axis in mesh.axes}
+            joined = {*along, *["pipeline"] * is_tied}
+            elsewhere = tuple(index for axis, index in coordinates.items() if axis not in joined)
+            groups[elsewhere][digest].append(rank)
         for by_digest in groups.values():
             if len(by_digest) > 1:
                 drifts.append((name, along, sorted(by_digest.values(), key=len, reverse=True)))
-    names = list(dict.fromkeys(name for name, *_ in drifts))
+    drifted = list(dict.fromkeys(name for name, *_ in drifts))
     _, along, camps = drifts[0]
     cure = "no check of this run had passed: start again from what it started from"
     if passed is not None:
         cure = f"all were equal at step {passed}: resume from the checkpoint of then"
     error = ReplicaDrift(
-        f"replica drift at step {state.step} in {_listed(names)}; in the first, along "
+        f"replica drift at step {state.step} in {_listed(drifted)}; in the first, along "
         f"{' and '.join(along)}: {' against '.join(map(_listed, camps))}\n"
         "a rank has another processor, versions, threads or files behind --data-path, or a bit "
         f"flipped there; {cure}, without that host"
     )
-    error.names, error.axes, error.camps = names, along, camps
+    error.names, error.axes, error.camps = drifted, along, camps
     raise error
 
 
@@ -107,10 +114,10 @@ def _shared(
     """(name, axes whose ranks hold it in common, hash) of all tensors of a checkpoint, padding rows
     included, of the batches and of the counters."""
     mesh = state.mesh
-    axes = _several(mesh.axes)
+    axes, ties = _several(mesh.axes), tuple(axis.name for axis in _ties(state))
     for each in state.slices():
         copies = {axis.name for axis in each.spec.copied_over(*mesh.axes)}
-        if along := tuple(name for name in axes if name in copies):
+        if along := tuple(name for name in axes + ties if name in copies):
             yield each.key, along, digest(each.local)
     for field in fields(batches[0]) if batches and mesh.model_parallel.size > 1 else ():
         arrays = [getattr(batch, field.name) for batch in batches]
@@ -126,6 +133,13 @@ def _shared(
     for name, value in state.counters().items():
         content = json.dumps(value, sort_keys=True).encode()
         yield f"counters.{name}", axes, _digest_bytes(content, mesh)
+
+
+def _ties(state: TrainState) -> list[Axis]:
+    """Along which pipeline stages hold copies of a parameter, beside the whole pipeline axis."""
+    partial = (axis for each in state.slices() for axis in each.spec.partial)
+    found = {axis.name: axis for axis in partial if axis.is_of_stages and axis.size > 1}
+    return [found[name] for name in sorted(found) if found[name] is not state.mesh.pipeline]
 
 
 def _several(axes: Sequence[Axis]) -> tuple[str, ...]:

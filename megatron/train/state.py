@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import platform
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from megatron.models.build import build_model
 from megatron.models.transformer import TransformerLayer
 from megatron.optim.adam import LossScaler, MasterWeights
 from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.launch import default_precision
 from megatron.train.objectives import Objective
@@ -47,7 +50,11 @@ class TrainState:
     scaler: LossScaler
     compiled: bool = False  # whether layers are, by torch.compile
     kernel_seed: int | None = None  # where attention's kernel draws its dropout
-    micro_batch: int = 0  # that is in the model
+    pipeline: PipelinePlan = UNCUT
+    # What is computed: a micro-batch, and the place of its stage on the way through all of them,
+    # forward and back.
+    micro_batch: int = 0
+    place: int = 0
     # Optimizer steps and samples behind this state, steps that fp16 skipped included.
     step: int = 0
     samples: int = 0
@@ -89,7 +96,8 @@ class TrainState:
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Resume from a checkpoint that is whole, saved at any layout."""
-        load_checkpoint(checkpoint, self.slices())
+        slices = list(self.slices())
+        load_checkpoint(checkpoint, slices, elsewhere=self._elsewhere(slices))
         counters = checkpoint.manifest["counters"]
         self.step, self.samples, self.skipped = (
             counters[name] for name in ("step", "samples", "skipped")
@@ -112,15 +120,32 @@ class TrainState:
             TensorSlice(view.name, view.spec, master)
             for view, master in self.optimizer.master_views()
         ]
-        load_weights(checkpoint, weights, missing=missing, surplus=surplus)
+        elsewhere = self._elsewhere(weights)
+        load_weights(checkpoint, weights, missing=missing, surplus=surplus, elsewhere=elsewhere)
         self.optimizer.publish()
 
+    def _elsewhere(self, slices: Iterable[TensorSlice]) -> set[str]:
+        """The keys that other pipeline stages have (every rank calls this)."""
+        if self.mesh.pipeline.size == 1:
+            return set()
+        keys = [each.key for each in slices]
+        return set(chain.from_iterable(self.mesh.control.gather(keys)))
+
+    @property
+    def own_parameters(self) -> int:
+        """Numbers of the parameters, whole, that this pipeline stage has; tied ones count at the
+        first stage that has them."""
+        specs = sharding_specs(self.model).values()
+        return sum(prod(spec.shape) for spec in specs if spec.is_owner())
+
     def describe(self) -> dict[str, Any]:
-        """What runs, for the record of the run, as JSON; parameters: of the whole model."""
-        here = environment(self.mesh)
+        """What runs, for the record of the run, as JSON (every rank calls this); parameters: of the
+        whole model."""
+        here, mesh = environment(self.mesh), self.mesh
+        own = torch.tensor(float(self.own_parameters), dtype=torch.float64, device=mesh.device)
         return {
             "layout": {f"{name}_parallel_size": size for name, size in here["layout"].items()},
-            "parameters": sum(prod(spec.shape) for spec in sharding_specs(self.model).values()),
+            "parameters": int(all_reduce(own, mesh.pipeline)),
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "compiled": self.compiled,
             **{name: here[name] for name in ("device", "commit", "torch")},
@@ -137,18 +162,20 @@ def build_state(
     optimizer: OptimizerConfig | None = None,
     precision: PrecisionConfig | None = None,
     compiled: bool = False,
+    pipeline: PipelinePlan = UNCUT,
 ) -> TrainState:
     """A run at step 0; dtype is that of weights and activations (by default torch's default), and
     float16 scales the loss.
 
     vocab_size: the true one. seed: as of build_model. optimizer, precision: by default AdamW and
-    loss scaling with the defaults of the programs. compiled: each layer is compiled when it is
+    loss scaling with the defaults of the programs. pipeline: whose stages this rank builds.
+    compiled: each layer is compiled when it is
     first called; names, weights and hooks of the model stay.
     """
     dtype = dtype or torch.get_default_dtype()
     if mesh.device.type == "cpu":
         keep_freed_memory()
-    model = build_model(config, mesh, vocab_size, seed=seed, dtype=dtype)
+    model = build_model(config, mesh, vocab_size, seed=seed, dtype=dtype, pipeline=pipeline)
     if compiled:
         compile_layers(model)
     gradients = GradientBuckets(model, sets_grad=False)
@@ -160,6 +187,7 @@ def build_state(
         optimizer=MasterWeights(gradients, optimizer or OptimizerConfig()),
         scaler=LossScaler.of(precision or PrecisionConfig(), dtype),
         compiled=compiled,
+        pipeline=pipeline,
         kernel_seed=seed if config.draws_in_kernel(mesh.device.type) else None,
     )
 

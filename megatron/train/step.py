@@ -9,27 +9,23 @@ the batch is spread over micro-batches and ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite, sqrt
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.data.batch import Batch
 from megatron.data.files import DataError
 from megatron.parallel.collectives import all_reduce, gather_from
-from megatron.parallel.cross_entropy import from_one
 from megatron.parallel.random import seed_kernels
+from megatron.parallel.schedules import Action
 from megatron.train.diagnose import non_finite
-from megatron.train.objectives import Objective
+from megatron.train.executor import Executor, to_device
 from megatron.train.state import TrainState
-
-AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +89,7 @@ def train_step(
     # All ranks agree by two small all-reduces, of the loss and then within the model, and one copy
     # to the host.
     stop = totals.new_full((1,), float(wants_stop()))
-    reduced = all_reduce(torch.cat([totals, stop]), mesh.loss)
+    reduced = all_reduce(torch.cat([totals, stop]), mesh.loss_sums)
     is_bad = ~reduced[:k].isfinite().all()
     agreed = torch.stack([state.gradients.squares(), reduced[k], is_bad])
     agreed = all_reduce(agreed, mesh.model_parallel)
@@ -140,22 +136,6 @@ def count(state: TrainState, micro_batches: Sequence[Batch]) -> Tensor:
     return all_reduce(sums, state.mesh.loss)
 
 
-class Action(NamedTuple):
-    direction: Literal["forward", "backward"]
-    stage: int  # virtual pipeline stage, of the whole model
-    micro_batch: int
-
-
-def schedule(micro_batches: int) -> list[Action]:
-    """F0 B0 F1 B1 ..., that of a pipeline of one stage: the activations of one micro-batch are in
-    memory at a time."""
-    return [
-        Action(direction, 0, number)
-        for number in range(micro_batches)
-        for direction in ("forward", "backward")
-    ]
-
-
 def forward_backward(
     state: TrainState,
     micro_batches: Sequence[Batch],
@@ -164,46 +144,36 @@ def forward_backward(
 ) -> Tensor:
     """Fill the gradient buckets; return this rank's sum of each term, fp64 [k].
 
-    The only caller of the model in training. counts: of `count`. seen: gets what the layers return
-    of each micro-batch. Gradients are those of the loss x
-    loss scale, reduced over the axes on which they are partial.
+    counts: of `count`. seen: gets what the layers return of each micro-batch. Gradients are those
+    of the loss x loss scale, reduced over the axes on which they are partial.
     """
     # A term whose denominator is zero is reported after the step.
     loss_scales = state.scaler.scale / counts[1:].where(counts[1:] > 0, 1)
-    totals = torch.zeros_like(loss_scales)
-    model, objective, device = state.model, state.objective, state.mesh.device
-    in_flight: dict[int, Tensor] = {}
-    actions = schedule(len(micro_batches))
+    pipeline, mesh = state.pipeline, state.mesh
+
+    def before(action: Action) -> None:
+        is_forward, stage = action.direction == "forward", action.stage
+        state.micro_batch = action.micro_batch
+        state.place = stage if is_forward else 2 * pipeline.stages - 1 - stage
+        if is_forward and state.kernel_seed is not None:
+            several = [stage] * (pipeline.virtual > 1)
+            seed_kernels(state.kernel_seed, mesh, state.step, action.micro_batch, *several)
+
+    executor = Executor(
+        model=state.model,
+        objective=state.objective,
+        mesh=mesh,
+        pipeline=pipeline,
+        batches=micro_batches,
+        loss_scales=loss_scales,
+        gradients=state.gradients,
+        before=before,
+        seen=seen,
+    )
     state.gradients.start()
-    for action in actions:
-        state.micro_batch = number = action.micro_batch
-        if action.direction == "forward":
-            if state.kernel_seed is not None:
-                seed_kernels(state.kernel_seed, state.step, number, state.mesh)
-            sums = loss_sums(model, objective, micro_batches[number], device, loss_scales, seen)
-            totals += sums.detach() / loss_scales.to(sums.dtype)
-            in_flight[number] = from_one(sums.sum())
-        else:
-            with state.gradients.accumulate(is_last=action is actions[-1]):
-                in_flight.pop(number).backward()
+    totals = executor.run(pipeline.program(mesh.pipeline.rank, len(micro_batches)))
+    state.gradients.finish()
     return totals
-
-
-def loss_sums(
-    model: Any,
-    objective: Objective,
-    batch: Batch,
-    device: torch.device,
-    loss_scales: Tensor,
-    seen: list[Tensor] | None = None,
-) -> Tensor:
-    """The stages of the model in order, on a batch of arrays: as `Objective.loss`. seen: gets what
-    the layers return."""
-    moved = on_device(batch, device)
-    x = model.layers(model.embed(moved), moved)
-    if seen is not None:
-        seen.append(x.detach())
-    return objective.loss(x, moved, loss_scales)
 
 
 def _require_outputs(model: Any, micro_batches: Sequence[Any]) -> None:
@@ -224,30 +194,13 @@ def gather_outputs(
     ranks side by side (every rank calls this)."""
     mesh, model = state.mesh, cast(Any, state.model)
     labels = torch.stack([to_device(mesh.device, each.labels)[0] for each in micro_batches])
-    found = []
-    for x in seen:
-        own = gather_from(model.logits(x), -1, mesh.tensor)[:, : model.vocab_size]
-        found.append(own.view(*labels.shape[1:], -1))
-    logits = torch.stack(found)  # [micro-batches, samples of each, s, vocabulary]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    # [micro-batches, samples of each, s, vocabulary]
+    logits = torch.zeros(*labels.shape, model.vocab_size, dtype=dtype, device=mesh.device)
+    for own, x in zip(logits, seen, strict=False):  # the last pipeline stage alone has seen any
+        columns = gather_from(model.logits(x), -1, mesh.tensor)[:, : model.vocab_size]
+        own.copy_(columns.view(own.shape))
+    all_reduce(logits, mesh.pipeline)
     # The samples of a step go to micro-batch after micro-batch, in each to rank after rank.
     logits, labels = (gather_from(each, 1, mesh.batch).flatten(0, 1) for each in (logits, labels))
     return Outputs(logits, labels)
-
-
-def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
-    """A copy whose fields are tensors on the device."""
-    moved = copy(batch)  # dataclasses.replace would derive fields again, from tensors
-    for each in fields(batch):
-        if (array := getattr(batch, each.name)) is not None:
-            object.__setattr__(moved, each.name, to_device(device, array)[0])
-    return moved
-
-
-def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
-    """Copies of the arrays on the device; the host does not wait for a GPU's, which needs pinned
-    memory."""
-    tensors = map(torch.from_numpy, arrays)
-    if device.type == "cuda":
-        return [each.pin_memory().to(device, non_blocking=True) for each in tensors]
-    return [each.to(device) for each in tensors]

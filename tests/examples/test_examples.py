@@ -29,7 +29,7 @@ from megatron.api import (
     clip_grad_norm,
     learning_rate,
 )
-from megatron.train.step import on_device
+from megatron.train.executor import on_device
 from tests.dist import Pool
 from tests.models.dense import dense_gpt2
 from tests.tiny import mesh_of_ranks, whole_weights

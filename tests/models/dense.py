@@ -85,7 +85,7 @@ DENSE_FACTORY = LayerFactory(
     linear=linear,
     input=linear,
     output=linear,
-    word_embedding=lambda vocabulary, hidden, divisible_by, std: nn.Embedding(vocabulary, hidden),
+    word_embedding=lambda vocabulary, hidden, **_: nn.Embedding(vocabulary, hidden),
     position_embedding=lambda positions, hidden, std: nn.Embedding(positions, hidden),
     rotary=nn.Identity,
     layer_norm=lambda hidden, epsilon: nn.LayerNorm(hidden, eps=epsilon),
@@ -96,6 +96,7 @@ DENSE_FACTORY = LayerFactory(
     checkpoint=recompute,
     gather=nn.Identity,
     whole=lambda: DENSE_FACTORY,
+    rows=lambda n: n,
 )
 
 

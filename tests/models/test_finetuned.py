@@ -12,7 +12,7 @@ from megatron.data.bert import BertBatch
 from megatron.models.bert import FinetunedBert
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs
-from megatron.train.step import on_device
+from megatron.train.executor import on_device
 from tests.bert import bert_samples, bert_section, whole_bert
 from tests.dist import Pool
 from tests.tiny import (

@@ -12,7 +12,7 @@ import torch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.gpt2 import document_mask
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.step import on_device
+from megatron.train.executor import on_device
 from tests.models.dense import dense_gpt2
 from tests.tiny import (
     GRANULARITIES,

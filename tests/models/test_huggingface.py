@@ -15,7 +15,7 @@ from megatron.parallel.collectives import gather_from
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import gather_whole, sharding_specs
 from megatron.train.evaluate import whole_logits
-from megatron.train.step import loss_sums, on_device
+from megatron.train.executor import on_device, run_whole
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.tiny import (
@@ -80,7 +80,7 @@ def our_bert(model: Any, mesh: Mesh) -> list[Tensor]:
         masked, in_order = model(MOVED)
     masked = gather_from(masked, -1, mesh.tensor)[INPUTS[2].flatten(), :VOCABULARY]
     loss_scales = 1 / torch.tensor(model.denominators(BATCH), dtype=torch.float64)
-    loss_sums(model, model, BATCH, torch.device("cpu"), loss_scales).sum().backward()
+    run_whole(model, model, BATCH, torch.device("cpu"), loss_scales).sum().backward()
     return [masked, in_order]
 
 

@@ -15,9 +15,10 @@ from megatron.data.batch import Batch
 from megatron.models.registry import KINDS, find_kind, register
 from megatron.models.transformer import text_rows
 from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.train.executor import on_device
 from megatron.train.objectives import WholeLogitsLoss
 from megatron.train.state import TrainState
-from megatron.train.step import on_device, train_step
+from megatron.train.step import train_step
 from tests.dist import Pool
 from tests.models.own_kind import IMAGES, ImageBatch, ImageConfig, OwnConfig
 from tests.tiny import (

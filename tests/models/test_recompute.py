@@ -15,7 +15,8 @@ from megatron.parallel.kernels import use_cpu_kernels
 from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import gather_whole, sharding_specs
-from megatron.train.step import count, forward_backward, loss_sums
+from megatron.train.executor import run_whole
+from megatron.train.step import count, forward_backward
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.tiny import (
@@ -64,7 +65,7 @@ def test_each_dropout_alone_changes_the_loss(name: str) -> None:
         for each in cores:
             each.dropout = 0.25 * (each is active)
         ones = torch.ones(len(model.terms))
-        return loss_sums(model.train(), model, kind.samples(3), CPU, ones).sum().item()
+        return run_whole(model.train(), model, kind.samples(3), CPU, ones).sum().item()
 
     plain = loss(None)
     for each in (*residual, *cores):
@@ -85,7 +86,7 @@ def losses_and_gradients(kind: str, tensor_size: int, dropout: float, granularit
     before, losses = torch.get_rng_state(), []
     for batch in micro_batches(make(BATCH), mesh, 2):
         ones = torch.ones(len(model.terms))
-        losses.append(loss_sums(model, model, batch, CPU, ones).sum())
+        losses.append(run_whole(model, model, batch, CPU, ones).sum())
     for loss in losses:
         loss.backward()
     assert torch.equal(torch.get_rng_state(), before)

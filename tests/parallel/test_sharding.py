@@ -31,7 +31,7 @@ from megatron.parallel.sharding import (
     sharding_specs,
     to_dtensors,
 )
-from megatron.train.step import on_device
+from megatron.train.executor import on_device
 from tests.bert import bert_section
 from tests.dist import Pool
 from tests.tiny import (

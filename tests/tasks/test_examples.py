@@ -23,8 +23,9 @@ from megatron.models.transformer import text_rows
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.mesh import Axis, serial_mesh
 from megatron.parallel.sharding import ShardingSpec
+from megatron.train.executor import on_device, run_whole
 from megatron.train.state import DTYPES, TrainState
-from megatron.train.step import loss_sums, on_device, train_step
+from megatron.train.step import train_step
 from tasks.examples import (
     Steps,
     finetuned_config,
@@ -156,7 +157,7 @@ def test_the_loss_is_the_mean_of_examples_read_alone_and_padding_does_not_count(
     examples = make_examples(head, 6, 3)
     batch = make_batch([*examples, examples[0]], counted=6)
     assert batch.tokens.shape[-1] == max(each.longest for each in examples)
-    total = loss_sums(model, model, batch, mesh.device, torch.ones(1))
+    total = run_whole(model, model, batch, mesh.device, torch.ones(1))
     loss = total / model.denominators(batch)[0]
     expected = torch.stack([one_by_one(model, each) for each in examples]).mean()
     assert_relative(loss, expected[None], 1e-12)

@@ -9,7 +9,8 @@ from megatron.config.training import OptimizerConfig
 from megatron.data.bert import BertBatch
 from megatron.models.bert import BERT
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.step import on_device, train_step
+from megatron.train.executor import on_device
+from megatron.train.step import train_step
 from tests.bert import bert_samples, bert_section, whole_bert
 from tests.tiny import assert_relative, micro_batches, tiny_state, tiny_weights, whole_gradients
 

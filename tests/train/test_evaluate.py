@@ -14,7 +14,7 @@ from megatron.data.gpt2 import GPT2Batch
 from megatron.models.registry import config_of
 from megatron.train import evaluate
 from megatron.train.evaluate import load_model, load_newest, mean_losses, score
-from megatron.train.step import on_device
+from megatron.train.executor import on_device
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.tiny import (

@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.data.batch import Batch
 from megatron.parallel.mesh import Mesh
+from megatron.train.executor import run_whole
 from megatron.train.objectives import Objective
 from megatron.train.state import TrainState
-from megatron.train.step import count, forward_backward, loss_sums
+from megatron.train.step import count, forward_backward
 from tools.layouts.work import Meter
 
 
@@ -127,6 +128,6 @@ def saved_bytes(model: Any, objective: Objective, batch: Batch, device: torch.de
 
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = loss_sums(model, objective, batch, device, ones)
+        loss = run_whole(model, objective, batch, device, ones)
     del loss  # until here nothing that was kept could make room
     return sum(size for place, size in kept.items() if place not in parameters)

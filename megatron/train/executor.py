@@ -1,0 +1,229 @@
+"""The executor of pipeline schedules: the only caller of a model in training and in evaluation.
+
+A schedule is a list of actions for each rank (parallel/schedules.py): the forward or the backward
+of a micro-batch through a virtual stage, a range of the model's layers. Training without a pipeline
+is the list F0 B0 F1 B1 of one stage.
+
+    a rank's program:   F0  F1  receive d0  B0  send dx0  F2  ..
+
+Every rank reads the whole batch: it knows the shapes of what it receives, and masks and labels need
+no messages. What passes between stages is the stream, or a tuple of tensors; those of a floating
+dtype have a gradient, which goes back the same way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron.data.batch import Batch
+from megatron.parallel.buckets import Deferred, GradientBuckets
+from megatron.parallel.collectives import start_receive, start_send
+from megatron.parallel.cross_entropy import from_one
+from megatron.parallel.mesh import Axis, Mesh
+from megatron.parallel.schedules import UNCUT, Action, Message, PipelinePlan, Program
+from megatron.train.objectives import Objective
+
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
+Tensors = tuple[Tensor, ...]
+SENDS = 2  # messages to one rank that may be under way, and in memory, at a time
+
+
+@dataclass(kw_only=True)
+class Executor:
+    """Runs the programs of one rank.
+
+    batches: of arrays, of each micro-batch. loss_scales: fp64 [k]. gradients: are added to; None
+    for an evaluation. before: called before each action. seen: gets what the last layer returns, of
+    each micro-batch.
+    """
+
+    model: Any
+    objective: Objective
+    mesh: Mesh
+    pipeline: PipelinePlan = UNCUT
+    batches: Sequence[Batch]
+    loss_scales: Tensor
+    gradients: GradientBuckets | None = None
+    before: Callable[[Action], object] = lambda action: None
+    seen: list[Tensor] | None = None
+
+    def run(self, program: Program) -> Tensor:
+        """Returns this rank's sum of each term, fp64 [k]: zero but on the last pipeline stage."""
+        self.totals = torch.zeros_like(self.loss_scales)
+        self.messages = Messages(self.mesh.pipeline)
+        self.in_flight: dict[tuple[int, int], tuple[Tensors, list[Any]]] = {}
+        self.deferred: dict[tuple[int, int], list[Deferred]] = {}
+        last = {each.stage: each for each in program if isinstance(each, Action)}
+        for event in program:
+            if isinstance(event, Message):
+                self.pass_on(event)
+                continue
+            self.before(event)
+            if event.direction == "forward":
+                self.forward(event.stage, event.micro_batch)
+            else:
+                self.backward(event, is_last=event is last[event.stage])
+        self.messages.close()
+        return self.totals
+
+    def forward(self, stage: int, number: int) -> None:
+        inputs: Tensors = self.messages.take("forward", stage, number) if stage else ()
+        if self.gradients is not None:
+            inputs = tuple(each.detach().requires_grad_(has_gradient(each)) for each in inputs)
+        batch = on_device(self.batches[number], self.mesh.device)
+        roots: list[Any]
+        if stage < self.pipeline.stages - 1:
+            outputs = as_tuple(self.run_layers(stage, inputs, batch))
+            self.messages.put("forward", stage + 1, number, (each.detach() for each in outputs))
+            # Of the graph, and not of what it computed, whose memory is free once it is sent.
+            roots = [edge_of(each) for each in outputs if has_gradient(each)]
+        else:
+            sums = self.run_loss(self.run_layers(stage, inputs, batch), batch)
+            self.totals += sums.detach() / self.loss_scales.to(sums.dtype)
+            roots = [from_one(sums.sum())]
+        if self.gradients is not None:
+            self.in_flight[stage, number] = inputs, roots
+
+    def run_layers(self, stage: int, inputs: Tensors, batch: Batch) -> Any:
+        """What leaves the layers of a stage, of what the stage before sent."""
+        x: Any = inputs[0] if len(inputs) == 1 else inputs
+        if stage == 0:
+            x = self.model.embed(batch)
+        if self.pipeline.stages == 1:
+            return self.model.layers(x, batch)
+        return self.model.layers(x, batch, numbers=self.pipeline.layers[stage])
+
+    def run_loss(self, x: Tensor, batch: Batch) -> Tensor:
+        if self.seen is not None:
+            self.seen.append(x.detach())
+        return self.objective.loss(x, batch, self.loss_scales)
+
+    def backward(self, action: Action, *, is_last: bool) -> None:
+        """is_last: of this stage, whose buckets are then reduced while it goes on."""
+        assert self.gradients is not None, "an evaluation has no backward"
+        direction, stage, number = action
+        part = stage if self.pipeline.virtual > 1 else None
+        if direction == "backward_weight":
+            deferred = self.deferred.pop((stage, number))
+            self.gradients.add_deferred(deferred, is_last=is_last, stage=part)
+            return
+        inputs, roots = self.in_flight.pop((stage, number))
+        given: Sequence[Tensor | None] = (None,)
+        if stage < self.pipeline.stages - 1:
+            given = self.messages.take("backward", stage, number)
+        pairs = [pair for pair in zip(roots, given, strict=True) if pair[0] is not None]
+        is_half = direction == "backward_input"
+        with self.gradients.backward(is_last=is_last, stage=part, is_deferred=is_half) as deferred:
+            torch.autograd.backward([root for root, _ in pairs], [each for _, each in pairs])
+        if is_half:
+            self.deferred[stage, number] = deferred
+        if stage > 0:
+            own = (each for each in inputs if has_gradient(each))
+            found = (torch.zeros_like(x) if x.grad is None else x.grad for x in own)
+            self.messages.put("backward", stage - 1, number, found)
+
+    def pass_on(self, message: Message) -> None:
+        direction, stage, number = message[:3]
+        if message.sender == self.mesh.pipeline.rank:
+            self.messages.send(message)
+            return
+        # The gradient of what a stage returns is like what enters the next one.
+        entered = stage if direction == "forward" else stage + 1
+        first = self.pipeline.layers[entered].start
+        like = as_tuple(self.model.stream(self.batches[number], first))
+        if direction == "backward":
+            like = tuple(each for each in like if has_gradient(each))
+        self.messages.receive(message, like, self.mesh.device)
+
+
+class Messages:
+    """What passes between virtual stages: over the pipeline axis, or on one rank."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.ready: dict[tuple[str, int, int], Tensors] = {}
+        self.coming: dict[tuple[str, int, int], list[Callable[[], Tensor]]] = {}
+        self.sending: dict[int, deque[Callable[[], Tensor]]] = defaultdict(deque)
+
+    def put(self, direction: str, stage: int, number: int, tensors: Iterable[Tensor]) -> None:
+        """For a stage, which is on this rank or is sent them later."""
+        self.ready[direction, stage, number] = tuple(tensors)
+
+    def take(self, direction: str, stage: int, number: int) -> Tensors:
+        """What is there for a stage of this rank; waits for what is still coming."""
+        key = direction, stage, number
+        if key in self.ready:
+            return self.ready.pop(key)
+        return tuple(wait() for wait in self.coming.pop(key))
+
+    def send(self, message: Message) -> None:
+        sending, receiver = self.sending[message.receiver], message.receiver
+        for each in self.ready.pop(message[:3]):
+            while len(sending) >= SENDS:
+                sending.popleft()()
+            sending.append(start_send(each, self.axis, receiver, describe(message)))
+
+    def receive(self, message: Message, like: Tensors, device: torch.device) -> None:
+        """like: tensors on meta of the shapes and dtypes that come."""
+        what, sender = describe(message), message.sender
+        buffers = [torch.empty_like(each, device=device) for each in like]
+        waits = [start_receive(each, self.axis, sender, what) for each in buffers]
+        self.coming[message[:3]] = waits
+
+    def close(self) -> None:
+        for sending in self.sending.values():
+            while sending:
+                sending.popleft()()
+
+
+def describe(message: Message) -> str:
+    """For the failure watch."""
+    what = "the input" if message.direction == "forward" else "the gradient"
+    return f"{what} of stage {message.stage}, micro-batch {message.micro_batch}"
+
+
+def as_tuple(x: Any) -> Tensors:
+    return (x,) if isinstance(x, Tensor) else tuple(x)
+
+
+def has_gradient(x: Tensor) -> bool:
+    return x.is_floating_point()
+
+
+def edge_of(x: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(x) if x.requires_grad else None
+
+
+def run_whole(
+    model: Any, objective: Objective, batch: Batch, device: torch.device, loss_scales: Tensor
+) -> Tensor:
+    """A model that is not cut, on a batch of arrays: as `Objective.loss`."""
+    moved = on_device(batch, device)
+    return objective.loss(model.layers(model.embed(moved), moved), moved, loss_scales)
+
+
+def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
+    """A copy whose fields are tensors on the device."""
+    moved = copy(batch)  # dataclasses.replace would derive fields again, from tensors
+    for each in fields(batch):
+        if (array := getattr(batch, each.name)) is not None:
+            object.__setattr__(moved, each.name, to_device(device, array)[0])
+    return moved
+
+
+def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
+    """Copies of the arrays on the device; the host does not wait for a GPU's, which needs pinned
+    memory."""
+    tensors = map(torch.from_numpy, arrays)
+    if device.type == "cuda":
+        return [each.pin_memory().to(device, non_blocking=True) for each in tensors]
+    return [each.to(device) for each in tensors]
