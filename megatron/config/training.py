@@ -167,7 +167,14 @@ class OptimizerConfig:
     """Iterations over which the learning rate rises linearly from 0."""
 
     weight_decay: float = 0.01
-    """Decoupled weight decay; biases and LayerNorm are exempt."""
+    """Weight decay; biases and norms are exempt."""
+
+    decoupled_weight_decay: bool = True
+    """AdamW's decay, which shrinks the weights themselves; with --no-decoupled-weight-decay that of
+    torch.optim.Adam, which is added to the gradient, after clipping."""
+
+    decay_biases_and_norms: bool = False
+    """Let weight decay act on biases and norms, too, as torch's optimizers do by default."""
 
     adam_beta1: float = 0.9
     """Decay of Adam's mean of gradients."""
@@ -179,7 +186,7 @@ class OptimizerConfig:
     """Added to the root of Adam's second moment."""
 
     optimizer_impl: Literal["torch", "apex"] = "torch"
-    """AdamW: torch's own fused kernel, or NVIDIA apex's FusedAdam."""
+    """Adam: torch's own fused kernel, or NVIDIA apex's FusedAdam."""
 
     clip_grad: float = 1.0
     """Largest global norm of the gradient; 0 does not clip."""
