@@ -1,0 +1,400 @@
+"""Pipeline schedules as data: which rank runs which action, in which order. No torch.
+
+Unusual here: a schedule is a list of actions per rank, not code. One executor runs every list, a
+pure check proves it from the lists of all ranks, and tools/plan.py draws it. The virtual stages of
+a model are numbered in its order; stage s lives on rank s % p of the p ranks of the pipeline axis.
+
+| kind | source | idle / ideal time | micro-batches in flight at m >= p |
+|---|---|---|---|
+| gpipe | Huang et al., arXiv 1811.06965 | (p-1)/m | m |
+| 1f1b | Narayanan et al., arXiv 2104.04473, 2.2.1 | (p-1)/m | p - rank |
+| interleaved | the same, 2.2.2; p divides m | (p-1)/(v m) | 2(p - rank - 1) + (v-1)p + 1 |
+| zb-h1 | Qi et al., arXiv 2401.10241, 2.3 | (p-1)/(3m) | p |
+
+A micro-batch is in flight once for each virtual stage that keeps its activations. At m < p the
+first two stay as they are, with m in flight at most; ZB-H1 idles (2p - 1 - m)/(3m).
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1")
+
+DURATIONS = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
+"""Of an action on the common clock; virtual stages are alike."""
+LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
+"""Of a direction in torch.distributed.pipelining's notation: 2F0 is F of stage 2, micro-batch 0."""
+
+
+class Action(NamedTuple):
+    """direction: forward, backward (the whole of it) or its halves: backward_input,
+    backward_weight. stage: virtual stage, its number in the model."""
+
+    direction: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{LETTERS.get(self.direction, self.direction)}{self.micro_batch}"
+
+
+class Message(NamedTuple):
+    """direction: forward, activations to the next stage, or backward, their gradient to the stage
+    before. stage: the one that receives. sender, receiver: ranks along the pipeline axis."""
+
+    direction: str
+    stage: int
+    micro_batch: int
+    sender: int
+    receiver: int
+
+
+Lists = tuple[tuple[Action, ...], ...]  # by rank along the pipeline axis
+Program = tuple[Action | Message, ...]  # what one rank does, its sends and receives in it
+
+
+class ScheduleError(ValueError):
+    """A schedule that does not work; the message says what does, or names rank and action."""
+
+
+@cache
+def schedule(kind: str, ranks: int, micro_batches: int, virtual: int = 1) -> Lists:
+    """The actions of one training step.
+
+    kind: one of KINDS. ranks: of the pipeline axis. virtual: stages of each rank.
+    Raises ScheduleError, with the nearest size that works, for what the kind cannot do.
+    """
+    _check_sizes(ranks, micro_batches, virtual)
+    if kind not in KINDS:
+        raise ScheduleError(f"schedule {kind}: must be one of {', '.join(KINDS)}")
+    if kind == "interleaved" and virtual == 1:
+        raise ScheduleError("interleaved: needs 2 or more virtual stages of each rank; 2 works")
+    if kind != "interleaved" and virtual > 1 and ranks > 1:
+        raise ScheduleError(f"{kind}: takes 1 virtual stage of each rank, not {virtual}; 1 works")
+    return tuple(_of_rank(kind, rank, ranks, micro_batches, virtual) for rank in range(ranks))
+
+
+def _of_rank(
+    kind: str, rank: int, ranks: int, micro_batches: int, virtual: int
+) -> tuple[Action, ...]:
+    stages = range(rank, ranks * virtual, ranks)
+    # Lists of blocks: of (stage, micro-batch n) that follow each other at once.
+    if kind == "interleaved":
+        groups = _groups(ranks, micro_batches)
+        forwards = [[(stage, n)] for group in groups for stage in stages for n in group]
+        backwards = [[(stage, n)] for group in groups for stage in stages[::-1] for n in group]
+        warm_up = 2 * (ranks - rank - 1) + (virtual - 1) * len(groups[0])
+    else:  # several stages only where one rank has the whole model
+        forwards = [[(stage, n) for stage in stages] for n in range(micro_batches)]
+        backwards = [[(stage, n) for stage in stages[::-1]] for n in range(micro_batches)]
+        warm_up = micro_batches if kind == "gpipe" else ranks - rank - 1
+    zero_bubble, actions = kind == "zb-h1", list[Action]()
+
+    def run(direction: str, blocks: list[list[tuple[int, int]]]) -> None:
+        actions.extend(Action(direction, *each) for block in blocks for each in block)
+
+    run("forward", forwards[:warm_up])
+    for number in range(len(backwards)):
+        # Steady state: one forward, one backward. In the cool-down no forward is left.
+        run("forward", forwards[warm_up + number : warm_up + number + 1])
+        run("backward_input" if zero_bubble else "backward", backwards[number : number + 1])
+        if zero_bubble and number >= rank:  # owes `rank` of them, so that every rank keeps p
+            run("backward_weight", backwards[number - rank : number - rank + 1])
+    if zero_bubble:
+        run("backward_weight", backwards[max(0, len(backwards) - rank) :])
+    return tuple(actions)
+
+
+def _groups(ranks: int, micro_batches: int) -> tuple[range, ...]:
+    """The micro-batches that each virtual stage of a rank takes in turn: as many groups as can
+    have `ranks` of them, of nearly equal size, the larger ones first."""
+    count = max(1, micro_batches // ranks)
+    small, larger = divmod(micro_batches, count)
+    return _consecutive([small + (number < larger) for number in range(count)])
+
+
+@cache
+def forward_only(ranks: int, micro_batches: int, virtual: int = 1) -> Lists:
+    """The actions of an evaluation. Raises ScheduleError."""
+    _check_sizes(ranks, micro_batches, virtual)
+    return tuple(
+        tuple(
+            Action("forward", stage, micro_batch)
+            for group in _groups(ranks, micro_batches)
+            for stage in range(rank, ranks * virtual, ranks)
+            for micro_batch in group
+        )
+        for rank in range(ranks)
+    )
+
+
+def _check_sizes(ranks: int, micro_batches: int, virtual: int) -> None:
+    if min(ranks, micro_batches, virtual) < 1:
+        sizes = f"{ranks} ranks, {micro_batches} micro-batches, {virtual} virtual stages of a rank"
+        raise ScheduleError(f"{sizes}: must all be above 0; 1 works")
+
+
+@cache
+def start_times(lists: Lists) -> tuple[tuple[int, ...], ...]:
+    """When each action starts on the common clock, by rank: its rank is free, and what it needs of
+    other stages has ended. Raises ScheduleError for a dead-lock."""
+    ended: dict[Action, int] = {}  # by `_made`
+    starts: list[list[int]] = [[] for _ in lists]
+    free, last = [0] * len(lists), _last_stage(lists)
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(lists):
+            for action in actions[len(starts[rank]) :]:
+                needed = _needs(action, last)
+                if not all(each in ended for each in needed):
+                    break
+                starts[rank].append(max([free[rank], *(ended[each] for each in needed)]))
+                free[rank] = starts[rank][-1] + DURATIONS[action.direction]
+                ended[_made(action)] = free[rank]
+                progress = True
+    for rank, actions in enumerate(lists):
+        if len(starts[rank]) < len(actions):
+            action = actions[len(starts[rank])]
+            missing = next(each for each in _needs(action, last) if each not in ended)
+            raise ScheduleError(f"dead-lock: rank {rank} waits at {action} for ever for {missing}")
+    return tuple(map(tuple, starts))
+
+
+def _last_stage(programs: Sequence[Sequence[Action | Message]]) -> int:
+    return max((item.stage for item in chain(*programs)), default=0)
+
+
+def _made(action: Action) -> Action:
+    """What others wait for when they wait for this action."""
+    return action._replace(direction="backward") if action.direction == "backward_input" else action
+
+
+def _needs(action: Action, last: int) -> list[Action]:
+    """What must have ended before it, as `_made` says it. last: the last stage of the model."""
+    direction, stage, micro_batch = action
+    if direction == "forward":
+        return [Action("forward", stage - 1, micro_batch)] if stage else []
+    if direction == "backward_weight":
+        return [Action("backward", stage, micro_batch)]
+    after = [Action("backward", stage + 1, micro_batch)] if stage < last else []
+    return [Action("forward", stage, micro_batch), *after]
+
+
+@cache
+def program(lists: Lists, rank: int) -> Program:
+    """The rank's actions and its own messages, sent and received, in the order of the common clock.
+
+    A message stands, on both ends, at the end of the action that makes it; what starts then or
+    later comes behind it. So all ranks pass their messages in one total order (time, direction,
+    stage, micro-batch), and nothing hangs even where each send waits for its receive.
+    """
+    ranks, starts, last = len(lists), start_times(lists), _last_stage(lists)
+    placed: list[tuple[int, bool, Action | Message]] = []
+    for sender, actions in enumerate(lists):
+        for start, action in zip(starts[sender], actions, strict=True):
+            if sender == rank:
+                placed.append((start, True, action))
+            message = _message(action, ranks, last)
+            if message is not None and rank in (sender, message.receiver):
+                placed.append((start + DURATIONS[action.direction], False, message))
+    return tuple(item for _, _, item in sorted(placed))
+
+
+def _message(action: Action, ranks: int, last: int) -> Message | None:
+    """What the action sends to another rank."""
+    direction = _made(action).direction
+    stage = action.stage + {"forward": 1, "backward": -1}.get(direction, last + 1)
+    receiver = stage % ranks
+    if not 0 <= stage <= last or receiver == action.stage % ranks:
+        return None
+    return Message(direction, stage, action.micro_batch, action.stage % ranks, receiver)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What `check` proves of a schedule.
+
+    in_flight: by rank, the most micro-batches, each counted for each virtual stage, whose
+    activations wait for the end of their backward; 0 in an evaluation. idle_share: (time until the
+    last action ends - work of one rank) / work of one rank. virtual: stages of each rank.
+    """
+
+    in_flight: tuple[int, ...]
+    idle_share: float
+    micro_batches: int
+    virtual: int
+
+
+def check(lists: Lists, virtual: int) -> Facts:
+    """Prove that the schedule computes each stage of each micro-batch once and cannot hang.
+
+    A list without any backward is an evaluation. Raises ScheduleError, naming rank and action:
+    an action is missing, twice there or on a wrong rank; a dependency is never met; sends and
+    receives dead-lock if each waits for its partner.
+    """
+    ranks, done = len(lists), set(chain(*lists))
+    micro_batches = 1 + max((action.micro_batch for action in done), default=-1)
+    if not micro_batches:
+        raise ScheduleError("a schedule without any action")
+    for rank, actions in enumerate(lists):
+        for action, count in Counter(actions).items():
+            if count > 1:
+                raise ScheduleError(f"rank {rank}: {action} is there {count} times")
+            own = action.stage in range(rank, ranks * virtual, ranks) and action.micro_batch >= 0
+            if not own or action.direction not in DURATIONS:
+                raise ScheduleError(f"rank {rank}: {action} is no action of this rank's stages")
+    trains = any(action.direction != "forward" for action in done)
+    allowed = ("FB", "FIW") if trains else ("F",)
+    for n in range(micro_batches):
+        for stage in range(ranks * virtual):
+            has = "".join(LETTERS[each] for each in LETTERS if Action(each, stage, n) in done)
+            if has not in allowed:
+                wrong = f"{has or 'nothing'} of stage {stage}, micro-batch {n}, not"
+                raise ScheduleError(f"rank {stage % ranks} has {wrong} {' or '.join(allowed)}")
+    check_programs([program(lists, rank) for rank in range(ranks)])
+    length = [DURATIONS[actions[-1].direction] for actions in lists]
+    end = max(times[-1] + last for times, last in zip(start_times(lists), length, strict=True))
+    ideal = micro_batches * virtual * (3 if trains else 1)
+    kept = {"forward": int(trains), "backward": -1, "backward_input": 0, "backward_weight": -1}
+    in_flight = (max(accumulate(kept[each.direction] for each in actions)) for actions in lists)
+    return Facts(tuple(in_flight), (end - ideal) / ideal, micro_batches, virtual)
+
+
+def check_programs(programs: Sequence[Sequence[Action | Message]]) -> None:
+    """Run the ranks' programs where each send waits for its receive, and each receive for its send.
+
+    Raises ScheduleError: ranks wait for ever, or an action comes before what it needs.
+    """
+    at, last = [0] * len(programs), _last_stage(programs)
+    held = [set[Action]() for _ in programs]  # made by the rank, or received
+
+    def next_of(rank: int) -> Action | Message | None:
+        return programs[rank][at[rank]] if at[rank] < len(programs[rank]) else None
+
+    progress = True
+    while progress:
+        progress = False
+        for rank in range(len(programs)):
+            while (item := next_of(rank)) is not None:
+                if isinstance(item, Message):
+                    ends = [item.sender, item.receiver]
+                    if any(next_of(end) != item for end in ends):
+                        break
+                    maker = item.stage + (1 if item.direction == "backward" else -1)
+                    made = Action(item.direction, maker, item.micro_batch)
+                    needed = [made]
+                else:
+                    ends, made, needed = [rank], _made(item), _needs(item, last)
+                for each in needed:
+                    if each not in held[ends[0]]:
+                        raise ScheduleError(f"rank {ends[0]}: {item} comes before {each}")
+                held[ends[-1]].add(made)
+                for end in ends:
+                    at[end] += 1
+                progress = True
+    for rank in range(len(programs)):
+        if (item := next_of(rank)) is not None:
+            raise ScheduleError(f"dead-lock: rank {rank} waits for ever at {item}")
+
+
+def to_json(lists: Lists) -> dict[str, list[list[str]]]:
+    """{"actions": [["0F0", "0B0"], ...]} by rank: stage, letter (LETTERS), micro-batch."""
+    return {"actions": [[str(action) for action in actions] for actions in lists]}
+
+
+def from_json(content: Any, source: str = "schedule") -> Lists:
+    """What `to_json` made; other keys are ignored. Raises ScheduleError that names source and
+    entry; `check` says whether the schedule works."""
+    directions = dict(zip(LETTERS.values(), LETTERS, strict=True))
+    ranks = content.get("actions") if isinstance(content, dict) else None
+    if not isinstance(ranks, list) or {type(each) for each in ranks} != {list}:
+        allowed = '{"actions": [["0F0", "0B0"], ...]}, a list for each rank'
+        raise ScheduleError(f"{source}: must be {allowed}")
+    lists = []
+    for rank, entries in enumerate(ranks):
+        actions = []
+        for number, entry in enumerate(entries):
+            match = re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})", str(entry))
+            if match is None:
+                allowed = "must be stage, F, B, I or W, and micro-batch; 0F0 works"
+                raise ScheduleError(f"{source}: actions[{rank}][{number}] {entry!r}: {allowed}")
+            actions.append(Action(directions[match[2]], int(match[1]), int(match[3])))
+        lists.append(tuple(actions))
+    return tuple(lists)
+
+
+def read_schedule(path: Path) -> Lists:
+    """A schedule of the user's own. Raises ScheduleError, also for what is no JSON."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ScheduleError(f"{path}: must be a file of JSON ({error})") from error
+    return from_json(content, str(path))
+
+
+def head_weight(hidden: int, seq_length: int, vocab_size: int) -> float:
+    """What the head costs, in transformer layers: V / (12 h (1 + s/(6h))).
+
+    A layer takes 24 s h^2 (1 + s/(6h)) floating-point operations forward, the logits 2 s h V (arXiv
+    2104.04473, appendix); backward is twice as much of both.
+    """
+    return vocab_size / (12 * hidden * (1 + seq_length / (6 * hidden)))
+
+
+def partition(
+    layers: int,
+    stages: int,
+    *,
+    head: float,
+    embedding: float = 0.0,
+    first: int | None = None,
+    last: int | None = None,
+) -> tuple[range, ...]:
+    """The consecutive layers of each virtual stage, at least one, so that the largest cost is
+    smallest; then as even as possible, and earlier stages get what is left over.
+
+    head, embedding: cost of what the last and the first stage have beside their layers, in layers.
+    first, last: how many layers these stages get. Raises ValueError where that cannot be.
+    """
+    fixed = {stage: size for stage, size in ((0, first), (stages - 1, last)) if size is not None}
+    sizes = [fixed.get(stage, 1) for stage in range(stages)]
+    left = layers - sum(sizes)
+    clash = stages == 1 and None not in (first, last) and first != last
+    if stages < 1 or clash or min(sizes) < 1 or left < 0 or (left > 0 and len(fixed) == stages):
+        asked = "".join(f", {size} on stage {stage}" for stage, size in fixed.items())
+        raise ValueError(f"{layers} layers do not fit {stages} stages of 1 or more{asked}")
+    costs = [float(size) for size in sizes]
+    costs[0] += embedding
+    costs[-1] += head
+    for _ in range(left):
+        stage = min(range(stages), key=lambda each: (each in fixed, costs[each]))
+        sizes[stage] += 1
+        costs[stage] += 1
+    return _consecutive(sizes)
+
+
+def partition_uniform(layers: int, stages: int, chunks: int = 1) -> tuple[range, ...]:
+    """Colossal-AI's partition_uniform: each chunk of equally many layers is divided over the ranks
+    as evenly as possible, and later ranks get what is left over.
+
+    stages: virtual stages, chunks of them on each rank. Raises ValueError where chunks do not
+    divide layers or stages, or layers are too few.
+    """
+    if layers % chunks or stages % chunks or layers < stages:
+        chunked = f"{chunks} chunks must divide both, and each stage has 1 or more"
+        raise ValueError(f"{layers} layers, {stages} stages: {chunked}")
+    ranks = stages // chunks
+    small, larger = divmod(layers // chunks, ranks)
+    return _consecutive([small + (rank >= ranks - larger) for rank in range(ranks)] * chunks)
+
+
+def _consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
+    return tuple(range(*each) for each in pairwise(accumulate(sizes, initial=0)))
