@@ -18,7 +18,7 @@ from benchmarks.peers import initial_weights
 from benchmarks.program import DATA, WholeRuns, record_of
 from benchmarks.report import Results
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.training import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.models.registry import config_of
 from megatron.train.trained import open_trained
 from tools.convert.writing import write_checkpoint

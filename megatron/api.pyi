@@ -1,7 +1,7 @@
 # ruff: noqa: I001
 
 # Start and mesh
-from .config.training import (
+from .config.parallel import (
     ParallelConfig as ParallelConfig,
     TrainingParallelConfig as TrainingParallelConfig,
 )

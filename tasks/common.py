@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import positive, writable
-from megatron.config.training import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.train.loader import shard
 
 if TYPE_CHECKING:

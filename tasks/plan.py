@@ -12,7 +12,7 @@ from megatron.checkpoint.format import one_step
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError, flag
 from megatron.config.model import BertConfig, FinetunedConfig
-from megatron.config.training import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.models.registry import config_of
 from megatron.train.trained import open_trained

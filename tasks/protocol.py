@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron.config.checks import UsageError, fraction, non_negative, positive
 from megatron.config.model import Head, RecomputeGranularity
-from megatron.config.training import TrainingParallelConfig
+from megatron.config.parallel import FinetuneParallelConfig
 from tasks.common import ReportConfig, Tokens
 
 BESIDE = {"decides": False}  # metadata of a setting without a say in what is learned or said
@@ -107,7 +107,7 @@ class FinetuneSettings:
     there are not run again by the same command."""
 
     evaluation: ReportConfig = field(default_factory=ReportConfig)
-    parallel: TrainingParallelConfig = field(default_factory=TrainingParallelConfig)
+    parallel: FinetuneParallelConfig = field(default_factory=FinetuneParallelConfig)
 
     def __post_init__(self) -> None:
         positive(

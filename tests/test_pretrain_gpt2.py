@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.training import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.train.trained import open_trained
 from tests.data.samples import write_data, write_data_of_tokenizer, write_tokenizer
 

@@ -23,8 +23,8 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.launch import interruptible
+from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_call, user_errors
-from megatron.config.training import ParallelConfig
 from megatron.train.trained import open_trained
 from tools.convert.families import FAMILIES, family_of
 from tools.convert.folder import find_folder, read_description

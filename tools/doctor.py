@@ -23,8 +23,8 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.config.checks import UsageError
 from megatron.config.launch import world_size
+from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
-from megatron.config.training import ParallelConfig
 
 if TYPE_CHECKING:
     import torch

@@ -24,8 +24,8 @@ from megatron.checkpoint.format import Checkpoint
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError, non_negative, positive, writable
 from megatron.config.launch import interruptible, world_size
+from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
-from megatron.config.training import ParallelConfig
 from megatron.data.files import write_atomically
 from megatron.train.trained import open_trained
 from tools.prompts import Prompt, Reader, of_command_line, of_file, typed_lines

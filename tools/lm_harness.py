@@ -24,8 +24,8 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError, flag, positive
 from megatron.config.launch import interruptible, world_size
+from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
-from megatron.config.training import ParallelConfig
 from megatron.train.trained import open_trained
 from tasks.common import EvaluationConfig
 from tasks.record import describe, identify, publish

@@ -25,8 +25,8 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.config.checks import UsageError, positive, writable
 from megatron.config.launch import world_size
+from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
-from megatron.config.training import ParallelConfig
 from tools.layouts.job import program_of
 from tools.planning import search
 from tools.planning.hardware import known_hardware, load_hardware

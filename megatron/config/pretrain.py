@@ -10,6 +10,7 @@ from typing import Self
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError, flag
 from megatron.config.model import BertConfig, GPT2Config, ModelConfig, TextModelConfig
+from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.training import (
     BertDataConfig,
     BertOptimizerConfig,
@@ -19,7 +20,6 @@ from megatron.config.training import (
     OptimizerConfig,
     PrecisionConfig,
     TrainingConfig,
-    TrainingParallelConfig,
 )
 
 
@@ -60,6 +60,7 @@ class PretrainConfig:
             allowed = "given without --mock-data, which has no end"
             raise UsageError("--epochs", epochs, allowed, works=("--train-iters", "1000"))
         self.parallel.check(world_size, self.model.widths, self.data.seq_length)
+        self.parallel.check_model(self.model)
         batch, copies = self.global_batch_size(world_size), self.data_parallel_size(world_size)
         smallest = self.training.micro_batch_size * copies
         if batch % smallest:

@@ -1,92 +1,10 @@
 """The configs of a training run beside its model, in the order in which --help lists them."""
 
 import math
-import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
 from megatron.config.checks import UsageError, flag, fraction, non_negative, positive, switch
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    tensor_model_parallel_size: int = field(default=1, metadata={"alias": "model_parallel_size"})
-    """Processes that share one model, each holding a slice of every layer; the remaining
-    factor of the world size is data parallelism. Also spelt --model-parallel-size."""
-
-    tensor_parallel_mode: Literal["1d"] = "1d"
-    """How a layer is cut: 1d, along the columns or rows of its weights, as in the paper."""
-
-    distributed_timeout_minutes: float = 10.0
-    """Minutes without progress after which a run of several processes stops and says which one is
-    behind; longer than the longest save, evaluation or load."""
-
-    def __post_init__(self) -> None:
-        positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
-
-    @property
-    def cuts_stream(self) -> bool:
-        """Whether the tensor-parallel processes share out the rows of the stream, too."""
-        return False
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Ranks along each axis but data, which takes what is left of them."""
-        return {"tensor": self.tensor_model_parallel_size}
-
-    def data_parallel_size(self, world_size: int) -> int:
-        """Models trained side by side by world_size processes."""
-        return world_size // math.prod(self.sizes.values())
-
-    def check(
-        self,
-        world_size: int,
-        widths: Mapping[str, int] | None = None,
-        seq_length: int | None = None,
-    ) -> None:
-        """Raise UsageError where processes, the widths of a model, `ModelConfig.widths`, or under
-        sequence parallelism the tokens of a sample cannot be shared out evenly."""
-        size, widths = self.tensor_model_parallel_size, dict(widths or {})
-        if self.cuts_stream and seq_length is not None:
-            widths["--seq-length"] = seq_length
-        whole = (world_size, *widths.values())
-        if any(each % size for each in whole):
-            fitting = (n for n in range(1, size) if not any(each % n for each in whole))
-            of_model = "".join(f"{name} {width} and of " for name, width in widths.items())
-            raise UsageError(
-                "--tensor-model-parallel-size",
-                size,
-                f"a divisor of {of_model}the processes: torchrun --nproc-per-node, now "
-                f"{world_size}",
-                works=("--tensor-model-parallel-size", str(max(fitting))),
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingParallelConfig(ParallelConfig):
-    """Of programs that train."""
-
-    sequence_parallel: bool = False
-    """Share out the tokens between layers over the tensor-parallel processes, too: the same numbers
-    with less memory for activations."""
-
-    @property
-    def cuts_stream(self) -> bool:
-        return self.sequence_parallel and self.tensor_model_parallel_size > 1
-
-    def check(
-        self,
-        world_size: int,
-        widths: Mapping[str, int] | None = None,
-        seq_length: int | None = None,
-    ) -> None:
-        """As of ParallelConfig; warns of a sequence that nothing shares out."""
-        super().check(world_size, widths, seq_length)
-        if self.sequence_parallel and not self.cuts_stream:
-            warnings.warn(
-                "--sequence-parallel does nothing with --tensor-model-parallel-size 1", stacklevel=2
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +167,14 @@ class OptimizerConfig:
     """Iterations over which the learning rate rises linearly from 0."""
 
     weight_decay: float = 0.01
-    """Decoupled weight decay; biases and LayerNorm are exempt."""
+    """Weight decay; biases and norms are exempt."""
+
+    decoupled_weight_decay: bool = True
+    """AdamW's decay, which shrinks the weights themselves; with --no-decoupled-weight-decay that of
+    torch.optim.Adam, which is added to the gradient, after clipping."""
+
+    decay_biases_and_norms: bool = False
+    """Let weight decay act on biases and norms, too, as torch's optimizers do by default."""
 
     adam_beta1: float = 0.9
     """Decay of Adam's mean of gradients."""
@@ -261,7 +186,7 @@ class OptimizerConfig:
     """Added to the root of Adam's second moment."""
 
     optimizer_impl: Literal["torch", "apex"] = "torch"
-    """AdamW: torch's own fused kernel, or NVIDIA apex's FusedAdam."""
+    """Adam: torch's own fused kernel, or NVIDIA apex's FusedAdam."""
 
     clip_grad: float = 1.0
     """Largest global norm of the gradient; 0 does not clip."""

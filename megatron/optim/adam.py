@@ -1,6 +1,6 @@
-"""AdamW on flat fp32 master weights, one flat tensor for each bucket of gradients.
+"""Adam on flat fp32 master weights, one flat tensor for each bucket of gradients.
 
-The masters lie in memory exactly as the gradients do, so that scaling, norm and AdamW are a few
+The masters lie in memory exactly as the gradients do, so that scaling, norm and Adam are a few
 passes over a few long tensors. Parameters that have the masters' dtype are views of them; those of
 a narrower dtype are rounded from them after each step.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
+from torch.optim.adam import adam
 
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.parallel.buckets import Bucket, GradientBuckets
@@ -92,7 +92,7 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class FlatWeights:
-    """What AdamW updates in one call: neighbours in a bucket that decay alike, or do not."""
+    """What Adam updates in one call: neighbours in a bucket that decay alike, or do not."""
 
     weight: nn.Parameter  # its `grad` is set
     exp_avg: Tensor
@@ -101,7 +101,7 @@ class FlatWeights:
 
 
 class TorchAdam:
-    """AdamW by torch's fused kernel.
+    """AdamW by torch's fused kernel, or Adam, whose weight decay is a part of the gradient.
 
     The kernel is called as a function: torch's optimizer object imports a compiler's front end in
     the first step, for 1.8 s, and takes a factor only from its own GradScaler.
@@ -127,7 +127,7 @@ class TorchAdam:
                 gradient.mul_(factor)
             elif factor != 1.0:
                 divisor = torch.full((), 1.0 / factor, device=gradient.device)  # nothing is copied
-            adamw(
+            adam(
                 [flat.weight],
                 [gradient],
                 [flat.exp_avg],
@@ -136,6 +136,7 @@ class TorchAdam:
                 [updates],
                 fused=True,
                 grad_scale=divisor,
+                decoupled_weight_decay=config.decoupled_weight_decay,
                 amsgrad=False,
                 beta1=config.adam_beta1,
                 beta2=config.adam_beta2,
@@ -156,7 +157,7 @@ class ApexAdam:
             lr=config.lr,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
-            adam_w_mode=True,
+            adam_w_mode=config.decoupled_weight_decay,
         )
         for each in flats:
             moments = {"exp_avg": each.exp_avg, "exp_avg_sq": each.exp_avg_sq}
@@ -197,7 +198,8 @@ class MasterWeights:
                 own = slice(segment.start, segment.stop)
                 weight = nn.Parameter(master[own])
                 weight.grad = bucket.flat[own]
-                decay = config.weight_decay * segment.spec.decay
+                decays = segment.spec.decay or config.decay_biases_and_norms
+                decay = config.weight_decay * decays
                 flats.append(FlatWeights(weight, exp_avg[own], exp_avg_sq[own], decay))
         self.adam = ADAMS[config.optimizer_impl](flats, config)
 

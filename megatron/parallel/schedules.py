@@ -11,30 +11,34 @@ a model are numbered in its order; stage s lives on rank s % p of the p ranks of
 | interleaved | the same, 2.2.2; p divides m | (p-1)/(v m) | 2(p - rank - 1) + (v-1)p + 1 |
 | zb-h1 | Qi et al., arXiv 2401.10241, 2.3 | (p-1)/(3m) | p |
 
-A micro-batch is in flight once for each virtual stage that keeps its activations.
+A micro-batch is in flight once for each virtual stage that keeps its activations. At m < p the
+first two stay as they are, with m in flight at most; ZB-H1 idles (2p - 1 - m)/(3m).
 """
 
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, pairwise
-from typing import NamedTuple
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
 DURATIONS = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
-"""Of an action, in units of the common clock; virtual stages are alike."""
-
+"""Of an action on the common clock; virtual stages are alike."""
 LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
 """Of a direction in torch.distributed.pipelining's notation: 2F0 is F of stage 2, micro-batch 0."""
 
 
 class Action(NamedTuple):
+    """direction: forward, backward (the whole of it) or its halves: backward_input,
+    backward_weight. stage: virtual stage, its number in the model."""
+
     direction: str
-    """forward, backward (the whole of it) or its halves: backward_input, backward_weight."""
-
     stage: int
-    """Virtual stage, its number in the model; it lives on rank stage % ranks."""
-
     micro_batch: int
 
     def __str__(self) -> str:
@@ -42,25 +46,18 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
+    """direction: forward, activations to the next stage, or backward, their gradient to the stage
+    before. stage: the one that receives. sender, receiver: ranks along the pipeline axis."""
+
     direction: str
-    """forward: activations to the next stage; backward: their gradient to the stage before."""
-
     stage: int
-    """The virtual stage that receives."""
-
     micro_batch: int
-
     sender: int
-    """Rank along the pipeline axis."""
-
     receiver: int
 
 
-Lists = tuple[tuple[Action, ...], ...]
-"""Actions in their order, by rank along the pipeline axis."""
-
-Program = tuple[Action | Message, ...]
-"""What one rank does: its actions, and the messages that it sends or receives."""
+Lists = tuple[tuple[Action, ...], ...]  # by rank along the pipeline axis
+Program = tuple[Action | Message, ...]  # what one rank does, its sends and receives in it
 
 
 class ScheduleError(ValueError):
@@ -88,21 +85,17 @@ def _of_rank(
     kind: str, rank: int, ranks: int, micro_batches: int, virtual: int
 ) -> tuple[Action, ...]:
     stages = range(rank, ranks * virtual, ranks)
-    # Lists of blocks: of (stage, micro-batch) that follow each other at once.
+    # Lists of blocks: of (stage, micro-batch n) that follow each other at once.
     if kind == "interleaved":
         groups = _groups(ranks, micro_batches)
-        forwards = [[(stage, each)] for group in groups for stage in stages for each in group]
-        backwards = [
-            [(stage, each)] for group in groups for stage in stages[::-1] for each in group
-        ]
+        forwards = [[(stage, n)] for group in groups for stage in stages for n in group]
+        backwards = [[(stage, n)] for group in groups for stage in stages[::-1] for n in group]
         warm_up = 2 * (ranks - rank - 1) + (virtual - 1) * len(groups[0])
     else:  # several stages only where one rank has the whole model
-        forwards = [[(stage, each) for stage in stages] for each in range(micro_batches)]
-        backwards = [[(stage, each) for stage in stages[::-1]] for each in range(micro_batches)]
+        forwards = [[(stage, n) for stage in stages] for n in range(micro_batches)]
+        backwards = [[(stage, n) for stage in stages[::-1]] for n in range(micro_batches)]
         warm_up = micro_batches if kind == "gpipe" else ranks - rank - 1
-    zero_bubble = kind == "zb-h1"
-
-    actions: list[Action] = []
+    zero_bubble, actions = kind == "zb-h1", list[Action]()
 
     def run(direction: str, blocks: list[list[tuple[int, int]]]) -> None:
         actions.extend(Action(direction, *each) for block in blocks for each in block)
@@ -119,18 +112,17 @@ def _of_rank(
     return tuple(actions)
 
 
-def _groups(ranks: int, micro_batches: int) -> list[range]:
+def _groups(ranks: int, micro_batches: int) -> tuple[range, ...]:
     """The micro-batches that each virtual stage of a rank takes in turn: as many groups as can
     have `ranks` of them, of nearly equal size, the larger ones first."""
     count = max(1, micro_batches // ranks)
     small, larger = divmod(micro_batches, count)
-    ends = [small * number + min(number, larger) for number in range(count + 1)]
-    return [range(*each) for each in pairwise(ends)]
+    return _consecutive([small + (number < larger) for number in range(count)])
 
 
 @cache
 def forward_only(ranks: int, micro_batches: int, virtual: int = 1) -> Lists:
-    """The actions of an evaluation."""
+    """The actions of an evaluation. Raises ScheduleError."""
     _check_sizes(ranks, micro_batches, virtual)
     return tuple(
         tuple(
@@ -144,20 +136,18 @@ def forward_only(ranks: int, micro_batches: int, virtual: int = 1) -> Lists:
 
 
 def _check_sizes(ranks: int, micro_batches: int, virtual: int) -> None:
-    sizes = {"ranks": ranks, "micro-batches": micro_batches, "virtual stages": virtual}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ScheduleError(f"a pipeline of {size} {name}: must be above 0; 1 works")
+    if min(ranks, micro_batches, virtual) < 1:
+        sizes = f"{ranks} ranks, {micro_batches} micro-batches, {virtual} virtual stages of a rank"
+        raise ScheduleError(f"{sizes}: must all be above 0; 1 works")
 
 
 @cache
 def start_times(lists: Lists) -> tuple[tuple[int, ...], ...]:
     """When each action starts on the common clock, by rank: its rank is free, and what it needs of
     other stages has ended. Raises ScheduleError for a dead-lock."""
-    ended: dict[Action, int] = {}  # by what an action makes: either kind of backward is "backward"
+    ended: dict[Action, int] = {}  # by `_made`
     starts: list[list[int]] = [[] for _ in lists]
-    free = [0] * len(lists)
-    last = max((action.stage for actions in lists for action in actions), default=0)
+    free, last = [0] * len(lists), _last_stage(lists)
     progress = True
     while progress:
         progress = False
@@ -176,6 +166,10 @@ def start_times(lists: Lists) -> tuple[tuple[int, ...], ...]:
             missing = next(each for each in _needs(action, last) if each not in ended)
             raise ScheduleError(f"dead-lock: rank {rank} waits at {action} for ever for {missing}")
     return tuple(map(tuple, starts))
+
+
+def _last_stage(programs: Sequence[Sequence[Action | Message]]) -> int:
+    return max((item.stage for item in chain(*programs)), default=0)
 
 
 def _made(action: Action) -> Action:
@@ -202,8 +196,7 @@ def program(lists: Lists, rank: int) -> Program:
     later comes behind it. So all ranks pass their messages in one total order (time, direction,
     stage, micro-batch), and nothing hangs even where each send waits for its receive.
     """
-    ranks, starts = len(lists), start_times(lists)
-    last = max((action.stage for actions in lists for action in actions), default=0)
+    ranks, starts, last = len(lists), start_times(lists), _last_stage(lists)
     placed: list[tuple[int, bool, Action | Message]] = []
     for sender, actions in enumerate(lists):
         for start, action in zip(starts[sender], actions, strict=True):
@@ -226,42 +219,182 @@ def _message(action: Action, ranks: int, last: int) -> Message | None:
 
 
 @dataclass(frozen=True)
-class PipelinePlan:
-    """Which layers the virtual stages of a model have, and the schedule in which they run.
+class Facts:
+    """What `check` proves of a schedule.
 
-    ranks: of the pipeline axis. virtual: stages of each rank. layers: numbers of the layers of each
-    virtual stage; none of a model that is not cut. kind: one of schedules.KINDS. own: the lists of
-    a schedule of the user's, in place of the kind's.
+    in_flight: by rank, the most micro-batches, each counted for each virtual stage, whose
+    activations wait for the end of their backward; 0 in an evaluation. idle_share: (time until the
+    last action ends - work of one rank) / work of one rank. virtual: stages of each rank.
     """
 
-    ranks: int = 1
-    virtual: int = 1
-    kind: str = "1f1b"
-    layers: tuple[range, ...] = ()
-    own: Lists | None = None
-
-    @property
-    def stages(self) -> int:
-        return self.ranks * self.virtual
-
-    def numbers(self, rank: int) -> tuple[int, ...] | None:
-        """The layers of one rank along the pipeline axis; None for all."""
-        if self.stages == 1:
-            return None
-        return tuple(chain.from_iterable(self.layers[rank :: self.ranks]))
-
-    def program(self, rank: int, micro_batches: int) -> Program:
-        """One rank's part of a training step. Raises ScheduleError for a number of micro-batches
-        that the schedule does not have."""
-        lists = self.own or schedule(self.kind, self.ranks, micro_batches, self.virtual)
-        if self.own and micro_batches != (found := 1 + max(each.micro_batch for each in lists[0])):
-            raise ScheduleError(f"a schedule of {found} micro-batches, not of {micro_batches}")
-        return program(lists, rank)
-
-    def evaluation(self, rank: int, micro_batches: int) -> Program:
-        """One rank's part of forwards alone."""
-        return program(forward_only(self.ranks, micro_batches, self.virtual), rank)
+    in_flight: tuple[int, ...]
+    idle_share: float
+    micro_batches: int
+    virtual: int
 
 
-UNCUT = PipelinePlan()
-"""Of a model that every rank holds whole."""
+def check(lists: Lists, virtual: int) -> Facts:
+    """Prove that the schedule computes each stage of each micro-batch once and cannot hang.
+
+    A list without any backward is an evaluation. Raises ScheduleError, naming rank and action:
+    an action is missing, twice there or on a wrong rank; a dependency is never met; sends and
+    receives dead-lock if each waits for its partner.
+    """
+    ranks, done = len(lists), set(chain(*lists))
+    micro_batches = 1 + max((action.micro_batch for action in done), default=-1)
+    if not micro_batches:
+        raise ScheduleError("a schedule without any action")
+    for rank, actions in enumerate(lists):
+        for action, count in Counter(actions).items():
+            if count > 1:
+                raise ScheduleError(f"rank {rank}: {action} is there {count} times")
+            own = action.stage in range(rank, ranks * virtual, ranks) and action.micro_batch >= 0
+            if not own or action.direction not in DURATIONS:
+                raise ScheduleError(f"rank {rank}: {action} is no action of this rank's stages")
+    trains = any(action.direction != "forward" for action in done)
+    allowed = ("FB", "FIW") if trains else ("F",)
+    for n in range(micro_batches):
+        for stage in range(ranks * virtual):
+            has = "".join(LETTERS[each] for each in LETTERS if Action(each, stage, n) in done)
+            if has not in allowed:
+                wrong = f"{has or 'nothing'} of stage {stage}, micro-batch {n}, not"
+                raise ScheduleError(f"rank {stage % ranks} has {wrong} {' or '.join(allowed)}")
+    check_programs([program(lists, rank) for rank in range(ranks)])
+    length = [DURATIONS[actions[-1].direction] for actions in lists]
+    end = max(times[-1] + last for times, last in zip(start_times(lists), length, strict=True))
+    ideal = micro_batches * virtual * (3 if trains else 1)
+    kept = {"forward": int(trains), "backward": -1, "backward_input": 0, "backward_weight": -1}
+    in_flight = (max(accumulate(kept[each.direction] for each in actions)) for actions in lists)
+    return Facts(tuple(in_flight), (end - ideal) / ideal, micro_batches, virtual)
+
+
+def check_programs(programs: Sequence[Sequence[Action | Message]]) -> None:
+    """Run the ranks' programs where each send waits for its receive, and each receive for its send.
+
+    Raises ScheduleError: ranks wait for ever, or an action comes before what it needs.
+    """
+    at, last = [0] * len(programs), _last_stage(programs)
+    held = [set[Action]() for _ in programs]  # made by the rank, or received
+
+    def next_of(rank: int) -> Action | Message | None:
+        return programs[rank][at[rank]] if at[rank] < len(programs[rank]) else None
+
+    progress = True
+    while progress:
+        progress = False
+        for rank in range(len(programs)):
+            while (item := next_of(rank)) is not None:
+                if isinstance(item, Message):
+                    ends = [item.sender, item.receiver]
+                    if any(next_of(end) != item for end in ends):
+                        break
+                    maker = item.stage + (1 if item.direction == "backward" else -1)
+                    made = Action(item.direction, maker, item.micro_batch)
+                    needed = [made]
+                else:
+                    ends, made, needed = [rank], _made(item), _needs(item, last)
+                for each in needed:
+                    if each not in held[ends[0]]:
+                        raise ScheduleError(f"rank {ends[0]}: {item} comes before {each}")
+                held[ends[-1]].add(made)
+                for end in ends:
+                    at[end] += 1
+                progress = True
+    for rank in range(len(programs)):
+        if (item := next_of(rank)) is not None:
+            raise ScheduleError(f"dead-lock: rank {rank} waits for ever at {item}")
+
+
+def to_json(lists: Lists) -> dict[str, list[list[str]]]:
+    """{"actions": [["0F0", "0B0"], ...]} by rank: stage, letter (LETTERS), micro-batch."""
+    return {"actions": [[str(action) for action in actions] for actions in lists]}
+
+
+def from_json(content: Any, source: str = "schedule") -> Lists:
+    """What `to_json` made; other keys are ignored. Raises ScheduleError that names source and
+    entry; `check` says whether the schedule works."""
+    directions = dict(zip(LETTERS.values(), LETTERS, strict=True))
+    ranks = content.get("actions") if isinstance(content, dict) else None
+    if not isinstance(ranks, list) or {type(each) for each in ranks} != {list}:
+        allowed = '{"actions": [["0F0", "0B0"], ...]}, a list for each rank'
+        raise ScheduleError(f"{source}: must be {allowed}")
+    lists = []
+    for rank, entries in enumerate(ranks):
+        actions = []
+        for number, entry in enumerate(entries):
+            match = re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})", str(entry))
+            if match is None:
+                allowed = "must be stage, F, B, I or W, and micro-batch; 0F0 works"
+                raise ScheduleError(f"{source}: actions[{rank}][{number}] {entry!r}: {allowed}")
+            actions.append(Action(directions[match[2]], int(match[1]), int(match[3])))
+        lists.append(tuple(actions))
+    return tuple(lists)
+
+
+def read_schedule(path: Path) -> Lists:
+    """A schedule of the user's own. Raises ScheduleError, also for what is no JSON."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ScheduleError(f"{path}: must be a file of JSON ({error})") from error
+    return from_json(content, str(path))
+
+
+def head_weight(hidden: int, seq_length: int, vocab_size: int) -> float:
+    """What the head costs, in transformer layers: V / (12 h (1 + s/(6h))).
+
+    A layer takes 24 s h^2 (1 + s/(6h)) floating-point operations forward, the logits 2 s h V (arXiv
+    2104.04473, appendix); backward is twice as much of both.
+    """
+    return vocab_size / (12 * hidden * (1 + seq_length / (6 * hidden)))
+
+
+def partition(
+    layers: int,
+    stages: int,
+    *,
+    head: float,
+    embedding: float = 0.0,
+    first: int | None = None,
+    last: int | None = None,
+) -> tuple[range, ...]:
+    """The consecutive layers of each virtual stage, at least one, so that the largest cost is
+    smallest; then as even as possible, and earlier stages get what is left over.
+
+    head, embedding: cost of what the last and the first stage have beside their layers, in layers.
+    first, last: how many layers these stages get. Raises ValueError where that cannot be.
+    """
+    fixed = {stage: size for stage, size in ((0, first), (stages - 1, last)) if size is not None}
+    sizes = [fixed.get(stage, 1) for stage in range(stages)]
+    left = layers - sum(sizes)
+    clash = stages == 1 and None not in (first, last) and first != last
+    if stages < 1 or clash or min(sizes) < 1 or left < 0 or (left > 0 and len(fixed) == stages):
+        asked = "".join(f", {size} on stage {stage}" for stage, size in fixed.items())
+        raise ValueError(f"{layers} layers do not fit {stages} stages of 1 or more{asked}")
+    costs = [float(size) for size in sizes]
+    costs[0] += embedding
+    costs[-1] += head
+    for _ in range(left):
+        stage = min(range(stages), key=lambda each: (each in fixed, costs[each]))
+        sizes[stage] += 1
+        costs[stage] += 1
+    return _consecutive(sizes)
+
+
+def partition_uniform(layers: int, stages: int, chunks: int = 1) -> tuple[range, ...]:
+    """Colossal-AI's partition_uniform: each chunk of equally many layers is divided over the ranks
+    as evenly as possible, and later ranks get what is left over.
+
+    stages: virtual stages, chunks of them on each rank. Raises ValueError where chunks do not
+    divide layers or stages, or layers are too few.
+    """
+    if layers % chunks or stages % chunks or layers < stages:
+        chunked = f"{chunks} chunks must divide both, and each stage has 1 or more"
+        raise ValueError(f"{layers} layers, {stages} stages: {chunked}")
+    ranks = stages // chunks
+    small, larger = divmod(layers // chunks, ranks)
+    return _consecutive([small + (rank >= ranks - larger) for rank in range(ranks)] * chunks)
+
+
+def _consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
+    return tuple(range(*each) for each in pairwise(accumulate(sizes, initial=0)))

@@ -22,7 +22,7 @@ from megatron.models.registry import config_of
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.schedules import UNCUT, PipelinePlan
+from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.train.executor import Executor
 from megatron.train.objectives import Objective
 

@@ -29,7 +29,8 @@ from megatron.parallel.buckets import Deferred, GradientBuckets
 from megatron.parallel.collectives import start_receive, start_send
 from megatron.parallel.cross_entropy import from_one
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.schedules import UNCUT, Action, Message, PipelinePlan, Program
+from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.schedules import Action, Message, Program
 from megatron.train.objectives import Objective
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron.config.checks import UsageError
 from megatron.config.launch import RankInfo, read_rank_info, world_size, write_error_file
-from megatron.config.training import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.train.watch import ROUNDS, Watch
 

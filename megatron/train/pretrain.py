@@ -32,6 +32,7 @@ from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.data.files import DataError
 from megatron.models.registry import KINDS, find_kind
 from megatron.train.inputs import Inputs, mock_inputs
+from megatron.train.pipelining import plan_of_run
 from megatron.train.signals import StopSignals, exit_code
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
                 inputs = mock_inputs(config, resolve_name(entry.samples))
             else:
                 inputs = resolve_name(entry.inputs)(config)
+            plan_of_run(config, world, inputs.corpus.vocab_size)  # to refuse it early, as below
             # Until here the library of tokenizers may use all cores (--too-long refuse). From here
             # on threads of the loader tokenise side by side, and ranks beside each other: threads
             # of the library would stand in their way. It also warns where a process forks, as for
@@ -243,6 +245,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         optimizer=config.optimizer,
         precision=config.precision,
         compiled=compiled,
+        pipeline=plan_of_run(config, mesh.size(), inputs.corpus.vocab_size),
     )
     facts = {
         "kind": config.model.kind,

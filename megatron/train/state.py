@@ -27,7 +27,7 @@ from megatron.optim.adam import LossScaler, MasterWeights
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.schedules import UNCUT, PipelinePlan
+from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.launch import default_precision
 from megatron.train.objectives import Objective

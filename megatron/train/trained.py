@@ -10,7 +10,7 @@ from typing import Any
 from megatron.checkpoint.resume import find_start, newest_readable
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
 from megatron.config.checks import UsageError
-from megatron.config.training import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import build_tokenizer, file_flags, file_names, read_tokenizer
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.models.registry import config_of

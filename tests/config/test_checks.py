@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.config.checks import UsageError, at_least, share, writable
+from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.parse import parse
 from megatron.config.pretrain import (
     PretrainBertConfig,
@@ -15,7 +16,7 @@ from megatron.config.pretrain import (
     PretrainGPT2Config,
     epochs_of,
 )
-from megatron.config.training import PrecisionConfig, TrainingParallelConfig
+from megatron.config.training import PrecisionConfig
 from tools.layouts.job import program_of
 from tools.plan import QuestionConfig
 
@@ -25,6 +26,9 @@ PROGRAMS: dict[str, tuple[type[PretrainConfig], list[str]]] = {
     "bert": (PretrainBertConfig, SMALL),
     "plan": (program_of((), question=QuestionConfig), [*SMALL, "--gpus=8"]),
 }
+EACH = "--num-layers-per-virtual-pipeline-stage"
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
+HEAD, TAIL = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 FP16 = "--fp16 --initial-loss-scale"
 
 # Of each row the last flag is refused, with what else is given.
@@ -54,6 +58,12 @@ LAST = """
 --save a --save-interval 0 | --save-interval 5 | --async-save | --keep-checkpoints 5
 --save a --keep-checkpoints 1 | --finetune | --attention-dropout-rng kernal
 --layernorm-impl apex | --optimizer-impl apex | --preset gpt2_365m | --preset
+--pipeline-model-parallel-size 0 | --pipeline-schedule 1F1B | --pipeline-schedule interleaved
+--pipeline-partition even | --num-virtual-stages-per-pipeline-rank 0
+--num-layers-per-virtual-pipeline-stage 1 | --num-virtual-stages-per-pipeline-rank 2
+--decoder-first-pipeline-num-layers 1 | --decoder-last-pipeline-num-layers 1
+--pipeline-model-parallel-size 2
+--checkpoint-activations full --pipeline-schedule zb-h1
 """
 # Arguments, number of processes, and the flag that is refused; the error says what works.
 REFUSED = [
@@ -93,6 +103,37 @@ GPT2S = [
     ("--pad --reset-position-ids", 1, "--reset-position-ids"),
     ("--pad --reset-attention-mask", 1, "--reset-attention-mask"),
     ("--pad --too-long split", 1, "--too-long"),
+]
+# Pipeline stages and layers of the model, then as above.
+PIPELINES = [
+    (2, 12, "--tensor-model-parallel-size 2", 2, "--pipeline-model-parallel-size"),
+    (2, 12, "--tensor-model-parallel-size 4", 4, "--pipeline-model-parallel-size"),
+    (2, 12, "--tensor-model-parallel-size 4", 6, "--tensor-model-parallel-size"),
+    (8, 6, "", 8, "--pipeline-model-parallel-size"),
+    (7, 6, "", 7, "--pipeline-model-parallel-size"),
+    (2, 12, f"{EACH} 4", 2, EACH),
+    (2, 12, f"{EACH} 12", 2, EACH),
+    (2, 11, f"{EACH} 1", 2, EACH),
+    (4, 6, f"{EACH} 1", 4, EACH),
+    (2, 12, f"{EACH} 3 {VIRTUAL} 2", 2, VIRTUAL),
+    (2, 5, f"{VIRTUAL} 3", 2, VIRTUAL),
+    (2, 12, f"{VIRTUAL} 2 {HEAD} 1", 2, HEAD),
+    (2, 12, f"{EACH} 2 {TAIL} 1", 2, TAIL),
+    (2, 12, f"--pipeline-partition uniform {TAIL} 1", 2, TAIL),
+    (2, 5, f"{VIRTUAL} 2 --pipeline-partition uniform", 2, "--pipeline-partition"),
+    (2, 12, f"{HEAD} 12", 2, HEAD),
+    (2, 12, f"{HEAD} 5 {TAIL} 6", 2, TAIL),
+    (2, 12, f"{HEAD} 5 {TAIL} 8", 2, TAIL),
+    (4, 12, f"{HEAD} 5 {TAIL} 6", 4, TAIL),
+    (4, 12, f"{TAIL} 10", 4, TAIL),
+    (4, 12, f"{HEAD} 0", 4, HEAD),
+    (2, 12, "--pipeline-schedule interleaved", 2, "--pipeline-schedule"),
+    (2, 12, f"{EACH} 6 --pipeline-schedule interleaved", 2, "--pipeline-schedule"),
+    *(
+        (2, 12, f"{VIRTUAL} 3 --pipeline-schedule {kind}", 2, "--pipeline-schedule")
+        for kind in ("gpipe", "1f1b", "zb-h1", "no/file.json")
+    ),
+    (2, 12, "--recompute-granularity full --pipeline-schedule zb-h1", 2, "--pipeline-schedule"),
 ]
 BERTS = [
     ("--max-ngram-size 0", 1, "--max-ngram-size"),
@@ -157,6 +198,39 @@ def test_refused_and_what_works_instead_is_accepted(number: int) -> None:
             accept(program, text.split(), world_size)
         assert refused.value.flag == flag, text
         accept(program, mended(text.split(), refused.value), world_size)
+
+
+@pytest.mark.parametrize("row", PIPELINES, ids=str)
+def test_pipelines_that_cannot_be(row: tuple[int, int, str, int, str]) -> None:
+    stages, layers, text, world_size, flag = row
+    words = [f"--num-layers={layers}", f"--pipeline-model-parallel-size={stages}", *text.split()]
+    with pytest.raises(UsageError) as refused:
+        accept("gpt2", words, world_size)
+    assert refused.value.flag == flag
+    accept("gpt2", mended(words, refused.value), world_size)
+
+
+def test_no_stages_are_suggested_that_another_flag_forbids() -> None:
+    for text in (f"{VIRTUAL} 2", f"{EACH} 1", f"{TAIL} 1"):
+        with pytest.raises(UsageError) as refused:
+            accept("gpt2", ["--pipeline-model-parallel-size=2", *text.split()], 1)
+        assert (refused.value.flag, refused.value.works) == ("--pipeline-model-parallel-size", ())
+
+
+@pytest.mark.parametrize(("stages", "text", "virtual"), [
+    (1, f"{VIRTUAL} 1", 1), (1, "--pipeline-schedule gpipe", 1), (2, "", 1), (4, f"{EACH} 1", 3),
+    (2, f"{EACH} 2 --pipeline-schedule interleaved", 3), (2, f"{EACH} 6", 1),
+    (2, f"{VIRTUAL} 5", 5),
+    (3, f"{VIRTUAL} 4 --pipeline-partition uniform", 4), (2, f"{HEAD} 5 {TAIL} 7", 1),
+    (4, f"{HEAD} 9", 1), (4, f"{HEAD} 5 {TAIL} 5", 1), (12, f"{TAIL} 1", 1),
+    (2, "--pipeline-schedule zb-h1 --recompute-granularity selective", 1),
+])  # fmt: skip
+def test_pipelines(stages: int, text: str, virtual: int) -> None:
+    words = ["--num-layers=12", f"--pipeline-model-parallel-size={stages}", *text.split()]
+    config = accept("gpt2", [*words, "--tensor-model-parallel-size=2"], 4 * stages)
+    assert config.parallel.virtual_stages(12) == virtual
+    assert config.parallel.sizes == {"pipeline": stages, "tensor": 2}
+    assert config.data_parallel_size(4 * stages) == 2
 
 
 @pytest.mark.parametrize(("text", "flag"), NO_CURE)

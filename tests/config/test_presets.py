@@ -1,9 +1,13 @@
 """The files in scripts/presets: they are read, and are those of the paper."""
 
+from math import prod
+
 import pytest
+import torch
 
 from megatron.config.parse import PRESETS, parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
+from megatron.optim.schedule import learning_rate
 
 # Tables 1, 2 and 4 of the paper: layers, hidden size, heads, GPUs, batch on that many.
 TABLES = {
@@ -17,6 +21,10 @@ TABLES = {
     "bert_336m": (24, 1024, 16, 128, 1024),
     "bert_1.3b": (24, 2048, 32, 256, 1024),
     "bert_3.9b": (48, 2560, 40, 512, 1024),
+    # Of Colossal-AI's tutorial, and of GPT-3 (3.2 million tokens; on as many GPUs as in table 2 of
+    # arXiv 2104.04473).
+    "gpt2_xl_colossalai": (48, 1600, 32, 4, 192),
+    "gpt3_175b": (96, 12288, 96, 768, 1536),
 }
 
 
@@ -28,7 +36,7 @@ def load(name: str) -> PretrainConfig:
 @pytest.mark.parametrize("name", sorted(file.stem for file in PRESETS.glob("*.toml")))
 def test_presets_fit_their_own_parallel_size_and_leave_places_to_the_user(name: str) -> None:
     config = load(name)
-    config.check(config.parallel.tensor_model_parallel_size)
+    config.check(prod(config.parallel.sizes.values()))
     assert config.data.data_path == ()
     assert (config.checkpoint.save, config.checkpoint.load) == (None, None)
 
@@ -43,3 +51,15 @@ def test_presets_are_the_paper_s(name: str) -> None:
     assert model.num_attention_heads == heads
     assert config.global_batch_size(gpus) == batch
     assert model.recompute_granularity == "full"  # section 4.2: after every transformer layer
+
+
+def test_colossal_ai_s_optimizer_is_torch_s_adam_as_it_comes() -> None:
+    config = load("gpt2_xl_colossalai").optimizer
+    adam = torch.optim.Adam([torch.zeros(1)], lr=1.5e-4, weight_decay=1e-2).defaults
+    assert (config.lr, config.weight_decay) == (adam["lr"], adam["weight_decay"])
+    assert (config.adam_beta1, config.adam_beta2) == adam["betas"]
+    assert config.adam_eps == adam["eps"]
+    assert config.decoupled_weight_decay == adam["decoupled_weight_decay"]
+    assert config.decay_biases_and_norms
+    assert learning_rate(config, 1, 1000) == learning_rate(config, 1000, 1000) == adam["lr"]
+    assert config.clip_grad == 0

@@ -1,17 +1,20 @@
 """The optimizer against torch's AdamW and clip_grad_norm_ on the plain model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config.training import OptimizerConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.step import count, forward_backward, train_step
+from tests.dist import Pool
 from tests.models.dense import dense_gpt2
 from tests.tiny import (
     VOCABULARY,
+    mesh_of_ranks,
+    micro_batches,
     samples,
     summed_loss,
     tiny_section,
@@ -38,11 +41,15 @@ def plain_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     )
 
 
-def plain_run(config: OptimizerConfig, rates: Sequence[float]) -> tuple[nn.Module, list[float]]:
+def plain_run(
+    config: OptimizerConfig,
+    rates: Sequence[float],
+    optimizer_of: Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer] = plain_adamw,
+) -> tuple[nn.Module, list[float]]:
     """(the model, losses) after a loop that anyone would write: no buffers, one batch a step."""
     weights = {n: w.double() for n, w in tiny_weights(tiny_state(serial_mesh()).model).items()}
     model = dense_gpt2(tiny_section(), VOCABULARY, weights)
-    optimizer = plain_adamw(model, config)
+    optimizer = optimizer_of(model, config)
     losses = []
     for step, rate in enumerate(rates):
         loss, count = summed_loss(model, samples(4, first=10 * step), CPU)
@@ -70,6 +77,40 @@ def test_five_steps_equal_a_plain_loop(clip_grad: float) -> None:
     for name, weight in whole_weights(state.model).items():
         wanted = expected[name].detach().view_as(weight)
         torch.testing.assert_close(weight, wanted, rtol=0, atol=1e-10)
+
+
+Optimizer = type[torch.optim.Adam] | type[torch.optim.AdamW]
+
+
+def own_run(tensor_size: int, config: OptimizerConfig) -> dict[str, Tensor]:
+    state = tiny_state(mesh_of_ranks(tensor_size), optimizer=config)
+    for step, rate in enumerate(RATES[:3]):
+        train_step(state, micro_batches(samples(4, first=10 * step), state.mesh, 2), rate)
+    return whole_weights(state.model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+def test_three_steps_equal_torch_s_optimizers_by_default(
+    gloo: Pool, optimizer: Optimizer, world: int
+) -> None:
+    """Which decay every parameter, biases and norms too; Adam by a part of the gradient."""
+    config = OptimizerConfig(
+        weight_decay=1e-2,
+        clip_grad=0.5,
+        decoupled_weight_decay=optimizer is torch.optim.AdamW,
+        decay_biases_and_norms=True,
+    )
+    expected, _ = plain_run(
+        config,
+        RATES[:3],
+        lambda model, given: optimizer(model.parameters(), weight_decay=given.weight_decay),
+    )
+    wanted = dict(expected.named_parameters())
+    for found in gloo.run(world, own_run, world, config):
+        for name, weight in found.items():
+            plain = wanted[name].detach().view_as(weight)
+            torch.testing.assert_close(weight, plain, rtol=0, atol=1e-12)
 
 
 def test_biases_and_norms_do_not_decay() -> None:

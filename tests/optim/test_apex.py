@@ -29,9 +29,10 @@ class FusedAdam(torch.optim.Optimizer):
     def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8,
                  adam_w_mode=True, weight_decay=0.0, amsgrad=False, set_grad_none=True,
                  capturable=False, master_weights=False):
-        assert adam_w_mode and not amsgrad and not capturable and not master_weights
+        assert not amsgrad and not capturable and not master_weights
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
                         weight_decay=weight_decay)
+        self.adam_w_mode = adam_w_mode
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -46,10 +47,14 @@ class FusedAdam(torch.optim.Optimizer):
                 if len(state) == 0:
                     state["exp_avg"] = torch.zeros_like(p).float()
                     state["exp_avg_sq"] = torch.zeros_like(p).float()
+                if not self.adam_w_mode:
+                    p.grad.add_(p, alpha=group["weight_decay"])
                 m = state["exp_avg"].mul_(beta1).add_(p.grad, alpha=1 - beta1)
                 v = state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
                 update = (m / first) / ((v / second).sqrt() + group["eps"])
-                p.sub_(group["lr"] * (update + group["weight_decay"] * p))
+                if self.adam_w_mode:
+                    update = update + group["weight_decay"] * p
+                p.sub_(group["lr"] * update)
 """
 
 FUSED_LAYER_NORM = """
@@ -92,8 +97,10 @@ def apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget_apex()
 
 
-def run(adam: str, norm: str, **settings: Any) -> TrainState:
-    optimizer = OptimizerConfig(weight_decay=0.1, clip_grad=0.5, optimizer_impl=adam)
+def run(adam: str, norm: str, decoupled: bool = True, **settings: Any) -> TrainState:
+    optimizer = OptimizerConfig(
+        weight_decay=0.1, clip_grad=0.5, optimizer_impl=adam, decoupled_weight_decay=decoupled
+    )
     section = tiny_section(layernorm_impl=norm)
     return tiny_state(serial_mesh(), section, optimizer, dtype=torch.float32, **settings)
 
@@ -117,9 +124,15 @@ def assert_same(actual: TrainState, expected: TrainState) -> None:
 
 
 @pytest.mark.usefixtures("apex")
-@pytest.mark.parametrize(("adam", "norm"), [("apex", "torch"), ("torch", "apex"), ("apex", "apex")])
-def test_training_equals_the_default(adam: str, norm: str) -> None:
-    default, other = run("torch", "torch"), run(adam, norm)
+@pytest.mark.parametrize(
+    ("adam", "norm", "decoupled"),
+    [
+        *(("apex", "torch", True), ("torch", "apex", True), ("apex", "apex", True)),
+        ("apex", "torch", False),
+    ],
+)
+def test_training_equals_the_default(adam: str, norm: str, decoupled: bool) -> None:
+    default, other = run("torch", "torch", decoupled), run(adam, norm, decoupled)
     norms = [each for each in other.model.modules() if isinstance(each, ApexLayerNorm)]
     assert len(norms) == (5 if norm == "apex" else 0)
     kernel = getattr(other.optimizer.adam, "optimizer", None)

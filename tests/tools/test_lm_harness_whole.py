@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")  # which the harness's own model imports
 from lm_eval.models.huggingface import HFLM
 
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.training import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_newest
 from megatron.train.trained import open_trained

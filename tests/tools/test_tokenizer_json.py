@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from megatron.checkpoint.format import read_manifest
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError
+from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse
-from megatron.config.training import ParallelConfig
 from megatron.data.indexed import Description, IndexedDataset
 from megatron.data.tokenizer_json import HuggingFaceTokenizer
 from megatron.train.trained import open_trained

@@ -13,7 +13,7 @@ PROGRAM = """\
 import os, signal, sys, threading, time
 import torch
 import megatron.train.launch as start
-from megatron.config.training import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.parallel.collectives import all_reduce
 from megatron.train.launch import launch
 from megatron.train.watch import note

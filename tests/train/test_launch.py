@@ -8,7 +8,7 @@ import torch
 
 from megatron.config.checks import UsageError
 from megatron.config.launch import read_rank_info
-from megatron.config.training import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.train.launch import Arrival, choose_device, launch
 from tests.train.ranks import run_ranks, write_program
 

@@ -13,7 +13,7 @@ import pytest
 from megatron.checkpoint.format import seal
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import UsageError
-from megatron.config.training import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.train.trained import open_trained

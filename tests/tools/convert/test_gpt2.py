@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron.checkpoint.format import read_checkpoint, read_manifest
 from megatron.checkpoint.load import verify
 from megatron.config.model import GPT2Config
-from megatron.config.training import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import GPT2BPETokenizer, read_tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, whole_logits

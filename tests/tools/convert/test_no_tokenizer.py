@@ -6,7 +6,7 @@ import pytest
 
 from megatron.checkpoint.format import read_manifest
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.training import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import file_names
 from megatron.train.trained import open_trained
 from tests.data.samples import write_tokenizer, write_wordpiece

@@ -1,0 +1,260 @@
+"""How the processes of a run share out its models, their layers and their samples."""
+
+import difflib
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megatron.config.checks import UsageError, flag, positive
+from megatron.config.model import ModelConfig
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+"""Those of megatron.parallel.schedules, which is not imported here."""
+
+STAGES, VIRTUAL = "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"
+OF_STAGES = (
+    *("num_layers_per_virtual_pipeline_stage", VIRTUAL),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+)
+"""Settings that need several stages: of virtual ones, and of the first and the last one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    tensor_model_parallel_size: int = field(default=1, metadata={"alias": "model_parallel_size"})
+    """Processes that share one model, each holding a slice of every layer; the remaining
+    factor of the world size is data parallelism. Also spelt --model-parallel-size."""
+
+    tensor_parallel_mode: Literal["1d"] = "1d"
+    """How a layer is cut: 1d, along the columns or rows of its weights, as in the paper."""
+
+    distributed_timeout_minutes: float = 10.0
+    """Minutes without progress after which a run of several processes stops and says which one is
+    behind; longer than the longest save, evaluation or load."""
+
+    def __post_init__(self) -> None:
+        positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
+
+    @property
+    def cuts_stream(self) -> bool:
+        """Whether the tensor-parallel processes share out the rows of the stream, too."""
+        return False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis but data, which takes what is left of them."""
+        return {"tensor": self.tensor_model_parallel_size}
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Models trained side by side by world_size processes."""
+        return world_size // math.prod(self.sizes.values())
+
+    def check(
+        self,
+        world_size: int,
+        widths: Mapping[str, int] | None = None,
+        seq_length: int | None = None,
+    ) -> None:
+        """Raise UsageError where processes, the widths of a model, `ModelConfig.widths`, or under
+        sequence parallelism the tokens of a sample cannot be shared out evenly."""
+        size, widths = self.tensor_model_parallel_size, dict(widths or {})
+        if self.cuts_stream and seq_length is not None:
+            widths["--seq-length"] = seq_length
+        whole = (world_size, *widths.values())
+        if any(each % size for each in whole):
+            others = math.prod(self.sizes.values()) // size
+            fitting = (
+                n
+                for n in range(1, size)
+                if not any(each % n for each in whole) and not world_size % (n * others)
+            )
+            of_model = "".join(f"{name} {width} and of " for name, width in widths.items())
+            raise UsageError(
+                "--tensor-model-parallel-size",
+                size,
+                f"a divisor of {of_model}the processes: torchrun --nproc-per-node, now "
+                f"{world_size}",
+                works=("--tensor-model-parallel-size", str(max(fitting))),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneParallelConfig(ParallelConfig):
+    """Of programs that fine-tune."""
+
+    sequence_parallel: bool = False
+    """Share out the tokens between layers over the tensor-parallel processes, too: the same numbers
+    with less memory for activations."""
+
+    @property
+    def cuts_stream(self) -> bool:
+        return self.sequence_parallel and self.tensor_model_parallel_size > 1
+
+    def check(
+        self,
+        world_size: int,
+        widths: Mapping[str, int] | None = None,
+        seq_length: int | None = None,
+    ) -> None:
+        """As of ParallelConfig; warns of a sequence that nothing shares out."""
+        super().check(world_size, widths, seq_length)
+        if self.sequence_parallel and not self.cuts_stream:
+            warnings.warn(
+                "--sequence-parallel does nothing with --tensor-model-parallel-size 1", stacklevel=2
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingParallelConfig(FinetuneParallelConfig):
+    """Of programs that pretrain."""
+
+    pipeline_model_parallel_size: int = 1
+    """Pipeline stages: processes that share one model, each holding some of its layers, whole or a
+    tensor-parallel slice of them."""
+
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Transformer layers of a virtual stage, of which each process then holds several: fewer idle
+    moments, more messages. All virtual stages have as many."""
+
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Virtual stages of a process, in place of --num-layers-per-virtual-pipeline-stage: they may
+    differ in layers."""
+
+    pipeline_schedule: str | None = None
+    """In which order each process runs its forwards and backwards: gpipe, 1f1b, interleaved (of
+    virtual stages), zb-h1 (zero bubble), or a JSON file of actions as tools/plan.py schedule writes
+    it. If not given: 1f1b, with virtual stages interleaved."""
+
+    pipeline_partition: Literal["balanced", "uniform"] = "balanced"
+    """Layers of each stage: balanced, such that the slowest stage is as fast as can be, where the
+    head counts as the layers that take its time; uniform, as equal in number as can be."""
+
+    decoder_first_pipeline_num_layers: int | None = None
+    """Transformer layers of the first stage; --pipeline-partition balanced shares out the rest."""
+
+    decoder_last_pipeline_num_layers: int | None = None
+    """Transformer layers of the last stage; --pipeline-partition balanced shares out the rest."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(
+            self,
+            "pipeline_model_parallel_size",
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+        )
+        given = [name for name in OF_STAGES if getattr(self, name) is not None]
+        if self.num_virtual_stages_per_pipeline_rank == 1:
+            given.remove(VIRTUAL)
+        for name in given:
+            if self.pipeline_model_parallel_size == 1:
+                allowed = f"given with {flag(STAGES)} above 1"
+            elif name != given[0] and given[0] in OF_STAGES[:2]:
+                allowed = f"given without {flag(given[0])}"
+            elif name in OF_STAGES[2:] and self.pipeline_partition == "uniform":
+                allowed = "given with --pipeline-partition balanced"
+            else:
+                continue
+            raise UsageError(flag(name), getattr(self, name), allowed)
+        kind = self.pipeline_schedule
+        if kind is not None and kind not in SCHEDULES and not Path(kind).is_file():
+            allowed = f"{', '.join(SCHEDULES)} or a file of actions"
+            near = difflib.get_close_matches(kind, SCHEDULES, 1, cutoff=0)
+            raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule(*near))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"pipeline": self.pipeline_model_parallel_size, **super().sizes}
+
+    def virtual_stages(self, num_layers: int) -> int:
+        """Virtual stages of a process, 1 of plain stages, for a model of so many layers."""
+        if (each := self.num_layers_per_virtual_pipeline_stage) is not None:
+            return num_layers // (each * self.pipeline_model_parallel_size)
+        return self.num_virtual_stages_per_pipeline_rank or 1
+
+    def check(
+        self,
+        world_size: int,
+        widths: Mapping[str, int] | None = None,
+        seq_length: int | None = None,
+    ) -> None:
+        """As of FinetuneParallelConfig, of processes that stages share out, too."""
+        stages, tensor = self.pipeline_model_parallel_size, self.tensor_model_parallel_size
+        tensor = 1 if world_size % tensor else tensor  # which is refused below
+        if world_size % (stages * tensor):
+            most = max(n for n in range(1, stages) if not world_size % (n * tensor))
+            is_needed = any(getattr(self, name) is not None for name in OF_STAGES)
+            raise UsageError(
+                "--pipeline-model-parallel-size",
+                stages,
+                f"such that it times --tensor-model-parallel-size {tensor} divides the processes: "
+                f"torchrun --nproc-per-node, now {world_size}",
+                works=_stages(most) if most > 1 or not is_needed else (),
+            )
+        super().check(world_size, widths, seq_length)
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise UsageError where the stages of this model, or the schedule, cannot be."""
+        layers, stages = model.num_layers, self.pipeline_model_parallel_size
+        of_model = f"--num-layers {layers}"
+        if (each := self.num_layers_per_virtual_pipeline_stage) is not None:
+            name, parts = flag("num_layers_per_virtual_pipeline_stage"), layers // stages
+            if layers % stages:
+                allowed = f"left out where {stages} stages do not divide {of_model}"
+                works = (flag(VIRTUAL), "2") if parts > 1 else ()
+                raise UsageError(name, each, allowed, works=works)
+            if parts % each:
+                allowed = f"a divisor of {of_model} / {stages} stages"
+                most = max(n for n in range(1, min(each, parts) + 1) if not parts % n)
+                raise UsageError(name, each, allowed, works=(name, str(most)))
+        virtual = self.virtual_stages(layers)
+        if virtual > 1 and layers < stages * virtual:
+            allowed = f"at most {of_model} / {stages} stages"
+            works = (flag(VIRTUAL), str(max(1, layers // stages)))
+            raise UsageError(flag(VIRTUAL), virtual, allowed, works=works)
+        if layers < stages:
+            most = max(n for n in range(1, layers + 1) if not stages % n)
+            raise UsageError(flag(STAGES), stages, f"at most {of_model}", works=_stages(most))
+        if self.pipeline_partition == "uniform" and layers % virtual:
+            allowed = f"balanced where {virtual} virtual stages do not divide {of_model}"
+            works = ("--pipeline-partition", "balanced")
+            raise UsageError("--pipeline-partition", "uniform", allowed, works=works)
+        self._check_ends(layers)
+        kind = self.pipeline_schedule
+        if kind == "interleaved" and virtual == 1:
+            allowed = f"another one without {flag(VIRTUAL)} above 1"
+            raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("1f1b"))
+        if kind in ("gpipe", "1f1b", "zb-h1") and virtual > 1:
+            allowed = f"interleaved or a file, with {virtual} virtual stages"
+            raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("interleaved"))
+        if kind == "zb-h1" and model.recompute_granularity == "full":
+            allowed = "1f1b with --recompute-granularity full: zero bubble keeps what it frees"
+            raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("1f1b"))
+
+    def _check_ends(self, layers: int) -> None:
+        """Refuse a first and a last stage that leave the others none, or layers to none."""
+        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        stages = self.pipeline_model_parallel_size
+        others = max(0, stages - 2)
+        for name, given, opposite in (
+            ("decoder_first_pipeline_num_layers", first, 1),
+            ("decoder_last_pipeline_num_layers", last, first or 1),
+        ):
+            most = layers - others - opposite
+            is_all = stages == 2 and name.startswith("decoder_last") and first is not None
+            if given is not None and (given > most or (is_all and given < most)):
+                allowed = f"{'' if is_all else 'at most '}{most} of --num-layers {layers}"
+                raise UsageError(flag(name), given, allowed, works=(flag(name), str(most)))
+
+
+def _schedule(kind: str) -> tuple[str, ...]:
+    return "--pipeline-schedule", kind
+
+
+def _stages(number: int) -> tuple[str, ...]:
+    return flag(STAGES), str(number)
