@@ -48,7 +48,8 @@ from tools.layouts.job import open_samples
 
 OURS, TORCH = "this project", "torch.distributed.pipelining"
 ALONE, PLAIN = "this project, one process", "plain torch, one process"
-KINDS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "gpipe": 1}  # and virtual stages of a rank
+KINDS: tuple[Any, ...] = ("1f1b", "interleaved", "zb-h1", "gpipe")
+VIRTUAL = {"interleaved": 2}  # stages of a rank; of the others 1
 WORDS = """--preset gpt2_124m --num-layers 7 --vocab-size 10240 --micro-batch-size 1
 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --no-fp16"""
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-3}  # of the losses
@@ -64,8 +65,9 @@ def plan_of(config: PretrainGPT2Config, ranks: int, kind: str) -> PipelinePlan:
         return UNCUT
     h, s = config.model.hidden_size, config.data.seq_length
     head = head_weight(h, s, open_samples(config)[1])
-    layers = partition(config.model.num_layers, ranks * KINDS[kind], head=head)
-    return PipelinePlan(ranks, KINDS[kind], kind, layers)
+    virtual = VIRTUAL.get(kind, 1)
+    layers = partition(config.model.num_layers, ranks * virtual, head=head)
+    return PipelinePlan(ranks, virtual, kind, layers)
 
 
 class Job:
@@ -259,6 +261,8 @@ def contenders(
     flags: Flags,
     pipeline: int = 2,
     micro_batches: int = 8,
+    schedules: tuple[Literal["1f1b", "interleaved"], ...] = ("1f1b", "interleaved"),
+    bubble_schedules: tuple[Literal["1f1b", "interleaved", "zb-h1", "gpipe"], ...] = KINDS,
     bubble_micro_batches: tuple[int, ...] = (16, 8, 4, 2, 1),
     dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
     program_flags: str = "",
@@ -268,6 +272,8 @@ def contenders(
     Args:
         pipeline: ranks of the pipeline axis.
         micro_batches: of the steps that are compared.
+        schedules: that are compared with torch's.
+        bubble_schedules: whose bubble is measured.
         bubble_micro_batches: for which the bubble is measured; the first is the one to compare
             with.
         dtypes: of weights and activations; the bubble is measured in the first.
@@ -281,10 +287,12 @@ def contenders(
         )
         for dtype in dtypes
     }
-    for dtype, kind, updates in product(dtypes, ("1f1b", "interleaved"), SCOPES):
+    for dtype, kind, updates in product(dtypes, schedules, SCOPES):
+        if updates and kind != schedules[0]:
+            continue
         own = {"kind": kind, "micro_batches": micro_batches, "updates": updates}
         runs = {OURS: (ours, pipeline), TORCH: (torchs, pipeline)}
-        if kind == "1f1b" and not updates:
+        if kind == schedules[0] and not updates:
             runs |= {ALONE: (ours, 1), PLAIN: (torchs, 1)}
         for name, (run, ranks) in runs.items():
             yield Contender(
@@ -295,7 +303,8 @@ def contenders(
                 ranks=ranks,
                 same={"loss": TOLERANCES[dtype]},
             )
-    for (kind, virtual), m in product(KINDS.items(), bubble_micro_batches):
+    for kind, m in product(bubble_schedules, bubble_micro_batches):
+        virtual = VIRTUAL.get(kind, 1)
         facts = check(schedule(kind, pipeline, m, virtual), virtual)
         in_flight = {f"in_flight_{rank}": each for rank, each in enumerate(facts.in_flight)}
         yield Contender(
@@ -364,7 +373,7 @@ COLUMNS = (
     ),
 )
 QUESTION = Question(
-    contenders, COLUMNS, result, turns=2, picture="lines", drawn=[f"{MEASURED} | {PROMISED}"]
+    contenders, COLUMNS, result, picture="lines", drawn=[f"{MEASURED} | {PROMISED}"]
 )
 
 if __name__ == "__main__":
