@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 
 from megatron.parallel.schedules import (
     Lists,
     Program,
     ScheduleError,
+    consecutive,
     forward_only,
     program,
     schedule,
@@ -102,7 +102,7 @@ def partition(
         stage = min(range(stages), key=lambda each: (each in fixed, costs[each]))
         sizes[stage] += 1
         costs[stage] += 1
-    return _consecutive(sizes)
+    return consecutive(sizes)
 
 
 def partition_uniform(layers: int, stages: int, chunks: int = 1) -> tuple[range, ...]:
@@ -117,8 +117,4 @@ def partition_uniform(layers: int, stages: int, chunks: int = 1) -> tuple[range,
         raise ValueError(f"{layers} layers, {stages} stages: {chunked}")
     ranks = stages // chunks
     small, larger = divmod(layers // chunks, ranks)
-    return _consecutive([small + (rank >= ranks - larger) for rank in range(ranks)] * chunks)
-
-
-def _consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
-    return tuple(range(*each) for each in pairwise(accumulate(sizes, initial=0)))
+    return consecutive([small + (rank >= ranks - larger) for rank in range(ranks)] * chunks)

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,7 +117,11 @@ def _groups(ranks: int, micro_batches: int) -> tuple[range, ...]:
     have `ranks` of them, of nearly equal size, the larger ones first."""
     count = max(1, micro_batches // ranks)
     small, larger = divmod(micro_batches, count)
-    return _consecutive([small + (number < larger) for number in range(count)])
+    return consecutive([small + (number < larger) for number in range(count)])
+
+
+def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
+    return tuple(range(*each) for each in pairwise(accumulate(sizes, initial=0)))
 
 
 @cache
