@@ -5,13 +5,13 @@ saved bytes     of what the forward keeps for the backward beside the parameters
 host reads      results of the device that the host waits for
 calls, bytes    of collectives by axis; bytes are what a rank sends in a ring of r ranks, N being
                 those of the whole tensor: all-reduce 2 (r - 1) / r N, gather and reduce-scatter
-                half of that
+                half of that; a message is a call of the rank that sends it
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.data.batch import Batch
 from megatron.parallel.mesh import Mesh
-from megatron.train.executor import run_whole
+from megatron.train.executor import Executor, run_whole
 from megatron.train.objectives import Objective
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward
@@ -44,8 +44,19 @@ class Counts:
 def measure(state: TrainState, micro_batches: Sequence[Batch]) -> Counts:
     """Of forward and backward of a step, whose gradients are in the buckets then."""
     model, mesh = state.model.train(), state.mesh
-    kept = saved_bytes(model, state.objective, micro_batches[0], mesh.device)
     counts = count(state, micro_batches)
+    executor = Executor(
+        model=model,
+        objective=state.objective,
+        mesh=mesh,
+        pipeline=state.pipeline,
+        batches=micro_batches[:1],
+        loss_scales=torch.ones_like(counts[1:]),
+        gradients=state.gradients,
+    )
+    forward = state.pipeline.evaluation(mesh.pipeline.rank, 1)
+    # The executor holds what is in flight, so that nothing that was kept makes room.
+    kept = bytes_kept(model, lambda: executor.run(forward))
     with counting(mesh) as found:
         forward_backward(state, micro_batches, counts)
     found.saved_bytes = kept
@@ -116,8 +127,15 @@ def host_reads() -> Iterator[Counter[str]]:
 
 
 def saved_bytes(model: Any, objective: Objective, batch: Batch, device: torch.device) -> int:
-    """Of what the forward of a micro-batch keeps for its backward, beside the parameters."""
+    """Of what the forward of a micro-batch through a whole model keeps for its backward, beside the
+    parameters."""
     ones = torch.ones(len(objective.terms), dtype=torch.float64, device=device)
+    model.train()
+    return bytes_kept(model, lambda: run_whole(model, objective, batch, device, ones))
+
+
+def bytes_kept(model: Any, forward: Callable[[], object]) -> int:
+    """Of what the forward of a model keeps, until what is returned is gone."""
     parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -126,8 +144,7 @@ def saved_bytes(model: Any, objective: Objective, batch: Batch, device: torch.de
         kept[memory.data_ptr()] = memory.nbytes()
         return tensor
 
-    model.train()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = run_whole(model, objective, batch, device, ones)
-    del loss  # until here nothing that was kept could make room
+        graph = forward()
+    del graph  # until here nothing that was kept could make room
     return sum(size for place, size in kept.items() if place not in parameters)

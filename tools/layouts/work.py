@@ -54,8 +54,9 @@ class Matmul(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A collective. bytes: of the whole tensor. passes: over a ring, of all-reduce 2, else 1.
-    beside: the matmuls between its start and the wait for it."""
+    """A collective, or a message that is sent. bytes: of the whole tensor. passes: over a ring, of
+    all-reduce 2, of a message 0, else 1. beside: the matmuls between its start and the wait for
+    it."""
 
     axis: str
     bytes: int
@@ -64,6 +65,8 @@ class Call(NamedTuple):
 
     def sent(self, ranks: int) -> int:
         """Bytes, by each of the ranks."""
+        if not self.passes:
+            return self.bytes
         return self.passes * (ranks - 1) * self.bytes // ranks
 
 
@@ -89,6 +92,7 @@ COLLECTIVES = {
     "_allgather_base_": (1, 0),
     "_reduce_scatter_base_": (1, 1),
     "allgather_": (1, 0),
+    "send": (0, 0),
 }
 # Matmuls: which argument is the left factor; the right one follows it.
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
@@ -140,7 +144,7 @@ class Meter(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, function.overloadpacket.__name__
-        if function.namespace == "c10d":
+        if function.namespace == "c10d" and name != "recv_":  # which the sender counts
             call, is_meta = self._call(name, args)
             if is_meta:
                 self.running.append(_Done(self, call))
@@ -149,7 +153,8 @@ class Meter(TorchDispatchMode):
             return function(*args, **kwargs)
         given = [*_tensors(args), *_tensors(kwargs.values())]
         makes = not (function.is_view or name.endswith("_") or "out" in kwargs)
-        if makes and given and given[0].is_meta:
+        is_meta = torch.device(kwargs.get("device") or "meta").type == "meta"
+        if makes and given and given[0].is_meta and is_meta:
             result = _on_meta(function, args, kwargs, given)
         else:
             result = function(*args, **kwargs)
