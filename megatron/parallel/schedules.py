@@ -1,18 +1,18 @@
 """Pipeline schedules as data: which rank runs which action, in which order. No torch.
 
-Unusual here: a schedule is a list of actions per rank, not code. One executor runs every list, a
-pure check proves it from the lists of all ranks, and tools/plan.py draws it. The virtual stages of
-a model are numbered in its order; stage s lives on rank s % p of the p ranks of the pipeline axis.
+Unusual here: a schedule is not code. A check proves it from the lists of all ranks; tools/plan.py
+draws it. Virtual stages are numbered as in the model; stage s lives on rank s % p of the p ranks.
 
 | kind | source | idle / ideal time | micro-batches in flight at m >= p |
 |---|---|---|---|
 | gpipe | Huang et al., arXiv 1811.06965 | (p-1)/m | m |
 | 1f1b | Narayanan et al., arXiv 2104.04473, 2.2.1 | (p-1)/m | p - rank |
-| interleaved | the same, 2.2.2; p divides m | (p-1)/(v m) | 2(p - rank - 1) + (v-1)p + 1 |
+| interleaved | the same, 2.2.2 | (p-1)/(v m) | 2(p - rank - 1) + (v-1)g + 1, at most v m |
 | zb-h1 | Qi et al., arXiv 2401.10241, 2.3 | (p-1)/(3m) | p |
 
-A micro-batch is in flight once for each virtual stage that keeps its activations. At m < p the
-first two stay as they are, with m in flight at most; ZB-H1 idles (2p - 1 - m)/(3m).
+A micro-batch is in flight once for each virtual stage that keeps its activations. g is the size of
+the largest group, p where p divides m. At m < p: gpipe and 1f1b idle as above, interleaved
+(v-1)(p-m)/(v m) more, zb-h1 (p-m)/(3m) more; v m are in flight at most.
 """
 
 import json
