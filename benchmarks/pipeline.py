@@ -40,8 +40,8 @@ from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank
 from benchmarks.report import Results
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
-from megatron.parallel.schedules import check, head_weight, partition, schedule
+from megatron.parallel.pipeline import UNCUT, PipelinePlan, head_weight, partition
+from megatron.parallel.schedules import check, schedule
 from megatron.train.state import DTYPES
 from megatron.train.step import count, forward_backward, train_step
 from tools.layouts.job import open_samples
@@ -50,8 +50,9 @@ OURS, TORCH = "this project", "torch.distributed.pipelining"
 ALONE, PLAIN = "this project, one process", "plain torch, one process"
 KINDS: tuple[Any, ...] = ("1f1b", "interleaved", "zb-h1", "gpipe")
 VIRTUAL = {"interleaved": 2}  # stages of a rank; of the others 1
-WORDS = """--preset gpt2_124m --num-layers 7 --vocab-size 10240 --micro-batch-size 1
---untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --no-fp16"""
+WORDS = """--preset gpt2_124m --num-layers 7 --seq-length 512 --vocab-size 10240
+--micro-batch-size 1 --untie-embeddings-and-output-weights --attention-dropout 0
+--hidden-dropout 0 --no-fp16"""
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-3}  # of the losses
 RATIO, MEMORY = "time / the first's", "peak memory / the first's"
 MEASURED, PROMISED = "time per micro-batch / the first's", "by the schedule"
