@@ -6,7 +6,9 @@
                                                      # all-reduces too
 
 Every flag of pretraining may follow the preset: --kind KIND is that of pretrain.py's --model. The
-model itself is traced without memory (tools/planning/); constants are in scripts/hardware/.
+model itself is traced without memory (tools/planning/); constants are in scripts/hardware/. Of a
+pipeline each stage is planned; memory is that of the fullest one, time that of the slowest one and
+the bubble of the schedule.
 
 Exit status: 0 the plan fits, 1 it does not fit in the memory of a device, 2 a wrong argument.
 """
@@ -62,7 +64,7 @@ class QuestionConfig(FilesConfig):
     so, else gpt2."""
 
     search: bool = False
-    """List the layouts that fit, best first; the global batch stays as it is."""
+    """List the layouts that fit, best first; the global batch and the pipeline stay as they are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
