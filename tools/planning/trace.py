@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
@@ -215,10 +215,12 @@ def _on_meta(
 class _Unreduced(GradientBuckets):
     """Leaves reduction to the whole model's."""
 
+    @contextmanager
     def backward(
         self, *, is_last: bool, stage: int | None = None, is_deferred: bool = False
-    ) -> AbstractContextManager[list[Deferred]]:
-        return super().backward(is_last=False, stage=stage, is_deferred=is_deferred)
+    ) -> Iterator[list[Deferred]]:
+        with super().backward(is_last=False, stage=stage, is_deferred=is_deferred) as deferred:
+            yield deferred
 
     def add_deferred(
         self, deferred: Sequence[Deferred], *, is_last: bool, stage: int | None = None
@@ -304,10 +306,11 @@ class Step:
             return UNCUT
         return plan_of_run(self.config, self.ranks, vocabulary_of(self.config))
 
-    @property
+    @cached_property
     def stages(self) -> list[Step]:
         """The same step on each rank along the pipeline axis."""
-        return [replace(self, rank=rank) for rank in range(self.pipeline.ranks)]
+        ranks = range(self.pipeline.ranks)
+        return [self if rank == self.rank else replace(self, rank=rank) for rank in ranks]
 
     @property
     def parameters(self) -> int:
@@ -351,16 +354,11 @@ class Step:
     @property
     def alike(self) -> int:
         """The first rank along the pipeline axis whose stages are as those of this one."""
-        if self.rank in (0, self.pipeline.ranks - 1):
+        ranks, layers = self.pipeline.ranks, self.pipeline.layers
+        if self.rank in (0, ranks - 1):
             return self.rank
-        depths = [each.depths for each in self.stages]
-        return depths.index(self.depths, 1)
-
-    @property
-    def depths(self) -> list[int]:
-        """Layers of each virtual stage of this rank."""
-        layers = self.pipeline.layers[self.rank :: self.pipeline.ranks]
-        return [len(each) for each in layers] or [self.config.model.num_layers]
+        depths = [[len(each) for each in layers[rank::ranks]] for rank in range(ranks)]
+        return depths.index(depths[self.rank], 1)
 
     @cached_property
     def model(self) -> Model:
@@ -386,16 +384,16 @@ class Step:
     def activations(self) -> int:
         """Bytes of the micro-batches in flight, when they are most."""
         found, ranks = self.trace, self.pipeline.ranks
-
-        def change(action: Action) -> int:
-            place = action.stage // ranks
-            kept, owed = found.kept_by_stage[place], found.owed_by_stage[place]
-            changes = {"forward": kept, "backward": -kept}
-            return {**changes, "backward_input": owed - kept, "backward_weight": -owed}[
-                action.direction
-            ]
-
-        return max(accumulate(map(change, self.lists[self.rank])))
+        if ranks == 1:
+            return found.kept
+        pairs = zip(found.kept_by_stage, found.owed_by_stage, strict=True)
+        changes = [
+            {"forward": kept, "backward": -kept}
+            | {"backward_input": owed - kept, "backward_weight": -owed}
+            for kept, owed in pairs
+        ]
+        actions = self.lists[self.rank]
+        return max(accumulate(changes[each.stage // ranks][each.direction] for each in actions))
 
     @property
     def messages(self) -> int:
