@@ -90,6 +90,33 @@ def test_every_preset_is_planned(name: str, tmp_path: Path) -> None:
     assert found["predicted_step_seconds"]["total"] > 0
 
 
+def test_every_stage_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--preset gpt2_xl_colossalai --gpus 8 --hardware dgx-a100 --no-fp16"
+    virtual = "--num-virtual-stages-per-pipeline-rank 3 --pipeline-partition uniform"
+    found = planned(tmp_path, f"{words} {virtual}")
+    model, stages = found["model"], found["stages"]
+    assert (model["pipeline"], model["tensor"], model["data"]) == (2, 2, 2)
+    assert (model["virtual_stages"], model["schedule"]) == (3, "interleaved")
+    third = [*range(8)]
+    assert [each["layers"] for each in stages] == [
+        [first + number for first in (start, start + 16, start + 32) for number in third]
+        for start in (0, 8)
+    ]
+    assert sum(each["parameters"] for each in stages) == found["parameters"] == 1_557_611_200
+    totals = [each["memory_per_rank_bytes"]["total"] for each in stages]
+    assert found["memory_per_rank_bytes"]["total"] == max(totals)
+    # Two ranks: the word embedding is summed over the axis that messages take.
+    m = model["micro_batches"]
+    sent = [each["communication_per_step"]["pipeline"]["calls"] for each in stages]
+    assert sent == [5 * m + 1, 5 * m + 1]
+    assert found["idle_share_of_schedule"] == pytest.approx(1 / (3 * m))
+    assert found["predicted_step_seconds"]["pipeline_bubble"] > 0
+    out = capsys.readouterr().out
+    assert "pipeline 2 x 3 interleaved" in out
+    assert "micro-batches in flight" in out
+    assert planned(tmp_path, f"{words} --search")["layouts"]
+
+
 def test_a_kind_can_be_given(tmp_path: Path) -> None:
     own, hardware = tmp_path / "own.toml", tmp_path / "bert_laboratory.toml"
     own.write_text((ROOT / "scripts" / "presets" / "figure7_bert.toml").read_text())
@@ -126,6 +153,9 @@ def test_a_search_takes_less_than_ten_processor_seconds() -> None:
         (f"{LARGE} --gpus 8 --kind tests.models.own_kind:IMAGES", "--kind"),
         ("figure5 --hardware h200", "--hardware"),
         (f"{SMALL} --gpus 5", "--gpus 4 works"),
+        ("--preset gpt3_175b --gpus 32", "--tensor-model-parallel-size 4"),
+        ("--preset gpt3_175b --gpus 64 --pipeline-schedule zb-h1", "--pipeline-schedule 1f1b"),
+        (f"{OWN} --pipeline-model-parallel-size 2 --gpus 2", "--pipeline-model-parallel-size 2"),
         (f"{SMALL} --gpus 8 --seq-length 2048", "--seq-length 1024 works"),
         (f"{SMALL} --gpus 1 --seq-length 2048", "error: --"),
     ],
