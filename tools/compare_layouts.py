@@ -4,11 +4,12 @@ and the work is divided.
     python -m tools.compare_layouts --preset quickstart --micro-batch-size 2 --steps 3 \
         tensor=2 tensor=2,data=2,sequence
 
-A LAYOUT is `serial`, or words with commas between them: tensor=N and data=N processes, `sequence`
-for sequence parallelism. Each is trained by processes of its own, from the same seed and the same
-samples (random tokens without --data-path); in fp64 and without dropout, unless the command line
-asks for either. Flags of pretrain_gpt2.py and pretrain_bert.py may follow, but for those of layout,
-checkpoints, records and evaluation; what presets say of these does not hold.
+A LAYOUT is `serial`, or words with commas between them: tensor=N, data=N and pipeline=N processes,
+`sequence` for sequence parallelism, virtual=N stages of each pipeline rank, schedule=KIND of the
+pipeline. Each is trained by processes of its own, from the same seed and the same samples (random
+tokens without --data-path); in fp64 and without dropout, unless the command line asks for either.
+Flags of pretrain_gpt2.py and pretrain_bert.py may follow, but for those of layout, checkpoints,
+records and evaluation; what presets say of these does not hold.
 
 Exit status: 0 all are equal, 1 a difference is beyond --tolerance, 2 a wrong argument or a failure.
 """
@@ -56,6 +57,9 @@ PRECISION = {"--bf16", "--no-bf16", "--fp16"}
 REFUSED = {
     "a LAYOUT says it, such as tensor=2,sequence": (
         *("tensor_model_parallel_size", "model_parallel_size", "sequence_parallel"),
+        *("pipeline_model_parallel_size", "pipeline_schedule"),
+        *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
+        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     ),
     "nothing is saved, recorded or evaluated here": (
         *(each.name for kind in (CheckpointConfig, LoggingConfig) for each in fields(kind)),

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
-from itertools import permutations
 from math import prod
 from typing import Any
 
@@ -109,12 +108,14 @@ class Axis:
 
     @cached_property
     def channels(self) -> dict[tuple[int, int], Calls]:
-        """Of the messages from one rank of the axis to another, which both ends count alike."""
+        """Of the messages from one rank of the axis to another, its neighbour in the ring of them;
+        both ends count alike."""
         ranks = dist.get_process_group_ranks(self.group)
+        near = {(self.rank + step) % self.size for step in (-1, 1)}
+        ends = [pair for each in near for pair in ((self.rank, each), (each, self.rank))]
         return {
             (one, two): _counted(f"{self.name} {one} -> {two}", [ranks[one], ranks[two]])
-            for one, two in permutations(range(self.size), 2)
-            if self.rank in (one, two)
+            for one, two in ends
         }
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:

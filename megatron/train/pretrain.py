@@ -235,7 +235,8 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     resumed = None if found is None or start.finetune else found.manifest
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
-    compiled, warnings = choose_compile(config.training.compile, mesh)
+    pipeline = plan_of_run(config, mesh.size(), inputs.corpus.vocab_size)
+    compiled, warnings = choose_compile(config.training.compile, mesh, pipeline)
     state = build_state(
         config.model,
         mesh,
@@ -245,7 +246,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         optimizer=config.optimizer,
         precision=config.precision,
         compiled=compiled,
-        pipeline=plan_of_run(config, mesh.size(), inputs.corpus.vocab_size),
+        pipeline=pipeline,
     )
     facts = {
         "kind": config.model.kind,
@@ -387,6 +388,7 @@ def log_start(run: Run, loop: Loop) -> None:
     lr = loop.learning_rate(state.updates + 1)
     for message in (
         f"{size} on {facts['device']}, ranks {axes}",
+        *state.describe_stages(),
         *(state.mesh.describe_ranks() if run.config.logging.log_ranks else ()),
         *run.messages,
         *run.config.warnings(state.mesh.device.type),

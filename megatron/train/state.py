@@ -121,6 +121,19 @@ class TrainState:
         load_weights(checkpoint, weights, missing=missing, surplus=surplus, mesh=self.mesh)
         self.optimizer.publish()
 
+    def describe_stages(self) -> list[str]:
+        """A line for each pipeline rank, with its layers and parameters; none without a pipeline
+        (every rank calls this)."""
+        mesh, plan = self.mesh, self.pipeline
+        if mesh.pipeline.size == 1:
+            return []
+        own = plan.layers[mesh.pipeline.rank :: plan.ranks]
+        layers = " and ".join(f"{each.start} to {each.stop - 1}" for each in own)
+        held = sum(each.numel() for each in self.model.parameters())
+        line = f"pipeline {mesh.pipeline.rank}: layers {layers}, {held:,} parameters on each rank"
+        found = mesh.control.gather((mesh.pipeline.rank, line))
+        return [line for _, line in sorted({*found})]
+
     @property
     def own_parameters(self) -> int:
         """Numbers of the parameters, whole, that this pipeline stage has; tied ones count at the
@@ -218,12 +231,20 @@ def compile_layers(model: nn.Module) -> None:
             module.compile(options={"fallback_random": True})  # draws as without a compiler
 
 
-def choose_compile(asked: bool | None, mesh: Mesh) -> tuple[bool, list[str]]:
+def choose_compile(
+    asked: bool | None, mesh: Mesh, pipeline: PipelinePlan = UNCUT
+) -> tuple[bool, list[str]]:
     """(whether layers are compiled, the same on all ranks; warnings).
 
-    asked: None where no flag was given: then they are compiled on GPUs whose compiler works. Raises
-    UsageError on every rank where --compile asks for what does not work.
+    asked: None where no flag was given: then they are compiled on GPUs whose compiler works, but
+    for a schedule of half backwards. Raises UsageError on every rank where --compile asks for what
+    does not work.
     """
+    if pipeline.has_halves:
+        reason = f"a compiled backward is whole, and --pipeline-schedule {pipeline.kind} halves it"
+        if asked:
+            raise UsageError("--compile", None, f"left out: {reason}", works=("--no-compile",))
+        return False, []
     if not (mesh.device.type == "cuda" if asked is None else asked):
         return False, []
     failures = list(filter(None, mesh.control.gather(compiler_failure(mesh.device))))

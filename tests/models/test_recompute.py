@@ -155,8 +155,7 @@ def kept_of_layers(tensor_size: int, layers: int, dropout: float, granularity: s
     section = tiny_section(
         num_layers=layers, recompute_granularity=granularity, attention_dropout=dropout
     )
-    model = tiny_model(mesh_of_ranks(tensor_size), section)
-    return saved_bytes(model, model, samples(BATCH), CPU)
+    return saved_bytes(tiny_state(mesh_of_ranks(tensor_size), section), samples(BATCH))
 
 
 def kept_of_a_layer(tensor_size: int, dropout: float) -> dict[str, int]:

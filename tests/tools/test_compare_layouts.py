@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from megatron.config.checks import UsageError
+from megatron.config.parallel import TrainingParallelConfig
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainGPT2Config
 from tests.data.samples import write_data
 from tools import compare_layouts
 from tools.command import ROOT
@@ -35,6 +38,7 @@ SMALL = {
     "lr": 1e-3,
 }
 CUT = "tensor=2,sequence"
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 
 
 @pytest.fixture
@@ -132,6 +136,19 @@ REFUSED = {
     "an axis twice": ("tensor=2,tensor=2",),
     "a size that is none": ("tensor=0",),
     "nothing to share out the sequence over": ("data=2,sequence",),
+    "no stages to have virtual ones": ("tensor=2,virtual=2",),
+    "virtual stages twice": ("pipeline=2,virtual=2,virtual=2",),
+    "a schedule that is none": ("pipeline=2,schedule=zbv",),
+    "a schedule twice": ("pipeline=2,schedule=gpipe,schedule=1f1b",),
+    "a schedule of virtual stages": ("pipeline=1,schedule=interleaved",),
+    "fewer layers than stages": ("pipeline=2",),
+    "fewer layers than virtual stages": ("pipeline=2,virtual=2", "--num-layers", "3"),
+    "what a layout says of stages": ("tensor=2", "--pipeline-model-parallel-size", "2"),
+    "what a layout says of virtual stages": (
+        "tensor=2",
+        "--num-virtual-stages-per-pipeline-rank=1",
+    ),
+    "what a layout says of the schedule": ("tensor=2", "--pipeline-schedule", "1f1b"),
     "no layout": (),
     "heads that cannot be shared out": ("tensor=3",),
     "a sequence that cannot be shared out": (CUT, "--seq-length", "15"),
@@ -187,8 +204,32 @@ def test_what_is_no_number_is_no_equality() -> None:
     assert largest([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
 
 
+def test_a_layout_of_stages_is_the_settings_of_a_run(preset: Path) -> None:
+    words = "virtual=2,tensor=2,schedule=interleaved,data=2,pipeline=2,sequence"
+    layout = parse_layout(words)
+    assert layout.ranks == 8
+    flags = f"--pipeline-model-parallel-size 2 {VIRTUAL} 2"
+    flags += " --pipeline-schedule interleaved --model-parallel-size 2 --sequence-parallel"
+    asked = parse(PretrainGPT2Config, ["--preset", str(preset), *flags.split()], {})
+    assert TrainingParallelConfig(**layout.settings) == asked.parallel
+    with preset.open("a") as file:  # what it says of stages does not hold
+        file.write("pipeline_model_parallel_size = 2\ndecoder_first_pipeline_num_layers = 1\n")
+    config, precision = read_settings(["--preset", str(preset), "serial", "--num-layers=4"], {})
+    names = ["serial", layout.name, "pipeline=4", "schedule=gpipe"]
+    jobs = compare_layouts.plan(config, precision, names, preset.parent)
+    assert list(jobs) == names
+    assert jobs["serial"].config.parallel == TrainingParallelConfig()
+    for name, ranks, stages in zip(names, (1, 8, 4, 1), (1, 2, 4, 1), strict=True):
+        assert jobs[name].ranks == ranks
+        assert jobs[name].config.parallel.pipeline_model_parallel_size == stages
+
+
 def test_a_layout_has_one_name() -> None:
     assert parse_layout("sequence,data=3,tensor=2").name == "tensor=2,data=3,sequence"
+    pipelined = "data=2,pipeline=2,virtual=2,schedule=interleaved"
+    assert parse_layout("schedule=interleaved,virtual=2,pipeline=2,data=2").name == pipelined
+    assert parse_layout(pipelined).name == pipelined
+    assert parse_layout("pipeline=1,virtual=1").name == "serial"
     assert parse_layout("data=1,tensor=1").name == "serial"
     with pytest.raises(UsageError):
         parse_layout("")

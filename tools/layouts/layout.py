@@ -1,4 +1,5 @@
-"""A layout by its name: serial, or words such as tensor=2,data=2,sequence."""
+"""A layout by its name: serial, or words such as tensor=2,data=2,sequence or
+pipeline=2,virtual=2,schedule=interleaved."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.checks import UsageError
+from megatron.config.parallel import SCHEDULES
 
 if TYPE_CHECKING:
     import torch
 
     from megatron.parallel.mesh import Mesh
 
-AXES = ("tensor", "data")
+AXES = ("tensor", "data", "pipeline")
+NUMBERS = (*AXES, "virtual")
 SWITCHES = ("sequence",)
 
 
@@ -23,10 +26,16 @@ class Layout:
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Of the axes that are named."""
     switches: frozenset[str] = frozenset()
+    virtual: int = 1
+    """Stages of a pipeline rank."""
+    schedule: str | None = None
+    """Of the pipeline; None: as --pipeline-schedule by default."""
 
     @property
     def name(self) -> str:
         words = [f"{axis}={self.sizes[axis]}" for axis in AXES if axis in self.sizes]
+        words += [f"virtual={self.virtual}"] if self.virtual > 1 else []
+        words += [f"schedule={self.schedule}"] if self.schedule else []
         return ",".join([*words, *sorted(self.switches)]) or "serial"
 
     @property
@@ -42,6 +51,12 @@ class Layout:
         return {
             "tensor_model_parallel_size": self.size("tensor"),
             "sequence_parallel": self.cuts_stream,
+            "pipeline_model_parallel_size": self.size("pipeline"),
+            "num_virtual_stages_per_pipeline_rank": self.virtual if self.virtual > 1 else None,
+            "pipeline_schedule": self.schedule,
+            "num_layers_per_virtual_pipeline_stage": None,
+            "decoder_first_pipeline_num_layers": None,
+            "decoder_last_pipeline_num_layers": None,
         }
 
     @property
@@ -62,17 +77,26 @@ def parse_layout(text: str) -> Layout:
     """Raises UsageError naming a word that is none."""
     sizes: dict[str, int] = {}
     switches: set[str] = set()
+    schedule: str | None = None
     for word in text.split(",") if text != "serial" else []:
-        axis, _, size = word.partition("=")
+        name, _, value = word.partition("=")
         if word in SWITCHES and word not in switches:
             switches.add(word)
-        elif axis in AXES and size.isdecimal() and int(size) > 0 and axis not in sizes:
-            sizes[axis] = int(size)
+        elif name in NUMBERS and value.isdecimal() and int(value) > 0 and name not in sizes:
+            sizes[name] = int(value)
+        elif name == "schedule" and value in SCHEDULES and schedule is None:
+            schedule = value
         else:
-            known = ", ".join([f"{axis}=N" for axis in AXES] + list(SWITCHES))
+            known = ", ".join([f"{each}=N" for each in NUMBERS] + list(SWITCHES))
+            known += f", schedule={'|'.join(SCHEDULES)}"
             raise UsageError("LAYOUT", text, f"serial, or of {known}, each once; not {word!r}")
-    layout = Layout({axis: n for axis, n in sizes.items() if n > 1}, frozenset(switches))
+    virtual = sizes.pop("virtual", 1)
+    sizes = {axis: n for axis, n in sizes.items() if n > 1}
+    layout = Layout(sizes, frozenset(switches), virtual, schedule)
     if layout.cuts_stream and layout.size("tensor") == 1:
         allowed = "given with tensor=N, whose processes share out the sequence"
         raise UsageError("LAYOUT", text, allowed, works=("tensor=2,sequence",))
+    if virtual > 1 and layout.size("pipeline") == 1:
+        allowed = "given with pipeline=N, whose ranks have the virtual stages"
+        raise UsageError("LAYOUT", text, allowed, works=(f"pipeline=2,virtual={virtual}",))
     return layout

@@ -5,13 +5,13 @@ saved bytes     of what the forward keeps for the backward beside the parameters
 host reads      results of the device that the host waits for
 calls, bytes    of collectives by axis; bytes are what a rank sends in a ring of r ranks, N being
                 those of the whole tensor: all-reduce 2 (r - 1) / r N, gather and reduce-scatter
-                half of that
+                half of that. A message is a call of the rank that sends it, of N bytes
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.data.batch import Batch
-from megatron.parallel.mesh import Mesh
-from megatron.train.executor import run_whole
-from megatron.train.objectives import Objective
+from megatron.parallel.mesh import Axis, Mesh
+from megatron.parallel.schedules import Action
+from megatron.train.executor import Executor, as_tuple
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward
 from tools.layouts.work import Meter
@@ -43,20 +43,19 @@ class Counts:
 
 def measure(state: TrainState, micro_batches: Sequence[Batch]) -> Counts:
     """Of forward and backward of a step, whose gradients are in the buckets then."""
-    model, mesh = state.model.train(), state.mesh
-    kept = saved_bytes(model, state.objective, micro_batches[0], mesh.device)
-    counts = count(state, micro_batches)
-    with counting(mesh) as found:
+    kept, counts = saved_bytes(state, micro_batches[0]), count(state, micro_batches)
+    ties = [axis for bucket in state.gradients.tied for axis in bucket.axes]
+    with counting(state.mesh, ties) as found:
         forward_backward(state, micro_batches, counts)
     found.saved_bytes = kept
-    found.parameter_bytes = sum(each.nbytes for each in model.parameters())
+    found.parameter_bytes = sum(each.nbytes for each in state.model.parameters())
     return found
 
 
 @contextmanager
-def counting(mesh: Mesh) -> Iterator[Counts]:
-    """FLOPs and collectives of what runs inside."""
-    counts, meter = Counts(), Meter(mesh)
+def counting(mesh: Mesh, ties: Iterable[Axis] = ()) -> Iterator[Counts]:
+    """FLOPs and communication of what runs inside; ties: as of Meter."""
+    counts, meter = Counts(), Meter(mesh, ties=ties)
     with meter:
         yield counts
     sizes, work = {axis.name: axis.size for axis in meter.axes.values()}, meter.work[""]
@@ -115,9 +114,27 @@ def host_reads() -> Iterator[Counter[str]]:
         yield found
 
 
-def saved_bytes(model: Any, objective: Objective, batch: Batch, device: torch.device) -> int:
-    """Of what the forward of a micro-batch keeps for its backward, beside the parameters."""
-    ones = torch.ones(len(objective.terms), dtype=torch.float64, device=device)
+def saved_bytes(state: TrainState, batch: Batch) -> int:
+    """Of what the forward of a micro-batch keeps for its backward, beside the parameters: through
+    all stages of this rank. What enters them is zero (every rank calls this)."""
+    model, mesh, pipeline = state.model.train(), state.mesh, state.pipeline
+    executor = Executor(
+        model=model,
+        objective=state.objective,
+        mesh=mesh,
+        pipeline=pipeline,
+        batches=[batch],
+        loss_scales=torch.ones(len(state.objective.terms), dtype=torch.float64, device=mesh.device),
+        gradients=state.gradients,
+        before=lambda action: enter(action.stage),
+    )
+
+    def enter(stage: int) -> None:
+        if stage:
+            like = as_tuple(executor.model.stream(batch, pipeline.layers[stage].start))
+            zeros = [torch.empty_like(each, device=mesh.device).zero_() for each in like]
+            executor.messages.put("forward", stage, 0, zeros)
+
     parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -126,8 +143,8 @@ def saved_bytes(model: Any, objective: Objective, batch: Batch, device: torch.de
         kept[memory.data_ptr()] = memory.nbytes()
         return tensor
 
-    model.train()
+    own = range(mesh.pipeline.rank, pipeline.stages, pipeline.ranks)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = run_whole(model, objective, batch, device, ones)
-    del loss  # until here nothing that was kept could make room
+        # The executor holds what is in flight, so that nothing that is kept makes room.
+        executor.run(tuple(Action("forward", stage, 0) for stage in own))
     return sum(size for place, size in kept.items() if place not in parameters)

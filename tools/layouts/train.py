@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
@@ -21,6 +22,7 @@ from megatron.parallel.sharding import GradientView, gather_whole
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.launch import launch
 from megatron.train.loader import prefetch
+from megatron.train.pipelining import plan_of_run
 from megatron.train.state import DTYPES, TrainState, build_state, choose_compile
 from megatron.train.step import train_step
 from tools.layouts.job import Job, open_samples
@@ -29,8 +31,8 @@ from tools.layouts.meters import Counts, measure
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one rank says; differences, of the first step's gradients and the last weights, are the
-    first rank's, counts are of forward and backward of a step."""
+    """What one rank says; differences are of the first step's gradients and the last weights,
+    counts of forward and backward of a step."""
 
     device: str
     losses: list[float]
@@ -61,6 +63,7 @@ def train_layout(job: Job) -> Report:
                 optimizer=config.optimizer,
                 precision=config.precision,
                 compiled=choose_compile(config.training.compile or False, mesh)[0],
+                pipeline=plan_of_run(config, mesh.size(), vocabulary),
             )
             return report(job, state, samples)
     except Exception:  # of one process; of several the watch tells it
@@ -98,21 +101,33 @@ def report(job: Job, state: TrainState, samples: Samples) -> Report:
 def compare(
     job: Job, state: TrainState, name: str, shards: Iterable[tuple[GradientView, Tensor]]
 ) -> float:
-    """On the first rank the norm of the difference of all whole tensors over the norm of the
-    reference's; the reference writes its own. What is not finite, as where fp16 overflows, counts
-    as 0."""
-    file, is_first = job.folder / f"{name}.safetensors", state.mesh.is_first
-    whole = ((view.name, gather_whole(own, view.spec)) for view, own in shards)
-    own = ((name, each.cpu().nan_to_num(0, 0, 0)) for name, each in whole if is_first)
+    """The norm of the difference of all whole tensors over the norm of the reference's; the
+    reference writes its own. Every rank calls this. What is not finite, as where fp16 overflows,
+    counts as 0.
+
+    The first rank of each pipeline stage looks at the tensors of its stage.
+    """
+    mesh, stage = state.mesh, state.mesh.pipeline
+    is_first = all(axis.rank == 0 for axis in mesh.axes if not axis.is_of_stages)
+    whole = ((view, gather_whole(own, view.spec)) for view, own in shards)
+    own = {
+        view.name: each.cpu().nan_to_num(0, 0, 0)
+        for view, each in whole
+        if is_first and view.spec.is_owner()
+    }
     if job.is_reference:
-        kept = dict(own)
         if is_first:
-            save_file(kept, file)
+            save_file(own, job.folder / f"{name}_{stage.rank}.safetensors")
         return 0.0
     squares = total = 0.0
-    with safe_open(file, "pt") as reference:
-        for name, each in own:
-            other = reference.get_tensor(name).double()
+    with ExitStack() as stack:
+        files = job.folder.glob(f"{name}_*.safetensors")
+        opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
+        reference = {key: file for file in opened for key in file.keys()}  # noqa: SIM118
+        for key, each in own.items():
+            other = reference[key].get_tensor(key).double()
             squares += float((each.double() - other).square().sum())
             total += float(other.square().sum())
+    found = mesh.control.gather((squares, total))
+    squares, total = (sum(each) for each in zip(*found, strict=True))
     return sqrt(squares / total) if total else squares

@@ -2,7 +2,7 @@
 have shapes and no memory, while it would happen.
 
     matmuls    of every kernel for them, attention's included
-    calls      of collectives, by axis
+    calls      of collectives and messages, by axis
     moved      bytes that all other kernels read and write, each of them by itself
     live       bytes of the tensors on meta that are there at a time
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.parallel.kernels import meta_as
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Axis, Mesh
 
 
 class Matmul(NamedTuple):
@@ -54,8 +54,9 @@ class Matmul(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A collective. bytes: of the whole tensor. passes: over a ring, of all-reduce 2, else 1.
-    beside: the matmuls between its start and the wait for it."""
+    """A collective, or a message to one rank. bytes: of the whole tensor. passes: over a ring, of
+    all-reduce 2, of other collectives 1; of a message 0. beside: the matmuls between the start of a
+    collective and the wait for it."""
 
     axis: str
     bytes: int
@@ -64,6 +65,8 @@ class Call(NamedTuple):
 
     def sent(self, ranks: int) -> int:
         """Bytes, by each of the ranks."""
+        if not self.passes:
+            return self.bytes
         return self.passes * (ranks - 1) * self.bytes // ranks
 
 
@@ -83,8 +86,11 @@ class Work:
         return Work(matmuls, calls, self.moved + times * other.moved)
 
 
-# Collectives: (passes over a ring, which argument is the whole tensor).
+# Collectives: (passes over a ring, which argument is the whole tensor). A message is counted where
+# it is sent.
 COLLECTIVES = {
+    "send": (0, 0),
+    "recv_": (0, 0),
     "allreduce_": (2, 0),
     "_allgather_base_": (1, 0),
     "_reduce_scatter_base_": (1, 1),
@@ -101,9 +107,10 @@ OF_ROWS = {"embedding", "index", "index_select", "gather", "index_put_", "index_
 
 
 class _Done(dist.Work):
-    """Of a collective on meta. Waiting for it ends what goes on beside it."""
+    """Of a collective on meta, or a message (`call` is None of one that is received). Waiting for
+    it ends what goes on beside it."""
 
-    def __init__(self, meter: Meter, call: Call) -> None:
+    def __init__(self, meter: Meter, call: Call | None) -> None:
         super().__init__()
         self.meter, self.call, self.phase = meter, call, meter.phase
         self.beside: list[Matmul] = []
@@ -120,10 +127,13 @@ class Meter(TorchDispatchMode):
     live, peak: bytes on meta that were made inside, now and at most.
     """
 
-    def __init__(self, mesh: Mesh, lasting: Sequence[Tensor] = ()) -> None:
-        """lasting: tensors that were there before, and are written to."""
+    def __init__(
+        self, mesh: Mesh, lasting: Sequence[Tensor] = (), *, ties: Iterable[Axis] = ()
+    ) -> None:
+        """lasting: tensors that were there before, and are written to. ties: axes beside the
+        mesh's."""
         super().__init__()
-        axes = [getattr(mesh, name) for name in vars(mesh)]
+        axes = [*(getattr(mesh, name) for name in vars(mesh)), *ties]
         self.axes = {axis.group: axis for axis in axes if getattr(axis, "size", 1) > 1}
         self.phase, self.live, self.peak = "", 0, 0
         self.work: defaultdict[str, Work] = defaultdict(Work)
@@ -134,7 +144,7 @@ class Meter(TorchDispatchMode):
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
         if self.running and failure[0] is None:  # it would not be counted
-            raise RuntimeError(f"nobody waits for {self.running[0].call}")
+            raise RuntimeError(f"nobody waits for {self.running[0].call or 'a message'}")
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -144,8 +154,10 @@ class Meter(TorchDispatchMode):
             call, is_meta = self._call(name, args)
             if is_meta:
                 self.running.append(_Done(self, call))
-                return args[0], self.running[-1].boxed()
-            self.work[self.phase].calls[call] += 1
+                done = self.running[-1].boxed()
+                return (args[0], done) if call is not None and call.passes else done
+            if call is not None:
+                self.work[self.phase].calls[call] += 1
             return function(*args, **kwargs)
         given = [*_tensors(args), *_tensors(kwargs.values())]
         makes = not (function.is_view or name.endswith("_") or "out" in kwargs)
@@ -190,8 +202,8 @@ class Meter(TorchDispatchMode):
         for each in found:
             self.matmul(prod(batch), *each, **fields)
 
-    def _call(self, name: str, args: tuple[Any, ...]) -> tuple[Call, bool]:
-        """(the call, whether it is on meta)"""
+    def _call(self, name: str, args: tuple[Any, ...]) -> tuple[Call | None, bool]:
+        """(the call, None of a message that is received; whether it is on meta)"""
         if name not in COLLECTIVES:
             raise ValueError(f"COLLECTIVES does not say what the collective {name} sends")
         passes, which = COLLECTIVES[name]
@@ -201,12 +213,14 @@ class Meter(TorchDispatchMode):
         tensors = args[which] if isinstance(args[which], list) else [args[which]]
         tensors = tensors[0] if isinstance(tensors[0], list) else tensors
         whole = sum(tensor.nbytes for tensor in tensors)
-        return Call(axis.name, whole, passes), tensors[0].is_meta
+        call = None if name == "recv_" else Call(axis.name, whole, passes)
+        return call, tensors[0].is_meta
 
     def finish(self, done: _Done) -> None:
         self.running.remove(done)
-        call = done.call._replace(beside=tuple(done.beside))
-        self.work[done.phase].calls[call] += 1
+        if (call := done.call) is not None:
+            beside = tuple(done.beside) if call.passes else ()
+            self.work[done.phase].calls[call._replace(beside=beside)] += 1
 
     def _watch(self, tensor: Tensor) -> None:
         memory = tensor.untyped_storage()
@@ -228,13 +242,14 @@ _KNOWN: dict[Any, Any] = {}  # results of operators on meta
 
 
 def _on_meta(function: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
-    """The result of an operator; if it made new tensors when it was called alike before, tensors
-    like those: for many operators torch finds the shapes by slow Python."""
+    """The result of an operator; if it made new tensors on meta when it was called alike before,
+    tensors like those: for many operators torch finds the shapes by slow Python."""
     key = function, _described(args), _described(tuple(kwargs.items()))
     if (known := _KNOWN.get(key)) is not None:
         return _made(known)
     result = function(*args, **kwargs)
-    if not _shares_memory(list(_tensors([result])), given):
+    made = list(_tensors([result]))
+    if not _shares_memory(made, given) and all(each.is_meta for each in made):
         _KNOWN[key] = _described(result)
     return result
 

@@ -44,6 +44,9 @@ def settings(config: PretrainConfig) -> Row:
 def check(config: PretrainConfig, gpus: int) -> None:
     """Raise UsageError, with the reason and the nearest layout that can, where this one cannot
     work on so many devices."""
+    if (stages := config.parallel.pipeline_model_parallel_size) > 1:
+        name = "--pipeline-model-parallel-size"  # a whole model would be planned on each rank
+        raise UsageError(name, stages, "1: a plan has no pipeline stages", works=(name, "1"))
     try:
         config.check(gpus)
     except UsageError as error:

@@ -183,7 +183,7 @@ def test_what_is_kept_is_what_autograd_saves(
         dropout,
     )
     state = state_on(serial_mesh(), config, precision)
-    saved = saved_bytes(state.model, state.objective, batches(config)[0], CPU)
+    saved = saved_bytes(state, batches(config)[0])
     assert Step(config, 1, precision, "cpu").trace.kept == pytest.approx(saved, rel=0.01)
 
 

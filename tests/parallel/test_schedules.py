@@ -1,0 +1,357 @@
+"""Schedules: their formulas, their proofs, and what is refused."""
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.parallel import schedules
+from megatron.parallel.pipeline import head_weight, partition, partition_uniform
+from megatron.parallel.schedules import (
+    KINDS,
+    Action,
+    Lists,
+    Message,
+    ScheduleError,
+    check,
+    check_programs,
+    forward_only,
+    from_json,
+    program,
+    read_schedule,
+    schedule,
+    to_json,
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_schedule_stays() -> Iterator[None]:
+    yield
+    for cached in (schedule, forward_only, schedules.start_times, program):
+        cached.cache_clear()
+
+
+def sizes(ranks: int) -> Iterator[tuple[str, int]]:
+    """(kind, virtual) of what so many ranks can run."""
+    for kind in KINDS:
+        if kind == "interleaved":
+            yield from ((kind, virtual) for virtual in (2, 3, 4))
+        else:
+            yield from ((kind, virtual) for virtual in ((1, 2, 4) if ranks == 1 else (1,)))
+
+
+def prove(p: int, m: int) -> None:
+    for kind, v in sizes(p):
+        facts = check(schedule(kind, p, m, v), v)
+        case = (kind, p, m, v, facts)
+        assert (facts.micro_batches, facts.virtual) == (m, v), case
+        missing = max(0, p - m)
+        idle = {"interleaved": (p - 1 + (v - 1) * missing) / v, "zb-h1": (p - 1 + missing) / 3}
+        assert facts.idle_share == pytest.approx(idle.get(kind, p - 1) / m), case
+        group = -(-m // max(1, m // p))
+        most = {
+            "gpipe": [v * m] * p,
+            "1f1b": [v * min(p - rank, m) for rank in range(p)],
+            "interleaved": [
+                min(2 * (p - rank - 1) + (v - 1) * group + 1, v * m) for rank in range(p)
+            ],
+            "zb-h1": [v * min(p, m)] * p,
+        }
+        assert list(facts.in_flight) == most[kind], case
+    for v in (1, 2, 3, 4):
+        facts = check(forward_only(p, m, v), v)
+        assert facts.in_flight == (0,) * p
+        assert facts.idle_share == pytest.approx((p - 1 + (v - 1) * max(0, p - m)) / (v * m))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_check_proves_the_formulas(ranks: int) -> None:
+    for micro_batches in range(1, 10):
+        prove(ranks, micro_batches)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_the_check_proves_the_formulas_of_all(ranks: int) -> None:
+    for micro_batches in range(1, 33):
+        prove(ranks, micro_batches)
+
+
+def test_the_prototypes_figures() -> None:
+    found = {kind: check(schedule(kind, 4, 8, v), v).in_flight for kind, v in sizes(4) if v < 3}
+    assert found == {
+        "gpipe": (8, 8, 8, 8),
+        "1f1b": (4, 3, 2, 1),
+        "interleaved": (11, 9, 7, 5),
+        "zb-h1": (4, 4, 4, 4),
+    }
+
+
+def test_one_rank_takes_a_micro_batch_at_a_time() -> None:
+    assert to_json(schedule("1f1b", 1, 2))["actions"] == [["0F0", "0B0", "0F1", "0B1"]]
+    whole = ["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]
+    assert to_json(schedule("1f1b", 1, 2, 2))["actions"] == [whole]
+    assert to_json(forward_only(1, 2, 2))["actions"] == [["0F0", "1F0", "0F1", "1F1"]]
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 3), (2, 5), (4, 3), (4, 8)])
+def test_programs_pass_each_message_once_in_one_order(ranks: int, micro_batches: int) -> None:
+    for kind, virtual in sizes(ranks):
+        lists = schedule(kind, ranks, micro_batches, virtual)
+        programs = [program(lists, rank) for rank in range(ranks)]
+        seen: dict[Message, list[int]] = {}
+        graph = TopologicalSorter[Message]()
+        for rank, items in enumerate(programs):
+            assert tuple(item for item in items if isinstance(item, Action)) == lists[rank]
+            own = [item for item in items if isinstance(item, Message)]
+            for before, after in itertools.pairwise(own):
+                graph.add(after, before)
+            for message in own:
+                seen.setdefault(message, []).append(rank)
+        assert all(sorted(ends) == sorted(m[3:]) for m, ends in seen.items())
+        boundaries = ranks * virtual - 1 if ranks > 1 else 0
+        assert len(seen) == 2 * micro_batches * boundaries
+        graph.prepare()  # raises for a circle
+
+
+def naive(lists: Lists, rank: int) -> tuple[Action | Message, ...]:
+    """1F1B as one writes it first: receive before use, send behind the action."""
+    ranks, items = len(lists), list[Action | Message]()
+    for action in lists[rank]:
+        step = 1 if action.direction == "forward" else -1
+        sent = Message(action.direction, rank + step, action.micro_batch, rank, rank + step)
+        received = sent._replace(stage=rank, sender=rank - step, receiver=rank)
+        items += [received] if 0 <= rank - step < ranks else []
+        items += [action]
+        items += [sent] if 0 <= rank + step < ranks else []
+    return tuple(items)
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_the_naive_order_of_messages_is_refused(ranks: int) -> None:
+    check_programs([naive(schedule("1f1b", ranks, 1), rank) for rank in range(ranks)])
+    for micro_batches in range(2, 9):
+        lists = schedule("1f1b", ranks, micro_batches)
+        with pytest.raises(ScheduleError):
+            check_programs([naive(lists, rank) for rank in range(ranks)])
+
+
+def test_a_message_before_its_action_is_refused() -> None:
+    lists = schedule("1f1b", 2, 1)
+    early = [program(lists, rank) for rank in range(2)]
+    message = early[0][1]
+    assert isinstance(message, Message)
+    early[0] = (message, *(item for item in early[0] if item != message))
+    with pytest.raises(ScheduleError):
+        check_programs(early)
+    lost = [[item for item in program(lists, rank) if item != message] for rank in range(2)]
+    with pytest.raises(ScheduleError):
+        check_programs(lost)
+
+
+def has_an_order(lists: Lists) -> bool:
+    """Whether some order of all actions keeps the ranks' own orders and all dependencies."""
+    graph = TopologicalSorter[Action]()
+    there = {action for actions in lists for action in actions}
+    for actions in lists:
+        for before, after in itertools.pairwise(actions):
+            graph.add(after, before)
+    for direction, stage, n in there:
+        action = Action(direction, stage, n)
+        needed = {
+            "forward": [Action("forward", stage - 1, n)],
+            "backward_weight": [Action("backward_input", stage, n)],
+        }.get(
+            direction,
+            [
+                Action("forward", stage, n),
+                Action("backward", stage + 1, n),
+                Action("backward_input", stage + 1, n),
+            ],
+        )
+        graph.add(action, *(each for each in needed if each in there))
+    try:
+        graph.prepare()
+    except CycleError:
+        return False
+    return True
+
+
+def test_two_actions_exchanged_are_refused_unless_still_right() -> None:
+    random_numbers = random.Random(1)
+    outcomes = {True: 0, False: 0}
+    for _ in range(400):
+        ranks, micro_batches = random_numbers.randint(1, 4), random_numbers.randint(2, 6)
+        kind, virtual = random_numbers.choice(list(sizes(ranks)))
+        lists = [list(each) for each in schedule(kind, ranks, micro_batches, virtual)]
+        actions = random_numbers.choice(lists)
+        one, other = random_numbers.sample(range(len(actions)), 2)
+        actions[one], actions[other] = actions[other], actions[one]
+        changed = tuple(map(tuple, lists))
+        try:
+            check(changed, virtual)
+            right = True
+        except ScheduleError:
+            right = False
+        assert right == has_an_order(changed), changed
+        outcomes[right] += 1
+    assert min(outcomes.values()) > 10, "both happen"
+
+
+def test_torch_has_the_same_interleaved_lists() -> None:
+    device = torch.device("cpu")
+    for ranks, micro_batches, virtual in ((2, 4, 2), (4, 8, 3), (4, 5, 2)):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        try:
+            own = range(0, ranks * virtual, ranks)
+            stages = [
+                PipelineStage(torch.nn.Linear(1, 1), stage, ranks * virtual, device)
+                for stage in own
+            ]
+            theirs = ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=torch.nn.MSELoss())
+        finally:
+            dist.destroy_process_group()
+        lists = to_json(schedule("interleaved", ranks, micro_batches, virtual))["actions"]
+        for rank, actions in enumerate(lists):
+            assert actions == [str(each) for each in theirs.pipeline_order[rank] if each], rank
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "micro_batches", "virtual", "works"),
+    [
+        ("interleaved", 4, 8, 1, ("interleaved", 4, 8, 2)),
+        ("1f1b", 4, 8, 2, ("1f1b", 4, 8, 1)),
+        ("gpipe", 2, 8, 3, ("gpipe", 2, 8, 1)),
+        ("zb-h1", 2, 8, 2, ("zb-h1", 2, 8, 1)),
+        ("1f1b", 4, 0, 1, ("1f1b", 4, 1, 1)),
+        ("1f1b", 0, 4, 1, ("1f1b", 1, 4, 1)),
+        ("zb-v", 4, 4, 1, ("zb-h1", 4, 4, 1)),
+    ],
+)
+def test_what_a_kind_cannot_do(
+    kind: str, ranks: int, micro_batches: int, virtual: int, works: tuple[str, int, int, int]
+) -> None:
+    with pytest.raises(ScheduleError):
+        schedule(kind, ranks, micro_batches, virtual)
+    check(schedule(*works), works[-1])
+
+
+@pytest.mark.parametrize(
+    ("actions", "named"),
+    [
+        ([["0F0"], ["1F0", "1B0"]], "rank 0"),  # no backward of stage 0
+        ([["0F0", "0B0"], ["1B0"]], "rank 1"),
+        ([["0F0", "0B0", "0F0"], ["1F0", "1B0"]], "0F0"),
+        ([["1F0", "0B0"], ["0F0", "1B0"]], "1F0"),  # on each other's rank
+        ([["0F0", "0B0"], ["1F0", "1B0", "1W0"]], "rank 1"),  # the whole and a half
+        ([["0F0", "0I0"], ["1F0", "1B0"]], "rank 0"),  # no weight
+        ([["0F0", "0W0", "0I0"], ["1F0", "1B0"]], "0W0"),
+        ([["0B0", "0F0"], ["1F0", "1B0"]], "0B0"),
+        ([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]], "rank"),  # dead-lock
+        ([["0F0", "0B0", "0F2", "0B2"], ["1F0", "1B0", "1F2", "1B2"]], "micro-batch 1"),
+        ([["0F0", "0B0"], ["1F0", "1B0", "3F0"]], "3F0"),  # beyond the model
+        ([["0F999999999", "0B0"], ["1F0", "1B0"]], "rank 0"),
+        ([[], []], ""),
+    ],
+)
+def test_lists_that_do_not_work(actions: list[list[str]], named: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        check(from_json({"actions": actions}), 1)
+    assert named in str(error.value)
+
+
+def test_one_backward_may_be_whole_and_another_in_halves() -> None:
+    actions = [["0F0", "0F1", "0B0", "0I1", "0W1"], ["1F0", "1I0", "1F1", "1B1", "1W0"]]
+    assert check(from_json({"actions": actions}), 1).in_flight == (2, 2)
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    for kind in ("zb-h1", "1f1b"):
+        lists = schedule(kind, 4, 6)
+        file.write_text(json.dumps({**to_json(lists), "idle_share": 0.5}))
+        assert read_schedule(file) == lists
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ('{"actions": [["0F0", "0X0"]]}', "actions[0][1]"),
+        ('{"actions": [["0F0"], [7]]}', "actions[1][0]"),
+        ('{"actions": [["0F-1"]]}', "actions[0][0]"),
+        ('{"actions": [["F0"]]}', "actions[0][0]"),
+        ('{"actions": ["0F0"]}', "actions"),
+        ('{"actions": []}', "actions"),
+        ('["0F0"]', "actions"),
+        ("0F0", "mine.json"),
+        (None, "mine.json"),
+    ],
+)
+def test_files_that_are_no_schedule(tmp_path: Path, content: str | None, named: str) -> None:
+    file = tmp_path / "mine.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ScheduleError) as error:
+        read_schedule(file)
+    assert str(file) in str(error.value)
+    assert named in str(error.value)
+
+
+def counts(ranges: tuple[range, ...]) -> list[int]:
+    """Sizes of ranges that follow each other."""
+    assert all(before.stop == after.start for before, after in itertools.pairwise(ranges))
+    assert ranges[0].start == 0
+    return [len(each) for each in ranges]
+
+
+@pytest.mark.parametrize("head", [0.0, 0.4, 1.0, 3.5, 9.0])
+@pytest.mark.parametrize("embedding", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize(("first", "last"), [(None, None), (1, None), (None, 2), (2, 1)])
+def test_a_partition_is_the_best_of_all(
+    head: float, embedding: float, first: int | None, last: int | None
+) -> None:
+    for stages, layers in itertools.product((1, 2, 3, 4), range(3, 11)):
+        best: tuple[list[float], list[int]] | None = None
+        for sizes_but_last in itertools.product(range(1, layers + 1), repeat=stages - 1):
+            found = [*sizes_but_last, layers - sum(sizes_but_last)]
+            fixed = first in (None, found[0]) and last in (None, found[-1])
+            if found[-1] >= 1 and fixed:
+                costs = list(map(float, found))
+                costs[0] += embedding
+                costs[-1] += head
+                rank = (sorted(costs, reverse=True), [-size for size in found])
+                best = rank if best is None else min(best, rank)
+        if best is None:
+            with pytest.raises(ValueError, match="layers"):
+                partition(layers, stages, head=head, embedding=embedding, first=first, last=last)
+        else:
+            found = counts(
+                partition(layers, stages, head=head, embedding=embedding, first=first, last=last)
+            )
+            assert found == [-size for size in best[1]], (layers, stages)
+
+
+def test_the_head_of_355m_weighs_three_layers_and_a_half() -> None:
+    head = head_weight(1024, 1024, 50304)
+    assert head == pytest.approx(3.51, abs=0.01)
+    assert counts(partition(24, 4, head=head)) == [7, 7, 7, 3]
+
+
+def test_uniform_partition_gives_later_ranks_more_in_every_chunk() -> None:
+    assert counts(partition_uniform(10, 4)) == [2, 2, 3, 3]
+    assert counts(partition_uniform(48, 2)) == [24, 24]
+    assert counts(partition_uniform(12, 8, chunks=2)) == [1, 1, 2, 2, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("wrong", [(3, 4, 1), (9, 4, 2), (8, 3, 2)])
+def test_uniform_partitions_that_cannot_be(wrong: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="layers"):
+        partition_uniform(*wrong)
