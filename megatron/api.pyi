@@ -67,6 +67,14 @@ from .parallel.buckets import (
     clip_grad_norm as clip_grad_norm,
 )
 
+# Pipelines of one's own stages
+from .parallel.stages import (
+    PipelineStage as PipelineStage,
+    PipelineModel as PipelineModel,
+    tie as tie,
+)
+from .train.executor import run_pipeline as run_pipeline
+
 # Models and training
 from .config.model import (
     GPT2Config as GPT2Config,
