@@ -5,6 +5,7 @@ import resource
 import shlex
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,8 @@ def test_settings_after_the_preset_win(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_preset_is_planned(name: str, tmp_path: Path) -> None:
-    size = preset(name).parallel.tensor_model_parallel_size
-    words = f"--preset {name} --gpus {size} --hardware dgx-a100"
-    found = planned(tmp_path, f"{words} --pipeline-model-parallel-size 1")
+    size = prod(preset(name).parallel.sizes.values())
+    found = planned(tmp_path, f"--preset {name} --gpus {size} --hardware dgx-a100")
     assert found["model"]["kind"] == ("bert" if "bert" in name else "gpt2")
     assert found["predicted_step_seconds"]["total"] > 0
 
@@ -261,14 +261,6 @@ def test_what_cannot_work_is_refused_with_the_nearest_that_can(
     batch = 4 if "batch" in given else 8
     assert " ".join(refused.value.works) == f"{cure} --micro-batch-size {batch}"
     check(preset("gpt2_scaling_2.5b", *given.split(), *refused.value.works), gpus)
-
-
-def test_a_plan_of_stages_is_refused_as_long_as_there_is_none() -> None:
-    config = preset("gpt2_xl_colossalai")
-    with pytest.raises(UsageError) as refused:
-        check(config, 4)
-    assert refused.value.flag == "--pipeline-model-parallel-size"
-    check(preset("gpt2_xl_colossalai", *refused.value.works), 4)
 
 
 def test_the_search_tries_all_that_can_work() -> None:
