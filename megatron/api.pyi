@@ -6,6 +6,7 @@ from .config.parallel import (
     TrainingParallelConfig as TrainingParallelConfig,
 )
 from .config.checks import UsageError as UsageError
+from .config.parse import user_errors as user_errors
 from .train.launch import launch as launch
 from .parallel.mesh import (
     Mesh as Mesh,
@@ -66,6 +67,14 @@ from .parallel.buckets import (
     clip_grad_norm as clip_grad_norm,
 )
 
+# Pipelines of one's own stages
+from .parallel.stages import (
+    PipelineStage as PipelineStage,
+    PipelineModel as PipelineModel,
+    tie as tie,
+)
+from .train.executor import run_pipeline as run_pipeline
+
 # Models and training
 from .config.model import (
     GPT2Config as GPT2Config,
@@ -75,6 +84,8 @@ from .config.training import (
     OptimizerConfig as OptimizerConfig,
     PrecisionConfig as PrecisionConfig,
 )
+from .parallel.pipeline import PipelinePlan as PipelinePlan
+from .train.pipelining import plan_pipeline as plan_pipeline
 from .models.registry import (
     ModelKind as ModelKind,
     register as register,
@@ -99,6 +110,11 @@ from .train.evaluate import (
     whole_logits as whole_logits,
 )
 from .train.replicas import check_replicas as check_replicas
+from .train.metrics import (
+    Metrics as Metrics,
+    peak_memory as peak_memory,
+)
+from .train.sinks import TensorBoardSink as TensorBoardSink
 
 # Data
 from .data.batch import (

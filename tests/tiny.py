@@ -20,6 +20,7 @@ from megatron.models.build import build_model
 from megatron.models.gpt2 import GPT2
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
+from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.sharding import gather_whole, initial_value, load_whole, sharding_specs
 from megatron.train.executor import on_device
 from megatron.train.state import TrainState, build_state
@@ -68,6 +69,7 @@ def tiny_state(
     *,
     dtype: torch.dtype = torch.float64,
     seed: int = SEED,
+    pipeline: PipelinePlan = UNCUT,
 ) -> TrainState:
     """A run at step 0 with the weights of `tiny_model`."""
     optimizer = optimizer or OptimizerConfig(weight_decay=0.1, clip_grad=0.5)
@@ -80,6 +82,7 @@ def tiny_state(
         dtype=dtype,
         optimizer=optimizer,
         precision=precision,
+        pipeline=pipeline,
     )
     scatter_weights(state.model, tiny_weights(state.model))
     for view, master in state.optimizer.master_views():

@@ -4,11 +4,13 @@
     python tools/plan.py figure5 --hardware dgx2h    # section 5.1 of the paper, predicted
     python tools/plan.py --measure here.toml         # describe this machine; under torchrun, its
                                                      # all-reduces too
+    python tools/plan.py schedule --kind 1f1b --pipeline 4 --micro-batches 8 --picture FILE.png
 
 Every flag of pretraining may follow the preset: --kind KIND is that of pretrain.py's --model. The
 model itself is traced without memory (tools/planning/); constants are in scripts/hardware/. Of a
 pipeline each stage is planned; memory is that of the fullest one, time that of the slowest one and
-the bubble of the schedule.
+the bubble of the schedule. The word schedule proves a pipeline schedule, or with --file one's own,
+and shows it.
 
 Exit status: 0 the plan fits, 1 it does not fit in the memory of a device, 2 a wrong argument.
 """
@@ -20,7 +22,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,8 +31,9 @@ from megatron.config.checks import UsageError, positive, writable
 from megatron.config.launch import world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
+from megatron.parallel.schedules import ScheduleError, check, read_schedule, schedule
 from tools.layouts.job import program_of
-from tools.planning import search
+from tools.planning import gantt, search
 from tools.planning.hardware import known_hardware, load_hardware
 
 DEFAULT_HARDWARE = "dgx2h"
@@ -78,6 +81,43 @@ class StudyConfig(FilesConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(FilesConfig):
+    kind: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
+    """Kind of schedule; interleaved takes --virtual."""
+
+    pipeline: int | None = None
+    """Ranks of the pipeline axis."""
+
+    micro_batches: int | None = None
+    """Micro-batches of a step, on each of the ranks that read different samples."""
+
+    virtual: int = 1
+    """Virtual stages of each rank."""
+
+    file: Path | None = None
+    """A schedule of one's own in place of all these: what --json writes, {"actions": [["0F0",
+    "0B0"], ...]} by rank: stage, F, B or its halves I and W, micro-batch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "pipeline", "micro_batches", "virtual")
+        given = {"--pipeline": self.pipeline, "--micro-batches": self.micro_batches}
+        for flag, value in given.items():
+            if self.file is not None and value is not None:
+                raise UsageError(flag, value, "left out beside --file, which says it")
+            if self.file is None and value is None:
+                raise UsageError(flag, None, "given, or --file", works=(flag, "4"))
+        interleaved = self.kind == "interleaved"
+        if self.file is None and (self.virtual > 1) != interleaved:
+            if interleaved:
+                allowed = "2 or more with --kind interleaved"
+                raise UsageError("--virtual", self.virtual, allowed, works=("--virtual", "2"))
+            if self.pipeline != 1:
+                allowed = f"1 with --kind {self.kind}"
+                raise UsageError("--virtual", self.virtual, allowed, works=("--virtual", "1"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
     measure: Path
     """File for a description of the machine at hand, which --hardware takes."""
@@ -92,6 +132,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     with user_errors(environ):
         if "figure5" in arguments[:1]:
             study(parse(StudyConfig, arguments[1:], environ))
+        elif "schedule" in arguments[:1]:
+            show_schedule(parse(ScheduleConfig, arguments[1:], environ))
         elif "--measure" in given:
             measure(parse(MeasureConfig, arguments, environ), environ)
         else:
@@ -153,6 +195,27 @@ def study(settings: StudyConfig) -> None:
     _write(settings.json, found)
     if settings.picture is not None:
         figure5.draw(settings.picture, found)
+
+
+def show_schedule(settings: ScheduleConfig) -> None:
+    if settings.file is None:
+        assert settings.pipeline is not None
+        assert settings.micro_batches is not None
+        virtual = settings.virtual
+        lists = schedule(settings.kind, settings.pipeline, settings.micro_batches, virtual)
+        facts = check(lists, virtual)
+    else:
+        try:
+            lists = read_schedule(settings.file)
+            stages = 1 + max((each.stage for actions in lists for each in actions), default=0)
+            facts = check(lists, -(-stages // len(lists)))
+        except ScheduleError as error:
+            raise UsageError("--file", settings.file, f"a schedule that works ({error})") from error
+    if settings.json is None:
+        print(gantt.text(lists, facts))
+    _write(settings.json, gantt.record(lists, facts))
+    if settings.picture is not None:
+        gantt.draw(settings.picture, lists, facts)
 
 
 def measure(settings: MeasureConfig, environ: Mapping[str, str]) -> None:

@@ -67,7 +67,9 @@ def optimizer_slices(
             if value.shape == parameter.shape:
                 found.append(TensorSlice(f"{kind}.{name}", table[name], value))
             elif value.numel() == 1:
-                found.append(TensorSlice(f"{kind}.{name}", ONE, value.view(1)))
+                # Of a tied parameter several stages have it: it is saved once.
+                one = replace(ONE, partial=table[name].partial)
+                found.append(TensorSlice(f"{kind}.{name}", one, value.view(1)))
             else:
                 raise ValueError(
                     f"{type(optimizer).__name__}'s {kind} of {name} is {list(value.shape)}, not "
@@ -169,22 +171,24 @@ def load_checkpoint(
     slices: Iterable[TensorSlice],
     *,
     partial: bool = False,
-    elsewhere: Collection[str] = (),
+    mesh: Mesh | None = None,
 ) -> None:
     """Fill every slice from a checkpoint that is whole, saved at any layout; padding becomes zero.
 
-    partial: whether weights of a model may be left in the checkpoint. elsewhere: the keys of slices
-    that other pipeline stages fill. Raises ValueError for a tensor that is missing, of another
-    shape, or left.
+    partial: whether weights of a model may be left in the checkpoint. mesh: of a model in pipeline
+    stages, each of which fills its own (every rank then calls this). Raises ValueError for a tensor
+    that is missing, of another shape, or left.
     """
     path, saved = checkpoint.path, checkpoint.manifest["tensors"]
     slices = list(slices)
-    keys = {each.key for each in slices}
-    prefixes, known = {key.partition(".")[0] for key in keys} & {"model"}, keys.union(elsewhere)
-    left = [key for key in saved if key.partition(".")[0] in prefixes and key not in known]
-    if not partial and (left or not slices):
+    keys = _of_all_stages(slices, mesh)
+    prefixes = {key.partition(".")[0] for key in keys} & {"model"}
+    left = [key for key in saved if key.partition(".")[0] in prefixes and key not in keys]
+    if not partial and (left or not keys):
         what = f"{left[0]}, for which there is no slice" if left else "nothing that is asked for"
-        raise ValueError(f"{path} has {what}; partial=True leaves tensors")
+        raise ValueError(
+            f"{path} has {what}; partial=True leaves tensors, mesh= those of other pipeline stages"
+        )
     with ExitStack() as opened, torch.no_grad():
         files: dict[str, Any] = {}
         for each in slices:
@@ -213,28 +217,36 @@ def load_checkpoint(
                 each.local[tuple(target)].copy_(values)
 
 
+def _of_all_stages(slices: Iterable[TensorSlice], mesh: Mesh | None) -> set[str]:
+    """The keys of the slices of all pipeline stages (every rank calls this)."""
+    keys = {each.key for each in slices}
+    if mesh is None or mesh.pipeline.size == 1:
+        return keys
+    return keys.union(*mesh.control.gather(keys))
+
+
 def load_weights(
     checkpoint: Checkpoint,
     weights: Iterable[TensorSlice],
     *,
     missing: Collection[str] = (),
     surplus: Collection[str] = (),
-    elsewhere: Collection[str] = (),
+    mesh: Mesh | None = None,
 ) -> None:
     """Fill weights, keyed by parameter name, from a checkpoint at whatever precision: from its fp32
     masters where it has them, since the weights were rounded from those.
 
     missing: modules (first components of names) of this model that are left as they are, and that
     the checkpoint may not have. surplus: modules of the checkpoint that this model may not have.
-    elsewhere: names of weights that other pipeline stages fill. Raises ValueError, naming the
-    weight, where names or shapes do not match otherwise.
+    mesh: as of load_checkpoint. Raises ValueError, naming the weight, where names or shapes do not
+    match otherwise.
     """
     path, saved = checkpoint.path, checkpoint.manifest["tensors"]
     wanted = {each.key: each for each in weights if each.key.partition(".")[0] not in missing}
     found = {key.removeprefix("model.") for key in saved if key.startswith("model.")}
     if lacking := wanted.keys() - found:
         raise ValueError(f"{path} has no {min(lacking)}, which this model needs")
-    more = found - wanted.keys() - set(elsewhere)
+    more = found - _of_all_stages(wanted.values(), mesh)
     if more := {name for name in more if name.partition(".")[0] not in surplus}:
         raise ValueError(f"{path} has {min(more)}, for which this model has no use")
     slices = [

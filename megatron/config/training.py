@@ -101,9 +101,13 @@ class GPT2DataConfig(DataConfig):
     included: it is cut, and counted in the metrics, or refused at the start, for which all
     documents are tokenised."""
 
+    cache_tokens: bool = False
+    """Keep the tokens of --pad's JSON lines in a file beside them, whose name has the hash of their
+    content and of the tokenizer: every later run and epoch reads them from there."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        of_padded = {"json_key", "begin_token", "end_token", "too_long"}
+        of_padded = {"json_key", "begin_token", "end_token", "too_long", "cache_tokens"}
         of_padded |= {"dataset_name", "dataset_config", "dataset_split"}
         of_packed = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
         for each in fields(self):
@@ -114,9 +118,10 @@ class GPT2DataConfig(DataConfig):
                 allowed = "given without --pad, with which a sample is one document"
                 raise UsageError(flag(name), None, allowed, works=(switch(name, False),))
             if name in of_padded and not self.pad:
-                raise UsageError(
-                    flag(name), value, "given with --pad", works=("--pad", flag(name), str(value))
-                )
+                is_switch = isinstance(value, bool)
+                works = (flag(name),) if is_switch else (flag(name), str(value))
+                given = None if is_switch else value
+                raise UsageError(flag(name), given, "given with --pad", works=("--pad", *works))
         if self.pad and self.mock_data:
             raise UsageError("--pad", None, "given without --mock-data", works=("--no-pad",))
         if self.dataset_name is not None and self.data_path:

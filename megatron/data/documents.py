@@ -100,6 +100,7 @@ class JsonLines:
             raise DataError(f"--data-path {path} changes while it is read; a finished file works")
         self._starts, self._sizes = found["starts"], found["sizes"]
         self.num_documents = len(self._starts)
+        self.num_bytes = int(self._sizes.sum(dtype=np.int64))
         self.content = f"SHA-256 {found['digest']}, key {key}"
         bad, first_bad = int(found["bad"]), str(found["first_bad"])
         if bad and self.num_documents <= 1 and _is_array(path):  # its last line may be a document

@@ -76,6 +76,25 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+@contextmanager
+def alone(file: Path) -> Iterator[None]:
+    """One process of a host at a time makes this file, but for folders that allow no locks."""
+    from filelock import FileLock
+
+    lock = FileLock(file.with_name(f"{file.name}.lock"), fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except (OSError, NotImplementedError):  # the folder, or its file system, allows none
+        yield
+        return
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            Path(lock.lock_file).unlink()
+        lock.release()
+
+
 class DataError(ValueError):
     """Data of a run that cannot be read, are no longer what they were, or teach nothing: the user
     is told of it in one line, naming the flag."""
@@ -112,28 +131,11 @@ class ScanCache:
         """
         if (found := self._read()) is not None:
             return found
-        with self._alone():
+        with alone(self._file):
             if (found := self._read()) is None:
                 self._write(scanned := scan())
                 return scanned
         return found
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        from filelock import FileLock
-
-        lock = FileLock(self._file.with_name(f"{self._file.name}.lock"), fallback_to_soft=False)
-        try:
-            lock.acquire()
-        except (OSError, NotImplementedError):  # the folder, or its file system, allows none
-            yield
-            return
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                Path(lock.lock_file).unlink()
-            lock.release()
 
     def _read(self) -> dict[str, NDArray[Any]] | None:
         """None where there is none, or of other files."""

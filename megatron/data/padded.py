@@ -22,9 +22,8 @@ from megatron.data.documents import Documents
 from megatron.data.gpt2 import GPT2Batch
 from megatron.data.order import Series, open_series
 from megatron.data.sources import Corpus
+from megatron.data.token_cache import CHUNK, Encode, encoder
 from megatron.data.tokenizer_base import Tokenizer
-
-CHUNK = 256  # documents that are tokenised together where all of them are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +37,13 @@ class Padding:
     """Ids after the text."""
     seq_length: int
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text with its marks, of any length."""
-        return [[*self.begin, *ids, *self.end] for ids in self.tokenizer.encode_batch(texts)]
+    def mark(self, ids: Sequence[int]) -> list[int]:
+        """The ids of a text with its marks, of any length."""
+        return [*self.begin, *ids, *self.end]
 
-    def batch(self, texts: Sequence[str]) -> GPT2Batch:
-        encoded, size = self.encode(texts), self.seq_length + 1
+    def batch(self, texts: Sequence[Sequence[int]]) -> GPT2Batch:
+        """texts: the ids of each."""
+        encoded, size = [self.mark(ids) for ids in texts], self.seq_length + 1
         pad = self.tokenizer.pad_id
         window = np.full((len(texts), size), self.tokenizer.eod if pad is None else pad, np.int64)
         for row, ids in zip(window, encoded, strict=True):
@@ -64,7 +64,7 @@ class Padding:
 class DocumentRange:
     """The documents that one data set gives to one split."""
 
-    data: Documents
+    encode: Encode
     documents: range
 
     def __len__(self) -> int:
@@ -90,10 +90,11 @@ class PaddedDataset:
 
         Raises ValueError past the end of a split that is not endless, and where a file has changed.
         """
-        texts = [""] * len(numbers)
+        texts: list[list[int]] = [[]] * len(numbers)
         for split, rows, samples in self._series.locate(numbers):
-            for row, sample in zip(rows.tolist(), samples.tolist(), strict=True):
-                texts[row] = split.data.text(split.documents[sample])
+            found = split.encode([split.documents[sample] for sample in samples.tolist()])
+            for row, ids in zip(rows.tolist(), found, strict=True):
+                texts[row] = ids
         return self._padding.batch(texts)
 
 
@@ -108,13 +109,16 @@ def open_padded_splits(
     begin_token: str | None = None,
     end_token: str | None = None,
     refuse_too_long: bool = False,
+    cache_tokens: bool = False,
 ) -> tuple[PaddedDataset | None, PaddedDataset | None, PaddedDataset | None]:
     """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
 
     begin_token, end_token: tokens of the vocabulary, as they are spelt; without end_token the
-    tokenizer's end mark. refuse_too_long: tokenises all documents. Raises ValueError, naming the
-    flag, for a split without documents, for tokens that the vocabulary lacks, and for documents of
-    more than seq_length + 1 tokens where these are refused.
+    tokenizer's end mark. refuse_too_long: tokenises all documents. cache_tokens: reads ids from a
+    file beside the JSON lines, which is made where it is not there; else a document is tokenised
+    whenever it is read. Raises ValueError, naming the flag, for a split without documents, for
+    tokens that the vocabulary lacks, for documents of more than seq_length + 1 tokens where these
+    are refused, and for a cache of what is no file of JSON lines.
     """
     padding = Padding(
         tokenizer=tokenizer,
@@ -122,11 +126,13 @@ def open_padded_splits(
         end=(tokenizer.eod if end_token is None else _find("--end-token", end_token, tokenizer),),
         seq_length=seq_length,
     )
+    data = [source.data for source in corpus.sources]
+    encoders = {id(each): encoder(each, tokenizer, cached=cache_tokens) for each in data}
     if refuse_too_long:
-        _refuse_too_long([source.data for source in corpus.sources], padding)
+        _refuse_too_long([(each, encoders[id(each)]) for each in data], padding)
 
     def cut(data: Documents, documents: range, name: str) -> DocumentRange:
-        return DocumentRange(data, documents)
+        return DocumentRange(encoders[id(data)], documents)
 
     make = partial(PaddedDataset, padding=padding)
     return open_series(corpus, split, seed, cut, make, shuffle=shuffle)
@@ -139,15 +145,15 @@ def _find(flag: str, token: str, tokenizer: Tokenizer) -> int:
         raise ValueError(f"{flag} {token}: {error}; one of --vocab-file works") from error
 
 
-def _refuse_too_long(sources: Sequence[Documents], padding: Padding) -> None:
+def _refuse_too_long(sources: Sequence[tuple[Documents, Encode]], padding: Padding) -> None:
     """ValueError, naming the longest document, where one has more tokens than a sample."""
     room = padding.seq_length + 1
     too_long, longest = 0, 0
-    for documents in sources:
+    for documents, encode in sources:
         for start in range(0, documents.num_documents, CHUNK):
             numbers = range(start, min(start + CHUNK, documents.num_documents))
-            encoded = padding.encode([documents.text(number) for number in numbers])
-            for number, ids in zip(numbers, encoded, strict=True):
+            for number, text in zip(numbers, encode(numbers), strict=True):
+                ids = padding.mark(text)
                 too_long += len(ids) > room
                 if len(ids) > longest:
                     longest, where = len(ids), (documents, number)

@@ -184,6 +184,7 @@ class GradientBuckets:
         self.tied = sorted(tied, key=lambda each: min(view.name for view in each.views))
         self.is_last: bool | None = None  # None: outside of a backward
         self.stage: int | None = None  # of the backward, where this rank has several
+        self.lowest: dict[str, int] = {}  # stage that a parameter had a gradient of, in this step
         self.in_step = self.is_complete = False
         self.next = 0  # the first bucket whose reduction has not started
         self.sets_grad = sets_grad
@@ -211,7 +212,12 @@ class GradientBuckets:
 
     def start(self) -> None:
         """Begin a step before its first forward: gradients so far are forgotten."""
-        self.in_step, self.next = True, 0
+        if self.sets_grad:
+            if not self.checked_weights:
+                self._check_weights()
+            for view in self.views:
+                view.parameter.grad = None  # of the step before
+        self.in_step, self.is_complete, self.next = True, False, 0
         for bucket in self.buckets:
             bucket.wait()  # of a step that was given up
             bucket.wait = _nothing
@@ -239,7 +245,7 @@ class GradientBuckets:
         if self.is_last and view.stage == self.stage:
             self._complete([(bucket, view)])
         if self.stage is not None:
-            view.stage = self.stage if view.stage is None else min(view.stage, self.stage)
+            self.lowest[view.name] = min(self.stage, self.lowest.get(view.name, self.stage))
 
     def _complete(self, found: Iterable[tuple[Bucket, GradientView]]) -> None:
         """These have their gradient of all micro-batches: reduce the buckets that are full."""
@@ -262,12 +268,6 @@ class GradientBuckets:
                     "inside, or under torch.no_grad() where it has no backward"
                 )
             self.start()
-        self.is_complete = False
-        if self.sets_grad:
-            if not self.checked_weights:
-                self._check_weights()
-            for view in self.views:
-                view.parameter.grad = None  # of the step before
         with self.backward(is_last=is_last):
             yield
         if is_last:
@@ -315,6 +315,8 @@ class GradientBuckets:
             bucket.wait = _nothing
         for view in self.views:
             view.is_filled = False
+            view.stage = self.lowest.get(view.name, view.stage)
+        self.lowest.clear()
         self.in_step, self.is_complete = False, True
         if not self.sets_grad:
             return
@@ -359,6 +361,8 @@ class GradientBuckets:
     ) -> tuple[list[int], list[int]]:
         """(those that differ on ranks that hold the same shard along these axes, those that are
         zero), by number, the same on every rank. What is noise beside the largest may differ."""
+        if not tensors:  # of a pipeline stage without parameters
+            return [], []
         wide = [each.double() for each in tensors]
         own = torch.stack([torch.stack([each.sum(), each.norm()]) for each in wide], dim=1)
         differs, norm = torch.zeros_like(own[0]), own[1].clone()
@@ -383,7 +387,8 @@ class GradientBuckets:
         the owner. On the others its weight is 0, which still makes the sum NaN where it is not
         finite.
         """
-        total = self.buckets[0].flat.new_zeros((), dtype=torch.float64)
+        device = self.buckets[0].flat.device if self.buckets else self.mesh.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for bucket in self.buckets:
             for segment in bucket.segments:
                 flat = bucket.flat[segment.start : segment.stop]

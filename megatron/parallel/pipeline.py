@@ -1,4 +1,4 @@
-"""How a run uses its pipeline ranks. No torch."""
+"""How a run uses its pipeline ranks: the layers of each stage, and the schedule. No torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from megatron.parallel.schedules import (
     Lists,
     Program,
     ScheduleError,
+    consecutive,
     forward_only,
     program,
     schedule,
@@ -61,3 +62,59 @@ class PipelinePlan:
 
 UNCUT = PipelinePlan()
 """Of a model that every rank holds whole."""
+
+
+def head_weight(hidden: int, seq_length: int, vocab_size: int) -> float:
+    """What the head costs, in transformer layers: V / (12 h (1 + s/(6h))).
+
+    A layer takes 24 s h^2 (1 + s/(6h)) floating-point operations forward, the logits 2 s h V (arXiv
+    2104.04473, appendix); backward is twice as much of both.
+    """
+    return vocab_size / (12 * hidden * (1 + seq_length / (6 * hidden)))
+
+
+def partition(
+    layers: int,
+    stages: int,
+    *,
+    head: float,
+    embedding: float = 0.0,
+    first: int | None = None,
+    last: int | None = None,
+) -> tuple[range, ...]:
+    """The consecutive layers of each virtual stage, at least one, so that the largest cost is
+    smallest; then as even as possible, and earlier stages get what is left over.
+
+    head, embedding: cost of what the last and the first stage have beside their layers, in layers.
+    first, last: how many layers these stages get. Raises ValueError where that cannot be.
+    """
+    fixed = {stage: size for stage, size in ((0, first), (stages - 1, last)) if size is not None}
+    sizes = [fixed.get(stage, 1) for stage in range(stages)]
+    left = layers - sum(sizes)
+    clash = stages == 1 and None not in (first, last) and first != last
+    if stages < 1 or clash or min(sizes) < 1 or left < 0 or (left > 0 and len(fixed) == stages):
+        asked = "".join(f", {size} on stage {stage}" for stage, size in fixed.items())
+        raise ValueError(f"{layers} layers do not fit {stages} stages of 1 or more{asked}")
+    costs = [float(size) for size in sizes]
+    costs[0] += embedding
+    costs[-1] += head
+    for _ in range(left):
+        stage = min(range(stages), key=lambda each: (each in fixed, costs[each]))
+        sizes[stage] += 1
+        costs[stage] += 1
+    return consecutive(sizes)
+
+
+def partition_uniform(layers: int, stages: int, chunks: int = 1) -> tuple[range, ...]:
+    """Colossal-AI's partition_uniform: each chunk of equally many layers is divided over the ranks
+    as evenly as possible, and later ranks get what is left over.
+
+    stages: virtual stages, chunks of them on each rank. Raises ValueError where chunks do not
+    divide layers or stages, or layers are too few.
+    """
+    if layers % chunks or stages % chunks or layers < stages:
+        chunked = f"{chunks} chunks must divide both, and each stage has 1 or more"
+        raise ValueError(f"{layers} layers, {stages} stages: {chunked}")
+    ranks = stages // chunks
+    small, larger = divmod(layers // chunks, ranks)
+    return consecutive([small + (rank >= ranks - larger) for rank in range(ranks)] * chunks)

@@ -9,7 +9,7 @@ replace the tensor and lose its attributes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ class GradientView:
     start: int
     deferral: Deferral
     is_filled: bool = False  # False: the elements are left over from an earlier step
-    stage: int | None = None  # the lowest virtual stage here that uses it, where there are several
+    stage: int | None = None  # of several virtual stages here the lowest one of the step before
     gradient: Tensor = field(init=False)  # of the parameter's shape
 
     @property
@@ -216,6 +216,22 @@ class ShardedModule(nn.Module):
             self.register_parameter(name, None)
 
 
+class Tied(nn.Module):
+    """Modules and parameters that several pipeline stages share, by the names of their ties.
+
+    axes: of the stages that hold copies, by tie.
+    """
+
+    def __init__(self, axes: Mapping[str, Axis]) -> None:
+        super().__init__()
+        self.axes = axes
+
+    def ties(self, prefix: str) -> list[tuple[str, Axis]]:
+        """(full name, axis of the copies) of each parameter of this rank."""
+        names = [name for name, _ in self.named_parameters()]
+        return [(f"{prefix}.{name}", self.axes[name.partition(".")[0]]) for name in names]
+
+
 def _require_values(module: nn.Module, inputs: tuple[Any, ...]) -> None:
     """A pre-hook of modules that are not materialized: there is no cost after."""
     if inputs and inputs[0].is_meta:  # a run for shapes alone
@@ -257,6 +273,9 @@ def sharding_specs(
                 f"of megatron.api, or say how: specs={{{name!r}: replicated(parameter, mesh)}}"
             )
         table[name] = replicated(parameter, mesh)
+    for prefix, module in model.named_modules():
+        for name, axis in module.ties(prefix) if isinstance(module, Tied) else ():
+            table[name] = replace(table[name], partial=(*table[name].partial, axis))
     return {name: table[name] for name in parameters}
 
 
@@ -267,12 +286,13 @@ def mesh_of(model: nn.Module) -> Mesh | None:
 
 
 def owned_specs(model: nn.Module) -> dict[str, ShardingSpec]:
-    """The specs of the parameters of ShardedModules, by full name."""
+    """The specs of the parameters of ShardedModules, by full name; the first of what is shared."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     table: dict[str, ShardingSpec] = {}
-    for prefix, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, ShardedModule):
-            start = f"{prefix}." if prefix else ""
-            table |= {start + name: spec for name, spec in module.specs.items()}
+            for name, spec in module.specs.items():
+                table.setdefault(names[id(getattr(module, name))], spec)
     return table
 
 

@@ -26,11 +26,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.data.batch import Batch
 from megatron.parallel.buckets import Deferred, GradientBuckets
-from megatron.parallel.collectives import start_receive, start_send
+from megatron.parallel.collectives import all_reduce, start_receive, start_send
 from megatron.parallel.cross_entropy import from_one
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.schedules import Action, Message, Program
+from megatron.parallel.stages import PipelineModel, as_tuple
 from megatron.train.objectives import Objective
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
@@ -192,16 +193,47 @@ def describe(message: Message) -> str:
     return f"{what} of stage {message.stage}, micro-batch {message.micro_batch}"
 
 
-def as_tuple(x: Any) -> Tensors:
-    return (x,) if isinstance(x, Tensor) else tuple(x)
-
-
 def has_gradient(x: Tensor) -> bool:
     return x.is_floating_point()
 
 
 def edge_of(x: Tensor) -> GradientEdge | None:
     return get_gradient_edge(x) if x.requires_grad else None
+
+
+def run_pipeline(
+    model: PipelineModel, gradients: GradientBuckets, micro_batches: Sequence[Batch]
+) -> Tensor:
+    """Forward and backward of a global batch through the stages of a model of one's own (every rank
+    calls this); then `.grad` of each parameter is there, for an optimizer of torch, and
+    `clip_grad_norm`.
+
+    gradients: of the model. micro_batches: of arrays, this rank's along the mesh's batch axis; the
+    ranks of one model have the same. Returns the mean of the loss over the global batch, an fp64
+    scalar, the same on every rank; NaN where the denominators are 0. Raises ValueError, before any
+    message is sent, for a number of micro-batches that the schedule does not have, and for a stage
+    that does not run on meta.
+    """
+    mesh, pipeline = model.mesh, model.pipeline
+    program = pipeline.program(mesh.pipeline.rank, len(micro_batches))
+    for each in micro_batches if pipeline.ranks > 1 else ():
+        model.stream(each, model.count - 1)
+    own = [model.denominators(each) for each in micro_batches]
+    counts = torch.tensor(own, dtype=torch.float64).sum(0).to(mesh.device)
+    counts = all_reduce(counts, mesh.loss)
+    executor = Executor(
+        model=model,
+        objective=model,
+        mesh=mesh,
+        pipeline=pipeline,
+        batches=micro_batches,
+        loss_scales=1 / counts.where(counts > 0, 1),
+        gradients=gradients,
+    )
+    gradients.start()
+    totals = executor.run(program)
+    gradients.finish()
+    return (all_reduce(totals, mesh.loss_sums) / counts).sum()
 
 
 def run_whole(

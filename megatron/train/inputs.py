@@ -107,6 +107,7 @@ def _open_padded(data: GPT2DataConfig, seed: int, vocab_size: int | None) -> Inp
         begin_token=data.begin_token,
         end_token=data.end_token,
         refuse_too_long=data.too_long == "refuse",
+        cache_tokens=data.cache_tokens,
     )
     return _inputs(data, corpus, tokenizer, splits)
 

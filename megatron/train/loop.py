@@ -16,7 +16,7 @@ from typing import Any
 from megatron.checkpoint.save import Saver
 from megatron.config.training import TrainingConfig
 from megatron.data.batch import Batch
-from megatron.train.metrics import Metrics
+from megatron.train.metrics import Metrics, peak_memory
 from megatron.train.replicas import check_replicas
 from megatron.train.signals import SIGNALS, StopSignals
 from megatron.train.state import TrainState
@@ -124,7 +124,7 @@ def train(state: TrainState, loop: Loop) -> str:
 
 
 def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, clock: Clock) -> None:
-    rate = clock.tokens_per_second()
+    rate, peak = clock.tokens_per_second(), peak_memory(state.mesh)
     line: dict[str, Any] = {
         "step": state.step,
         **loop.facts(state),
@@ -133,11 +133,12 @@ def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, clock
         "lr": lr,
         "grad_norm": result.grad_norm,
         "tokens_per_second": rate,
+        "peak_memory_bytes": peak,
         "elapsed_seconds": clock.elapsed,
     }
     text = (
         f"step {state.step} | loss {result.loss:.4f}{in_words(result.terms)} | lr {lr:.3e} | "
-        f"grad norm {result.grad_norm:.3f} | {rate:.0f} tokens/s"
+        f"grad norm {result.grad_norm:.3f} | {rate:.0f} tokens/s | {peak / 2**30:.1f} GiB"
     )
     if state.scaler.is_scaling:
         line |= {"loss_scale": state.scaler.scale, "skipped_steps": state.skipped}

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -149,6 +150,18 @@ class Metrics:
     def _close_all(self, exit_code: int) -> None:
         for sink in list(self.sinks):
             self._close(sink, exit_code)
+
+
+def peak_memory(mesh: Mesh) -> int:
+    """The most bytes that one of the ranks has held so far: on GPUs of tensors, on CPUs of the
+    whole process with its libraries (every rank calls this)."""
+    import torch
+
+    if mesh.device.type == "cuda":
+        own = torch.cuda.max_memory_allocated(mesh.device)
+    else:
+        own = 1024 * getrusage(RUSAGE_SELF).ru_maxrss
+    return max(mesh.control.gather(own))
 
 
 def read_metrics(path: str | Path) -> list[Line]:

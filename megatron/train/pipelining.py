@@ -13,18 +13,8 @@ from megatron.config.checks import UsageError
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.pretrain import PretrainConfig
-from megatron.parallel.pipeline import PipelinePlan
-from megatron.parallel.schedules import (
-    KINDS,
-    Lists,
-    ScheduleError,
-    check,
-    head_weight,
-    partition,
-    partition_uniform,
-    read_schedule,
-    schedule,
-)
+from megatron.parallel.pipeline import PipelinePlan, head_weight, partition, partition_uniform
+from megatron.parallel.schedules import KINDS, Lists, ScheduleError, check, read_schedule, schedule
 
 
 def plan_pipeline(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import platform
 import subprocess
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -96,8 +95,7 @@ class TrainState:
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Resume from a checkpoint that is whole, saved at any layout."""
-        slices = list(self.slices())
-        load_checkpoint(checkpoint, slices, elsewhere=self._elsewhere(slices))
+        load_checkpoint(checkpoint, self.slices(), mesh=self.mesh)
         counters = checkpoint.manifest["counters"]
         self.step, self.samples, self.skipped = (
             counters[name] for name in ("step", "samples", "skipped")
@@ -120,16 +118,8 @@ class TrainState:
             TensorSlice(view.name, view.spec, master)
             for view, master in self.optimizer.master_views()
         ]
-        elsewhere = self._elsewhere(weights)
-        load_weights(checkpoint, weights, missing=missing, surplus=surplus, elsewhere=elsewhere)
+        load_weights(checkpoint, weights, missing=missing, surplus=surplus, mesh=self.mesh)
         self.optimizer.publish()
-
-    def _elsewhere(self, slices: Iterable[TensorSlice]) -> set[str]:
-        """The keys that other pipeline stages have (every rank calls this)."""
-        if self.mesh.pipeline.size == 1:
-            return set()
-        keys = [each.key for each in slices]
-        return set(chain.from_iterable(self.mesh.control.gather(keys)))
 
     def describe_stages(self) -> list[str]:
         """A line for each pipeline rank, with its layers and parameters; none without a pipeline

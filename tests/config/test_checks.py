@@ -93,6 +93,7 @@ GPT2S = [
     ("--end-token [EOT]", 1, "--end-token"),
     ("--json-key body", 1, "--json-key"),
     ("--too-long refuse", 1, "--too-long"),
+    ("--cache-tokens", 1, "--cache-tokens"),
     ("--dataset-name x", 1, "--dataset-name"),
     ("--dataset-split test", 1, "--dataset-split"),
     ("--text-column body", 1, "--json-key"),

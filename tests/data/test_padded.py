@@ -1,12 +1,16 @@
 """A document a sample: what is read, scored and counted, in what order, and what is refused."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from megatron.data.files import DataError
 from megatron.data.gpt2 import Boundaries, GPT2Batch
 from megatron.data.padded import PaddedDataset, open_padded_splits
 from megatron.data.sources import open_document_corpus
@@ -160,3 +164,64 @@ def test_packed_and_padded_data_are_not_blended(tmp_path: Path, tokenizer: Token
         open_document_corpus(["1", one, "1", "packed"], tokenizer)
     with pytest.raises(ValueError, match="--vocab-size"):
         open_document_corpus([one], tokenizer, 7)
+
+
+class Counting(GPT2BPETokenizer):
+    """Counts the texts that it tokenises."""
+
+    texts = 0
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        Counting.texts += len(texts)
+        return super().encode_batch(texts)
+
+
+def test_tokens_are_kept_beside_the_data_by_its_content(tmp_path: Path) -> None:
+    counting = Counting(*write_tokenizer(tmp_path))
+    texts = ["the thin", "a" * 9, "\u00fc", *(f"d{number}" for number in range(300))]
+    path = write(tmp_path / "web.jsonl", texts)
+    plain = open_training([path], counting, shuffle=True).batch(range(400))
+
+    def opened(tokenizer: Tokenizer = counting, **settings: Any) -> tuple[GPT2Batch, int, int]:
+        """The samples, what was tokenised for them, and how many caches there are."""
+        Counting.texts = 0
+        found = open_training([path], tokenizer, shuffle=True, cache_tokens=True, **settings)
+        batch = found.batch(range(400))
+        return batch, Counting.texts, len(list(tmp_path.glob(".web.jsonl.*.tokens")))
+
+    for tokenised in (len(texts), 0):
+        batch, *counts = opened()
+        for name in ("tokens", "labels", "loss_mask", "is_real", "is_cut"):
+            np.testing.assert_array_equal(getattr(batch, name), getattr(plain, name), name)
+        assert counts == [tokenised, 1]
+    longer, *counts = opened(seq_length=30, begin_token="x")
+    assert counts == [0, 1], "ids are whole and without marks"
+    assert batch.is_cut.any()
+    assert not longer.is_cut.any()
+    assert opened(BertWordPieceLowerCase(write_wordpiece(tmp_path)))[2] == 2
+    write(tmp_path / "web.jsonl", [text[::-1] for text in texts])
+    assert opened()[1:] == (len(texts), 3), "a file that has changed is tokenised again"
+
+
+def test_a_damaged_cache_of_tokens_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write(tmp_path / "web.jsonl", ["a", "bc"])
+    open_training([path], tokenizer, cache_tokens=True)
+    (cache,) = tmp_path.glob(".*.tokens")
+    cache.write_bytes(cache.read_bytes()[:-1])
+    with pytest.raises(DataError, match=cache.name):
+        open_training([path], tokenizer, cache_tokens=True)
+
+
+def test_without_a_place_for_a_cache_documents_are_tokenised_when_read(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = write(tmp_path / f"{'w' * 240}.jsonl", ["a", "bc"])  # too long for more behind it
+    with pytest.warns(UserWarning, match="--cache-tokens"):
+        batch = open_training([path], tokenizer, cache_tokens=True).batch([1])
+    assert documents(batch, tokenizer) == ["bc"]
+
+
+def test_only_json_lines_are_cached(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pq.write_table(pa.table({"text": ["a", "bc"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="--cache-tokens"):
+        open_training([str(tmp_path / "a.parquet")], tokenizer, cache_tokens=True)

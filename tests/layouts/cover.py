@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import combinations, product
 
 from tests.layouts.matrix import Case
+from tools.layouts.layout import parse_layout
 
 # What each factor may be; "" for what is the default.
 FACTORS: dict[str, tuple[str, ...]] = {
@@ -27,16 +28,37 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "head": ("", "untied"),
     "loss": ("", "whole-logits"),
 }
-OF_GPT2 = {"documents", "whole-logits"}
+# Of pipelines: micro-batches are so many, of one sample each.
+OF_PIPELINES = FACTORS | {
+    "layout": (
+        "pipeline=2",
+        "pipeline=4",
+        "tensor=2,pipeline=2",
+        "data=2,pipeline=2",
+        "tensor=2,pipeline=2,sequence",
+        "pipeline=2,virtual=2",
+        "pipeline=4,schedule=zb-h1",
+        "pipeline=2,schedule=gpipe",
+    ),
+    "micro-batches": tuple("4123567"),
+    "mask": ("", "documents", "unscored"),
+}
+OF_GPT2 = {"documents", "unscored", "whole-logits"}
 Row = tuple[str, ...]
 
 
 def is_valid(row: Row) -> bool:
+    if ("full" in row and "zb-h1" in row[0]) or ("unscored" in row and "1" in row):
+        return False
     return "gpt2" in row or not OF_GPT2 & {*row}
 
 
-def every_row() -> Iterator[Row]:
-    return filter(is_valid, product(*FACTORS.values()))
+def rows_of(factors: Mapping[str, tuple[str, ...]]) -> Iterator[Row]:
+    return filter(is_valid, product(*factors.values()))
+
+
+def every_row() -> list[Row]:
+    return [*rows_of(FACTORS), *rows_of(OF_PIPELINES)]
 
 
 def joined(row: Row) -> Iterator[object]:
@@ -50,23 +72,59 @@ def joined(row: Row) -> Iterator[object]:
             yield "fp64", layout, name, values[name]
 
 
-def cover() -> list[Row]:
-    """Every layout with GPT-2 and no option; then greedily few rows, until all is shown that
-    `joined` can show."""
+def joined_by_pipelines(row: Row) -> Iterator[object]:
+    """Of each layout the values of most factors; numbers of micro-batches by that of the ranks, and
+    whether they are fewer or fill whole rounds; pairs without a pipeline are shown elsewhere."""
+    values = dict(zip(FACTORS, row, strict=True))
+    layout, m = values["layout"], int(values["micro-batches"])
+    p = parse_layout(layout).size("pipeline")
+    schedule = p, "virtual" in layout, layout.partition("schedule=")[2]
+    yield layout, values["model"] == "gpt2"
+    for name in ("recomputation", "dropout", "head"):
+        yield layout, name, values[name]
+    yield layout, m < p, m % p == 0
+    yield p, m
+    for name in ("model", "precision", "mask"):
+        yield schedule[:2], name, values[name]
+    yield schedule, values["mask"] == "unscored"
+    yield "tensor" in layout, values["loss"]
+    yield values["head"], values["model"], values["dropout"]
+
+
+def chosen(rows: Mapping[Row, Iterator[object]], first: list[Row]) -> list[Row]:
+    """The first ones; then greedily few rows, until all is shown that the rows can show."""
     bits: dict[object, int] = {}
-    rows = {
-        row: sum(1 << bits.setdefault(each, len(bits)) for each in joined(row))
-        for row in every_row()
+    shown = {
+        row: sum(1 << bits.setdefault(each, len(bits)) for each in {*shows})
+        for row, shows in rows.items()
     }
-    plain = [row for row in rows if row[1] == "gpt2" and not any(row[2:])]
     left, found = (1 << len(bits)) - 1, []
     while left:
-        best = plain.pop(0) if plain else max(rows, key=lambda row: (rows[row] & left).bit_count())
-        left &= ~rows[best]
+        best = (
+            first.pop(0) if first else max(shown, key=lambda row: (shown[row] & left).bit_count())
+        )
+        left &= ~shown[best]
         found.append(best)
     return found
 
 
+def cover() -> list[Row]:
+    """Every layout with GPT-2 and no option, and few rows that show what can be shown."""
+    rows = {row: joined(row) for row in rows_of(FACTORS)}
+    plain = [row for row in rows if row[1] == "gpt2" and not any(row[2:])]
+    of_pipelines = {row: joined_by_pipelines(row) for row in rows_of(OF_PIPELINES)}
+    return [*chosen(rows, plain), *chosen(of_pipelines, [])]
+
+
 def case_of(row: Row) -> Case:
     layout, model, *options = row
-    return Case(layout, model, frozenset(filter(None, options)))
+    if (sizes := parse_layout(layout)).size("pipeline") == 1:
+        return Case(layout, model, frozenset(filter(None, options)))
+    (number,) = {*options} & {*OF_PIPELINES["micro-batches"]}
+    return Case(
+        layout,
+        model,
+        frozenset(["accumulate", *filter(None, options)]) - {number},
+        samples=int(number) * sizes.size("data"),
+        layers=sizes.size("pipeline") * sizes.virtual + 1,  # which the stages do not divide
+    )

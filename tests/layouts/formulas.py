@@ -3,6 +3,7 @@
 h hidden   a heads   f MLP's width   s tokens   b samples of a micro-batch   n = b s
 t tensor-parallel size   v padded vocabulary   k masked tokens   w bytes of a number
 m micro-batches   r ranks that hold rows of the stream: t under sequence parallelism, else 1
+p pipeline ranks   stages: the virtual ones of this rank
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Shape:
     untied: bool
     recompute: str
     dropout: bool
-    layers: int
+    layers: int  # of this rank
     h: int
     a: int
     f: int
@@ -30,6 +31,10 @@ class Shape:
     t: int
     r: int
     d: int
+    p: int
+    stages: int
+    is_first: bool  # the rank has the first stage: the embedding
+    is_last: bool  # the rank has the last stage: the head and the loss
     v: int
     vocabulary: int  # without padding
     positions: int
@@ -47,6 +52,11 @@ class Shape:
     def wide(self) -> int:
         return max(4, self.w)
 
+    @property
+    def has_norm(self) -> bool:
+        """The one beside the layers', behind the last or behind the embedding."""
+        return self.is_first if self.post_norm else self.is_last
+
 
 def matmul_flops(x: Shape) -> int:
     """3 products where the forward has one, and the layers' once more where they are recomputed."""
@@ -59,40 +69,38 @@ def matmul_flops(x: Shape) -> int:
         heads = 2 * n * h * x.v // t
     else:  # all but the logits is small, and whole on every rank
         heads = 2 * x.k * h * x.v // t + 2 * x.k * h * h + 2 * x.b * h * (h + 2)
-    return x.m * (x.layers * (3 * layer + again) + 3 * heads)
+    return x.m * (x.layers * (3 * layer + again) + 3 * heads * x.is_last)
 
 
-def parameters(x: Shape) -> list[tuple[int, bool]]:
-    """(numbers on this rank, whether the gradient is partial over the ranks of the stream)."""
+def parameters(x: Shape) -> list[tuple[int, str]]:
+    """(numbers on this rank, over which ranks of the model the gradient is partial: "stream", those
+    that hold rows of it; "ends", the first and the last stage; "")."""
     h, f, t = x.h, x.f, x.t
-    norm = [(h, True)] * 2
+    norm = [(h, "stream")] * 2
     layer = [
         *norm,
-        (3 * h * h // t, False),
-        (3 * h // t, False),
-        (h * h // t, False),
-        (h, True),
+        (3 * h * h // t, ""),
+        (3 * h // t, ""),
+        (h * h // t, ""),
+        (h, "stream"),
         *norm,
-        (f * h // t, False),
-        (f // t, False),
-        (h * f // t, False),
-        (h, True),
+        (f * h // t, ""),
+        (f // t, ""),
+        (h * f // t, ""),
+        (h, "stream"),
     ]
-    words = (x.v * h // t, False)
-    found = [words, (x.positions * h, True), *(x.layers * layer), *([words] if x.untied else [])]
-    if x.kind == "gpt2":
-        return [*found, *norm]
-    found += [(2 * h, True), *norm]  # token types; the final norm, or that of the embeddings
-    square = [(h * h, False), (h, False)]
-    return [
-        *found,
-        *square,
-        (2 * h, False),
-        (2, False),
-        *square,
-        *[(h, False)] * 2,
-        (x.v // t, False),
-    ]
+    found = x.layers * layer + (norm if x.has_norm else [])
+    is_tied = not x.untied and x.p > 1
+    words = (x.v * h // t, "ends" if is_tied else "")
+    if x.is_first:
+        found += [words, (x.positions * h, "stream")]
+        found += [(2 * h, "stream")] if x.kind == "bert" else []  # token types
+    if x.is_last and (x.untied or not x.is_first):
+        found.append(words)
+    if x.is_last and x.kind == "bert":
+        square = [(h * h, ""), (h, "")]
+        found += [*square, (2 * h, ""), (2, ""), *square, *[(h, "")] * 2, (x.v // t, "")]
+    return found
 
 
 def parameter_bytes(x: Shape) -> int:
@@ -122,10 +130,12 @@ def saved_bytes(x: Shape) -> int:
     else:  # the whole stream; of masked tokens what dense, GeLU, norm and head keep; a bias
         masked = x.k * (5 * x.h * w + 3 * x.wide + 16)
         heads = size * w + masked + x.v // t * x.wide + x.b * x.h * w
-    ids = (17 if x.kind == "gpt2" else 25) * n  # of words, positions and types
+    # Ids of words, positions and types; rows, for dropout.
+    embedding = (17 if x.kind == "gpt2" else 25) * n + keys // r
+    others = norm * x.has_norm + heads * x.is_last + embedding * x.is_first
     if x.recompute == "selective":  # what else the core is called with: rows and a mask
-        ids += 8 * n + n * (1 if x.kind == "bert" else x.s * x.documents)
-    return x.layers * layer + norm + heads + ids + keys // r
+        others += x.stages * (8 * n + n * (1 if x.kind == "bert" else x.s * x.documents))
+    return x.layers * layer + others
 
 
 def traffic(x: Shape) -> tuple[Counter[str], Counter[str]]:
@@ -142,32 +152,37 @@ def traffic(x: Shape) -> tuple[Counter[str], Counter[str]]:
     again = 0
     if x.recompute == "full":  # the last sum of a layer only where something behind it is kept
         again = 2 if x.dropout or x.post_norm else 1
+    of_head = m * x.is_last
     if x.r == 1:
-        sums = 1 + (4 + again) * layers
+        sums = x.is_first + (4 + again) * layers
         add("tensor", t, 2, stream, m * sums)
-        add("tensor", t, 2, scored * x.h * x.w, m)  # f of the head
+        add("tensor", t, 2, scored * x.h * x.w, of_head)  # f of the head
     else:
         again_in = 2 if again else 0
-        gathers = 1 + (2 + again_in) * layers + (2 + 2) * layers
-        scatters = 1 + (2 + again + 2) * layers
+        gathers = x.is_first + (2 + again_in) * layers + (2 + 2) * layers
+        scatters = x.is_first + (2 + again + 2) * layers
         add("tensor", t, 1, stream, m * (gathers + scatters))
         if x.kind == "gpt2":  # the head; its backward gathers again, but not that of the fused loss
-            add("tensor", t, 1, stream, (2 + x.whole_logits) * m)
+            add("tensor", t, 1, stream, (2 + x.whole_logits) * of_head)
         else:  # what the encoder returns, and f of the head on masked tokens
-            add("tensor", t, 1, stream, m)
-            add("tensor", t, 2, scored * x.h * x.w, m)
+            add("tensor", t, 1, stream, of_head)
+            add("tensor", t, 2, scored * x.h * x.w, of_head)
     if x.whole_logits:
-        add("tensor", t, 1, x.n * x.v * x.w, m)
+        add("tensor", t, 1, x.n * x.v * x.w, of_head)
     else:  # a maximum, then two sums
-        add("tensor", t, 2, scored * x.wide, m)
-        add("tensor", t, 2, 2 * scored * x.wide, m)
-    for is_of_stream in (True, False):
-        sizes = [size for size, of_stream in parameters(x) if of_stream == is_of_stream or x.r == 1]
-        if x.r == 1 and not is_of_stream:
-            continue
-        axes = {"data": x.d, "tensor": x.r if is_of_stream else 1}
-        total = sum(-(-size // 64) * 64 for size in sizes)
-        unit = 64 * axes["data"] * axes["tensor"]
-        for axis, size in axes.items():
+        add("tensor", t, 2, scored * x.wide, of_head)
+        add("tensor", t, 2, 2 * scored * x.wide, of_head)
+    if x.p > 1:  # each stage sends to the next one, and gradients to the one before
+        messages = m * (2 * x.stages - x.is_first - x.is_last)
+        calls["pipeline"] += messages
+        sent["pipeline"] += messages * stream // x.r
+    ends = "pipeline" if x.p == 2 else "embedding_group"
+    buckets = Counter[tuple[int, int]]()  # ranks of the stream, and stages, over which it is summed
+    for size, partial in parameters(x):
+        over = x.r if partial == "stream" else 1, 2 if partial == "ends" else 1
+        buckets[over] += -(-size // 64) * 64
+    for (rows, stages), total in buckets.items():
+        unit = 64 * x.d * rows * stages
+        for axis, size in (("data", x.d), ("tensor", rows), (ends, stages)):
             add(axis, size, 2, -(-total // unit) * unit * x.wide, 1)
     return calls, sent

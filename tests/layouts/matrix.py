@@ -13,14 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.parallel.kernels import use_cpu_kernels
 from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.parallel.pipeline import PipelinePlan
 from megatron.parallel.sharding import gather_whole
 from megatron.train.evaluate import mean_losses
 from megatron.train.objectives import Objective, WholeLogitsLoss
+from megatron.train.pipelining import plan_pipeline
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.bert import bert_samples, bert_section
@@ -67,10 +70,13 @@ class Case:
     layout: str
     model: str  # gpt2, bert, bert-post-ln
     options: frozenset[str] = frozenset()
+    samples: int = GLOBAL_BATCH  # of a step
+    layers: int = 2
 
     @property
     def name(self) -> str:
-        return " ".join([self.layout, self.model, *sorted(self.options)])
+        several = [f"samples={self.samples}"] if self.samples != GLOBAL_BATCH else []
+        return " ".join([self.layout, self.model, *sorted(self.options), *several])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,7 +84,7 @@ class Case:
 
     @property
     def section(self) -> Any:
-        changes: dict[str, Any] = {"make_vocab_size_divisible_by": 8}
+        changes: dict[str, Any] = {"make_vocab_size_divisible_by": 8, "num_layers": self.layers}
         for option in self.options:
             changes |= SETTINGS.get(option, {})
         if self.model == "gpt2":
@@ -93,14 +99,21 @@ class Case:
     @property
     def micro_batch_size(self) -> int:
         if self.layout == "serial":
-            return GLOBAL_BATCH
+            return self.samples
         return 1 if "accumulate" in self.options else 2
 
     def draw(self, size: int, first: int = 0) -> Any:
         if self.model != "gpt2":
             return bert_samples(size, first=first)
         batch = samples(size, first=first)
+        if "unscored" in self.options:  # the second one of every step
+            batch.loss_mask[batch.numbers % self.samples == 1] = 0
         return of_documents(batch) if "documents" in self.options else batch
+
+    def plan(self, layout: Layout) -> PipelinePlan:
+        """The stages of this model there."""
+        parallel = TrainingParallelConfig(**layout.settings)
+        return plan_pipeline(parallel, self.section, seq_length=SEQUENCE, vocab_size=VOCABULARY)
 
     def objective(self, state: TrainState) -> Objective:
         if "whole-logits" not in self.options:
@@ -139,7 +152,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank says of a run; all tensors whole."""
+    """What one rank says of a run; all tensors whole, of all pipeline stages."""
 
     terms: list[Mapping[str, float]]  # of every step, and of an evaluation
     norms: list[float]
@@ -149,40 +162,60 @@ class Outcome:
     counts: Counts
 
 
-def make_state(case: Case, mesh: Mesh, dtype: torch.dtype, seed: int = SEED) -> TrainState:
+def make_state(
+    case: Case, layout: Layout, mesh: Mesh, dtype: torch.dtype, seed: int = SEED
+) -> TrainState:
     optimizer = OptimizerConfig(weight_decay=0.1, clip_grad=0.5)
     precision = PrecisionConfig()
     if dtype == torch.float16:
         precision = PrecisionConfig(fp16=True, initial_loss_scale="2**8")
-    state = tiny_state(mesh, case.section, optimizer, precision, dtype=dtype, seed=seed)
+    plan = case.plan(layout)
+    state = tiny_state(
+        mesh, case.section, optimizer, precision, dtype=dtype, seed=seed, pipeline=plan
+    )
     state.objective = case.objective(state)
     return state
 
 
+def of_all_stages(own: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """These, and those that other pipeline stages have."""
+    if mesh.pipeline.size == 1:
+        return own
+    found: dict[str, Tensor] = {}
+    for each in mesh.control.gather(own):
+        found |= each
+    return found | own
+
+
 def slices(state: TrainState) -> dict[str, Tensor]:
-    return {each.key: gather_whole(each.local, each.spec) for each in state.slices()}
+    own = {each.key: gather_whole(each.local, each.spec) for each in state.slices()}
+    return of_all_stages(own, state.mesh)
 
 
-def run(case: Case, mesh: Mesh, dtype: torch.dtype, save_to: Path | None = None) -> Outcome:
-    """save_to: where the state after the last step is saved."""
-    state, size = make_state(case, mesh, dtype), case.micro_batch_size
-    batches = micro_batches(case.draw(GLOBAL_BATCH), mesh, size)
+def run(
+    case: Case, layout: Layout, mesh: Mesh, dtype: torch.dtype, save_to: Path | None = None
+) -> Outcome:
+    """mesh: of the layout. save_to: where the state after the last step is saved."""
+    state, size = make_state(case, layout, mesh, dtype), case.micro_batch_size
+    batches = micro_batches(case.draw(case.samples), mesh, size)
     counted = measure(state, batches)
     gradients = {
         name: each / state.scaler.scale for name, each in whole_gradients(state.gradients).items()
     }
     terms, norms = [], []
     for step in range(STEPS):
-        batch = case.draw(GLOBAL_BATCH, first=step * GLOBAL_BATCH)
+        batch = case.draw(case.samples, first=step * case.samples)
         result = train_step(state, micro_batches(batch, mesh, size), LR)
         terms.append(result.terms)
         norms.append(result.grad_norm)
-    terms.append(mean_losses(state.model, state.objective, Data(case), 6, 1, mesh))
+    data, plan = Data(case), state.pipeline
+    terms.append(mean_losses(state.model, state.objective, data, 6, 1, mesh, plan))
     weights = {
         view.name: gather_whole(own, view.spec) for view, own in state.optimizer.master_views()
     }
     if save_to is not None:
         save_state(state, save_to, vocab_size=VOCABULARY)
+    gradients, weights = (of_all_stages(each, mesh) for each in (gradients, weights))
     return Outcome(terms, norms, gradients, weights, slices(state), counted)
 
 
@@ -212,7 +245,7 @@ def differences(found: Outcome, wanted: Outcome) -> dict[str, float]:
 @cache
 def alone(case: Case, device: torch.device) -> Outcome:
     """The run of one process in fp64."""
-    return run(case, serial_mesh(device), torch.float64)
+    return run(case, Layout(), serial_mesh(device), torch.float64)
 
 
 def keeps_scores(case: Case, device: torch.device) -> bool:
@@ -223,17 +256,20 @@ def keeps_scores(case: Case, device: torch.device) -> bool:
     return use_cpu_kernels and (is_causal or case.dtype.itemsize < 4)
 
 
-def shape(case: Case, device: torch.device) -> formulas.Shape:
+def shape(case: Case, device: torch.device, stage: int = 0) -> formulas.Shape:
+    """stage: of this rank along the pipeline axis."""
     layout = parse_layout(case.layout)
+    plan = case.plan(layout)
+    own = plan.layers[stage :: plan.ranks]
     section, t, b = case.section, layout.size("tensor"), case.micro_batch_size
-    m = GLOBAL_BATCH // (b * layout.size("data"))
+    m = case.samples // (b * layout.size("data"))
     return formulas.Shape(
         kind="gpt2" if case.model == "gpt2" else "bert",
         post_norm=case.model == "bert-post-ln",
         untied=section.untie_embeddings_and_output_weights,
         recompute=section.recompute_granularity,
         dropout=section.hidden_dropout > 0,
-        layers=section.num_layers,
+        layers=sum(map(len, own)) if own else section.num_layers,
         h=section.hidden_size,
         a=section.num_attention_heads,
         f=section.ffn_size,
@@ -243,6 +279,10 @@ def shape(case: Case, device: torch.device) -> formulas.Shape:
         t=t,
         r=t if layout.cuts_stream else 1,
         d=layout.size("data"),
+        p=plan.ranks,
+        stages=plan.virtual,
+        is_first=stage == 0,
+        is_last=stage == plan.ranks - 1,
         v=-(-VOCABULARY // (8 * t)) * 8 * t,
         vocabulary=VOCABULARY,
         positions=section.max_position_embeddings,
@@ -282,19 +322,21 @@ def failures(
     """
     layout = parse_layout(case.layout)
     mesh = meshes(layout)
-    found = run(case, mesh, case.dtype, folder if others else None)
+    found = run(case, layout, mesh, case.dtype, folder if others else None)
     wrong = []
     if case.dtype.itemsize < 4:
-        plain = Layout(layout.sizes) if layout.switches else Layout()
-        wanted = run(case, meshes(plain), case.dtype)
+        sizes = {name: size for name, size in layout.sizes.items() if name != "pipeline"}
+        plain = Layout(sizes) if layout.switches and sizes == layout.sizes else Layout()
+        wanted = run(case, plain, meshes(plain), case.dtype)
     else:
         wanted = alone(case.reference, mesh.device)
     for kind, value in differences(found, wanted).items():
         if not value <= TOLERANCES[case.dtype]:
             wrong.append(f"{kind}: off by {value:.2g}")
-    wrong += undivided(found.counts, shape(case, mesh.device), on_cpu=mesh.device.type == "cpu")
+    expected = shape(case, mesh.device, mesh.pipeline.rank)
+    wrong += undivided(found.counts, expected, on_cpu=mesh.device.type == "cpu")
     for other in others:
-        again = make_state(case, meshes(other), case.dtype, seed=SEED + 1)
+        again = make_state(case, other, meshes(other), case.dtype, seed=SEED + 1)
         load(again, folder / f"step_{STEPS:08d}")
         loaded = slices(again)
         if not all(torch.equal(loaded[name], each) for name, each in found.saved.items()):
@@ -309,7 +351,8 @@ def run_cases(
     meshes = cache(lambda name: parse_layout(name).mesh(torch.device(device)))
     found = {}
     for number, case in enumerate(cases):
-        of_case = [each for each in others if each.name != case.layout][:2]
+        of_case = [each for each in others if each.name != case.layout]
+        of_case = (of_case[number % 2 :: 2] or of_case)[:2]
         found[case] = failures(
             case, lambda layout: meshes(layout.name), of_case, folder / str(number)
         )

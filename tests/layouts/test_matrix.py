@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.parallel import dropout, layers
+from megatron.parallel.buckets import Bucket, GradientBuckets
 from megatron.parallel.collectives import copy_to, gather_with_gradient, reduce_from
 from megatron.parallel.layers import (
     ColumnParallelLinear,
@@ -24,7 +25,9 @@ from megatron.parallel.layers import (
     RowParallelLinear,
 )
 from megatron.parallel.mesh import Axis, Mesh, serial_mesh
+from megatron.parallel.pipeline import PipelinePlan
 from megatron.parallel.sharding import ShardedModule, ShardingSpec
+from megatron.train.executor import Executor, Messages
 from tests.dist import Pool
 from tests.layouts.cover import FACTORS, case_of, cover, every_row
 from tests.layouts.matrix import (
@@ -39,10 +42,10 @@ from tests.layouts.matrix import (
 from tools.layouts.layout import Layout, parse_layout
 
 AT_ONCE = 8  # cases of a call to the pool
-# By the number of ranks: where a checkpoint is loaded; the first two that are another layout.
+# By the number of ranks: where checkpoints are loaded; each at two of them.
 OTHERS = {
-    2: ("serial", "data=2", "tensor=2,sequence"),
-    4: ("serial", "tensor=2,data=2", "tensor=4,sequence"),
+    2: ("serial", "pipeline=2", "data=2", "tensor=2,sequence"),
+    4: ("tensor=2,data=2", "tensor=2,pipeline=2", "serial", "tensor=4,sequence"),
 }
 Group = tuple[Case, ...]
 
@@ -106,7 +109,8 @@ def test_it_equals_one_process_and_takes_what_the_formulas_say(
 @pytest.mark.parametrize("option", FACTORS["recomputation"])
 def test_one_process_takes_what_the_formulas_say(model: str, option: str) -> None:
     case = Case("serial", model, frozenset(filter(None, [option])))
-    found, cpu = run(case, serial_mesh(), torch.float64), torch.device("cpu")
+    found = run(case, Layout(), serial_mesh(), torch.float64)
+    cpu = torch.device("cpu")
     assert not list(undivided(found.counts, shape(case, cpu), on_cpu=True))
 
 
@@ -157,6 +161,42 @@ def with_whole_weight(layer: ColumnParallelLinear, x: Tensor) -> Tensor:
     return own.flatten(1)
 
 
+def within_stages(bucket: Bucket, *, is_of_stages: bool) -> None:
+    if not is_of_stages:
+        add_up(bucket, is_of_stages=False)
+
+
+def mean_of_micro_batches(executor: Executor, x: Tensor, batch: Any) -> Tensor:
+    return run_loss(executor, x, batch) / len(executor.batches)
+
+
+def twice(executor: Executor, *arguments: Any) -> Any:
+    with torch.no_grad():
+        run_layers(executor, *arguments)
+    return run_layers(executor, *arguments)
+
+
+def one_late(direction: str) -> Any:
+    """Messages of this direction have the values of the micro-batch before."""
+
+    def put_last(messages: Messages, *key: Any) -> None:
+        *key, tensors = key
+        if key[0] == direction:
+            last, tensors = vars(messages).get("last"), tuple(tensors)
+            messages.last, tensors = tensors, last or tensors
+        put(messages, *key, tensors)
+
+    return put_last
+
+
+def without_weights(gradients: GradientBuckets, deferred: Any, **which: Any) -> None:
+    add_deferred(gradients, [], **which)
+
+
+add_up, add_deferred = Bucket.add_up, GradientBuckets.add_deferred
+run_loss, run_layers, put = Executor.run_loss, Executor.run_layers, Messages.put
+STAGES = Case("pipeline=2", "gpt2", frozenset(["accumulate"]), layers=3)
+
 # What is put in the place of what, and which check of which case sees it.
 FAULTS: dict[str, tuple[Any, str, Any, Case, str]] = {
     "a mean instead of a sum": (
@@ -181,6 +221,29 @@ FAULTS: dict[str, tuple[Any, str, Any, Case, str]] = {
     ),
     "whole weights": (
         ColumnParallelLinear, "forward", with_whole_weight, Case("tensor=2", "gpt2"), "FLOPs",
+    ),
+    "the gradient of a tied weight left unsummed": (
+        Bucket, "add_up", within_stages, STAGES, "gradients",
+    ),
+    "a tied weight counted on both stages": (
+        ShardingSpec, "is_owner", lambda spec, *axes: True, STAGES, "norm",
+    ),
+    "a mean over micro-batches": (
+        Executor, "run_loss", mean_of_micro_batches, STAGES, "loss",
+    ),
+    "a stage computed twice": (Executor, "run_layers", twice, STAGES, "FLOPs"),
+    "all layers on every stage": (
+        PipelinePlan, "numbers", lambda plan, rank: None, STAGES, "parameter bytes",
+    ),
+    "the input of another micro-batch": (
+        Messages, "put", one_late("forward"), STAGES, "loss",
+    ),
+    "the gradient of another micro-batch": (
+        Messages, "put", one_late("backward"), STAGES, "gradients",
+    ),
+    "half of a backward left out": (
+        GradientBuckets, "add_deferred", without_weights,
+        replace(STAGES, layout="pipeline=2,schedule=zb-h1"), "gradients",
     ),
 }  # fmt: skip
 

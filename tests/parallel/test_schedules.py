@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.parallel import schedules
+from megatron.parallel.pipeline import head_weight, partition, partition_uniform
 from megatron.parallel.schedules import (
     KINDS,
     Action,
@@ -24,9 +25,6 @@ from megatron.parallel.schedules import (
     check_programs,
     forward_only,
     from_json,
-    head_weight,
-    partition,
-    partition_uniform,
     program,
     read_schedule,
     schedule,

@@ -125,7 +125,15 @@ def test_it_logs_evaluates_and_saves_at_its_intervals(tmp_path: Path) -> None:
     }
     assert steps_of == {"loss": [2, 4, 6], "validation_loss": [4, 6]}
     first = lines(tmp_path)[0]
-    keys = {"step", "samples", "loss", "lr", "grad_norm", "tokens_per_second", "elapsed_seconds"}
+    keys = {
+        "step",
+        "samples",
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_second",
+        "elapsed_seconds",
+    } | {"peak_memory_bytes"}
     assert keys == first.keys()
     assert (first["samples"], first["lr"]) == (8, pytest.approx(2e-3))
 

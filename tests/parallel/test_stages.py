@@ -1,0 +1,483 @@
+"""Pipelines of stages of one's own, beside the same stages called one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.api import (
+    Batch,
+    ColumnParallelLinear,
+    GradientBuckets,
+    Mesh,
+    PipelineModel,
+    PipelineStage,
+    RowParallelLinear,
+    build_mesh,
+    clip_grad_norm,
+    load_checkpoint,
+    load_optimizer,
+    mean_losses,
+    model_slices,
+    newest_checkpoint,
+    optimizer_slices,
+    run_pipeline,
+    save_checkpoint,
+    serial_mesh,
+    tie,
+)
+from megatron.parallel.buckets import Bucket
+from tests.dist import Pool
+from tests.tiny import whole_weights
+
+WORDS, WIDTH, MICRO_BATCHES, STEPS, CLIP = 11, 6, 6, 3, 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sentences(Batch):
+    tokens: Any  # int64 [b, s]
+    counted: Any  # float64 [b, s]
+
+
+def micro_batch(number: int, step: int = 0) -> Sentences:
+    """Of two samples; each has another length and another mask."""
+    random = np.random.default_rng([step, number])
+    tokens = random.integers(WORDS, size=(2, 3 + number % 3))
+    return Sentences(tokens=tokens, counted=random.integers(2, size=tokens.shape).astype(float))
+
+
+class Block(nn.Module):
+    """x [n, width] to the same, between our layers."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = ColumnParallelLinear(mesh, WIDTH, 4 * WIDTH)
+        self.down = RowParallelLinear(mesh, 4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Words(PipelineStage):
+    """Returns x [n, width], tokens [n], a mask without a gradient, and what nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.scale = nn.Parameter(torch.rand(3))
+
+    def forward(self, batch: Any, *inputs: Tensor) -> Any:
+        x = self.embedding(batch.tokens.flatten()) * self.scale.sum()
+        return x, batch.tokens.flatten(), batch.counted.flatten(), x.sum()
+
+
+class Widen(PipelineStage):
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.block, self.wider = Block(mesh), nn.Linear(WIDTH, 9)
+
+    def forward(self, batch: Any, *inputs: Tensor) -> Any:
+        x, tokens, counted, _ = inputs
+        return self.wider(self.block(x)), x * counted[:, None].to(x.dtype), tokens
+
+
+class Narrow(PipelineStage):
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.block, self.narrower = Block(mesh), nn.Linear(9, WIDTH)
+        self.look_up = nn.Embedding(WORDS, WIDTH)
+        self.inner = nn.ModuleDict({"gain": nn.Linear(3, 1, bias=False)})
+
+    def forward(self, batch: Any, *inputs: Tensor) -> Any:
+        x, side, tokens = inputs
+        x = self.block(self.narrower(x.tanh())) + side + self.look_up(tokens)
+        return self.inner["gain"](x.view(-1, 3)).view(-1, WIDTH // 3).repeat(1, 3)
+
+
+class Head(PipelineStage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.scale = nn.Parameter(torch.rand(3))
+        self.logits = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, batch: Any, *inputs: Tensor) -> Any:
+        x = self.two(self.one(*inputs).tanh()) * self.scale.sum()
+        return self.logits(x), x
+
+
+TIES = [
+    tie("block", "1.block", "2.block"),
+    tie("word", "3.logits.weight", "0.embedding.weight", "2.look_up.weight"),
+    tie("again", "3.one", "3.two"),
+    tie("scale", "0.scale", "3.scale"),
+]
+
+
+def makers(mesh: Mesh) -> Sequence[Callable[[], nn.Module]]:
+    return [Words, lambda: Widen(mesh), lambda: Narrow(mesh), Head]
+
+
+def loss(outputs: tuple[Tensor, Tensor], batch: Any) -> Tensor:
+    logits, x = outputs
+    losses = F.cross_entropy(logits, batch.tokens.flatten(), reduction="none") + x.square().mean(-1)
+    return (losses * batch.counted.flatten()).sum()
+
+
+def counted(batch: Any) -> float:
+    return float(batch.counted.sum())
+
+
+class Found(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]  # of the first step, whole
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+
+class Case(NamedTuple):
+    """pipeline: ranks. The data axis takes what the tensor axis leaves of the world."""
+
+    world: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    schedule: str | None = None
+    tensor: int = 1
+
+
+def build(case: Case, **changes: Any) -> PipelineModel:
+    mesh = serial_mesh()
+    if dist.is_initialized():
+        mesh = build_mesh({"pipeline": case.pipeline, "tensor": case.tensor}, "cpu")
+    settings: dict[str, Any] = {"ties": TIES, "virtual": case.virtual, "schedule": case.schedule}
+    torch.set_default_dtype(torch.float64)
+    try:
+        return PipelineModel(
+            mesh, changes.pop("makers", makers)(mesh), loss, counted, seed=1, **settings | changes
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def whole_gradients(model: PipelineModel) -> dict[str, Tensor]:
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+        found = whole_weights(model)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return found
+
+
+def train(case: Case, first: int = 0, folder: Path | None = None) -> Found:
+    """Steps `first` to STEPS; with a folder it resumes from there, and saves the end there."""
+    model = build(case)
+    mesh, before = model.mesh, whole_weights(model)
+    gradients = GradientBuckets(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if first and folder is not None:
+        saved = newest_checkpoint(folder, mesh)
+        assert saved is not None
+        load_checkpoint(saved, model_slices(model), mesh=mesh)
+        load_optimizer(saved, model, optimizer)
+    losses, norms, of_first = [], [], dict[str, Tensor]()
+    for step in range(first, STEPS if first or folder is None else 1):
+        numbers = range(mesh.rank("batch"), MICRO_BATCHES, mesh.size("batch"))
+        batches = [micro_batch(number, step) for number in numbers]
+        losses.append(float(run_pipeline(model, gradients, batches)))
+        of_first = of_first or whole_gradients(model)
+        norms.append(float(clip_grad_norm(gradients, CLIP)))
+        optimizer.step()
+    if not first and folder is not None:
+        slices = [*model_slices(model), *optimizer_slices(model, optimizer)]
+        save_checkpoint(folder, 1, slices, {}, mesh)
+    return Found(losses, norms, of_first, before, whole_weights(model))
+
+
+def plain(weights: dict[str, Tensor]) -> Found:
+    """The stages in one process, tied by hand, with autograd and torch's clipping."""
+    torch.set_default_dtype(torch.float64)
+    words, widen, narrow, head = (make() for make in makers(serial_mesh()))
+    torch.set_default_dtype(torch.float32)
+    narrow.block, head.two, head.scale = widen.block, head.one, words.scale
+    narrow.look_up.weight = head.logits.weight = words.embedding.weight
+    model = nn.ModuleDict({"stages": nn.ModuleList([words, widen, narrow, head])})
+    tied = {
+        "stages.1.block": "tied.block",
+        "stages.0.embedding.weight": "tied.word",
+        "stages.3.one": "tied.again",
+        "stages.0.scale": "tied.scale",
+    }
+    names = {}
+    for name, parameter in model.named_parameters():
+        start = next((each for each in tied if name.startswith(each)), "")
+        names[name] = tied.get(start, "") + name.removeprefix(start)
+        parameter.data.copy_(weights[names[name]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses, norms, of_first = [], [], dict[str, Tensor]()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batches = [micro_batch(number, step) for number in range(MICRO_BATCHES)]
+        total = torch.zeros((), dtype=torch.float64)
+        for each in batches:
+            batch: Any = Sentences(
+                tokens=torch.from_numpy(each.tokens), counted=torch.from_numpy(each.counted)
+            )
+            x = widen(batch, *words(batch))
+            total = total + loss(head(batch, narrow(batch, *x)), batch)
+        total = total / sum(map(counted, batches))
+        total.backward()
+        for name, parameter in model.named_parameters() if not step else ():
+            assert parameter.grad is not None
+            of_first[names[name]] = parameter.grad.clone()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(total.item())
+    after = {names[name]: p.detach() for name, p in model.named_parameters()}
+    return Found(losses, norms, of_first, weights, after)
+
+
+def joined(ranks: Sequence[Found]) -> Found:
+    """Of all stages; what several ranks have is equal on them."""
+    first = ranks[0]
+    tables: list[dict[str, Tensor]] = [{}, {}, {}]
+    for found in ranks:
+        assert (found.losses, found.norms) == (first.losses, first.norms)
+        for table, own in zip(tables, found[2:], strict=True):
+            for name, value in own.items():
+                assert torch.equal(table.setdefault(name, value), value), name
+    return Found(first.losses, first.norms, *tables)
+
+
+def assert_equal(found: Found, expected: Found, first: int = 0) -> None:
+    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+    close(torch.tensor(found.losses), torch.tensor(expected.losses[first:]))
+    close(torch.tensor(found.norms), torch.tensor(expected.norms[first:]))
+    for own, whole in zip(found[2:], expected[2:], strict=True):
+        for name, value in whole.items() if own is not found.gradients or not first else ():
+            if first and own is found.before:
+                continue
+            close(own[name], value, msg=lambda text, name=name: f"{name}: {text}")
+    assert found.after.keys() == expected.after.keys()
+
+
+CASES = [
+    Case(),
+    Case(virtual=2),
+    Case(virtual=4),
+    Case(2, 2),
+    Case(2, 2, 2),
+    Case(2, 2, schedule="gpipe"),
+    Case(2, 2, schedule="zb-h1"),
+    Case(4, 4),
+    Case(4, 4, schedule="zb-h1"),
+    Case(4, 2),
+    Case(4, 2, 2),
+    Case(4, 2, tensor=2),
+    Case(4, 2, 2, tensor=2),
+]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Found:
+    return plain(train(Case()).before)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_layout_gives_the_numbers_of_one_process(
+    case: Case, expected: Found, gloo: Pool
+) -> None:
+    assert_equal(joined(gloo.run(case.world, train, case)), expected)
+
+
+def test_a_checkpoint_goes_on_at_every_layout(expected: Found, gloo: Pool, tmp_path: Path) -> None:
+    layouts = [Case(), Case(2, 2, 2), Case(4, 4), Case(4, 2, tensor=2)]
+    for number, (saved, resumed) in enumerate(
+        zip(layouts, [*layouts[1:], layouts[0]], strict=True)
+    ):
+        folder = tmp_path / str(number)
+        gloo.run(saved.world, train, saved, 0, folder)
+        assert_equal(joined(gloo.run(resumed.world, train, resumed, 1, folder)), expected, first=1)
+
+
+class Numbered:
+    """Sentences by their numbers, as micro_batch has them."""
+
+    samples_per_epoch = 100
+
+    def batch(self, numbers: Sequence[int]) -> Sentences:
+        (number,) = numbers
+        return micro_batch(number)
+
+
+def evaluate(case: Case) -> float:
+    model = build(case)
+    (mean,) = mean_losses(model, model, Numbered(), 5, 1, model.mesh, model.pipeline).values()
+    return mean
+
+
+def test_evaluation_is_the_same_at_every_layout(gloo: Pool) -> None:
+    one = evaluate(Case())
+    for case in (Case(2, 2), Case(4, 2, 2)):
+        assert gloo.run(case.world, evaluate, case) == pytest.approx([one] * case.world, rel=1e-12)
+
+
+def train_without_the_sum(case: Case) -> Found:
+    """The mistake: copies of a tie keep gradients of their own."""
+    add_up = Bucket.add_up
+
+    def fault(bucket: Bucket, *, is_of_stages: bool) -> None:
+        if not is_of_stages:
+            add_up(bucket, is_of_stages=False)
+
+    with patch.object(Bucket, "add_up", fault):
+        return train(case)
+
+
+def test_a_tie_whose_gradients_are_not_summed_is_seen(expected: Found, gloo: Pool) -> None:
+    found = gloo.run(2, train_without_the_sum, Case(2, 2))
+    with pytest.raises(AssertionError):
+        assert_equal(joined(found), expected)
+
+
+def narrow(case: Case) -> tuple[list[torch.dtype], float]:
+    """In bf16, by model.to() behind the building."""
+    model = build(case).to(torch.bfloat16)
+    batches = [
+        Sentences(tokens=each.tokens, counted=each.counted.astype(np.float32))
+        for each in map(micro_batch, range(MICRO_BATCHES))
+    ]
+    loss = run_pipeline(model, GradientBuckets(model), batches)
+    return [p.grad.dtype for p in model.parameters() if p.grad is not None], float(loss)
+
+
+def test_a_model_in_bf16_passes_bf16(gloo: Pool) -> None:
+    _, one = narrow(Case())
+    for dtypes, loss in gloo.run(2, narrow, Case(2, 2)):
+        assert set(dtypes) == {torch.bfloat16}
+        assert loss == pytest.approx(one, rel=1e-6)
+
+
+class Add(PipelineStage):
+    """Has no parameter."""
+
+    def forward(self, batch: Any, *inputs: Tensor) -> Any:
+        x, *_ = inputs
+        return x + x.tanh()
+
+
+class Sum(PipelineStage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, batch: Any, *inputs: Tensor) -> Any:
+        return self.logits(*inputs), *inputs
+
+
+def train_around_an_empty_stage(case: Case) -> tuple[float, float]:
+    model = build(case, makers=lambda mesh: [Words, Add, Sum], ties=[])
+    gradients = GradientBuckets(model)
+    loss = run_pipeline(model, gradients, [micro_batch(0), micro_batch(1)])
+    return float(loss), float(clip_grad_norm(gradients, CLIP))
+
+
+def test_a_stage_without_parameters(gloo: Pool) -> None:
+    one = train_around_an_empty_stage(Case())
+    for found in gloo.run(3, train_around_an_empty_stage, Case(3, 3)):
+        assert found == pytest.approx(one, rel=1e-12)
+
+
+class Counts(PipelineStage):
+    """What it returns has as many rows as the batch counts: no function of shapes."""
+
+    def forward(self, batch: Any, *inputs: Tensor) -> Any:
+        return inputs[0][batch.counted.flatten() > 0]
+
+
+class Grows(PipelineStage):
+    """Returns another width on a device than on meta."""
+
+    def forward(self, batch: Any, *inputs: Tensor) -> Any:
+        x, *_ = inputs
+        return x if x.is_meta else x.repeat(1, 2)
+
+
+BAD_TIES = {
+    "no such attribute": [tie("a", "0.embedding", "1.no_such")],
+    "no such stage": [tie("a", "0.embedding", "4.look_up")],
+    "no module": [tie("a", "0.embedding", "2.training")],
+    "another shape": [tie("a", "0.embedding", "2.narrower")],
+    "another shape on one stage": [tie("a", "3.one", "3.logits")],
+    "twice the same name": [tie("a", "3.one", "3.two"), tie("a", "1.block", "2.block")],
+    "within another tie": [
+        tie("a", "1.block", "2.block"),
+        tie("b", "1.block.norm", "2.block.norm"),
+    ],
+}
+BAD: dict[str, dict[str, Any]] = {
+    "fewer stages than ranks": {"makers": lambda mesh: [Words], "ties": []},
+    "more virtual stages than stages": {"virtual": 3},
+    "virtual stages that do not divide": {
+        "makers": lambda mesh: [*makers(mesh), Head],
+        "virtual": 2,
+    },
+    "no schedule": {"schedule": "2f2b"},
+    "a schedule of virtual stages": {"schedule": "interleaved"},
+    "a schedule of plain stages": {"virtual": 2, "schedule": "zb-h1"},
+    "rows that the data decide": {"makers": lambda mesh: [Words, Counts, Add, Sum], "ties": []},
+    **{f"tie: {name}": {"ties": ties} for name, ties in BAD_TIES.items()},
+}
+
+
+def refusals() -> dict[str, str]:
+    found = {}
+    for name, changes in BAD.items():
+        try:
+            model = build(Case(2, 2), **changes)
+            run_pipeline(model, GradientBuckets(model), [micro_batch(0)])
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_bad_input_is_one_line_on_every_rank(gloo: Pool) -> None:
+    one, other = gloo.run(2, refusals)
+    assert one == other
+    assert one.keys() == BAD.keys()
+    for text in one.values():
+        assert "\n" not in text
+    assert "stage 1, Counts" in one["rows that the data decide"]
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [("a.b", ["0.x", "1.x"]), ("training", ["0.x", "1.x"]), ("a", ["0.x"]), ("a", ["x", "1.x"])],
+)
+def test_a_tie_of_no_places_is_refused(name: str, places: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"^tie"):
+        tie(name, *places)
+
+
+def run_what_grows() -> None:
+    model = build(Case(2, 2), makers=lambda mesh: [Words, Grows, Add, Sum], ties=[])
+    run_pipeline(model, GradientBuckets(model), [micro_batch(0)])
+
+
+def test_a_stage_that_returns_something_else_than_on_meta_is_named(gloo: Pool) -> None:
+    with pytest.raises(RuntimeError, match="ValueError: stage 1 "):
+        gloo.run(2, run_what_grows)

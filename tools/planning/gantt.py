@@ -1,0 +1,91 @@
+"""A pipeline schedule as figures, as text and as a picture. No torch."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron.parallel.schedules import DURATIONS, LETTERS, Facts, Lists, start_times, to_json
+
+MOST_UNITS = 48  # of time, in a picture made of text
+COLOURS = {"forward": "C0", "backward": "C2", "backward_input": "C9", "backward_weight": "C8"}
+
+
+def record(lists: Lists, facts: Facts) -> dict[str, Any]:
+    """What --json writes: `read_schedule` takes it."""
+    return {
+        **to_json(lists),
+        "in_flight": list(facts.in_flight),
+        "idle_share": facts.idle_share,
+        "micro_batches": facts.micro_batches,
+        "virtual": facts.virtual,
+    }
+
+
+def summary(lists: Lists, facts: Facts) -> str:
+    in_flight = " ".join(map(str, facts.in_flight))
+    return (
+        f"{len(lists)} ranks, {facts.virtual} virtual stages of each, "
+        f"{facts.micro_batches} micro-batches\n"
+        f"idle time: {100 * facts.idle_share:.2f} % of the ideal time "
+        f"(a forward takes 1, a backward 2, each half of it 1)\n"
+        f"micro-batches in flight by rank, of all its virtual stages: {in_flight}"
+    )
+
+
+def text(lists: Lists, facts: Facts) -> str:
+    """A line of each rank: what starts in each unit of time (- goes on, . idle), and the figures.
+
+    An action is written as in JSON, without its stage where a rank has but one.
+    """
+    rows = []
+    for actions, starts in zip(lists, start_times(lists), strict=True):
+        row: list[str] = []
+        for action, start in zip(actions, starts, strict=True):
+            label = str(action) if facts.virtual > 1 else f"{LETTERS[action.direction]}{action[2]}"
+            row += ["."] * (start - len(row)) + [label] + ["-"] * (DURATIONS[action.direction] - 1)
+        rows.append(row)
+    units = max(map(len, rows))
+    width = max(len(cell) for row in rows for cell in row)
+    lines = [
+        f"rank {rank}: " + " ".join(cell.ljust(width) for cell in row[:MOST_UNITS]).rstrip()
+        for rank, row in enumerate(rows)
+    ]
+    if units > MOST_UNITS:
+        lines.append(f"(the first {MOST_UNITS} of {units} units of time; --picture draws all)")
+    return "\n".join([*lines, "", summary(lists, facts)])
+
+
+def draw(file: Path, lists: Lists, facts: Facts) -> None:
+    """A Gantt chart: a row of each rank, a bar of each action with its micro-batch. The darker a
+    bar, the later its virtual stage in the model."""
+    from matplotlib.figure import Figure
+
+    starts = start_times(lists)
+    units = max(times[-1] for times in starts) + 2
+    inches = min(60.0, 3 + 0.25 * units)
+    figure = Figure(figsize=(inches, 1.7 + 0.4 * len(lists)), layout="constrained")
+    figure.suptitle(summary(lists, facts), fontsize=9)
+    axes = figure.subplots()
+    for direction, colour in COLOURS.items():
+        for rank, (actions, times) in enumerate(zip(lists, starts, strict=True)):
+            for action, start in zip(actions, times, strict=True):
+                if action.direction != direction:
+                    continue
+                length, chunk = DURATIONS[direction], action.stage // len(lists)
+                shade = 0.35 + 0.65 * (chunk + 1) / facts.virtual
+                bar = axes.barh(
+                    rank,
+                    length,
+                    left=start,
+                    color=colour,
+                    alpha=min(1.0, shade),
+                    edgecolor="white",
+                    label=direction.replace("_", ", "),
+                )
+                if inches < 60:  # there is room for it
+                    axes.bar_label(bar, [str(action.micro_batch)], label_type="center", fontsize=7)
+    axes.set_yticks(range(len(lists)), [f"rank {rank}" for rank in range(len(lists))])
+    axes.invert_yaxis()
+    axes.set_xlabel("time")
+    by_label = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(by_label.values(), by_label, loc="outside lower center", ncols=4, fontsize=8)
+    figure.savefig(file, dpi=120)
