@@ -18,8 +18,7 @@ from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_model
 from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import build_mesh, serial_mesh
-from megatron.parallel.pipeline import PipelinePlan
-from megatron.parallel.schedules import partition
+from megatron.parallel.pipeline import PipelinePlan, partition
 from megatron.parallel.sharding import gather_whole, sharding_specs
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.executor import on_device
