@@ -95,6 +95,11 @@ class Training:
             with torch.autocast(device.type, torch.bfloat16, enabled=self.is_cast):
                 loss = self.loss(tokens.contiguous(), labels.contiguous())
             loss.backward()
+        self.update()
+        return {"loss": loss.item(), "tokens": batch.num_tokens}
+
+    def update(self) -> None:
+        """By the gradients of the weights, which are freed."""
         for weight, master in zip(self.weights, self.masters, strict=True):
             master.grad, weight.grad = local(weight.grad).float(), None
         total = self.norm([each.grad for each in self.masters])
@@ -103,7 +108,6 @@ class Training:
         if self.is_narrow:
             with torch.no_grad():
                 torch._foreach_copy_(self.weights, self.masters)
-        return {"loss": loss.item(), "tokens": batch.num_tokens}
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """What every rank holds whole counts once."""

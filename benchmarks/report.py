@@ -267,7 +267,9 @@ def draw(file: Path, results: Results) -> None:
 
     paint = {"bars": bars, "lines": lines, "curves": curves}[results.question.picture]
     drawn = results.question.drawn or [next(iter(results.columns))]
-    groups = dict.fromkeys(group for group, _ in results.rows)
+    # Lines have no panel for groups of contenders without a place along them.
+    shown = (row for row in results.rows if paint is not lines or results.contenders[row]["x"])
+    groups = dict.fromkeys(group for group, _ in shown) or {"": None}
     high, wide, height = len(drawn), len(groups), 3.2 * len(drawn)
     if paint is bars:
         high, wide, height, groups = 1, len(drawn), 1.2 + 0.35 * len(results.rows), {"": None}

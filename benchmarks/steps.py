@@ -21,6 +21,7 @@ from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.batch import Batch
 from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh
+from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.train.state import DTYPES, TrainState, build_state, choose_compile
 from megatron.train.step import train_step
 from tools.layouts.job import open_samples
@@ -56,7 +57,12 @@ def batch_of(config: PretrainGPT2Config, step: int, rank: int = 0, ranks: int = 
 
 
 def build(
-    config: PretrainGPT2Config, mesh: Mesh, *, compiled: bool = False, fast: bool = False
+    config: PretrainGPT2Config,
+    mesh: Mesh,
+    *,
+    compiled: bool = False,
+    fast: bool = False,
+    pipeline: PipelinePlan = UNCUT,
 ) -> TrainState:
     """A run at step 0. fast: initial weights of the device's generator, which no peer has, so that
     no rank draws a large model whole."""
@@ -69,6 +75,7 @@ def build(
         optimizer=config.optimizer,
         precision=config.precision,
         compiled=compiled,
+        pipeline=pipeline,
     )
     if fast:
         draw_weights(state)

@@ -1,0 +1,381 @@
+"""Pipeline parallelism beside torch's, and the measured bubble.
+
+The peer is torch.distributed.pipelining: its Schedule1F1B and its ScheduleInterleaved1F1B over
+stages of plain torch modules, which begin with the same weights, read the same samples and have the
+same losses. Head and word embedding are not tied, since torch's pipelining has no ties; there is no
+dropout. Without an update a turn is the forward and backward of all micro-batches; with it clipping
+by the global norm and fused AdamW follow. In bf16 the peer's weights and gradients are bf16; this
+project adds up gradients in fp32. The same models stand beside as one process of one thread: their
+ratio is what the layers make of it, and the rest is the pipeline's. Memory is that of all ranks,
+above what their modules take.
+
+The bubble: time of a step over that of its micro-batches at the largest m, beside the same by the
+schedule, (1 + idle / ideal time at m) / (1 + that at the largest m). Stages cost alike: the head
+weighs one layer. Bytes that are kept for backwards are counted at their peak on each rank, each
+memory once and without parameters, in units of what one micro-batch of one virtual stage keeps at
+m = 1, beside the number in flight that the schedule promises. Ranks are processes of one thread on
+one machine, over gloo; nothing is said of NCCL.
+"""
+
+import shlex
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from benchmarks import peers, steps
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
+from benchmarks.report import Results
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.pipeline import UNCUT, PipelinePlan, head_weight, partition
+from megatron.parallel.schedules import check, schedule
+from megatron.train.state import DTYPES
+from megatron.train.step import count, forward_backward, train_step
+from tools.layouts.job import open_samples
+
+OURS, TORCH = "this project", "torch.distributed.pipelining"
+ALONE, PLAIN = "this project, one process", "plain torch, one process"
+KINDS: tuple[Any, ...] = ("1f1b", "interleaved", "zb-h1", "gpipe")
+VIRTUAL = {"interleaved": 2}  # stages of a rank; of the others 1
+WORDS = """--preset gpt2_124m --num-layers 7 --seq-length 512 --vocab-size 10240
+--micro-batch-size 1 --untie-embeddings-and-output-weights --attention-dropout 0
+--hidden-dropout 0 --no-fp16"""
+TOLERANCES = {"fp32": 1e-5, "bf16": 3e-3}  # of the losses
+RATIO, MEMORY = "time / the first's", "peak memory / the first's"
+MEASURED, PROMISED = "time per micro-batch / the first's", "by the schedule"
+SCOPES = {False: "forward and backward", True: "with the update"}
+
+
+def plan_of(config: PretrainGPT2Config, ranks: int, kind: str) -> PipelinePlan:
+    """Layers where they balance the head, also over virtual stages, which Megatron's flag has
+    uniform."""
+    if ranks == 1:
+        return UNCUT
+    h, s = config.model.hidden_size, config.data.seq_length
+    head = head_weight(h, s, open_samples(config)[1])
+    virtual = VIRTUAL.get(kind, 1)
+    layers = partition(config.model.num_layers, ranks * virtual, head=head)
+    return PipelinePlan(ranks, virtual, kind, layers)
+
+
+class Job:
+    """What the processes of all contenders read."""
+
+    def __init__(self, rank: Rank, flags: Sequence[str], kind: str, micro_batches: int) -> None:
+        self.config = steps.read(flags)
+        self.vocab_size = open_samples(self.config)[1]
+        self.plan = plan_of(self.config, rank.size, kind)
+        self.batches = [steps.batch_of(self.config, number) for number in range(micro_batches)]
+        self.tokens = sum(batch.num_tokens for batch in self.batches)
+
+
+def ours(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, updates: bool) -> Turn:
+    job = Job(rank, flags, kind, micro_batches)
+    mesh = rank.mesh({"pipeline": rank.size})
+    state = steps.build(job.config, mesh, pipeline=job.plan)
+
+    def turn() -> Figures:
+        if updates:
+            loss = train_step(state, job.batches, steps.LEARNING_RATE).loss
+        else:
+            counts = count(state, job.batches)
+            totals = forward_backward(state, job.batches, counts)
+            loss = (all_reduce(totals, mesh.loss_sums) / counts[1:]).item()
+        return {"loss": loss, "tokens": job.tokens}
+
+    return turn
+
+
+class Stage(nn.Module):
+    """[b, s] tokens, or [b, s, h] of the stage before, to [b, s, h], or logits. Parameters have
+    this project's names."""
+
+    def __init__(self, job: Job, stage: int) -> None:
+        super().__init__()
+        config, stages = job.config.model, job.plan.stages
+        h, layers = config.hidden_size, (job.plan.layers or (range(config.num_layers),))[stage]
+        self.is_first, self.is_last = stage == 0, stage == stages - 1
+        if self.is_first:
+            self.word_embedding = nn.Embedding(job.vocab_size, h)
+            self.position_embedding = nn.Embedding(config.max_position_embeddings, h)
+        blocks = nn.ModuleDict({str(number): peers.Block(config) for number in layers})
+        self.transformer = nn.ModuleDict({"layers": blocks})
+        if self.is_last:
+            self.final_norm = nn.LayerNorm(h, config.layernorm_epsilon)
+            self.head = nn.Linear(h, job.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_first:
+            positions = torch.arange(x.shape[1], device=x.device)
+            x = self.word_embedding(x) + self.position_embedding(positions)
+        for block in self.transformer.layers.values():
+            x = block(x)
+        return self.head(self.final_norm(x)) if self.is_last else x
+
+
+def torchs(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, updates: bool) -> Turn:
+    """One process runs one micro-batch after another."""
+    job = Job(rank, flags, kind, micro_batches)
+    device, dtype = rank.device, DTYPES[steps.precision_of(job.config)]
+    own = range(rank.rank, job.plan.stages, rank.size)
+    modules = [Stage(job, stage) for stage in own]
+    weights = peers.initial_weights(job.config.model, job.vocab_size)
+    weights = peers.by_heads(weights, job.config.model.num_attention_heads)
+    for module in modules:
+        module.load_state_dict({name: weights[name] for name in module.state_dict()})
+        module.to(device, dtype)
+    del weights
+    tokens, labels = (
+        torch.cat([torch.from_numpy(getattr(each, name)) for each in job.batches]).to(device)
+        for name in ("tokens", "labels")
+    )
+
+    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+        """Its share of the mean of all micro-batches."""
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) / micro_batches
+
+    training = peers.Training(
+        rank, job.config, nn.ModuleList(modules), loss_of, is_cut=lambda weight: True
+    )
+    run = alone(modules[0], loss_of, micro_batches)
+    if rank.size > 1:
+        rank.connect()
+        stages = [
+            PipelineStage(module, stage, job.plan.stages, device)
+            for module, stage in zip(modules, own, strict=True)
+        ]
+        run = piped(stages, loss_of, micro_batches)
+
+    def turn() -> Figures:
+        training.model.zero_grad(set_to_none=True)
+        loss = run(tokens, labels)
+        if rank.size > 1:
+            dist.all_reduce(loss)
+        if updates:
+            training.update()
+        return {"loss": loss.item(), "tokens": job.tokens}
+
+    return turn
+
+
+Run = Callable[[Tensor, Tensor], Tensor]  # tokens and labels to the loss on the last rank, else 0
+
+
+def alone(module: nn.Module, loss_of: Run, micro_batches: int) -> Run:
+    def run(tokens: Tensor, labels: Tensor) -> Tensor:
+        total = torch.zeros((), device=tokens.device)
+        for x, y in zip(tokens.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
+            loss = loss_of(module(x), y)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    return run
+
+
+def piped(stages: list[PipelineStage], loss_of: Run, micro_batches: int) -> Run:
+    options: Any = {"loss_fn": loss_of, "scale_grads": False}
+    schedule: Schedule1F1B | ScheduleInterleaved1F1B
+    if len(stages) == 1:
+        schedule = Schedule1F1B(stages[0], micro_batches, **options)
+    else:
+        schedule = ScheduleInterleaved1F1B(list(stages), micro_batches, **options)
+
+    def run(tokens: Tensor, labels: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        given = (tokens,) if stages[0].is_first else ()
+        schedule.step(*given, target=labels, losses=losses, return_outputs=False)
+        total = torch.zeros((), device=tokens.device)
+        return total + sum(each.detach().float() for each in losses)
+
+    return run
+
+
+class KeptBytes:
+    """Bytes of the memory that autograd saves inside, while it lives, beside the parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.live = self.peak = 0
+        storages = (each.untyped_storage() for each in model.parameters())
+        self.known = {id(memory): memory for memory in storages}
+        self.memories: dict[int, Any] = {}
+        self.hooks = saved_tensors_hooks(self.pack, lambda tensor: tensor)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        key, size = id(memory), memory.nbytes()
+        if key in self.memories or key in self.known:
+            return tensor
+
+        def free(_: object) -> None:
+            del self.memories[key]
+            self.live -= size
+
+        self.memories[key] = weakref.ref(memory, free)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        return tensor
+
+
+def counted(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int) -> Turn:
+    """Forward and backward by this project. Figures by rank are counted in the first turn."""
+    job = Job(rank, flags, kind, micro_batches)
+    mesh = rank.mesh({"pipeline": rank.size})
+    state = steps.build(job.config, mesh, pipeline=job.plan)
+    found: Figures = {"tokens": job.tokens}
+
+    def step(number: int) -> None:
+        batches = job.batches[:number]
+        forward_backward(state, batches, count(state, batches))
+
+    def turn() -> Figures:
+        if len(found) > 1:
+            step(micro_batches)
+            return found
+        peaks = []
+        for number in (1, micro_batches):
+            kept = KeptBytes(state.model)
+            with kept.hooks:
+                step(number)
+            peaks.append(kept.peak)
+        for other, (one, all_) in enumerate(mesh.control.gather(peaks)):
+            found[f"kept_{other}"] = all_ / (one / job.plan.virtual)
+        return found
+
+    return turn
+
+
+def contenders(
+    flags: Flags,
+    pipeline: int = 2,
+    micro_batches: int = 8,
+    schedules: tuple[Literal["1f1b", "interleaved"], ...] = ("1f1b", "interleaved"),
+    bubble_schedules: tuple[Literal["1f1b", "interleaved", "zb-h1", "gpipe"], ...] = KINDS,
+    bubble_micro_batches: tuple[int, ...] = (16, 8, 4, 2, 1),
+    dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
+    program_flags: str = "",
+) -> Iterator[Contender]:
+    """Compare pipelines, and measure the bubble.
+
+    Args:
+        pipeline: ranks of the pipeline axis.
+        micro_batches: of the steps that are compared.
+        schedules: that are compared with torch's.
+        bubble_schedules: whose bubble is measured.
+        bubble_micro_batches: for which the bubble is measured; the first is the one to compare
+            with.
+        dtypes: of weights and activations; the bubble is measured in the first.
+        program_flags: of pretrain_gpt2.py: --program-flags="--num-layers 7 --hidden-size 64".
+    """
+    if max(bubble_micro_batches) != bubble_micro_batches[0]:
+        raise ValueError("--bubble-micro-batches: must begin with the largest; 4 2 1 works")
+    words = {
+        dtype: shlex.split(
+            f"{WORDS} {'--bf16' if dtype == 'bf16' else '--no-bf16'} {program_flags}"
+        )
+        for dtype in dtypes
+    }
+    for dtype, kind, updates in product(dtypes, schedules, SCOPES):
+        if updates and kind != schedules[0]:
+            continue
+        own = {"kind": kind, "micro_batches": micro_batches, "updates": updates}
+        runs = {OURS: (ours, pipeline), TORCH: (torchs, pipeline)}
+        if kind == schedules[0] and not updates:
+            runs |= {ALONE: (ours, 1), PLAIN: (torchs, 1)}
+        for name, (run, ranks) in runs.items():
+            yield Contender(
+                name,
+                run,
+                {"flags": words[dtype], **own},
+                group=f"{dtype}, {kind}, m = {micro_batches}, {SCOPES[updates]}",
+                ranks=ranks,
+                same={"loss": TOLERANCES[dtype]},
+            )
+    for kind, m in product(bubble_schedules, bubble_micro_batches):
+        virtual = VIRTUAL.get(kind, 1)
+        facts = check(schedule(kind, pipeline, m, virtual), virtual)
+        in_flight = {f"in_flight_{rank}": each for rank, each in enumerate(facts.in_flight)}
+        yield Contender(
+            f"m = {m}",
+            counted,
+            {"flags": words[dtypes[0]], "kind": kind, "micro_batches": m},
+            group=f"bubble, {kind}" + f", v = {virtual}" * (virtual > 1),
+            ranks=pipeline,
+            facts={"idle_share": facts.idle_share, "elapsed": 1 + facts.idle_share, **in_flight},
+            x=m,
+        )
+
+
+def result(found: Results) -> str:
+    """Of the peer, and of the bubble at the smallest and the largest m."""
+    texts = []
+    for group, name in found.rows:
+        time, memory = (found.cell(group, name, title) for title in (RATIO, MEMORY))
+        if name == TORCH and time and memory:
+            times = time.text("{:.2f}", is_ratio=True)
+            texts.append(f"{times} of the time, {memory.median:.2f} of the memory ({group})")
+    text = f"Torch's pipelining takes, of this project's: {'; '.join(texts) or '(not measured)'}."
+    apart = [
+        abs(cells[0].median / cells[1].median - 1)
+        for row in found.rows
+        if all(cells := [found.cell(*row, title) for title in (MEASURED, PROMISED)])
+    ]
+    if apart:
+        text += f" The bubble: within {100 * max(apart):.0f} % of what the schedules say."
+    return text
+
+
+def beside(key: str) -> Callable[[Figures, Figures], float]:
+    """Of the rows that have a peer."""
+
+    def ratio(own: Figures, first: Figures) -> float:
+        if "elapsed" in own:
+            raise KeyError(key)
+        return float(own[key] / first[key])
+
+    return ratio
+
+
+def measured(own: Figures, first: Figures) -> float:
+    ours, its = (each["wall"] / each["tokens"] for each in (own, first))
+    return float(ours / its) if own["elapsed"] else 0.0
+
+
+def promised(own: Figures, first: Figures) -> float:
+    return float(own["elapsed"] / first["elapsed"])
+
+
+COLUMNS = (
+    Column("seconds", "wall", "{:.3f}"),
+    Column("CPU seconds", "cpu", "{:.3f}"),
+    Column(RATIO, beside("wall"), "{:.3f}", "its / first"),
+    Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
+    Column(MEMORY, beside("peak_bytes"), "{:.3f}", "its / first"),
+    Column(MEASURED, measured, "{:.3f}", "its / first"),
+    Column(PROMISED, promised, "{:.3f}"),
+    Column("idle / ideal time", "idle_share", "{:.3f}"),
+    *(
+        Column(f"{title}, rank {rank}", f"{key}_{rank}", form)
+        for rank in range(8)
+        for title, key, form in (("in flight", "in_flight", "{:g}"), ("kept", "kept", "{:.2f}"))
+    ),
+)
+QUESTION = Question(
+    contenders, COLUMNS, result, picture="lines", drawn=[f"{MEASURED} | {PROMISED}"]
+)
+
+if __name__ == "__main__":
+    QUESTION.run()
