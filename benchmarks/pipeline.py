@@ -7,11 +7,12 @@ dropout. Without an update a turn is the forward and backward of all micro-batch
 by the global norm and fused AdamW follow. In bf16 the peer's weights and gradients are bf16; this
 project adds up gradients in fp32. The same models stand beside as one process of one thread: their
 ratio is what the layers make of it, and the rest is the pipeline's. Memory is that of all ranks,
-above what their modules take.
+above what their modules take; it is compared with the update, as without one this project has
+moments and the peer has none.
 
-The bubble: time of a step over that of its micro-batches at the largest m, beside the same by the
-schedule, (1 + idle / ideal time at m) / (1 + that at the largest m). Stages cost alike: the head
-weighs one layer. Bytes that are kept for backwards are counted at their peak on each rank, each
+The bubble: time of a step / m over the same at the largest m, beside what the schedule says of it:
+(1 + idle / ideal time at m) / (1 + that at the largest m). Stages cost alike: the head weighs one
+layer. Bytes that are kept for backwards are counted at their peak on each rank, each
 memory once and without parameters, in units of what one micro-batch of one virtual stage keeps at
 m = 1, beside the number in flight that the schedule promises. Ranks are processes of one thread on
 one machine, over gloo; nothing is said of NCCL.
@@ -325,8 +326,10 @@ def result(found: Results) -> str:
     for group, name in found.rows:
         time, memory = (found.cell(group, name, title) for title in (RATIO, MEMORY))
         if name == TORCH and time and memory:
-            times = time.text("{:.2f}", is_ratio=True)
-            texts.append(f"{times} of the time, {memory.median:.2f} of the memory ({group})")
+            text = f"{time.text('{:.2f}', is_ratio=True)} of the time"
+            if group.endswith(SCOPES[True]):
+                text += f" and {memory.text('{:.2f}', is_ratio=True)} of the memory"
+            texts.append(f"{text} ({group})")
     text = f"Torch's pipelining takes, of this project's: {'; '.join(texts) or '(not measured)'}."
     apart = [
         abs(cells[0].median / cells[1].median - 1)
