@@ -102,6 +102,8 @@ class ScheduleConfig(FilesConfig):
         super().__post_init__()
         positive(self, "pipeline", "micro_batches", "virtual")
         given = {"--pipeline": self.pipeline, "--micro-batches": self.micro_batches}
+        if self.file is not None and (self.kind, self.virtual) != ("1f1b", 1):
+            raise UsageError("--file", self.file, "given without --kind and --virtual")
         for flag, value in given.items():
             if self.file is not None and value is not None:
                 raise UsageError(flag, value, "left out beside --file, which says it")
