@@ -291,7 +291,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         ('{"actions": ["0F0"]}', "actions"),
         ('{"actions": []}', "actions"),
         ('["0F0"]', "actions"),
-        ("0F0", "mine.json"),
+        ("0F0", "JSON"),
         (None, "mine.json"),
     ],
 )
@@ -301,7 +301,6 @@ def test_files_that_are_no_schedule(tmp_path: Path, content: str | None, named: 
         file.write_text(content)
     with pytest.raises(ScheduleError) as error:
         read_schedule(file)
-    assert str(file) in str(error.value)
     assert named in str(error.value)
 
 
