@@ -1,7 +1,7 @@
 """Sequence parallelism and recomputation: what a layer keeps and sends.
 
 One of t tensor-parallel ranks runs the forward and backward of a micro-batch in bf16 with dropout
-on tensors without memory (tools/planning/trace.py): bytes that are kept between the two, each
+on tensors without memory (tools/planning/): bytes that are kept between the two, each
 memory once and without parameters, and bytes that collectives send in a ring. A layer is the
 difference of two layers and one, in units of s b h, the numbers of the stream. The formulas are
 those of table 2 of [Korthikanti et al.](https://arxiv.org/abs/2205.05198); like these counts they

@@ -121,7 +121,7 @@ def contenders(flags: Flags, hardware: str | None = None) -> Iterator[Contender]
     for point, paper in studies(most, is_small=is_small).items():
         size, words = point.tensor * point.copies, point.flags(precision, is_small=is_small)
         step = Step(steps.read(words, size), size, precision, flags.device)
-        heads, parameters = step.config.model.num_attention_heads, step.model.parameters
+        heads, parameters = step.config.model.num_attention_heads, step.parameters
         kind = "model parallel" if point.copies == 1 else "model and data parallel"
         facts = {"parameters": parameters, "executed": step.executed_flops / size}
         facts["kind"] = "number of heads" if point.heads else kind

@@ -7,8 +7,10 @@
     python tools/plan.py schedule --kind 1f1b --pipeline 4 --micro-batches 8 --picture FILE.png
 
 Every flag of pretraining may follow the preset: --kind KIND is that of pretrain.py's --model. The
-model itself is traced without memory (tools/planning/); constants are in scripts/hardware/.
-schedule proves a pipeline schedule, or with --file one's own, and shows it.
+model itself is traced without memory (tools/planning/); constants are in scripts/hardware/. Of a
+pipeline each stage is planned; memory is that of the fullest one, time that of the slowest one and
+the bubble of the schedule. The word schedule proves a pipeline schedule, or with --file one's own,
+and shows it.
 
 Exit status: 0 the plan fits, 1 it does not fit in the memory of a device, 2 a wrong argument.
 """
@@ -31,7 +33,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from megatron.parallel.schedules import ScheduleError, check, read_schedule, schedule
 from tools.layouts.job import program_of
-from tools.planning import pipeline, search
+from tools.planning import gantt, search
 from tools.planning.hardware import known_hardware, load_hardware
 
 DEFAULT_HARDWARE = "dgx2h"
@@ -65,7 +67,7 @@ class QuestionConfig(FilesConfig):
     so, else gpt2."""
 
     search: bool = False
-    """List the layouts that fit, best first; the global batch stays as it is."""
+    """List the layouts that fit, best first; the global batch and the pipeline stay as they are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,6 +102,8 @@ class ScheduleConfig(FilesConfig):
         super().__post_init__()
         positive(self, "pipeline", "micro_batches", "virtual")
         given = {"--pipeline": self.pipeline, "--micro-batches": self.micro_batches}
+        if self.file is not None and (self.kind, self.virtual) != ("1f1b", 1):
+            raise UsageError("--file", self.file, "given without --kind and --virtual")
         for flag, value in given.items():
             if self.file is not None and value is not None:
                 raise UsageError(flag, value, "left out beside --file, which says it")
@@ -210,10 +214,10 @@ def show_schedule(settings: ScheduleConfig) -> None:
         except ScheduleError as error:
             raise UsageError("--file", settings.file, f"a schedule that works ({error})") from error
     if settings.json is None:
-        print(pipeline.text(lists, facts))
-    _write(settings.json, pipeline.record(lists, facts))
+        print(gantt.text(lists, facts))
+    _write(settings.json, gantt.record(lists, facts))
     if settings.picture is not None:
-        pipeline.draw(settings.picture, lists, facts)
+        gantt.draw(settings.picture, lists, facts)
 
 
 def measure(settings: MeasureConfig, environ: Mapping[str, str]) -> None:

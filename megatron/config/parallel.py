@@ -149,7 +149,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             "decoder_last_pipeline_num_layers",
         )
         given = [name for name in OF_STAGES if getattr(self, name) is not None]
-        if self.num_virtual_stages_per_pipeline_rank == 1:
+        if given[:1] == [VIRTUAL] and self.num_virtual_stages_per_pipeline_rank == 1:
             given.remove(VIRTUAL)
         for name in given:
             if self.pipeline_model_parallel_size == 1:
@@ -163,9 +163,10 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             raise UsageError(flag(name), getattr(self, name), allowed)
         kind = self.pipeline_schedule
         if kind is not None and kind not in SCHEDULES and not Path(kind).is_file():
-            allowed = f"{', '.join(SCHEDULES)} or a file of actions"
-            near = difflib.get_close_matches(kind, SCHEDULES, 1, cutoff=0)
-            raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule(*near))
+            allowed = f"{', '.join(SCHEDULES)}, or a file of actions that is there"
+            near = difflib.get_close_matches(kind.lower(), SCHEDULES, 1)
+            works = _schedule(*near) if near else ()
+            raise UsageError("--pipeline-schedule", kind, allowed, works=works)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -227,7 +228,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         self._check_ends(layers)
         kind = self.pipeline_schedule
         if kind == "interleaved" and virtual == 1:
-            allowed = f"another one without {flag(VIRTUAL)} above 1"
+            allowed = f"another one where a process has one virtual stage, without {flag(VIRTUAL)}"
             raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("1f1b"))
         if kind in ("gpipe", "1f1b", "zb-h1") and virtual > 1:
             allowed = f"interleaved or a file, with {virtual} virtual stages"

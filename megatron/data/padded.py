@@ -15,10 +15,8 @@ b: samples of a batch; s: tokens of a sample (--seq-length).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron.data.documents import Documents
 from megatron.data.gpt2 import GPT2Batch
@@ -39,11 +37,11 @@ class Padding:
     """Ids after the text."""
     seq_length: int
 
-    def mark(self, ids: Sequence[int] | NDArray[Any]) -> list[int]:
+    def mark(self, ids: Sequence[int]) -> list[int]:
         """The ids of a text with its marks, of any length."""
         return [*self.begin, *ids, *self.end]
 
-    def batch(self, texts: Sequence[Sequence[int] | NDArray[Any]]) -> GPT2Batch:
+    def batch(self, texts: Sequence[Sequence[int]]) -> GPT2Batch:
         """texts: the ids of each."""
         encoded, size = [self.mark(ids) for ids in texts], self.seq_length + 1
         pad = self.tokenizer.pad_id
@@ -92,7 +90,7 @@ class PaddedDataset:
 
         Raises ValueError past the end of a split that is not endless, and where a file has changed.
         """
-        texts: list[Any] = [()] * len(numbers)
+        texts: list[list[int]] = [[]] * len(numbers)
         for split, rows, samples in self._series.locate(numbers):
             found = split.encode([split.documents[sample] for sample in samples.tolist()])
             for row, ids in zip(rows.tolist(), found, strict=True):

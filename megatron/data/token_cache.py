@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron.data.documents import Documents, JsonLines
 from megatron.data.files import DataError, alone, disk_space, flush_to_disk, temporary
@@ -28,7 +27,7 @@ from megatron.data.tokenizer_base import Tokenizer
 CHUNK = 256  # documents that are tokenised together
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-Encode = Callable[[Sequence[int]], Sequence[Sequence[int] | NDArray[Any]]]
+Encode = Callable[[Sequence[int]], list[list[int]]]
 """From the numbers of documents to the ids of each; any thread may call it."""
 
 
@@ -101,13 +100,13 @@ class TokenCache:
             raise DataError(f"--cache-tokens: {file} is damaged; without this file it is made anew")
         self._starts = starts
 
-    def encode(self, numbers: Sequence[int]) -> list[NDArray[Any]]:
-        """The ids of each of these documents, uint16 or int32."""
-        found = []
+    def encode(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The ids of each of these documents."""
+        found = list[list[int]]()
         for number in numbers:
             start, stop = self._starts[number : number + 2].tolist()
             content = os.pread(self._stream.fileno(), stop - start, start)
             if len(content) != stop - start:
                 raise DataError(f"--cache-tokens: {self._file} was cut while it was read")
-            found.append(np.frombuffer(content, self._dtype))
+            found.append(np.frombuffer(content, self._dtype).tolist())
         return found

@@ -200,12 +200,10 @@ class FinetunedBert(nn.Module):
         super().__init__()
         self.vocab_size, heads = vocab_size, factory.whole()
         self.encoder = BertEncoder(config, factory, vocab_size)
-        if factory.part.is_last:
-            self.pooler = None if config.head == "span" else Pooler(config, heads)
-            self.dropout = heads.dropout(config.hidden_dropout, "head")
-            outputs = {"classifier": len(config.labels), "choice": 1, "span": SPAN_ENDS}
-            columns = outputs[config.head]
-            self.head = heads.output(config.hidden_size, columns, std=config.init_method_std)
+        self.pooler = None if config.head == "span" else Pooler(config, heads)
+        self.dropout = heads.dropout(config.hidden_dropout, "head")
+        outputs = {"classifier": len(config.labels), "choice": 1, "span": SPAN_ENDS}[config.head]
+        self.head = heads.output(config.hidden_size, outputs, std=config.init_method_std)
 
     def denominators(self, batch: ExampleBatch) -> list[float]:
         return [float(batch.counted.sum())]
@@ -213,13 +211,8 @@ class FinetunedBert(nn.Module):
     def embed(self, batch: ExampleBatch) -> Tensor:
         return self.encoder.embed(batch)
 
-    def stream(self, batch: ExampleBatch, number: int) -> Tensor:
-        return self.encoder.stream(batch, number)
-
-    def layers(
-        self, x: Tensor, batch: ExampleBatch, *, numbers: Iterable[int] | None = None
-    ) -> Tensor:
-        return self.encoder.layers(x, batch, numbers)
+    def layers(self, x: Tensor, batch: ExampleBatch) -> Tensor:
+        return self.encoder.layers(x, batch)
 
     def loss(self, x: Tensor, batch: ExampleBatch, loss_scales: Tensor) -> Tensor:
         """Cross-entropy of each example's label; of a span the mean of those of its first and its

@@ -299,9 +299,9 @@ class GradientBuckets:
         for view, work in deferred:
             work()
             self.on_gradient(view)
-        if is_last:
-            pairs = ((bucket, view) for bucket in self.buckets for view in bucket.views)
-            self._complete(pair for pair in pairs if pair[1].stage == stage)
+        # Of several stages, any may be the last to add to what they share: `finish` reduces it.
+        if is_last and stage is None:
+            self._complete((bucket, view) for bucket in self.buckets for view in bucket.views)
 
     def finish(self) -> None:
         """End a step: reduce what is left and wait for all reductions; the last backward may not

@@ -320,8 +320,12 @@ def _connect(
     if (size := groups.shape[1]) == 1:
         return Axis(name, is_of_stages=is_of_stages)
     if control.group is None:  # of absent_mesh
-        group = dist.ProcessGroup(dist.HashStore(), 0, size)
-        return AbsentAxis(name, size, 0, group, parts, is_of_stages)
+        own_ranks = next((each for each in groups.tolist() if control.rank in each), None)
+        if own_ranks is None:
+            return Axis(name, is_of_stages=is_of_stages)
+        rank = own_ranks.index(control.rank)
+        group = dist.ProcessGroup(dist.HashStore(), rank, size)
+        return AbsentAxis(name, size, rank, group, parts, is_of_stages)
     # Every rank makes all groups, in the same order.
     own, _ = dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)
     if own is None:
@@ -388,14 +392,23 @@ def build_mesh(
 
 
 def absent_mesh(
-    sizes: Mapping[str, int], device: torch.device, *, sequence_parallel: bool = False
+    sizes: Mapping[str, int],
+    device: torch.device,
+    *,
+    sequence_parallel: bool = False,
+    stage: int = 0,
 ) -> Mesh:
-    """The mesh of rank 0 of ranks that are not there, for the shapes and the work of a step.
+    """The mesh of one of ranks that are not there, for the shapes and the work of a step: the first
+    of those at `stage` along the pipeline axis.
 
     sizes: of some of AXES; the others have size 1. Needs no torch.distributed, of which a dispatch
-    mode has to answer the collectives, such as tools.layouts.work.Meter.
+    mode has to answer the collectives, such as tools.layouts.work.Meter. Raises ValueError for a
+    stage that the pipeline axis does not have.
     """
-    control = ControlGroup(size=prod(sizes.values()))
+    world, stages = prod(sizes.values()), sizes.get("pipeline", 1)
+    if not 0 <= stage < stages:
+        raise ValueError(f"stage {stage} of a pipeline axis of {stages} ranks")
+    control = ControlGroup(size=world, rank=stage * (world // stages))
     return build_mesh(sizes, device, control=control, sequence_parallel=sequence_parallel)
 
 

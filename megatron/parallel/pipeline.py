@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
 from itertools import chain
 
 from megatron.parallel.schedules import (
@@ -35,6 +37,14 @@ class PipelinePlan:
     def stages(self) -> int:
         return self.ranks * self.virtual
 
+    def describe(self) -> str:
+        """For messages; of another plan another text."""
+        kind = self.kind
+        if self.own is not None:
+            kind = f"of a file, {sha256(repr(self.own).encode()).hexdigest()[:12]}"
+        sizes = ", ".join(str(len(each)) for each in self.layers) or "all"
+        return f"{self.stages} stages of {sizes} layers, {self.virtual} a rank, schedule {kind}"
+
     @property
     def has_halves(self) -> bool:
         """Whether some backward runs in two halves, of activations and of weights."""
@@ -50,14 +60,19 @@ class PipelinePlan:
     def program(self, rank: int, micro_batches: int) -> Program:
         """One rank's part of a training step. Raises ScheduleError for a number of micro-batches
         that the schedule does not have."""
-        lists = self.own or schedule(self.kind, self.ranks, micro_batches, self.virtual)
-        if self.own and micro_batches != (found := 1 + max(each.micro_batch for each in lists[0])):
-            raise ScheduleError(f"a schedule of {found} micro-batches, not of {micro_batches}")
-        return program(lists, rank)
+        return _program(self, rank, micro_batches)
 
     def evaluation(self, rank: int, micro_batches: int) -> Program:
         """One rank's part of forwards alone."""
         return program(forward_only(self.ranks, micro_batches, self.virtual), rank)
+
+
+@cache
+def _program(plan: PipelinePlan, rank: int, micro_batches: int) -> Program:
+    lists = plan.own or schedule(plan.kind, plan.ranks, micro_batches, plan.virtual)
+    if plan.own and micro_batches != (found := 1 + max(each.micro_batch for each in lists[0])):
+        raise ScheduleError(f"a schedule of {found} micro-batches, not of {micro_batches}")
+    return program(lists, rank)
 
 
 UNCUT = PipelinePlan()
@@ -78,15 +93,15 @@ def partition(
     stages: int,
     *,
     head: float,
-    embedding: float = 0.0,
     first: int | None = None,
     last: int | None = None,
 ) -> tuple[range, ...]:
     """The consecutive layers of each virtual stage, at least one, so that the largest cost is
     smallest; then as even as possible, and earlier stages get what is left over.
 
-    head, embedding: cost of what the last and the first stage have beside their layers, in layers.
-    first, last: how many layers these stages get. Raises ValueError where that cannot be.
+    head: what the last stage has beside its layers, in layers; the embedding of the first stage, a
+    look-up, costs next to nothing. first, last: how many layers these stages get. Raises ValueError
+    where that cannot be.
     """
     fixed = {stage: size for stage, size in ((0, first), (stages - 1, last)) if size is not None}
     sizes = [fixed.get(stage, 1) for stage in range(stages)]
@@ -96,7 +111,6 @@ def partition(
         asked = "".join(f", {size} on stage {stage}" for stage, size in fixed.items())
         raise ValueError(f"{layers} layers do not fit {stages} stages of 1 or more{asked}")
     costs = [float(size) for size in sizes]
-    costs[0] += embedding
     costs[-1] += head
     for _ in range(left):
         stage = min(range(stages), key=lambda each: (each in fixed, costs[each]))

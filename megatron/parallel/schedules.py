@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,7 +156,7 @@ def start_times(lists: Lists) -> tuple[tuple[int, ...], ...]:
     while progress:
         progress = False
         for rank, actions in enumerate(lists):
-            for action in actions[len(starts[rank]) :]:
+            for action in islice(actions, len(starts[rank]), None):
                 needed = _needs(action, last)
                 if not all(each in ended for each in needed):
                     break
@@ -237,6 +237,7 @@ class Facts:
     virtual: int
 
 
+@cache
 def check(lists: Lists, virtual: int) -> Facts:
     """Prove that the schedule computes each stage of each micro-batch once and cannot hang.
 
@@ -314,14 +315,14 @@ def to_json(lists: Lists) -> dict[str, list[list[str]]]:
     return {"actions": [[str(action) for action in actions] for actions in lists]}
 
 
-def from_json(content: Any, source: str = "schedule") -> Lists:
-    """What `to_json` made; other keys are ignored. Raises ScheduleError that names source and
-    entry; `check` says whether the schedule works."""
+def from_json(content: Any) -> Lists:
+    """What `to_json` made; other keys are ignored. Raises ScheduleError that names the entry;
+    `check` says whether the schedule works."""
     directions = dict(zip(LETTERS.values(), LETTERS, strict=True))
     ranks = content.get("actions") if isinstance(content, dict) else None
     if not isinstance(ranks, list) or {type(each) for each in ranks} != {list}:
         allowed = '{"actions": [["0F0", "0B0"], ...]}, a list for each rank'
-        raise ScheduleError(f"{source}: must be {allowed}")
+        raise ScheduleError(f"it must be {allowed}")
     lists = []
     for rank, entries in enumerate(ranks):
         actions = []
@@ -329,7 +330,7 @@ def from_json(content: Any, source: str = "schedule") -> Lists:
             match = re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})", str(entry))
             if match is None:
                 allowed = "must be stage, F, B, I or W, and micro-batch; 0F0 works"
-                raise ScheduleError(f"{source}: actions[{rank}][{number}] {entry!r}: {allowed}")
+                raise ScheduleError(f"actions[{rank}][{number}] {entry!r}: {allowed}")
             actions.append(Action(directions[match[2]], int(match[1]), int(match[3])))
         lists.append(tuple(actions))
     return tuple(lists)
@@ -340,5 +341,5 @@ def read_schedule(path: Path) -> Lists:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ScheduleError(f"{path}: must be a file of JSON ({error})") from error
-    return from_json(content, str(path))
+        raise ScheduleError(f"it must be a file of JSON ({error})") from error
+    return from_json(content)

@@ -96,20 +96,23 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
     """
     mesh, looked, own = state.mesh, 0, list[Finding]()
 
-    def look(what: str, value: Tensor, micro_batch: int | None = None) -> None:
+    def look(what: str, value: Tensor, *, is_sum: bool = False, is_weight: bool = False) -> None:
+        """is_sum: over micro-batches, of which any before may be the cause."""
         nonlocal looked
         looked += 1
-        if not own and not value.detach().isfinite().all():
-            now = state.micro_batch if micro_batch is None else micro_batch
+        if (not own or not is_sum) and not value.detach().isfinite().all():
+            now, place = state.micro_batch, state.place
+            if is_weight:  # of all stages, the first one's
+                now, place = -1, mesh.pipeline.rank
             rank, coordinates = mesh.control.rank, mesh.describe_rank()
-            finding = Finding(now, state.place, looked, rank, what, mesh.batch.rank, coordinates)
-            own.append(finding)
+            finding = Finding(now, place, looked, rank, what, mesh.batch.rank, coordinates)
+            own[:] = [min([finding, *own])]  # in a pipeline a later micro-batch may come first
 
     def first() -> Finding | None:
         return min((each for found in mesh.control.gather(own) for each in found), default=None)
 
     for name, parameter in state.model.named_parameters():
-        look(f"the weight {name} itself", parameter, -1)
+        look(f"the weight {name} itself", parameter, is_weight=True)
     if found := first():
         return found
 
@@ -120,7 +123,7 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
             output.register_hook(lambda each: look(f"the gradient at {name}", each))
 
     def look_at_gradient(view: GradientView) -> None:
-        look(f"the gradient of the weight {view.name}", view.gradient)
+        look(f"the gradient of the weight {view.name}", view.gradient, is_sum=True)
 
     hooks = [
         module.register_forward_hook(partial(look_at_output, name))

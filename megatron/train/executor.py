@@ -44,8 +44,8 @@ class Executor:
     """Runs the programs of one rank.
 
     batches: of arrays, of each micro-batch. loss_scales: fp64 [k]. gradients: are added to; None
-    for an evaluation. before: called before each action. seen: gets what the last layer returns, of
-    each micro-batch.
+    for an evaluation. before: called before each action. seen: gets what the last layer returns, by
+    micro-batch.
     """
 
     model: Any
@@ -56,7 +56,7 @@ class Executor:
     loss_scales: Tensor
     gradients: GradientBuckets | None = None
     before: Callable[[Action], object] = lambda action: None
-    seen: list[Tensor] | None = None
+    seen: dict[int, Tensor] | None = None
 
     def run(self, program: Program) -> Tensor:
         """Returns this rank's sum of each term, fp64 [k]: zero but on the last pipeline stage."""
@@ -64,6 +64,7 @@ class Executor:
         self.messages = Messages(self.mesh.pipeline)
         self.in_flight: dict[tuple[int, int], tuple[Tensors, list[Any]]] = {}
         self.deferred: dict[tuple[int, int], list[Deferred]] = {}
+        self.moved: dict[int, Batch] = {}
         last = {each.stage: each for each in program if isinstance(each, Action)}
         for event in program:
             if isinstance(event, Message):
@@ -81,7 +82,9 @@ class Executor:
         inputs: Tensors = self.messages.take("forward", stage, number) if stage else ()
         if self.gradients is not None:
             inputs = tuple(each.detach().requires_grad_(has_gradient(each)) for each in inputs)
-        batch = on_device(self.batches[number], self.mesh.device)
+        batch = self.moved.pop(number, None) or on_device(self.batches[number], self.mesh.device)
+        if stage + self.pipeline.ranks < self.pipeline.stages:
+            self.moved[number] = batch  # for the next virtual stage here
         roots: list[Any]
         if stage < self.pipeline.stages - 1:
             outputs = as_tuple(self.run_layers(stage, inputs, batch))
@@ -89,7 +92,10 @@ class Executor:
             # Of the graph, and not of what it computed, whose memory is free once it is sent.
             roots = [edge_of(each) for each in outputs if has_gradient(each)]
         else:
-            sums = self.run_loss(self.run_layers(stage, inputs, batch), batch)
+            x = self.run_layers(stage, inputs, batch)
+            if self.seen is not None:
+                self.seen[number] = x.detach()
+            sums = self.objective.loss(x, batch, self.loss_scales)
             self.totals += sums.detach() / self.loss_scales.to(sums.dtype)
             roots = [from_one(sums.sum())]
         if self.gradients is not None:
@@ -103,11 +109,6 @@ class Executor:
         if self.pipeline.stages == 1:
             return self.model.layers(x, batch)
         return self.model.layers(x, batch, numbers=self.pipeline.layers[stage])
-
-    def run_loss(self, x: Tensor, batch: Batch) -> Tensor:
-        if self.seen is not None:
-            self.seen.append(x.detach())
-        return self.objective.loss(x, batch, self.loss_scales)
 
     def backward(self, action: Action, *, is_last: bool) -> None:
         """is_last: of this stage, whose buckets are then reduced while it goes on."""
@@ -154,7 +155,7 @@ class Messages:
         self.axis = axis
         self.ready: dict[tuple[str, int, int], Tensors] = {}
         self.coming: dict[tuple[str, int, int], list[Callable[[], Tensor]]] = {}
-        self.sending: dict[int, deque[Callable[[], Tensor]]] = defaultdict(deque)
+        self.sending: dict[int, deque[list[Callable[[], Tensor]]]] = defaultdict(deque)
 
     def put(self, direction: str, stage: int, number: int, tensors: Iterable[Tensor]) -> None:
         """For a stage, which is on this rank or is sent them later."""
@@ -165,14 +166,14 @@ class Messages:
         key = direction, stage, number
         if key in self.ready:
             return self.ready.pop(key)
-        return tuple(wait() for wait in self.coming.pop(key))
+        return wait_for(self.coming.pop(key))
 
     def send(self, message: Message) -> None:
         sending, receiver = self.sending[message.receiver], message.receiver
-        for each in self.ready.pop(message[:3]):
-            while len(sending) >= SENDS:
-                sending.popleft()()
-            sending.append(start_send(each, self.axis, receiver, describe(message)))
+        while len(sending) >= SENDS:
+            wait_for(sending.popleft())
+        what, tensors = describe(message), self.ready.pop(message[:3])
+        sending.append([start_send(each, self.axis, receiver, what) for each in tensors])
 
     def receive(self, message: Message, like: Tensors, device: torch.device) -> None:
         """like: tensors on meta of the shapes and dtypes that come."""
@@ -184,7 +185,11 @@ class Messages:
     def close(self) -> None:
         for sending in self.sending.values():
             while sending:
-                sending.popleft()()
+                wait_for(sending.popleft())
+
+
+def wait_for(waits: Iterable[Callable[[], Tensor]]) -> Tensors:
+    return tuple(wait() for wait in waits)
 
 
 def describe(message: Message) -> str:

@@ -14,7 +14,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.pipeline import PipelinePlan, head_weight, partition, partition_uniform
-from megatron.parallel.schedules import KINDS, Lists, ScheduleError, check, read_schedule, schedule
+from megatron.parallel.schedules import KINDS, Lists, ScheduleError, check, read_schedule
 
 
 def plan_pipeline(
@@ -51,8 +51,8 @@ def plan_pipeline(
 
 
 def plan_of_run(config: PretrainConfig, world_size: int, vocab_size: int) -> PipelinePlan:
-    """The pipeline of a run that `config.check` accepts. Raises UsageError where its schedule does
-    not work, or is of another number of micro-batches than a step of this run has."""
+    """The pipeline of a run that `config.check` accepts. Raises UsageError where a schedule of the
+    user's does not work, or is of another number of micro-batches than a step of this run has."""
     plan = plan_pipeline(
         config.parallel,
         config.model,
@@ -62,10 +62,9 @@ def plan_of_run(config: PretrainConfig, world_size: int, vocab_size: int) -> Pip
     )
     batch = config.global_batch_size(world_size)
     samples = config.training.micro_batch_size * config.data_parallel_size(world_size)
-    if plan.own is None:
-        with _refused(plan.kind, plan.virtual):
-            schedule(plan.kind, plan.ranks, batch // samples, plan.virtual)
-    elif batch != (wanted := samples * check(plan.own, plan.virtual).micro_batches):
+    if plan.own is not None and batch != (
+        wanted := samples * check(plan.own, plan.virtual).micro_batches
+    ):
         raise UsageError(
             "--global-batch-size",
             batch,

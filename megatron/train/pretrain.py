@@ -31,6 +31,7 @@ from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.data.files import DataError
 from megatron.models.registry import KINDS, find_kind
+from megatron.parallel.pipeline import PipelinePlan
 from megatron.train.inputs import Inputs, mock_inputs
 from megatron.train.pipelining import plan_of_run
 from megatron.train.signals import StopSignals, exit_code
@@ -169,10 +170,21 @@ def resolve(
     )
 
 
-def refuse_differing(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> None:
-    """Raise UsageError, the same on every rank, where two ranks would read other samples or train
-    for other numbers of steps: the loss would be of no data set, or one would wait for the other.
+def refuse_differing(
+    config: PretrainConfig, inputs: Inputs, pipeline: PipelinePlan, mesh: Mesh
+) -> None:
+    """Raise UsageError, the same on every rank, where two ranks would read other samples, train for
+    other numbers of steps or have another pipeline: the loss would be of no data set or of no
+    model, or one would wait for the other.
     """
+
+    def refuse(name: str, value: object, own: str, cure: str) -> None:
+        found = mesh.control.gather(own)
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                allowed = f"the same for all ranks: rank 0 has {found[0]}, and rank {rank} {other}"
+                raise UsageError(name, value, f"{allowed}; {cure}")
+
     training, name = config.training, getattr(config.data, "dataset_name", None)
     length = training.train_iters
     if training.epochs is not None:
@@ -181,15 +193,12 @@ def refuse_differing(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> None
         f"data {data_fingerprint(inputs.corpus.identity)} of {inputs.train.samples_per_epoch} "
         f"samples, {length} {'steps' if training.epochs is None else 'to be trained'}"
     )
-    found = mesh.control.gather(own)
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            raise UsageError(
-                "--data-path" if name is None else "--dataset-name",
-                name or " ".join(config.data.data_path) or None,
-                f"the same for all ranks: rank 0 has {found[0]}, and rank {rank} {other}; a folder "
-                "that all of them see works",
-            )
+    flag = "--data-path" if name is None else "--dataset-name"
+    value = name or " ".join(config.data.data_path) or None
+    refuse(flag, value, own, "a folder that all of them see works")
+    stages = config.parallel.pipeline_model_parallel_size
+    cure = "a preset and a schedule that all of them see work"
+    refuse("--pipeline-model-parallel-size", stages, pipeline.describe(), cure)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +231,8 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         environment,
     )
 
-    refuse_differing(given, inputs, mesh)
+    pipeline = plan_of_run(given, mesh.size(), inputs.corpus.vocab_size)
+    refuse_differing(given, inputs, pipeline, mesh)
     start = mesh.control.gather(start)[0]
     found: Checkpoint | None = None
     messages: list[str] = []
@@ -235,7 +245,6 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     resumed = None if found is None or start.finetune else found.manifest
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
-    pipeline = plan_of_run(config, mesh.size(), inputs.corpus.vocab_size)
     compiled, warnings = choose_compile(config.training.compile, mesh, pipeline)
     state = build_state(
         config.model,

@@ -128,7 +128,7 @@ class TrainState:
         if mesh.pipeline.size == 1:
             return []
         own = plan.layers[mesh.pipeline.rank :: plan.ranks]
-        layers = " and ".join(f"{each.start} to {each.stop - 1}" for each in own)
+        layers = ", ".join(f"{each[0]} to {each[-1]}" if each[1:] else f"{each[0]}" for each in own)
         held = sum(each.numel() for each in self.model.parameters())
         line = f"pipeline {mesh.pipeline.rank}: layers {layers}, {held:,} parameters on each rank"
         found = mesh.control.gather((mesh.pipeline.rank, line))

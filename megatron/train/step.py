@@ -82,7 +82,7 @@ def train_step(
         _require_outputs(state.model, micro_batches)
     state.model.train()
     counts = count(state, micro_batches)
-    seen = list[Tensor]() if return_outputs else None
+    seen = dict[int, Tensor]() if return_outputs else None
     totals = forward_backward(state, micro_batches, counts, seen)
     outputs = None if seen is None else gather_outputs(state, micro_batches, seen)
 
@@ -140,11 +140,11 @@ def forward_backward(
     state: TrainState,
     micro_batches: Sequence[Batch],
     counts: Tensor,
-    seen: list[Tensor] | None = None,
+    seen: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """Fill the gradient buckets; return this rank's sum of each term, fp64 [k].
 
-    counts: of `count`. seen: gets what the layers return of each micro-batch. Gradients are those
+    counts: of `count`. seen: gets what the layers return, by micro-batch. Gradients are those
     of the loss x loss scale, reduced over the axes on which they are partial.
     """
     # A term whose denominator is zero is reported after the step.
@@ -188,7 +188,7 @@ def _require_outputs(model: Any, micro_batches: Sequence[Any]) -> None:
 
 @torch.no_grad()
 def gather_outputs(
-    state: TrainState, micro_batches: Sequence[Any], seen: Sequence[Tensor]
+    state: TrainState, micro_batches: Sequence[Any], seen: Mapping[int, Tensor]
 ) -> Outputs:
     """The output layer once more on what the layers returned, and the columns and samples of all
     ranks side by side (every rank calls this)."""
@@ -197,9 +197,9 @@ def gather_outputs(
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     # [micro-batches, samples of each, s, vocabulary]
     logits = torch.zeros(*labels.shape, model.vocab_size, dtype=dtype, device=mesh.device)
-    for own, x in zip(logits, seen, strict=False):  # the last pipeline stage alone has seen any
+    for number, x in seen.items():  # which the last pipeline stage alone has
         columns = gather_from(model.logits(x), -1, mesh.tensor)[:, : model.vocab_size]
-        own.copy_(columns.view(own.shape))
+        logits[number] = columns.view(logits.shape[1:])
     all_reduce(logits, mesh.pipeline)
     # The samples of a step go to micro-batch after micro-batch, in each to rank after rank.
     logits, labels = (gather_from(each, 1, mesh.batch).flatten(0, 1) for each in (logits, labels))

@@ -33,7 +33,7 @@ def test_the_points_are_those_of_section_5_1() -> None:
     heads = {p.heads: (p.tensor, paper[LINEAR]) for p, paper in found.items() if p.heads}
     assert heads == {16: (8, 82), 24: (8, 80)}  # the preset has 32
     whole = [step(point, is_small=False) for point, _ in weak[:4]]
-    assert [round(each.model.parameters / 1e9, 1) for each in whole] == [1.2, 2.5, 4.2, 8.3]
+    assert [round(each.parameters / 1e9, 1) for each in whole] == [1.2, 2.5, 4.2, 8.3]
     for each in whole:
         model, training = each.config.model, each.config.training
         assert (training.micro_batch_size, model.recompute_granularity) == (8, "full")

@@ -15,19 +15,22 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples import own_dataset, own_loop, tensor_parallel_mlp
+from examples import own_dataset, own_loop, own_pipeline, tensor_parallel_mlp
 from megatron.api import (
     GPT2Config,
     GradientBuckets,
     OptimizerConfig,
     RandomText,
     Samples,
+    build_mesh,
     build_state,
     clip_grad_norm,
     learning_rate,
+    serial_mesh,
 )
 from megatron.train.executor import on_device
 from tests.dist import Pool
@@ -53,9 +56,9 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def printed(file: Path, *words: str | Path) -> list[list[float]]:
-    """The numbers of each line that the program prints on two processes."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def printed(file: Path, *words: str | Path, processes: int = 2) -> list[list[float]]:
+    """The numbers of each line that the program prints on so many processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     ended = run(*launcher, file, *words)
     assert ended.returncode == 0, ended.stderr
     lines = [line for line in ended.stdout.splitlines() if line.startswith("step")]
@@ -66,15 +69,24 @@ def printed(file: Path, *words: str | Path) -> list[list[float]]:
 def test_an_example_prints_the_same_at_each_layout(file: Path, tmp_path: Path) -> None:
     helped = run(file, "--help")
     assert helped.returncode == 0, helped.stderr
-    found = printed(file, "--tensor", "2", "--steps", "4")
-    other = ["--tensor", "1"]
+    axis = "--tensor" if "--tensor" in helped.stdout else "--pipeline"
+    found = printed(file, axis, "2", "--steps", "4")
+    other = [axis, "1"]
     if "--save" in helped.stdout:  # and it goes on where it ended
-        assert len(printed(file, "--tensor", "2", "--steps", "2", "--save", tmp_path)) == 2
+        assert len(printed(file, axis, "2", "--steps", "2", "--save", tmp_path)) == 2
         other += ["--save", str(tmp_path)]
         found = found[2:]
     assert np.array(printed(file, *other, "--steps", "4")) == pytest.approx(
         np.array(found), abs=2e-4
     )
+
+
+def test_a_pipeline_prints_the_same_on_four_processes_as_on_one() -> None:
+    file = ROOT / "examples" / "own_pipeline.py"
+    alone = printed(file, "--steps", "4", processes=1)
+    assert len(alone) == 4
+    found = printed(file, "--pipeline", "4", "--steps", "4", processes=4)
+    assert np.array(found) == pytest.approx(np.array(alone), abs=2e-4)
 
 
 @contextmanager
@@ -121,6 +133,57 @@ def plain_mlp(weights: Mapping[str, Tensor]) -> Run:
         optimizer.step()
         steps.append((loss.item(), norm.item()))
     return Run(steps, dict(model.named_parameters()))
+
+
+def train_pipeline(pipeline: int) -> Run:
+    mesh = serial_mesh()
+    if dist.is_initialized():
+        mesh = build_mesh({"pipeline": pipeline}, "cpu")
+    with wide():
+        model = own_pipeline.build(mesh)
+    before = whole_weights(model)
+    steps = list(own_pipeline.train(model, STEPS))
+    return Run(steps, whole_weights(model), before)
+
+
+def plain_pipeline(weights: Mapping[str, Tensor]) -> Run:
+    """The stages one after the other, tied by hand."""
+    with wide():
+        embed, one, two, head = (make() for make in own_pipeline.STAGES)
+    two.same, two.norm, head.norm = one.same, one.norm, one.norm
+    head.logits.weight = embed.words.weight
+    tied = {"1.same": "same", "1.norm": "norm", "0.words.weight": "words"}
+    model, names = nn.ModuleList([embed, one, two, head]), {}
+    for name, parameter in model.named_parameters():
+        place = next((each for each in tied if name.startswith(each)), "")
+        is_tied, rest = bool(place), name.removeprefix(place)
+        names[name] = f"tied.{tied[place]}{rest}" if is_tied else f"stages.{name}"
+        parameter.data.copy_(weights[names[name]])
+    optimizer, steps = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for step in range(STEPS):
+        draws = (own_pipeline.draw(step, n).tokens for n in range(own_pipeline.MICRO_BATCHES))
+        batch: Any = own_pipeline.Text(tokens=torch.from_numpy(np.concatenate(list(draws))))
+        logits = head(batch, *two(batch, *one(batch, *embed(batch))))
+        loss = own_pipeline.loss(logits, batch) / batch.tokens.numel()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), own_pipeline.CLIP)
+        optimizer.step()
+        steps.append((loss.item(), norm.item()))
+    return Run(steps, {names[name]: each for name, each in model.named_parameters()})
+
+
+@pytest.mark.parametrize(("world", "pipeline"), [(2, 2), (4, 4), (4, 2)])
+def test_a_pipeline_is_that_of_plain_torch(gloo: Pool, world: int, pipeline: int) -> None:
+    ranks = gloo.run(world, train_pipeline, pipeline)
+    before, after = dict[str, Tensor](), dict[str, Tensor]()
+    for found in ranks:
+        before |= found.before
+        after |= found.after
+    expected = plain_pipeline(before)
+    assert after.keys() == expected.after.keys()
+    for found in ranks:
+        assert_equal(Run(found.steps, after | found.after), expected)
 
 
 class Example(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.parallel.mesh import Axis, Mesh, build_mesh, serial_mesh
+from megatron.parallel.mesh import Axis, Mesh, absent_mesh, build_mesh, serial_mesh
 from megatron.parallel.sharding import ShardingSpec
 from tests.dist import Pool
 
@@ -96,6 +96,23 @@ def test_unions_join_the_ranks_that_the_table_says() -> None:
         assert (mesh.embedding_group.rank, ranks(mesh.embedding_group)) == (1, [6, 22])
     with rank_of(24, 14, pipeline=3, context=2, tensor=2) as mesh:
         assert mesh.embedding_group.size == 1, "a stage in the middle holds no embedding"
+
+
+def test_the_first_rank_of_any_stage_needs_no_ranks() -> None:
+    """It is where a rank of so many would be, on the pipeline axis and on its ties."""
+    sizes = {"pipeline": 4, "data": 2, "tensor": 2}
+    for stage in range(4):
+        mesh = absent_mesh(sizes, CPU, stage=stage)
+        assert not dist.is_initialized()
+        with rank_of(16, 4 * stage, pipeline=4, tensor=2) as there:
+            assert mesh.coordinates == there.coordinates
+            for name in ("embedding_group", "model_parallel", "loss_sums", "replicas"):
+                assert (mesh.size(name), mesh.rank(name)) == (there.size(name), there.rank(name))
+            ties = mesh.tie([1, 2]), there.tie([1, 2])
+            assert ties[0].size == ties[1].size == (2 if stage in (1, 2) else 1)
+            assert ties[0].rank == ties[1].rank
+    with pytest.raises(ValueError, match="stage 4"):
+        absent_mesh(sizes, CPU, stage=4)
 
 
 def test_one_rank_counts_for_all_that_hold_a_shard() -> None:

@@ -291,7 +291,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         ('{"actions": ["0F0"]}', "actions"),
         ('{"actions": []}', "actions"),
         ('["0F0"]', "actions"),
-        ("0F0", "mine.json"),
+        ("0F0", "JSON"),
         (None, "mine.json"),
     ],
 )
@@ -301,7 +301,6 @@ def test_files_that_are_no_schedule(tmp_path: Path, content: str | None, named: 
         file.write_text(content)
     with pytest.raises(ScheduleError) as error:
         read_schedule(file)
-    assert str(file) in str(error.value)
     assert named in str(error.value)
 
 
@@ -313,11 +312,8 @@ def counts(ranges: tuple[range, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("head", [0.0, 0.4, 1.0, 3.5, 9.0])
-@pytest.mark.parametrize("embedding", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize(("first", "last"), [(None, None), (1, None), (None, 2), (2, 1)])
-def test_a_partition_is_the_best_of_all(
-    head: float, embedding: float, first: int | None, last: int | None
-) -> None:
+def test_a_partition_is_the_best_of_all(head: float, first: int | None, last: int | None) -> None:
     for stages, layers in itertools.product((1, 2, 3, 4), range(3, 11)):
         best: tuple[list[float], list[int]] | None = None
         for sizes_but_last in itertools.product(range(1, layers + 1), repeat=stages - 1):
@@ -325,17 +321,14 @@ def test_a_partition_is_the_best_of_all(
             fixed = first in (None, found[0]) and last in (None, found[-1])
             if found[-1] >= 1 and fixed:
                 costs = list(map(float, found))
-                costs[0] += embedding
                 costs[-1] += head
                 rank = (sorted(costs, reverse=True), [-size for size in found])
                 best = rank if best is None else min(best, rank)
         if best is None:
             with pytest.raises(ValueError, match="layers"):
-                partition(layers, stages, head=head, embedding=embedding, first=first, last=last)
+                partition(layers, stages, head=head, first=first, last=last)
         else:
-            found = counts(
-                partition(layers, stages, head=head, embedding=embedding, first=first, last=last)
-            )
+            found = counts(partition(layers, stages, head=head, first=first, last=last))
             assert found == [-size for size in best[1]], (layers, stages)
 
 

@@ -5,7 +5,9 @@ That every layout computes what one process computes is shown in tests/layouts.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +15,25 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from megatron.checkpoint.format import read_checkpoint
+from megatron.checkpoint.load import TensorSlice
+from megatron.checkpoint.save import save_checkpoint
+from megatron.config.checks import UsageError
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainGPT2Config
 from megatron.config.training import PrecisionConfig
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_model
 from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import build_mesh, serial_mesh
-from megatron.parallel.pipeline import PipelinePlan
-from megatron.parallel.schedules import partition
-from megatron.parallel.sharding import gather_whole, sharding_specs
+from megatron.parallel.pipeline import PipelinePlan, partition
+from megatron.parallel.schedules import schedule
+from megatron.parallel.sharding import ShardingSpec, gather_whole, sharding_specs
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.executor import on_device
+from megatron.train.inputs import mock_inputs, random_text
+from megatron.train.pipelining import plan_of_run
+from megatron.train.pretrain import refuse_differing
 from megatron.train.state import TrainState
 from megatron.train.step import Outputs, StepResult, count, forward_backward, train_step
 from tests.dist import Pool
@@ -185,8 +196,17 @@ def test_all_stages_skip_a_step_when_one_overflows(
         assert answer == (True, 128.0, 3, 2)
 
 
-def outputs(ranks: int) -> Outputs:
-    found = step(staged(ranks) if ranks > 1 else whole_of_two(), return_outputs=True).outputs
+def outputs(ranks: int, order: str = "") -> Outputs:
+    """order: reversed, by a schedule of one's own, which takes the last micro-batch first."""
+    state = staged(ranks) if ranks > 1 else whole_of_two()
+    if order == "reversed":
+        lists = schedule("1f1b", ranks, 4)
+        own = (
+            tuple(each._replace(micro_batch=3 - each.micro_batch) for each in actions)
+            for actions in lists
+        )
+        state.pipeline = replace(state.pipeline, own=tuple(own))
+    found = step(state, return_outputs=True).outputs
     assert found is not None
     return found
 
@@ -196,9 +216,10 @@ def whole_of_two() -> TrainState:
     return tiny_state(serial_mesh(), tiny_section(num_layers=3))
 
 
-def test_outputs_are_known_on_every_stage(gloo: Pool) -> None:
+@pytest.mark.parametrize("order", ["", "reversed"])
+def test_outputs_are_known_on_every_stage(gloo: Pool, order: str) -> None:
     expected = outputs(1)
-    for found in gloo.run(2, outputs, 2):
+    for found in gloo.run(2, outputs, 2, order):
         assert torch.equal(found.labels, expected.labels)
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-12, atol=1e-12)
 
@@ -239,6 +260,58 @@ def test_the_stage_that_spoils_the_others_is_named(gloo: Pool, kind: str, name: 
     expected = what.format(f"transformer.layers.{2 * bad}.{module}")
     for found in gloo.run(2, first_found, kind, name):
         assert found == (expected, f"pipeline {bad}, data 0, tensor 0")
+
+
+def first_weight() -> str:
+    """What is found first, after a good step, where a weight of either stage is no number."""
+    state = staged(2)
+    step(state, 0)
+    state.scaler = LossScaler()
+    with torch.no_grad():
+        for name, parameter in state.model.named_parameters():
+            if name.endswith("attention_norm.weight"):
+                parameter[0] = torch.nan
+    with pytest.raises(NonFiniteError) as raised:
+        step(state, 1)
+    assert raised.value.found is not None
+    return raised.value.found.what
+
+
+def test_of_weights_that_are_no_numbers_the_first_stage_s_is_named(gloo: Pool) -> None:
+    for found in gloo.run(2, first_weight):
+        assert found == "the weight transformer.layers.0.attention_norm.weight itself"
+
+
+def load_with_a_surplus(folder: Path) -> str:
+    """What is wrong with a checkpoint that has a weight no stage knows."""
+    state = staged(2)
+    stray = TensorSlice("model.stray", ShardingSpec(shape=(1,)), torch.zeros(1))
+    slices = [*state.slices(), *[stray] * state.mesh.is_first]
+    report = save_checkpoint(folder, 0, slices, {"counters": state.counters()}, state.mesh)
+    with pytest.raises(ValueError, match="stray") as raised:
+        state.load(read_checkpoint(report.path))
+    return str(raised.value)
+
+
+def test_a_weight_that_no_stage_has_is_refused(gloo: Pool, tmp_path: Path) -> None:
+    one, other = gloo.run(2, load_with_a_surplus, tmp_path)
+    assert one == other
+
+
+def differing_plans() -> str:
+    mesh = build_mesh({"pipeline": 2}, CPU)
+    words = ["--mock-data", "--vocab-size", "101", "--pipeline-model-parallel-size", "2"]
+    words += ["--num-layers", "5", "--hidden-size", "32", "--num-attention-heads", "4"]
+    words += ["--train-iters", "1", "--decoder-first-pipeline-num-layers"]
+    config = parse(PretrainGPT2Config, [*words, str(2 + mesh.pipeline.rank)], {})
+    inputs = mock_inputs(config, random_text)
+    with pytest.raises(UsageError) as raised:
+        refuse_differing(config, inputs, plan_of_run(config, 2, 101), mesh)
+    return raised.value.flag
+
+
+def test_ranks_with_other_stages_are_refused(gloo: Pool) -> None:
+    assert gloo.run(2, differing_plans) == ["--pipeline-model-parallel-size"] * 2
 
 
 def drift_of_a_tie(ranks: int) -> tuple[Drift | None, Drift | None]:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,15 @@ from megatron.config.parallel import SCHEDULES
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
 from megatron.parallel.pipeline import PipelinePlan
-from megatron.parallel.schedules import KINDS, Lists, schedule, to_json
+from megatron.parallel.schedules import (
+    KINDS,
+    Action,
+    Lists,
+    ScheduleError,
+    program,
+    schedule,
+    to_json,
+)
 from megatron.train.pipelining import plan_of_run
 from tests.config.test_checks import mended
 
@@ -21,14 +30,14 @@ VOCABULARY = 768  # whose logits take the time of 4 layers of hidden size 16
 
 
 def read(
-    words: str | list[str], program: type[PretrainConfig] = PretrainGPT2Config
+    words: str | list[str], settings: type[PretrainConfig] = PretrainGPT2Config
 ) -> PipelinePlan:
     """The plan of 12 layers on two copies of the stages that `words` name."""
     small = (
         "--num-layers 12 --hidden-size 16 --num-attention-heads 4 --seq-length 1 --train-iters 9"
     )
     given = words.split() if isinstance(words, str) else words
-    config = parse(program, [*small.split(), *given], {})
+    config = parse(settings, [*small.split(), *given], {})
     world = 2 * config.parallel.pipeline_model_parallel_size
     config.check(world)
     return plan_of_run(config, world, VOCABULARY)
@@ -39,6 +48,17 @@ def sizes(plan: PipelinePlan) -> list[int]:
     numbers = [number for each in plan.layers for number in each]
     assert numbers == list(range(len(numbers)))
     return [len(each) for each in plan.layers]
+
+
+def test_a_plan_evaluates_each_virtual_stage_and_has_its_own_micro_batches() -> None:
+    plan = read(f"--pipeline-model-parallel-size 2 {VIRTUAL} 3")
+    for rank in range(2):
+        actions = [each for each in plan.evaluation(rank, 4) if isinstance(each, Action)]
+        assert Counter(each.stage for each in actions) == dict.fromkeys(range(rank, 6, 2), 4)
+    plan = PipelinePlan(2, 1, "own.json", (range(1), range(1, 2)), schedule("1f1b", 2, 4))
+    assert plan.program(1, 4) == program(schedule("1f1b", 2, 4), 1)
+    with pytest.raises(ScheduleError):
+        plan.program(1, 5)
 
 
 def test_the_settings_know_every_schedule() -> None:

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.data.batch import Batch
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.schedules import Action
-from megatron.train.executor import Executor, as_tuple
+from megatron.parallel.stages import as_tuple
+from megatron.train.executor import Executor
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward
 from tools.layouts.work import Meter

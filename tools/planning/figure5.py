@@ -109,7 +109,7 @@ def predictions(hardware: Hardware) -> dict[str, Any]:
     def efficiency(step: Step, base: Step) -> float:
         """%, against the model of `base` on one GPU."""
         ratio = seconds(base) / seconds(step)
-        return 100 * step.model.parameters / (step.tensor * base.model.parameters) * ratio
+        return 100 * step.parameters / (step.tensor * base.parameters) * ratio
 
     def row(predicted: float, paper: float, **facts: Any) -> dict[str, Any]:
         return {**facts, "predicted": predicted, "paper": paper}
@@ -134,7 +134,7 @@ def predictions(hardware: Hardware) -> dict[str, Any]:
         step = step_at(smallest, gpus, MEGATRON_2020, **cut(gpus), **shape)
         base = step if gpus == 1 else base  # version 1.0 has a first model of its own
         times = {"predicted_milliseconds": 1000 * seconds(step), "paper_milliseconds": milliseconds}
-        facts = {"parameters": step.model.parameters, "gpus": gpus}
+        facts = {"parameters": step.parameters, "gpus": gpus}
         version_1.append(row(efficiency(step, base), paper, **facts, **times))
     for preset, (gpus, paper, software) in TABLE_2.items():
         days = ITERATIONS * seconds(step_at(preset, gpus, software)) / DAY

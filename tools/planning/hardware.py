@@ -109,6 +109,13 @@ class Ring:
         sent = passes * (self.ranks - 1) / self.ranks * size
         return sent / self.bandwidth(hardware) + self.latency(hardware, passes)
 
+    def message(self, size: float, hardware: Hardware) -> float:
+        """Seconds of `size` bytes from one rank to the next, while all ranks do the same."""
+        pair = Ring(2, self.stride)
+        is_inside = pair.inside(hardware) == 2
+        hop = hardware.link_latency if is_inside else hardware.network_latency
+        return size / pair.bandwidth(hardware) + hardware.base_latency + hop
+
     def inside(self, hardware: Hardware) -> int:
         """Ranks of the ring in one server."""
         return max(1, min(self.ranks, hardware.devices_per_server // self.stride))

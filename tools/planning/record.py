@@ -25,11 +25,16 @@ Panel = tuple[Sequence[str], Mapping[str, Sequence[float]]]  # names of bars, va
 
 
 def record(step: Step, hardware: Hardware) -> Record:
-    """JSON; bytes and seconds are those of a step on one rank. MFU is FLOPs / (seconds x GPUs x
-    peak), of all matmuls forward and backward with attention whole, without padding."""
+    """JSON; bytes are those of a step on one rank, the one along the pipeline axis that needs most
+    memory, and seconds those on the slowest one. MFU is FLOPs / (seconds x GPUs x peak), of all
+    matmuls forward and backward with attention whole, without padding."""
     config, model = step.config, step.config.model
-    seconds, held = predict(step, hardware), step.memory
-    others = {each: varied(config, recompute_granularity=each) for each in GRANULARITIES}
+    seconds = predict(step, hardware)
+    step = max(step.stages, key=lambda each: each.memory["total"])
+    plan, held = step.pipeline, step.memory
+    halves = any(each.direction == "backward_weight" for each in step.lists[0])
+    tried = GRANULARITIES[: 2 if halves else 3]  # halves of a backward undo full recomputation
+    others = {each: varied(config, recompute_granularity=each) for each in tried}
     return {
         "model": {
             "kind": model.kind,
@@ -43,19 +48,24 @@ def record(step: Step, hardware: Hardware) -> Record:
             "micro_batches": step.micro_batches,
             "tensor": step.tensor,
             "data": step.copies,
+            "pipeline": plan.ranks,
+            "virtual_stages": plan.virtual,
+            "schedule": config.parallel.pipeline_schedule or plan.kind,
             "sequence_parallel": config.parallel.cuts_stream,
             "precision": step.precision,
             "settings": asdict(model),
         },
-        "parameters": step.model.parameters,
+        "parameters": step.parameters,
         "parameters_per_rank": step.model.local,
         "memory_per_rank_bytes": held,
         "activation_bytes_by_recomputation": {
-            name: replace(step, config=other).trace.kept for name, other in others.items()
+            name: replace(step, config=other).activations for name, other in others.items()
         },
         "memory_of_device_bytes": int(hardware.limit),
         "fits": held["total"] <= hardware.limit,
-        "communication_per_step": {axis: _communication(step, axis) for axis in ("tensor", "data")},
+        "communication_per_step": _communications(step),
+        "stages": [_stage(each) for each in step.stages],
+        "idle_share_of_schedule": step.facts.idle_share,
         "flops_per_step": step.flops,
         "flops_per_step_with_recomputation": step.executed_flops,
         "predicted_step_seconds": asdict(seconds) | {"total": seconds.total},
@@ -65,6 +75,25 @@ def record(step: Step, hardware: Hardware) -> Record:
         "peak_flops_per_second": hardware.peak(step.precision),
         "hardware": asdict(hardware),
     }
+
+
+def _stage(step: Step) -> Record:
+    """Of the virtual stages of one rank along the pipeline axis."""
+    layers = step.pipeline.numbers(step.rank)
+    return {
+        "layers": [*range(step.config.model.num_layers)] if layers is None else [*layers],
+        "parameters": step.model.own,
+        "parameters_per_rank": step.model.local,
+        "micro_batches_in_flight": step.facts.in_flight[step.rank],
+        "memory_per_rank_bytes": step.memory,
+        "communication_per_step": _communications(step),
+    }
+
+
+def _communications(step: Step) -> Record:
+    """By axis; the agreement of all ranks beside it is small."""
+    axes = ["tensor", "data", *(["pipeline", "embedding_group"] if step.pipeline.ranks > 1 else [])]
+    return {axis: _communication(step, axis) for axis in axes}
 
 
 def _communication(step: Step, axis: str) -> Record:
@@ -92,16 +121,32 @@ def text(planned: Record) -> str:
         for axis, sums in planned["communication_per_step"].items()
         for phase, each in {**sums["by_phase"], "all": sums}.items()
     ]
-    return "\n\n".join([summary(planned), *map(table, tables), NOT_SUMS, table(calls)])
+    stages = [
+        {
+            "stage": rank,
+            "layers": len(each["layers"]),
+            "M parameters of a rank": each["parameters_per_rank"] / 1e6,
+            "micro-batches in flight": each["micro_batches_in_flight"],
+            "GB of activations": each["memory_per_rank_bytes"]["activations"] / 1e9,
+            "GB": each["memory_per_rank_bytes"]["total"] / 1e9,
+        }
+        for rank, each in enumerate(planned["stages"])
+    ]
+    of_stages = [table(stages)] if len(stages) > 1 else []
+    return "\n\n".join([summary(planned), *of_stages, *map(table, tables), NOT_SUMS, table(calls)])
 
 
 def summary(planned: Record) -> str:
     model, held = planned["model"], planned["memory_per_rank_bytes"]["total"]
     sequence_parallel = ", sequence-parallel" if model["sequence_parallel"] else ""
+    pipeline, virtual = f", pipeline {model['pipeline']}", model["virtual_stages"]
+    pipeline += f" x {virtual}" if virtual > 1 else ""
+    devices = model["tensor"] * model["data"] * model["pipeline"]
     return (
         f"{model['kind']}, {planned['parameters']:,} parameters on "
-        f"{model['tensor'] * model['data']} devices ({planned['hardware']['name']}): "
-        f"tensor-parallel {model['tensor']}{sequence_parallel}, data-parallel {model['data']}\n"
+        f"{devices} devices ({planned['hardware']['name']}): "
+        f"tensor-parallel {model['tensor']}{sequence_parallel}, data-parallel {model['data']}"
+        f"{pipeline + ' ' + model['schedule'] if model['pipeline'] > 1 else ''}\n"
         f"{model['micro_batches']} micro-batches of {model['batch']} x {model['sequence']} tokens "
         f"in {model['precision']}: {planned['tokens_per_second']:,.0f} tokens/s, "
         f"MFU {100 * planned['mfu']:.1f} %\n"

@@ -12,6 +12,8 @@ from typing import Any
 
 from megatron.config.checks import UsageError, flag, switch
 from megatron.config.pretrain import PretrainConfig
+from megatron.train.inputs import vocabulary_of
+from megatron.train.pipelining import plan_of_run
 from tools.planning.hardware import Hardware
 
 GRANULARITIES = ("none", "selective", "full")
@@ -44,11 +46,8 @@ def settings(config: PretrainConfig) -> Row:
 def check(config: PretrainConfig, gpus: int) -> None:
     """Raise UsageError, with the reason and the nearest layout that can, where this one cannot
     work on so many devices."""
-    if (stages := config.parallel.pipeline_model_parallel_size) > 1:
-        name = "--pipeline-model-parallel-size"  # a whole model would be planned on each rank
-        raise UsageError(name, stages, "1: a plan has no pipeline stages", works=(name, "1"))
     try:
-        config.check(gpus)
+        _check(config, gpus)
     except UsageError as error:
         if (found := nearest(config, gpus)) is not None:
             works = [word for name in SIZES for word in (flag(name), str(settings(found)[name]))]
@@ -61,6 +60,11 @@ def check(config: PretrainConfig, gpus: int) -> None:
         raise UsageError("--gpus", gpus, allowed, works=("--gpus", str(fewer))) from error
 
 
+def _check(config: PretrainConfig, gpus: int) -> None:
+    config.check(gpus)
+    plan_of_run(config, gpus, vocabulary_of(config))
+
+
 def nearest(config: PretrainConfig, gpus: int) -> PretrainConfig | None:
     """The layout that can work with the fewest doublings of t, and then of the micro-batch."""
 
@@ -71,7 +75,8 @@ def nearest(config: PretrainConfig, gpus: int) -> PretrainConfig | None:
 
 
 def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
-    """The same training, cut in all ways that can work; the global batch stays what it is."""
+    """The same training, cut in all ways that can work; the global batch and the pipeline stay what
+    they are."""
     batches = {2**power for power in range(MOST_SAMPLES.bit_length())}
     sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
     for size, batch in product(sizes, sorted(batches | {config.training.micro_batch_size})):
@@ -79,13 +84,13 @@ def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
         found = varied(config, tensor_model_parallel_size=size, micro_batch_size=batch)
         found = varied(found, sequence_parallel=cut)
         with suppress(UsageError):
-            found.check(gpus)
+            _check(found, gpus)
             yield found
 
 
 def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str) -> list[Row]:
     """The layouts that fit, with and without sequence parallelism and recomputation, the one with
-    the most tokens a second first."""
+    the most tokens a second first. Each has the pipeline of the config."""
     from tools.planning.timing import predict
     from tools.planning.trace import Step
 
@@ -96,13 +101,16 @@ def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str
             step = Step(found, gpus, precision, hardware.device)
             if found.parallel.sequence_parallel != cut:
                 continue  # on one tensor-parallel rank there is nothing to cut
-            if sum(step.lasting.values()) > hardware.limit or step.memory["total"] > hardware.limit:
+            if any(sum(each.lasting.values()) > hardware.limit for each in step.stages):
                 continue  # many do not fit by what lasts, which needs no trace
+            memory = max(each.memory["total"] for each in step.stages)
+            if memory > hardware.limit:
+                continue
             seconds = predict(step, hardware).total
             row = {VARIED[setting][1]: value for setting, value in settings(found).items()}
             row |= {"data": step.copies, "micro_batches": step.micro_batches, "seconds": seconds}
             row |= {"tokens_per_second": step.tokens / seconds, "mfu": step.mfu(seconds, hardware)}
-            rows.append(row | {"memory_bytes": step.memory["total"]})
+            rows.append(row | {"memory_bytes": memory})
     return sorted(rows, key=lambda row: -row["tokens_per_second"])
 
 

@@ -5,6 +5,9 @@
     other kernels       bytes / memory bandwidth
     tensor parallelism  collectives, which hide behind the matmuls between their start and the wait
     data parallelism    all-reduces of gradients, which may hide behind the backward
+    pipeline            the slowest rank's time of m micro-batches, with two messages each way and
+                        virtual stage; and the bubble, while it waits for the first micro-batch and
+                        for the last one: the schedule's idle share of what other ranks take
 
 Peak and memory bandwidth are those of the datasheet times `attained_share`. A collective takes
 what its ring takes (hardware.py).
@@ -12,7 +15,7 @@ what its ring takes (hardware.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from tools.layouts.work import Matmul, Work
@@ -30,16 +33,37 @@ class Seconds:
     tensor_parallel_hidden: float
     data_parallel_exposed: float
     data_parallel_hidden: float
+    pipeline_parallel_exposed: float = 0.0  # messages, and the sum of what stages have in common
+    pipeline_bubble: float = 0.0
 
     @property
     def total(self) -> float:
         parallel = self.tensor_parallel_exposed + self.data_parallel_exposed
-        return self.matrix_products + self.other_kernels + parallel
+        pipeline = self.pipeline_parallel_exposed + self.pipeline_bubble
+        return self.matrix_products + self.other_kernels + parallel + pipeline
 
 
 def predict(step: Step, hardware: Hardware) -> Seconds:
+    """Of the slowest rank along the pipeline axis."""
+    found = [_of_rank(each, hardware) for each in step.stages]
+    seconds, busy = max(found, key=lambda each: each[1])
+    if step.pipeline.ranks == 1:
+        return seconds
+    each_message = step.model.rings["pipeline"].message(step.trace.message, hardware)
+    messages = 2 * step.pipeline.virtual * step.micro_batches * each_message
+    others = (sum(time for _, time in found) - busy) / (len(found) - 1)
+    return replace(
+        seconds,
+        pipeline_parallel_exposed=seconds.pipeline_parallel_exposed + messages,
+        pipeline_bubble=step.facts.idle_share * (others + messages),
+    )
+
+
+def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
+    """(of one rank, without what it waits for along the pipeline axis; seconds of the micro-batches
+    in it)."""
     bandwidth = hardware.memory_bandwidth * hardware.attained_share
-    matmuls = exposed = hidden = backward = 0.0
+    matmuls = exposed = hidden = backward = busy = 0.0
     other = step.updated / bandwidth
     for phase, work in step.work.items():
         computing = sum(
@@ -50,12 +74,17 @@ def predict(step: Step, hardware: Hardware) -> Seconds:
         waiting, beside = _collectives(step, work, hardware)
         matmuls, other = matmuls + computing, other + moving
         exposed, hidden = exposed + waiting, hidden + beside
+        busy += computing + moving + waiting
         if phase != "forward":
             backward += (computing + moving + waiting) / step.micro_batches
+    sums = dict.fromkeys(("tensor", "stages"), 0.0)
     for _, axis, size in step.reductions:
-        if axis != "data":  # of what every rank of a model has
-            exposed += step.model.rings[axis].seconds(size, hardware)
-    return Seconds(matmuls, other, exposed, hidden, *_reductions(step, hardware, backward))
+        if axis != "data":  # of what every rank of a model has, or several stages
+            which = "tensor" if axis == "tensor" else "stages"
+            sums[which] += step.model.rings[axis].seconds(size, hardware)
+    found = matmuls, other, exposed + sums["tensor"], hidden
+    data = _reductions(step, hardware, backward)
+    return Seconds(*found, *data, pipeline_parallel_exposed=sums["stages"]), busy
 
 
 def matmul_seconds(matmul: Matmul, hardware: Hardware, precision: str) -> float:
@@ -86,6 +115,8 @@ def _collectives(step: Step, work: Work, hardware: Hardware) -> tuple[float, flo
     it, which is exposed."""
     exposed = hidden = 0.0
     for call, times in work.calls.items():
+        if not call.passes:
+            continue  # a message: see predict
         ring = step.model.rings[call.axis]
         taken = ring.seconds(call.bytes, hardware, call.passes)
         beside = sum(matmul_seconds(each, hardware, step.precision) for each in call.beside)

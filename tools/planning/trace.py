@@ -1,150 +1,77 @@
 """What a training step takes on one rank, derived from the model itself.
 
-Rank 0 of ranks that are not there runs a micro-batch, forward and backward, on meta tensors, which
-have shapes and no memory, under a meter (tools/layouts/work.py): of a model of one layer and of
-one of two. What the second layer adds, each further one adds too. So of L layers, exactly for
-matmuls, collectives, bytes moved and bytes kept for the backward,
-
-    x = x of one layer + (L - 1) (x of two layers - x of one)
-
-Peaks of memory are those of two layers, above what is kept. What happens once a step comes from the
-gradient buckets of the whole model.
+Matmuls, communication and activations are those of a micro-batch (micro_batch.py); what happens
+once a step comes from the gradient buckets of the whole model, and how many micro-batches are in
+flight from the lists of the pipeline's schedule.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import accumulate
 from math import prod
-from pkgutil import resolve_name
 from typing import Any
 
-import numpy as np
-import torch
-
 from megatron.config.pretrain import PretrainConfig
-from megatron.models.build import build_on_meta
-from megatron.models.registry import find_kind
-from megatron.optim.adam import LossScaler
 from megatron.parallel.buckets import BUCKET_BYTES, GradientBuckets
-from megatron.parallel.mesh import Mesh, absent_mesh
-from megatron.parallel.sharding import materialize, sharding_specs
+from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.schedules import Facts, Lists, check, schedule
+from megatron.parallel.sharding import sharding_specs
+from megatron.train.executor import SENDS
 from megatron.train.inputs import vocabulary_of
-from megatron.train.state import DTYPES, TrainState
-from megatron.train.step import forward_backward
-from tools.layouts.work import Call, Matmul, Meter, Work, on_meta
+from megatron.train.pipelining import plan_of_run
+from megatron.train.state import DTYPES
+from tools.layouts.work import Call, Matmul, Work
 from tools.planning.hardware import Hardware, Ring
+from tools.planning.micro_batch import Trace, rank_on_meta, trace_of_depth
 
-META = torch.device("meta")
-PHASES = ("forward", "recomputation", "backward")
 WIDE = 4  # bytes of a gradient, master or moment
 # Passes of the optimizer over this rank's parameters: in fp32 norm 1, AdamW 8 with the scaled
 # gradient, rounding 1; in the weights' own width rounding 1.
 WIDE_PASSES, NARROW_PASSES = 10, 1
 
 
-@dataclass(frozen=True)
-class Trace:
-    """A micro-batch. Bytes do not count what lasts, parameters and gradients."""
-
-    work: Mapping[str, Work]  # by phase
-    kept: int  # from forward to backward
-    logits: int  # most above what is kept, in the forward
-    one_layer: int  # and in the backward
-
-
-@cache
-def trace(config: PretrainConfig, precision: str, device: str, is_trimmed: bool = False) -> Trace:
-    """device: "cpu" or "cuda", whose kernels are meant. is_trimmed: without what fills up a
-    batch."""
-    mesh, model = _on_meta(config, precision, config.parallel.sizes, device)
-    gradients, nothing = _Followed(model, sets_grad=False), None
-    meter = Meter(mesh, [*model.parameters(), *(each.flat for each in gradients.buckets)])
-    gradients.meter, meter.phase = meter, "forward"
-    mesh, model = replace(mesh, device=META), model.train()
-    state = TrainState(
-        mesh=mesh,
-        model=model,
-        objective=model,
-        gradients=gradients,
-        optimizer=nothing,
-        scaler=LossScaler(),
-    )
-    numbers = np.arange(config.training.micro_batch_size)
-    samples = resolve_name(find_kind(config.model.kind).samples)(config)
-    batch = samples.batch(range(len(numbers))).numbered(numbers)
-    denominators = torch.ones(1 + len(model.terms), dtype=torch.float64, device=META)
-    with on_meta(meter, device):
-        forward_backward(state, [batch.trimmed() if is_trimmed else batch], denominators)
-    work, kept = {phase: meter.work[phase] for phase in PHASES}, gradients.kept
-    return Trace(work, kept, gradients.forward_peak - kept, meter.peak - kept)
-
-
-def trace_of_depth(config: PretrainConfig, *arguments: Any) -> Trace:
-    """The trace of a model of any depth; arguments: further ones of `trace`."""
-    model, more = config.model, config.model.num_layers - 1
-    one, two = (
-        trace(replace(config, model=replace(model, num_layers=layers)), *arguments)
-        for layers in (1, min(2, model.num_layers))
-    )
-    work = {
-        phase: first.plus(two.work[phase].plus(first, -1), more)
-        for phase, first in one.work.items()
-    }
-    return replace(two, work=work, kept=one.kept + more * (two.kept - one.kept))
-
-
-def _on_meta(
-    config: PretrainConfig, precision: str, sizes: Mapping[str, int], device: str
-) -> tuple[Mesh, Any]:
-    cuts_stream = config.parallel.cuts_stream
-    mesh = absent_mesh(sizes, torch.device(device), sequence_parallel=cuts_stream)
-    model = build_on_meta(config.model, mesh, vocabulary_of(config))
-    return mesh, materialize(model, device=META, dtype=DTYPES[precision], seed=None)
-
-
-class _Followed(GradientBuckets):
-    """Tells the meter where the backward begins; leaves reduction to the whole model's."""
-
-    meter: Meter
-
-    @contextmanager
-    def accumulate(self, *, is_last: bool) -> Iterator[None]:
-        meter = self.meter
-        meter.phase, self.kept, self.forward_peak = "backward", meter.live, meter.peak
-        meter.peak = meter.live
-        with super().accumulate(is_last=False):
-            yield
-
-
 class Model:
-    """The whole model on one rank.
+    """All that one rank has of the whole model.
 
-    parameters: of all ranks, without padding. local: of this rank. buckets: each with the fraction
-    of the last backward after which it is full. rings: by axis. agreement: calls of a step: what
-    the terms of the loss are means over, the terms, and the gradient norm.
+    local: parameters of this rank. own: those of all ranks of its pipeline stage, without padding;
+    tied ones count at the first stage that has them. buckets: each with the fraction of the last
+    backward after which it is full. rings: by axis. agreement: calls of a step: what the terms of
+    the loss are means over, the terms, and the gradient norm.
     """
 
     def __init__(
-        self, config: PretrainConfig, copies: int, precision: str, bucket_bytes: int
+        self,
+        config: PretrainConfig,
+        copies: int,
+        precision: str,
+        bucket_bytes: int,
+        pipeline: PipelinePlan,
+        rank: int,
     ) -> None:
         sizes = {**config.parallel.sizes, "data": copies}
-        mesh, model = _on_meta(config, precision, sizes, "meta")
+        mesh, model = rank_on_meta(config, precision, sizes, "meta", pipeline, rank)
         specs = sharding_specs(model)
-        self.parameters = sum(prod(spec.shape) for spec in specs.values())
+        self.own = sum(prod(spec.shape) for spec in specs.values() if spec.is_owner())
         self.local = sum(each.numel() for each in model.parameters())
         ready, buckets = _ready(specs), GradientBuckets(model, bucket_bytes).buckets
         self.buckets = [(max(ready[view.name] for view in each.views), each) for each in buckets]
-        self.rings, stride = dict[str, Ring](), 1
+        strides, stride = dict[str, int](), 1
         for axis in reversed(mesh.axes):
-            self.rings[axis.name] = Ring(axis.size, stride)
+            strides[axis.name] = stride
             stride *= axis.size
+        ends = (pipeline.ranks - 1) * strides["pipeline"]
+        self.rings = {axis.name: Ring(axis.size, strides[axis.name]) for axis in mesh.axes}
+        self.rings[mesh.embedding_group.name] = Ring(mesh.embedding_group.size, ends)
+        for union in (mesh.loss, mesh.loss_sums, mesh.model_parallel):
+            stride = min((strides[part.name] for part in union.parts if part.size > 1), default=1)
+            self.rings[union.name] = Ring(union.size, stride)
         terms = 1 + len(model.terms)
-        agreed = ((mesh.loss, terms), (mesh.loss, terms), (mesh.model_parallel, 3))
+        agreed = ((mesh.loss, terms), (mesh.loss_sums, terms), (mesh.model_parallel, 3))
         calls = (Call(axis.name, 8 * number, 2) for axis, number in agreed if axis.size > 1)
         self.agreement = Counter(calls)
 
@@ -157,22 +84,45 @@ def _ready(names: Iterable[str]) -> dict[str, float]:
     name is that of the layer; before the layers come embeddings, behind them heads."""
     matches = {name: re.search(r"(?:^|\.)(\d+)\.", name) for name in names}
     layers = {name: int(match[1]) for name, match in matches.items() if match}
-    depth, is_ahead, ready = 1 + max(layers.values(), default=0), True, {}
+    places = {number: place for place, number in enumerate(sorted({*layers.values()}))}
+    depth, is_ahead, ready = max(1, len(places)), True, {}
     for name in matches:
         is_ahead = is_ahead and name not in layers
-        ready[name] = 1 - layers[name] / depth if name in layers else float(is_ahead)
+        place = places[layers[name]] if name in layers else 0
+        ready[name] = 1 - place / depth if name in layers else float(is_ahead)
     return ready
+
+
+_facts = cache(check)
 
 
 @dataclass(frozen=True)
 class Step:
-    """All that is derived. config: one that `check(ranks)` has let pass. device: "cpu" or "cuda",
-    whose kernels are meant."""
+    """All that is derived, on one rank. config: one that `check(ranks)` has let pass. device: "cpu"
+    or "cuda", whose kernels are meant. rank: along the pipeline axis."""
 
     config: PretrainConfig
     ranks: int
     precision: str
     device: str = "cuda"
+    rank: int = 0
+
+    @cached_property
+    def pipeline(self) -> PipelinePlan:
+        if self.config.parallel.sizes.get("pipeline", 1) == 1:
+            return UNCUT
+        return plan_of_run(self.config, self.ranks, vocabulary_of(self.config))
+
+    @cached_property
+    def stages(self) -> list[Step]:
+        """The same step on each rank along the pipeline axis."""
+        ranks = range(self.pipeline.ranks)
+        return [self if rank == self.rank else replace(self, rank=rank) for rank in ranks]
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, without padding."""
+        return sum(each.model.own for each in self.stages)
 
     def mfu(self, seconds: float, hardware: Hardware) -> float:
         return self.flops / (seconds * self.ranks * hardware.peak(self.precision))
@@ -206,7 +156,16 @@ class Step:
         model = replace(self.config.model, recompute_granularity="none")
         training = replace(self.config.training, micro_batch_size=1)
         config = replace(self.config, model=model, training=training)  # so more calls are alike
-        return _model(config, self.copies, self.precision, bucket_bytes)
+        return _model(config, self.copies, self.precision, bucket_bytes, self.pipeline, self.alike)
+
+    @property
+    def alike(self) -> int:
+        """The first rank along the pipeline axis whose stages are as those of this one."""
+        ranks, layers = self.pipeline.ranks, self.pipeline.layers
+        if self.rank in (0, ranks - 1):
+            return self.rank
+        depths = [[len(each) for each in layers[rank::ranks]] for rank in range(ranks)]
+        return depths.index(depths[self.rank], 1)
 
     @cached_property
     def model(self) -> Model:
@@ -215,7 +174,42 @@ class Step:
     @cached_property
     def trace(self) -> Trace:
         """Of a micro-batch."""
-        return trace_of_depth(self.config, self.precision, self.device)
+        arguments = self.config, self.precision, self.device
+        return trace_of_depth(*arguments, pipeline=self.pipeline, rank=self.rank)
+
+    @cached_property
+    def facts(self) -> Facts:
+        """Proved of the schedule of the pipeline."""
+        return _facts(self.lists, self.pipeline.virtual)
+
+    @property
+    def lists(self) -> Lists:
+        plan = self.pipeline
+        return plan.own or schedule(plan.kind, plan.ranks, self.micro_batches, plan.virtual)
+
+    @property
+    def activations(self) -> int:
+        """Bytes of the micro-batches in flight, when they are most."""
+        found, ranks = self.trace, self.pipeline.ranks
+        if ranks == 1:
+            return found.kept
+        pairs = zip(found.kept_by_stage, found.owed_by_stage, strict=True)
+        changes = [
+            {"forward": kept, "backward": -kept}
+            | {"backward_input": owed - kept, "backward_weight": -owed}
+            for kept, owed in pairs
+        ]
+        actions = self.lists[self.rank]
+        return max(accumulate(changes[each.stage // ranks][each.direction] for each in actions))
+
+    @property
+    def messages(self) -> int:
+        """Bytes that are sent and may not be free yet."""
+        plan = self.pipeline
+        own = range(self.rank, plan.stages, plan.ranks)
+        near = {each for stage in own for each in (stage - 1, stage + 1)} & {*range(plan.stages)}
+        peers = {stage % plan.ranks for stage in near} - {self.rank}
+        return SENDS * len(peers) * self.trace.message
 
     @cached_property
     def work(self) -> Mapping[str, Work]:
@@ -260,10 +254,11 @@ class Step:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes by kind, and the most of them at a time as "total"."""
-        found, lasting = self.trace, self.lasting
-        total = sum(lasting.values()) + found.kept + max(found.logits, found.one_layer)
-        passing = {"activations": found.kept, "logits": found.logits, "one_layer": found.one_layer}
-        return {**lasting, **passing, "total": total}
+        found, kept = self.trace, {**self.lasting, "activations": self.activations}
+        if self.pipeline.stages > 1:
+            kept["messages"] = self.messages
+        total = sum(kept.values()) + max(found.logits, found.one_layer)
+        return {**kept, "logits": found.logits, "one_layer": found.one_layer, "total": total}
 
     @cached_property
     def flops(self) -> int:

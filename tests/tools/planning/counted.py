@@ -1,11 +1,12 @@
-"""A step of the real model, at its full depth, on rank 0 of a fake process group: what the plan has
-to equal. It shares no code with the meter that plans are derived by."""
+"""A step of the real model, at its full depth, on one rank of a fake process group: what the plan
+has to equal. It shares no code with the meter that plans are derived by."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
@@ -25,6 +26,7 @@ from megatron.models.registry import find_kind
 from megatron.optim.adam import LossScaler
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import Mesh, build_mesh
+from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.train.inputs import vocabulary_of
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import count, forward_backward
@@ -40,9 +42,11 @@ def preset(name: str, *flags: str) -> PretrainConfig:
 
 
 @contextmanager
-def fake_ranks(config: PretrainConfig, world: int, device: torch.device) -> Iterator[Mesh]:
-    """Rank 0 of `world` ranks. On a CPU their collectives leave undefined values behind."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+def fake_ranks(
+    config: PretrainConfig, world: int, device: torch.device, rank: int = 0
+) -> Iterator[Mesh]:
+    """One of `world` ranks. On a CPU their collectives leave undefined values behind."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         cpu, cuts_stream = torch.device("cpu"), config.parallel.cuts_stream
         mesh = build_mesh(config.parallel.sizes, cpu, sequence_parallel=cuts_stream)
@@ -61,12 +65,14 @@ def bytes_of(tensors: Any) -> int:
 
 
 class Traffic(TorchDispatchMode):
-    """(calls, bytes of whole tensors) of the collectives on meta by axis and phase: agreement,
-    forward, or backward with recomputation."""
+    """(calls, bytes of whole tensors) of the collectives and the messages that are sent, on meta,
+    by axis and phase: agreement, forward, or backward with recomputation."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        self.names = {a.group.group_name: a.name for a in (mesh.tensor, mesh.data) if a.size > 1}
+        axes = (*mesh.axes, mesh.embedding_group, mesh.loss, mesh.model_parallel, mesh.loss_sums)
+        self.names = {axis.group.group_name: axis.name for axis in axes if axis.size > 1}
+        self.works: list[Done] = []
         self.phase = "agreement"
         self.calls: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
@@ -78,10 +84,13 @@ class Traffic(TorchDispatchMode):
             return function(*args, **(kwargs or {}))
         group = next(each for each in args if "ProcessGroup" in str(getattr(each, "_type", str)()))
         key = self.names[dist.ProcessGroup.unbox(group).group_name], self.phase
-        self.calls[key] += 1
-        self.bytes[key] += max(bytes_of(each) for each in args[:2])
-        self.work = Done()
-        return args[0], self.work.boxed()
+        name = function.overloadpacket.__name__
+        if name != "recv_":
+            self.calls[key] += 1
+            self.bytes[key] += max(bytes_of(each) for each in args[:2])
+        self.works.append(Done())
+        done = self.works[-1].boxed()
+        return done if name in ("send", "recv_") else (args[0], done)
 
     def follow(self, model: Any) -> None:
         """Set the phase when the stages of the model begin and end."""
@@ -99,10 +108,12 @@ class Traffic(TorchDispatchMode):
         model.embed, model.loss = first, last
 
 
-def state_on(mesh: Mesh, config: PretrainConfig, precision: str) -> TrainState:
+def state_on(
+    mesh: Mesh, config: PretrainConfig, precision: str, pipeline: PipelinePlan = UNCUT
+) -> TrainState:
     """All that a forward and backward pass needs; no optimizer."""
     rows, dtype, nothing = vocabulary_of(config), DTYPES[precision], None
-    model = build_model(config.model, mesh, rows, seed=None, dtype=dtype).train()
+    model = build_model(config.model, mesh, rows, seed=None, dtype=dtype, pipeline=pipeline).train()
     return TrainState(
         mesh=mesh,
         model=model,
@@ -110,6 +121,7 @@ def state_on(mesh: Mesh, config: PretrainConfig, precision: str) -> TrainState:
         gradients=GradientBuckets(model, sets_grad=False),
         optimizer=nothing,
         scaler=LossScaler(),
+        pipeline=pipeline,
     )
 
 
@@ -128,3 +140,31 @@ def count_step(config: PretrainConfig, world: int, precision: str, micro_batches
             traffic.follow(state.model)
             forward_backward(state, batches(config, micro_batches), counts)
     return traffic
+
+
+class Kept:
+    """Bytes, beside those of parameters, that forwards inside have saved for their backwards: now,
+    and the most of them at a time."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.now = self.most = 0
+        self.parameters = {id(each.untyped_storage()) for each in model.parameters()}
+        self.memories: dict[int, Any] = {}
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        key, size = id(memory), memory.nbytes()
+        if key in self.memories or key in self.parameters:
+            return tensor
+
+        def free(_: object) -> None:
+            del self.memories[key]
+            self.now -= size
+
+        self.memories[key] = weakref.ref(memory, free)
+        self.now += size
+        self.most = max(self.most, self.now)
+        return tensor
+
+    def counting(self) -> AbstractContextManager[object]:
+        return torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor)

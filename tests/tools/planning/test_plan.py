@@ -5,6 +5,7 @@ import resource
 import shlex
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,37 @@ def test_settings_after_the_preset_win(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_preset_is_planned(name: str, tmp_path: Path) -> None:
-    size = preset(name).parallel.tensor_model_parallel_size
-    words = f"--preset {name} --gpus {size} --hardware dgx-a100"
-    found = planned(tmp_path, f"{words} --pipeline-model-parallel-size 1")
+    size = prod(preset(name).parallel.sizes.values())
+    found = planned(tmp_path, f"--preset {name} --gpus {size} --hardware dgx-a100")
     assert found["model"]["kind"] == ("bert" if "bert" in name else "gpt2")
     assert found["predicted_step_seconds"]["total"] > 0
+
+
+def test_every_stage_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--preset gpt2_xl_colossalai --gpus 8 --hardware dgx-a100 --no-fp16"
+    virtual = "--num-virtual-stages-per-pipeline-rank 3 --pipeline-partition uniform"
+    found = planned(tmp_path, f"{words} {virtual}")
+    model, stages = found["model"], found["stages"]
+    assert (model["pipeline"], model["tensor"], model["data"]) == (2, 2, 2)
+    assert (model["virtual_stages"], model["schedule"]) == (3, "interleaved")
+    third = [*range(8)]
+    assert [each["layers"] for each in stages] == [
+        [first + number for first in (start, start + 16, start + 32) for number in third]
+        for start in (0, 8)
+    ]
+    assert sum(each["parameters"] for each in stages) == found["parameters"] == 1_557_611_200
+    totals = [each["memory_per_rank_bytes"]["total"] for each in stages]
+    assert found["memory_per_rank_bytes"]["total"] == max(totals)
+    # Two ranks: the word embedding is summed over the axis that messages take.
+    m = model["micro_batches"]
+    sent = [each["communication_per_step"]["pipeline"]["calls"] for each in stages]
+    assert sent == [5 * m + 1, 5 * m + 1]
+    assert found["idle_share_of_schedule"] == pytest.approx(1 / (3 * m))
+    assert found["predicted_step_seconds"]["pipeline_bubble"] > 0
+    out = capsys.readouterr().out
+    assert "pipeline 2 x 3 interleaved" in out
+    assert "micro-batches in flight" in out
+    assert planned(tmp_path, f"{words} --search")["layouts"]
 
 
 def test_a_kind_can_be_given(tmp_path: Path) -> None:
@@ -126,6 +153,9 @@ def test_a_search_takes_less_than_ten_processor_seconds() -> None:
         (f"{LARGE} --gpus 8 --kind tests.models.own_kind:IMAGES", "--kind"),
         ("figure5 --hardware h200", "--hardware"),
         (f"{SMALL} --gpus 5", "--gpus 4 works"),
+        ("--preset gpt3_175b --gpus 32", "--tensor-model-parallel-size 4"),
+        ("--preset gpt3_175b --gpus 64 --pipeline-schedule zb-h1", "--pipeline-schedule 1f1b"),
+        (f"{OWN} --pipeline-model-parallel-size 2 --gpus 2", "--pipeline-model-parallel-size 2"),
         (f"{SMALL} --gpus 8 --seq-length 2048", "--seq-length 1024 works"),
         (f"{SMALL} --gpus 1 --seq-length 2048", "error: --"),
     ],
@@ -261,14 +291,6 @@ def test_what_cannot_work_is_refused_with_the_nearest_that_can(
     batch = 4 if "batch" in given else 8
     assert " ".join(refused.value.works) == f"{cure} --micro-batch-size {batch}"
     check(preset("gpt2_scaling_2.5b", *given.split(), *refused.value.works), gpus)
-
-
-def test_a_plan_of_stages_is_refused_as_long_as_there_is_none() -> None:
-    config = preset("gpt2_xl_colossalai")
-    with pytest.raises(UsageError) as refused:
-        check(config, 4)
-    assert refused.value.flag == "--pipeline-model-parallel-size"
-    check(preset("gpt2_xl_colossalai", *refused.value.works), 4)
 
 
 def test_the_search_tries_all_that_can_work() -> None:

@@ -1,0 +1,95 @@
+"""tools/plan.py schedule: what it writes, draws and refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.config.checks import UsageError
+from megatron.config.parse import parse
+from megatron.parallel.schedules import read_schedule, schedule, to_json
+from tools import plan
+
+SIZES = ("--pipeline", "4", "--micro-batches", "8")
+
+
+def test_the_json_is_a_schedule_and_is_taken_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, again, picture = tmp_path / "own.json", tmp_path / "again.json", tmp_path / "own.png"
+    words = ["schedule", "--kind=zb-h1", *SIZES, f"--json={file}", f"--picture={picture}"]
+    assert plan.main(words, {}) == 0
+    assert not capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(file.read_text())
+    assert found["actions"] == to_json(schedule("zb-h1", 4, 8))["actions"]
+    assert found["in_flight"] == [4, 4, 4, 4]
+    assert found["idle_share"] == pytest.approx(3 / 24)
+    assert read_schedule(file) == schedule("zb-h1", 4, 8)
+    assert plan.main(["schedule", f"--file={file}", f"--json={again}"], {}) == 0
+    assert json.loads(again.read_text()) == found
+
+
+def test_virtual_stages_of_a_file_are_counted(tmp_path: Path) -> None:
+    file, again = tmp_path / "own.json", tmp_path / "again.json"
+    file.write_text(json.dumps(to_json(schedule("interleaved", 2, 5, 3))))
+    assert plan.main(["schedule", f"--file={file}", f"--json={again}"], {}) == 0
+    assert json.loads(again.read_text())["virtual"] == 3
+
+
+def test_the_text_shows_each_rank_without_torch() -> None:
+    program = (
+        "import sys; from tools import plan; plan.main(sys.argv[1:], {}); "
+        "assert 'torch' not in sys.modules"
+    )
+    words = ["schedule", "--kind=interleaved", "--virtual=2", *SIZES]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert [line.split()[2:5] for line in lines[:4]] == [
+        ["0F0", "0F1", "0F2"],
+        [".", "1F0", "1F1"],
+        [".", ".", "2F0"],
+        [".", ".", "."],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("--pipeline=2", "--micro-batches"),
+        ("--micro-batches=2", "--pipeline"),
+        ("--pipeline=0 --micro-batches=2", "--pipeline"),
+        ("--pipeline=2 --micro-batches=2 --kind=zb-v", "--kind"),
+        ("--pipeline=2 --micro-batches=2 --kind=interleaved", "--virtual"),
+        ("--pipeline=2 --micro-batches=2 --virtual=3", "--virtual"),
+        ("--pipeline=2 --micro-batches=2 --virtual=0", "--virtual"),
+    ],
+)
+def test_refusals_name_what_works(words: str, flag: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse(plan.ScheduleConfig, words.split(), {})
+    assert error.value.flag == flag
+    kept = [word for word in words.split() if word.partition("=")[0] != flag]
+    assert plan.main(["schedule", *kept, *error.value.works], {}) == 0
+
+
+@pytest.mark.parametrize("content", ['{"actions": [["0F0", "0B0"], ["1B0", "1F0"]]}', "{}"])
+def test_a_file_that_does_not_work(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.json"
+    file.write_text(content)
+    for words in ([f"--file={file}"], [f"--file={file}", "--pipeline=2"]):
+        with pytest.raises(SystemExit) as stop:
+            plan.main(["schedule", *words], {})
+        assert stop.value.code == 2
+        assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,219 @@
+"""A micro-batch through one rank, traced on tensors without memory.
+
+A rank of ranks that are not there runs a micro-batch, forward and backward, on meta tensors, which
+have shapes and no memory, under a meter (tools/layouts/work.py): of a model of one layer and of
+one of two. What the second layer adds, each further one adds too. So of L layers, exactly for
+matmuls, collectives, bytes moved and bytes kept for the backward,
+
+    x = x of one layer + (L - 1) (x of two layers - x of one)
+
+Peaks of memory are those of two layers, above what is kept.
+
+Of a pipeline a rank of the first, of a middle or of the last place runs its own stages, each of one
+layer, on inputs that nobody sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate, pairwise
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.config.pretrain import PretrainConfig
+from megatron.models.build import build_on_meta
+from megatron.models.registry import find_kind
+from megatron.parallel.buckets import Deferred, GradientBuckets
+from megatron.parallel.mesh import Mesh, absent_mesh
+from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.schedules import Action
+from megatron.parallel.sharding import materialize
+from megatron.parallel.stages import as_tuple
+from megatron.train.executor import Executor, Tensors, has_gradient
+from megatron.train.inputs import vocabulary_of
+from megatron.train.state import DTYPES
+from tools.layouts.work import Call, Meter, Work, on_meta
+
+META = torch.device("meta")
+PHASES = ("forward", "recomputation", "backward")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A micro-batch on one rank. Bytes do not count what lasts, parameters and gradients."""
+
+    work: Mapping[str, Work]  # by phase
+    kept_by_stage: tuple[int, ...]  # from forward to backward, of each virtual stage of the rank
+    owed_by_stage: tuple[int, ...]  # from backward_input to backward_weight
+    logits: int  # most above what is kept, in the forward
+    one_layer: int  # and in the backward
+    message: int  # the largest between stages
+
+    @property
+    def kept(self) -> int:
+        """From forward to backward."""
+        return sum(self.kept_by_stage)
+
+
+@cache
+def trace(
+    config: PretrainConfig,
+    precision: str,
+    device: str,
+    is_trimmed: bool = False,
+    pipeline: PipelinePlan = UNCUT,
+    rank: int = 0,
+) -> Trace:
+    """device: "cpu" or "cuda", whose kernels are meant. is_trimmed: without what fills up a
+    batch. rank: along the pipeline axis."""
+    mesh, model = rank_on_meta(config, precision, config.parallel.sizes, device, pipeline, rank)
+    gradients = _Unreduced(model, sets_grad=False)
+    meter = Meter(mesh, [*model.parameters(), *(each.flat for each in gradients.buckets)])
+    meter.phase = "forward"
+    numbers = np.arange(config.training.micro_batch_size)
+    samples = resolve_name(find_kind(config.model.kind).samples)(config)
+    batch = samples.batch(range(len(numbers))).numbered(numbers)
+    batch = batch.trimmed() if is_trimmed else batch
+    own = range(rank, pipeline.stages, pipeline.ranks)
+    held, peaks = list[int](), list[int]()  # at the begin of each action
+
+    def enter(action: Action) -> None:
+        """Pass on what other ranks send."""
+        direction, stage, _ = action
+        executor.messages.ready.clear()  # sent
+        held.append(meter.live)
+        if direction != "forward" and meter.phase == "forward":
+            peaks.append(meter.peak)
+            meter.peak = meter.live
+        meter.phase = "forward" if direction == "forward" else "backward"
+        if direction == "forward" and stage > 0:
+            executor.messages.put("forward", stage, 0, entering(stage))
+        elif direction in ("backward", "backward_input") and stage < pipeline.stages - 1:
+            like = (each for each in entering(stage + 1) if has_gradient(each))
+            executor.messages.put("backward", stage, 0, like)
+
+    def entering(stage: int) -> Tensors:
+        return as_tuple(model.stream(batch, pipeline.layers[stage].start))
+
+    executor = Executor(
+        model=model.train(),
+        objective=model,
+        mesh=replace(mesh, device=META),
+        pipeline=pipeline,
+        batches=[batch],
+        loss_scales=torch.ones(len(model.terms), dtype=torch.float64, device=META),
+        gradients=gradients,
+        before=enter,
+    )
+    actions = [Action("forward", stage, 0) for stage in own]
+    actions += [Action(each, stage, 0) for stage in own[::-1] for each in _backward(pipeline)]
+    gradients.start()
+    with on_meta(meter, device):
+        executor.run(tuple(actions))
+    peaks.append(meter.peak)
+    work = {phase: meter.work[phase] for phase in PHASES}
+    message = 0
+    for phase, stage in [("forward", each + 1) for each in own] + [("backward", e) for e in own]:
+        if 0 < stage < pipeline.stages:
+            tensors = [x for x in entering(stage) if phase == "forward" or has_gradient(x)]
+            work[phase].calls.update(Call("pipeline", each.nbytes, 0) for each in tensors)
+            message = max(message, sum(each.nbytes for each in tensors))
+    changes = [end - start for start, end in pairwise([*held, 0])]
+    kept, owed = changes[: len(own)], [0] * len(own)
+    if len(changes) == 3 * len(own):
+        owed = [size + each for size, each in zip(kept, changes[-2::-2], strict=False)]
+    forward_peak, peak = (each - sum(kept) for each in peaks)
+    return Trace(work, tuple(kept), tuple(owed), forward_peak, peak, message)
+
+
+def trace_of_depth(
+    config: PretrainConfig,
+    precision: str,
+    device: str,
+    is_trimmed: bool = False,
+    pipeline: PipelinePlan = UNCUT,
+    rank: int = 0,
+) -> Trace:
+    """As `trace`, of stages of any depth."""
+    depths = [len(each) for each in pipeline.layers[rank :: pipeline.ranks]]
+    depths = depths or [config.model.num_layers]
+    ranks = min(pipeline.ranks, 3)  # of which one is first, one last, and one between them
+    place = 0 if rank == 0 else ranks - 1 if rank == pipeline.ranks - 1 else 1
+
+    def traced(first: int) -> Trace:
+        """Of one layer in each stage, but for the first one of the rank."""
+        sizes = [1] * (ranks * pipeline.virtual)
+        sizes[place] = first
+        model = replace(config.model, num_layers=sum(sizes))
+        plan = UNCUT
+        if pipeline.stages > 1:
+            layers = tuple(range(*each) for each in pairwise(accumulate(sizes, initial=0)))
+            kind = "zb-h1" if len(_backward(pipeline)) > 1 else "1f1b"
+            plan = PipelinePlan(ranks, pipeline.virtual, kind, layers)
+        found = replace(config, model=model)
+        return trace(found, precision, device, is_trimmed, plan, place)
+
+    one, two = traced(1), traced(min(2, max(depths)))
+    more = sum(depths) - len(depths)
+    work = {
+        phase: first.plus(two.work[phase].plus(first, -1), more)
+        for phase, first in one.work.items()
+    }
+
+    def of_depths(ones: Sequence[int], twos: Sequence[int]) -> tuple[int, ...]:
+        layer = twos[0] - ones[0]
+        pairs = zip(ones, depths, strict=True)
+        return tuple(size + (depth - 1) * layer for size, depth in pairs)
+
+    kept = of_depths(one.kept_by_stage, two.kept_by_stage)
+    owed = of_depths(one.owed_by_stage, two.owed_by_stage)
+    return replace(two, work=work, kept_by_stage=kept, owed_by_stage=owed)
+
+
+def _backward(pipeline: PipelinePlan) -> tuple[str, ...]:
+    """The actions of a backward, in the schedule of the pipeline."""
+    own = pipeline.own[0] if pipeline.own else ()
+    if pipeline.kind == "zb-h1" or any(each.direction == "backward_weight" for each in own):
+        return "backward_input", "backward_weight"
+    return ("backward",)
+
+
+def rank_on_meta(
+    config: PretrainConfig,
+    precision: str,
+    sizes: Mapping[str, int],
+    device: str,
+    pipeline: PipelinePlan,
+    rank: int,
+) -> tuple[Mesh, Any]:
+    """The mesh and the model of a rank along the pipeline axis."""
+    mesh = absent_mesh(
+        {**sizes, "pipeline": pipeline.ranks},
+        torch.device(device),
+        sequence_parallel=config.parallel.cuts_stream,
+        stage=rank,
+    )
+    model = build_on_meta(config.model, mesh, vocabulary_of(config), pipeline=pipeline)
+    return mesh, materialize(model, device=META, dtype=DTYPES[precision], seed=None)
+
+
+class _Unreduced(GradientBuckets):
+    """Leaves reduction to the whole model's."""
+
+    @contextmanager
+    def backward(
+        self, *, is_last: bool, stage: int | None = None, is_deferred: bool = False
+    ) -> Iterator[list[Deferred]]:
+        with super().backward(is_last=False, stage=stage, is_deferred=is_deferred) as deferred:
+            yield deferred
+
+    def add_deferred(
+        self, deferred: Sequence[Deferred], *, is_last: bool, stage: int | None = None
+    ) -> None:
+        super().add_deferred(deferred, is_last=False, stage=stage)
