@@ -95,7 +95,7 @@ class Executor:
             x = self.run_layers(stage, inputs, batch)
             if self.seen is not None:
                 self.seen[number] = x.detach()
-            sums = self.objective.loss(x, batch, self.loss_scales)
+            sums = self.run_loss(x, batch)
             self.totals += sums.detach() / self.loss_scales.to(sums.dtype)
             roots = [from_one(sums.sum())]
         if self.gradients is not None:
@@ -109,6 +109,10 @@ class Executor:
         if self.pipeline.stages == 1:
             return self.model.layers(x, batch)
         return self.model.layers(x, batch, numbers=self.pipeline.layers[stage])
+
+    def run_loss(self, x: Any, batch: Batch) -> Tensor:
+        """The sum of each term over a batch x its loss scale, [k]."""
+        return self.objective.loss(x, batch, self.loss_scales)
 
     def backward(self, action: Action, *, is_last: bool) -> None:
         """is_last: of this stage, whose buckets are then reduced while it goes on."""
