@@ -85,6 +85,7 @@ def described(value: Any, name: str) -> Iterator[str]:
     init = getattr(value, "__init__", None)
     is_plain = (
         inspect.isfunction(init)
+        and init.__module__.startswith("megatron.")  # not torch's, which programs replace
         and not is_dataclass(value)
         and not getattr(value, "_is_protocol", False)
     )

@@ -64,7 +64,6 @@ class Executor:
         self.messages = Messages(self.mesh.pipeline)
         self.in_flight: dict[tuple[int, int], tuple[Tensors, list[Any]]] = {}
         self.deferred: dict[tuple[int, int], list[Deferred]] = {}
-        self.moved: dict[int, Batch] = {}
         last = {each.stage: each for each in program if isinstance(each, Action)}
         for event in program:
             if isinstance(event, Message):
@@ -82,9 +81,7 @@ class Executor:
         inputs: Tensors = self.messages.take("forward", stage, number) if stage else ()
         if self.gradients is not None:
             inputs = tuple(each.detach().requires_grad_(has_gradient(each)) for each in inputs)
-        batch = self.moved.pop(number, None) or on_device(self.batches[number], self.mesh.device)
-        if stage + self.pipeline.ranks < self.pipeline.stages:
-            self.moved[number] = batch  # for the next virtual stage here
+        batch = on_device(self.batches[number], self.mesh.device)
         roots: list[Any]
         if stage < self.pipeline.stages - 1:
             outputs = as_tuple(self.run_layers(stage, inputs, batch))

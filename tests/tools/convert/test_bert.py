@@ -252,8 +252,8 @@ def test_attention_to_padding_is_above_the_tolerance(
     monkeypatch.setattr(
         BertEncoder,
         "layers",
-        lambda self, x, batch: layers(
-            self, x, replace(batch, is_real=torch.ones_like(batch.is_real))
+        lambda self, x, batch, *numbers: layers(
+            self, x, replace(batch, is_real=torch.ones_like(batch.is_real)), *numbers
         ),
     )
     with pytest.raises(ValueError, match="are not the same model"):
