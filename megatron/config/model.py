@@ -18,6 +18,10 @@ class ModelConfig:
 
     kind: ClassVar[str]
     """What checkpoints call such a model."""
+    has_biases: ClassVar[bool] = True
+    """Whether the matmuls of its layers add a bias."""
+    normalization: ClassVar[Literal["layer", "rms"]] = "layer"
+    """LayerNorm or RMSNorm."""
 
     num_layers: int
     """Transformer layers."""
@@ -35,7 +39,7 @@ class ModelConfig:
     """Between the two matmuls of the MLP; swiglu and geglu are SiLU and GeLU of a gate."""
 
     layernorm_epsilon: float = 1e-5
-    """Added to the variance in LayerNorm."""
+    """Added to the variance in LayerNorm, to the mean square in RMSNorm."""
 
     layernorm_impl: Literal["torch", "apex"] = "torch"
     """LayerNorm: torch's own fused kernel, or NVIDIA apex's FusedLayerNorm."""
@@ -84,6 +88,10 @@ class ModelConfig:
                 f"a divisor of --hidden-size {self.hidden_size}",
                 works=("--num-attention-heads", str(nearest)),
             )
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
 
     @property
     def ffn_size(self) -> int:
@@ -140,6 +148,62 @@ class GPT2Config(TextModelConfig):
     activation: Activation = "gelu_tanh"
 
     max_position_embeddings: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(TextModelConfig):
+    kind: ClassVar[str] = "llama"
+    has_biases: ClassVar[bool] = False
+    normalization: ClassVar[Literal["layer", "rms"]] = "rms"
+
+    activation: Activation = "swiglu"
+
+    attention_dropout: float = 0.0
+
+    hidden_dropout: float = 0.0
+
+    max_position_embeddings: int = 2048
+    """The longest sequence that the model can read; it may be longer than those of training."""
+
+    untie_embeddings_and_output_weights: bool = True
+
+    num_query_groups: int | None = None
+    """Heads of keys and values; each serves as many query heads. --num-attention-heads if not
+    given."""
+
+    rotary_base: float = 10_000.0
+    """Base of the rotary frequencies, theta: pair c of a head of size d turns by base^(-2c/d) a
+    position."""
+
+    rope_scaling: tuple[float, float, float, float] | None = None
+    """Llama 3's scaling of the rotary frequencies for longer texts: factor, low and high frequency
+    factor, positions of the original training; 8 1 4 8192 in Llama 3.1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "num_query_groups", "rotary_base")
+        if self.num_attention_heads % (groups := self.query_groups):
+            heads, name = self.num_attention_heads, "--num-query-groups"
+            most = max(n for n in range(1, min(groups, heads) + 1) if heads % n == 0)
+            allowed = f"a divisor of --num-attention-heads {heads}"
+            raise UsageError(name, groups, allowed, works=(name, str(most)))
+        if self.head_size % 2:
+            allowed = f"such that heads of --hidden-size {self.hidden_size} have an even size"
+            raise UsageError("--num-attention-heads", self.num_attention_heads, allowed)
+        if self.layernorm_impl != "torch":
+            name = "--layernorm-impl"
+            raise UsageError(name, self.layernorm_impl, "torch for RMSNorm", works=(name, "torch"))
+        if self.rope_scaling is not None:
+            factor, low, high, positions = self.rope_scaling
+            if not (factor >= 1 and 0 < low < high and positions > 0):
+                given = " ".join(f"{each:g}" for each in self.rope_scaling)
+                allowed = "factor >= 1, 0 < low < high frequency factor, positions > 0"
+                name = "--rope-scaling"
+                raise UsageError(name, given, allowed, works=(name, "8", "1", "4", "8192"))
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
 
 
 @dataclass(frozen=True, kw_only=True)

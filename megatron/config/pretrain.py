@@ -9,13 +9,20 @@ from typing import Self
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError, flag
-from megatron.config.model import BertConfig, GPT2Config, ModelConfig, TextModelConfig
+from megatron.config.model import (
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    ModelConfig,
+    TextModelConfig,
+)
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.training import (
     BertDataConfig,
     BertOptimizerConfig,
     DataConfig,
     GPT2DataConfig,
+    LlamaDataConfig,
     LoggingConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -164,6 +171,12 @@ class PretrainTextConfig(PretrainConfig):
 class PretrainGPT2Config(PretrainTextConfig):
     model: GPT2Config
     data: GPT2DataConfig = field(default_factory=GPT2DataConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainLlamaConfig(PretrainTextConfig):
+    model: LlamaConfig
+    data: LlamaDataConfig = field(default_factory=LlamaDataConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,6 +131,11 @@ class GPT2DataConfig(DataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LlamaDataConfig(GPT2DataConfig):
+    tokenizer_type: str = "HuggingFaceTokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
 class BertDataConfig(DataConfig):
     of_files: ClassVar[frozenset[str]] = DataConfig.of_files | {"short_seq_prob", "max_ngram_size"}
 

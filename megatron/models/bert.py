@@ -21,9 +21,20 @@ from torch.func import functional_call
 from megatron.config.model import TOKEN_TYPES, BertConfig, FinetunedConfig
 from megatron.data.batch import ExampleBatch
 from megatron.data.bert import BertBatch
-from megatron.models.transformer import Sequences, Transformer, text_rows
+from megatron.models.transformer import (
+    PostNormLayer,
+    Sequences,
+    Transformer,
+    TransformerLayer,
+    make_norm,
+    text_rows,
+)
 from megatron.parallel.factory import LayerFactory
 
+RESIDUAL_ORDERS: dict[str, type[TransformerLayer]] = {
+    "pre-ln": TransformerLayer,
+    "post-ln": PostNormLayer,
+}
 SPAN_ENDS = 2  # scores of a token as the first and as the last one of a span
 
 
@@ -39,9 +50,6 @@ class BertEncoder(nn.Module):
         h, std, part = config.hidden_size, config.init_method_std, factory.part
         is_pre = config.residual_order == "pre-ln"
 
-        def norm() -> nn.Module:
-            return factory.layer_norm(h, epsilon=config.layernorm_epsilon)
-
         self.word_embedding: nn.Module | None = None
         if part.is_first or (part.is_last and is_tied):
             rows = config.make_vocab_size_divisible_by
@@ -52,11 +60,11 @@ class BertEncoder(nn.Module):
             positions = config.max_position_embeddings
             self.position_embedding = factory.position_embedding(positions, h, std=std)
             self.token_type_embedding = factory.position_embedding(TOKEN_TYPES, h, std=std)
-            self.embedding_norm = nn.Identity() if is_pre else norm()
+            self.embedding_norm = nn.Identity() if is_pre else make_norm(config, factory)
             self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
-        self.transformer = Transformer(config, factory, order=config.residual_order)
+        self.transformer = Transformer(config, factory, RESIDUAL_ORDERS[config.residual_order])
         if part.is_last:
-            self.final_norm = norm() if is_pre else nn.Identity()
+            self.final_norm = make_norm(config, factory) if is_pre else nn.Identity()
             self.gather = factory.gather()
 
     def embed(self, batch: BertBatch | ExampleBatch) -> Tensor:

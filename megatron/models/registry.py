@@ -51,6 +51,13 @@ KINDS = {
         data="megatron.config.training:GPT2DataConfig",
         conversion="tools.convert.gpt2:GPT2S",
     ),
+    "llama": ModelKind(
+        config="megatron.config.model:LlamaConfig",
+        model="megatron.models.llama:Llama",
+        program="megatron.config.pretrain:PretrainLlamaConfig",
+        inputs="megatron.train.inputs:open_gpt2_inputs",
+        data="megatron.config.training:LlamaDataConfig",
+    ),
     "bert": ModelKind(
         config="megatron.config.model:BertConfig",
         model="megatron.models.bert:BERT",

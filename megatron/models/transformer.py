@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from math import prod, sqrt
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from megatron.config.model import ModelConfig, RecomputeGranularity
 from megatron.data.batch import TextBatch
 from megatron.parallel.dropout import row_keys
 from megatron.parallel.factory import LayerFactory
+from megatron.parallel.layers_llama import gated
 
 
 class KeyValueCache(Protocol):
@@ -53,6 +54,7 @@ class Sequences:
     is_causal: bool  # query i looks at the keys up to i, and there is no mask
     rows: Tensor | None = None  # int64 [n], as of `text_rows`
     cache: KeyValueCache | None = None  # of what was read before; evaluation only
+    turns: tuple[Tensor, Tensor] | None = None  # of rotary positions, as of RotaryEmbedding
 
 
 def text_rows(batch: TextBatch) -> Tensor | None:
@@ -84,26 +86,44 @@ def _runner(
     return torch.compiler.disable(factory.checkpoint)
 
 
+def make_norm(config: ModelConfig, factory: LayerFactory) -> nn.Module:
+    make = factory.rms_norm if config.normalization == "rms" else factory.layer_norm
+    return make(config.hidden_size, epsilon=config.layernorm_epsilon)
+
+
 class Attention(nn.Module):
     """Multi-head self-attention on [n, h]; each head lives whole on one rank."""
+
+    of_query: Tensor | None = None  # as of AttentionCore, where fewer heads have keys and values
 
     def __init__(self, config: ModelConfig, factory: LayerFactory, name: str) -> None:
         super().__init__()
         self.name = name
         h, std = config.hidden_size, config.init_method_std
-        self.head_size = h // config.num_attention_heads
-        self.qkv = factory.column(h, h, parts=3, std=std)
+        self.head_size = config.head_size
+        self.qkv = self.make_qkv(config, factory)
         self.core = factory.attention_core(config.attention_dropout, f"{name}.core")
         self.run_core = _runner(config, factory, "selective")
-        self.output = factory.row(h, h, std=std / sqrt(2 * config.num_layers))
+        out_std = std / sqrt(2 * config.num_layers)
+        self.output = factory.row(h, h, bias=config.has_biases, std=out_std)
 
-    def forward(self, x: Tensor, at: Sequences) -> Tensor:
+    def make_qkv(self, config: ModelConfig, factory: LayerFactory) -> nn.Module:
+        h = config.hidden_size
+        return factory.column(h, h, parts=3, std=config.init_method_std)
+
+    def heads_of(self, x: Tensor, at: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each [b, a/t, s, d]."""
         qkv = self.qkv(x)  # [n, 3h/t]
         qkv = qkv.view(at.count, -1, 3, qkv.shape[1] // (3 * self.head_size), self.head_size)
-        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # each [b, a/t, s, d]
+        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))
+        return q, k, v
+
+    def forward(self, x: Tensor, at: Sequences) -> Tensor:
+        q, k, v = self.heads_of(x, at)
         if at.cache is not None:
             k, v = at.cache.append(self.name, k, v)
-        heads = self.run_core(self.core, q, k, v, at.mask, at.is_causal, at.rows)
+        of_query = self.of_query
+        heads = self.run_core(self.core, q, k, v, at.mask, at.is_causal, at.rows, of_query)
         return self.output(heads.transpose(1, 2).flatten(2).flatten(0, 1))
 
 
@@ -113,8 +133,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-# Of half of the columns, which then multiply the other half (Shazeer, 2020, arXiv:2002.05202).
-GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}
+# Of twice as many columns.
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": partial(gated, by=F.silu),
+    "geglu": partial(gated, by=F.gelu),
+}
 
 
 class MLP(nn.Module):
@@ -125,29 +148,27 @@ class MLP(nn.Module):
         self.is_gated = config.activation in GATED
         self.activation = (ACTIVATIONS | GATED)[config.activation]
         h, f, std = config.hidden_size, config.ffn_size, config.init_method_std
-        self.up = factory.column(h, f, parts=2 if self.is_gated else 1, std=std)
-        self.down = factory.row(f, h, std=std / sqrt(2 * config.num_layers))
+        parts, bias = 2 if self.is_gated else 1, config.has_biases
+        self.up = factory.column(h, f, parts=parts, bias=bias, std=std)
+        self.down = factory.row(f, h, bias=bias, std=std / sqrt(2 * config.num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(x)
-        if self.is_gated:
-            gate, y = y.chunk(2, dim=1)
-            return self.down(self.activation(gate) * y)
         return self.down(self.activation(y))
 
 
 class TransformerLayer(nn.Module):
     """Pre-LN: nothing but additions on the path of the residuals."""
 
+    make_attention: ClassVar[type[Attention]] = Attention
+
     def __init__(self, config: ModelConfig, factory: LayerFactory, number: int) -> None:
         super().__init__()
         name = f"layers.{number}"
-        self.attention_norm = factory.layer_norm(
-            config.hidden_size, epsilon=config.layernorm_epsilon
-        )
-        self.attention = Attention(config, factory, f"{name}.attention")
+        self.attention_norm = make_norm(config, factory)
+        self.attention = self.make_attention(config, factory, f"{name}.attention")
         self.attention_dropout = factory.dropout(config.hidden_dropout, f"{name}.attention")
-        self.mlp_norm = factory.layer_norm(config.hidden_size, epsilon=config.layernorm_epsilon)
+        self.mlp_norm = make_norm(config, factory)
         self.mlp = MLP(config, factory)
         self.mlp_dropout = factory.dropout(config.hidden_dropout, f"{name}.mlp")
 
@@ -164,9 +185,6 @@ class PostNormLayer(TransformerLayer):
         return self.mlp_norm(x + self.mlp_dropout(self.mlp(x), at.rows))
 
 
-RESIDUAL_ORDERS = {"pre-ln": TransformerLayer, "post-ln": PostNormLayer}
-
-
 class Transformer(nn.Module):
     """The layers of one pipeline rank, of which parameters and dropout are named by the number in
     the model."""
@@ -175,12 +193,10 @@ class Transformer(nn.Module):
         self,
         config: ModelConfig,
         factory: LayerFactory,
-        *,
-        order: str = "pre-ln",
+        make: type[TransformerLayer] = TransformerLayer,
     ) -> None:
-        """order: a key of RESIDUAL_ORDERS."""
         super().__init__()
-        make, numbers = RESIDUAL_ORDERS[order], factory.part.layers(config.num_layers)
+        numbers = factory.part.layers(config.num_layers)
         self.hidden_size, self.rows = config.hidden_size, factory.rows
         self.layers = nn.ModuleDict(
             {str(number): make(config, factory, number) for number in numbers}

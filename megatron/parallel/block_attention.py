@@ -21,8 +21,8 @@ def widen(x: Tensor) -> Tensor:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """softmax(q k' / sqrt(d)) v of q [n, s, d], k and v [n, m, d], n = b x a, and bias None or
-    [b or 1, 1, s, m].
+    """softmax(q k' / sqrt(d)) v of q [n, s, d], k and v [n/r, m, d], n = b x a, and bias None or
+    [b or 1, 1, s, m]. r neighbours of q share one of k and v: to these they are one of r s queries.
 
     A block of queries sees the keys up to its own last one, so that up to half of a causal matmul
     is not computed. The probabilities are kept for the backward: at 256 tokens a sixth of what a
@@ -48,7 +48,8 @@ class _BlockAttention(torch.autograd.Function):
         # Scores stay wide until they are probabilities: in bf16 one of 100 would be wrong by 0.25.
         wide_q, wide_k = widen(q) * scale, widen(k)
         for rows, columns in _blocks(q.shape[1], k.shape[1], is_causal):
-            scores = wide_q[:, rows] @ wide_k[:, columns].mT
+            scores = _folded(wide_q[:, rows], k) @ wide_k[:, columns].mT
+            scores = scores.view(len(q), -1, scores.shape[2])
             if bias is not None:
                 scores.view(len(bias), -1, *scores.shape[1:]).add_(bias[:, :, rows, columns])
             if is_causal:
@@ -59,7 +60,7 @@ class _BlockAttention(torch.autograd.Function):
             if keys is not None:
                 (p,) = _drop(keys[:, rows], dropout, p)
             # Into a slice of a tensor torch would multiply one sequence and head after another.
-            out.append(p @ v[:, columns])
+            out.append((_folded(p, k) @ v[:, columns]).view(len(q), -1, v.shape[2]))
         ctx.save_for_backward(q, k, v, keys, *probabilities)
         ctx.is_causal, ctx.dropout, ctx.scale = is_causal, dropout, scale
         return torch.cat(out, dim=1)
@@ -73,16 +74,23 @@ class _BlockAttention(torch.autograd.Function):
         dq = []
         blocks = _blocks(q.shape[1], k.shape[1], ctx.is_causal)
         for p, (rows, columns) in zip(probabilities, blocks, strict=True):
-            used, own = p, d_out[:, rows]
-            dp = own @ v[:, columns].mT
+            used, own = p, _folded(d_out[:, rows], k)
+            dp = (own @ v[:, columns].mT).view(p.shape)
             if keys is not None:
                 used, dp = _drop(keys[:, rows], ctx.dropout, p, dp)
-            dv[:, columns] += used.mT @ own
+            dv[:, columns] += _folded(used, k).mT @ own
             # Autograd's own backward of softmax; torch (2.13) has no public name for it.
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype).mul_(ctx.scale)
-            dq.append(ds @ k[:, columns])
-            dk[:, columns] += ds.mT @ q[:, rows]
+            ds = _folded(ds, k)
+            dq.append((ds @ k[:, columns]).view(len(q), -1, q.shape[2]))
+            dk[:, columns] += ds.mT @ _folded(q[:, rows], k)
         return torch.cat(dq, dim=1), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _folded(x: Tensor, k: Tensor) -> Tensor:
+    """x [n, rows, any] as [n/r, r x rows, any], n/r that of k: those that share a head, one after
+    another. Copies nothing for r = 1."""
+    return x.reshape(len(k), -1, x.shape[2])
 
 
 def _drop(keys: Tensor, p: float, *blocks: Tensor) -> list[Tensor]:

@@ -51,7 +51,7 @@ class LayerFactory:
     output: Maker  # (in, out, bias=True, std=): x to a few columns, whole on every rank
     word_embedding: Maker  # (vocabulary, hidden, divisible_by=, std=, is_tied=False)
     position_embedding: Maker  # (positions, hidden, std=)
-    rotary: Maker  # (head_size, base=): inside the parallel region
+    rotary: Maker  # (head_size, base=, scaling=None): positions to turns of heads
     layer_norm: Maker  # (hidden, epsilon=)
     rms_norm: Maker  # (hidden, epsilon=)
     dropout: Maker  # (p, name): outside the parallel region

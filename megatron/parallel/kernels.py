@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel.block_attention import block_attention, pays_in_blocks
+from megatron.parallel.block_attention import block_attention, pays_in_blocks, widen
 
 try:
-    from megatron.parallel.cpu import layer_norm as cpu_layer_norm
-    from megatron.parallel.cpu import onednn
+    from megatron.parallel.cpu import norms, onednn
 
     use_cpu_kernels = True
 except ImportError:
@@ -81,18 +80,27 @@ def add_rows_(table: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
 ) -> Tensor:
-    """As F.scaled_dot_product_attention, on q [b, a, s, d] and k, v [b, a, m, d].
+    """As F.scaled_dot_product_attention, on q [b, a, s, d] and k, v [b, g, m, d]; a/g heads of q
+    share one of k and v.
 
     mask: bool [b or 1, 1, 1 or s, m], True where a query may look. dropout: drawn by torch.
     """
-    pays = _by_cpu_kernels(q) and q.shape == k.shape and pays_in_blocks(q, is_causal)
+    pays = _by_cpu_kernels(q) and q.shape[2] == k.shape[2] and pays_in_blocks(q, is_causal)
     if pays and not dropout:
         return block_attention(q, k, v, mask, is_causal)
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+    is_shared = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=is_shared)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """F.layer_norm over the last dim of x."""
-    if _by_cpu_kernels(x) and x.dtype in cpu_layer_norm.NARROW and torch.is_grad_enabled():
-        return cpu_layer_norm.narrow_layer_norm(x, weight, bias, epsilon)
+    if _by_cpu_kernels(x) and x.dtype in norms.NARROW and torch.is_grad_enabled():
+        return norms.narrow_layer_norm(x, weight, bias, epsilon)
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """weight x / sqrt(mean of x^2 + epsilon) of x [n, h], rounded once to its dtype."""
+    if _by_cpu_kernels(x) and not torch.compiler.is_compiling():
+        return norms.rms_norm(x, weight, epsilon)
+    return F.rms_norm(widen(x), weight.shape, widen(weight), epsilon).to(x.dtype)

@@ -431,8 +431,8 @@ class ApexLayerNorm(LayerNorm):
 
 
 class AttentionCore(nn.Module):
-    """q [b, a/t, s, d], k and v [b, a/t, m, d] to [b, a/t, s, d], with dropout of the
-    probabilities: by coordinates, or in the kernel, which draws it."""
+    """q [b, a/t, s, d], k and v [b, g, m, d] to [b, a/t, s, d], with dropout of the probabilities:
+    by coordinates, or in the kernel, which draws it. g: a/t, or fewer that heads of q share."""
 
     def __init__(
         self, mesh: Mesh, seed: int, dropout: float, name: str, *, draws_in_kernel: bool = False
@@ -450,13 +450,17 @@ class AttentionCore(nn.Module):
         mask: Tensor | None,
         is_causal: bool,
         rows: Tensor | None = None,
+        of_query: Tensor | None = None,
     ) -> Tensor:
         """mask: bool [b or 1, 1, 1 or s, m], True where a query may look; None for no mask.
 
         is_causal: query i looks at the keys up to i; then s = m, and there is no mask. rows: int64
-        [b x s], as of Dropout.
+        [b x s], as of Dropout. of_query: int64 [a/t], which of the g heads each of q uses; None
+        where neighbours share one, as many each.
         """
         assert not is_causal or (mask is None and q.shape[2] == k.shape[2])
+        if of_query is not None:
+            k, v = k[:, of_query], v[:, of_query]
         p = self.dropout if self.training else 0.0
         if p == 0.0 or self.draws_in_kernel:
             return kernels.attention(q, k, v, mask, p, is_causal)

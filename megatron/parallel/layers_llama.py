@@ -1,11 +1,17 @@
-"""Layers of Llama that GPT-2 and BERT lack: shared key/value heads, RMSNorm, rotary positions."""
+"""Layers of Llama that GPT-2 and BERT lack: shared key/value heads, RMSNorm, rotary positions,
+gated activations."""
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from collections.abc import Callable
+from math import pi
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.parallel import kernels
 from megatron.parallel.collectives import copy_to
 from megatron.parallel.layers import STD, as_before, as_rows, linear
 from megatron.parallel.mesh import Axis, Mesh
@@ -23,14 +29,15 @@ class GroupedQueryLinear(ShardedModule):
     Where it does not, every rank holds it whole and multiplies by the rows that its queries need,
     so that its gradient is partial over the tensor axis.
 
-    of_query: int64 [a/t], which of the g heads each query head of this rank uses.
+    of_query: int64 [a/t], which of the g heads each query head of this rank uses; None where as
+    many query heads share each, in order.
     """
 
     query: nn.Parameter
     query_bias: nn.Parameter | None
     key_value: nn.Parameter
     key_value_bias: nn.Parameter | None
-    of_query: Tensor
+    of_query: Tensor | None
 
     def __init__(
         self,
@@ -52,7 +59,9 @@ class GroupedQueryLinear(ShardedModule):
             )
         own = range(tensor.rank * heads // tensor.size, (tensor.rank + 1) * heads // tensor.size)
         needed = [head * key_value_heads // heads for head in own]
-        self.of_query = torch.tensor([head - needed[0] for head in needed], device="cpu")
+        used = [head - needed[0] for head in needed]
+        is_even = len({used.count(head) for head in used}) == 1
+        self.of_query = None if is_even else torch.tensor(used, device="cpu")
         self.rows: slice | None = None
         shards: tuple[tuple[int, Axis], ...] = ((1, tensor),)
         partial_axes: tuple[Axis, ...] = (mesh.replicas,)
@@ -86,8 +95,8 @@ class GroupedQueryLinear(ShardedModule):
 
 
 class RMSNorm(ShardedModule):
-    """x / sqrt(mean of x^2 + epsilon) over the last dim of [n, h] in fp32 or wider, then x weight
-    in the dtype of x (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
+    """weight x / sqrt(mean of x^2 + epsilon) over the last dim of [n, h], in fp32 or wider (Zhang
+    and Sennrich, 2019, arXiv:1910.07467)."""
 
     weight: nn.Parameter
 
@@ -99,26 +108,113 @@ class RMSNorm(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(self, x, self.weight.shape[0])
-        wide = rows.to(torch.promote_types(x.dtype, torch.float32))
-        y = F.rms_norm(wide, self.weight.shape, eps=self.epsilon).to(x.dtype) * self.weight
-        return as_before(y, x.shape[:-1])
+        return as_before(kernels.rms_norm(rows, self.weight, self.epsilon), x.shape[:-1])
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns each pair of channels (c, c + d/2) of a head by position x base^(-2c/d) (Su et al.,
-    2021, arXiv:2104.09864; the order of channels is Llama's)."""
+    """Turns of each pair of channels (c, c + d/2) of a head, by position x base^(-2c/d) (Su et al.,
+    2021, arXiv:2104.09864; the order of channels is Llama's).
 
-    def __init__(self, head_size: int, *, base: float = 10_000.0) -> None:
+    Frequencies are fp32 in every model, as those of all others are, and so that they agree.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        *,
+        base: float = 10_000.0,
+        scaling: tuple[float, float, float, float] | None = None,
+    ) -> None:
+        """scaling: as of `llama3_scaled`."""
         super().__init__()
-        self.head_size, self.base = head_size, base
+        channels = torch.arange(0, head_size, 2, device="cpu", dtype=torch.float32)
+        frequencies = 1.0 / base ** (channels / head_size)
+        self.frequencies = frequencies if scaling is None else llama3_scaled(frequencies, *scaling)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x: [b, a, s, d]. positions: int64 [b, s]. Angles are fp32 or wider."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        channels = torch.arange(0, self.head_size, 2, device=x.device, dtype=wide)
-        frequencies = self.base ** (-channels / self.head_size)
-        angles = positions[:, None, :, None].to(wide) * frequencies  # [b, 1, s, d/2]
-        cos, sin = angles.cos(), angles.sin()
-        first, second = x.to(wide).chunk(2, dim=-1)
-        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        return turned.to(x.dtype)
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions: int64 [b, s]. dtype: of the heads. Cosine and sine [b, 1, s, d/2], in fp32 or
+        wider."""
+        wide = torch.promote_types(dtype, torch.float32)
+        frequencies = self.frequencies.to(positions.device, wide)
+        angles = positions[:, None, :, None].to(wide) * frequencies
+        return angles.cos(), angles.sin()
+
+
+def llama3_scaled(
+    frequencies: Tensor, factor: float, low: float, high: float, positions: float
+) -> Tensor:
+    """Frequencies of a model that reads longer texts than the `positions` it was first trained on
+    (Llama 3.1): those of fewer than `low` turns there are divided by factor, those of more than
+    `high` turns stay, and between the two the share of what stays grows linearly with the turns."""
+    turns = positions / (2 * pi / frequencies)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / factor + kept * frequencies
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(dy, cos, -sin), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Contiguous, as attention takes it, whatever the strides of x."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (first, second), (one, two) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
+    if x.dtype == cos.dtype:
+        torch.mul(first, cos, out=one).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=two).addcmul_(first, sin)
+    else:
+        one.copy_((first * cos).addcmul_(second.to(sin.dtype), sin, value=-1))
+        two.copy_((second * cos).addcmul_(first.to(sin.dtype), sin))
+    return y
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads x [b, a, s, d] turned by cos and sin, as of RotaryEmbedding."""
+    turned: Tensor = _Rotate.apply(x, cos, sin)
+    return turned
+
+
+Activation = Callable[[Tensor], Tensor]
+
+
+class _Gated(torch.autograd.Function):
+    """Keeps its input alone for the backward, not the activated gate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: Activation) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.by = by
+        gate, y = x.chunk(2, dim=-1)
+        return by(gate).mul_(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        gate, y = x.chunk(2, dim=-1)
+        with torch.enable_grad():
+            gate = gate.detach().requires_grad_()
+            activated = ctx.by(gate)
+        dx = torch.empty_like(x)
+        d_gate, dy = dx.chunk(2, dim=-1)
+        d_gate.copy_(torch.autograd.grad(activated, gate, d_out * y)[0])
+        torch.mul(d_out, activated.detach(), out=dy)
+        return dx, None
+
+
+def gated(x: Tensor, by: Activation) -> Tensor:
+    """by(the first half of the columns of x) x the second (Shazeer, 2020, arXiv:2002.05202)."""
+    if torch.compiler.is_compiling():
+        gate, y = x.chunk(2, dim=-1)
+        return by(gate) * y
+    out: Tensor = _Gated.apply(x, by)
+    return out

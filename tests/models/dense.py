@@ -24,6 +24,7 @@ class PlainAttention(nn.Module):
         mask: Tensor | None,
         is_causal: bool,
         rows: Tensor | None = None,
+        of_query: Tensor | None = None,
     ) -> Tensor:
         scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
         if is_causal:

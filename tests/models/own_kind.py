@@ -16,7 +16,7 @@ from megatron.data.gpt2 import GPT2Batch
 from megatron.models.registry import ModelKind
 from megatron.models.transformer import text_rows
 from megatron.parallel.factory import LayerFactory
-from megatron.parallel.layers_llama import GroupedQueryLinear
+from megatron.parallel.layers_llama import GroupedQueryLinear, rotate
 
 KIND = ModelKind(
     config="tests.models.own_kind:OwnConfig",
@@ -95,9 +95,9 @@ class Own(nn.Module):
             each.view(b, s, -1, self.head_size).transpose(1, 2)
             for each in self.qkv(self.attention_norm(x))
         )
-        q, k = self.rotary(q, batch.positions), self.rotary(k, batch.positions)
-        of_query = self.qkv.of_query
-        heads = self.core(q, k[:, of_query], v[:, of_query], None, True, text_rows(batch))
+        cos, sin = self.rotary(batch.positions, x.dtype)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        heads = self.core(q, k, v, None, True, text_rows(batch), self.qkv.of_query)
         x = x + self.output(heads.transpose(1, 2).reshape(b * s, -1))
         gate, up = self.up(self.mlp_norm(x)).chunk(2, dim=1)
         return x + self.down(F.silu(gate) * up)

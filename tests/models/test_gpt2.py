@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.data.gpt2 import GPT2Batch
-from megatron.models.gpt2 import document_mask
+from megatron.models.decoder import document_mask
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.executor import on_device
 from tests.models.dense import dense_gpt2

@@ -26,7 +26,13 @@ from megatron.parallel.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm, RotaryEmbedding
+from megatron.parallel.layers_llama import (
+    GroupedQueryLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    gated,
+    rotate,
+)
 from megatron.parallel.mesh import Axis, Mesh, serial_mesh
 from megatron.parallel.sharding import gather_whole, materialize, sharding_specs
 from tests.dist import Pool
@@ -165,7 +171,10 @@ def check_grouped_query(heads: int, key_value_heads: int, bias: bool) -> None:
     expected.backward(dy)
 
     q, k, v = (per_head(each) for each in layer(own))
-    found = torch.stack([q, k[:, layer.of_query], v[:, layer.of_query]])
+    used = layer.of_query
+    if used is None:
+        used = torch.arange(q.shape[1]) * k.shape[1] // q.shape[1]
+    found = torch.stack([q, k[:, used], v[:, used]])
     found.backward(dy.chunk(mesh.tensor.size, 2)[mesh.tensor.rank])
     assert_close(gather_from(found, 2, mesh.tensor), expected)
     assert_close(own.grad, x.grad)
@@ -223,12 +232,16 @@ def test_layers_equal_their_dense_twins(gloo: Pool, size: int) -> None:
 def test_rotary_scores_depend_on_the_distance_alone() -> None:
     """q at i and k at j score as at 0 and j - i; position 0 turns nothing; lengths stay."""
     rotary = RotaryEmbedding(8)
+
+    def turned(x: Tensor, positions: Tensor) -> Tensor:
+        return rotate(x, *rotary(positions, x.dtype))
+
     q, k = random(1, 1, 2, 5, 8), random(2, 1, 2, 5, 8)
     positions = torch.tensor([[0, 1, 4, 9, 100]])
-    turned_q, turned_k = rotary(q, positions), rotary(k, positions + 3)
+    turned_q, turned_k = turned(q, positions), turned(k, positions + 3)
     assert_close(turned_q[:, :, 0], q[:, :, 0])
     assert_close(turned_q.norm(dim=-1), q.norm(dim=-1))
-    at_zero = (q * rotary(k, torch.full((1, 5), 3))).sum(-1)
+    at_zero = (q * turned(k, torch.full((1, 5), 3))).sum(-1)
     assert_close((turned_q * turned_k).sum(-1), at_zero)
 
 
@@ -238,7 +251,21 @@ def test_rotary_is_that_of_llama() -> None:
     q, k = random(1, 1, 2, 7, 8), random(2, 1, 2, 7, 8)
     cos, sin = LlamaRotaryEmbedding(config)(q, positions)
     theirs, _ = apply_rotary_pos_emb(q, k, cos.double(), sin.double())
-    torch.testing.assert_close(RotaryEmbedding(8)(q, positions), theirs, rtol=0, atol=1e-5)
+    ours = rotate(q, *RotaryEmbedding(8)(positions, q.dtype))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("by", [F.silu, F.gelu])
+def test_a_gated_activation_has_the_gradient_of_its_composition(
+    by: Callable[[Tensor], Tensor],
+) -> None:
+    x, own = (random(3, 5, 8).requires_grad_() for _ in range(2))
+    gate, y = x.chunk(2, dim=1)
+    expected, found = by(gate) * y, gated(own, by)
+    assert_close(found, expected)
+    for each in (expected, found):
+        each.backward(random(4, 5, 4))
+    assert_close(own.grad, x.grad)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -24,7 +24,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.config.training import OptimizerConfig
-from megatron.models.gpt2 import document_mask
+from megatron.models.decoder import document_mask
 from megatron.optim.adam import ADAMS, FlatWeights
 from megatron.parallel.dropout import row_keys
 from megatron.parallel.factory import LayerFactory, factory_1d

@@ -13,8 +13,8 @@ from transformers import AutoModelForPreTraining, AutoTokenizer
 from megatron.checkpoint.format import read_manifest
 from megatron.config.model import BertConfig, FinetunedConfig
 from megatron.data.tokenizer import read_tokenizer
+from megatron.models.bert import RESIDUAL_ORDERS
 from megatron.models.registry import config_of
-from megatron.models.transformer import RESIDUAL_ORDERS
 from tests.dist import Pool
 from tests.tools.convert.berts import NAMES, change_tensors, make_tokenizer, write_bert
 from tests.tools.convert.models import (

@@ -1,0 +1,132 @@
+"""What models that predict the next token have in common: word embedding, transformer, final norm,
+head, tied to the word embedding or not.
+
+The stages of such a model are `embed`, `layers` and `loss`; a batch holds tensors on the model's
+device. A pipeline rank builds its part of it, under the names of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import TextModelConfig
+from megatron.data.gpt2 import GPT2Batch
+from megatron.models.transformer import (
+    KeyValueCache,
+    Sequences,
+    Transformer,
+    TransformerLayer,
+    make_norm,
+    text_rows,
+)
+from megatron.parallel.factory import LayerFactory
+
+
+class Decoder(nn.Module):
+    terms: ClassVar = ("loss",)
+    make_layer: ClassVar[type[TransformerLayer]] = TransformerLayer
+
+    def __init__(self, config: TextModelConfig, factory: LayerFactory, vocab_size: int) -> None:
+        """vocab_size: the true one; the factory pads it."""
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.positions = config.max_position_embeddings
+        h, std, part = config.hidden_size, config.init_method_std, factory.part
+        rows, is_tied = config.make_vocab_size_divisible_by, config.has_tied_head
+        self.word_embedding: nn.Module | None = None  # that of a tied head, too
+        if part.is_first or (part.is_last and is_tied):
+            self.word_embedding = factory.word_embedding(
+                vocab_size, h, divisible_by=rows, std=std, is_tied=is_tied
+            )
+        if part.is_first:
+            self.add_positions(config, factory)
+            self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
+        self.transformer = Transformer(config, factory, self.make_layer)
+        if part.is_last:
+            self.final_norm = make_norm(config, factory)
+            self.head = factory.head(
+                vocab_size, h, divisible_by=rows, untied_std=None if is_tied else std
+            )
+
+    def add_positions(self, config: TextModelConfig, factory: LayerFactory) -> None:
+        """What the first stage adds to the embedding of words; nothing here."""
+
+    def denominators(self, batch: GPT2Batch) -> list[float]:
+        return [float(batch.loss_mask.sum(dtype=np.float64))]
+
+    def embed(self, batch: GPT2Batch) -> Tensor:
+        """The stream [n, h] that enters the first layer."""
+        assert self.word_embedding is not None
+        words = self.word_embedding(batch.tokens.flatten())
+        return self.embedding_dropout(words, text_rows(batch))
+
+    def turns(self, batch: GPT2Batch) -> tuple[Tensor, Tensor] | None:
+        """The turns of rotary positions; None of a model without such."""
+        return None
+
+    def stream(self, batch: GPT2Batch, number: int) -> Tensor:
+        """What enters layer `number` of a batch of arrays, on meta."""
+        return self.transformer.stream(batch.tokens.size)
+
+    def layers(
+        self,
+        x: Tensor,
+        batch: GPT2Batch,
+        cache: KeyValueCache | None = None,
+        *,
+        numbers: Iterable[int] | None = None,
+    ) -> Tensor:
+        """The stream behind the last layer, or behind the last of `numbers`.
+
+        cache: of what was read before, which the batch follows and then belongs to; evaluation
+        only.
+        """
+        starts, size = batch.document_starts, batch.tokens.shape[1]
+        mask = None if starts is None else document_mask(starts)
+        if cache is not None:
+            assert mask is None
+            assert not self.training
+            mask = cache.mask(size, x.device)
+        at = Sequences(
+            count=len(batch.tokens),
+            mask=mask,
+            is_causal=mask is None and size > 1,  # a single query is the last of all tokens
+            rows=text_rows(batch),
+            cache=cache,
+            turns=self.turns(batch),
+        )
+        x = self.transformer(x, at, numbers)
+        if cache is not None:
+            cache.advance(size)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [m, v/t] of this rank's columns, of rows [m, h] of what `layers` returns."""
+        return self.head(self.final_norm(x), self.word_embedding)
+
+    def losses(self, x: Tensor, batch: GPT2Batch, scales: Tensor | None = None) -> Tensor:
+        """The loss of each label [n]; with scales [b, s], floating, the sum of scale x loss."""
+        labels = batch.labels.flatten()
+        scales = None if scales is None else scales.flatten()
+        return self.head(self.final_norm(x), self.word_embedding, labels, scales)
+
+    def loss(self, x: Tensor, batch: GPT2Batch, loss_scales: Tensor) -> Tensor:
+        """Cross-entropy of each counted token: as of Objective."""
+        return self.losses(x, batch, batch.loss_mask.double() * loss_scales)[None]
+
+    def forward(self, batch: GPT2Batch, loss_scales: Tensor | None = None) -> Tensor:
+        """The stages in order: as of `loss`; without scales this rank's columns of the logits,
+        [n, v/t]."""
+        x = self.layers(self.embed(batch), batch)
+        return self.logits(x) if loss_scales is None else self.loss(x, batch, loss_scales)
+
+
+def document_mask(document_starts: Tensor) -> Tensor:
+    """[b, s] document starts to the bool mask [b, 1, s, s]: causal, within one document."""
+    same_document = document_starts[:, :, None] == document_starts[:, None, :]
+    return torch.tril(same_document)[:, None]

@@ -1,0 +1,62 @@
+"""Llama (Touvron et al., 2023, arXiv:2302.13971; 3: Grattafiori et al., 2024, arXiv:2407.21783).
+
+What is unlike GPT-2: RMSNorm, rotary positions in place of learned ones, heads of keys and values
+that several query heads share, an MLP gated by SiLU, no biases, a head with a weight of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+from torch import Tensor, nn
+
+from megatron.config.model import LlamaConfig, ModelConfig
+from megatron.data.gpt2 import GPT2Batch
+from megatron.models.decoder import Decoder
+from megatron.models.transformer import Attention, Sequences, TransformerLayer
+from megatron.parallel.factory import LayerFactory
+from megatron.parallel.layers_llama import rotate
+
+
+class LlamaAttention(Attention):
+    """Queries and keys are turned by their positions; a/g query heads share one of keys, values."""
+
+    def make_qkv(self, config: ModelConfig, factory: LayerFactory) -> nn.Module:
+        assert isinstance(config, LlamaConfig)
+        qkv: Any = factory.grouped_query(
+            config.hidden_size,
+            heads=config.num_attention_heads,
+            key_value_heads=config.query_groups,
+            head_size=config.head_size,
+            bias=False,
+            std=config.init_method_std,
+        )
+        self.of_query = qkv.of_query
+        return cast(nn.Module, qkv)
+
+    def heads_of(self, x: Tensor, at: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [b, a/t, s, d]; keys and values [b, g, s, d] of the heads that these need."""
+        assert at.turns is not None
+        q, k, v = (
+            each.view(at.count, -1, each.shape[1] // self.head_size, self.head_size).transpose(1, 2)
+            for each in self.qkv(x)
+        )
+        return rotate(q, *at.turns), rotate(k, *at.turns), v
+
+
+class LlamaLayer(TransformerLayer):
+    make_attention: ClassVar[type[Attention]] = LlamaAttention
+
+
+class Llama(Decoder):
+    make_layer: ClassVar[type[TransformerLayer]] = LlamaLayer
+
+    def __init__(self, config: LlamaConfig, factory: LayerFactory, vocab_size: int) -> None:
+        super().__init__(config, factory, vocab_size)
+        self.rotary = factory.rotary(
+            config.head_size, base=config.rotary_base, scaling=config.rope_scaling
+        )
+
+    def turns(self, batch: GPT2Batch) -> tuple[Tensor, Tensor]:
+        cos, sin = self.rotary(batch.positions, next(self.parameters()).dtype)
+        return cos, sin
