@@ -63,7 +63,7 @@ LAST = """
 --num-layers-per-virtual-pipeline-stage 1 | --num-virtual-stages-per-pipeline-rank 2
 --decoder-first-pipeline-num-layers 1 | --decoder-last-pipeline-num-layers 1
 --pipeline-model-parallel-size 2
---checkpoint-activations full --pipeline-schedule zb-h1
+--pipeline-schedule gpipe | --pipeline-schedule zb-h1
 """
 # Arguments, number of processes, and the flag that is refused; the error says what works.
 REFUSED = [
@@ -219,8 +219,8 @@ def test_no_stages_are_suggested_that_another_flag_forbids() -> None:
 
 
 @pytest.mark.parametrize(("stages", "text", "virtual"), [
-    (1, f"{VIRTUAL} 1", 1), (1, "--pipeline-schedule gpipe", 1), (2, "", 1), (4, f"{EACH} 1", 3),
-    (2, f"{EACH} 2 --pipeline-schedule interleaved", 3), (2, f"{EACH} 6", 1),
+    (1, f"{VIRTUAL} 1", 1), (1, "--pipeline-schedule 1f1b", 1), (2, "", 1), (4, f"{EACH} 1", 3),
+    (2, f"{EACH} 2 --pipeline-schedule interleaved", 3), (2, f"{VIRTUAL} 1", 1),
     (2, f"{VIRTUAL} 5", 5),
     (3, f"{VIRTUAL} 4 --pipeline-partition uniform", 4), (2, f"{HEAD} 5 {TAIL} 7", 1),
     (4, f"{HEAD} 9", 1), (4, f"{HEAD} 5 {TAIL} 5", 1), (12, f"{TAIL} 1", 1),
