@@ -118,6 +118,8 @@ PIPELINES = [
     (4, 6, f"{EACH} 1", 4, EACH),
     (2, 12, f"{EACH} 3 {VIRTUAL} 2", 2, VIRTUAL),
     (2, 5, f"{VIRTUAL} 3", 2, VIRTUAL),
+    (2, 12, f"{EACH} 6", 2, EACH),
+    (12, 12, f"{EACH} 1", 12, EACH),
     (2, 12, f"{VIRTUAL} 2 {HEAD} 1", 2, HEAD),
     (2, 12, f"{EACH} 2 {TAIL} 1", 2, TAIL),
     (2, 12, f"--pipeline-partition uniform {TAIL} 1", 2, TAIL),
@@ -129,7 +131,7 @@ PIPELINES = [
     (4, 12, f"{TAIL} 10", 4, TAIL),
     (4, 12, f"{HEAD} 0", 4, HEAD),
     (2, 12, "--pipeline-schedule interleaved", 2, "--pipeline-schedule"),
-    (2, 12, f"{EACH} 6 --pipeline-schedule interleaved", 2, "--pipeline-schedule"),
+    (2, 12, f"{VIRTUAL} 1 --pipeline-schedule interleaved", 2, "--pipeline-schedule"),
     *(
         (2, 12, f"{VIRTUAL} 3 --pipeline-schedule {kind}", 2, "--pipeline-schedule")
         for kind in ("gpipe", "1f1b", "zb-h1", "no/file.json")
