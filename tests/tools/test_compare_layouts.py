@@ -215,7 +215,7 @@ def test_a_layout_of_stages_is_the_settings_of_a_run(preset: Path) -> None:
     with preset.open("a") as file:  # what it says of stages does not hold
         file.write("pipeline_model_parallel_size = 2\ndecoder_first_pipeline_num_layers = 1\n")
     config, precision = read_settings(["--preset", str(preset), "serial", "--num-layers=4"], {})
-    names = ["serial", layout.name, "pipeline=4", "schedule=gpipe"]
+    names = ["serial", layout.name, "pipeline=4", "schedule=1f1b"]
     jobs = compare_layouts.plan(config, precision, names, preset.parent)
     assert list(jobs) == names
     assert jobs["serial"].config.parallel == TrainingParallelConfig()
