@@ -176,6 +176,10 @@ class OptimizerConfig:
     lr_warmup_iters: int = 0
     """Iterations over which the learning rate rises linearly from 0."""
 
+    lr_warmup_init: float | None = None
+    """Learning rate of the first update, from which it rises instead; given, warm-up and decay
+    count the updates done, as torch's schedulers and Megatron-LM do, and not the one at hand."""
+
     weight_decay: float = 0.01
     """Weight decay; biases and norms are exempt."""
 
@@ -204,10 +208,19 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         positive(self, "lr", "adam_eps", "lr_decay_iters")
         non_negative(self, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
+        non_negative(self, "lr_warmup_init")
         fraction(self, "adam_beta1", "adam_beta2")
         if self.min_lr > self.lr:
             works = ("--min-lr", str(self.lr))
             raise UsageError("--min-lr", self.min_lr, f"at most --lr {self.lr}", works=works)
+        if (first := self.lr_warmup_init) is not None:
+            name = "--lr-warmup-init"
+            if not self.lr_warmup_iters:
+                cure = (name, str(first), "--lr-warmup-iters", "100")
+                raise UsageError(name, first, "given with --lr-warmup-iters", works=cure)
+            if first > self.lr:
+                works = (name, str(self.lr))
+                raise UsageError(name, first, f"at most --lr {self.lr}", works=works)
 
 
 @dataclass(frozen=True, kw_only=True)
