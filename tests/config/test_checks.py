@@ -62,7 +62,9 @@ LAST = """
 --pipeline-partition even | --num-virtual-stages-per-pipeline-rank 0
 --num-layers-per-virtual-pipeline-stage 1 | --num-virtual-stages-per-pipeline-rank 2
 --decoder-first-pipeline-num-layers 1 | --decoder-last-pipeline-num-layers 1
---pipeline-model-parallel-size 2
+--pipeline-model-parallel-size 2 | --lr-warmup-init 1e-5 | --lr-warmup-iters 9 --lr-warmup-init -1
+--lr-warmup-iters 9 --lr-warmup-init 1 | --fp16 --pure-bf16 | --no-bf16 --pure-bf16
+--pure-bf16 --loss-scale 8 | --pure-bf16 --optimizer-impl apex
 --checkpoint-activations full --pipeline-schedule zb-h1
 """
 # Arguments, number of processes, and the flag that is refused; the error says what works.
