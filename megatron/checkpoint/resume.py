@@ -42,6 +42,7 @@ WHERE = {"--data-path", "--mock-data", "--tokenizer-type", "--vocab-file", "--me
 WHERE |= {"--dataset-name", "--dataset-config", "--dataset-split", "--json-key"}
 WHERE |= {"--num-workers", "--too-long"}
 PRECISIONS = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
+PRECISIONS |= {"pure-bf16": "--pure-bf16"}
 # What the directories of other programs have, and what makes a checkpoint of them.
 FOREIGN = {
     "config.json": "convert_hf.py import",
@@ -287,10 +288,11 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
     found.pop("--attention-dropout-rng", None)  # compared by what it comes to
     if "kind" in facts and any(found.get(name) for name in DROPOUTS):
         found["dropout masks"] = _masks(facts)
-    for name in ("--bf16", "--fp16"):  # compared by what they come to
+    is_pure = found.get("--pure-bf16")
+    for name in ("--bf16", "--fp16", "--pure-bf16"):  # compared by what they come to
         found.pop(name, None)
     if "precision" in facts:
-        found["precision"] = facts["precision"]
+        found["precision"] = "pure-bf16" if is_pure else facts["precision"]
     if facts["tokenizer"]:  # weights may be imported without one
         found["tokenizer"] = facts["tokenizer"][:12]
     found |= {"vocabulary": facts["vocab_size"], "data sets": len(facts["data"])}

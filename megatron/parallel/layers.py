@@ -122,7 +122,7 @@ def linears(
     axis: over which x is replicated, and its gradient summed while that of the weights is computed
         (f, section 3 of the paper).
     stream: over which the rows of x are cut instead; then it is `axis`, and x is [n/t, in].
-    views: where each weight's gradient is added, in fp32 or wider. Autograd then gets none: it is
+    views: where each weight's gradient is added. Autograd then gets none: it is
         not copied, and of a tied weight's two uses there is no sum in a narrow dtype.
     """
     if torch.compiler.is_compiling():  # a compiled backward cannot write into buckets
@@ -171,12 +171,12 @@ class _LookUp(torch.autograd.Function):
 
 
 def look_up(index: Tensor, weight: Tensor, view: GradientView | None = None) -> Tensor:
-    """The rows of `weight` [v, h] at `index` [n], [n, h]; view: as of `linear`.
+    """The rows of `weight` [v, h] at `index` [n], [n, h]; view: as of `linear`, if it is wide.
 
     Gradients of a row are added up in fp32 or wider: in bf16, torch's embedding on a CPU keeps a
     quarter of the sum of 4096 equal ones.
     """
-    rows: Tensor = _LookUp.apply(index, weight, view)
+    rows: Tensor = _LookUp.apply(index, weight, view if view is None or view.is_wide else None)
     return rows
 
 

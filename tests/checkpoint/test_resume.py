@@ -175,6 +175,7 @@ OTHER_DATA: list[dict[str, Any]] = [
         ({"shuffle": False}, "--no-shuffle", ("--shuffle",)),
         ({"bf16": True}, "--bf16", ("--no-bf16",)),
         ({"bf16": True, "override_data": True}, "--bf16", ("--no-bf16",)),
+        ({"pure_bf16": True}, "--pure-bf16", ("--no-bf16",)),
         (
             {"seed": 5, "num_layers": 3},
             "--num-layers",
@@ -200,6 +201,18 @@ def test_what_may_not_change(changes: dict[str, Any], flag: str, works: tuple[st
     assert str(PATH) in str(error.value)
     if works == OVERRIDE:
         check(**changes, override_data=True)
+
+
+@pytest.mark.parametrize(("saved", "now"), [(True, False), (False, True)])
+def test_bf16_with_masters_and_without_are_two_precisions(saved: bool, now: bool) -> None:
+    """Both are bf16 of the computation; what is not given is as the checkpoint has it."""
+    facts = manifest(bf16=True, pure_bf16=saved) | {"precision": "bf16"}
+    flags = {False: "--bf16", True: "--pure-bf16"}
+    config = settings(bf16=True, pure_bf16=now)
+    with pytest.raises(UsageError) as error:
+        check_start(config, PATH, facts, identity=IDENTITY)
+    assert (error.value.flag, error.value.works) == (flags[now], (flags[saved],))
+    check_start(settings(bf16=True, pure_bf16=saved), PATH, facts, identity=IDENTITY)
 
 
 @pytest.mark.parametrize(("saved", "now"), [("a", None), (None, "a"), ("a", "b")])

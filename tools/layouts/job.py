@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config.checks import UsageError
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.batch import Samples
-from megatron.models.registry import find_kind
+from megatron.models.registry import KINDS, find_kind
 from megatron.train.inputs import vocabulary_of
 
 
@@ -34,9 +34,8 @@ def kind_of(arguments: Sequence[str]) -> str:
     for name, value in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, has_value, own = name.partition("=")
         given[flag] = given.get(flag, "") + (own if has_value else value)
-    return given.get("--kind") or (
-        "bert" if "bert" in Path(given.get("--preset", "")).name else "gpt2"
-    )
+    preset = Path(given.get("--preset", "")).name
+    return given.get("--kind") or next((kind for kind in KINDS if kind in preset), "gpt2")
 
 
 def program_of(arguments: Sequence[str], **configs: type) -> type:

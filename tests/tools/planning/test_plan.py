@@ -86,8 +86,19 @@ def test_settings_after_the_preset_win(tmp_path: Path) -> None:
 def test_every_preset_is_planned(name: str, tmp_path: Path) -> None:
     size = prod(preset(name).parallel.sizes.values())
     found = planned(tmp_path, f"--preset {name} --gpus {size} --hardware dgx-a100")
-    assert found["model"]["kind"] == ("bert" if "bert" in name else "gpt2")
+    kinds = (kind for kind in ("bert", "llama") if kind in name)
+    assert found["model"]["kind"] == next(kinds, "gpt2")
     assert found["predicted_step_seconds"]["total"] > 0
+
+
+def test_pure_bf16_holds_four_numbers_of_two_bytes_a_weight(tmp_path: Path) -> None:
+    words = "--preset llama_tutorial --gpus 1 --hardware dgx-a100"
+    masters, pure = planned(tmp_path, words), planned(tmp_path, f"{words} --pure-bf16")
+    lasting = ("weights", "gradients", "masters", "moments")
+    for found, size in ((masters, 18), (pure, 8)):
+        held = sum(found["memory_per_rank_bytes"][kind] for kind in lasting)
+        assert held == pytest.approx(size * found["parameters"], rel=1e-3)
+    assert pure["memory_per_rank_bytes"]["masters"] == 0
 
 
 def test_every_stage_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
