@@ -183,7 +183,11 @@ def compare_ids(tokenizer: Tokenizer, folder: Path, tokenizing: Tokenizing) -> N
     is_any = isinstance(tokenizer, HuggingFaceTokenizer)
     marks = tokenizer.marks if isinstance(tokenizer, HuggingFaceTokenizer) else tokenizing.marks
     before, after = ([], []) if is_any else tokenizing.around(tokenizer)
-    for text in (each for each in PROBES if not any(mark in each for mark in marks)):
+    texts = [each for each in PROBES if not any(mark in each for mark in marks)]
+    if type(other).__name__ == "LlamaTokenizer":
+        # In version 5 it loses a blank that a text begins with; tokenizer.json and 4 keep it.
+        texts = [each for each in texts if not each.startswith(" ")]
+    for text in texts:
         found = other.encode(text, verbose=False, add_special_tokens=not is_any)
         if found != [*before, *tokenizer.encode(text), *after]:
             raise ValueError(f"{folder}: its tokenizer gives other ids than ours for {text[:40]!r}")

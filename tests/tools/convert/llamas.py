@@ -3,10 +3,15 @@
 import contextlib
 import io
 import json
+import string
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.normalizers import Prepend, Replace, Sequence
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.data.samples import write_tokenizer_json
@@ -52,6 +57,23 @@ def write_llama(
         model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def write_sentencepiece(folder: Path, vocab_size: int) -> None:
+    """Replace the folder's tokenizer by one of the form of Llama 1 and 2: blanks that belong to
+    words, bytes for what it lacks, a mark before each text, and the class of transformers."""
+    marks = ["<unk>", "<s>", "</s>"]
+    merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("i", "n"), ("\u2581", "\u2581")]
+    tokens = [*marks, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *string.ascii_letters]
+    vocabulary = {token: number for number, token in enumerate([*tokens, *map("".join, merges)])}
+    assert len(vocabulary) == vocab_size
+    library = Tokenizer(BPE(vocabulary, merges, fuse_unk=True, byte_fallback=True))
+    library.normalizer = Sequence([Prepend("\u2581"), Replace(" ", "\u2581")])
+    library.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    library.add_special_tokens(marks)
+    library.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": True}))
 
 
 def make_old(folder: Path, key: str = "rope_type") -> None:

@@ -22,6 +22,7 @@ from tests.tools.convert.llamas import (
     VOCABULARY,
     make_old,
     write_llama,
+    write_sentencepiece,
 )
 from tests.tools.convert.models import (
     assert_same_weights,
@@ -231,6 +232,24 @@ def test_gpt2s_tokenizer_is_a_llamas_if_the_flag_says_so(tmp_path: Path) -> None
         for name in ("ours", "json", "files")
     ]
     assert kinds == ["GPT2BPETokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer"]
+
+
+def test_a_tokenizer_of_sentencepiece_comes_and_goes(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "hf", vocab_size=317, pad_token_id=None)
+    write_sentencepiece(folder, 317)
+    import_model(str(folder), tmp_path / "ours")
+    export_model(str(tmp_path / "ours"), tmp_path / "back")
+    assert json_of(tmp_path / "back" / "tokenizer.json") == json_of(folder / "tokenizer.json")
+    marks = json_of(tmp_path / "back" / "config.json")
+    assert [marks[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [1, 2, None]
+    ours = read_tokenizer("HuggingFaceTokenizer", tmp_path / "ours" / "step_00000000")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert (ours.bos_id, theirs.bos_token_id) == (1, 1)
+    for text in ("the thing \u00fc", "  in the inn", " "):
+        assert theirs.encode(text) == [1, *ours.encode(text)]
+    change_json(folder / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+    with pytest.raises(ValueError, match="other ids"):
+        import_model(str(folder), tmp_path / "again")
 
 
 def logits_of(checkpoint: Path, tokens: torch.Tensor, tensor_size: int) -> torch.Tensor:
