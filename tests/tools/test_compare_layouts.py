@@ -96,8 +96,9 @@ def test_the_command_of_the_readme() -> None:
         ("--fp16", "--initial-loss-scale", "2**40"),  # whose first steps overflow
         ("--no_bf16", "--hidden_dropout=0.1", "--attention-dropout", "0.1"),
         ("--kind", "bert"),
+        ("--kind", "llama", "--num-query-groups", "1"),
     ],
-    ids=["bf16", "fp16", "fp16 that overflows", "fp32 with dropout", "bert"],
+    ids=["bf16", "fp16", "fp16 that overflows", "fp32 with dropout", "bert", "llama"],
 )
 def test_other_models_and_precisions_are_equal_within_their_tolerance(
     preset: Path, arguments: tuple[str, ...]

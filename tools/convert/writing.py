@@ -70,6 +70,9 @@ FORM = (  # told where they are not the default
     "untie_embeddings_and_output_weights",
     "layernorm_epsilon",
     "residual_order",
+    "num_query_groups",
+    "rotary_base",
+    "rope_scaling",
 )
 TASKS = {"choice": "RACE", "span": "SQUAD"}  # that have such a head
 
@@ -98,8 +101,11 @@ def _flags(path: Path, section: ModelConfig) -> Iterator[str]:
     for field in fields(section):
         value = getattr(section, field.name)
         if field.name in SHAPE or (field.name in FORM and value != field.default):
-            is_switch = isinstance(value, bool)
-            yield switch(field.name, value) if is_switch else f"{flag(field.name)} {value}"
+            if isinstance(value, bool):
+                yield switch(field.name, value)
+            else:
+                words = value if isinstance(value, tuple) else (value,)
+                yield " ".join([flag(field.name), *map(str, words)])
     kind = read_manifest(path)["config"]["data"]["tokenizer_type"]
     if kind != resolve_name(KINDS[section.kind].data).tokenizer_type:
         yield f"--tokenizer-type {kind}"
