@@ -31,20 +31,19 @@ from transformers import LlamaForCausalLM
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.convert.llama import LLAMA
-
 from benchmarks import peers, steps
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
 from benchmarks.report import Results
 from megatron.config.model import LlamaConfig
 from megatron.config.pretrain import PretrainLlamaConfig
 from megatron.parallel.layers_llama import RotaryEmbedding
+from tools.convert.llama import LLAMA
 from tools.convert.weights import resolve, to_theirs
 from tools.layouts.job import open_samples
 
 OURS, ALL_HEADS, OWN_HEADS = "this project", "torch, all heads", "torch, own heads"
 SEQUENCE_PARALLEL, TRANSFORMERS = "this project, sequence parallel", "transformers"
-WORDS = "--preset llama_tutorial --train-iters 1 --micro-batch-size 2 --no-compile --mock-data"
+WORDS = "--preset llama_tutorial --train-iters 3000 --micro-batch-size 2 --no-compile"
 DTYPES = {"fp32": "--no-bf16", "bf16": "--pure-bf16"}
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 
