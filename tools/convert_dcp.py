@@ -35,10 +35,10 @@ from megatron.config.parse import parse_call, user_errors
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.data.tokenizer_json import HuggingFaceTokenizer
 from megatron.models.registry import config_of
+from tools.convert.llama import LLAMA
 from tools.convert.staging import refuse_existing, staged
 from tools.convert.tutorial import (
     MOMENTS,
-    TABLE,
     Saved,
     Schedule,
     read_tutorial,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 Source = Annotated[Path, tyro.conf.arg(name="from")]
 Vocabulary = Annotated[str | None, tyro.conf.arg(aliases=["--tokenizer-model"])]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "pure-bf16"]
 # The tutorial's, where neither a flag nor the checkpoint says it.
 TUTORIAL = {
     "lr": 1e-3,
@@ -88,7 +88,8 @@ def import_checkpoint(
         no_tokenizer: import without a tokenizer. The programs that read text then need its file,
             and can check nothing but its size.
         scheduler: the scheduler's file; that which is alone in the folder if not given.
-        dtype: of the weights; bf16 keeps masters in fp32. As they are in the folder if not given.
+        dtype: in which the run goes on; bf16 has moments and masters in fp32, pure-bf16 moments in
+            bf16 and no masters. As in the folder if not given.
         num_attention_heads: heads of the queries; those of keys and values follow from k_proj.
         rotary_base: base of the rotary frequencies.
         max_position_embeddings: the longest sequence that the model can read.
@@ -118,7 +119,7 @@ def import_checkpoint(
         updates=saved.updates,
         samples=saved.updates * global_batch_size,
         tensors={f"{kind}.{name}": each for (kind, name), each in others.items()},
-        optimizer=saved.settings,
+        config={"optimizer": saved.settings, "precision": {"pure_bf16": precision == "pure-bf16"}},
     )
     path = write_checkpoint(
         to,
@@ -158,22 +159,23 @@ def find_tokenizer(
 
 
 def precision_of(saved: Saved) -> Precision:
-    """That of the folder's weights. Raises UsageError where they have several, or one in which no
-    run here computes."""
+    """That of the folder's weights and moments. Raises UsageError where they have several, or one
+    in which no run here computes."""
     found = sorted({item.dtype for item in saved.weights.values()})
     known: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16"}
     if len(found) > 1 or found[0] not in known:
         allowed = f"given, as the weights are {' and '.join(found)}"
         raise UsageError("--dtype", None, allowed, works=("--dtype", "fp32"))
-    return known[found[0]]
+    moments = {item.dtype for each in saved.moments.values() for item in each.values()}
+    return "pure-bf16" if moments == {"bfloat16"} else known[found[0]]
 
 
 def read_tensors(
     saved: Saved, section: LlamaConfig, precision: Precision
 ) -> dict[tuple[str, str], Tensor]:
-    """{(kind, our name): whole tensor} of all that a checkpoint keeps of a run: weights, moments in
-    fp32, masters of weights in bf16. Raises ValueError, naming the entry, for one of another shape
-    than the model has, or that is not finite."""
+    """{(kind, our name): whole tensor} of all that a checkpoint keeps of a run: weights, moments,
+    masters. Raises ValueError, naming the entry, for one of another shape than the model has, or
+    that is not finite."""
     import torch
     from tqdm import tqdm
 
@@ -181,7 +183,7 @@ def read_tensors(
     from tools.convert.tutorial_export import rotary_buffers
     from tools.convert.weights import resolve
 
-    entries = resolve(TABLE, section, saved.vocab_size)
+    entries = resolve(LLAMA, section, saved.vocab_size)
     for entry in entries:
         for name, shape in zip(entry.theirs, entry.their_shapes(), strict=True):
             if (found := saved.weights[name].shape) != shape:
@@ -198,6 +200,8 @@ def read_tensors(
                 if not torch.allclose(theirs[: len(ours)], ours[: len(theirs)], rtol=0, atol=0.1):
                     allowed = f"that of {key} in {saved.folder}"
                     raise UsageError("--rotary-base", section.rotary_base, allowed)
+    weight_dtype = DTYPES[precision.removeprefix("pure-")]
+    moment_dtype = weight_dtype if precision == "pure-bf16" else torch.float32
     tensors: dict[tuple[str, str], Tensor] = {}
     for entry in tqdm(entries, "reading", unit=" tensors"):
         for kind in ("weight", *MOMENTS):
@@ -210,10 +214,10 @@ def read_tensors(
             if not whole.isfinite().all():
                 raise ValueError(f"{saved.folder}: {kind} of {entry.theirs[0]} is not finite")
             if kind != "weight":
-                tensors[kind, entry.ours] = whole
+                tensors[kind, entry.ours] = whole.to(moment_dtype)
                 continue
-            tensors["model", entry.ours] = whole.to(DTYPES[precision])
-            if precision != "fp32":
+            tensors["model", entry.ours] = whole.to(weight_dtype)
+            if weight_dtype != moment_dtype:
                 tensors["master", entry.ours] = whole
     return tensors
 
@@ -226,7 +230,7 @@ def export_checkpoint(
     lr_warmup_iters: int | None = None,
     lr_warmup_init: float | None = None,
     train_iters: int | None = None,
-    dtype: Precision | None = None,
+    dtype: Literal["fp32", "bf16"] | None = None,
     state_keys: Literal["place", "name"] = "place",
 ) -> None:
     """Make a folder that the tutorial's script loads, of a checkpoint of a Llama.

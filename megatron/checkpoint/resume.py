@@ -47,6 +47,7 @@ PRECISIONS |= {"pure-bf16": "--pure-bf16"}
 FOREIGN = {
     "config.json": "convert_hf.py import",
     "latest_checkpointed_iteration.txt": "import_megatron.py",
+    ".metadata": "convert_dcp.py import",
 }
 
 

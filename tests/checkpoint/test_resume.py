@@ -48,7 +48,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_checkpoint(Path("seeds/seed_1"), 3)
     Path("link").symlink_to("one")
     Path("straight").symlink_to("one/step_00000004")
-    for file in ("config.json", "latest_checkpointed_iteration.txt"):
+    for file in ("config.json", "latest_checkpointed_iteration.txt", ".metadata"):
         Path(f"with_{file}").mkdir()
         Path(f"with_{file}", file).write_text("{}")
     return tmp_path
@@ -123,6 +123,7 @@ def test_runs_are_not_mixed(runs: Path, arguments: str) -> None:
         ("one/step_00000003", "other", "--save"),
         ("with_config.json", "new", "tools/convert_hf.py import"),
         ("with_latest_checkpointed_iteration.txt", "new", "tools/import_megatron.py"),
+        ("with_.metadata", "new", "tools/convert_dcp.py import"),
         ("seeds", "new", "seeds/seed_1"),
     ],
 )

@@ -28,7 +28,7 @@ from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step
 from tests.data.samples import write_tokenizer_json
 from tests.dist import Pool
-from tests.programs import newest, pretrain
+from tests.programs import assert_equal_bits, newest, pretrain
 from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_section, whole_weights
 from tests.tools.test_unpickler import PAYLOADS, write_zip
 from tests.tools.tutorial import BATCH, HEADS, LR, POSITIONS, STEPS, VOCABULARY, WARMUP, Script
@@ -194,31 +194,36 @@ def states(script: Script) -> dict[str, Any]:
     return flat | {"scheduler": script.scheduler.state_dict()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_there_and_back_nothing_changes(tmp_path: Path, dtype: torch.dtype) -> None:
-    """bf16: the tutorial's pure form, moments too; here the masters are in fp32."""
+@pytest.mark.parametrize("kept", ["fp32", "pure-bf16", "bf16"])
+def test_there_and_back_nothing_changes(tmp_path: Path, kept: str) -> None:
+    """The tutorial's pure bf16 is so here, too, or has masters if asked for."""
+    dtype = torch.float32 if kept == "fp32" else torch.bfloat16
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(dtype)
         script = Script()
         script.train(0, DONE)
         folder = script.save(tmp_path / "theirs", by_name=False)
-        path = import_folder(folder, tmp_path / "ours")
-        flags = "" if dtype == torch.float32 else "--dtype bf16"
+        flags = "--dtype bf16" if kept == "bf16" else ""
+        path = import_folder(folder, tmp_path / "ours", f"{IMPORT} {flags}")
         back = Folder(export_folder(path, tmp_path / "back", flags), False).script()
     finally:
         torch.set_default_dtype(before)
-    tensors = read_manifest(path)["tensors"]
-    assert {"float32" if dtype == torch.float32 else "bfloat16"} == {
-        facts["dtype"] for key, facts in tensors.items() if key.startswith("model.")
-    }
-    assert any(key.startswith("master.") for key in tensors) == (dtype == torch.bfloat16)
+    wide, narrow = "float32", str(dtype).removeprefix("torch.")
+    dtypes = {"model": narrow, "exp_avg": wide, "exp_avg_sq": wide}
+    dtypes |= {
+        "pure-bf16": {"exp_avg": narrow, "exp_avg_sq": narrow},
+        "bf16": {"master": wide},
+    }.get(kept, {})
+    tensors = read_manifest(path)["tensors"].items()
+    assert {(key.partition(".")[0], facts["dtype"]) for key, facts in tensors} == dtypes.items()
     found, expected = states(back), states(script)
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():
         if isinstance(wanted, Tensor):
-            tolerance = 0.02 if name.endswith((".cos", ".sin")) and "float16" in str(dtype) else 0
-            # Its buffers are angles of bf16, ours rounded to bf16.
+            # Buffers of a model in bf16 are of angles in bf16, which ours are not.
+            is_coarse = name.endswith((".cos", ".sin")) and kept != "fp32"
+            tolerance = 0.02 if is_coarse else 0
             torch.testing.assert_close(found[name], wanted, rtol=0, atol=tolerance)
         else:
             assert found[name] == wanted, name
@@ -234,13 +239,17 @@ def test_pretrain_goes_on_with_the_data(tmp_path: Path, folders: dict[str, Folde
         f"--model llama --hidden-size 96 --num-attention-heads {HEADS} --num-query-groups 3 "
         f"--max-position-embeddings {POSITIONS} --pad --no-shuffle --vocab-file {vocabulary} "
         f"--begin-token [BOT] --load {tmp_path / 'ours'} --train-iters 5 --lr {LR} --min-lr 0 "
+        f"--lr-warmup-iters {WARMUP} --lr-warmup-init {0.1 * LR} --lr-decay-iters {STEPS} "
         f"--metrics-file {tmp_path / 'metrics.jsonl'} --log-interval 1 --eval-iters 0"
     )
     with pretrain(words, folder=tmp_path, program="pretrain", data=data) as run:
         assert run.wait(200) == [0], run.text()
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    steps = {line["step"]: line["samples"] for line in lines if "loss" in line}
-    assert steps == {DONE + 1: (DONE + 1) * BATCH, DONE + 2: (DONE + 2) * BATCH}
+    found = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in found] == [DONE + 1, DONE + 2]
+    assert [line["samples"] for line in found] == [(DONE + 1) * BATCH, (DONE + 2) * BATCH]
+    rates = [rate for rate, _ in Script().train(0, DONE + 2)][DONE:]
+    assert [line["lr"] for line in found] == pytest.approx(rates)
 
 
 def test_a_state_that_get_state_dict_made_is_one_step_ahead(tmp_path: Path) -> None:
@@ -256,6 +265,50 @@ def test_a_state_that_get_state_dict_made_is_one_step_ahead(tmp_path: Path) -> N
     for name, wanted in script.moments("exp_avg").items():
         assert torch.equal(stored[f"exp_avg.{name}"], wanted)
     assert folder.is_dir()
+
+
+@pytest.mark.parametrize("base", ["model.", ""])
+def test_names_and_places_are_those_of_the_file(
+    tmp_path: Path, folders: dict[str, Folder], base: str
+) -> None:
+    """Whatever its base is called, and in whatever order its model has its parameters."""
+    script = folders["one process"].script()
+    model = {
+        name.replace("base_model.", base): weight
+        for name, weight in reversed(script.model.state_dict().items())
+        if "rotary" not in name
+    }
+    optimizer = script.optimizer.state_dict()
+    states = reversed(optimizer["state"].values())
+    optimizer["state"] = dict(enumerate(states))
+    folder = tmp_path / "theirs"
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    path = import_folder(folder, tmp_path / "ours")
+    expected = import_folder(folders["one process"].path, tmp_path / "expected")
+    assert_equal_bits(path, expected)
+
+
+def as_pickle(scheduler: Any, folder: Path) -> None:
+    (folder / "scheduler.pkl").write_bytes(pickle.dumps(scheduler.state_dict()))
+
+
+def whole(scheduler: Any, folder: Path) -> None:
+    torch.save(scheduler, folder / "scheduler.pt")
+
+
+@pytest.mark.parametrize("save", [as_pickle, whole])
+def test_a_scheduler_is_read_in_any_form(
+    tmp_path: Path, folders: dict[str, Folder], save: Callable[[Any, Path], None]
+) -> None:
+    folder = tmp_path / "theirs"
+    shutil.copytree(folders["one process"].path, folder)
+    expected = import_folder(folder, tmp_path / "expected")
+    (folder / "lrscheduler.pt").unlink()
+    save(folders["one process"].script().scheduler, folder)
+    path = import_folder(folder, tmp_path / "ours")
+    found, wanted = (read_manifest(each)["config"]["optimizer"] for each in (path, expected))
+    assert found == wanted
+    assert "lr_decay_iters" in found
 
 
 def move_entry(folder: Path, key: str, file: str, nbytes: int) -> None:

@@ -14,7 +14,8 @@ parallelism" saves: a Llama of its own classes, torch's AdamW, and a SequentialL
 Parameters are known by the ends of their names, whatever is before `embed_tokens` and `layers`. KEY
 is the place in model.parameters() where the script saved optimizer.state_dict(), and the name where
 it saved that of torch.distributed.checkpoint.state_dict.get_state_dict, whose optimizer has counted
-one step more than the scheduler if its first save came before its first step.
+one step more than the scheduler if its first save came before its first step. Updates are what the
+scheduler has counted; without its file, what the optimizer has.
 """
 
 from __future__ import annotations
@@ -26,47 +27,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.config.checks import UsageError
 from megatron.config.model import LlamaConfig
 from tools.convert.dcp import Item, read_folder
-from tools.convert.table import AS_IS, Row, Transform
 from tools.convert.tokenizing import any_of
 from tools.convert.torch_file import Placeholder, read_pickle, read_saved
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-LAYER = "layers.{n}."
-STACKED = Transform(lambda ours: tuple(ours), lambda theirs, shape: _stack(theirs))
-ROWS = (
-    Row("word_embedding.weight", ("embed_tokens.weight",), AS_IS),
-    *(
-        Row(f"transformer.{LAYER}{ours}", tuple(f"{LAYER}{each}.weight" for each in theirs), how)
-        for ours, theirs, how in (
-            ("attention_norm.weight", ("input_layernorm",), AS_IS),
-            ("attention.qkv.query", ("self_attn.q_proj",), AS_IS),
-            ("attention.qkv.key_value", ("self_attn.k_proj", "self_attn.v_proj"), STACKED),
-            ("attention.output.weight", ("self_attn.o_proj",), AS_IS),
-            ("mlp_norm.weight", ("post_attention_layernorm",), AS_IS),
-            ("mlp.up.weight", ("mlp.gate_proj", "mlp.up_proj"), STACKED),
-            ("mlp.down.weight", ("mlp.down_proj",), AS_IS),
-        )
-    ),
-    Row("final_norm.weight", ("norm.weight",), AS_IS),
-    Row("head.weight", ("lm_head.weight",), AS_IS, is_optional=True),
-)
-
-
-@dataclass(frozen=True)
-class Table:
-    """What `resolve` reads of a Family."""
-
-    rows: tuple[Row, ...]
-
-
-TABLE = Table(ROWS)
 
 # The script's model.parameters() have this order, layer by layer.
 BEFORE, WITHIN, BEHIND = (
@@ -90,18 +57,16 @@ _STATE = re.compile(r"optimizer\.state\.(.+)\.(\w+)")
 _GROUP = re.compile(r"optimizer\.param_groups\.(\d+)\.(\w+)")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
-# Settings of AdamW and what they are called here.
-ADAMW = {"eps": "adam_eps", "weight_decay": "weight_decay"}
 
 
 def names_of(num_layers: int) -> list[str]:
-    """Names in ROWS in the order of the script's model.parameters()."""
+    """Names in the table LLAMA in the order of the script's model.parameters()."""
     layers = (f"layers.{n}.{each}" for n in range(num_layers) for each in WITHIN)
     return [*BEFORE, *layers, *BEHIND]
 
 
 def key_of(name: str) -> str:
-    """What the script calls the parameter of this name in ROWS."""
+    """What the script calls the parameter of this name in LLAMA."""
     return name if name == "lm_head.weight" else PREFIX + name
 
 
@@ -121,7 +86,7 @@ class Schedule:
 class Saved:
     """A folder of the script that fits together; no weight of it is read yet.
 
-    weights: by name in ROWS. moments: the same of each kind; none of an optimizer before its first
+    weights: by name in LLAMA. moments: the same of each kind; none of an optimizer before its first
     step. rotary: the buffers. settings: what is known of the optimizer and its schedule, by field
     of OptimizerConfig. updates: of the weights, so far.
     """
@@ -177,7 +142,7 @@ def read_tutorial(folder: Path, scheduler: Path | None) -> Saved:
 def _split_model(
     folder: Path, items: Mapping[str, Item]
 ) -> tuple[dict[str, Item], dict[str, Item]]:
-    """(parameters by their names in ROWS, rotary buffers), in the order of the file."""
+    """(parameters by their names in LLAMA, rotary buffers), in the order of the file."""
     weights: dict[str, Item] = {}
     rotary: dict[str, Item] = {}
     for key, item in items.items():
@@ -231,7 +196,8 @@ def _read_state(
             raise ValueError(f"{folder} has an optimizer without {kind} of {min(missing)}")
     counts = [item.value() for item in found.pop("step").values()]
     step = counts[0]
-    if type(step) not in (int, float) or not 0 <= step < inf or any(n != step for n in counts):
+    is_count = type(step) in (int, float) and 0 <= step < inf and not step % 1
+    if not is_count or any(count != step for count in counts):
         raise ValueError(f"{folder}: the optimizer's steps are {counts[:3]}, not one whole number")
     return found, int(step)
 
@@ -247,16 +213,14 @@ def _read_group(folder: Path, items: Mapping[str, Item]) -> dict[str, Any]:
         group[match[2]] = item.value()
     if group.get("amsgrad") or group.get("maximize"):
         raise ValueError(f"{folder}: its optimizer has amsgrad or maximize; plain AdamW works")
-    settings = {ours: group[theirs] for theirs, ours in ADAMW.items() if theirs in group}
-    for name, beta in zip(("adam_beta1", "adam_beta2"), _pair(group.get("betas")), strict=False):
-        settings[name] = beta
+    betas = group.get("betas", ())
+    betas = betas if isinstance(betas, tuple | list) else (betas,)
+    settings = dict(zip(("adam_beta1", "adam_beta2"), betas, strict=False))
+    settings |= {"adam_eps": group["eps"]} if "eps" in group else {}
+    settings |= {"weight_decay": group["weight_decay"]} if "weight_decay" in group else {}
     if any(not isinstance(value, int | float) for value in settings.values()):
         raise ValueError(f"{folder}: an optimizer with {settings} is none of AdamW")
     return {**settings, "decay_biases_and_norms": True} if settings else {}
-
-
-def _pair(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else () if value is None else (value,)
 
 
 def find_scheduler(folder: Path, given: Path | None) -> Path | None:
@@ -341,9 +305,3 @@ def section_of(saved: Saved, **given: Any) -> LlamaConfig:
         untie_embeddings_and_output_weights="lm_head.weight" in saved.weights,
         **given,
     )
-
-
-def _stack(theirs: Any) -> Tensor:
-    import torch
-
-    return torch.stack(list(theirs))

@@ -21,7 +21,8 @@ from megatron.checkpoint.load import TensorSlice, load_checkpoint
 from megatron.config.model import LlamaConfig
 from megatron.parallel.layers_llama import RotaryEmbedding
 from tools.convert.dcp import read_folder
-from tools.convert.tutorial import MOMENTS, PREFIX, SCHEDULER, TABLE, Schedule, key_of, names_of
+from tools.convert.llama import LLAMA
+from tools.convert.tutorial import MOMENTS, PREFIX, SCHEDULER, Schedule, key_of, names_of
 from tools.convert.weights import resolve
 
 Tensors = dict[str, Tensor]
@@ -30,11 +31,11 @@ Tensors = dict[str, Tensor]
 def read_tensors(
     checkpoint: Checkpoint, section: LlamaConfig, dtype: torch.dtype | None
 ) -> dict[str, Tensors]:
-    """{kind: {name in ROWS: whole tensor}} of a checkpoint that is whole, kinds being "weight" and,
-    where it has them, MOMENTS. dtype: of all of them; None is the widest that it has weights in,
-    which are its masters where it has such."""
+    """{kind: {name in LLAMA: whole tensor}} of a checkpoint that is whole, kinds being "weight"
+    and, where it has them, MOMENTS. dtype: of all of them; None is the widest that it has weights
+    in, which are its masters where it has such."""
     saved = checkpoint.manifest["tensors"]
-    entries = resolve(TABLE, section, checkpoint.manifest["vocab_size"])
+    entries = resolve(LLAMA, section, checkpoint.manifest["vocab_size"])
     first = entries[0].ours
     kind = "master" if f"master.{first}" in saved else "model"
     dtype = dtype or getattr(torch, saved[f"{kind}.{first}"]["dtype"])
@@ -98,9 +99,12 @@ def write_tutorial(
     with warnings.catch_warnings(action="ignore"):  # that it runs in one process
         dcp.save({"model": model, "optimizer": state}, checkpoint_id=folder, no_dist=True)
     torch.save(scheduler.state_dict(), folder / SCHEDULER)
+    written = {f"model.{key}": tensor for key, tensor in model.items()}
+    for key, values in state["state"].items():
+        written |= {f"optimizer.state.{key}.{kind}": tensor for kind, tensor in values.items()}
     items = read_folder(folder)
-    for key, tensor in model.items():
-        if not torch.equal(items[f"model.{key}"].tensor(), tensor):
+    for key, tensor in written.items():
+        if not torch.equal(items[key].tensor(), tensor):
             raise ValueError(f"{folder}: {key} does not read back as it was written")
 
 

@@ -35,14 +35,14 @@ class Progress:
     """Where a run of another program is, that goes on here.
 
     tensors: whole, of the optimizer, by their keys in a checkpoint: exp_avg.NAME, exp_avg_sq.NAME
-    and, of weights narrower than fp32, master.NAME. optimizer: what is known of its settings, by
-    field of OptimizerConfig, with which a run that goes on is compared.
+    and, of weights narrower than fp32, master.NAME. config: what is known of its settings, by part
+    of a PretrainConfig and field, with which a run that goes on is compared.
     """
 
     updates: int
     samples: int
     tensors: Mapping[str, Tensor]
-    optimizer: Mapping[str, Any]
+    config: Mapping[str, Mapping[str, Any]]
 
 
 def write_checkpoint(
@@ -79,7 +79,7 @@ def write_checkpoint(
     if progress is not None:
         step = progress.updates
         facts["counters"] |= {"step": step, "samples": progress.samples}
-        facts["config"]["optimizer"] = dict(progress.optimizer)
+        facts["config"] |= progress.config
         for key, tensor in progress.tensors.items():
             pieces.append(TensorSlice(key, table[key.partition(".")[2]], tensor))
     with staged(to) as staging:
