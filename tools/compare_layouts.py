@@ -85,8 +85,8 @@ class ComparisonConfig:
     not given, what suits the precision."""
 
     kind: str | None = None
-    """Kind of model, or module:NAME of one's own; if not given, bert where the preset's name says
-    so, else gpt2."""
+    """Kind of model, or module:NAME of one's own; if not given, the one that the preset's name
+    says, else gpt2."""
 
     json: Path | None = None
     """File for a row per layout."""

@@ -176,7 +176,7 @@ def check_start(
     """
     if (kind := manifest["kind"]) != config.model.kind:
         raise UsageError("--load", path, f"a model of the kind {config.model.kind}, not {kind}")
-    if "imported_from" in manifest and not finetune:
+    if "imported_from" in manifest and not finetune and not _has_moments(manifest):
         raise UsageError(
             "--load",
             path,
@@ -220,6 +220,11 @@ def check_start(
         works = ("--override-data",) if unless else ()
     value = " ".join(words[1:]) or None
     raise UsageError(words[0], value, f"{must}, as in {path}{unless}", works=works)
+
+
+def _has_moments(manifest: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint is of a run, of this or of another program."""
+    return any(key.startswith("exp_avg.") for key in manifest.get("tensors", ()))
 
 
 def _arguments(name: str, value: Any) -> tuple[str, ...]:
@@ -269,6 +274,9 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
     "data sets": their number, "data sets: 1": its SHA-256, ...}, as JSON has them. What was left
     open is what it comes to."""
     parts = json.loads(json.dumps({part: facts["config"].get(part, {}) for part in COMPARED}))
+    is_imported = "imported_from" in facts  # then nothing is known of its data
+    if is_imported:
+        parts["data"] = {}
     if "kind" in facts:  # a checkpoint that is older than a setting has its default
         kind = find_kind(facts["kind"], "kind")
         for part, config in (("model", resolve_name(kind.config)), ("data", kind.data_config)):
@@ -295,7 +303,9 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
         found["precision"] = "pure-bf16" if is_pure else facts["precision"]
     if facts["tokenizer"]:  # weights may be imported without one
         found["tokenizer"] = facts["tokenizer"][:12]
-    found |= {"vocabulary": facts["vocab_size"], "data sets": len(facts["data"])}
+    found["vocabulary"] = facts["vocab_size"]
+    if not is_imported:
+        found["data sets"] = len(facts["data"])
     texts = (text.removeprefix("1 of ") for text in facts["data"])
     return found | {f"data sets: {number}": text for number, text in enumerate(texts, start=1)}
 

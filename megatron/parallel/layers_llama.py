@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
-from megatron.parallel.collectives import copy_to
-from megatron.parallel.layers import STD, as_before, as_rows, linear
+from megatron.parallel.layers import STD, as_before, as_rows, linears
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.sharding import ShardedModule
 
@@ -78,9 +77,7 @@ class GroupedQueryLinear(ShardedModule):
         self.add_bias(bias, (2, size), shards, "key_value_bias", partial=partial_axes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        leading = x.shape[:-1]
-        x = copy_to(as_rows(self, x, self.query.shape[1]), self.mesh.tensor, self.mesh.stream)
-        q = linear(x, self.query, self.query_bias, view=self.gradient_views.get("query"))
+        rows, mesh = as_rows(self, x, self.query.shape[1]), self.mesh
         weight: Tensor = self.key_value
         bias: Tensor | None = self.key_value_bias
         view = None
@@ -89,8 +86,15 @@ class GroupedQueryLinear(ShardedModule):
         else:  # autograd adds the gradient of the rows to that of the whole
             weight = weight[:, self.rows]
             bias = None if bias is None else bias[:, self.rows]
-        k, v = linear(x, weight, bias, view=view).chunk(2, dim=1)
-        q, k, v = (as_before(each, leading) for each in (q, k, v))
+        q, kv = linears(
+            rows,
+            [self.query, weight],
+            [self.query_bias, bias],
+            axis=mesh.tensor,
+            stream=mesh.stream,
+            views=[self.gradient_views.get("query"), view],
+        )
+        q, k, v = (as_before(each, x.shape[:-1]) for each in (q, *kv.chunk(2, dim=1)))
         return q, k, v
 
 

@@ -315,6 +315,23 @@ def test_imported_weights_are_no_run_to_go_on_with() -> None:
         check_start(settings(num_layers=3), PATH, imported, identity=IDENTITY, finetune=True)
 
 
+def test_an_imported_run_goes_on_with_any_data_but_its_own_model() -> None:
+    """Of such a run the optimizer's state is there; its data and most of its settings are not."""
+    config = {part: asdict(settings())[part] for part in ("model", "data")}
+    config["optimizer"] = {"lr": 3.0, "weight_decay": settings().optimizer.weight_decay}
+    imported = manifest() | {"config": config, "imported_from": "elsewhere", "data": []}
+    imported["tensors"] = {"exp_avg.weight": {}}
+    check_start(settings(data_path=("one",), seed=5), PATH, imported, identity=IDENTITY)
+    for given in ({"num_layers": 3}, {"bf16": True}):
+        with pytest.raises(UsageError):
+            check_start(settings(**given), PATH, imported, identity=IDENTITY)
+    other = IDENTITY | {"tokenizer": "g"}
+    with pytest.raises(UsageError):
+        check_start(settings(), PATH, imported, identity=other)
+    facts = {"config": asdict(settings()), **IDENTITY}
+    assert [line.split()[1] for line in changes(facts, imported, 2)] == ["--lr"]
+
+
 @pytest.mark.parametrize(
     ("before", "now", "changed"),
     [

@@ -29,13 +29,14 @@ class Job:
 
 
 def kind_of(arguments: Sequence[str]) -> str:
-    """Of model: that of --kind, or what the name of a preset says."""
+    """Of model: that of --kind, or the one in the name of the preset, or gpt2."""
     given: dict[str, str] = {}
     for name, value in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, has_value, own = name.partition("=")
         given[flag] = given.get(flag, "") + (own if has_value else value)
     preset = Path(given.get("--preset", "")).name
-    return given.get("--kind") or next((kind for kind in KINDS if kind in preset), "gpt2")
+    named = (name for name, kind in KINDS.items() if kind.program is not None and name in preset)
+    return given.get("--kind") or next(named, "gpt2")
 
 
 def program_of(arguments: Sequence[str], **configs: type) -> type:

@@ -143,6 +143,25 @@ def test_a_kind_can_be_given(tmp_path: Path) -> None:
     assert {each["tensor"] for each in found["layouts"]} == {1, 2}
 
 
+def test_a_llama_is_planned(tmp_path: Path) -> None:
+    """Llama 3's 8B, by flags."""
+    preset = tmp_path / "llama3_some.toml"  # whose name says the kind
+    shape = {"hidden_size": 4096, "ffn_hidden_size": 14_336, "num_attention_heads": 32}
+    rest = {"num_layers": 32, "num_query_groups": 8, "vocab_size": 128_256, "seq_length": 2048}
+    batch = {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 10, "lr": 1e-4}
+    settings = shape | rest | batch
+    preset.write_text("".join(f"{name} = {value}\n" for name, value in settings.items()))
+    cut = "--gpus 8 --tensor-model-parallel-size 8 --hardware h200"
+    found = planned(tmp_path, f"--preset {preset} {cut}")
+    assert found["parameters"] == 8_030_261_248
+    model = found["model"]
+    assert (model["kind"], model["heads"], model["key_value_heads"]) == ("llama", 32, 8)
+    # Keys and values of 8 heads on 16 ranks: whole on each.
+    wide = planned(tmp_path, f"--preset {preset} {cut.replace('8', '16', 2)}")
+    assert wide["parameters"] == found["parameters"]
+    assert wide["parameters_per_rank"] > found["parameters_per_rank"] / 2 + 1e8
+
+
 def test_a_search_takes_less_than_ten_processor_seconds() -> None:
     """Hardware that is assumed is named."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
