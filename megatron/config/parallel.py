@@ -227,11 +227,11 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             allowed = f"balanced where {virtual} virtual stages do not divide {of_model}"
             works = ("--pipeline-partition", "balanced")
             raise UsageError("--pipeline-partition", "uniform", allowed, works=works)
+        kind = self.pipeline_schedule
         if kind in ("gpipe", "zb-h1") and stages == 1:
             allowed = f"1f1b with {flag(STAGES)} 1, where it would only take memory"
             raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("1f1b"))
         self._check_ends(layers)
-        kind = self.pipeline_schedule
         if kind == "interleaved" and virtual == 1:
             allowed = f"another one where a process has one virtual stage, without {flag(VIRTUAL)}"
             raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("1f1b"))
