@@ -31,14 +31,13 @@ from transformers import LlamaForCausalLM
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.convert.llama import LLAMA
-
 from benchmarks import peers, steps
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
 from benchmarks.report import Results
 from megatron.config.model import LlamaConfig
 from megatron.config.pretrain import PretrainLlamaConfig
 from megatron.parallel.layers_llama import RotaryEmbedding
+from tools.convert.llama import LLAMA
 from tools.convert.weights import resolve, to_theirs
 from tools.layouts.job import open_samples
 
