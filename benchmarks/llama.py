@@ -43,7 +43,7 @@ from tools.layouts.job import open_samples
 
 OURS, ALL_HEADS, OWN_HEADS = "this project", "torch, all heads", "torch, own heads"
 SEQUENCE_PARALLEL, TRANSFORMERS = "this project, sequence parallel", "transformers"
-WORDS = "--preset llama_tutorial --train-iters 1 --micro-batch-size 2 --no-compile --mock-data"
+WORDS = "--preset llama_tutorial --train-iters 3000 --micro-batch-size 2 --no-compile"
 DTYPES = {"fp32": "--no-bf16", "bf16": "--pure-bf16"}
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 
