@@ -13,6 +13,8 @@ A weight is stored as torch stores it, [out, in], so columns of A are rows of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -37,47 +39,67 @@ from megatron.parallel.sharding import GradientView, ShardedModule
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W' + b    dx = sum over ranks of dy W    dW = dy' x    db = sum of the rows of dy"""
+    """Of each weight y = x W' + b, dW = dy' x, db = sum of the rows of dy; of all of them
+    dx = sum over weights and ranks of dy W"""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
         axis: Axis,
         stream: Axis,
-        view: GradientView | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.stream, ctx.view = axis, stream, view
-        ctx.bias_shape = None if bias is None else bias.shape
-        return kernels.matmul(start_gather(x, stream)(), *_flat(weight, bias))
+        views: Sequence[GradientView | None],
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """parameters: weight and bias of each matmul."""
+        weights: Any = parameters[::2]
+        biases = parameters[1::2]
+        ctx.save_for_backward(x, *weights)
+        ctx.axis, ctx.stream, ctx.views = axis, stream, views
+        ctx.bias_shapes = [None if each is None else each.shape for each in biases]
+        x = start_gather(x, stream)()
+        pairs = zip(weights, biases, strict=True)
+        return tuple([kernels.matmul(x, *_flat(weight, bias)) for weight, bias in pairs])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dx = dw = db = gathered = summed = None
-        view, stream = ctx.view, ctx.stream
-        if ctx.needs_input_grad[1] and view is not None and view.deferral.is_on:
-            view.deferral.add(view, lambda: view.add_matmul(dy, start_gather(x, stream)()))
-        elif ctx.needs_input_grad[1]:
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        stream, needs_x, needs = ctx.stream, ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        gradients: list[Tensor | None] = [None] * len(needs)
+        now = []  # whose weight's gradient is not left for later
+        for number, (dy, view) in enumerate(zip(dys, ctx.views, strict=True)):
+            if needs[2 * number] and view is not None and view.deferral.is_on:
+                view.deferral.add(view, partial(_add_deferred, view, dy, x, stream))
+            elif needs[2 * number]:
+                now.append(number)
+        if now:
             gathered = start_gather(x, stream)  # again, beside dx, rather than kept
-        if ctx.needs_input_grad[0]:
-            dx = kernels.matmul(dy, weight.flatten(0, -2).T)
+        if needs_x:
+            dx, *others = (
+                kernels.matmul(dy, weight.flatten(0, -2).T)
+                for dy, weight in zip(dys, weights, strict=True)
+            )
+            for each in others:
+                dx += each
             summed = start_sum(dx, ctx.axis, stream)  # beside dw
-        if gathered is not None:
+        if now:
             x = gathered()
+        for number in now:
+            dy, view = dys[number], ctx.views[number]
             if view is not None:
                 view.add_matmul(dy, x)
             else:
-                dw = kernels.matmul(dy.T, x.T).view(weight.shape)
-        if ctx.needs_input_grad[2]:
-            db = dy.sum(0).view(ctx.bias_shape)
-        if summed is not None:
-            dx = summed()
-        return dx, dw, db, None, None, None
+                dw = kernels.matmul(dy.T, x.T)
+                gradients[2 * number] = dw.view(weights[number].shape)
+        for number, shape in enumerate(ctx.bias_shapes):
+            if needs[2 * number + 1]:
+                gradients[2 * number + 1] = dys[number].sum(0).view(shape)
+        return (summed() if needs_x else None), None, None, None, *gradients
+
+
+def _add_deferred(view: GradientView, dy: Tensor, x: Tensor, stream: Axis) -> None:
+    view.add_matmul(dy, start_gather(x, stream)())
 
 
 def _flat(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -102,16 +124,30 @@ def linear(
     view: where the weight's gradient is added, in fp32 or wider. Autograd then gets none: it is not
         copied, and of a tied weight's two uses there is no sum in a narrow dtype.
     """
+    return linears(x, (weight, bias, view), axis=axis, stream=stream)[0]
+
+
+def linears(
+    x: Tensor,
+    *matmuls: tuple[Tensor, Tensor | None, GradientView | None],
+    axis: Axis = ALONE,
+    stream: Axis = ALONE,
+) -> tuple[Tensor, ...]:
+    """As `linear` for each (weight, bias, view); x is gathered, and its gradient summed, once."""
+    weights, biases, views = zip(*matmuls, strict=True)
     if torch.compiler.is_compiling():  # a compiled backward cannot write into buckets
-        view = None
+        views = (None,) * len(matmuls)
     elif torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
         raise RuntimeError(
             "parallel layers do not work under torch.autocast: model.to(torch.bfloat16) computes "
             "in bf16, and gradients are added up in fp32 all the same"
         )
     if not torch.is_grad_enabled():
-        return kernels.matmul(start_gather(x, stream)(), *_flat(weight, bias))
-    return _Linear.apply(x, weight, bias, axis, stream, view)
+        x = start_gather(x, stream)()
+        return tuple([kernels.matmul(x, *_flat(each[0], each[1])) for each in matmuls])
+    parameters = [each for pair in zip(weights, biases, strict=True) for each in pair]
+    found: tuple[Tensor, ...] = _Linear.apply(x, axis, stream, views, *parameters)
+    return found
 
 
 class _LookUp(torch.autograd.Function):

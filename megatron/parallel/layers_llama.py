@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
-from megatron.parallel.collectives import copy_to
-from megatron.parallel.layers import STD, as_before, as_rows, linear
+from megatron.parallel.layers import STD, as_before, as_rows, linears
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.sharding import ShardedModule
 
@@ -79,17 +78,18 @@ class GroupedQueryLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         leading = x.shape[:-1]
-        x = copy_to(as_rows(self, x, self.query.shape[1]), self.mesh.tensor, self.mesh.stream)
-        q = linear(x, self.query, self.query_bias, view=self.gradient_views.get("query"))
+        views = self.gradient_views
+        query = self.query, self.query_bias, views.get("query")
         weight: Tensor = self.key_value
         bias: Tensor | None = self.key_value_bias
-        view = None
-        if self.rows is None:
-            view = self.gradient_views.get("key_value")
-        else:  # autograd adds the gradient of the rows to that of the whole
+        view = views.get("key_value")
+        if self.rows is not None:  # autograd adds the gradient of the rows to that of the whole
             weight = weight[:, self.rows]
-            bias = None if bias is None else bias[:, self.rows]
-        k, v = linear(x, weight, bias, view=view).chunk(2, dim=1)
+            bias, view = None if bias is None else bias[:, self.rows], None
+        x = as_rows(self, x, self.query.shape[1])
+        axes = {"axis": self.mesh.tensor, "stream": self.mesh.stream}
+        q, key_value = linears(x, query, (weight, bias, view), **axes)
+        k, v = key_value.chunk(2, dim=1)
         q, k, v = (as_before(each, leading) for each in (q, k, v))
         return q, k, v
 
@@ -155,18 +155,21 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
+        # Blocks on a CPU take one head after another. The kernels of GPUs take any strides, and
+        # return heads as the queries lie: what comes from a matmul then goes to one without a copy.
+        is_kept = not kernels.is_on_cpu(x)
+        layout = torch.preserve_format if is_kept else torch.contiguous_format
+        return _turn(x, cos, sin, torch.empty_like(x, memory_format=layout))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(dy, cos, -sin), None, None
+        dx = dy.new_empty(dy.transpose(1, 2).shape).transpose(1, 2)  # as the matmul's result lies
+        return _turn(dy, cos, -sin, dx), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Contiguous, as attention takes it, whatever the strides of x."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> Tensor:
     (first, second), (one, two) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
     if x.dtype == cos.dtype:
         torch.mul(first, cos, out=one).addcmul_(second, sin, value=-1)
