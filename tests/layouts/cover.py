@@ -113,13 +113,15 @@ def joined_by_llama(row: Row) -> Iterator[object]:
     that attention joins."""
     values = dict(zip(FACTORS, row, strict=True))
     layout = values["layout"]
-    form = "sequence" if "sequence" in layout else "tensor" if "tensor" in layout else layout
+    form = "sequence" in layout, "tensor" in layout
     yield layout, values["model"]
     for name in ("recomputation", "dropout", "head", "mask"):
         yield form, name, values[name]
-    yield values["model"], values["mask"], values["recomputation"]
-    yield values["model"], values["precision"]
-    yield "tensor" in layout, values["loss"], values["micro-batches"]
+    yield values["mask"], values["recomputation"]
+    for name in ("precision", "mask", "recomputation"):
+        yield values["model"], name, values[name]
+    yield "tensor" in layout, values["loss"]
+    yield values["micro-batches"]
 
 
 def chosen(rows: Mapping[Row, Iterator[object]], first: list[Row]) -> list[Row]:

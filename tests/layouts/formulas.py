@@ -1,7 +1,8 @@
 """What a step takes on one rank, by formulas: what the counts of the matrix have to equal.
 
 h hidden   a heads   g of keys and values   f MLP's width
-s tokens   b samples of a micro-batch   n = b s   t tensor-parallel size   v padded vocabulary   k masked tokens   w bytes of a number
+s tokens   b samples of a micro-batch   n = b s   t tensor-parallel size   v padded vocabulary
+k masked tokens   w bytes of a number
 m micro-batches   r ranks that hold rows of the stream: t under sequence parallelism, else 1
 p pipeline ranks   stages: the virtual ones of this rank
 """
