@@ -182,6 +182,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads x [b, a, s, d] turned by cos and sin, as of RotaryEmbedding."""
+    if torch.compiler.is_compiling():  # which makes one kernel of it, and traces no strided `out`
+        first, second = x.chunk(2, dim=-1)
+        parts = first * cos - second * sin, second * cos + first * sin
+        return torch.cat(parts, dim=-1).to(x.dtype)
     turned: Tensor = _Rotate.apply(x, cos, sin)
     return turned
 
