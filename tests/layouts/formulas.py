@@ -153,7 +153,8 @@ def saved_bytes(x: Shape) -> int:
         core += x.b * x.a * x.s * x.s // t * w + keys * x.a // t
     elif x.recompute == "none":  # the logarithms of sums, and a mask
         core += n * x.a // t * x.wide + n * w * (x.s if x.documents else 1)
-        core += size * w // t * x.is_llama  # heads as the queries lie, which are copied
+        # Several heads come back as the queries lie, and are copied.
+        core += size * w // t * (x.is_llama and x.a > t)
     # Heads; MLP before and after its activation, of a gate, too.
     inside = core + size * w // t + (3 if x.is_llama else 2) * n * x.f * w // t
     layer = 2 * norm + 2 * size * w // r + inside + 2 * keys // r

@@ -58,7 +58,9 @@ CASES = {
     "4 query and 2 key/value heads": Case(
         llama_section(num_attention_heads=4, num_query_groups=2, rotary_base=500.0)
     ),
-    "scaled": Case(llama_section(hidden_size=96, rope_scaling=SCALING), start=90),
+    "scaled": Case(
+        llama_section(hidden_size=96, max_position_embeddings=128, rope_scaling=SCALING), start=90
+    ),
     "longer than trained": Case(llama_section(max_position_embeddings=SEQUENCE // 2)),
     "later positions": Case(start=5000, step=7),
     "reset positions": Case(has_documents=True),
