@@ -1,10 +1,10 @@
-"""Continue prompts with a trained GPT-2: python tools/generate.py --load DIR --prompt "In" ...
+"""Continue prompts with a trained GPT-2 or Llama: python tools/generate.py --load DIR --prompt ...
 
 Prints a JSON list of {"prompt", "text" (the continuation alone), "tokens" (its ids), "finished":
 "end of document" or "length", "number" (of the prompt, from 1), and what else the text depends on}.
-Nothing is put before a prompt, but an empty one begins with the end mark, as a document does. Under
-torchrun the model is cut over the processes and the prompts are sharded over its copies; neither
-changes a text.
+Nothing is put before a prompt, also no bos_token of a Llama, but an empty one begins with the end
+mark, as a document does. Under torchrun the model is cut over the processes and the prompts are
+sharded over its copies; neither changes a text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tools.prompts import Prompt, Reader, of_command_line, of_file, typed_lines
 
 if TYPE_CHECKING:
     from megatron.inference.generate import Sampling
-    from megatron.models.gpt2 import GPT2
+    from megatron.models.decoder import Decoder
     from megatron.parallel.mesh import Mesh
 
 
@@ -127,7 +127,7 @@ def read_prompts(settings: Settings, reader: Reader) -> list[Prompt]:
 
 
 def converse(
-    model: GPT2, mesh: Mesh, reader: Reader, settings: Settings
+    model: Decoder, mesh: Mesh, reader: Reader, settings: Settings
 ) -> Iterator[tuple[Prompt, list[int]]]:
     """(prompt, its new tokens) of each line that is typed; every rank computes all of them."""
     from megatron.inference.generate import generate
@@ -149,7 +149,7 @@ def converse(
 
 
 def answer(
-    model: GPT2, mesh: Mesh, prompts: Sequence[Prompt], reader: Reader, settings: Settings
+    model: Decoder, mesh: Mesh, prompts: Sequence[Prompt], reader: Reader, settings: Settings
 ) -> list[dict[str, Any]]:
     """The record of each prompt but for the checkpoint; typed ones are answered as they come."""
     from megatron.inference.generate import generate_all

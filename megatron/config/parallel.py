@@ -209,10 +209,12 @@ class TrainingParallelConfig(FinetuneParallelConfig):
                 allowed = f"left out where {stages} stages do not divide {of_model}"
                 works = (flag(VIRTUAL), "2") if parts > 1 else ()
                 raise UsageError(name, each, allowed, works=works)
-            if parts % each:
-                allowed = f"a divisor of {of_model} / {stages} stages"
-                most = max(n for n in range(1, min(each, parts) + 1) if not parts % n)
-                raise UsageError(name, each, allowed, works=(name, str(most)))
+            smaller = [n for n in range(1, parts) if not parts % n]
+            if each not in smaller:
+                allowed = f"a divisor of {of_model} / {stages} stages, below it: several of a stage"
+                most = max((n for n in smaller if n < each), default=None)
+                works = (flag(VIRTUAL), "1") if most is None else (name, str(most))
+                raise UsageError(name, each, allowed, works=works)
         virtual = self.virtual_stages(layers)
         if virtual > 1 and layers < stages * virtual:
             allowed = f"at most {of_model} / {stages} stages"
@@ -225,8 +227,11 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             allowed = f"balanced where {virtual} virtual stages do not divide {of_model}"
             works = ("--pipeline-partition", "balanced")
             raise UsageError("--pipeline-partition", "uniform", allowed, works=works)
-        self._check_ends(layers)
         kind = self.pipeline_schedule
+        if kind in ("gpipe", "zb-h1") and stages == 1:
+            allowed = f"1f1b with {flag(STAGES)} 1, where it would only take memory"
+            raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("1f1b"))
+        self._check_ends(layers)
         if kind == "interleaved" and virtual == 1:
             allowed = f"another one where a process has one virtual stage, without {flag(VIRTUAL)}"
             raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("1f1b"))

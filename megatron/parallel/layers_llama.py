@@ -77,20 +77,24 @@ class GroupedQueryLinear(ShardedModule):
         self.add_bias(bias, (2, size), shards, "key_value_bias", partial=partial_axes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        leading = x.shape[:-1]
-        views = self.gradient_views
-        query = self.query, self.query_bias, views.get("query")
+        rows, mesh = as_rows(self, x, self.query.shape[1]), self.mesh
         weight: Tensor = self.key_value
         bias: Tensor | None = self.key_value_bias
-        view = views.get("key_value")
-        if self.rows is not None:  # autograd adds the gradient of the rows to that of the whole
+        view = None
+        if self.rows is None:
+            view = self.gradient_views.get("key_value")
+        else:  # autograd adds the gradient of the rows to that of the whole
             weight = weight[:, self.rows]
-            bias, view = None if bias is None else bias[:, self.rows], None
-        x = as_rows(self, x, self.query.shape[1])
-        axes = {"axis": self.mesh.tensor, "stream": self.mesh.stream}
-        q, key_value = linears(x, query, (weight, bias, view), **axes)
-        k, v = key_value.chunk(2, dim=1)
-        q, k, v = (as_before(each, leading) for each in (q, k, v))
+            bias = None if bias is None else bias[:, self.rows]
+        q, kv = linears(
+            rows,
+            [self.query, weight],
+            [self.query_bias, bias],
+            axis=mesh.tensor,
+            stream=mesh.stream,
+            views=[self.gradient_views.get("query"), view],
+        )
+        q, k, v = (as_before(each, x.shape[:-1]) for each in (q, *kv.chunk(2, dim=1)))
         return q, k, v
 
 

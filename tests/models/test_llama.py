@@ -21,7 +21,6 @@ from megatron.train.executor import on_device
 from megatron.train.step import count, forward_backward, train_step
 from tests.dist import Pool
 from tests.llama import llama_section
-from tests.models.wide import Wide
 from tests.tiny import (
     SEQUENCE,
     VOCABULARY,
@@ -33,6 +32,7 @@ from tests.tiny import (
     whole_weights,
 )
 from tests.tools.convert.models import randomise
+from tools.convert.compare import Wide
 
 CPU = torch.device("cpu")
 # Of norms, relative; Adam divides small gradients by small ones.

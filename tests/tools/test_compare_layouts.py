@@ -96,8 +96,9 @@ def test_the_command_of_the_readme() -> None:
         ("--fp16", "--initial-loss-scale", "2**40"),  # whose first steps overflow
         ("--no_bf16", "--hidden_dropout=0.1", "--attention-dropout", "0.1"),
         ("--kind", "bert"),
+        ("--kind", "llama", "--num-query-groups", "1"),
     ],
-    ids=["bf16", "fp16", "fp16 that overflows", "fp32 with dropout", "bert"],
+    ids=["bf16", "fp16", "fp16 that overflows", "fp32 with dropout", "bert", "llama"],
 )
 def test_other_models_and_precisions_are_equal_within_their_tolerance(
     preset: Path, arguments: tuple[str, ...]
@@ -215,7 +216,7 @@ def test_a_layout_of_stages_is_the_settings_of_a_run(preset: Path) -> None:
     with preset.open("a") as file:  # what it says of stages does not hold
         file.write("pipeline_model_parallel_size = 2\ndecoder_first_pipeline_num_layers = 1\n")
     config, precision = read_settings(["--preset", str(preset), "serial", "--num-layers=4"], {})
-    names = ["serial", layout.name, "pipeline=4", "schedule=gpipe"]
+    names = ["serial", layout.name, "pipeline=4", "schedule=1f1b"]
     jobs = compare_layouts.plan(config, precision, names, preset.parent)
     assert list(jobs) == names
     assert jobs["serial"].config.parallel == TrainingParallelConfig()

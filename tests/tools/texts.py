@@ -31,8 +31,9 @@ def texts_of(tensor_size: int, words: list[str], broken: int = POSITIONS) -> lis
     reader = Reader(tokenizer, positions, settings.max_new_tokens)
     prompts = read_prompts(settings, reader)
     _, model = load_newest(folders, mesh)
-    with torch.no_grad():
-        model.position_embedding.weight[broken:] = torch.nan
+    if broken < POSITIONS:
+        with torch.no_grad():
+            model.position_embedding.weight[broken:] = torch.nan
     return [record["tokens"] for record in answer(model, mesh, prompts, reader, settings)]
 
 
