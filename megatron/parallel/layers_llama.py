@@ -159,18 +159,21 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
+        # Blocks on a CPU take one head after another. The kernels of GPUs take any strides, and
+        # return heads as the queries lie: what comes from a matmul then goes to one without a copy.
+        is_kept = not kernels.is_on_cpu(x)
+        layout = torch.preserve_format if is_kept else torch.contiguous_format
+        return _turn(x, cos, sin, torch.empty_like(x, memory_format=layout))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(dy, cos, -sin), None, None
+        dx = dy.new_empty(dy.transpose(1, 2).shape).transpose(1, 2)  # as the matmul's result lies
+        return _turn(dy, cos, -sin, dx), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Contiguous, as attention takes it, whatever the strides of x."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> Tensor:
     (first, second), (one, two) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
     if x.dtype == cos.dtype:
         torch.mul(first, cos, out=one).addcmul_(second, sin, value=-1)
@@ -183,6 +186,10 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads x [b, a, s, d] turned by cos and sin, as of RotaryEmbedding."""
+    if torch.compiler.is_compiling():  # which makes one kernel of it, and traces no strided `out`
+        first, second = x.chunk(2, dim=-1)
+        parts = first * cos - second * sin, second * cos + first * sin
+        return torch.cat(parts, dim=-1).to(x.dtype)
     turned: Tensor = _Rotate.apply(x, cos, sin)
     return turned
 
