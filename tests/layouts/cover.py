@@ -28,6 +28,14 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "head": ("", "untied"),
     "loss": ("", "whole-logits"),
 }
+# What the other layouts of pipelines show apart: a case of each.
+TOGETHER = (
+    "tensor=2,pipeline=2,virtual=2",
+    "data=2,pipeline=2,virtual=2",
+    "tensor=2,pipeline=2,schedule=zb-h1",
+    "data=2,pipeline=2,schedule=zb-h1",
+    "tensor=2,pipeline=2,schedule=zb-h1,sequence",
+)
 # Of pipelines: micro-batches are so many, of one sample each.
 OF_PIPELINES = FACTORS | {
     "layout": (
@@ -39,6 +47,7 @@ OF_PIPELINES = FACTORS | {
         "pipeline=2,virtual=2",
         "pipeline=4,schedule=zb-h1",
         "pipeline=2,schedule=gpipe",
+        *TOGETHER,
     ),
     "micro-batches": tuple("4123567"),
     "mask": ("", "documents", "unscored"),
@@ -79,6 +88,10 @@ def joined_by_pipelines(row: Row) -> Iterator[object]:
     layout, m = values["layout"], int(values["micro-batches"])
     p = parse_layout(layout).size("pipeline")
     schedule = p, "virtual" in layout, layout.partition("schedule=")[2]
+    if layout in TOGETHER:  # with dropout, and a last group that is not full
+        if values["dropout"] and not values["precision"] and m > p and m % p:
+            yield layout
+        return
     yield layout, values["model"] == "gpt2"
     for name in ("recomputation", "dropout", "head"):
         yield layout, name, values[name]

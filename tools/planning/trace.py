@@ -27,7 +27,7 @@ from megatron.train.pipelining import plan_of_run
 from megatron.train.state import DTYPES
 from tools.layouts.work import Call, Matmul, Work
 from tools.planning.hardware import Hardware, Ring
-from tools.planning.micro_batch import Trace, rank_on_meta, trace_of_depth
+from tools.planning.micro_batch import MicroBatch, Trace, rank_on_meta, trace_of_depth
 
 WIDE = 4  # bytes of a gradient, master or moment, but of pure bf16
 # Passes of the optimizer over this rank's parameters: in fp32 norm 1, AdamW 8 with the scaled
@@ -180,8 +180,8 @@ class Step:
     @cached_property
     def trace(self) -> Trace:
         """Of a micro-batch."""
-        arguments = self.config, self.precision, self.device
-        return trace_of_depth(*arguments, pipeline=self.pipeline, rank=self.rank)
+        settings = self.config, self.precision, self.device
+        return trace_of_depth(MicroBatch(*settings, pipeline=self.pipeline, rank=self.rank))
 
     @cached_property
     def facts(self) -> Facts:
@@ -289,7 +289,7 @@ class Step:
             model=replace(model, **changes),
             parallel=replace(parallel, tensor_model_parallel_size=1, sequence_parallel=False),
         )
-        found = trace_of_depth(config, self.precision, "cuda", not is_executed)
+        found = trace_of_depth(MicroBatch(config, self.precision, "cuda", not is_executed))
         matmuls = sum((work.matmuls for work in found.work.values()), Counter[Matmul]())
         of_group = sum(times * each.flops for each, times in matmuls.items() if not each.again)
         return of_group * self.micro_batches * self.copies

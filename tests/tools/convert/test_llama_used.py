@@ -66,7 +66,8 @@ def texts_without_a_cache(words: list[str]) -> list[list[int]]:
     _, model = load_newest(folders, mesh)
     texts = []
     for prompt in settings.prompt:
-        ids = tokenizer.encode(prompt)
+        begin = settings.begin_token
+        ids = [*([] if begin is None else [tokenizer.token_id(begin)]), *tokenizer.encode(prompt)]
         new: list[int] = []
         while len(new) < NEW:
             logits = whole_logits(model, mesh, torch.tensor([[*ids, *new]]))
@@ -78,23 +79,33 @@ def texts_without_a_cache(words: list[str]) -> list[list[int]]:
     return texts
 
 
-def texts_of_transformers(folder: Path, prompts: Sequence[str]) -> list[list[int]]:
+def texts_of_transformers(
+    folder: Path, prompts: Sequence[str], begin: Sequence[str]
+) -> list[list[int]]:
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = []
     for prompt in prompts:
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        whole = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[0]
-        new = whole[inputs["input_ids"].shape[1] :].tolist()
+        ids = [*tokenizer.convert_tokens_to_ids(begin), *tokenizer.encode(prompt)]
+        whole = model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids)),
+            max_new_tokens=NEW,
+            do_sample=False,
+        )[0]
+        new = whole[len(ids) :].tolist()
         texts.append(new[:-1] if new[-1] == tokenizer.eos_token_id else new)
     return texts
 
 
-def test_greedy_text_is_that_of_transformers_at_every_layout(gloo: Pool, llama: Llama) -> None:
+@pytest.mark.parametrize("begin", [[], ["[BOT]"]])
+def test_greedy_text_is_that_of_transformers_at_every_layout(
+    gloo: Pool, llama: Llama, begin: list[str]
+) -> None:
     """The prompts are of unequal length, so that those of a batch are padded."""
     words = ["--load", str(llama.trained), "--prompt", *TEXTS, "x", "--greedy"]
-    words += ["--max-new-tokens", str(NEW)]
-    expected = texts_of_transformers(llama.exported, [*TEXTS, "x"])
+    words += ["--max-new-tokens", str(NEW), *(["--begin-token", *begin] if begin else [])]
+    expected = texts_of_transformers(llama.exported, [*TEXTS, "x"], list(begin))
     assert len({tuple(text) for text in expected}) == 4, "only two prompts are the same"
     assert texts_without_a_cache(words) == expected
     for size in ("1", "8"):
