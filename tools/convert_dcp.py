@@ -297,6 +297,9 @@ def export_checkpoint(
 def llama_of(manifest: Any, path: Path) -> LlamaConfig:
     """The config of a checkpoint that is a Llama as the tutorial has it. Raises UsageError for any
     other."""
+    if "config" not in manifest:
+        allowed = "a checkpoint that says what model it holds, as those of pretrain.py"
+        raise UsageError("--from", path, allowed)
     if manifest["kind"] != "llama":
         raise UsageError("--from", path, f"a checkpoint of a llama, not of a {manifest['kind']}")
     section: LlamaConfig = config_of(manifest)
