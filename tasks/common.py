@@ -24,7 +24,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.train.loader import shard
 
 if TYPE_CHECKING:
-    from megatron.models.gpt2 import GPT2
+    from megatron.models.decoder import Decoder
     from megatron.parallel.mesh import Mesh
 
 Tokens: TypeAlias = Sequence[int] | NDArray[Any]
@@ -180,7 +180,7 @@ class Sliding:
 
 
 def score_windows(
-    model: GPT2, mesh: Mesh, windows: WindowSequence, micro_batch_size: int, name: str
+    model: Decoder, mesh: Mesh, windows: WindowSequence, micro_batch_size: int, name: str
 ) -> Scores:
     """Score all windows, sharded over the data-parallel ranks, with a progress bar called `name`.
 
@@ -207,7 +207,7 @@ def score_windows(
     return Scores(log_probability, tokens.astype(int), hits.astype(int), last_hit.astype(bool))
 
 
-def _score_batch(model: GPT2, mesh: Mesh, batch: Sequence[Window]) -> NDArray[np.float64]:
+def _score_batch(model: Decoder, mesh: Mesh, batch: Sequence[Window]) -> NDArray[np.float64]:
     """The four fields of Scores for each window of one forward pass, [b, 4]."""
     import torch
 
@@ -241,7 +241,7 @@ def _padded(rows: Sequence[Tokens]) -> NDArray[np.int64]:
 
 
 def continue_prompts(
-    model: GPT2, mesh: Mesh, prompts: Prompts, micro_batch_size: int, name: str
+    model: Decoder, mesh: Mesh, prompts: Prompts, micro_batch_size: int, name: str
 ) -> list[list[int]]:
     """The new tokens of every prompt, in order, the same on every rank."""
     from megatron.inference.generate import Sampling, generate_all

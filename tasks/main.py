@@ -29,7 +29,7 @@ from tasks.protocol import FinetuneSettings
 from tasks.record import ROOT, arrange, describe, identify, publish, version
 
 if TYPE_CHECKING:
-    from megatron.models.gpt2 import GPT2
+    from megatron.models.decoder import Decoder
     from megatron.parallel.mesh import Mesh
 
 # Where each is: a module, or one and a class. tasks/common.py and tasks/protocol.py say what it
@@ -160,7 +160,7 @@ def run_zero_shot(
     command: Sequence[str],
     environ: Mapping[str, str],
 ) -> None:
-    """Ask a GPT-2 as it is; the record is published."""
+    """Ask a GPT-2 or a Llama as it is; the record is published."""
     with user_errors(environ):
         if settings.evaluation.compare_paper:
             paper.columns_of(name)
@@ -191,7 +191,7 @@ def run_zero_shot(
 
 
 def evaluate(
-    task: Task, model: GPT2, mesh: Mesh, micro_batch_size: int, name: str
+    task: Task, model: Decoder, mesh: Mesh, micro_batch_size: int, name: str
 ) -> Mapping[str, Any]:
     """The task's figures on the first rank, nothing on the others; every rank calls this."""
     scores = score_windows(model, mesh, task, micro_batch_size, name)

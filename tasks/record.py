@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-FURTHER = ("residual_order", "head", "labels")  # of the kinds of model that have them
+# Of the kinds of model that have them.
+FURTHER = ("residual_order", "head", "labels", "num_query_groups", "rotary_base", "rope_scaling")
 
 
 def identify(path: Path) -> dict[str, Any]:

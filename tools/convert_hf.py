@@ -3,9 +3,9 @@
     python tools/convert_hf.py import --from gpt2 --to checkpoints/gpt2
     python tools/convert_hf.py export --from checkpoints/gpt2 --to exported
 
-GPT-2, BERT in both orders of norm and residual, and BERT with the head of a task. Bits are moved
-and never changed. At the end both programs compute the logits of some prompts, and where these
-differ there is no result.
+GPT-2, Llama, BERT in both orders of norm and residual, and BERT with the head of a task. Bits are
+moved and never changed. At the end both programs compute the logits of some prompts, and where
+these differ there is no result.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def import_model(
             folder without a tokenizer.
         merge_file: merges (merges.txt) of a GPT-2, for a folder without a tokenizer.
         tokenizer_type: kind of the vocabulary, where no tokenizer_config.json tells its casing;
-            HuggingFaceTokenizer for a GPT-2 with a tokenizer.json other than GPT-2's own.
+            HuggingFaceTokenizer for a GPT-2 with a tokenizer.json other than GPT-2's own. Of a
+            Llama it is that, or GPT2BPETokenizer.
         no_tokenizer: import the weights alone. The programs that read text then need the files
             of the tokenizer, and can check nothing but its size.
     """
@@ -101,7 +102,7 @@ def export_model(
     tokenizer_type: str | None = None,
 ) -> None:
     """Make a folder of a checkpoint that classes of transformers load: AutoTokenizer, and for a
-    GPT-2 AutoModelForCausalLM, for a BERT AutoModelForPreTraining.
+    GPT-2 or a Llama AutoModelForCausalLM, for a BERT AutoModelForPreTraining.
 
     Args:
         source: directory of checkpoints, of which the newest is used, or one of them.

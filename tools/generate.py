@@ -1,10 +1,10 @@
-"""Continue prompts with a trained GPT-2: python tools/generate.py --load DIR --prompt "In" ...
+"""Continue prompts with a trained GPT-2 or Llama: python tools/generate.py --load DIR --prompt ...
 
 Prints a JSON list of {"prompt", "text" (the continuation alone), "tokens" (its ids), "finished":
 "end of document" or "length", "number" (of the prompt, from 1), and what else the text depends on}.
-Nothing is put before a prompt, but an empty one begins with the end mark, as a document does. Under
-torchrun the model is cut over the processes and the prompts are sharded over its copies; neither
-changes a text.
+Before a prompt stands --begin-token, such as the bos_token of a Llama, or nothing, but an empty one
+then begins with the end mark, as a document does. Under torchrun the model is cut over the
+processes and the prompts are sharded over its copies; neither changes a text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tools.prompts import Prompt, Reader, of_command_line, of_file, typed_lines
 
 if TYPE_CHECKING:
     from megatron.inference.generate import Sampling
-    from megatron.models.gpt2 import GPT2
+    from megatron.models.decoder import Decoder
     from megatron.parallel.mesh import Mesh
 
 
@@ -50,6 +50,10 @@ class Settings:
 
     interactive: bool = False
     """Continue each line that is typed, up to an empty one or the end of the input."""
+
+    begin_token: str | None = None
+    """Token of the vocabulary before each prompt, such as <s> or <|begin_of_text|>: what a model's
+    texts began with when it was trained. transformers puts there what tokenizer.json says."""
 
     max_new_tokens: int = 100
     """Tokens after the prompt, unless the document ends before; both fit the model's positions."""
@@ -127,7 +131,7 @@ def read_prompts(settings: Settings, reader: Reader) -> list[Prompt]:
 
 
 def converse(
-    model: GPT2, mesh: Mesh, reader: Reader, settings: Settings
+    model: Decoder, mesh: Mesh, reader: Reader, settings: Settings
 ) -> Iterator[tuple[Prompt, list[int]]]:
     """(prompt, its new tokens) of each line that is typed; every rank computes all of them."""
     from megatron.inference.generate import generate
@@ -149,7 +153,7 @@ def converse(
 
 
 def answer(
-    model: GPT2, mesh: Mesh, prompts: Sequence[Prompt], reader: Reader, settings: Settings
+    model: Decoder, mesh: Mesh, prompts: Sequence[Prompt], reader: Reader, settings: Settings
 ) -> list[dict[str, Any]]:
     """The record of each prompt but for the checkpoint; typed ones are answered as they come."""
     from megatron.inference.generate import generate_all
@@ -209,7 +213,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             settings.trained, settings.parallel, world_size(environ)
         )
         positions = manifest["config"]["model"]["max_position_embeddings"]
-        reader = Reader(tokenizer, positions, settings.max_new_tokens)
+        begin = settings.begin_token
+        reader = Reader(tokenizer, positions, settings.max_new_tokens, begin)
         prompts = read_prompts(settings, reader)
 
     from megatron.inference.generate import DivergedError
@@ -229,12 +234,13 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
                 publish([record | facts for record in records], settings)
 
 
-def describe(checkpoint: Checkpoint, settings: Settings) -> dict[str, str]:
+def describe(checkpoint: Checkpoint, settings: Settings) -> dict[str, str | None]:
     """Which weights wrote the text, and in what they were computed."""
     return {
         "checkpoint": str(checkpoint.path),
         "checkpoint_hash": checkpoint.manifest["checksum"],
         "dtype": settings.trained.dtype,
+        "begin_token": settings.begin_token,
     }
 
 

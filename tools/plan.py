@@ -63,8 +63,8 @@ class QuestionConfig(FilesConfig):
     of the paper (2018), with a warning."""
 
     kind: str | None = None
-    """Kind of model, or module:NAME of one's own; if not given, bert where the preset's name says
-    so, else gpt2."""
+    """Kind of model, or module:NAME of one's own; if not given, the one that the preset's name
+    says, else gpt2."""
 
     search: bool = False
     """List the layouts that fit, best first; the global batch and the pipeline stay as they are."""

@@ -26,11 +26,27 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Reader:
-    """Turns text into prompts that a model of so many positions can continue."""
+    """Turns text into prompts that a model of so many positions can continue.
+
+    begin_token: as of --begin-token; raises UsageError for one that the vocabulary lacks.
+    """
 
     tokenizer: Tokenizer
     positions: int
     max_new_tokens: int
+    begin_token: str | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.begin) < 2  # its check
+
+    @property
+    def begin(self) -> list[int]:
+        """What stands before each prompt."""
+        try:
+            return [] if self.begin_token is None else [self.tokenizer.token_id(self.begin_token)]
+        except ValueError as error:
+            allowed = f"a token of the vocabulary: {error}"
+            raise UsageError("--begin-token", self.begin_token, allowed) from error
 
     def prompt(self, place: str, content: bytes) -> Prompt:
         """place: where the content stands, for the message of the ValueError if it is not UTF-8
@@ -39,7 +55,7 @@ class Reader:
             text = content.decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"{place} is not UTF-8 text: {error}") from error
-        tokens = self.tokenizer.encode(text) or [self.tokenizer.eod]
+        tokens = [*self.begin, *self.tokenizer.encode(text)] or [self.tokenizer.eod]
         room = self.positions - len(tokens)
         if room < self.max_new_tokens:
             new = min(self.max_new_tokens, self.positions - 1)

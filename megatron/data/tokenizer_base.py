@@ -29,6 +29,9 @@ class Tokenizer:
     """Number of ids, the end mark's included; every id is below it."""
     eod: int
     """Id of the mark that ends a document; no text is encoded as it."""
+    bos_id: int | None = None
+    """Id of the mark that begins a document, for others' programs: none is put before a text here.
+    None where the tokenizer names none."""
     pad_id: int | None = None
     """Id of the mark that pads a sample; None where the tokenizer has none."""
     fingerprint: str

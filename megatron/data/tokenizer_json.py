@@ -20,7 +20,7 @@ class HuggingFaceTokenizer(Tokenizer):
     token is added to a text; truncation and padding of the file are off. Other added tokens are
     found in texts. eod is the eos_token of the files beside tokenizer.json, else the first of
     END_MARKS among its added tokens, else in its vocabulary; pad_id likewise of the pad_token and
-    PAD_MARKS, or None.
+    PAD_MARKS, or None; bos_id is that of their bos_token, or None.
     """
 
     kind = "HuggingFaceTokenizer"
@@ -74,6 +74,8 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         pad = _find_mark("pad_token", PAD_MARKS, named, added, vocabulary)
         self.pad_id = None if pad is None else vocabulary[pad]
+        bos = _find_mark("bos_token", (), named, added, vocabulary)
+        self.bos_id = None if bos is None else vocabulary[bos]
         self.marks = tuple(name for name in added if name == end or added[name].special)
         self.fingerprint = _fingerprint(library, self.eod)
 

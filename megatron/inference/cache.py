@@ -2,6 +2,8 @@
 
     b rows   a heads   t tensor-parallel size, read off the tensors   d head size
 
+Where query heads share keys and values, a/t stands for the heads that have them on this rank.
+
 Texts of unequal length end in the same column, so that each step appends one column to all rows:
 
     column       0  1  2  3  4

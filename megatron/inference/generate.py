@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.data.gpt2 import GPT2Batch
 from megatron.inference.cache import KeyValueCache
-from megatron.models.gpt2 import GPT2
+from megatron.models.decoder import Decoder
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.cross_entropy import most_probable
 from megatron.parallel.mesh import Mesh
@@ -58,7 +58,7 @@ class BatchReader:
     A shorter text is padded on the left, which no token attends to; positions count from its start.
     """
 
-    def __init__(self, model: GPT2, texts: Sequence[Sequence[int]], new: int) -> None:
+    def __init__(self, model: Decoder, texts: Sequence[Sequence[int]], new: int) -> None:
         """texts: token ids, none empty. new: tokens that follow at most."""
         self.model = model
         device = next(model.parameters()).device
@@ -91,7 +91,7 @@ class BatchReader:
 
 @torch.inference_mode()
 def generate(
-    model: GPT2,
+    model: Decoder,
     mesh: Mesh,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -147,7 +147,7 @@ def generate(
 
 
 def generate_all(
-    model: GPT2,
+    model: Decoder,
     mesh: Mesh,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,

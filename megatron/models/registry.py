@@ -30,6 +30,9 @@ class ModelKind:
     compare_layouts trains on them."""
     data: str
     """The DataConfig of checkpoints that were imported, and of a kind without a program."""
+    writes_text: bool = False
+    """Whether it goes on with a text, as a megatron.models.decoder.Decoder does: what generates and
+    the tasks that need no fine-tuning take it."""
     conversion: str | None = None
     """Tables of the conversion from and to HuggingFace: several Family."""
 
@@ -49,6 +52,7 @@ KINDS = {
         program="megatron.config.pretrain:PretrainGPT2Config",
         inputs="megatron.train.inputs:open_gpt2_inputs",
         data="megatron.config.training:GPT2DataConfig",
+        writes_text=True,
         conversion="tools.convert.gpt2:GPT2S",
     ),
     "llama": ModelKind(
@@ -57,6 +61,8 @@ KINDS = {
         program="megatron.config.pretrain:PretrainLlamaConfig",
         inputs="megatron.train.inputs:open_gpt2_inputs",
         data="megatron.config.training:LlamaDataConfig",
+        writes_text=True,
+        conversion="tools.convert.llama:LLAMAS",
     ),
     "bert": ModelKind(
         config="megatron.config.model:BertConfig",
@@ -98,6 +104,11 @@ def find_kind(name: str, given: str = "--model") -> ModelKind:
         allowed += reason
         raise UsageError(given, name, allowed, works=(given, next(iter(KINDS))))
     return kind
+
+
+def text_kinds() -> list[str]:
+    """Names of the kinds that write text."""
+    return [name for name, kind in KINDS.items() if kind.writes_text]
 
 
 def config_of(manifest: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from megatron.data.batch import Samples
 from megatron.data.files import DataError
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_model
-from megatron.models.gpt2 import GPT2
+from megatron.models.decoder import Decoder
 from megatron.models.registry import config_of
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
@@ -112,7 +112,7 @@ def batch_of(tokens: Tensor) -> GPT2Batch:
 
 
 @torch.no_grad()
-def whole_logits(model: GPT2, mesh: Mesh, tokens: Tensor) -> Tensor:
+def whole_logits(model: Decoder, mesh: Mesh, tokens: Tensor) -> Tensor:
     """Logits [b, s, true vocabulary], fp32 or wider, of tokens int64 [b, s]; on every rank."""
     logits = gather_from(model(batch_of(tokens)), -1, mesh.tensor)
     logits = logits[:, : model.vocab_size].view(*tokens.shape, -1)
@@ -121,7 +121,7 @@ def whole_logits(model: GPT2, mesh: Mesh, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def score(
-    model: GPT2, mesh: Mesh, tokens: Tensor, labels: Tensor, scored: Tensor
+    model: Decoder, mesh: Mesh, tokens: Tensor, labels: Tensor, scored: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(log-probability [m] of the m scored labels, whether each is the most probable token [m]).
 

@@ -13,28 +13,30 @@ from megatron.config.checks import UsageError
 from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import build_tokenizer, file_flags, file_names, read_tokenizer
 from megatron.data.tokenizer_base import Tokenizer
-from megatron.models.registry import config_of
+from megatron.models.registry import config_of, text_kinds
 
 
 def open_trained(
     config: TrainedConfig,
     parallel: ParallelConfig,
     world_size: int,
-    kinds: Sequence[str] = ("gpt2",),
+    kinds: Sequence[str] | None = None,
     given: str = "--load",
 ) -> tuple[Sequence[Path], Tokenizer, dict[str, Any]]:
     """The checkpoints of --load from the newest readable one on, its tokenizer and its manifest.
 
-    kinds: of model that the program can use. given: the flag that names the checkpoint. The
-    tokenizer is that of the flags, or else the checkpoint's own. Warns of checkpoints that are
-    passed over. Raises ValueError where no checkpoint is whole, its model is of another kind or
-    cannot be sharded over the processes, or the tokenizer is another one or missing.
+    kinds: of model that the program can use; if not given, those that write text. given: the flag
+    that names the checkpoint. The tokenizer is that of the flags, or else the checkpoint's own.
+    Warns of checkpoints that are passed over. Raises ValueError where no checkpoint is whole, its
+    model is of another kind or cannot be sharded over the processes, or the tokenizer is another
+    one or missing.
     """
     start = find_start(CheckpointConfig(load=config.load), given)
     newest, passed_over = newest_readable(start.folders, given)
     path, manifest = newest.path, newest.manifest
     for reason in passed_over:
         warnings.warn(f"passed over: {reason}", stacklevel=2)
+    kinds = text_kinds() if kinds is None else kinds
     if manifest["kind"] not in kinds:
         allowed = f"a model of the kind {' or '.join(kinds)}, not {manifest['kind']}"
         raise UsageError(given, path, allowed)

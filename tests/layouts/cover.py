@@ -52,14 +52,31 @@ OF_PIPELINES = FACTORS | {
     "micro-batches": tuple("4123567"),
     "mask": ("", "documents", "unscored"),
 }
-OF_GPT2 = {"documents", "unscored", "whole-logits"}
+# Of Llama; a pipeline has 3 micro-batches.
+OF_LLAMA = FACTORS | {
+    "layout": (
+        "tensor=2",
+        "tensor=4",
+        "data=2",
+        "tensor=2,sequence",
+        "tensor=4,sequence",
+        "pipeline=2",
+        "tensor=2,pipeline=2",
+    ),
+    "model": ("llama", "llama-even"),
+    "micro-batches": ("", "accumulate", "3"),
+    "mask": ("", "documents", "padded"),
+}
+OF_TEXT = {"documents", "unscored", "whole-logits"}  # of models that predict the next token
 Row = tuple[str, ...]
 
 
 def is_valid(row: Row) -> bool:
     if ("full" in row and "zb-h1" in row[0]) or ("unscored" in row and "1" in row):
         return False
-    return "gpt2" in row or not OF_GPT2 & {*row}
+    if row[1] in OF_LLAMA["model"] and ("pipeline" in row[0]) != ("3" in row):
+        return False
+    return not row[1].startswith("bert") or not OF_TEXT & {*row}
 
 
 def rows_of(factors: Mapping[str, tuple[str, ...]]) -> Iterator[Row]:
@@ -67,7 +84,7 @@ def rows_of(factors: Mapping[str, tuple[str, ...]]) -> Iterator[Row]:
 
 
 def every_row() -> list[Row]:
-    return [*rows_of(FACTORS), *rows_of(OF_PIPELINES)]
+    return [*rows_of(FACTORS), *rows_of(OF_PIPELINES), *rows_of(OF_LLAMA)]
 
 
 def joined(row: Row) -> Iterator[object]:
@@ -104,6 +121,22 @@ def joined_by_pipelines(row: Row) -> Iterator[object]:
     yield values["head"], values["model"], values["dropout"]
 
 
+def joined_by_llama(row: Row) -> Iterator[object]:
+    """Of each layout both numbers of heads; of each form the values of most factors; pairs of those
+    that attention joins."""
+    values = dict(zip(FACTORS, row, strict=True))
+    layout = values["layout"]
+    form = "sequence" in layout, "tensor" in layout
+    yield layout, values["model"]
+    for name in ("recomputation", "dropout", "head", "mask"):
+        yield form, name, values[name]
+    yield values["mask"], values["recomputation"]
+    for name in ("precision", "mask", "recomputation"):
+        yield values["model"], name, values[name]
+    yield "tensor" in layout, values["loss"]
+    yield values["micro-batches"]
+
+
 def chosen(rows: Mapping[Row, Iterator[object]], first: list[Row]) -> list[Row]:
     """The first ones; then greedily few rows, until all is shown that the rows can show."""
     bits: dict[object, int] = {}
@@ -126,7 +159,8 @@ def cover() -> list[Row]:
     rows = {row: joined(row) for row in rows_of(FACTORS)}
     plain = [row for row in rows if row[1] == "gpt2" and not any(row[2:])]
     of_pipelines = {row: joined_by_pipelines(row) for row in rows_of(OF_PIPELINES)}
-    return [*chosen(rows, plain), *chosen(of_pipelines, [])]
+    of_llama = {row: joined_by_llama(row) for row in rows_of(OF_LLAMA)}
+    return [*chosen(rows, plain), *chosen(of_pipelines, []), *chosen(of_llama, [])]
 
 
 def case_of(row: Row) -> Case:

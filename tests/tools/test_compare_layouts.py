@@ -92,12 +92,14 @@ def test_the_command_of_the_readme() -> None:
     "arguments",
     [
         ("--bf16",),
+        ("--pure-bf16",),
         ("--fp16",),
         ("--fp16", "--initial-loss-scale", "2**40"),  # whose first steps overflow
         ("--no_bf16", "--hidden_dropout=0.1", "--attention-dropout", "0.1"),
         ("--kind", "bert"),
+        ("--kind", "llama", "--num-query-groups", "1"),
     ],
-    ids=["bf16", "fp16", "fp16 that overflows", "fp32 with dropout", "bert"],
+    ids=["bf16", "pure bf16", "fp16", "fp16 that overflows", "fp32 with dropout", "bert", "llama"],
 )
 def test_other_models_and_precisions_are_equal_within_their_tolerance(
     preset: Path, arguments: tuple[str, ...]
@@ -157,7 +159,7 @@ REFUSED = {
     "what a layout says, as a switch": ("tensor=2", "--no_sequence_parallel"),
     "what is not done here": ("tensor=2", "--save", "checkpoints"),
     "what is not recorded": ("tensor=2", "--metrics_file=m.jsonl"),
-    "a kind that is none": ("tensor=2", "--kind", "llama"),
+    "a kind that is none": ("tensor=2", "--kind", "llamas"),
     "a switch twice": (f"{CUT},sequence",),
     "no data": ("tensor=2", "--data-path", "nowhere"),
     "a flag that is none": ("tensor=2", "--stepz", "2"),

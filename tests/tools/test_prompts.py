@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.checks import UsageError
 from megatron.data.tokenizer import GPT2BPETokenizer, read_tokenizer
 from tests.data.samples import write_tokenizer
 from tools.prompts import Lines, Reader, of_command_line, of_file
@@ -69,6 +70,18 @@ def test_what_is_no_file_of_prompts_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="--prompt-file .*pipe"):
         of_file(tmp_path / "pipe")
+
+
+def test_a_begin_token_stands_before_every_prompt(reader: Reader) -> None:
+    begun = Reader(reader.tokenizer, positions=20, max_new_tokens=12, begin_token="the")
+    number = reader.tokenizer.token_id("the")
+    for text in ("in the", ""):
+        tokens = begun.prompt("here", text.encode()).tokens
+        assert tokens == [number, *reader.tokenizer.encode(text)]
+    with pytest.raises(UsageError, match="--begin-token"):
+        Reader(reader.tokenizer, positions=20, max_new_tokens=12, begin_token="[BOT]")
+    with pytest.raises(ValueError, match="--max-new-tokens"):
+        begun.prompt("here", b"x" * 8)
 
 
 def test_a_prompt_of_bytes_that_are_no_text_is_refused(reader: Reader) -> None:

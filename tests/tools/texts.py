@@ -28,11 +28,12 @@ def texts_of(tensor_size: int, words: list[str], broken: int = POSITIONS) -> lis
     settings = parse(Settings, words, {})
     folders, tokenizer, manifest = open_trained(settings.trained, settings.parallel, 1)
     positions = manifest["config"]["model"]["max_position_embeddings"]
-    reader = Reader(tokenizer, positions, settings.max_new_tokens)
+    reader = Reader(tokenizer, positions, settings.max_new_tokens, settings.begin_token)
     prompts = read_prompts(settings, reader)
     _, model = load_newest(folders, mesh)
-    with torch.no_grad():
-        model.position_embedding.weight[broken:] = torch.nan
+    if broken < POSITIONS:
+        with torch.no_grad():
+            model.position_embedding.weight[broken:] = torch.nan
     return [record["tokens"] for record in answer(model, mesh, prompts, reader, settings)]
 
 

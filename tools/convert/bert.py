@@ -6,12 +6,13 @@ a task in place of the two of pretraining.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron.config.model import TOKEN_TYPES, BertConfig, FinetunedConfig, ResidualOrder
 from tools.convert.table import (
+    APART,
     AS_IS,
     Choice,
     Family,
@@ -20,7 +21,6 @@ from tools.convert.table import (
     Row,
     Setting,
     Spare,
-    Transform,
     always,
     is_same,
 )
@@ -30,14 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _stack(theirs: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-    import torch
-
-    return torch.stack(list(theirs))
-
-
-# Three tensors of theirs are one of ours; copies, for safetensors writes no two of one memory.
-APART = Transform(lambda ours: [part.clone() for part in ours], _stack)
 PARAMETERS = ("weight", "bias")
 
 
@@ -180,7 +172,6 @@ def _pretrained(
         old={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
         tokenizing=WORD_PIECES,
         special={"pad_token_id": "pad"},
-        generates=False,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,11 @@ def _write_described(folder: Path, tokenizer: HuggingFaceTokenizer, positions: i
         (folder / name).write_bytes(content)
     config = json.loads(tokenizer.files.get(CONFIG, b"{}"))
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": positions}
-    marks = {"eos_token": tokenizer.eod, "pad_token": tokenizer.pad_id}
+    marks = {
+        "bos_token": tokenizer.bos_id,
+        "eos_token": tokenizer.eod,
+        "pad_token": tokenizer.pad_id,
+    }
     config |= {
         name: tokenizer.library.id_to_token(number)
         for name, number in marks.items()
@@ -95,3 +100,5 @@ BYTE_PAIRS = Tokenizing(
     write=_write,
     around=lambda tokenizer: ([], []),
 )
+# Of a model whose tokenizer is any tokenizer.json, unless --tokenizer-type says that it is GPT-2's.
+ANY_JSON = replace(BYTE_PAIRS, kind_of=lambda config: HuggingFaceTokenizer.kind)

@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
@@ -115,6 +118,30 @@ def _prompt(tokens: Tensor) -> Prompt:
     return Prompt(tokens, (places >= -(-ends // 2)).long(), places < ends)
 
 
+class Wide(TorchFunctionMode):
+    """Under it no tensor of fp64 is narrowed to fp32.
+
+    Models of transformers do so whatever their dtype, in an RMSNorm, of rotary positions, in a
+    softmax: of models that are equal their logits would differ by 1e-7, which is above TOLERANCE.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if is_wide and func is Tensor.float:
+            return args[0]
+        if is_wide and func in (Tensor.to, Tensor.type, Tensor.softmax, torch.softmax, F.softmax):
+
+            def widened(value: Any) -> Any:
+                return torch.float64 if value is torch.float32 else value
+
+            args = tuple(map(widened, args))
+            kwargs = {name: widened(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
 @torch.no_grad()
 def _their_logits(
     folder: Path, family: Family, prompts: Sequence[Prompt]
@@ -125,8 +152,10 @@ def _their_logits(
     model = getattr(transformers, family.auto_class).from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", local_files_only=True
     )
+    model = model.eval().double()  # the buffers, too, such as rotary frequencies
     theirs = OUTPUTS[family.auto_class].theirs
-    return _by_head([theirs(model.eval(), prompt) for prompt in prompts])
+    with Wide():
+        return _by_head([theirs(model, prompt) for prompt in prompts])
 
 
 @torch.no_grad()
@@ -154,7 +183,11 @@ def compare_ids(tokenizer: Tokenizer, folder: Path, tokenizing: Tokenizing) -> N
     is_any = isinstance(tokenizer, HuggingFaceTokenizer)
     marks = tokenizer.marks if isinstance(tokenizer, HuggingFaceTokenizer) else tokenizing.marks
     before, after = ([], []) if is_any else tokenizing.around(tokenizer)
-    for text in (each for each in PROBES if not any(mark in each for mark in marks)):
+    texts = [each for each in PROBES if not any(mark in each for mark in marks)]
+    if type(other).__name__ == "LlamaTokenizer":
+        # In version 5 it loses a blank that a text begins with; tokenizer.json and 4 keep it.
+        texts = [each for each in texts if not each.startswith(" ")]
+    for text in texts:
         found = other.encode(text, verbose=False, add_special_tokens=not is_any)
         if found != [*before, *tokenizer.encode(text), *after]:
             raise ValueError(f"{folder}: its tokenizer gives other ids than ours for {text[:40]!r}")

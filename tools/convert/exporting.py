@@ -18,7 +18,7 @@ from megatron.checkpoint.save import reason
 from megatron.config.checks import flag
 from megatron.config.model import ModelConfig
 from megatron.data.tokenizer_base import Tokenizer
-from megatron.models.registry import config_of
+from megatron.models.registry import KINDS, config_of
 from tools.convert.table import Family
 from tools.convert.tokenizing import any_of
 from tools.convert.weights import Entry, Weights, resolve, to_theirs
@@ -55,7 +55,7 @@ def write_model(
         **special,
     )
     config.save_pretrained(folder)
-    if family.generates:
+    if KINDS[section.kind].writes_text:
         transformers.GenerationConfig(**special).save_pretrained(folder)
     try:
         huggingface_hub.save_torch_state_dict(to_theirs(family, entries, weights), folder)
@@ -107,5 +107,7 @@ def _config_values(family: Family, section: ModelConfig, path: Path) -> dict[str
         if not found:
             raise refuse(choice.ours, any_of(list(choice.values.values())))
         values[choice.theirs] = found[0]
+    if family.nested is not None:
+        values |= family.nested.to_theirs(fields)
     forms = {option.theirs: option.allowed(values)[0] for option in family.options}
     return values | {name: form for name, form in forms.items() if form is not None}

@@ -75,6 +75,11 @@ def read_description(folder: Path) -> Description:
     _check_options(config, family, numbers, file)
     fields: dict[str, Any] = {row.ours: numbers[row.theirs] for row in family.settings}
     fields |= {choice.ours: _chosen(config, choice, file) for choice in family.choices}
+    if family.nested is not None:
+        try:
+            fields |= family.nested.to_ours(config)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
     if family.has_labels:
         fields["labels"] = _labels(config, file)
     return Description(family, _section(family, fields, file), _vocab_size(config, file))
@@ -183,9 +188,9 @@ def _section(family: Family, fields: Mapping[str, Any], file: Path) -> ModelConf
     try:
         section = family.section_of(fields)
     except ValueError as error:
-        said = str(error)
-        for row in family.settings:
-            said = said.replace(flag(row.ours), row.theirs)
+        said, nested = str(error), family.nested.names if family.nested is not None else {}
+        for ours, theirs in [*((row.ours, row.theirs) for row in family.settings), *nested.items()]:
+            said = said.replace(flag(ours), theirs)
         raise ValueError(f"{file} is no model of this project: {said}") from error
     for row in family.settings:  # a number that is not given means the same
         if row.meaning:

@@ -132,6 +132,5 @@ GPT2 = Family(
     old={},
     tokenizing=BYTE_PAIRS,
     special={"bos_token_id": "eod", "eos_token_id": "eod"},
-    generates=True,
 )
 GPT2S = (GPT2,)

@@ -28,7 +28,15 @@ class Transform:
     to_ours: Callable[[Sequence[Tensor], tuple[int, ...]], Tensor]
 
 
+def _stack(theirs: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    import torch
+
+    return torch.stack(list(theirs))
+
+
 AS_IS = Transform(lambda ours: (ours,), lambda theirs, shape: theirs[0])
+# Several tensors of theirs are one of ours; copies, for safetensors writes no two of one memory.
+APART = Transform(lambda ours: [part.clone() for part in ours], _stack)
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,19 @@ class Choice:
     theirs: str
     ours: str
     values: Mapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Options of theirs inside another one, and the fields of ModelConfig that are the same.
+
+    names: of the fields, and what messages call them. to_ours: of the whole configuration, values
+    of the fields; raises ValueError that names the option. to_theirs: of all fields, options.
+    """
+
+    names: Mapping[str, str]
+    to_ours: Callable[[Mapping[str, Any]], dict[str, Any]]
+    to_theirs: Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -148,6 +169,7 @@ class Family:
     settings: tuple[Setting, ...]
     options: tuple[Option, ...]
     choices: tuple[Choice, ...] = ()
+    nested: Nested | None = None
     lacking: Lacking | None = None
 
     prefix: str
@@ -162,9 +184,6 @@ class Family:
 
     special: Mapping[str, str]
     """Ids that a configuration repeats, and the attributes of the tokenizer."""
-
-    generates: bool
-    """Whether it goes on with a text, and has a configuration for that."""
 
     @property
     def has_labels(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.checks import UsageError
-from megatron.data.tokenizer import build_tokenizer, file_flags, read_tokenizer
+from megatron.data.tokenizer import build_tokenizer, file_flags, file_names, read_tokenizer
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.data.tokenizer_json import HuggingFaceTokenizer
 from tools.convert.folder import read_object
@@ -61,6 +61,8 @@ def find_tokenizer(
     vocab_size: of the model. Raises ValueError or OSError, naming the file, for a tokenizer that
     is missing, of another kind, or of another size.
     """
+    kind = given.tokenizer_type or tokenizing.kind_of({})
+    _check_kind(kind, tokenizing)
     if given.no_tokenizer:
         if given.has_files:
             raise UsageError(
@@ -69,14 +71,13 @@ def find_tokenizer(
                 "left out beside --vocab-file and --merge-file",
                 works=("--no-no-tokenizer",),
             )
-        kind = given.tokenizer_type or tokenizing.kind_of({})
-        _check_kind(kind, tokenizing)
         return NoTokenizer(kind=kind, vocab_size=vocab_size)
     found = dict(_tokenizers(folder, tokenizing, given))
     if not found:
+        files = dict.fromkeys([" and ".join(file_names(kind)), JSON])
         raise FileNotFoundError(
-            f"{folder} has no tokenizer, neither {' and '.join(tokenizing.files)} nor {JSON}; "
-            f"{file_flags(tokenizing.kinds[0])} would work, or --no-tokenizer for the weights alone"
+            f"{folder} has no tokenizer, which is {' or '.join(files)}; {file_flags(kind)} would "
+            "work, or --no-tokenizer for the weights alone"
         )
     (name, tokenizer), *others = found.items()
     for other, another in others:
@@ -99,12 +100,13 @@ def _tokenizers(
     folder: Path, tokenizing: Tokenizing, given: Given
 ) -> Iterator[tuple[str, Tokenizer]]:
     """(what it was read from, tokenizer) for each of the places where one is."""
-    if given.tokenizer_type == HuggingFaceTokenizer.kind and tokenizing.takes_any_json:
+    kind = given.tokenizer_type or tokenizing.kind_of({})
+    if kind == HuggingFaceTokenizer.kind:
         if given.has_files:
             flags = f"--vocab-file {given.vocab_file}"
-            yield flags, build_tokenizer(given.tokenizer_type, given.vocab_file, given.merge_file)
+            yield flags, build_tokenizer(kind, given.vocab_file, given.merge_file)
         if (folder / JSON).is_file():
-            yield str(folder / JSON), build_tokenizer(given.tokenizer_type, str(folder), None)
+            yield str(folder / JSON), build_tokenizer(kind, str(folder), None)
         return
     kind = _check_beside(folder, tokenizing, given.tokenizer_type)
     files = tokenizing.files
@@ -137,14 +139,13 @@ def _check_beside(folder: Path, tokenizing: Tokenizing, tokenizer_type: str | No
     kind = tokenizing.kind_of(content)
     if tokenizer_type in (None, kind):
         return kind
-    if content and tokenizer_type in tokenizing.kinds:
+    if content and kind in tokenizing.kinds:
         raise UsageError(
             "--tokenizer-type",
             tokenizer_type,
             f"that of {folder / CONFIG}",
             works=("--tokenizer-type", kind),
         )
-    _check_kind(tokenizer_type, tokenizing)
     return tokenizer_type
 
 
@@ -154,5 +155,5 @@ def _check_kind(kind: str, tokenizing: Tokenizing) -> None:
             "--tokenizer-type",
             kind,
             f"{tokenizing.whose}: {' or '.join(tokenizing.known)}",
-            works=("--tokenizer-type", tokenizing.kinds[0]),
+            works=("--tokenizer-type", tokenizing.kind_of({})),
         )

@@ -20,7 +20,7 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.data.tokenizer_base import Tokenizer
-from megatron.models.gpt2 import GPT2
+from megatron.models.decoder import Decoder
 from megatron.parallel.mesh import Mesh
 from tasks.common import Prompts, Window, continue_prompts, score_windows
 
@@ -29,7 +29,7 @@ Request = tuple[tuple[str, str], list[int], list[int]]  # texts, context ids, co
 
 class CheckpointLM(TemplateLM):
     def __init__(
-        self, model: GPT2, mesh: Mesh, tokenizer: Tokenizer, micro_batch_size: int
+        self, model: Decoder, mesh: Mesh, tokenizer: Tokenizer, micro_batch_size: int
     ) -> None:
         """model: in evaluation mode. micro_batch_size: does not change what is answered."""
         super().__init__()

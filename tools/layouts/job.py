@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config.checks import UsageError
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.batch import Samples
-from megatron.models.registry import find_kind
+from megatron.models.registry import KINDS, find_kind
 from megatron.train.inputs import vocabulary_of
 
 
@@ -29,14 +29,14 @@ class Job:
 
 
 def kind_of(arguments: Sequence[str]) -> str:
-    """Of model: that of --kind, or what the name of a preset says."""
+    """Of model: that of --kind, or the one in the name of the preset, or gpt2."""
     given: dict[str, str] = {}
     for name, value in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, has_value, own = name.partition("=")
         given[flag] = given.get(flag, "") + (own if has_value else value)
-    return given.get("--kind") or (
-        "bert" if "bert" in Path(given.get("--preset", "")).name else "gpt2"
-    )
+    preset = Path(given.get("--preset", "")).name
+    named = (name for name, kind in KINDS.items() if kind.program is not None and name in preset)
+    return given.get("--kind") or next(named, "gpt2")
 
 
 def program_of(arguments: Sequence[str], **configs: type) -> type:

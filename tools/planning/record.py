@@ -42,6 +42,7 @@ def record(step: Step, hardware: Hardware) -> Record:
             "layers": model.num_layers,
             "hidden": model.hidden_size,
             "heads": model.num_attention_heads,
+            "key_value_heads": getattr(model, "query_groups", model.num_attention_heads),
             "recompute": model.recompute_granularity,
             "sequence": config.data.seq_length,
             "vocabulary": vocabulary_of(config),

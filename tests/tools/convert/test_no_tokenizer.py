@@ -9,17 +9,18 @@ from megatron.config.checkpoint import TrainedConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import file_names
 from megatron.train.trained import open_trained
-from tests.data.samples import write_tokenizer, write_wordpiece
+from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
 from tests.programs import pretrain, some_data
 from tests.tools.convert.berts import write_bert
+from tests.tools.convert.llamas import write_llama
 from tests.tools.convert.models import assert_same_weights, write_model
 from tools.convert_hf import export_model, import_model
 
-CASES = ("gpt2", "bert")
+CASES = {"gpt2": write_model, "bert": write_bert, "llama": write_llama}
 
 
 def weights_alone(folder: Path, kind: str, **changes: int) -> Path:
-    write_model(folder, **changes) if kind == "gpt2" else write_bert(folder, **changes)
+    CASES[kind](folder, **changes)
     for file in folder.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             file.unlink()
@@ -29,6 +30,8 @@ def weights_alone(folder: Path, kind: str, **changes: int) -> Path:
 def files_of_tokenizer(folder: Path, kind: str) -> dict[str, str]:
     if kind == "bert":
         return {"vocab_file": write_wordpiece(folder)}
+    if kind == "llama":
+        return {"vocab_file": write_tokenizer_json(folder / "json")}
     vocabulary, merges = write_tokenizer(folder)
     return {"vocab_file": vocabulary, "merge_file": merges}
 
@@ -59,7 +62,7 @@ def test_a_reader_of_text_needs_a_tokenizer_of_the_models_size(tmp_path: Path, k
 
     def opened(name: str, **given: str) -> int:
         trained = TrainedConfig(load=str(tmp_path / name), **given)
-        return open_trained(trained, ParallelConfig(), 1, ["gpt2", "bert"])[1].vocab_size
+        return open_trained(trained, ParallelConfig(), 1, [*CASES])[1].vocab_size
 
     with pytest.raises(ValueError, match="--vocab-file"):
         opened("ours")

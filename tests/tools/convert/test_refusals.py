@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.data.samples import write_tokenizer
 from tests.tools.convert.berts import change_tensors, write_bert, write_vocabulary
+from tests.tools.convert.llamas import FACTORS, write_llama
 from tests.tools.convert.models import change_json, split_tokenizer, write_model
 from tools.convert_hf import export_model, import_model
 
@@ -29,6 +30,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "gpt2": write_model(folder / "gpt2", n_layer=1, n_embd=8, n_head=2),
         "bert": write_bert(folder / "bert"),
+        "llama": write_llama(folder / "llama"),
         "classifier": write_bert(folder / "classifier", task="SequenceClassification"),
     }
 
@@ -59,7 +61,8 @@ def refuse(folder: Path, *named: str, **arguments: Any) -> None:
     ("kind", "option", "value", "named"),
     [
         ("gpt2", "model_type", ["gpt2"], ""),
-        ("gpt2", "model_type", "llama", ""),
+        ("gpt2", "model_type", "t5", "llama"),
+        ("gpt2", "model_type", "llama", "architectures"),
         ("gpt2", "activation_function", "quick_gelu", "gelu_new"),
         ("gpt2", "scale_attn_weights", False, "true"),
         ("gpt2", "scale_attn_by_inverse_layer_idx", True, ""),
@@ -93,6 +96,32 @@ def refuse(folder: Path, *named: str, **arguments: Any) -> None:
         ("bert", "num_hidden_layers", 3, "encoder.layer.2.attention.output.LayerNorm.bias"),
         ("bert", "max_position_embeddings", 17, "position_embeddings.weight"),
         ("bert", "model_type", "megatron-bert", "architectures"),
+        ("llama", "architectures", ["LlamaForSequenceClassification"], "LlamaForCausalLM"),
+        ("llama", "architectures", ["LlamaModel"], "LlamaForCausalLM"),
+        ("llama", "hidden_act", "gelu_new", "silu"),
+        ("llama", "head_dim", 8, "4 or null"),
+        ("llama", "attention_bias", True, "false"),
+        ("llama", "mlp_bias", True, "false"),
+        ("llama", "pretraining_tp", 2, "1"),
+        ("llama", "quantization_config", {"bits": 4}, "null"),
+        ("llama", "attention_dropout", "none", "number"),
+        ("llama", "num_key_value_heads", 5, "num_attention_heads"),
+        ("llama", "num_key_value_heads", 4, "k_proj.weight"),
+        ("llama", "num_key_value_heads", "3", "whole number"),
+        ("llama", "intermediate_size", 41, "gate_proj.weight"),
+        ("llama", "tie_word_embeddings", True, "lm_head.weight"),
+        ("llama", "tie_word_embeddings", None, "false"),
+        ("llama", "rms_norm_eps", None, "number"),
+        ("llama", "vocab_size", 264, "263"),
+        ("llama", "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type"),
+        ("llama", "rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "llama3"),
+        ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
+        ("llama", "rope_parameters", {"rope_type": "llama3", **FACTORS, "factor": 0.5}, ""),
+        ("llama", "rope_scaling", {"attention_factor": 2.0}, "attention_factor"),
+        ("llama", "rope_scaling", "llama3", "object"),
+        ("llama", "rope_parameters", {"rope_type": "dynamic"}, "default"),
+        ("llama", "rope_parameters", {"rope_theta": "10000"}, "rope_theta"),
+        ("llama", "rope_parameters", {"rope_theta": -1.0}, "rope_theta"),
         ("classifier", "id2label", {"0": "no", "2": "yes"}, ""),
         ("classifier", "id2label", {"0": "a", "1": "b", "2": "c"}, "classifier.weight"),
         ("classifier", "problem_type", "regression", ""),
@@ -132,6 +161,7 @@ def test_a_bert_without_pooler_and_order_head_is_refused_with_the_reason(
 Tensors = dict[str, Tensor]
 EMBEDDING, BIAS = "bert.embeddings.word_embeddings.weight", "cls.predictions.bias"
 NORM = "bert.embeddings.LayerNorm"
+ONES = torch.ones(7)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +193,10 @@ NORM = "bert.embeddings.LayerNorm"
             "LayerNorm.bias",
             lambda t: {"bert.pooler.dense.bias": None, NORM + ".bias": None},
         ),
+        ("llama", "layers.1.mlp.up_proj", lambda t: {"model.layers.1.mlp.up_proj.weight": None}),
+        ("llama", "q_proj.bias", lambda t: {"model.layers.0.self_attn.q_proj.bias": ONES}),
+        ("llama", "inv_freq", lambda t: {"model.layers.0.self_attn.rotary_emb.inv_freq": ONES}),
+        ("llama", "norm.weight", lambda t: {"model.norm.weight": ONES}),
         ("bert", "classifier.weight", lambda t: {"classifier.weight": torch.zeros(2, 32)}),
         ("bert", "LayerNorm.weight", lambda t: {NORM + ".gamma": t[NORM + ".weight"] + 0}),
         ("bert", "decoder.weight", lambda t: {"cls.predictions.decoder.weight": t[EMBEDDING] + 1}),

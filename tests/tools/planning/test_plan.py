@@ -87,8 +87,19 @@ def test_settings_after_the_preset_win(tmp_path: Path) -> None:
 def test_every_preset_is_planned(name: str, tmp_path: Path) -> None:
     size = prod(preset(name).parallel.sizes.values())
     found = planned(tmp_path, f"--preset {name} --gpus {size} --hardware dgx-a100")
-    assert found["model"]["kind"] == ("bert" if "bert" in name else "gpt2")
+    kinds = (kind for kind in ("bert", "llama") if kind in name)
+    assert found["model"]["kind"] == next(kinds, "gpt2")
     assert found["predicted_step_seconds"]["total"] > 0
+
+
+def test_pure_bf16_holds_four_numbers_of_two_bytes_a_weight(tmp_path: Path) -> None:
+    words = "--preset llama_tutorial --gpus 1 --hardware dgx-a100"
+    masters, pure = planned(tmp_path, words), planned(tmp_path, f"{words} --pure-bf16")
+    lasting = ("weights", "gradients", "masters", "moments")
+    for found, size in ((masters, 18), (pure, 8)):
+        held = sum(found["memory_per_rank_bytes"][kind] for kind in lasting)
+        assert held == pytest.approx(size * found["parameters"], rel=1e-3)
+    assert pure["memory_per_rank_bytes"]["masters"] == 0
 
 
 def test_every_stage_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,6 +166,25 @@ def test_a_kind_can_be_given(tmp_path: Path) -> None:
     assert found["model"]["settings"]["key_value_heads"] == 3
     assert found["communication_per_step"]["tensor"]["calls"] > 0
     assert {each["tensor"] for each in found["layouts"]} == {1, 2}
+
+
+def test_a_llama_is_planned(tmp_path: Path) -> None:
+    """Llama 3's 8B, by flags."""
+    preset = tmp_path / "llama3_some.toml"  # whose name says the kind
+    shape = {"hidden_size": 4096, "ffn_hidden_size": 14_336, "num_attention_heads": 32}
+    rest = {"num_layers": 32, "num_query_groups": 8, "vocab_size": 128_256, "seq_length": 2048}
+    batch = {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 10, "lr": 1e-4}
+    settings = shape | rest | batch
+    preset.write_text("".join(f"{name} = {value}\n" for name, value in settings.items()))
+    cut = "--gpus 8 --tensor-model-parallel-size 8 --hardware h200"
+    found = planned(tmp_path, f"--preset {preset} {cut}")
+    assert found["parameters"] == 8_030_261_248
+    model = found["model"]
+    assert (model["kind"], model["heads"], model["key_value_heads"]) == ("llama", 32, 8)
+    # Keys and values of 8 heads on 16 ranks: whole on each.
+    wide = planned(tmp_path, f"--preset {preset} {cut.replace('8', '16', 2)}")
+    assert wide["parameters"] == found["parameters"]
+    assert wide["parameters_per_rank"] > found["parameters_per_rank"] / 2 + 1e8
 
 
 def test_a_search_takes_less_than_ten_processor_seconds() -> None:

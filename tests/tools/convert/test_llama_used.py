@@ -1,0 +1,197 @@
+"""What uses a Llama that was imported: text, tasks, the harness, and training that goes on."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron.config.parse import parse
+from megatron.train.evaluate import load_newest, whole_logits
+from megatron.train.trained import open_trained
+from tests.dist import Pool
+from tests.programs import pretrain
+from tests.tasks.program import figures_of
+from tests.tiny import mesh_of_ranks
+from tests.tools.convert.llamas import write_llama
+from tests.tools.texts import POSITIONS, TEXTS, texts_of
+from tools import preprocess_data
+from tools.convert_hf import export_model, import_model
+from tools.generate import Settings
+
+NEW = 12
+PASSAGES = ["in the inn, the thing", "the thing in", "then the wind is thin, in the inn"]
+
+
+@dataclass(frozen=True)
+class Llama:
+    """The folder that transformers wrote, a checkpoint of it, and what its import said."""
+
+    exported: Path
+    trained: Path
+    said: str
+
+    @property
+    def flags(self) -> str:
+        """Of pretrain.py, to go on."""
+        (line,) = (each for each in self.said.splitlines() if "pretrain.py" in each)
+        return line.partition("pretrain.py ")[2].removesuffix(" ...")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
+    """Of fewer key/value heads than 2 or 4 ranks divide."""
+    folder = tmp_path_factory.mktemp("llama")
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    exported = write_llama(
+        folder / "hf", max_position_embeddings=POSITIONS, rope_parameters=rope | scaling
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr("builtins.print", lambda *words, **_: said.append(" ".join(map(str, words))))
+        import_model(str(exported), folder / "ours")
+    return Llama(exported, folder / "ours", "\n".join(said))
+
+
+@torch.no_grad()
+def texts_without_a_cache(words: list[str]) -> list[list[int]]:
+    """Greedy ones, read anew for each token."""
+    settings, mesh = parse(Settings, words, {}), mesh_of_ranks(1)
+    folders, tokenizer, _ = open_trained(settings.trained, settings.parallel, 1)
+    _, model = load_newest(folders, mesh)
+    texts = []
+    for prompt in settings.prompt:
+        begin = settings.begin_token
+        ids = [*([] if begin is None else [tokenizer.token_id(begin)]), *tokenizer.encode(prompt)]
+        new: list[int] = []
+        while len(new) < NEW:
+            logits = whole_logits(model, mesh, torch.tensor([[*ids, *new]]))
+            token = int(logits[0, -1].argmax())
+            if token == tokenizer.eod:
+                break
+            new.append(token)
+        texts.append(new)
+    return texts
+
+
+def texts_of_transformers(
+    folder: Path, prompts: Sequence[str], begin: Sequence[str]
+) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = []
+    for prompt in prompts:
+        ids = [*tokenizer.convert_tokens_to_ids(begin), *tokenizer.encode(prompt)]
+        whole = model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids)),
+            max_new_tokens=NEW,
+            do_sample=False,
+        )[0]
+        new = whole[len(ids) :].tolist()
+        texts.append(new[:-1] if new[-1] == tokenizer.eos_token_id else new)
+    return texts
+
+
+@pytest.mark.parametrize("begin", [[], ["[BOT]"]])
+def test_greedy_text_is_that_of_transformers_at_every_layout(
+    gloo: Pool, llama: Llama, begin: list[str]
+) -> None:
+    """The prompts are of unequal length, so that those of a batch are padded."""
+    words = ["--load", str(llama.trained), "--prompt", *TEXTS, "x", "--greedy"]
+    words += ["--max-new-tokens", str(NEW), *(["--begin-token", *begin] if begin else [])]
+    expected = texts_of_transformers(llama.exported, [*TEXTS, "x"], list(begin))
+    assert len({tuple(text) for text in expected}) == 4, "only two prompts are the same"
+    assert texts_without_a_cache(words) == expected
+    for size in ("1", "8"):
+        assert texts_of(1, [*words, "--micro-batch-size", size]) == expected
+    for world, tensor_size in ((2, 2), (2, 1), (4, 4)):
+        for found in gloo.run(world, texts_of, tensor_size, [*words, "--micro-batch-size", "2"]):
+            assert found == expected
+
+
+def harness_of(checkpoint: Path, tensor_size: int) -> list[tuple[float, bool]]:
+    from lm_eval.api.instance import Instance
+
+    from tools.harness.language_model import CheckpointLM
+
+    settings = parse(Settings, ["--load", str(checkpoint), "--prompt", "a"], {})
+    folders, tokenizer, _ = open_trained(settings.trained, settings.parallel, 1)
+    mesh = mesh_of_ranks(tensor_size)
+    lm = CheckpointLM(load_newest(folders, mesh)[1], mesh, tokenizer, 2)
+    pairs = [("the thing", " in"), ("in", " the thing"), ("", "wind")]
+    return lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+
+
+def test_the_harness_gets_the_same_answers_at_two_ranks(gloo: Pool, llama: Llama) -> None:
+    pytest.importorskip("lm_eval")
+    expected = [number for number, _ in harness_of(llama.trained, 1)]
+    for found in gloo.run(2, harness_of, llama.trained, 2):
+        assert [number for number, _ in found] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def data(llama: Llama) -> Path:
+    """A data set of the Llama's tokenizer, and the text that it was made of."""
+    folder = llama.exported.parent
+    texts = [f"{text} {number}" for number in range(12) for text in PASSAGES]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "text.jsonl").write_text(lines)
+    words = ["--input", str(folder / "text.jsonl"), "--output-prefix", str(folder / "data")]
+    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--append-eod", "--workers", "1"]
+    preprocess_data.main([*words, "--tokenizer-model", str(llama.exported)])
+    return folder / "data_text_document"
+
+
+@pytest.mark.parametrize("task", ["LAMBADA", "WIKITEXT103", "HELDOUT"])
+def test_a_task_gives_the_same_figures_at_two_ranks(
+    gloo: Pool, llama: Llama, data: Path, tmp_path: Path, task: str
+) -> None:
+    file = tmp_path / "passages"
+    lines = [json.dumps({"text": text}) for text in PASSAGES]
+    if task == "WIKITEXT103":
+        lines = [" = The thing = ", *PASSAGES]
+    file.write_text("\n".join([*lines, ""]))
+    words = ["--valid-data", str(file)]
+    if task == "HELDOUT":
+        words = ["--input", str(file), "--train-data", str(data), "--cloze-words", "3"]
+    words += ["--load", str(llama.trained)]
+    expected = numbers_of(figures_of(task, 1, *words))
+    assert len(expected) > 8
+    first, _ = gloo.run(2, figures_of, task, 2, *words)  # which alone has the figures
+    assert numbers_of(first) == pytest.approx(expected, rel=1e-5)
+
+
+def numbers_of(figures: dict[str, Any]) -> dict[str, float]:
+    return {name: each for name, each in figures.items() if type(each) in (int, float)}
+
+
+def losses_of(file: Path) -> list[float]:
+    lines = map(json.loads, file.read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_training_goes_on_at_every_layout(llama: Llama, data: Path, tmp_path: Path) -> None:
+    """With the flags that the import names, and none of the shape beside them."""
+    assert "--num-query-groups 3" in llama.flags
+    assert "--rope-scaling 8.0 1.0 4.0 16.0" in llama.flags
+    words = f"{llama.flags} --lr 1e-2 --lr-warmup-iters 0 --train-iters 3 --log-interval 1"
+    words += f" --eval-iters 0 --save {tmp_path}/trained"
+    losses = {}
+    for name, world in (("", 1), ("tensor", 2), ("pipeline", 2)):
+        more = f" --{name}-model-parallel-size 2" if name else ""
+        more += f" --metrics-file {tmp_path}/{name}.jsonl --save {tmp_path}/trained{name}"
+        with pretrain(words + more, world=world, folder=tmp_path, program="pretrain",
+                      data=data) as run:  # fmt: skip
+            assert run.wait(200) == [0] * world, run.text()
+        losses[name] = losses_of(tmp_path / f"{name}.jsonl")
+    assert len(losses[""]) == 3
+    assert losses[""][-1] < losses[""][0]
+    for name in ("tensor", "pipeline"):
+        assert losses[name] == pytest.approx(losses[""], rel=1e-5)
+        export_model(str(tmp_path / f"trained{name}"), tmp_path / f"back{name}")
