@@ -257,13 +257,13 @@ def check(lists: Lists, virtual: int) -> Facts:
             if not own or action.direction not in DURATIONS:
                 raise ScheduleError(f"rank {rank}: {action} is no action of this rank's stages")
     trains = any(action.direction != "forward" for action in done)
-    allowed = ("FB", "FIW") if trains else ("F",)
+    allowed, needed = (("FB", "FIW"), "F and B, or F, I and W") if trains else (("F",), "F")
     for n in range(micro_batches):
         for stage in range(ranks * virtual):
             has = "".join(LETTERS[each] for each in LETTERS if Action(each, stage, n) in done)
             if has not in allowed:
-                wrong = f"{has or 'nothing'} of stage {stage}, micro-batch {n}, not"
-                raise ScheduleError(f"rank {stage % ranks} has {wrong} {' or '.join(allowed)}")
+                found = f"of stage {stage}, micro-batch {n} it has {has or 'nothing'}"
+                raise ScheduleError(f"rank {stage % ranks}: {found}, and needs {needed}")
     check_programs([program(lists, rank) for rank in range(ranks)])
     length = [DURATIONS[actions[-1].direction] for actions in lists]
     end = max(times[-1] + last for times, last in zip(start_times(lists), length, strict=True))
