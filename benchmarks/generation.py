@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
-from benchmarks.peers import transformers_gpt2
+from benchmarks.peers import TRANSFORMERS, transformers_gpt2
 from benchmarks.steps import SEED
 from megatron.config.model import GPT2Config
 from megatron.inference.generate import Sampling, generate
@@ -66,7 +66,8 @@ def contenders(flags: Flags) -> Iterator[Contender]:
     for batch, lengths in BATCHES.items():
         given, one = {"lengths": lengths}, f"batch {batch}, t = 1"
         yield Contender(OURS, ours, given, group=one, threads=2)
-        yield Contender("transformers", transformers, given, group=one, threads=2, same=SAME)
+        its = {"needs": [TRANSFORMERS], "same": SAME}
+        yield Contender("transformers", transformers, given, group=one, threads=2, **its)
         yield Contender(OURS, ours, given, group=f"batch {batch}, t = 2", ranks=2)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from timeit import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import GPT2Config as TheirConfig
-from transformers import GPT2LMHeadModel
 
 from benchmarks.harness import Rank, Turn, is_installed
 from benchmarks.steps import LEARNING_RATE, SEED, batch_of, precision_of, read
@@ -42,6 +40,12 @@ from tools.convert.gpt2 import GPT2
 from tools.convert.weights import resolve, to_theirs
 from tools.layouts.job import open_samples
 from tools.planning.trace import Step
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel
+
+TRANSFORMERS = "transformers.models.gpt2.modeling_gpt2"
+"""What a contender that calls `transformers_gpt2` needs; the others do without its seconds."""
 
 
 def initial_weights(config: TextModelConfig, vocab_size: int) -> dict[str, Tensor]:
@@ -188,6 +192,9 @@ def plain(rank: Rank, flags: Sequence[str]) -> Turn:
 
 def transformers_gpt2(config: GPT2Config, vocab_size: int) -> GPT2LMHeadModel:
     """With this project's initial weights, converted as tools/convert_hf.py does."""
+    from transformers import GPT2Config as TheirConfig
+    from transformers import GPT2LMHeadModel
+
     settings = {each.theirs: getattr(config, each.meaning or each.ours) for each in GPT2.settings}
     theirs = TheirConfig(vocab_size=vocab_size, bos_token_id=None, eos_token_id=None, **settings)
     model, weights = GPT2LMHeadModel(theirs), initial_weights(config, vocab_size)

@@ -57,7 +57,8 @@ WORDS = """--preset gpt2_124m --num-layers 7 --seq-length 512 --vocab-size 10240
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-3}  # of the losses
 RATIO, MEMORY = "time / the first's", "peak memory / the first's"
 MEASURED, PROMISED = "time per micro-batch / the first's", "by the schedule"
-SCOPES = {False: "forward and backward", True: "with the update"}
+ALL, UPDATE = "forward and backward", "with the update"
+SCOPES: tuple[Any, ...] = (ALL, UPDATE)
 
 
 def plan_of(config: PretrainGPT2Config, ranks: int, kind: str) -> PipelinePlan:
@@ -267,6 +268,7 @@ def contenders(
     bubble_schedules: tuple[Literal["1f1b", "interleaved", "zb-h1", "gpipe"], ...] = KINDS,
     bubble_micro_batches: tuple[int, ...] = (16, 8, 4, 2, 1),
     dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
+    scopes: tuple[Literal["forward and backward", "with the update"], ...] = SCOPES,
     program_flags: str = "",
 ) -> Iterator[Contender]:
     """Compare pipelines, and measure the bubble.
@@ -279,6 +281,7 @@ def contenders(
         bubble_micro_batches: for which the bubble is measured; the first is the one to compare
             with.
         dtypes: of weights and activations; the bubble is measured in the first.
+        scopes: of a turn; with the update the first schedule alone.
         program_flags: of pretrain_gpt2.py: --program-flags="--num-layers 7 --hidden-size 64".
     """
     if max(bubble_micro_batches) != bubble_micro_batches[0]:
@@ -289,19 +292,19 @@ def contenders(
         )
         for dtype in dtypes
     }
-    for dtype, kind, updates in product(dtypes, schedules, SCOPES):
-        if updates and kind != schedules[0]:
+    for dtype, kind, scope in product(dtypes, schedules, scopes):
+        if scope == UPDATE and kind != schedules[0]:
             continue
-        own = {"kind": kind, "micro_batches": micro_batches, "updates": updates}
+        own = {"kind": kind, "micro_batches": micro_batches, "updates": scope == UPDATE}
         runs = {OURS: (ours, pipeline), TORCH: (torchs, pipeline)}
-        if kind == schedules[0] and not updates:
+        if kind == schedules[0] and scope == ALL:
             runs |= {ALONE: (ours, 1), PLAIN: (torchs, 1)}
         for name, (run, ranks) in runs.items():
             yield Contender(
                 name,
                 run,
                 {"flags": words[dtype], **own},
-                group=f"{dtype}, {kind}, m = {micro_batches}, {SCOPES[updates]}",
+                group=f"{dtype}, {kind}, m = {micro_batches}, {scope}",
                 ranks=ranks,
                 same={"loss": TOLERANCES[dtype]},
             )
@@ -327,7 +330,7 @@ def result(found: Results) -> str:
         time, memory = (found.cell(group, name, title) for title in (RATIO, MEMORY))
         if name == TORCH and time and memory:
             text = f"{time.text('{:.2f}', is_ratio=True)} of the time"
-            if group.endswith(SCOPES[True]):
+            if group.endswith(UPDATE):
                 text += f" and {memory.text('{:.2f}', is_ratio=True)} of the memory"
             texts.append(f"{text} ({group})")
     text = f"Torch's pipelining takes, of this project's: {'; '.join(texts) or '(not measured)'}."

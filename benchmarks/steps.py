@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import Rank
 from megatron.config.parse import parse
-from megatron.config.pretrain import PretrainGPT2Config
+from megatron.config.pretrain import PretrainConfig, PretrainGPT2Config
 from megatron.data.batch import Batch
 from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
@@ -26,6 +26,7 @@ from megatron.train.state import DTYPES, TrainState, build_state, choose_compile
 from megatron.train.step import train_step
 from tools.layouts.job import open_samples
 
+AnyPretrainConfig = TypeVar("AnyPretrainConfig", bound=PretrainConfig)
 SEED = 1234
 LEARNING_RATE = 1e-3
 # Dense bf16 in NVIDIA's datasheets of H100 SXM and H200, FLOP/s.
@@ -37,19 +38,24 @@ def peak_of(device: str) -> float | None:
     return PEAKS.get(torch.cuda.get_device_name()) if device == "cuda" else None
 
 
-def read(flags: Sequence[str], ranks: int = 1) -> PretrainGPT2Config:
-    """The settings of pretrain_gpt2.py. Raises UsageError where so many ranks do not fit."""
-    given = parse(PretrainGPT2Config, list(flags), {})
+def read(
+    flags: Sequence[str],
+    ranks: int = 1,
+    settings: type[AnyPretrainConfig] = PretrainGPT2Config,  # type: ignore[assignment]
+) -> AnyPretrainConfig:
+    """The settings of pretrain_gpt2.py, or of another kind of model. Raises UsageError where so
+    many ranks do not fit."""
+    given = parse(settings, list(flags), {})
     config = replace(given, training=replace(given.training, global_batch_size=None))
     config.check(ranks)
     return config
 
 
-def precision_of(config: PretrainGPT2Config) -> str:
+def precision_of(config: PretrainConfig) -> str:
     return config.precision.name or "fp32"
 
 
-def batch_of(config: PretrainGPT2Config, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+def batch_of(config: PretrainConfig, step: int, rank: int = 0, ranks: int = 1) -> Batch:
     """Of the data-parallel rank `rank` of `ranks`."""
     size = config.training.micro_batch_size
     numbers = np.arange(size) + (step * ranks + rank) * size
@@ -57,7 +63,7 @@ def batch_of(config: PretrainGPT2Config, step: int, rank: int = 0, ranks: int = 
 
 
 def build(
-    config: PretrainGPT2Config,
+    config: PretrainConfig,
     mesh: Mesh,
     *,
     compiled: bool = False,
@@ -95,7 +101,7 @@ def draw_weights(state: TrainState) -> None:
     state.optimizer.publish()
 
 
-def mesh_of(rank: Rank, config: PretrainGPT2Config, of_ranks: int = 1) -> Mesh:
+def mesh_of(rank: Rank, config: PretrainConfig, of_ranks: int = 1) -> Mesh:
     """The contender's ranks as the settings cut them. of_ranks: only the first of so many runs;
     its collectives leave their tensors as they are, and take no time."""
     sizes, mode = config.parallel.sizes, config.parallel.tensor_parallel_mode
@@ -112,7 +118,7 @@ def mesh_of(rank: Rank, config: PretrainGPT2Config, of_ranks: int = 1) -> Mesh:
 class Run:
     """Of this project; a turn is one training step, on the next samples."""
 
-    config: PretrainGPT2Config
+    config: PretrainConfig
     state: TrainState
 
     def __call__(self) -> dict[str, Any]:
@@ -122,9 +128,16 @@ class Run:
         return {"loss": result.loss, "tokens": result.tokens}
 
 
-def ours(rank: Rank, flags: Sequence[str], *, of_ranks: int = 1, fast: bool = False) -> Run:
-    """of_ranks: as of mesh_of. fast: as of build."""
-    config = read(flags, max(rank.size, of_ranks))
+def ours(
+    rank: Rank,
+    flags: Sequence[str],
+    *,
+    settings: type[PretrainConfig] = PretrainGPT2Config,
+    of_ranks: int = 1,
+    fast: bool = False,
+) -> Run:
+    """settings: as of read. of_ranks: as of mesh_of. fast: as of build."""
+    config = read(flags, max(rank.size, of_ranks), settings)
     mesh = mesh_of(rank, config, of_ranks)
     compiled, warnings = choose_compile(config.training.compile, mesh)
     rank.notes += warnings

@@ -48,6 +48,11 @@ PEERS: dict[str, tuple[Any, range]] = {  # and their tensor-parallel sizes
     "Megatron-Core": (peers.megatron_core, ANY),
     FLOOR: (peers.floor, ANY),
 }
+NEEDS = {
+    "transformers": (peers.TRANSFORMERS,),
+    "transformers, compiled": (peers.TRANSFORMERS,),
+    "Megatron-Core": ("megatron.core",),
+}
 USUAL = (OURS, "plain torch", "transformers", "DTensor", "Megatron-Core", FLOOR)
 SIZES = {  # flags of a preset on a CPU
     "gpt2_124m": "--seq-length 512 --micro-batch-size 2 --vocab-size 50304",
@@ -119,7 +124,7 @@ def contenders(
             group=f"{Path(preset).name.removesuffix('.toml')}, {dtype}, t = {ranks}",
             ranks=1 if stub_communication else ranks,
             threads=max(1, threads // ranks),
-            needs=("megatron.core",) if name == "Megatron-Core" else (),
+            needs=NEEDS.get(name, ()),
             same={} if name == FLOOR or DROPOUT in name else {"loss": tolerance},
             facts=facts,
         )

@@ -8,6 +8,7 @@ of words. With --pipeline 2 each rank has two stages, and two models read differ
 """
 
 import argparse
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     flags = parser.parse_args()
 
-    parallel = api.TrainingParallelConfig(pipeline_model_parallel_size=flags.pipeline)
+    with api.user_errors(os.environ):  # bad input is one line
+        parallel = api.TrainingParallelConfig(pipeline_model_parallel_size=flags.pipeline)
+        parallel.check(int(os.environ.get("WORLD_SIZE", "1")))
     with api.launch(parallel) as mesh:
         for step, (mean, norm) in enumerate(train(build(mesh), flags.steps), start=1):
             if mesh.is_first:

@@ -78,6 +78,7 @@ from .train.executor import run_pipeline as run_pipeline
 # Models and training
 from .config.model import (
     GPT2Config as GPT2Config,
+    LlamaConfig as LlamaConfig,
     BertConfig as BertConfig,
 )
 from .config.training import (
@@ -142,6 +143,7 @@ from .data.columns import (
     ColumnDocuments as ColumnDocuments,
     DatasetColumn as DatasetColumn,
 )
+from .data.map_style import open_named as open_named
 from .data.padded import open_padded_splits as open_padded_splits
 from .data.tokenizer_base import Tokenizer as Tokenizer
 from .data.tokenizer import build_tokenizer as build_tokenizer

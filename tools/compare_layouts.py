@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 # Above what layouts differ by, of correct ones; bf16 and fp16 keep 8 and 11 bits.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 DIFFERENCES = ("loss", "norm", "gradient", "weight")
-PRECISION = {"--bf16", "--no-bf16", "--fp16"}
+PRECISION = {"--bf16", "--no-bf16", "--fp16", "--pure-bf16"}
 # Settings of a training that a comparison does not have, and why.
 REFUSED = {
     "a LAYOUT says it, such as tensor=2,sequence": (
@@ -143,7 +143,9 @@ def read_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple
     for reason, names in REFUSED.items():
         for spelt in given & {spelling for n in names for spelling in (flag(n), switch(n, False))}:
             raise UsageError(spelt, None, f"left out: {reason}")
-    of_presets = ["--no-bf16", "--no-fp16"] if given & PRECISION else []  # which do not hold then
+    # What presets say of them does not hold where one is given.
+    names = ("fp16",) if "--pure-bf16" in given else ("fp16", "bf16", "pure_bf16")
+    of_presets = [switch(name, False) for name in names] if given & PRECISION else []
     program = program_of(arguments, comparison=ComparisonConfig, training=ComparedTraining)
     words = [*of_presets, *arguments]
     config: Any = parse(program, words, environ, description=str(__doc__))

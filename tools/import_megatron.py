@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
@@ -25,13 +25,10 @@ from megatron.config.checks import positive
 from megatron.config.launch import interruptible
 from megatron.config.parse import parse, user_errors
 from megatron.data.tokenizer import build_tokenizer
-from tools.convert.megatron import Model, describe, read_weights
+from tools.convert.megatron import describe, read_weights
 from tools.convert.ranks import find_files, read_ranks
 from tools.convert.staging import refuse_existing
 from tools.convert.stored_args import FLAGS
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,26 +62,6 @@ class Settings:
         positive(self, *FLAGS)
 
 
-def check(path: Path, model: Model, weights: Mapping[str, Tensor]) -> None:
-    """Raise ValueError where the checkpoint at `path` has other weights, or logits not finite."""
-    import torch
-
-    from megatron.checkpoint.load import verify
-    from megatron.parallel.mesh import serial_mesh
-    from megatron.train.evaluate import load_model, whole_logits
-
-    mesh = serial_mesh()
-    loaded = load_model(verify(path, mesh), mesh)
-    for name, parameter in loaded.named_parameters():
-        whole = weights[name].float()
-        if not torch.equal(parameter[: len(whole)], whole):
-            raise ValueError(f"{name} does not read back as it was written, or holds NaN")
-    length = min(32, model.section.max_position_embeddings)
-    tokens = torch.linspace(0, model.vocab_size - 1, 2 * length).long().view(2, length)
-    if not whole_logits(loaded, mesh, tokens).isfinite().all():
-        raise ValueError(f"the model of {model.ranks[0].file} computes logits that are not finite")
-
-
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with user_errors(environ):
         settings = parse(Settings, arguments, environ)
@@ -98,7 +75,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 
     from tqdm import tqdm
 
-    from tools.convert.writing import tell, write_checkpoint
+    from tools.convert.writing import check_weights, tell, write_checkpoint
 
     with user_errors(environ):
         weights = dict(read_weights(model, tqdm(model.entries, "reading", unit=" tensors")))
@@ -109,7 +86,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             tokenizer.vocab_size,
             tokenizer,
             f"Megatron-LM, {files[0]} of {len(files)}",
-            lambda staged: check(staged, model, weights),
+            lambda staged: check_weights(staged, weights, str(files[0])),
         )
     print(model)
     tell(files[0], path, model.section)

@@ -42,10 +42,12 @@ WHERE = {"--data-path", "--mock-data", "--tokenizer-type", "--vocab-file", "--me
 WHERE |= {"--dataset-name", "--dataset-config", "--dataset-split", "--json-key"}
 WHERE |= {"--num-workers", "--too-long"}
 PRECISIONS = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
+PRECISIONS |= {"pure-bf16": "--pure-bf16"}
 # What the directories of other programs have, and what makes a checkpoint of them.
 FOREIGN = {
     "config.json": "convert_hf.py import",
     "latest_checkpointed_iteration.txt": "import_megatron.py",
+    ".metadata": "convert_dcp.py import",
 }
 
 
@@ -175,7 +177,7 @@ def check_start(
     """
     if (kind := manifest["kind"]) != config.model.kind:
         raise UsageError("--load", path, f"a model of the kind {config.model.kind}, not {kind}")
-    if "imported_from" in manifest and not finetune:
+    if "imported_from" in manifest and not finetune and not _has_moments(manifest):
         raise UsageError(
             "--load",
             path,
@@ -219,6 +221,11 @@ def check_start(
         works = ("--override-data",) if unless else ()
     value = " ".join(words[1:]) or None
     raise UsageError(words[0], value, f"{must}, as in {path}{unless}", works=works)
+
+
+def _has_moments(manifest: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint is of a run, of this or of another program."""
+    return any(key.startswith("exp_avg.") for key in manifest.get("tensors", ()))
 
 
 def _arguments(name: str, value: Any) -> tuple[str, ...]:
@@ -268,6 +275,9 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
     "data sets": their number, "data sets: 1": its SHA-256, ...}, as JSON has them. What was left
     open is what it comes to."""
     parts = json.loads(json.dumps({part: facts["config"].get(part, {}) for part in COMPARED}))
+    is_imported = "imported_from" in facts  # then nothing is known of its data
+    if is_imported:
+        parts["data"] = {}
     if "kind" in facts:  # a checkpoint that is older than a setting has its default
         kind = find_kind(facts["kind"], "kind")
         for part, config in (("model", resolve_name(kind.config)), ("data", kind.data_config)):
@@ -287,13 +297,16 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
     found.pop("--attention-dropout-rng", None)  # compared by what it comes to
     if "kind" in facts and any(found.get(name) for name in DROPOUTS):
         found["dropout masks"] = _masks(facts)
-    for name in ("--bf16", "--fp16"):  # compared by what they come to
+    is_pure = found.get("--pure-bf16")
+    for name in ("--bf16", "--fp16", "--pure-bf16"):  # compared by what they come to
         found.pop(name, None)
     if "precision" in facts:
-        found["precision"] = facts["precision"]
+        found["precision"] = "pure-bf16" if is_pure else facts["precision"]
     if facts["tokenizer"]:  # weights may be imported without one
         found["tokenizer"] = facts["tokenizer"][:12]
-    found |= {"vocabulary": facts["vocab_size"], "data sets": len(facts["data"])}
+    found["vocabulary"] = facts["vocab_size"]
+    if not is_imported:
+        found["data sets"] = len(facts["data"])
     texts = (text.removeprefix("1 of ") for text in facts["data"])
     return found | {f"data sets: {number}": text for number, text in enumerate(texts, start=1)}
 

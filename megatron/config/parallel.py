@@ -60,6 +60,7 @@ class ParallelConfig:
     ) -> None:
         """Raise UsageError where processes, the widths of a model, `ModelConfig.widths`, or under
         sequence parallelism the tokens of a sample cannot be shared out evenly."""
+        self._check_own(world_size)
         size, widths = self.tensor_model_parallel_size, dict(widths or {})
         if self.cuts_stream and seq_length is not None:
             widths["--seq-length"] = seq_length
@@ -80,6 +81,9 @@ class ParallelConfig:
                 works=("--tensor-model-parallel-size", str(max(fitting))),
             )
 
+    def _check_own(self, world_size: int) -> None:
+        """What `check` does first: nothing here, of subclasses what their settings need."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneParallelConfig(ParallelConfig):
@@ -93,14 +97,8 @@ class FinetuneParallelConfig(ParallelConfig):
     def cuts_stream(self) -> bool:
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
-    def check(
-        self,
-        world_size: int,
-        widths: Mapping[str, int] | None = None,
-        seq_length: int | None = None,
-    ) -> None:
-        """As of ParallelConfig; warns of a sequence that nothing shares out."""
-        super().check(world_size, widths, seq_length)
+    def _check_own(self, world_size: int) -> None:
+        """Warn of a sequence that nothing shares out."""
         if self.sequence_parallel and not self.cuts_stream:
             warnings.warn(
                 "--sequence-parallel does nothing with --tensor-model-parallel-size 1", stacklevel=2
@@ -178,13 +176,9 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             return num_layers // (each * self.pipeline_model_parallel_size)
         return self.num_virtual_stages_per_pipeline_rank or 1
 
-    def check(
-        self,
-        world_size: int,
-        widths: Mapping[str, int] | None = None,
-        seq_length: int | None = None,
-    ) -> None:
-        """As of FinetuneParallelConfig, of processes that stages share out, too."""
+    def _check_own(self, world_size: int) -> None:
+        """Refuse processes that the stages cannot share out, too."""
+        super()._check_own(world_size)
         stages, tensor = self.pipeline_model_parallel_size, self.tensor_model_parallel_size
         tensor = 1 if world_size % tensor else tensor  # which is refused below
         if world_size % (stages * tensor):
@@ -197,7 +191,6 @@ class TrainingParallelConfig(FinetuneParallelConfig):
                 f"torchrun --nproc-per-node, now {world_size}",
                 works=_stages(most) if most > 1 or not is_needed else (),
             )
-        super().check(world_size, widths, seq_length)
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise UsageError where the stages of this model, or the schedule, cannot be."""
@@ -209,10 +202,12 @@ class TrainingParallelConfig(FinetuneParallelConfig):
                 allowed = f"left out where {stages} stages do not divide {of_model}"
                 works = (flag(VIRTUAL), "2") if parts > 1 else ()
                 raise UsageError(name, each, allowed, works=works)
-            if parts % each:
-                allowed = f"a divisor of {of_model} / {stages} stages"
-                most = max(n for n in range(1, min(each, parts) + 1) if not parts % n)
-                raise UsageError(name, each, allowed, works=(name, str(most)))
+            smaller = [n for n in range(1, parts) if not parts % n]
+            if each not in smaller:
+                allowed = f"a divisor of {of_model} / {stages} stages, below it: several of a stage"
+                most = max((n for n in smaller if n < each), default=None)
+                works = (flag(VIRTUAL), "1") if most is None else (name, str(most))
+                raise UsageError(name, each, allowed, works=works)
         virtual = self.virtual_stages(layers)
         if virtual > 1 and layers < stages * virtual:
             allowed = f"at most {of_model} / {stages} stages"
@@ -229,6 +224,9 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         kind = self.pipeline_schedule
         if kind == "interleaved" and virtual == 1:
             allowed = f"another one where a process has one virtual stage, without {flag(VIRTUAL)}"
+            raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("1f1b"))
+        if kind in ("gpipe", "zb-h1") and stages == 1:
+            allowed = f"1f1b with {flag(STAGES)} 1, where it would only take memory"
             raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("1f1b"))
         if kind in ("gpipe", "1f1b", "zb-h1") and virtual > 1:
             allowed = f"interleaved or a file, with {virtual} virtual stages"

@@ -80,6 +80,9 @@ class PretrainConfig:
             )
         if self.training.train_iters is not None:
             self._check_warmup()
+        if self.precision.pure_bf16 and self.optimizer.optimizer_impl == "apex":
+            name, allowed = "--optimizer-impl", "torch with --pure-bf16: apex's moments are fp32"
+            raise UsageError(name, "apex", allowed, works=(name, "torch"))
         require_apex(
             optimizer_impl=self.optimizer.optimizer_impl, layernorm_impl=self.model.layernorm_impl
         )

@@ -41,7 +41,8 @@ class LlamaAttention(Attention):
             each.view(at.count, -1, each.shape[1] // self.head_size, self.head_size).transpose(1, 2)
             for each in self.qkv(x)
         )
-        return rotate(q, *at.turns), rotate(k, *at.turns), v
+        # A copy of v, beside which the memory of what k was turned from is not kept.
+        return rotate(q, *at.turns), rotate(k, *at.turns), v.contiguous()
 
 
 class LlamaLayer(TransformerLayer):

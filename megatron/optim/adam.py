@@ -2,7 +2,8 @@
 
 The masters lie in memory exactly as the gradients do, so that scaling, norm and Adam are a few
 passes over a few long tensors. Parameters that have the masters' dtype are views of them; those of
-a narrower dtype are rounded from them after each step.
+a narrower dtype are rounded from them after each step. Masters and moments have the dtype of the
+gradients: where these are narrow, too (--pure-bf16), there are no masters.
 """
 
 from __future__ import annotations

@@ -15,9 +15,17 @@ DECAY = {
 
 def learning_rate(config: OptimizerConfig, update: int, decay_iters: int) -> float:
     """Rate of an update of the weights, counted from 1: linear warm-up, then decay to a floor,
-    which holds from update `decay_iters` on."""
-    warmup = config.lr_warmup_iters
+    which holds from update `decay_iters` on.
+
+    With lr_warmup_init the first update has that rate and the others are one later: the rates are
+    those of torch's SequentialLR of LinearLR and CosineAnnealingLR, stepped after each update, and
+    of Megatron-LM's scheduler.
+    """
+    warmup, first = config.lr_warmup_iters, config.lr_warmup_init
+    if first is not None:
+        update -= 1
     if update <= warmup:
-        return config.lr * update / warmup
+        first = first or 0.0
+        return first + (config.lr - first) * update / warmup
     progress = min(1.0, (update - warmup) / max(1, decay_iters - warmup))
     return config.min_lr + (config.lr - config.min_lr) * DECAY[config.lr_decay_style](progress)

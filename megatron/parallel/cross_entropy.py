@@ -249,11 +249,13 @@ def linear_cross_entropy(
     x [n, h], replicated over `axis`, or cut by rows over `stream`, of which never more than a chunk
     is gathered; weight [padded v / t, h] and bias [padded v / t], this rank's;
     labels [n] int64 and scales [n], the same on every rank. view: of the weight's gradient, which
-    is added there in the forward: run backward once for each forward. A result that is multiplied
-    before its backward costs a second pass; put constants into the scales.
+    is added there in the forward, if it is wide enough to add up chunks: run backward once for each
+    forward. A result that is multiplied before its backward costs a second pass; put constants into
+    the scales.
     """
     scales = scales.to(torch.promote_types(x.dtype, torch.float32))
     if torch.is_grad_enabled():
+        view = view if view is None or view.is_wide else None
         return _LinearCrossEntropy.apply(
             x, weight, bias, labels, scales, axis, vocab_size, view, stream
         )

@@ -39,8 +39,13 @@ def meta_as(device: str) -> Iterator[None]:
         _meta_is_cpu = before
 
 
+def is_on_cpu(x: Tensor) -> bool:
+    """Whether x is on a CPU, or on meta and stands for what is."""
+    return _meta_is_cpu if x.is_meta else not x.is_cuda
+
+
 def _by_cpu_kernels(x: Tensor) -> bool:
-    return use_cpu_kernels and (_meta_is_cpu if x.is_meta else not x.is_cuda)
+    return use_cpu_kernels and is_on_cpu(x)
 
 
 def padded_rows(rows: int) -> int:

@@ -13,6 +13,8 @@ A weight is stored as torch stores it, [out, in], so columns of A are rows of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -37,51 +39,102 @@ from megatron.parallel.sharding import GradientView, ShardedModule
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W' + b    dx = sum over ranks of dy W    dW = dy' x    db = sum of the rows of dy"""
+    """y = x W' + b    dx = sum over ranks of dy W    dW = dy' x    db = sum of the rows of dy
+
+    With several weights a y of each; dx is the sum of theirs, and crosses the ranks once.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
         axis: Axis,
         stream: Axis,
-        view: GradientView | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.stream, ctx.view = axis, stream, view
-        ctx.bias_shape = None if bias is None else bias.shape
-        return kernels.matmul(start_gather(x, stream)(), *_flat(weight, bias))
+        views: Sequence[GradientView | None],
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """parameters: the weights, then the biases."""
+        weights, biases = parameters[: len(views)], parameters[len(views) :]
+        ctx.save_for_backward(x, *weights)
+        ctx.axis, ctx.stream, ctx.views = axis, stream, views
+        ctx.bias_shapes = [None if bias is None else bias.shape for bias in biases]
+        return _outputs(start_gather(x, stream)(), weights, biases)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dx = dw = db = gathered = summed = None
-        view, stream = ctx.view, ctx.stream
-        if ctx.needs_input_grad[1] and view is not None and view.deferral.is_on:
-            view.deferral.add(view, lambda: view.add_matmul(dy, start_gather(x, stream)()))
-        elif ctx.needs_input_grad[1]:
-            gathered = start_gather(x, stream)  # again, beside dx, rather than kept
-        if ctx.needs_input_grad[0]:
-            dx = kernels.matmul(dy, weight.flatten(0, -2).T)
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        views, stream, needed = ctx.views, ctx.stream, ctx.needs_input_grad
+        dws: list[Tensor | None] = [None] * len(dys)
+        dbs, now, dx, summed = dws.copy(), [], None, None
+        for number, (dy, view) in enumerate(zip(dys, views, strict=True)):
+            if needed[4 + number] and view is not None and view.deferral.is_on:
+                view.deferral.add(view, partial(_add_later, view, dy, x, stream))
+            elif needed[4 + number]:
+                now.append(number)
+            if needed[4 + len(dys) + number]:
+                dbs[number] = dy.sum(0).view(ctx.bias_shapes[number])
+        gathered = start_gather(x, stream) if now else None  # again, beside dx, rather than kept
+        if needed[0]:
+            pairs = zip(dys, weights, strict=True)
+            dx, *others = (kernels.matmul(dy, weight.flatten(0, -2).T) for dy, weight in pairs)
+            for other in others:
+                dx.add_(other)
             summed = start_sum(dx, ctx.axis, stream)  # beside dw
         if gathered is not None:
-            x = gathered()
-            if view is not None:
-                view.add_matmul(dy, x)
-            else:
-                dw = kernels.matmul(dy.T, x.T).view(weight.shape)
-        if ctx.needs_input_grad[2]:
-            db = dy.sum(0).view(ctx.bias_shape)
+            whole = gathered()
+            for number in now:
+                if (view := views[number]) is not None:
+                    view.add_matmul(dys[number], whole)
+                else:
+                    dw = kernels.matmul(dys[number].T, whole.T)
+                    dws[number] = dw.view(weights[number].shape)
         if summed is not None:
             dx = summed()
-        return dx, dw, db, None, None, None
+        return dx, None, None, None, *dws, *dbs
 
 
-def _flat(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return weight.flatten(0, -2), None if bias is None else bias.flatten()
+def _add_later(view: GradientView, dy: Tensor, x: Tensor, stream: Axis) -> None:
+    view.add_matmul(dy, start_gather(x, stream)())
+
+
+def _outputs(
+    x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    return tuple(
+        kernels.matmul(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
+        for weight, bias in zip(weights, biases, strict=True)
+    )
+
+
+def linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    axis: Axis = ALONE,
+    stream: Axis = ALONE,
+    views: Sequence[GradientView | None],
+) -> tuple[Tensor, ...]:
+    """x [n, in], weights [..., out, in] and biases [..., out], their leading dims flattened, to a
+    [n, out] of each.
+
+    axis: over which x is replicated, and its gradient summed while that of the weights is computed
+        (f, section 3 of the paper).
+    stream: over which the rows of x are cut instead; then it is `axis`, and x is [n/t, in].
+    views: where each weight's gradient is added. Autograd then gets none: it is
+        not copied, and of a tied weight's two uses there is no sum in a narrow dtype.
+    """
+    if torch.compiler.is_compiling():  # a compiled backward cannot write into buckets
+        views = (None,) * len(weights)
+    elif torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
+        raise RuntimeError(
+            "parallel layers do not work under torch.autocast: model.to(torch.bfloat16) computes "
+            "in bf16, and gradients are added up in fp32 all the same"
+        )
+    if not torch.is_grad_enabled():
+        return _outputs(start_gather(x, stream)(), weights, biases)
+    return _Linear.apply(x, axis, stream, views, *weights, *biases)
 
 
 def linear(
@@ -93,25 +146,9 @@ def linear(
     stream: Axis = ALONE,
     view: GradientView | None = None,
 ) -> Tensor:
-    """x [n, in], weight [..., out, in] and bias [..., out], their leading dims flattened, to
-    [n, out].
-
-    axis: over which x is replicated, and its gradient summed while that of the weight is computed
-        (f, section 3 of the paper).
-    stream: over which the rows of x are cut instead; then it is `axis`, and x is [n/t, in].
-    view: where the weight's gradient is added, in fp32 or wider. Autograd then gets none: it is not
-        copied, and of a tied weight's two uses there is no sum in a narrow dtype.
-    """
-    if torch.compiler.is_compiling():  # a compiled backward cannot write into buckets
-        view = None
-    elif torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
-        raise RuntimeError(
-            "parallel layers do not work under torch.autocast: model.to(torch.bfloat16) computes "
-            "in bf16, and gradients are added up in fp32 all the same"
-        )
-    if not torch.is_grad_enabled():
-        return kernels.matmul(start_gather(x, stream)(), *_flat(weight, bias))
-    return _Linear.apply(x, weight, bias, axis, stream, view)
+    """`linears` of one weight."""
+    (y,) = linears(x, [weight], [bias], axis=axis, stream=stream, views=[view])
+    return y
 
 
 class _LookUp(torch.autograd.Function):
@@ -134,12 +171,12 @@ class _LookUp(torch.autograd.Function):
 
 
 def look_up(index: Tensor, weight: Tensor, view: GradientView | None = None) -> Tensor:
-    """The rows of `weight` [v, h] at `index` [n], [n, h]; view: as of `linear`.
+    """The rows of `weight` [v, h] at `index` [n], [n, h]; view: as of `linear`, if it is wide.
 
     Gradients of a row are added up in fp32 or wider: in bf16, torch's embedding on a CPU keeps a
     quarter of the sum of 4096 equal ones.
     """
-    rows: Tensor = _LookUp.apply(index, weight, view)
+    rows: Tensor = _LookUp.apply(index, weight, view if view is None or view.is_wide else None)
     return rows
 
 

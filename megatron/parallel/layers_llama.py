@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
-from megatron.parallel.collectives import copy_to
-from megatron.parallel.layers import STD, as_before, as_rows, linear
+from megatron.parallel.layers import STD, as_before, as_rows, linears
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.sharding import ShardedModule
 
@@ -78,9 +77,7 @@ class GroupedQueryLinear(ShardedModule):
         self.add_bias(bias, (2, size), shards, "key_value_bias", partial=partial_axes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        leading = x.shape[:-1]
-        x = copy_to(as_rows(self, x, self.query.shape[1]), self.mesh.tensor, self.mesh.stream)
-        q = linear(x, self.query, self.query_bias, view=self.gradient_views.get("query"))
+        rows, mesh = as_rows(self, x, self.query.shape[1]), self.mesh
         weight: Tensor = self.key_value
         bias: Tensor | None = self.key_value_bias
         view = None
@@ -89,8 +86,15 @@ class GroupedQueryLinear(ShardedModule):
         else:  # autograd adds the gradient of the rows to that of the whole
             weight = weight[:, self.rows]
             bias = None if bias is None else bias[:, self.rows]
-        k, v = linear(x, weight, bias, view=view).chunk(2, dim=1)
-        q, k, v = (as_before(each, leading) for each in (q, k, v))
+        q, kv = linears(
+            rows,
+            [self.query, weight],
+            [self.query_bias, bias],
+            axis=mesh.tensor,
+            stream=mesh.stream,
+            views=[self.gradient_views.get("query"), view],
+        )
+        q, k, v = (as_before(each, x.shape[:-1]) for each in (q, *kv.chunk(2, dim=1)))
         return q, k, v
 
 
@@ -155,18 +159,21 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
+        # Blocks on a CPU take one head after another. The kernels of GPUs take any strides, and
+        # return heads as the queries lie: what comes from a matmul then goes to one without a copy.
+        is_kept = not kernels.is_on_cpu(x)
+        layout = torch.preserve_format if is_kept else torch.contiguous_format
+        return _turn(x, cos, sin, torch.empty_like(x, memory_format=layout))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(dy, cos, -sin), None, None
+        dx = dy.new_empty(dy.transpose(1, 2).shape).transpose(1, 2)  # as the matmul's result lies
+        return _turn(dy, cos, -sin, dx), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Contiguous, as attention takes it, whatever the strides of x."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> Tensor:
     (first, second), (one, two) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
     if x.dtype == cos.dtype:
         torch.mul(first, cos, out=one).addcmul_(second, sin, value=-1)
@@ -179,6 +186,10 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads x [b, a, s, d] turned by cos and sin, as of RotaryEmbedding."""
+    if torch.compiler.is_compiling():  # which makes one kernel of it, and traces no strided `out`
+        first, second = x.chunk(2, dim=-1)
+        parts = first * cos - second * sin, second * cos + first * sin
+        return torch.cat(parts, dim=-1).to(x.dtype)
     turned: Tensor = _Rotate.apply(x, cos, sin)
     return turned
 

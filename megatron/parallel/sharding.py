@@ -127,6 +127,11 @@ class GradientView:
     def stop(self) -> int:
         return self.start + self.parameter.numel()
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether the gradient is in fp32 or wider: a sum of many terms may be added in place."""
+        return self.gradient.dtype.itemsize >= torch.float32.itemsize
+
     def view(self, flat: Tensor) -> Tensor:
         """The same elements of any flat tensor that is laid out like the bucket."""
         return flat[self.start : self.stop].view(self.spec.local_shape)

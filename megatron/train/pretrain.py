@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from math import exp, inf
@@ -156,11 +156,14 @@ def resolve(
     checkpoint: Checkpoint | None,
     world: int,
 ) -> PretrainConfig:
-    """The config with the steps that --epochs comes to from this checkpoint on. Raises UsageError
-    where it is of another run."""
+    """The config with the steps that --epochs comes to from this checkpoint on, and with its
+    --pure-bf16 where no precision is given. Raises UsageError where it is of another run."""
     steps_done = samples_done = 0
     if checkpoint is not None:
         path, manifest, finetune = checkpoint.path, checkpoint.manifest, start.finetune
+        if config.precision.name is None and not finetune:
+            is_pure = manifest["config"].get("precision", {}).get("pure_bf16", False)
+            config = replace(config, precision=replace(config.precision, pure_bf16=is_pure))
         check_start(config, path, manifest, identity=inputs.corpus.identity, finetune=finetune)
         if not finetune:
             counters = manifest["counters"]

@@ -32,7 +32,8 @@ from megatron.train.launch import default_precision
 from megatron.train.objectives import Objective
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of weights and activations; masters and gradients are never narrower than fp32.
+# Of weights and activations; masters, moments and gradients are not narrower than fp32, but with
+# --pure-bf16.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILER_HELP = "a C++ compiler (CPU) or Triton (GPU) may be missing; --no-compile does without"
 
@@ -167,28 +168,30 @@ def build_state(
     compiled: bool = False,
     pipeline: PipelinePlan = UNCUT,
 ) -> TrainState:
-    """A run at step 0; dtype is that of weights and activations (by default torch's default), and
-    float16 scales the loss.
+    """A run at step 0; dtype is that of weights and activations (by default torch's default, or
+    what `precision` says), and float16 scales the loss.
 
     vocab_size: the true one. seed: as of build_model. optimizer, precision: by default AdamW and
     loss scaling with the defaults of the programs. pipeline: whose stages this rank builds.
     compiled: each layer is compiled when it is
     first called; names, weights and hooks of the model stay.
     """
-    dtype = dtype or torch.get_default_dtype()
+    precision = precision or PrecisionConfig()
+    if dtype is None:
+        dtype = DTYPES[precision.name] if precision.name else torch.get_default_dtype()
     if mesh.device.type == "cpu":
         keep_freed_memory()
     model = build_model(config, mesh, vocab_size, seed=seed, dtype=dtype, pipeline=pipeline)
     if compiled:
         compile_layers(model)
-    gradients = GradientBuckets(model, sets_grad=False)
+    gradients = GradientBuckets(model, sets_grad=False, wide=not precision.pure_bf16)
     return TrainState(
         mesh=mesh,
         model=model,
         objective=model,
         gradients=gradients,
         optimizer=MasterWeights(gradients, optimizer or OptimizerConfig()),
-        scaler=LossScaler.of(precision or PrecisionConfig(), dtype),
+        scaler=LossScaler.of(precision, dtype),
         compiled=compiled,
         pipeline=pipeline,
         kernel_seed=seed if config.draws_in_kernel(mesh.device.type) else None,

@@ -48,7 +48,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_checkpoint(Path("seeds/seed_1"), 3)
     Path("link").symlink_to("one")
     Path("straight").symlink_to("one/step_00000004")
-    for file in ("config.json", "latest_checkpointed_iteration.txt"):
+    for file in ("config.json", "latest_checkpointed_iteration.txt", ".metadata"):
         Path(f"with_{file}").mkdir()
         Path(f"with_{file}", file).write_text("{}")
     return tmp_path
@@ -123,6 +123,7 @@ def test_runs_are_not_mixed(runs: Path, arguments: str) -> None:
         ("one/step_00000003", "other", "--save"),
         ("with_config.json", "new", "tools/convert_hf.py import"),
         ("with_latest_checkpointed_iteration.txt", "new", "tools/import_megatron.py"),
+        ("with_.metadata", "new", "tools/convert_dcp.py import"),
         ("seeds", "new", "seeds/seed_1"),
     ],
 )
@@ -175,6 +176,7 @@ OTHER_DATA: list[dict[str, Any]] = [
         ({"shuffle": False}, "--no-shuffle", ("--shuffle",)),
         ({"bf16": True}, "--bf16", ("--no-bf16",)),
         ({"bf16": True, "override_data": True}, "--bf16", ("--no-bf16",)),
+        ({"pure_bf16": True}, "--pure-bf16", ("--no-bf16",)),
         (
             {"seed": 5, "num_layers": 3},
             "--num-layers",
@@ -200,6 +202,18 @@ def test_what_may_not_change(changes: dict[str, Any], flag: str, works: tuple[st
     assert str(PATH) in str(error.value)
     if works == OVERRIDE:
         check(**changes, override_data=True)
+
+
+@pytest.mark.parametrize(("saved", "now"), [(True, False), (False, True)])
+def test_bf16_with_masters_and_without_are_two_precisions(saved: bool, now: bool) -> None:
+    """Both are bf16 of the computation; what is not given is as the checkpoint has it."""
+    facts = manifest(bf16=True, pure_bf16=saved) | {"precision": "bf16"}
+    flags = {False: "--bf16", True: "--pure-bf16"}
+    config = settings(bf16=True, pure_bf16=now)
+    with pytest.raises(UsageError) as error:
+        check_start(config, PATH, facts, identity=IDENTITY)
+    assert (error.value.flag, error.value.works) == (flags[now], (flags[saved],))
+    check_start(settings(bf16=True, pure_bf16=saved), PATH, facts, identity=IDENTITY)
 
 
 @pytest.mark.parametrize(("saved", "now"), [("a", None), (None, "a"), ("a", "b")])
@@ -300,6 +314,23 @@ def test_imported_weights_are_no_run_to_go_on_with() -> None:
     check_start(settings(), PATH, imported | {"tokenizer": ""}, identity=IDENTITY, finetune=True)
     with pytest.raises(UsageError, match="--num-layers 3"):
         check_start(settings(num_layers=3), PATH, imported, identity=IDENTITY, finetune=True)
+
+
+def test_an_imported_run_goes_on_with_any_data_but_its_own_model() -> None:
+    """Of such a run the optimizer's state is there; its data and most of its settings are not."""
+    config = {part: asdict(settings())[part] for part in ("model", "data")}
+    config["optimizer"] = {"lr": 3.0, "weight_decay": settings().optimizer.weight_decay}
+    imported = manifest() | {"config": config, "imported_from": "elsewhere", "data": []}
+    imported["tensors"] = {"exp_avg.weight": {}}
+    check_start(settings(data_path=("one",), seed=5), PATH, imported, identity=IDENTITY)
+    for given in ({"num_layers": 3}, {"bf16": True}):
+        with pytest.raises(UsageError):
+            check_start(settings(**given), PATH, imported, identity=IDENTITY)
+    other = IDENTITY | {"tokenizer": "g"}
+    with pytest.raises(UsageError):
+        check_start(settings(), PATH, imported, identity=other)
+    facts = {"config": asdict(settings()), **IDENTITY}
+    assert [line.split()[1] for line in changes(facts, imported, 2)] == ["--lr"]
 
 
 @pytest.mark.parametrize(

@@ -63,12 +63,32 @@ LAST = """
 --num-layers-per-virtual-pipeline-stage 1 | --num-virtual-stages-per-pipeline-rank 2
 --decoder-first-pipeline-num-layers 1 | --decoder-last-pipeline-num-layers 1
 --pipeline-model-parallel-size 2
---checkpoint-activations full --pipeline-schedule zb-h1
+--pipeline-schedule gpipe | --pipeline-schedule zb-h1
+--lr-warmup-init 1e-5 | --lr-warmup-iters 9 --lr-warmup-init -1
+--lr-warmup-iters 9 --lr-warmup-init 1 | --fp16 --pure-bf16 | --no-bf16 --pure-bf16
+--pure-bf16 --loss-scale 8 | --pure-bf16 --optimizer-impl apex
 """
+# The same, of one kind of model.
+LAST_OF_GPT2 = """
+--begin-token [BOT] | --end-token [EOT] | --json-key body | --too-long refuse | --cache-tokens
+--dataset-name x | --dataset-split test | --pad --dataset-name x --data-path y | --mock-data --pad
+--eod-mask-loss --mock-data | --pad --eod-mask-loss | --pad --reset-position-ids
+--pad --reset-attention-mask | --pad --too-long split
+"""
+LAST_OF_BERT = """
+--max-ngram-size 0 | --short-seq-prob 1 | --short-seq-prob 0.2 --mock-data
+"""
+Row = tuple[str, int, str]
+
+
+def rows_of(table: str) -> list[Row]:
+    rows = [row for line in table.split("\n") for row in line.split(" | ") if row]
+    return [(row, 1, [word for word in row.split() if word[:2] == "--"][-1]) for row in rows]
+
+
 # Arguments, number of processes, and the flag that is refused; the error says what works.
 REFUSED = [
-    *((row, 1, next(word for word in reversed(row.split()) if word.startswith("--")))
-      for line in LAST.split("\n") for row in line.split(" | ") if row),
+    *rows_of(LAST),
     ("--fp16 --bf16", 1, "--fp16"),
     ("--tensor-model-parallel-size 3", 3, "--tensor-model-parallel-size"),
     ("--tensor-model-parallel-size 4", 6, "--tensor-model-parallel-size"),
@@ -88,23 +108,10 @@ REFUSED = [
     ("--preset=", 1, "--preset"),
     ("--preset --lr=1", 1, "--preset"),
 ]  # fmt: skip
-GPT2S = [
-    ("--begin-token [BOT]", 1, "--begin-token"),
-    ("--end-token [EOT]", 1, "--end-token"),
-    ("--json-key body", 1, "--json-key"),
-    ("--too-long refuse", 1, "--too-long"),
-    ("--cache-tokens", 1, "--cache-tokens"),
-    ("--dataset-name x", 1, "--dataset-name"),
-    ("--dataset-split test", 1, "--dataset-split"),
-    ("--text-column body", 1, "--json-key"),
-    ("--pad --dataset-name x --data-path y", 1, "--data-path"),
-    ("--mock-data --pad", 1, "--pad"),
-    ("--eod-mask-loss --mock-data", 1, "--mock-data"),
-    ("--pad --eod-mask-loss", 1, "--eod-mask-loss"),
-    ("--pad --reset-position-ids", 1, "--reset-position-ids"),
-    ("--pad --reset-attention-mask", 1, "--reset-attention-mask"),
-    ("--pad --too-long split", 1, "--too-long"),
-]
+OF_KINDS: dict[str, list[Row]] = {
+    "gpt2": [*rows_of(LAST_OF_GPT2), ("--text-column body", 1, "--json-key")],
+    "bert": rows_of(LAST_OF_BERT),
+}
 # Pipeline stages and layers of the model, then as above.
 PIPELINES = [
     (2, 12, "--tensor-model-parallel-size 2", 2, "--pipeline-model-parallel-size"),
@@ -114,6 +121,8 @@ PIPELINES = [
     (7, 6, "", 7, "--pipeline-model-parallel-size"),
     (2, 12, f"{EACH} 4", 2, EACH),
     (2, 12, f"{EACH} 12", 2, EACH),
+    (2, 12, f"{EACH} 6", 2, EACH),
+    (12, 12, f"{EACH} 1", 12, EACH),
     (2, 11, f"{EACH} 1", 2, EACH),
     (4, 6, f"{EACH} 1", 4, EACH),
     (2, 12, f"{EACH} 3 {VIRTUAL} 2", 2, VIRTUAL),
@@ -129,17 +138,12 @@ PIPELINES = [
     (4, 12, f"{TAIL} 10", 4, TAIL),
     (4, 12, f"{HEAD} 0", 4, HEAD),
     (2, 12, "--pipeline-schedule interleaved", 2, "--pipeline-schedule"),
-    (2, 12, f"{EACH} 6 --pipeline-schedule interleaved", 2, "--pipeline-schedule"),
+    (2, 12, f"{VIRTUAL} 1 --pipeline-schedule interleaved", 2, "--pipeline-schedule"),
     *(
         (2, 12, f"{VIRTUAL} 3 --pipeline-schedule {kind}", 2, "--pipeline-schedule")
         for kind in ("gpipe", "1f1b", "zb-h1", "no/file.json")
     ),
     (2, 12, "--recompute-granularity full --pipeline-schedule zb-h1", 2, "--pipeline-schedule"),
-]
-BERTS = [
-    ("--max-ngram-size 0", 1, "--max-ngram-size"),
-    ("--short-seq-prob 1", 1, "--short-seq-prob"),
-    ("--short-seq-prob 0.2 --mock-data", 1, "--mock-data"),
 ]
 # Refused without one value that would do.
 NO_CURE = [
@@ -193,7 +197,7 @@ def mended(arguments: Sequence[str], error: UsageError) -> list[str]:
 def test_refused_and_what_works_instead_is_accepted(number: int) -> None:
     """Each parser has every third row, as all are made of the same configs, and each its own."""
     program = list(PROGRAMS)[number]
-    rows = REFUSED[number :: len(PROGRAMS)] + {"gpt2": GPT2S, "bert": BERTS}.get(program, [])
+    rows = REFUSED[number :: len(PROGRAMS)] + OF_KINDS.get(program, [])
     for text, world_size, flag in rows:
         with pytest.raises(UsageError) as refused:
             accept(program, text.split(), world_size)
@@ -219,8 +223,8 @@ def test_no_stages_are_suggested_that_another_flag_forbids() -> None:
 
 
 @pytest.mark.parametrize(("stages", "text", "virtual"), [
-    (1, f"{VIRTUAL} 1", 1), (1, "--pipeline-schedule gpipe", 1), (2, "", 1), (4, f"{EACH} 1", 3),
-    (2, f"{EACH} 2 --pipeline-schedule interleaved", 3), (2, f"{EACH} 6", 1),
+    (1, f"{VIRTUAL} 1", 1), (1, "--pipeline-schedule 1f1b", 1), (2, "", 1), (4, f"{EACH} 1", 3),
+    (2, f"{EACH} 2 --pipeline-schedule interleaved", 3), (2, f"{VIRTUAL} 1", 1),
     (2, f"{VIRTUAL} 5", 5),
     (3, f"{VIRTUAL} 4 --pipeline-partition uniform", 4), (2, f"{HEAD} 5 {TAIL} 7", 1),
     (4, f"{HEAD} 9", 1), (4, f"{HEAD} 5 {TAIL} 5", 1), (12, f"{TAIL} 1", 1),

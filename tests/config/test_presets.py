@@ -5,8 +5,14 @@ from math import prod
 import pytest
 import torch
 
+from megatron.config.model import LlamaConfig
 from megatron.config.parse import PRESETS, parse
-from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
+from megatron.config.pretrain import (
+    PretrainBertConfig,
+    PretrainConfig,
+    PretrainGPT2Config,
+    PretrainLlamaConfig,
+)
 from megatron.optim.schedule import learning_rate
 
 # Tables 1, 2 and 4 of the paper: layers, hidden size, heads, GPUs, batch on that many.
@@ -29,7 +35,9 @@ TABLES = {
 
 
 def load(name: str) -> PretrainConfig:
-    program = PretrainBertConfig if name.startswith("bert") else PretrainGPT2Config
+    program: type[PretrainConfig] = PretrainGPT2Config
+    for kind, other in (("bert", PretrainBertConfig), ("llama", PretrainLlamaConfig)):
+        program = other if kind in name else program
     return parse(program, ["--preset", name], {})
 
 
@@ -51,6 +59,49 @@ def test_presets_are_the_paper_s(name: str) -> None:
     assert model.num_attention_heads == heads
     assert config.global_batch_size(gpus) == batch
     assert model.recompute_granularity == "full"  # section 4.2: after every transformer layer
+
+
+# The tutorial's Llama, and table 3 of arXiv 2407.21783: layers, hidden size, heads, those of keys
+# and values, width of the MLP, peak learning rate.
+LLAMAS = {
+    "llama_tutorial": (12, 768, 12, 3, 4 * 768, 1e-3),
+    "llama3_8b": (32, 4096, 32, 8, 14336, 3e-4),
+    "llama3_70b": (80, 8192, 64, 8, 28672, 1.5e-4),
+}
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_llamas_are_those_of_their_sources(name: str) -> None:
+    layers, hidden, heads, groups, width, rate = LLAMAS[name]
+    config = load(name)
+    model = config.model
+    assert isinstance(model, LlamaConfig)
+    assert (model.num_layers, model.hidden_size, model.ffn_size) == (layers, hidden, width)
+    assert (model.num_attention_heads, model.query_groups) == (heads, groups)
+    assert (config.optimizer.lr, model.layernorm_epsilon) == (rate, 1e-5)
+    assert not model.has_tied_head
+    if name == "llama_tutorial":
+        assert (model.rotary_base, model.rope_scaling) == (10_000, None)
+        assert (config.data.seq_length, model.max_position_embeddings) == (512, 2048)
+    else:
+        assert (model.rotary_base, model.rope_scaling) == (500_000, (8, 1, 4, 8192))
+        assert (config.data.seq_length, model.max_position_embeddings) == (8192, 131_072)
+        assert config.global_batch_size(512) * config.data.seq_length == 2**22
+
+
+def test_the_tutorial_s_optimizer_and_batches() -> None:
+    config = load("llama_tutorial")
+    optimizer = config.optimizer
+    assert (optimizer.adam_beta1, optimizer.adam_beta2) == (0.9, 0.99)
+    adamw = torch.optim.AdamW([torch.zeros(1)]).defaults
+    assert (optimizer.adam_eps, optimizer.decoupled_weight_decay) == (adamw["eps"], True)
+    assert (optimizer.weight_decay, optimizer.decay_biases_and_norms) == (0.1, True)
+    assert optimizer.clip_grad == 1.0
+    rates = [learning_rate(optimizer, update, 3000) for update in (1, 1001, 3001)]
+    assert rates == pytest.approx([1e-4, 1e-3, 0.0], abs=1e-15)
+    assert (config.training.epochs, config.global_batch_size(2)) == (3, 32)
+    assert config.precision.name == "bf16"
+    assert not config.data.shuffle
 
 
 def test_colossal_ai_s_optimizer_is_torch_s_adam_as_it_comes() -> None:

@@ -81,6 +81,12 @@ def test_an_example_prints_the_same_at_each_layout(file: Path, tmp_path: Path) -
     )
 
 
+def test_stages_that_the_processes_do_not_have_are_one_message() -> None:
+    ended = run(ROOT / "examples" / "own_pipeline.py", "--pipeline", "3")
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
+    assert "--pipeline-model-parallel-size 3" in ended.stderr
+
+
 def test_a_pipeline_prints_the_same_on_four_processes_as_on_one() -> None:
     file = ROOT / "examples" / "own_pipeline.py"
     alone = printed(file, "--steps", "4", processes=1)

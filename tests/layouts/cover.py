@@ -28,6 +28,14 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "head": ("", "untied"),
     "loss": ("", "whole-logits"),
 }
+# What the other layouts of pipelines show apart: a case of each.
+TOGETHER = (
+    "tensor=2,pipeline=2,virtual=2",
+    "data=2,pipeline=2,virtual=2",
+    "tensor=2,pipeline=2,schedule=zb-h1",
+    "data=2,pipeline=2,schedule=zb-h1",
+    "tensor=2,pipeline=2,schedule=zb-h1,sequence",
+)
 # Of pipelines: micro-batches are so many, of one sample each.
 OF_PIPELINES = FACTORS | {
     "layout": (
@@ -39,18 +47,36 @@ OF_PIPELINES = FACTORS | {
         "pipeline=2,virtual=2",
         "pipeline=4,schedule=zb-h1",
         "pipeline=2,schedule=gpipe",
+        *TOGETHER,
     ),
     "micro-batches": tuple("4123567"),
     "mask": ("", "documents", "unscored"),
 }
-OF_GPT2 = {"documents", "unscored", "whole-logits"}
+# Of Llama; a pipeline has 3 micro-batches.
+OF_LLAMA = FACTORS | {
+    "layout": (
+        "tensor=2",
+        "tensor=4",
+        "data=2",
+        "tensor=2,sequence",
+        "tensor=4,sequence",
+        "pipeline=2",
+        "tensor=2,pipeline=2",
+    ),
+    "model": ("llama", "llama-even"),
+    "micro-batches": ("", "accumulate", "3"),
+    "mask": ("", "documents", "padded"),
+}
+OF_TEXT = {"documents", "unscored", "whole-logits"}  # of models that predict the next token
 Row = tuple[str, ...]
 
 
 def is_valid(row: Row) -> bool:
     if ("full" in row and "zb-h1" in row[0]) or ("unscored" in row and "1" in row):
         return False
-    return "gpt2" in row or not OF_GPT2 & {*row}
+    if row[1] in OF_LLAMA["model"] and ("pipeline" in row[0]) != ("3" in row):
+        return False
+    return not row[1].startswith("bert") or not OF_TEXT & {*row}
 
 
 def rows_of(factors: Mapping[str, tuple[str, ...]]) -> Iterator[Row]:
@@ -58,7 +84,7 @@ def rows_of(factors: Mapping[str, tuple[str, ...]]) -> Iterator[Row]:
 
 
 def every_row() -> list[Row]:
-    return [*rows_of(FACTORS), *rows_of(OF_PIPELINES)]
+    return [*rows_of(FACTORS), *rows_of(OF_PIPELINES), *rows_of(OF_LLAMA)]
 
 
 def joined(row: Row) -> Iterator[object]:
@@ -79,6 +105,10 @@ def joined_by_pipelines(row: Row) -> Iterator[object]:
     layout, m = values["layout"], int(values["micro-batches"])
     p = parse_layout(layout).size("pipeline")
     schedule = p, "virtual" in layout, layout.partition("schedule=")[2]
+    if layout in TOGETHER:  # with dropout, and a last group that is not full
+        if values["dropout"] and not values["precision"] and m > p and m % p:
+            yield layout
+        return
     yield layout, values["model"] == "gpt2"
     for name in ("recomputation", "dropout", "head"):
         yield layout, name, values[name]
@@ -89,6 +119,22 @@ def joined_by_pipelines(row: Row) -> Iterator[object]:
     yield schedule, values["mask"] == "unscored"
     yield "tensor" in layout, values["loss"]
     yield values["head"], values["model"], values["dropout"]
+
+
+def joined_by_llama(row: Row) -> Iterator[object]:
+    """Of each layout both numbers of heads; of each form the values of most factors; pairs of those
+    that attention joins."""
+    values = dict(zip(FACTORS, row, strict=True))
+    layout = values["layout"]
+    form = "sequence" in layout, "tensor" in layout
+    yield layout, values["model"]
+    for name in ("recomputation", "dropout", "head", "mask"):
+        yield form, name, values[name]
+    yield values["mask"], values["recomputation"]
+    for name in ("precision", "mask", "recomputation"):
+        yield values["model"], name, values[name]
+    yield "tensor" in layout, values["loss"]
+    yield values["micro-batches"]
 
 
 def chosen(rows: Mapping[Row, Iterator[object]], first: list[Row]) -> list[Row]:
@@ -113,7 +159,8 @@ def cover() -> list[Row]:
     rows = {row: joined(row) for row in rows_of(FACTORS)}
     plain = [row for row in rows if row[1] == "gpt2" and not any(row[2:])]
     of_pipelines = {row: joined_by_pipelines(row) for row in rows_of(OF_PIPELINES)}
-    return [*chosen(rows, plain), *chosen(of_pipelines, [])]
+    of_llama = {row: joined_by_llama(row) for row in rows_of(OF_LLAMA)}
+    return [*chosen(rows, plain), *chosen(of_pipelines, []), *chosen(of_llama, [])]
 
 
 def case_of(row: Row) -> Case:

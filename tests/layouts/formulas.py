@@ -1,7 +1,8 @@
 """What a step takes on one rank, by formulas: what the counts of the matrix have to equal.
 
-h hidden   a heads   f MLP's width   s tokens   b samples of a micro-batch   n = b s
-t tensor-parallel size   v padded vocabulary   k masked tokens   w bytes of a number
+h hidden   a heads   g of keys and values   f MLP's width
+s tokens   b samples of a micro-batch   n = b s   t tensor-parallel size   v padded vocabulary
+k masked tokens   w bytes of a number
 m micro-batches   r ranks that hold rows of the stream: t under sequence parallelism, else 1
 p pipeline ranks   stages: the virtual ones of this rank
 """
@@ -16,7 +17,7 @@ MASKED_MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    kind: str  # gpt2, bert
+    kind: str  # gpt2, bert, llama
     post_norm: bool
     untied: bool
     recompute: str
@@ -24,11 +25,13 @@ class Shape:
     layers: int  # of this rank
     h: int
     a: int
+    g: int
     f: int
     s: int
     b: int
     m: int
     t: int
+    rank: int  # along the tensor axis
     r: int
     d: int
     p: int
@@ -53,6 +56,25 @@ class Shape:
         return max(4, self.w)
 
     @property
+    def is_llama(self) -> bool:
+        return self.kind == "llama"
+
+    @property
+    def shared(self) -> Counter[int]:
+        """Of each key/value head that this rank needs its query heads."""
+        first = self.rank * self.a // self.t
+        return Counter(head * self.g // self.a for head in range(first, first + self.a // self.t))
+
+    @property
+    def is_uneven(self) -> bool:
+        return len({*self.shared.values()}) > 1
+
+    @property
+    def keys_width(self) -> int:
+        """Columns of the keys that this rank computes, and as many of the values."""
+        return len(self.shared) * self.h // self.a
+
+    @property
     def has_norm(self) -> bool:
         """The one beside the layers', behind the last or behind the embedding."""
         return self.is_first if self.post_norm else self.is_last
@@ -62,10 +84,11 @@ def matmul_flops(x: Shape) -> int:
     """3 products where the forward has one, and the layers' once more where they are recomputed."""
     n, h, t = x.n, x.h, x.t
     core = 4 * n * x.s * h // t
-    layer = (2 * n * h * 4 * h + 2 * n * h * 2 * x.f) // t + core
+    wide = 3 if x.is_llama else 2  # the MLP has a gate
+    layer = 2 * n * h * (2 * h + wide * x.f) // t + 2 * n * h * 2 * x.keys_width + core
     again = {"none": 0, "selective": core, "full": layer}[x.recompute]
     again += 0 if x.blocks else core // 2  # the kernel's backward computes the scores again
-    if x.kind == "gpt2":
+    if x.kind != "bert":
         heads = 2 * n * h * x.v // t
     else:  # all but the logits is small, and whole on every rank
         heads = 2 * x.k * h * x.v // t + 2 * x.k * h * h + 2 * x.b * h * (h + 2)
@@ -74,10 +97,20 @@ def matmul_flops(x: Shape) -> int:
 
 def parameters(x: Shape) -> list[tuple[int, str]]:
     """(numbers on this rank, over which ranks of the model the gradient is partial: "stream", those
-    that hold rows of it; "ends", the first and the last stage; "")."""
+    that hold rows of it; "tensor"; "ends", the first and the last stage; "")."""
     h, f, t = x.h, x.f, x.t
-    norm = [(h, "stream")] * 2
+    norm = [(h, "stream")] * (1 if x.is_llama else 2)
+    key_value = 2 * h * x.g * h // x.a  # whole on every rank, where they cannot share the heads
     layer = [
+        *norm,
+        (h * h // t, ""),
+        (key_value, "tensor") if x.g % t else (key_value // t, ""),
+        (h * h // t, ""),
+        *norm,
+        (2 * f * h // t, ""),
+        (h * f // t, ""),
+    ]
+    biased = [
         *norm,
         (3 * h * h // t, ""),
         (3 * h // t, ""),
@@ -89,11 +122,11 @@ def parameters(x: Shape) -> list[tuple[int, str]]:
         (h * f // t, ""),
         (h, "stream"),
     ]
-    found = x.layers * layer + (norm if x.has_norm else [])
+    found = x.layers * (layer if x.is_llama else biased) + (norm if x.has_norm else [])
     is_tied = not x.untied and x.p > 1
     words = (x.v * h // t, "ends" if is_tied else "")
     if x.is_first:
-        found += [words, (x.positions * h, "stream")]
+        found += [words] + ([] if x.is_llama else [(x.positions * h, "stream")])
         found += [(2 * h, "stream")] if x.kind == "bert" else []  # token types
     if x.is_last and (x.untied or not x.is_first):
         found.append(words)
@@ -111,30 +144,37 @@ def saved_bytes(x: Shape) -> int:
     """Of one micro-batch, to the loss."""
     n, t, r, w, size = x.n, x.t, x.r, x.w, x.n * x.h
     keys = 8 * n * x.dropout  # of the rows, for dropout
-    norm = (size * w + 2 * n * x.wide) // r  # input, mean and deviation
-    core = 3 * size * w // t  # q, k and v
+    # Input, mean and deviation; or the root mean square.
+    norm = (size * w + (1 if x.is_llama else 2) * n * x.wide) // r
+    core = size * w // t + 2 * n * x.keys_width * w  # q, k and v
+    if x.recompute == "none" and x.is_uneven:  # k and v of every query head, and which they are
+        core = 3 * size * w // t + 8 * x.a // t
     if x.recompute == "none" and x.blocks:  # the probabilities
         core += x.b * x.a * x.s * x.s // t * w + keys * x.a // t
     elif x.recompute == "none":  # the logarithms of sums, and a mask
         core += n * x.a // t * x.wide + n * w * (x.s if x.documents else 1)
-    inside = (
-        core + size * w // t + 2 * n * x.f * w // t
-    )  # heads; MLP before and after its activation
+        # Several heads come back as the queries lie, and are copied.
+        core += size * w // t * (x.is_llama and x.a > t)
+    # Heads; MLP before and after its activation, of a gate, too.
+    inside = core + size * w // t + (3 if x.is_llama else 2) * n * x.f * w // t
     layer = 2 * norm + 2 * size * w // r + inside + 2 * keys // r
     if x.recompute == "full":
         layer = size * w // r
     if x.whole_logits:
         heads = size * w // r + n * x.vocabulary * x.wide + 12 * n  # labels and their mask
-    elif x.kind == "gpt2":
+    elif x.kind != "bert":
         heads = 2 * size * w // r + n * (8 + x.wide)  # input and its gradient; labels, scales
     else:  # the whole stream; of masked tokens what dense, GeLU, norm and head keep; a bias
         masked = x.k * (5 * x.h * w + 3 * x.wide + 16)
         heads = size * w + masked + x.v // t * x.wide + x.b * x.h * w
     # Ids of words, positions and types; rows, for dropout.
-    embedding = (17 if x.kind == "gpt2" else 25) * n + keys // r
+    embedding = {"llama": 9, "gpt2": 17, "bert": 25}[x.kind] * n + keys // r
     others = norm * x.has_norm + heads * x.is_last + embedding * x.is_first
     if x.recompute == "selective":  # what else the core is called with: rows and a mask
         others += x.stages * (8 * n + n * (1 if x.kind == "bert" else x.s * x.documents))
+        others += x.layers * x.is_uneven * 8 * x.a // t
+    if x.is_llama and x.recompute != "full":  # cosine and sine of half a head, for all layers
+        others += x.stages * n * x.h // x.a * x.wide
     return x.layers * layer + others
 
 
@@ -148,7 +188,7 @@ def traffic(x: Shape) -> tuple[Counter[str], Counter[str]]:
             sent[axis] += times * (passes * (size - 1) * whole // size)
 
     t, layers, m, stream = x.t, x.layers, x.m, x.n * x.h * x.w
-    scored = x.n if x.kind == "gpt2" else x.k
+    scored = x.k if x.kind == "bert" else x.n
     again = 0
     if x.recompute == "full":  # the last sum of a layer only where something behind it is kept
         again = 2 if x.dropout or x.post_norm else 1
@@ -162,7 +202,7 @@ def traffic(x: Shape) -> tuple[Counter[str], Counter[str]]:
         gathers = x.is_first + (2 + again_in) * layers + (2 + 2) * layers
         scatters = x.is_first + (2 + again + 2) * layers
         add("tensor", t, 1, stream, m * (gathers + scatters))
-        if x.kind == "gpt2":  # the head; its backward gathers again, but not that of the fused loss
+        if x.kind != "bert":  # the head; its backward gathers again, but not that of the fused loss
             add("tensor", t, 1, stream, (2 + x.whole_logits) * of_head)
         else:  # what the encoder returns, and f of the head on masked tokens
             add("tensor", t, 1, stream, of_head)
@@ -179,7 +219,8 @@ def traffic(x: Shape) -> tuple[Counter[str], Counter[str]]:
     ends = "pipeline" if x.p == 2 else "embedding_group"
     buckets = Counter[tuple[int, int]]()  # ranks of the stream, and stages, over which it is summed
     for size, partial in parameters(x):
-        over = x.r if partial == "stream" else 1, 2 if partial == "ends" else 1
+        rows = {"stream": x.r, "tensor": x.t}.get(partial, 1)
+        over = rows, 2 if partial == "ends" else 1
         buckets[over] += -(-size // 64) * 64
     for (rows, stages), total in buckets.items():
         unit = 64 * x.d * rows * stages

@@ -29,6 +29,7 @@ from megatron.train.step import train_step
 from tests.bert import bert_samples, bert_section
 from tests.checkpoint.saving import load
 from tests.layouts import formulas
+from tests.llama import llama_section
 from tests.tiny import (
     SEED,
     SEQUENCE,
@@ -70,7 +71,7 @@ WITHOUT_STAGES = 3e-4
 @dataclass(frozen=True)
 class Case:
     layout: str
-    model: str  # gpt2, bert, bert-post-ln
+    model: str  # gpt2, bert, bert-post-ln, llama, llama-even
     options: frozenset[str] = frozenset()
     samples: int = GLOBAL_BATCH  # of a step
     layers: int = 2
@@ -91,6 +92,10 @@ class Case:
             changes |= SETTINGS.get(option, {})
         if self.model == "gpt2":
             return tiny_section(**changes)
+        if self.model.startswith("llama"):
+            changes = {"untie_embeddings_and_output_weights": False} | changes
+            heads = {"num_attention_heads": 4, "num_query_groups": 2}
+            return llama_section(**changes, **(heads if self.model == "llama-even" else {}))
         return bert_section("post-ln" if self.model == "bert-post-ln" else "pre-ln", **changes)
 
     @property
@@ -105,11 +110,13 @@ class Case:
         return 1 if "accumulate" in self.options else 2
 
     def draw(self, size: int, first: int = 0) -> Any:
-        if self.model != "gpt2":
+        if self.model.startswith("bert"):
             return bert_samples(size, first=first)
         batch = samples(size, first=first)
         if "unscored" in self.options:  # the second one of every step
             batch.loss_mask[batch.numbers % self.samples == 1] = 0
+        if "padded" in self.options:
+            batch.loss_mask[np.arange(SEQUENCE) >= 3 + 5 * batch.numbers[:, None] % 13] = 0
         return of_documents(batch) if "documents" in self.options else batch
 
     def plan(self, layout: Layout) -> PipelinePlan:
@@ -254,19 +261,19 @@ def keeps_scores(case: Case, device: torch.device) -> bool:
     """Whether attention without dropout keeps its probabilities for the backward."""
     if device.type == "cuda":
         return case.dtype == torch.float64  # for which torch has no kernel of attention
-    is_causal = case.model == "gpt2" and "documents" not in case.options
+    is_causal = not case.model.startswith("bert") and "documents" not in case.options
     return use_cpu_kernels and (is_causal or case.dtype.itemsize < 4)
 
 
-def shape(case: Case, device: torch.device, stage: int = 0) -> formulas.Shape:
-    """stage: of this rank along the pipeline axis."""
+def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> formulas.Shape:
+    """stage, rank: of this rank along the pipeline and the tensor axis."""
     layout = parse_layout(case.layout)
     plan = case.plan(layout)
     own = plan.layers[stage :: plan.ranks]
     section, t, b = case.section, layout.size("tensor"), case.micro_batch_size
     m = case.samples // (b * layout.size("data"))
     return formulas.Shape(
-        kind="gpt2" if case.model == "gpt2" else "bert",
+        kind=section.kind,
         post_norm=case.model == "bert-post-ln",
         untied=section.untie_embeddings_and_output_weights,
         recompute=section.recompute_granularity,
@@ -274,11 +281,13 @@ def shape(case: Case, device: torch.device, stage: int = 0) -> formulas.Shape:
         layers=sum(map(len, own)) if own else section.num_layers,
         h=section.hidden_size,
         a=section.num_attention_heads,
+        g=getattr(section, "query_groups", section.num_attention_heads),
         f=section.ffn_size,
         s=SEQUENCE,
         b=b,
         m=m,
         t=t,
+        rank=rank,
         r=t if layout.cuts_stream else 1,
         d=layout.size("data"),
         p=plan.ranks,
@@ -351,7 +360,7 @@ def failures(
     for kind, value in differences(found, wanted).items():
         if not value <= tolerance:
             wrong.append(f"{kind}: off by {value:.2g}")
-    expected = shape(case, mesh.device, mesh.pipeline.rank)
+    expected = shape(case, mesh.device, mesh.pipeline.rank, mesh.tensor.rank)
     wrong += undivided(found.counts, expected, on_cpu=mesh.device.type == "cpu")
     for other in others:
         again = make_state(case, other, meshes(other), case.dtype, seed=SEED + 1)

@@ -15,21 +15,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.models.llama import Llama
 from megatron.parallel import dropout, layers
 from megatron.parallel.buckets import Bucket, GradientBuckets
 from megatron.parallel.collectives import copy_to, gather_with_gradient, reduce_from
 from megatron.parallel.layers import (
+    AttentionCore,
     ColumnParallelLinear,
     LayerNorm,
     PositionEmbedding,
     RowParallelLinear,
 )
+from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm
 from megatron.parallel.mesh import Axis, Mesh, serial_mesh
 from megatron.parallel.pipeline import PipelinePlan
 from megatron.parallel.sharding import ShardedModule, ShardingSpec
 from megatron.train.executor import Executor, Messages
 from tests.dist import Pool
-from tests.layouts.cover import FACTORS, case_of, cover, every_row
+from tests.layouts.cover import FACTORS, OF_LLAMA, case_of, cover, every_row
 from tests.layouts.matrix import (
     GLOBAL_BATCH,
     Case,
@@ -47,6 +50,7 @@ OTHERS = {
     2: ("serial", "pipeline=2", "data=2", "tensor=2,sequence"),
     4: ("tensor=2,data=2", "tensor=2,pipeline=2", "serial", "tensor=4,sequence"),
 }
+MODELS = FACTORS["model"] + OF_LLAMA["model"]
 Group = tuple[Case, ...]
 
 
@@ -105,7 +109,7 @@ def test_it_equals_one_process_and_takes_what_the_formulas_say(
     assert not wrong[case]
 
 
-@pytest.mark.parametrize("model", FACTORS["model"])
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("option", FACTORS["recomputation"])
 def test_one_process_takes_what_the_formulas_say(model: str, option: str) -> None:
     case = Case("serial", model, frozenset(filter(None, [option])))
@@ -116,7 +120,7 @@ def test_one_process_takes_what_the_formulas_say(model: str, option: str) -> Non
 
 def test_the_cases_are_as_uneven_as_they_are_meant_to_be() -> None:
     plain, dropped = (Case("serial", "gpt2", frozenset(each)) for each in ([], ["dropout"]))
-    for model in FACTORS["model"]:
+    for model in MODELS:
         counted = Case("serial", model).draw(GLOBAL_BATCH).loss_mask.sum(axis=1)
         assert len({*counted}) > 1, "a mean of means would pass"
     one, other = (alone(case, torch.device("cpu")) for case in (plain, dropped))
@@ -161,6 +165,29 @@ def with_whole_weight(layer: ColumnParallelLinear, x: Tensor) -> Tensor:
     return own.flatten(1)
 
 
+def of_all_heads(layer: GroupedQueryLinear, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, with the keys and values of every query head on every rank."""
+    if (rows := layer.rows) is None:
+        return run_grouped_query(layer, x)
+    layer.rows = slice(None)
+    q, *of_keys = run_grouped_query(layer, x)
+    layer.rows = rows
+    k, v = (each[:, rows] for each in of_keys)
+    return q, k, v
+
+
+def of_own_rows(model: Llama, batch: Any) -> tuple[Tensor, Tensor]:
+    """Under sequence parallelism, positions that begin with those of this rank's rows."""
+    stream = model.final_norm.mesh.stream
+    first = stream.rank * batch.positions.shape[1] // stream.size
+    return turns(model, replace(batch, positions=batch.positions.roll(first, 1)))
+
+
+def of_next_query(core: AttentionCore, *arguments: Any) -> Tensor:
+    *arguments, of_query = arguments
+    return run_core(core, *arguments, None if of_query is None else of_query.roll(1))
+
+
 def within_stages(bucket: Bucket, *, is_of_stages: bool) -> None:
     if not is_of_stages:
         add_up(bucket, is_of_stages=False)
@@ -193,6 +220,8 @@ def without_weights(gradients: GradientBuckets, deferred: Any, **which: Any) -> 
     add_deferred(gradients, [], **which)
 
 
+run_grouped_query, run_core = GroupedQueryLinear.forward, AttentionCore.forward
+turns = Llama.turns
 add_up, add_deferred = Bucket.add_up, GradientBuckets.add_deferred
 run_loss, run_layers, put = Executor.run_loss, Executor.run_layers, Messages.put
 STAGES = Case("pipeline=2", "gpt2", frozenset(["accumulate"]), layers=3)
@@ -209,6 +238,23 @@ FAULTS: dict[str, tuple[Any, str, Any, Case, str]] = {
         )
         for kind in (RowParallelLinear, PositionEmbedding, LayerNorm)
     },
+    "no sum over the stream of the gradients of RMSNorm": (
+        ShardedModule, "add_parameter", without_stream(RMSNorm),
+        Case("tensor=2,sequence", "llama"), "gradients",
+    ),
+    "no sum of the gradients of whole key/value weights": (
+        ShardedModule, "add_parameter", without_stream(GroupedQueryLinear),
+        Case("tensor=2", "llama"), "gradients",
+    ),
+    "all key/value heads on every rank": (
+        GroupedQueryLinear, "forward", of_all_heads, Case("tensor=4", "llama"), "FLOPs",
+    ),
+    "the key/value head of the next query": (
+        AttentionCore, "forward", of_next_query, Case("tensor=2", "llama"), "loss",
+    ),
+    "rotary positions of local rows": (
+        Llama, "turns", of_own_rows, Case("tensor=2,sequence", "llama"), "loss",
+    ),
     "axes exchanged": (
         Layout, "mesh", exchanged, Case("tensor=2,data=2", "bert"), "loss",
     ),

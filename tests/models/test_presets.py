@@ -1,4 +1,4 @@
-"""The papers' models at their own tensor-parallel sizes, built on meta."""
+"""The papers' models at their own layouts, built on meta."""
 
 from math import prod
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.config.parse import parse
-from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
+from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config, PretrainLlamaConfig
 from megatron.models.build import build_on_meta
 from megatron.parallel.mesh import absent_mesh
 from megatron.parallel.sharding import sharding_specs
@@ -32,6 +32,31 @@ OTHERS = {
     "gpt2_xl_colossalai": (1_557_611_200, 2, 50_304),
     "gpt3_175b": (174_604_259_328, 8, 51_200),
 }
+
+
+# Vocabulary, hidden size, layers, size of all key/value heads, width of the MLP; parameters as the
+# source gives them, or by the formula; tensor-parallel size.
+LLAMAS = {
+    "llama_tutorial": (50_000, 768, 12, 3 * 64, 4 * 768, 179_448_576, 1),
+    "llama3_8b": (128_256, 4096, 32, 8 * 128, 14336, 8_030_261_248, 8),
+    "llama3_70b": (128_256, 8192, 80, 8 * 128, 28672, 70_553_706_496, 8),
+}
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_llamas(name: str) -> None:
+    vocab, h, layers, kv, f, parameters, tensor_size = LLAMAS[name]
+    layer = 2 * h * h + 2 * h * kv + 3 * h * f + 2 * h
+    assert 2 * vocab * h + layers * layer + h == parameters
+    config = parse(PretrainLlamaConfig, ["--preset", name], {})
+    assert config.parallel.tensor_model_parallel_size == tensor_size
+    assert config.model.vocab_size == vocab
+    mesh = absent_mesh({"tensor": tensor_size}, torch.device("meta"))
+    model = build_on_meta(config.model, mesh, vocab)
+    table = sharding_specs(model)
+    assert sum(prod(spec.shape) for spec in table.values()) == parameters
+    local = sum(each.numel() for each in model.parameters())
+    assert local == pytest.approx(parameters / tensor_size, rel=0.01)
 
 
 @pytest.mark.parametrize("name", [*PAPER, *OTHERS])

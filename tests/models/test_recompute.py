@@ -19,6 +19,7 @@ from megatron.train.executor import run_whole
 from megatron.train.step import count, forward_backward
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
+from tests.llama import llama_section
 from tests.tiny import (
     GRANULARITIES,
     SEQUENCE,
@@ -43,6 +44,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "gpt2": Kind(tiny_section, samples),
+    "llama": Kind(llama_section, samples),
     "bert pre-ln": Kind(partial(bert_section, "pre-ln"), bert_samples),
     "bert post-ln": Kind(partial(bert_section, "post-ln"), bert_samples),
 }

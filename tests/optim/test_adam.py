@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.training import OptimizerConfig
+from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.parallel.mesh import serial_mesh
+from megatron.train.executor import on_device
+from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
 from tests.dist import Pool
 from tests.models.dense import dense_gpt2
@@ -17,6 +19,7 @@ from tests.tiny import (
     micro_batches,
     samples,
     summed_loss,
+    tiny_model,
     tiny_section,
     tiny_state,
     tiny_weights,
@@ -152,6 +155,54 @@ def test_bf16_weights_are_the_rounded_masters() -> None:
         assert not torch.equal(master, start[name])
     still = sum(torch.equal(parameters[name], start[name].bfloat16()) for name in start)
     assert still > 0
+
+
+def pure_state(clip_grad: float = 0.0) -> TrainState:
+    config = OptimizerConfig(weight_decay=0.1, decay_biases_and_norms=True, clip_grad=clip_grad)
+    pure = PrecisionConfig(pure_bf16=True)
+    return tiny_state(serial_mesh(), optimizer=config, precision=pure, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 0.5])
+def test_pure_bf16_is_torch_s_adamw_on_a_bf16_model(clip_grad: float) -> None:
+    """The same model without buckets, whose gradients are autograd's: the same bits without
+    clipping. torch's clipping has a norm and a factor of 8 bits, ours of 53, and rounds once less.
+    """
+    state, plain = pure_state(clip_grad), tiny_model(serial_mesh(), dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=0.1, fused=True)
+    for step, rate in enumerate(RATES[:3]):
+        batch = samples(4, first=10 * step)
+        result = train_step(state, [batch], rate)
+        optimizer.zero_grad()
+        scales = 1 / torch.tensor(plain.denominators(batch), dtype=torch.float64)
+        plain(on_device(batch, CPU), scales).sum().backward()
+        gradients = [each.grad for each in plain.parameters() if each.grad is not None]
+        norm = sum(each.double().square().sum() for each in gradients) ** 0.5
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-6 if not clip_grad else 1e-2)
+        if clip_grad:
+            assert result.grad_norm > clip_grad
+            nn.utils.clip_grad_norm_(plain.parameters(), clip_grad)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    found = whole_weights(state.model)
+    for name, weight in whole_weights(plain).items():
+        if not clip_grad:
+            assert torch.equal(found[name], weight), name
+        else:
+            torch.testing.assert_close(found[name], weight, rtol=2**-6, atol=2e-3)
+
+
+def test_pure_bf16_holds_eight_bytes_a_weight() -> None:
+    state = pure_state()
+    train_step(state, [samples(2)], 1e-3)
+    kept = list(state.optimizer.tensors())
+    assert {kind for kind, _, _ in kept} == {"exp_avg", "exp_avg_sq"}
+    flats = [bucket.flat for bucket in state.gradients.buckets]
+    tensors = [*state.model.parameters(), *flats, *(each for _, _, each in kept)]
+    assert {each.dtype for each in tensors} == {torch.bfloat16}
+    held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    assert sum(held.values()) == 8 * sum(map(len, flats))
 
 
 def test_fp32_weights_are_their_own_masters() -> None:

@@ -2,6 +2,7 @@ from math import cos, pi
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.optim.adam import LossScaler
@@ -32,6 +33,24 @@ def test_the_rate_warms_up_and_decays_to_the_floor(style: str) -> None:
     assert rates[END] == rates[END + 400]
     decay = [rates[step] for step in range(WARMUP, END + 400)]
     assert decay == sorted(decay, reverse=True)
+
+
+@pytest.mark.parametrize("warmup", [1, 7, 1000])
+def test_with_a_first_rate_it_is_torch_s_sequence_of_schedulers(warmup: int) -> None:
+    """LinearLR from a tenth, then CosineAnnealingLR to 0, stepped after each update."""
+    steps = 3000
+    config = OptimizerConfig(lr=1e-3, min_lr=0, lr_warmup_iters=warmup, lr_warmup_init=1e-4)
+    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=config.lr)
+    schedulers = [
+        LinearLR(optimizer, start_factor=0.1, end_factor=1.0, total_iters=warmup),
+        CosineAnnealingLR(optimizer, T_max=steps - warmup, eta_min=0.0),
+    ]
+    scheduler = SequentialLR(optimizer, schedulers, milestones=[warmup])
+    for update in range(1, steps + 1):
+        expected = optimizer.param_groups[0]["lr"]
+        assert learning_rate(config, update, steps) == pytest.approx(expected, rel=1e-9), update
+        optimizer.step()
+        scheduler.step()
 
 
 def test_warm_up_may_be_nothing_or_all() -> None:

@@ -100,6 +100,30 @@ def test_keys_need_not_be_as_many_as_queries(p: float) -> None:
     torch.testing.assert_close(own, gradients, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("length", [1, 2 * BLOCK + 5])
+@pytest.mark.parametrize("mask", [*MASKS, "causal"])
+def test_queries_that_share_keys_equal_those_with_copies(length: int, mask: str) -> None:
+    is_causal, others = mask == "causal", draw(length)
+    visible = None if is_causal else MASKS[mask](length)
+    q = torch.cat([others[0], others[2]], 1).detach().requires_grad_()  # 6 heads on 3
+    _, k, v = draw(length)
+    rows = row_keys(torch.arange(BATCH), torch.arange(length))
+    keys = head_keys(rows, layer_key(0, "core"), range(2 * HEADS), BATCH)
+    d_out = torch.randn(q.shape, dtype=torch.float64)
+
+    def outcome(p: float | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if p is None:
+            out = kernels.attention(*inputs, visible, 0.0, is_causal)
+        else:
+            out = block_attention(*inputs, visible, is_causal, p, keys if p else None)
+        return out, *torch.autograd.grad(out, (q, k, v), d_out)
+
+    for p in (None, 0.0, 0.3):
+        copies = (each.repeat_interleave(2, 1) for each in (k, v))
+        expected, found = outcome(p, q, *copies), outcome(p, q, k, v)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_in_bf16_it_is_about_as_exact_as_torchs() -> None:
     exact = [each.detach().requires_grad_() for each in draw(256, torch.bfloat16)]
     wide = [each.detach().double().requires_grad_() for each in exact]

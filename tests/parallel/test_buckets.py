@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron.parallel import buckets as buckets_module
-from megatron.parallel import layers
+from megatron.parallel import cross_entropy, layers
 from megatron.parallel.buckets import ALIGNMENT, BUCKET_BYTES, GradientBuckets, clip_grad_norm
 from megatron.parallel.collectives import all_reduce, start_all_reduce
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -42,6 +42,7 @@ from tests.tiny import (
     scatter_weights,
     summed_loss,
     tiny_model,
+    tiny_section,
     tiny_state,
     whole_gradients,
 )
@@ -54,6 +55,24 @@ def losses(model: nn.Module, mesh: Mesh, step: int) -> Iterator[tuple[bool, Tens
     batch = samples(2 * mesh.data.size, first=100 * step)
     for number, each in enumerate(micro_batches(batch, mesh, 1)):
         yield number == 1, summed_loss(model, each, CPU)[0]
+
+
+def test_narrow_buckets_round_a_sum_once() -> None:
+    """That of equal ids, and of chunks of the head, is wide before it is in a bf16 bucket."""
+    found = []
+    config = tiny_section(untie_embeddings_and_output_weights=True)
+    for wide in (True, False):
+        model = tiny_model(serial_mesh(), config, dtype=torch.bfloat16)
+        buckets = GradientBuckets(model, wide=wide)
+        with patch.object(cross_entropy, "CHUNK_BYTES", 2**12), buckets.accumulate(is_last=True):
+            summed_loss(model, samples(4), CPU)[0].backward()
+        assert {each.flat.dtype for each in buckets.buckets} == {
+            torch.float32 if wide else torch.bfloat16
+        }
+        found.append({view.name: view.gradient.bfloat16() for view in buckets.views})
+    wide, narrow = found
+    for name, gradient in narrow.items():
+        assert torch.equal(gradient, wide[name]), name
 
 
 def check_against_ddp(bucket_bytes: int, direct: bool) -> None:

@@ -92,13 +92,14 @@ def test_the_command_of_the_readme() -> None:
     "arguments",
     [
         ("--bf16",),
+        ("--pure-bf16",),
         ("--fp16",),
         ("--fp16", "--initial-loss-scale", "2**40"),  # whose first steps overflow
         ("--no_bf16", "--hidden_dropout=0.1", "--attention-dropout", "0.1"),
         ("--kind", "bert"),
         ("--kind", "llama", "--num-query-groups", "1"),
     ],
-    ids=["bf16", "fp16", "fp16 that overflows", "fp32 with dropout", "bert", "llama"],
+    ids=["bf16", "pure bf16", "fp16", "fp16 that overflows", "fp32 with dropout", "bert", "llama"],
 )
 def test_other_models_and_precisions_are_equal_within_their_tolerance(
     preset: Path, arguments: tuple[str, ...]
@@ -158,7 +159,7 @@ REFUSED = {
     "what a layout says, as a switch": ("tensor=2", "--no_sequence_parallel"),
     "what is not done here": ("tensor=2", "--save", "checkpoints"),
     "what is not recorded": ("tensor=2", "--metrics_file=m.jsonl"),
-    "a kind that is none": ("tensor=2", "--kind", "llama"),
+    "a kind that is none": ("tensor=2", "--kind", "llamas"),
     "a switch twice": (f"{CUT},sequence",),
     "no data": ("tensor=2", "--data-path", "nowhere"),
     "a flag that is none": ("tensor=2", "--stepz", "2"),
@@ -216,7 +217,7 @@ def test_a_layout_of_stages_is_the_settings_of_a_run(preset: Path) -> None:
     with preset.open("a") as file:  # what it says of stages does not hold
         file.write("pipeline_model_parallel_size = 2\ndecoder_first_pipeline_num_layers = 1\n")
     config, precision = read_settings(["--preset", str(preset), "serial", "--num-layers=4"], {})
-    names = ["serial", layout.name, "pipeline=4", "schedule=gpipe"]
+    names = ["serial", layout.name, "pipeline=4", "schedule=1f1b"]
     jobs = compare_layouts.plan(config, precision, names, preset.parent)
     assert list(jobs) == names
     assert jobs["serial"].config.parallel == TrainingParallelConfig()

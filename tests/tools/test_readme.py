@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.config.parse import parse
-from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
+from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config, PretrainLlamaConfig
 from megatron.models.build import build_model
 from megatron.parallel.mesh import absent_mesh
 from megatron.train.pipelining import plan_of_run
@@ -22,7 +22,11 @@ from tools.layouts.job import program_of
 from tools.planning.hardware import load_hardware
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = {"pretrain_gpt2": PretrainGPT2Config, "pretrain_bert": PretrainBertConfig}
+PROGRAMS = {
+    "pretrain_gpt2": PretrainGPT2Config,
+    "pretrain_bert": PretrainBertConfig,
+    "pretrain": PretrainLlamaConfig,  # with --model llama
+}
 VOCABULARY = 50_257
 PAGES = [ROOT / "docs" / name for name in ("sources.md", "parallelism.md")]
 
@@ -37,7 +41,7 @@ def commands(page: Path, program: str) -> list[list[str]]:
 
 def training_commands() -> list[list[str]]:
     pages = ROOT / "README.md", *PAGES
-    return [each for page in pages for each in commands(page, r"pretrain_\w+\.(py|sh)")]
+    return [each for page in pages for each in commands(page, r"pretrain(_\w+)?\.(py|sh)")]
 
 
 def option(words: list[str], name: str) -> int:
@@ -53,6 +57,9 @@ def test_a_training_command_fits_its_preset(words: list[str]) -> None:
     while "..." in flags:  # in place of the reader's own path
         place = flags.index("...")
         del flags[place - 1 : place + 1]
+    if program == "pretrain.py":
+        assert flags[:2] == ["--model", "llama"]
+        del flags[:2]
     if program.endswith(".sh"):
         flags = ["--preset", *flags]
     flags = [f"{ROOT}/{word}" if word.startswith("scripts/") else word for word in flags]
@@ -61,9 +68,10 @@ def test_a_training_command_fits_its_preset(words: list[str]) -> None:
     if world_size > 2:  # too large to run here
         sizes = {**config.parallel.sizes, "data": config.data_parallel_size(world_size)}
         mesh = absent_mesh(sizes, torch.device("meta"))
-        stages = plan_of_run(config, world_size, VOCABULARY)
+        vocabulary = config.model.vocab_size or VOCABULARY
+        stages = plan_of_run(config, world_size, vocabulary)
         model = build_model(
-            config.model, mesh, VOCABULARY, seed=None, dtype=torch.bfloat16, pipeline=stages
+            config.model, mesh, vocabulary, seed=None, dtype=torch.bfloat16, pipeline=stages
         )
         assert mesh.size() == world_size
         assert {each.device.type for each in model.parameters()} == {"meta"}
@@ -74,8 +82,8 @@ def test_the_training_commands_are_found() -> None:
     assert programs == {"torchrun", "python", "sbatch"}
 
 
-def test_examples_in_docs_have_the_flags_that_they_are_given() -> None:
-    (words,) = commands(PAGES[0], r"examples/\w+\.py")
+@pytest.mark.parametrize("words", commands(PAGES[0], r"examples/\w+\.py"), ids=" ".join)
+def test_examples_in_docs_have_the_flags_that_they_are_given(words: list[str]) -> None:
     (program,) = (word for word in words if word.startswith("examples/"))
     ended = subprocess.run(
         [sys.executable, program, "--help"],

@@ -22,6 +22,7 @@ from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_samples, bert_section
 from tests.data.samples import write_data
 from tests.dist import Pool
+from tests.llama import llama_section
 from tests.programs import REST, SHAPE
 from tests.tiny import (
     assert_gradients,
@@ -33,8 +34,8 @@ from tests.tiny import (
 )
 
 GCC = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-CONFIGS = {"gpt2": tiny_section, "bert": bert_section}
-SAMPLES = {"gpt2": samples, "bert": bert_samples}
+CONFIGS = {"gpt2": tiny_section, "bert": bert_section, "llama": llama_section}
+SAMPLES = {"gpt2": samples, "bert": bert_samples, "llama": samples}
 # fp32; the order of sums differs.
 TOLERANCE = 2e-5
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
@@ -67,6 +68,7 @@ def first_steps(
     [
         ("gpt2", 1, False, {"num_layers": 3}, True),
         ("gpt2", 2, True, {}, True),
+        ("llama", 2, True, {}, True),
         ("bert", 1, False, {"recompute_granularity": "selective"}, False),
         (
             "bert",

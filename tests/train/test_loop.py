@@ -133,7 +133,8 @@ def test_it_logs_evaluates_and_saves_at_its_intervals(tmp_path: Path) -> None:
         "grad_norm",
         "tokens_per_second",
         "elapsed_seconds",
-    } | {"peak_memory_bytes"}
+        "peak_memory_bytes",
+    }
     assert keys == first.keys()
     assert (first["samples"], first["lr"]) == (8, pytest.approx(2e-3))
 

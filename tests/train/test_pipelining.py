@@ -71,7 +71,7 @@ def test_the_settings_know_every_schedule() -> None:
 
 @pytest.mark.parametrize(("words", "expected"), [
     ("", []),
-    ("--pipeline-schedule gpipe", []),
+    ("--pipeline-schedule 1f1b", []),
     ("--pipeline-model-parallel-size 2", [8, 4]),
     ("--pipeline-model-parallel-size 4", [4, 4, 3, 1]),
     ("--pipeline-model-parallel-size 2 --pipeline-partition uniform", [6, 6]),

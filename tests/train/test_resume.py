@@ -1,5 +1,6 @@
 """How a run starts: the same on every rank, whatever each of them sees."""
 
+import json
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,7 @@ import torch
 from megatron.checkpoint import load, retention
 from megatron.checkpoint.resume import Start
 from megatron.config.checks import UsageError
+from megatron.config.training import PrecisionConfig
 from megatron.train import pretrain
 from megatron.train import state as state_module
 from megatron.train.inputs import Inputs
@@ -22,6 +24,7 @@ from megatron.train.pretrain import Run, build
 from megatron.train.state import choose_precision
 from tests.config.test_checks import settings
 from tests.dist import Pool
+from tests.programs import assert_equal_bits, newest
 from tests.programs import pretrain as run_program
 from tests.tiny import VOCABULARY, mesh_of_ranks, save_state, tiny_section, tiny_state
 
@@ -67,6 +70,31 @@ def test_a_run_starts_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     assert str(newest / "manifest.json") in passed_over
     assert str(oldest) in where
     assert "--lr is 3.0 (was 0.00015)" in changed
+
+
+def test_pure_bf16_is_resumed_without_being_asked_for(tmp_path: Path) -> None:
+    pure = start((), precision=PrecisionConfig(pure_bf16=True))
+    facts = {**pure.facts, **pure.state.facts(), "validation_loss": None}
+    save_state(pure.state, tmp_path, **facts)
+    folder = tmp_path / "step_00000000"
+    resumed, tuned = start((folder,)), start((folder,), finetune=True)
+    assert resumed.facts["config"]["precision"]["pure_bf16"]
+    assert not tuned.facts["config"]["precision"]["pure_bf16"]
+    kinds = {kind for kind, _, _ in resumed.state.optimizer.tensors()}
+    assert kinds == {"exp_avg", "exp_avg_sq"}
+    assert {each.dtype for _, _, each in resumed.state.optimizer.tensors()} == {torch.bfloat16}
+
+
+def test_pure_bf16_is_saved_and_resumed_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    words = "--bf16 --pure-bf16 --train-iters 4 --tensor-model-parallel-size 2 --save"
+    train(f"{words} {tmp_path}/whole", folder, world=2)
+    train(f"{words} {tmp_path}/half --exit-interval 2", folder, world=2)
+    train(f"{words} {tmp_path}/half --load {tmp_path}/half", folder, world=2)
+    assert_equal_bits(newest(tmp_path / "whole"), newest(tmp_path / "half"))
+    manifest = json.loads((newest(tmp_path / "whole") / "manifest.json").read_text())
+    kinds = {name.partition(".")[0] for name in manifest["tensors"]}
+    assert kinds == {"model", "exp_avg", "exp_avg_sq"}
+    assert {each["dtype"] for each in manifest["tensors"].values()} == {"bfloat16"}
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,11 @@ class SavedFile:
         self.nbytes: dict[str, int] = {}
         self.starts: dict[str, int] = {}
 
-    def open_archive(self) -> BinaryIO:
-        """The pickle of the zip format; ValueError for an archive that torch.save did not write."""
+    def open_archive(self, content: BinaryIO | None = None) -> BinaryIO:
+        """The pickle of the zip format; ValueError for an archive that torch.save did not write.
+        content: the archive, where it is not the whole file."""
         try:
-            self.archive = archive = zipfile.ZipFile(self.file)
+            self.archive = archive = zipfile.ZipFile(content or self.file)
             sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
             roots = [name.removesuffix("data.pkl") for name in sizes if name.endswith("/data.pkl")]
             if len(roots) != 1 or f"{roots[0]}constants.pkl" in sizes:
@@ -320,6 +321,22 @@ def read_saved(file: Path) -> Any:
         content, itemsizes = _unpickle(stream, saved)
         saved.locate(stream, _unpickle(stream, saved)[0], itemsizes)
         return content
+
+
+def read_section(file: Path, start: int, nbytes: int) -> Any:
+    """As read_saved, of an object that is `nbytes` bytes of `file` from `start` on, in the zip
+    format. The bytes are held in memory as long as a StoredTensor of them is."""
+    with file.open("rb") as stream:
+        stream.seek(start)
+        content = stream.read(nbytes)
+    saved = SavedFile(file)
+    return _unpickle(saved.open_archive(io.BytesIO(content)), saved)[0]
+
+
+def read_pickle(file: Path) -> Any:
+    """The object of a bare pickle, without tensors. Raises as read_saved."""
+    with file.open("rb") as stream:
+        return _unpickle(stream, SavedFile(file))[0]
 
 
 def _unpickle(stream: BinaryIO, saved: SavedFile) -> tuple[Any, dict[str, int]]:

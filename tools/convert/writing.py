@@ -1,10 +1,10 @@
-"""A checkpoint of weights that this project did not train."""
+"""A checkpoint of weights that this project did not train, or of a run of another program."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.load import TensorSlice
+from megatron.checkpoint.load import TensorSlice, verify
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.checks import flag, switch
 from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
@@ -24,9 +24,25 @@ from megatron.models.registry import KINDS
 from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs
+from megatron.train.evaluate import load_model, whole_logits
 from megatron.train.state import DTYPES, environment
 from tools.convert.staging import staged
 from tools.convert.vocabulary import NoTokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run of another program is, that goes on here.
+
+    tensors: whole, of the optimizer, by their keys in a checkpoint: exp_avg.NAME, exp_avg_sq.NAME
+    and, of weights narrower than fp32, master.NAME. config: what is known of its settings, by part
+    of a PretrainConfig and field, with which a run that goes on is compared.
+    """
+
+    updates: int
+    samples: int
+    tensors: Mapping[str, Tensor]
+    config: Mapping[str, Mapping[str, Any]]
 
 
 def write_checkpoint(
@@ -37,8 +53,10 @@ def write_checkpoint(
     tokenizer: Tokenizer | NoTokenizer,
     imported_from: str,
     check: Callable[[Path], object],
+    progress: Progress | None = None,
 ) -> Path:
-    """Write TO/step_00000000 and TO/latest, a checkpoint of weights alone; returns the former.
+    """Write TO/step_XXXXXXXX and TO/latest, a checkpoint of weights alone at step 0, or with
+    `progress` of a run; returns the former.
 
     weights: every parameter whole, by its name in this project; one dtype of DTYPES, which is
     kept. imported_from: kept in the manifest for whoever reads it. check: is called with the folder
@@ -57,10 +75,34 @@ def write_checkpoint(
         "imported_from": imported_from,
     }
     pieces = [TensorSlice(f"model.{name}", table[name], weights[name]) for name in table]
+    step = 0
+    if progress is not None:
+        step = progress.updates
+        facts["counters"] |= {"step": step, "samples": progress.samples}
+        facts["config"] |= progress.config
+        for key, tensor in progress.tensors.items():
+            pieces.append(TensorSlice(key, table[key.partition(".")[2]], tensor))
     with staged(to) as staging:
-        path = save_checkpoint(staging, 0, pieces, facts, serial_mesh(), tokenizer.files).path
+        path = save_checkpoint(staging, step, pieces, facts, serial_mesh(), tokenizer.files).path
         check(path)
     return to / path.name
+
+
+def check_weights(path: Path, weights: Mapping[str, Tensor], source: str) -> None:
+    """Raise ValueError where the checkpoint at `path` has other weights, or logits not finite.
+    source: for messages, what was imported."""
+    mesh = serial_mesh()
+    checkpoint = verify(path, mesh)
+    loaded = load_model(checkpoint, mesh)
+    for name, parameter in loaded.named_parameters():
+        whole = weights[name].float()
+        if not torch.equal(parameter[: len(whole)], whole):
+            raise ValueError(f"{name} does not read back as it was written, or holds NaN")
+    manifest = checkpoint.manifest
+    length = min(32, manifest["config"]["model"]["max_position_embeddings"])
+    tokens = torch.linspace(0, manifest["vocab_size"] - 1, 2 * length).long().view(2, length)
+    if not whole_logits(loaded, mesh, tokens).isfinite().all():
+        raise ValueError(f"the model of {source} computes logits that are not finite")
 
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -77,12 +119,14 @@ FORM = (  # told where they are not the default
 TASKS = {"choice": "RACE", "span": "SQUAD"}  # that have such a head
 
 
-def tell(source: str | Path, path: Path, section: ModelConfig) -> None:
-    """Say what was imported, and how to go on from it."""
+def tell(
+    source: str | Path, path: Path, section: ModelConfig, given: Sequence[str] = ("--finetune",)
+) -> None:
+    """Say what was imported, and how to go on from it. given: flags beside those of the model."""
     print(f"imported {source} as {path}")
     if KINDS[section.kind].program is not None:
         program, flags = f"pretrain.py --model {section.kind}", " ".join(_flags(path, section))
-        print(f"to train on from it: {program} --finetune --load {path.parent} {flags} ...")
+        print(f"to train on from it: {program} {' '.join(given)} --load {path.parent} {flags} ...")
     if isinstance(section, BertConfig):
         print(f"{_use(section)} --load {path.parent} ...")
 

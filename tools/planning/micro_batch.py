@@ -61,25 +61,40 @@ class Trace:
         return sum(self.kept_by_stage)
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """Of one rank. device: "cpu" or "cuda", whose kernels are meant. is_trimmed: without what fills
+    up a batch. rank: along the pipeline axis."""
+
+    config: PretrainConfig
+    precision: str
+    device: str
+    is_trimmed: bool = False
+    pipeline: PipelinePlan = UNCUT
+    rank: int = 0
+
+    @property
+    def backward(self) -> tuple[str, ...]:
+        """The actions of a backward, in the schedule of the pipeline."""
+        plan = self.pipeline
+        own = plan.own[self.rank] if plan.own else ()
+        if plan.kind == "zb-h1" or any(each.direction == "backward_weight" for each in own):
+            return "backward_input", "backward_weight"
+        return ("backward",)
+
+
 @cache
-def trace(
-    config: PretrainConfig,
-    precision: str,
-    device: str,
-    is_trimmed: bool = False,
-    pipeline: PipelinePlan = UNCUT,
-    rank: int = 0,
-) -> Trace:
-    """device: "cpu" or "cuda", whose kernels are meant. is_trimmed: without what fills up a
-    batch. rank: along the pipeline axis."""
-    mesh, model = rank_on_meta(config, precision, config.parallel.sizes, device, pipeline, rank)
+def trace(traced: MicroBatch) -> Trace:
+    config, device, pipeline, rank = traced.config, traced.device, traced.pipeline, traced.rank
+    sizes = config.parallel.sizes
+    mesh, model = rank_on_meta(config, traced.precision, sizes, device, pipeline, rank)
     gradients = _Unreduced(model, sets_grad=False)
     meter = Meter(mesh, [*model.parameters(), *(each.flat for each in gradients.buckets)])
     meter.phase = "forward"
     numbers = np.arange(config.training.micro_batch_size)
     samples = resolve_name(find_kind(config.model.kind).samples)(config)
     batch = samples.batch(range(len(numbers))).numbered(numbers)
-    batch = batch.trimmed() if is_trimmed else batch
+    batch = batch.trimmed() if traced.is_trimmed else batch
     own = range(rank, pipeline.stages, pipeline.ranks)
     held, peaks = list[int](), list[int]()  # at the begin of each action
 
@@ -112,7 +127,7 @@ def trace(
         before=enter,
     )
     actions = [Action("forward", stage, 0) for stage in own]
-    actions += [Action(each, stage, 0) for stage in own[::-1] for each in _backward(pipeline)]
+    actions += [Action(each, stage, 0) for stage in own[::-1] for each in traced.backward]
     gradients.start()
     with on_meta(meter, device):
         executor.run(tuple(actions))
@@ -132,21 +147,15 @@ def trace(
     return Trace(work, tuple(kept), tuple(owed), forward_peak, peak, message)
 
 
-def trace_of_depth(
-    config: PretrainConfig,
-    precision: str,
-    device: str,
-    is_trimmed: bool = False,
-    pipeline: PipelinePlan = UNCUT,
-    rank: int = 0,
-) -> Trace:
+def trace_of_depth(asked: MicroBatch) -> Trace:
     """As `trace`, of stages of any depth."""
+    config, pipeline, rank = asked.config, asked.pipeline, asked.rank
     depths = [len(each) for each in pipeline.layers[rank :: pipeline.ranks]]
     depths = depths or [config.model.num_layers]
     ranks = min(pipeline.ranks, 3)  # of which one is first, one last, and one between them
     place = 0 if rank == 0 else ranks - 1 if rank == pipeline.ranks - 1 else 1
 
-    def traced(first: int) -> Trace:
+    def of_one(first: int) -> Trace:
         """Of one layer in each stage, but for the first one of the rank."""
         sizes = [1] * (ranks * pipeline.virtual)
         sizes[place] = first
@@ -154,12 +163,12 @@ def trace_of_depth(
         plan = UNCUT
         if pipeline.stages > 1:
             layers = tuple(range(*each) for each in pairwise(accumulate(sizes, initial=0)))
-            kind = "zb-h1" if len(_backward(pipeline)) > 1 else "1f1b"
+            kind = "zb-h1" if len(asked.backward) > 1 else "1f1b"
             plan = PipelinePlan(ranks, pipeline.virtual, kind, layers)
         found = replace(config, model=model)
-        return trace(found, precision, device, is_trimmed, plan, place)
+        return trace(replace(asked, config=found, pipeline=plan, rank=place))
 
-    one, two = traced(1), traced(min(2, max(depths)))
+    one, two = of_one(1), of_one(min(2, max(depths)))
     more = sum(depths) - len(depths)
     work = {
         phase: first.plus(two.work[phase].plus(first, -1), more)
@@ -174,14 +183,6 @@ def trace_of_depth(
     kept = of_depths(one.kept_by_stage, two.kept_by_stage)
     owed = of_depths(one.owed_by_stage, two.owed_by_stage)
     return replace(two, work=work, kept_by_stage=kept, owed_by_stage=owed)
-
-
-def _backward(pipeline: PipelinePlan) -> tuple[str, ...]:
-    """The actions of a backward, in the schedule of the pipeline."""
-    own = pipeline.own[0] if pipeline.own else ()
-    if pipeline.kind == "zb-h1" or any(each.direction == "backward_weight" for each in own):
-        return "backward_input", "backward_weight"
-    return ("backward",)
 
 
 def rank_on_meta(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def record(step: Step, hardware: Hardware) -> Record:
     seconds = predict(step, hardware)
     step = max(step.stages, key=lambda each: each.memory["total"])
     plan, held = step.pipeline, step.memory
-    halves = any(each.direction == "backward_weight" for each in step.lists[0])
+    halves = any(each.direction == "backward_weight" for each in chain(*step.lists))
     tried = GRANULARITIES[: 2 if halves else 3]  # halves of a backward undo full recomputation
     others = {each: varied(config, recompute_granularity=each) for each in tried}
     return {

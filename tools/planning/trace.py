@@ -27,9 +27,9 @@ from megatron.train.pipelining import plan_of_run
 from megatron.train.state import DTYPES
 from tools.layouts.work import Call, Matmul, Work
 from tools.planning.hardware import Hardware, Ring
-from tools.planning.micro_batch import Trace, rank_on_meta, trace_of_depth
+from tools.planning.micro_batch import MicroBatch, Trace, rank_on_meta, trace_of_depth
 
-WIDE = 4  # bytes of a gradient, master or moment
+WIDE = 4  # bytes of a gradient, master or moment, but of pure bf16
 # Passes of the optimizer over this rank's parameters: in fp32 norm 1, AdamW 8 with the scaled
 # gradient, rounding 1; in the weights' own width rounding 1.
 WIDE_PASSES, NARROW_PASSES = 10, 1
@@ -53,12 +53,13 @@ class Model:
         pipeline: PipelinePlan,
         rank: int,
     ) -> None:
+        wide = not config.precision.pure_bf16
         sizes = {**config.parallel.sizes, "data": copies}
         mesh, model = rank_on_meta(config, precision, sizes, "meta", pipeline, rank)
         specs = sharding_specs(model)
         self.own = sum(prod(spec.shape) for spec in specs.values() if spec.is_owner())
         self.local = sum(each.numel() for each in model.parameters())
-        ready, buckets = _ready(specs), GradientBuckets(model, bucket_bytes).buckets
+        ready, buckets = _ready(specs), GradientBuckets(model, bucket_bytes, wide=wide).buckets
         self.buckets = [(max(ready[view.name] for view in each.views), each) for each in buckets]
         strides, stride = dict[str, int](), 1
         for axis in reversed(mesh.axes):
@@ -133,6 +134,11 @@ class Step:
         return DTYPES[self.precision].itemsize
 
     @property
+    def wide(self) -> int:
+        """Bytes of a gradient, master or moment."""
+        return self.width if self.config.precision.pure_bf16 else WIDE
+
+    @property
     def copies(self) -> int:
         """Data-parallel."""
         return self.config.data_parallel_size(self.ranks)
@@ -174,8 +180,8 @@ class Step:
     @cached_property
     def trace(self) -> Trace:
         """Of a micro-batch."""
-        arguments = self.config, self.precision, self.device
-        return trace_of_depth(*arguments, pipeline=self.pipeline, rank=self.rank)
+        settings = self.config, self.precision, self.device
+        return trace_of_depth(MicroBatch(*settings, pipeline=self.pipeline, rank=self.rank))
 
     @cached_property
     def facts(self) -> Facts:
@@ -228,7 +234,7 @@ class Step:
     @property
     def updated(self) -> int:
         """Bytes that the optimizer moves."""
-        return self.model.local * (WIDE_PASSES * WIDE + NARROW_PASSES * self.width)
+        return self.model.local * (WIDE_PASSES * self.wide + NARROW_PASSES * self.width)
 
     @property
     def calls(self) -> dict[str, Counter[Call]]:
@@ -248,7 +254,7 @@ class Step:
         """Bytes that are there all the time, by kind."""
         weights = self.width * self.model.local
         flat = sum(bucket.flat.nbytes for _, bucket in self.model.buckets)
-        masters = flat if self.width < WIDE else 0
+        masters = flat if self.width < self.wide else 0
         return {"weights": weights, "gradients": flat, "masters": masters, "moments": 2 * flat}
 
     @property
@@ -283,7 +289,7 @@ class Step:
             model=replace(model, **changes),
             parallel=replace(parallel, tensor_model_parallel_size=1, sequence_parallel=False),
         )
-        found = trace_of_depth(config, self.precision, "cuda", not is_executed)
+        found = trace_of_depth(MicroBatch(config, self.precision, "cuda", not is_executed))
         matmuls = sum((work.matmuls for work in found.work.values()), Counter[Matmul]())
         of_group = sum(times * each.flops for each, times in matmuls.items() if not each.again)
         return of_group * self.micro_batches * self.copies

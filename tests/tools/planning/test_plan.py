@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.config.checks import UsageError
+from megatron.parallel.schedules import Lists, schedule, to_json
 from tests.tools.planning.counted import preset
 from tools import plan
 from tools.planning.search import check, keeping_batch, layouts, search
@@ -86,8 +87,19 @@ def test_settings_after_the_preset_win(tmp_path: Path) -> None:
 def test_every_preset_is_planned(name: str, tmp_path: Path) -> None:
     size = prod(preset(name).parallel.sizes.values())
     found = planned(tmp_path, f"--preset {name} --gpus {size} --hardware dgx-a100")
-    assert found["model"]["kind"] == ("bert" if "bert" in name else "gpt2")
+    kinds = (kind for kind in ("bert", "llama") if kind in name)
+    assert found["model"]["kind"] == next(kinds, "gpt2")
     assert found["predicted_step_seconds"]["total"] > 0
+
+
+def test_pure_bf16_holds_four_numbers_of_two_bytes_a_weight(tmp_path: Path) -> None:
+    words = "--preset llama_tutorial --gpus 1 --hardware dgx-a100"
+    masters, pure = planned(tmp_path, words), planned(tmp_path, f"{words} --pure-bf16")
+    lasting = ("weights", "gradients", "masters", "moments")
+    for found, size in ((masters, 18), (pure, 8)):
+        held = sum(found["memory_per_rank_bytes"][kind] for kind in lasting)
+        assert held == pytest.approx(size * found["parameters"], rel=1e-3)
+    assert pure["memory_per_rank_bytes"]["masters"] == 0
 
 
 def test_every_stage_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,6 +127,30 @@ def test_every_stage_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "pipeline 2 x 3 interleaved" in out
     assert "micro-batches in flight" in out
     assert planned(tmp_path, f"{words} --search")["layouts"]
+
+
+def test_a_schedule_of_ones_own_is_planned(tmp_path: Path) -> None:
+    """As a file the actions of a kind are planned like the kind. One rank may halve its backwards
+    and another not: each keeps what its own actions do."""
+    words = "--preset quickstart --num-layers 8 --gpus 8 --hardware dgx-a100 --micro-batch-size 1"
+    words += " --global-batch-size 24 --pipeline-model-parallel-size 4 --pipeline-schedule"
+    whole, halves = (schedule(kind, 4, 12) for kind in ("1f1b", "zb-h1"))
+
+    def of(given: object) -> dict[str, Any]:
+        found = planned(tmp_path, f"{words} {given}")
+        assert found["model"].pop("schedule") == str(given)
+        return found
+
+    def of_file(lists: Lists) -> dict[str, Any]:
+        file = tmp_path / "own.json"
+        file.write_text(json.dumps(to_json(lists)))
+        return of(file)
+
+    own = of_file(halves)
+    assert own == of("zb-h1")
+    assert of_file((whole[0], *halves[1:]))["stages"][1:] == own["stages"][1:]
+    found = planned(tmp_path, f"{words} {tmp_path / 'own.json'}", "--search")["layouts"]
+    assert {each["micro_batches"] for each in found} == {12}
 
 
 def test_a_kind_can_be_given(tmp_path: Path) -> None:

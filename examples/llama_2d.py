@@ -1,0 +1,165 @@
+"""Llama on two axes, as PyTorch's tutorial "Train your large model on multiple GPUs with tensor
+parallelism": tensor x data parallelism, the loss on logits that stay cut along the vocabulary.
+
+    torchrun --nproc-per-node 4 examples/llama_2d.py --tensor-model-parallel-size 2 \\
+        --dataset-name HuggingFaceFW/fineweb --dataset-config sample-10BT \\
+        --vocab-file bpe_50K.json --save checkpoints
+
+The same command goes on from the newest checkpoint in --save, on any number of processes: Adam's
+moments, learning rate and place in the data are those of the step. pretrain.py --model llama
+--preset llama_tutorial is the same run.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from tqdm import tqdm
+
+from megatron.api import (
+    Documents,
+    LlamaConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    Samples,
+    StepResult,
+    TrainState,
+    UsageError,
+    build_state,
+    build_tokenizer,
+    launch,
+    learning_rate,
+    newest_checkpoint,
+    open_document_corpus,
+    open_documents,
+    open_named,
+    open_padded_splits,
+    prefetch,
+    save_checkpoint,
+    train_step,
+    user_errors,
+)
+
+SEED = 1234
+
+
+def read_flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--data-path", help="JSON lines, parquet, or a folder of datasets")
+    data.add_argument("--dataset-name", help="on the hub, or a path that load_dataset takes")
+    parser.add_argument("--dataset-config", help="its configuration, such as sample-10BT")
+    parser.add_argument("--text-column", default="text", help="column or key of the text (text)")
+    parser.add_argument("--vocab-file", required=True, help="tokenizer.json, with [BOT] and [EOT]")
+    parser.add_argument("--save", help="directory of checkpoints, to resume from and to save in")
+    parser.add_argument("--pure-bf16", action="store_true", help="moments too, and no masters")
+    parser.add_argument("--no-bf16", action="store_true", help="fp32")
+    for flag, default, text in (
+        ("--tensor-model-parallel-size", 1, "ranks that share each layer"),
+        ("--num-layers", 12, "transformer layers"),
+        ("--hidden-size", 768, "width of the stream between them; that of the MLP is four times"),
+        ("--num-attention-heads", 12, "attention heads of a layer"),
+        ("--num-query-groups", 3, "heads of keys and values"),
+        ("--seq-length", 512, "tokens at which a document is cut, and up to which it is padded"),
+        ("--global-batch-size", 32, "documents of a step"),
+        ("--micro-batch-size", 8, "documents of a forward pass on one model"),
+        ("--epochs", 3, "passes over the documents"),
+        ("--lr-warmup-iters", 1000, "steps in which the learning rate rises"),
+        ("--save-interval", 1000, "steps between checkpoints"),
+    ):
+        parser.add_argument(flag, type=int, default=default, help=f"{text} ({default})")
+    return parser.parse_args()
+
+
+def configs(flags: argparse.Namespace) -> tuple[LlamaConfig, OptimizerConfig]:
+    model = LlamaConfig(
+        num_layers=flags.num_layers,
+        hidden_size=flags.hidden_size,
+        num_attention_heads=flags.num_attention_heads,
+        num_query_groups=flags.num_query_groups,
+    )
+    # LinearLR from a tenth of the rate, then CosineAnnealingLR to 0; decay of every parameter.
+    optimizer = OptimizerConfig(
+        lr=1e-3,
+        min_lr=0.0,
+        lr_warmup_iters=flags.lr_warmup_iters,
+        lr_warmup_init=1e-4,
+        adam_beta2=0.99,
+        weight_decay=0.1,
+        decay_biases_and_norms=True,
+    )
+    return model, optimizer
+
+
+def open_data(flags: argparse.Namespace) -> tuple[Samples, int]:
+    """(the documents in their order, size of the vocabulary); a sample is [BOT] text [EOT], cut and
+    padded, and padding is not scored."""
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", flags.vocab_file, None)
+    read: Callable[[str], Documents] = partial(open_documents, key=flags.text_column)
+    if flags.dataset_name:
+        read = partial(open_named, config=flags.dataset_config, column=flags.text_column)
+    corpus = open_document_corpus([flags.data_path or flags.dataset_name], tokenizer, read=read)
+    data, _, _ = open_padded_splits(
+        corpus,
+        tokenizer,
+        split="1,0,0",
+        seq_length=flags.seq_length,
+        seed=SEED,
+        shuffle=False,
+        begin_token="[BOT]",
+        end_token="[EOT]",
+    )
+    assert data is not None
+    return data, corpus.vocab_size
+
+
+def train(
+    state: TrainState, data: Samples, optimizer: OptimizerConfig, flags: argparse.Namespace
+) -> Iterator[StepResult]:
+    """From the state's step to the last one; what does not fill the last batch is left out."""
+    batch, mesh = flags.global_batch_size, state.mesh
+    steps = flags.epochs * data.samples_per_epoch // batch
+    for micro_batches in prefetch(
+        data,
+        range(state.samples, steps * batch, batch),
+        micro_batch_size=flags.micro_batch_size,
+        data_rank=mesh.rank("batch"),
+        data_size=mesh.size("batch"),
+    ):
+        yield train_step(state, micro_batches, learning_rate(optimizer, state.updates + 1, steps))
+        if flags.save and (state.step % flags.save_interval == 0 or state.step == steps):
+            save_checkpoint(flags.save, state.step, state.slices(), state.facts(), mesh)
+
+
+def main() -> None:
+    flags = read_flags()
+    with user_errors(os.environ):  # bad input is one line, before processes meet
+        parallel = ParallelConfig(tensor_model_parallel_size=flags.tensor_model_parallel_size)
+        model, optimizer = configs(flags)
+        precision = PrecisionConfig(bf16=not flags.no_bf16, pure_bf16=flags.pure_bf16)
+        world, batch = int(os.environ.get("WORLD_SIZE", "1")), flags.global_batch_size
+        parallel.check(world, model.widths)
+        at_once = flags.micro_batch_size * parallel.data_parallel_size(world)
+        if batch % at_once:
+            allowed = f"a multiple of --micro-batch-size x models, {at_once}"
+            raise UsageError("--global-batch-size", batch, allowed)
+        data, vocab_size = open_data(flags)
+        if not (steps := flags.epochs * data.samples_per_epoch // batch):
+            raise UsageError("--epochs", flags.epochs, f"such that {batch} documents are read")
+
+    with launch(parallel) as mesh:
+        state = build_state(
+            model, mesh, vocab_size, seed=SEED, optimizer=optimizer, precision=precision
+        )
+        if flags.save and (found := newest_checkpoint(flags.save, mesh)):
+            state.load(found)
+        with tqdm(total=steps, initial=state.step, disable=not mesh.is_first) as bar:
+            for result in train(state, data, optimizer, flags):
+                bar.set_postfix(loss=f"{result.loss:.4f}")
+                bar.update()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""The script of source C in plain torch, small: its Llama, its optimizer and schedule, its saving.
+
+Names of modules and buffers, their order, and the calls that save and load are those of the
+tutorial; the code is not.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+from tests.tiny import samples
+
+LAYERS, HIDDEN, HEADS, GROUPS, FFN, POSITIONS, VOCABULARY = 2, 96, 12, 3, 384, 64, 263
+WARMUP, STEPS, LR, BATCH = 4, 20, 1e-2, 4
+
+
+class Rotary(nn.Module):
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, size: int, base: float = 10_000.0) -> None:
+        super().__init__()
+        self.frequencies = 1.0 / base ** (torch.arange(0, size, 2).float() / size)
+        self.register_buffer("cos", torch.empty(0))
+        self.register_buffer("sin", torch.empty(0))
+        self.fill(torch.get_default_dtype())
+
+    def fill(self, dtype: torch.dtype) -> None:
+        """Compute the buffers in this dtype, from fp32 frequencies."""
+        angles = torch.outer(torch.arange(POSITIONS).to(dtype), self.frequencies.to(dtype))
+        angles = torch.cat([angles, angles], dim=-1)
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = (each[: x.shape[1], None].to(x.dtype) for each in (self.cos, self.sin))
+        one, two = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-two, one], dim=-1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        inner = GROUPS * HIDDEN // HEADS
+        self.q_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.k_proj = nn.Linear(HIDDEN, inner, bias=False)
+        self.v_proj = nn.Linear(HIDDEN, inner, bias=False)
+        self.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        size = HIDDEN // HEADS
+        q, k, v = (
+            each(x).unflatten(-1, (-1, size)) for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k, v = (each.transpose(1, 2) for each in (rotary(q), rotary(k), v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(HIDDEN, FFN, bias=False)
+        self.up_proj = nn.Linear(HIDDEN, FFN, bias=False)
+        self.down_proj = nn.Linear(FFN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
+        self.self_attn = Attention()
+        self.post_attention_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
+        self.mlp = MLP()
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary_emb = Rotary(HIDDEN // HEADS)
+        self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList([Layer() for _ in range(LAYERS)])
+        self.norm = nn.RMSNorm(HIDDEN, eps=1e-5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, self.rotary_emb)
+        return self.norm(x)
+
+
+class Pretraining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = Base()
+        self.lm_head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm_head(self.base_model(tokens))
+
+
+class Script:
+    """A run of the tutorial: model, optimizer, scheduler."""
+
+    def __init__(self, *, seed: int = 0, tensor_parallel: bool = False) -> None:
+        torch.manual_seed(seed)
+        self.model = Pretraining()
+        for name, parameter in self.model.named_parameters():
+            if "norm" in name:  # else a wrong one would go unseen
+                nn.init.normal_(parameter, 1.0, 0.1)
+        if tensor_parallel:
+            divide(self.model)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=LR,
+            betas=(0.9, 0.99),
+            eps=1e-8,
+            weight_decay=0.1,
+            foreach=False if tensor_parallel else None,  # of DTensors beside plain ones
+        )
+        warmup = LinearLR(self.optimizer, start_factor=0.1, end_factor=1.0, total_iters=WARMUP)
+        cosine = CosineAnnealingLR(self.optimizer, T_max=STEPS - WARMUP, eta_min=0)
+        self.scheduler = SequentialLR(self.optimizer, [warmup, cosine], milestones=[WARMUP])
+
+    def train(self, first: int, steps: int) -> list[tuple[float, float]]:
+        """(learning rate, loss) of each of these steps, from step `first` on."""
+        found = []
+        for step in range(first, first + steps):
+            batch = samples(BATCH, first=step * BATCH)
+            labels = torch.from_numpy(batch.labels).masked_fill(
+                torch.from_numpy(batch.loss_mask) == 0, -100
+            )
+            loss = F.cross_entropy(
+                self.model(torch.from_numpy(batch.tokens)).flatten(0, 1), labels.flatten()
+            )
+            self.optimizer.zero_grad()
+            loss.backward()
+            clip(self.model.parameters())
+            found.append((self.scheduler.get_last_lr()[0], loss.item()))
+            self.optimizer.step()
+            self.scheduler.step()
+        return found
+
+    def save(self, folder: Path, *, by_name: bool) -> Path:
+        """Every rank calls this."""
+        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        if by_name:
+            model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            torch.save(self.scheduler.state_dict(), folder / "lrscheduler.pt")
+        return folder
+
+    def load(self, folder: Path, *, by_name: bool) -> None:
+        """Into an optimizer that has a state to be filled, which the tutorial's own has not."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if by_name:
+            model, optimizer = get_state_dict(self.model, self.optimizer)
+        else:
+            model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        if by_name:
+            set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=model,
+                optim_state_dict=optimizer,
+            )
+        else:
+            self.model.load_state_dict(model)
+            self.optimizer.load_state_dict(optimizer)
+        self.scheduler.load_state_dict(torch.load(folder / "lrscheduler.pt"))
+
+    def widen(self) -> None:
+        """Go on in fp64, from the numbers that there are."""
+        self.model.double()
+        self.model.base_model.rotary_emb.fill(torch.float64)
+        for state in self.optimizer.state.values():
+            state |= {name: state[name].double() for name in ("exp_avg", "exp_avg_sq")}
+
+    def weights(self) -> dict[str, Tensor]:
+        """By this project's names."""
+        theirs = {
+            name.removeprefix("base_model."): value.detach()
+            for name, value in self.model.named_parameters()
+        }
+        return in_our_names(theirs)
+
+    def moments(self, kind: str) -> dict[str, Tensor]:
+        """As `weights`."""
+        return in_our_names(
+            {
+                name.removeprefix("base_model."): self.optimizer.state[parameter][kind]
+                for name, parameter in self.model.named_parameters()
+            }
+        )
+
+
+def divide(model: Pretraining) -> None:
+    """The tutorial's plan over all ranks but for the division of the norms: queries, keys and
+    values are gathered, so that every rank computes all heads."""
+    column, gathered = ColwiseParallel(), ColwiseParallel(output_layouts=Replicate())
+    plan: dict[str, Any] = {
+        "base_model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": gathered,
+    }
+    for n in range(LAYERS):
+        place = f"base_model.layers.{n}"
+        plan |= {f"{place}.self_attn.{each}_proj": gathered for each in "qkv"}
+        plan[f"{place}.self_attn.o_proj"] = RowwiseParallel(input_layouts=Replicate())
+        plan |= {f"{place}.mlp.{each}_proj": column for each in ("gate", "up")}
+        plan[f"{place}.mlp.down_proj"] = RowwiseParallel()
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+
+
+def clip(parameters: Iterable[nn.Parameter]) -> None:
+    """torch's clip_grad_norm_ at 1.0, which takes no DTensors beside plain ones."""
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    wholes = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
+    norm = torch.stack([whole.square().sum() for whole in wholes]).sum().sqrt().item()
+    for gradient in gradients:
+        gradient.mul_(min(1.0, 1.0 / (norm + 1e-6)))
+
+
+def in_our_names(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    ours = {
+        "word_embedding.weight": theirs["embed_tokens.weight"],
+        "final_norm.weight": theirs["norm.weight"],
+        "head.weight": theirs["lm_head.weight"],
+    }
+    for n in range(LAYERS):
+        layer = {
+            name.removeprefix(f"layers.{n}.").removesuffix(".weight"): value
+            for name, value in theirs.items()
+            if name.startswith(f"layers.{n}.")
+        }
+        found = {
+            "attention_norm.weight": layer["input_layernorm"],
+            "attention.qkv.query": layer["self_attn.q_proj"],
+            "attention.qkv.key_value": torch.stack(
+                [layer["self_attn.k_proj"], layer["self_attn.v_proj"]]
+            ),
+            "attention.output.weight": layer["self_attn.o_proj"],
+            "mlp_norm.weight": layer["post_attention_layernorm"],
+            "mlp.up.weight": torch.stack([layer["mlp.gate_proj"], layer["mlp.up_proj"]]),
+            "mlp.down.weight": layer["mlp.down_proj"],
+        }
+        ours |= {f"transformer.layers.{n}.{name}": value for name, value in found.items()}
+    return ours

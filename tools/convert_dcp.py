@@ -1,0 +1,338 @@
+"""Checkpoints of the PyTorch tutorial "Train your large model on multiple GPUs with tensor
+parallelism" to checkpoints of this project, and back, so that a run goes on in the other program.
+
+    python tools/convert_dcp.py import --from checkpoint-dist --to checkpoints --vocab-file
+        bpe_50K.json --global-batch-size 32
+    python tools/convert_dcp.py export --from checkpoints --to checkpoint-dist
+
+Weights, Adam's moments, learning rate's schedule, position in the data. tools/convert/tutorial.py
+lists what is read: folders that torch.distributed.checkpoint saved of {"model": ..., "optimizer":
+...} on any number of processes, plain tensors or DTensors, the optimizer's state by place or by
+name, lrscheduler.pt beside. The pickles in them are read as data: nothing that they name is
+imported or run. An export is written by torch's own save, whose metadata is a pickle.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+if __name__ == "__main__":  # run as a file, only tools/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.checkpoint.resume import find_start
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checks import UsageError, flag, switch
+from megatron.config.launch import interruptible
+from megatron.config.model import LlamaConfig
+from megatron.config.parse import parse_call, user_errors
+from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.models.registry import config_of
+from tools.convert.llama import LLAMA
+from tools.convert.staging import refuse_existing, staged
+from tools.convert.tutorial import (
+    MOMENTS,
+    Saved,
+    Schedule,
+    read_tutorial,
+    section_of,
+)
+from tools.convert.vocabulary import NoTokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Source = Annotated[Path, tyro.conf.arg(name="from")]
+Vocabulary = Annotated[str | None, tyro.conf.arg(aliases=["--tokenizer-model"])]
+Precision = Literal["fp32", "bf16", "pure-bf16"]
+# The tutorial's, where neither a flag nor the checkpoint says it.
+TUTORIAL = {
+    "lr": 1e-3,
+    "min_lr": 0.0,
+    "lr_warmup_iters": 1000,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.99,
+    "adam_eps": 1e-8,
+    "weight_decay": 0.1,
+}
+
+
+def import_checkpoint(
+    source: Source,
+    to: Path,
+    global_batch_size: int,
+    vocab_file: Vocabulary = None,
+    no_tokenizer: bool = False,
+    scheduler: Path | None = None,
+    dtype: Precision | None = None,
+    num_attention_heads: int = 12,
+    rotary_base: float = 10_000.0,
+    max_position_embeddings: int = 2048,
+    layernorm_epsilon: float = 1e-5,
+) -> None:
+    """Make a checkpoint of one of the tutorial's, for --load of pretrain.py --model llama.
+
+    Args:
+        source: folder that the script saved, with .metadata and .distcp files.
+        to: directory of the checkpoint, which must not be there.
+        global_batch_size: samples of a step of the script, all processes together: with the number
+            of steps they say how far it has read its data.
+        vocab_file: the tokenizer (bpe_50K.json, or a folder with a tokenizer.json).
+        no_tokenizer: import without a tokenizer. The programs that read text then need its file,
+            and can check nothing but its size.
+        scheduler: the scheduler's file; that which is alone in the folder if not given.
+        dtype: in which the run goes on; bf16 has moments and masters in fp32, pure-bf16 moments in
+            bf16 and no masters. As in the folder if not given.
+        num_attention_heads: heads of the queries; those of keys and values follow from k_proj.
+        rotary_base: base of the rotary frequencies.
+        max_position_embeddings: the longest sequence that the model can read.
+        layernorm_epsilon: added to the mean square in RMSNorm.
+    """
+    refuse_existing(to)
+    if global_batch_size < 1:
+        name = "--global-batch-size"
+        raise UsageError(name, global_batch_size, "above 0", works=(name, "32"))
+    saved = read_tutorial(source, scheduler)
+    section = section_of(
+        saved,
+        num_attention_heads=num_attention_heads,
+        rotary_base=rotary_base,
+        max_position_embeddings=max_position_embeddings,
+        layernorm_epsilon=layernorm_epsilon,
+    )
+    tokenizer = find_tokenizer(vocab_file, no_tokenizer, saved.vocab_size)
+    precision = dtype or precision_of(saved)
+
+    from tools.convert.writing import Progress, check_weights, tell, write_checkpoint
+
+    tensors = read_tensors(saved, section, precision)
+    weights = {name: each for (kind, name), each in tensors.items() if kind == "model"}
+    others = {key: each for key, each in tensors.items() if key[0] != "model"}
+    progress = Progress(
+        updates=saved.updates,
+        samples=saved.updates * global_batch_size,
+        tensors={f"{kind}.{name}": each for (kind, name), each in others.items()},
+        config={"optimizer": saved.settings, "precision": {"pure_bf16": precision == "pure-bf16"}},
+    )
+    path = write_checkpoint(
+        to,
+        section,
+        weights,
+        saved.vocab_size,
+        tokenizer,
+        f"torch.distributed.checkpoint {source}",
+        lambda staged: check_weights(staged, weights, str(source)),
+        progress,
+    )
+    given = [
+        *(switch(name, value) if isinstance(value, bool) else f"{flag(name)} {value}"
+          for name, value in saved.settings.items()),
+        f"--global-batch-size {global_batch_size}",
+    ]  # fmt: skip
+    tell(source, path, section, given)
+    print(f"it is behind {saved.updates} updates and {progress.samples} samples")
+
+
+def find_tokenizer(
+    vocab_file: str | None, no_tokenizer: bool, vocab_size: int
+) -> Tokenizer | NoTokenizer:
+    """That of the flags, of as many ids as the model has."""
+    if no_tokenizer and vocab_file is not None:
+        works = ("--vocab-file", vocab_file)
+        raise UsageError("--no-tokenizer", None, "left out beside --vocab-file", works=works)
+    if no_tokenizer:
+        return NoTokenizer(kind=HuggingFaceTokenizer.kind, vocab_size=vocab_size)
+    if vocab_file is None:
+        raise UsageError("--vocab-file", None, "given", works=("--no-tokenizer",))
+    tokenizer = HuggingFaceTokenizer(vocab_file)
+    if tokenizer.vocab_size != vocab_size:
+        allowed = f"a tokenizer of the model's {vocab_size} ids, not {tokenizer.vocab_size}"
+        raise UsageError("--vocab-file", vocab_file, allowed, works=("--no-tokenizer",))
+    return tokenizer
+
+
+def precision_of(saved: Saved) -> Precision:
+    """That of the folder's weights and moments. Raises UsageError where they have several, or one
+    in which no run here computes."""
+    found = sorted({item.dtype for item in saved.weights.values()})
+    known: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16"}
+    if len(found) > 1 or found[0] not in known:
+        allowed = f"given, as the weights are {' and '.join(found)}"
+        raise UsageError("--dtype", None, allowed, works=("--dtype", "fp32"))
+    moments = {item.dtype for each in saved.moments.values() for item in each.values()}
+    return "pure-bf16" if moments == {"bfloat16"} else known[found[0]]
+
+
+def read_tensors(
+    saved: Saved, section: LlamaConfig, precision: Precision
+) -> dict[tuple[str, str], Tensor]:
+    """{(kind, our name): whole tensor} of all that a checkpoint keeps of a run: weights, moments,
+    masters. Raises ValueError, naming the entry, for one of another shape than the model has, or
+    that is not finite."""
+    import torch
+    from tqdm import tqdm
+
+    from megatron.train.state import DTYPES
+    from tools.convert.tutorial_export import rotary_buffers
+    from tools.convert.weights import resolve
+
+    entries = resolve(LLAMA, section, saved.vocab_size)
+    for entry in entries:
+        for name, shape in zip(entry.theirs, entry.their_shapes(), strict=True):
+            if (found := saved.weights[name].shape) != shape:
+                raise ValueError(
+                    f"{saved.folder}: {name} is {list(found)}, and {list(shape)} by the other "
+                    "tensors"
+                )
+    for name, buffer in rotary_buffers(section).items():
+        end = name.rpartition(".")[2]
+        for key, item in saved.rotary.items():
+            if key.endswith(f".{end}") and len(item.shape) == 2:
+                theirs = item.tensor().float()[:16]  # further on, angles in bf16 are too coarse
+                ours = buffer[:16, : theirs.shape[1]]
+                if not torch.allclose(theirs[: len(ours)], ours[: len(theirs)], rtol=0, atol=0.1):
+                    allowed = f"that of {key} in {saved.folder}"
+                    raise UsageError("--rotary-base", section.rotary_base, allowed)
+    weight_dtype = DTYPES[precision.removeprefix("pure-")]
+    moment_dtype = weight_dtype if precision == "pure-bf16" else torch.float32
+    tensors: dict[tuple[str, str], Tensor] = {}
+    for entry in tqdm(entries, "reading", unit=" tensors"):
+        for kind in ("weight", *MOMENTS):
+            items = saved.weights if kind == "weight" else saved.moments.get(kind, {})
+            if not items:
+                whole = torch.zeros(entry.spec.shape)  # an optimizer before its first step
+            else:
+                parts = [items[name].tensor().float() for name in entry.theirs]
+                whole = entry.transform.to_ours(parts, entry.spec.shape)
+            if not whole.isfinite().all():
+                raise ValueError(f"{saved.folder}: {kind} of {entry.theirs[0]} is not finite")
+            if kind != "weight":
+                tensors[kind, entry.ours] = whole.to(moment_dtype)
+                continue
+            tensors["model", entry.ours] = whole.to(weight_dtype)
+            if weight_dtype != moment_dtype:
+                tensors["master", entry.ours] = whole
+    return tensors
+
+
+def export_checkpoint(
+    source: Source,
+    to: Path,
+    lr: float | None = None,
+    min_lr: float | None = None,
+    lr_warmup_iters: int | None = None,
+    lr_warmup_init: float | None = None,
+    train_iters: int | None = None,
+    dtype: Literal["fp32", "bf16"] | None = None,
+    state_keys: Literal["place", "name"] = "place",
+) -> None:
+    """Make a folder that the tutorial's script loads, of a checkpoint of a Llama.
+
+    Settings of the optimizer and of its schedule that are not given are those of the run that saved
+    the checkpoint, else the tutorial's.
+
+    Args:
+        source: directory of checkpoints, of which the newest is used, or one of them.
+        to: folder to make, which must not be there.
+        lr: highest learning rate.
+        min_lr: learning rate at the end.
+        lr_warmup_iters: steps of warm-up.
+        lr_warmup_init: learning rate of the first step; 0.1 x --lr in the tutorial.
+        train_iters: steps of the whole run, at whose end the cosine ends.
+        dtype: of all tensors. That of the checkpoint's masters, or else of its weights, if not
+            given.
+        state_keys: of the optimizer's state: place, as optimizer.state_dict() has them, or name, as
+            torch.distributed.checkpoint.state_dict.get_state_dict has them.
+    """
+    refuse_existing(to)
+    start = find_start(CheckpointConfig(load=str(source)), "--from")
+
+    from megatron.checkpoint.load import newest_whole
+    from megatron.parallel.mesh import serial_mesh
+    from megatron.train.state import DTYPES
+    from tools.convert.tutorial_export import read_tensors as read_ours
+    from tools.convert.tutorial_export import write_tutorial
+
+    checkpoint, passed_over = newest_whole(start.folders, serial_mesh(), "--from")
+    for reason in passed_over:
+        warnings.warn(f"passed over: {reason}", stacklevel=2)
+    manifest = checkpoint.manifest
+    section = llama_of(manifest, checkpoint.path)
+    counters, configs = manifest["counters"], manifest["config"]
+    known = TUTORIAL | {
+        name: value for name, value in configs.get("optimizer", {}).items() if value is not None
+    }
+    known.setdefault("lr_decay_iters", configs.get("training", {}).get("train_iters"))
+    given = {"lr": lr, "min_lr": min_lr, "lr_warmup_iters": lr_warmup_iters}
+    known |= {name: value for name, value in given.items() if value is not None}
+    known["lr_decay_iters"] = train_iters or known["lr_decay_iters"]
+    known["lr_warmup_init"] = lr_warmup_init or known.get("lr_warmup_init") or 0.1 * known["lr"]
+    if (style := known.get("lr_decay_style", "cosine")) != "cosine":
+        warnings.warn(f"the tutorial's decay is a cosine, and the run's {style}", stacklevel=2)
+    schedule = Schedule(
+        **{name: known[name] for name in Schedule.__dataclass_fields__ if name != "updates"},
+        updates=counters["step"] - counters["skipped"],
+    )
+    check_schedule(schedule)
+    adamw = {
+        "betas": (known["adam_beta1"], known["adam_beta2"]),
+        "eps": known["adam_eps"],
+        "weight_decay": known["weight_decay"],
+    }
+    tensors = read_ours(checkpoint, section, None if dtype is None else DTYPES[dtype])
+    with staged(to) as staging:
+        write_tutorial(staging, section, tensors, schedule, adamw, by_name=state_keys == "name")
+    print(f"exported {checkpoint.path} as {to}, behind {schedule.updates} updates")
+    if len(tensors) == 1:
+        print("it has no moments: the checkpoint holds weights alone")
+
+
+def llama_of(manifest: Any, path: Path) -> LlamaConfig:
+    """The config of a checkpoint that is a Llama as the tutorial has it. Raises UsageError for any
+    other."""
+    if manifest["kind"] != "llama":
+        raise UsageError("--from", path, f"a checkpoint of a llama, not of a {manifest['kind']}")
+    section: LlamaConfig = config_of(manifest)
+    for name, wanted in (
+        ("untie_embeddings_and_output_weights", True),
+        ("activation", "swiglu"),
+        ("rope_scaling", None),
+        ("layernorm_epsilon", 1e-5),
+    ):
+        if (value := getattr(section, name)) != wanted:
+            allowed = f"of a model with {flag(name)} {wanted}, as the tutorial has, not {value}"
+            raise UsageError("--from", path, allowed)
+    return section
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Raise UsageError where torch's SequentialLR has no such schedule."""
+    lr, warmup, end = schedule.lr, schedule.lr_warmup_iters, schedule.lr_decay_iters
+    if not end:
+        raise UsageError("--train-iters", None, "given", works=("--train-iters", "10000"))
+    if not lr > 0:
+        raise UsageError("--lr", lr, "above 0", works=("--lr", "0.001"))
+    if not 0 < warmup < end:
+        allowed, works = f"above 0 and below --train-iters {end}", str(max(1, end // 10))
+        raise UsageError("--lr-warmup-iters", warmup, allowed, works=("--lr-warmup-iters", works))
+    if not 0 < schedule.lr_warmup_init <= lr:
+        name, allowed = "--lr-warmup-init", f"above 0 and at most --lr {lr}"
+        raise UsageError(name, schedule.lr_warmup_init, allowed, works=(name, str(0.1 * lr)))
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    with user_errors(environ):
+        commands = {"import": import_checkpoint, "export": export_checkpoint}
+        parse_call(commands, arguments, environ)()
+
+
+if __name__ == "__main__":
+    with interruptible(os.environ):
+        main(sys.argv[1:], os.environ)
