@@ -8,7 +8,7 @@ A LAYOUT is `serial`, or words with commas between them: tensor=N, data=N and pi
 `sequence` for sequence parallelism, virtual=N stages of each pipeline rank, schedule=KIND of the
 pipeline. Each is trained by processes of its own, from the same seed and the same samples (random
 tokens without --data-path); in fp64 and without dropout, unless the command line asks for either.
-Flags of pretrain_gpt2.py and pretrain_bert.py may follow, but for those of layout, checkpoints,
+Flags of pretrain.py may follow (--kind is its --model), but for those of layout, checkpoints,
 records and evaluation; what presets say of these does not hold.
 
 Exit status: 0 all are equal, 1 a difference is beyond --tolerance, 2 a wrong argument or a failure.
