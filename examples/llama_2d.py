@@ -13,7 +13,9 @@ moments, learning rate and place in the data are those of the step. pretrain.py 
 import argparse
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from tqdm import tqdm
 
@@ -25,6 +27,7 @@ from megatron.api import (
     PrecisionConfig,
     Samples,
     StepResult,
+    Tokenizer,
     TrainState,
     UsageError,
     build_state,
@@ -93,8 +96,8 @@ def configs(flags: argparse.Namespace) -> tuple[LlamaConfig, OptimizerConfig]:
     return model, optimizer
 
 
-def open_data(flags: argparse.Namespace) -> tuple[Samples, int]:
-    """(the documents in their order, size of the vocabulary); a sample is [BOT] text [EOT], cut and
+def open_data(flags: argparse.Namespace) -> tuple[Samples, Tokenizer]:
+    """The documents in their order, and what tokenises them; a sample is [BOT] text [EOT], cut and
     padded, and padding is not scored."""
     tokenizer = build_tokenizer("HuggingFaceTokenizer", flags.vocab_file, None)
     read: Callable[[str], Documents] = partial(open_documents, key=flags.text_column)
@@ -112,11 +115,25 @@ def open_data(flags: argparse.Namespace) -> tuple[Samples, int]:
         end_token="[EOT]",
     )
     assert data is not None
-    return data, corpus.vocab_size
+    return data, tokenizer
+
+
+def facts_of(model: LlamaConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What makes a checkpoint one that tools/generate.py and the conversions read."""
+    return {
+        "kind": model.kind,
+        "config": {"model": asdict(model), "data": {"tokenizer_type": tokenizer.kind}},
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.fingerprint,
+    }
 
 
 def train(
-    state: TrainState, data: Samples, optimizer: OptimizerConfig, flags: argparse.Namespace
+    state: TrainState,
+    data: Samples,
+    optimizer: OptimizerConfig,
+    flags: argparse.Namespace,
+    save: Callable[[], object],
 ) -> Iterator[StepResult]:
     """From the state's step to the last one; what does not fill the last batch is left out."""
     batch, mesh = flags.global_batch_size, state.mesh
@@ -130,7 +147,7 @@ def train(
     ):
         yield train_step(state, micro_batches, learning_rate(optimizer, state.updates + 1, steps))
         if flags.save and (state.step % flags.save_interval == 0 or state.step == steps):
-            save_checkpoint(flags.save, state.step, state.slices(), state.facts(), mesh)
+            save()
 
 
 def main() -> None:
@@ -145,18 +162,23 @@ def main() -> None:
         if batch % at_once:
             allowed = f"a multiple of --micro-batch-size x models, {at_once}"
             raise UsageError("--global-batch-size", batch, allowed)
-        data, vocab_size = open_data(flags)
+        data, tokenizer = open_data(flags)
         if not (steps := flags.epochs * data.samples_per_epoch // batch):
             raise UsageError("--epochs", flags.epochs, f"such that {batch} documents are read")
 
     with launch(parallel) as mesh:
         state = build_state(
-            model, mesh, vocab_size, seed=SEED, optimizer=optimizer, precision=precision
+            model, mesh, tokenizer.vocab_size, seed=SEED, optimizer=optimizer, precision=precision
         )
+
+        def save() -> None:
+            facts = state.facts() | facts_of(model, tokenizer)
+            save_checkpoint(flags.save, state.step, state.slices(), facts, mesh, tokenizer.files)
+
         if flags.save and (found := newest_checkpoint(flags.save, mesh)):
             state.load(found)
         with tqdm(total=steps, initial=state.step, disable=not mesh.is_first) as bar:
-            for result in train(state, data, optimizer, flags):
+            for result in train(state, data, optimizer, flags, save):
                 bar.set_postfix(loss=f"{result.loss:.4f}")
                 bar.update()
 

@@ -37,6 +37,7 @@ from tests.data.samples import write_tokenizer_json
 from tests.dist import Pool
 from tests.programs import assert_equal_bits, start_ranks
 from tests.tiny import mesh_of_ranks, whole_weights
+from tools import generate
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS, KV_HEADS, LAYERS, BATCH, WARMUP, STEPS = 12, 3, 2, 8, 5, 21
@@ -174,6 +175,10 @@ def test_pure_bf16_keeps_bf16_alone(folder: Path, serial: list[float], tmp_path:
     assert losses(tmp_path) == pytest.approx(serial, rel=0.03)
     manifest = json.loads((tmp_path / "save" / "step_00000021" / "manifest.json").read_text())
     assert {each["dtype"] for each in manifest["tensors"].values()} == {"bfloat16"}
+    words = ["--load", str(tmp_path / "save"), "--prompt", "ab", "--max-new-tokens", "3"]
+    generate.main([*words, "--output", str(tmp_path / "texts.json")], {})
+    (text,) = json.loads((tmp_path / "texts.json").read_text())
+    assert text["prompt"] == "ab"
 
 
 def test_every_kind_of_data_is_read_alike(folder: Path, tmp_path: Path) -> None:
@@ -191,8 +196,9 @@ def test_every_kind_of_data_is_read_alike(folder: Path, tmp_path: Path) -> None:
         if not is_cut:
             assert (batch.tokens[row, end:] == [1] + [2] * (63 - end)).all()  # [EOT] [PAD] ..
             assert batch.loss_mask[row].sum() == end
-    for data, size in others:
-        assert (size, data.samples_per_epoch) == (263, 84) == (first[1], 84)
+    for data, tokenizer in others:
+        sizes = tokenizer.vocab_size, data.samples_per_epoch
+        assert sizes == (263, 84) == (first[1].vocab_size, 84)
         assert (data.batch(range(BATCH)).tokens == batch.tokens).all()
 
 
