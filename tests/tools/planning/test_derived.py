@@ -49,6 +49,9 @@ SEQUENCE = ("--sequence-parallel",)
         ("bert_1.3b", 256, FEW),
         ("bert_3.9b", 512, ("--residual-order", "post-ln", *FEW)),
         ("bert_3.9b", 512, (*SEQUENCE, *FEW)),
+        ("llama3_8b", 64, FEW),
+        # Keys and values of 2 heads on 4 ranks.
+        ("miniature_llama", 4, ("--tensor-model-parallel-size", "4", *FEW)),
         ("quickstart", 8, ("--tensor-model-parallel-size", "4", "--global-batch-size", "8", *OWN)),
     ],
 )
@@ -182,6 +185,15 @@ def test_what_is_kept_is_what_autograd_saves(
         "--hidden-dropout",
         dropout,
     )
+    state = state_on(serial_mesh(), config, precision)
+    saved = saved_bytes(state, batches(config)[0])
+    assert Step(config, 1, precision, "cpu").trace.kept == pytest.approx(saved, rel=0.01)
+
+
+@pytest.mark.skipif(not use_cpu_kernels, reason="torch's attention keeps other tensors")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_a_llama_keeps_is_what_autograd_saves(precision: str) -> None:
+    config = preset("miniature_llama", *SHORT_SAMPLES, "--vocab-size", "4000")
     state = state_on(serial_mesh(), config, precision)
     saved = saved_bytes(state, batches(config)[0])
     assert Step(config, 1, precision, "cpu").trace.kept == pytest.approx(saved, rel=0.01)
