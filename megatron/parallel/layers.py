@@ -13,8 +13,8 @@ A weight is stored as torch stores it, [out, in], so columns of A are rows of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -67,9 +67,11 @@ class _Linear(torch.autograd.Function):
         views, stream, needed = ctx.views, ctx.stream, ctx.needs_input_grad
         dws: list[Tensor | None] = [None] * len(dys)
         dbs, now, dx, summed = dws.copy(), [], None, None
+        later = None  # the whole x, for all that is left for later
         for number, (dy, view) in enumerate(zip(dys, views, strict=True)):
             if needed[4 + number] and view is not None and view.deferral.is_on:
-                view.deferral.add(view, partial(_add_later, view, dy, x, stream))
+                later = later or cache(lambda: start_gather(x, stream)())
+                view.deferral.add(view, partial(_add_later, view, dy, later))
             elif needed[4 + number]:
                 now.append(number)
             if needed[4 + len(dys) + number]:
@@ -94,8 +96,8 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, None, *dws, *dbs
 
 
-def _add_later(view: GradientView, dy: Tensor, x: Tensor, stream: Axis) -> None:
-    view.add_matmul(dy, start_gather(x, stream)())
+def _add_later(view: GradientView, dy: Tensor, x: Callable[[], Tensor]) -> None:
+    view.add_matmul(dy, x())
 
 
 def _outputs(
