@@ -168,8 +168,8 @@ class LlamaConfig(TextModelConfig):
     untie_embeddings_and_output_weights: bool = True
 
     num_query_groups: int | None = None
-    """Heads of keys and values; each serves as many query heads. --num-attention-heads if not
-    given."""
+    """Heads of keys and values, of which each is shared by as many query heads (grouped-query
+    attention); as many as --num-attention-heads if not given."""
 
     rotary_base: float = 10_000.0
     """Base of the rotary frequencies, theta: pair c of a head of size d turns by base^(-2c/d) a
