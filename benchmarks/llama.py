@@ -25,8 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.nn.utils import clip_grad_norm_
-from transformers import LlamaConfig as TheirConfig
-from transformers import LlamaForCausalLM
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -188,6 +186,9 @@ def torchs(rank: Rank, flags: Sequence[str], *, own_heads: bool) -> Turn:
 
 
 def transformers(rank: Rank, flags: Sequence[str]) -> Turn:
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
+
     config = config_of(flags)
     ours, vocab_size = config.model, open_samples(config)[1]
     theirs = TheirConfig(
@@ -277,6 +278,7 @@ def contenders(
                 {"flags": own},
                 group=f"{dtype}, t = {size}",
                 ranks=size,
+                needs=("transformers",) if name == TRANSFORMERS else (),
                 same={"loss": TOLERANCES[dtype]},
             )
 
