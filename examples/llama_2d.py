@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -72,8 +73,14 @@ def read_flags() -> argparse.Namespace:
         ("--lr-warmup-iters", 1000, "steps in which the learning rate rises"),
         ("--save-interval", 1000, "steps between checkpoints"),
     ):
-        parser.add_argument(flag, type=int, default=default, help=f"{text} ({default})")
+        parser.add_argument(flag, type=count, default=default, help=f"{text} ({default})")
     return parser.parse_args()
+
+
+def count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
 
 
 def configs(flags: argparse.Namespace) -> tuple[LlamaConfig, OptimizerConfig]:
@@ -96,9 +103,9 @@ def configs(flags: argparse.Namespace) -> tuple[LlamaConfig, OptimizerConfig]:
     return model, optimizer
 
 
-def open_data(flags: argparse.Namespace) -> tuple[Samples, Tokenizer]:
-    """The documents in their order, and what tokenises them; a sample is [BOT] text [EOT], cut and
-    padded, and padding is not scored."""
+def open_data(flags: argparse.Namespace) -> tuple[Samples, Tokenizer, dict[str, Any]]:
+    """The documents in their order, what tokenises them, and what a resumed run has to find again;
+    a sample is [BOT] text [EOT], cut and padded, and padding is not scored."""
     tokenizer = build_tokenizer("HuggingFaceTokenizer", flags.vocab_file, None)
     read: Callable[[str], Documents] = partial(open_documents, key=flags.text_column)
     if flags.dataset_name:
@@ -115,16 +122,21 @@ def open_data(flags: argparse.Namespace) -> tuple[Samples, Tokenizer]:
         end_token="[EOT]",
     )
     assert data is not None
-    return data, tokenizer
+    return data, tokenizer, corpus.identity
 
 
-def facts_of(model: LlamaConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What makes a checkpoint one that tools/generate.py and the conversions read."""
+def facts_of(
+    flags: argparse.Namespace, model: LlamaConfig, tokenizer: Tokenizer, identity: dict[str, Any]
+) -> dict[str, Any]:
+    """Of the run, for its checkpoints: tools/generate.py and the conversions read them, and where
+    one differs the run is another."""
+    names = ("global_batch_size", "epochs", "seq_length", "lr_warmup_iters", "pure_bf16", "no_bf16")
+    data = {"tokenizer_type": tokenizer.kind, "begin_token": "[BOT]"}
     return {
         "kind": model.kind,
-        "config": {"model": asdict(model), "data": {"tokenizer_type": tokenizer.kind}},
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer.fingerprint,
+        "config": {"model": asdict(model), "data": data},
+        **identity,
+        "flags": {name: getattr(flags, name) for name in names},
     }
 
 
@@ -162,21 +174,39 @@ def main() -> None:
         if batch % at_once:
             allowed = f"a multiple of --micro-batch-size x models, {at_once}"
             raise UsageError("--global-batch-size", batch, allowed)
-        data, tokenizer = open_data(flags)
+        data, tokenizer, identity = open_data(flags)
         if not (steps := flags.epochs * data.samples_per_epoch // batch):
             raise UsageError("--epochs", flags.epochs, f"such that {batch} documents are read")
+        if flags.lr_warmup_iters > steps:
+            raise UsageError("--lr-warmup-iters", flags.lr_warmup_iters, f"at most {steps} steps")
+        if flags.seq_length > model.max_position_embeddings:
+            allowed = f"at most {model.max_position_embeddings}"
+            raise UsageError("--seq-length", flags.seq_length, allowed)
+        if flags.save and Path(flags.save).is_file():
+            raise UsageError("--save", flags.save, "a directory, not a file")
+        facts = facts_of(flags, model, tokenizer, identity)
 
     with launch(parallel) as mesh:
         state = build_state(
-            model, mesh, tokenizer.vocab_size, seed=SEED, optimizer=optimizer, precision=precision
+            model,
+            mesh,
+            identity["vocab_size"],
+            seed=SEED,
+            optimizer=optimizer,
+            precision=precision,
         )
 
         def save() -> None:
-            facts = state.facts() | facts_of(model, tokenizer)
-            save_checkpoint(flags.save, state.step, state.slices(), facts, mesh, tokenizer.files)
+            own = state.facts() | facts
+            save_checkpoint(flags.save, state.step, state.slices(), own, mesh, tokenizer.files)
 
         if flags.save and (found := newest_checkpoint(flags.save, mesh)):
-            state.load(found)
+            with user_errors(os.environ, agreed=True):
+                for name, value in facts.items():
+                    if (saved := found.manifest.get(name)) != value:
+                        allowed = f"of a run with the same {name}: {saved}, not {value}"
+                        raise UsageError("--save", flags.save, allowed)
+                state.load(found)
         with tqdm(total=steps, initial=state.step, disable=not mesh.is_first) as bar:
             for result in train(state, data, optimizer, flags, save):
                 bar.set_postfix(loss=f"{result.loss:.4f}")

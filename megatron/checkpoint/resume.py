@@ -186,6 +186,7 @@ def check_start(
         )
     fixed = {flag(each.name) for each in fields(config.model)} - FREE | {"vocabulary"}
     fixed |= set() if finetune else {"precision"}
+    fixed -= {flag(name) for name in config.model.adaptable} if finetune else set()
     overridable = {"tokenizer"}
     if not finetune:
         overridable |= {"--seed", "data sets", *(flag(each.name) for each in fields(config.data))}

@@ -1,6 +1,7 @@
 """The models: shape, dropout and initialisation."""
 
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import ClassVar, Literal
 
 from megatron.config.checks import UsageError, fraction, positive
@@ -22,6 +23,8 @@ class ModelConfig:
     """Whether the matmuls of its layers add a bias."""
     normalization: ClassVar[Literal["layer", "rms"]] = "layer"
     """LayerNorm or RMSNorm."""
+    adaptable: ClassVar[frozenset[str]] = frozenset()
+    """Fields that no parameter depends on, which fine-tuning may change."""
 
     num_layers: int
     """Transformer layers."""
@@ -155,6 +158,9 @@ class LlamaConfig(TextModelConfig):
     kind: ClassVar[str] = "llama"
     has_biases: ClassVar[bool] = False
     normalization: ClassVar[Literal["layer", "rms"]] = "rms"
+    adaptable: ClassVar[frozenset[str]] = frozenset(
+        ("max_position_embeddings", "rotary_base", "rope_scaling")
+    )
 
     activation: Activation = "swiglu"
 
@@ -188,14 +194,18 @@ class LlamaConfig(TextModelConfig):
             allowed = f"a divisor of --num-attention-heads {heads}"
             raise UsageError(name, groups, allowed, works=(name, str(most)))
         if self.head_size % 2:
-            allowed = f"such that heads of --hidden-size {self.hidden_size} have an even size"
-            raise UsageError("--num-attention-heads", self.num_attention_heads, allowed)
+            name, h = "--num-attention-heads", self.hidden_size
+            allowed = f"such that heads of --hidden-size {h} have an even size"
+            even = [n for n in range(1, self.num_attention_heads) if not h % (2 * n)]
+            works = (name, str(even[-1])) if even else ()
+            raise UsageError(name, self.num_attention_heads, allowed, works=works)
         if self.layernorm_impl != "torch":
             name = "--layernorm-impl"
             raise UsageError(name, self.layernorm_impl, "torch for RMSNorm", works=(name, "torch"))
         if self.rope_scaling is not None:
             factor, low, high, positions = self.rope_scaling
-            if not (factor >= 1 and 0 < low < high and positions > 0):
+            is_finite = all(map(isfinite, self.rope_scaling))
+            if not (is_finite and factor >= 1 and 0 < low < high and positions > 0):
                 given = " ".join(f"{each:g}" for each in self.rope_scaling)
                 allowed = "factor >= 1, 0 < low < high frequency factor, positions > 0"
                 name = "--rope-scaling"

@@ -259,8 +259,11 @@ def _refusal(
     if choices := re.search(r"[Ee]xpected one of \((.*?)\)", text):
         words = tuple(word for word in re.findall(r"'(.*?)'", choices[1]) if word != "None")
         return UsageError(name, value, " or ".join(words), works=(name, words[0]))
-    wanted = re.search(rf"helptext: .*?{re.escape(name)} (INT|FLOAT|\S+)", text)
+    wanted = re.search(rf"helptext: .*?{re.escape(name)} (INT|FLOAT|\{{.*?\}}|\S+)", text)
     kind = wanted[1] if wanted and value else "followed by a value"
+    several = kind.count(" ") + 1
+    if kind.strip("{}").split() == ["FLOAT"] * several and several > 1:
+        kind = f"{several} numbers"
     return UsageError(name, value, _KINDS.get(kind, kind))
 
 

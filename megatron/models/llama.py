@@ -37,6 +37,8 @@ class LlamaAttention(Attention):
     def heads_of(self, x: Tensor, at: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [b, a/t, s, d]; keys and values [b, g, s, d] of the heads that these need."""
         assert at.turns is not None
+        if self.of_query is not None and not x.is_meta:
+            self.of_query = self.of_query.to(x.device)  # once: a GPU does not wait for it again
         q, k, v = (
             each.view(at.count, -1, each.shape[1] // self.head_size, self.head_size).transpose(1, 2)
             for each in self.qkv(x)

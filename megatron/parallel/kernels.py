@@ -93,8 +93,11 @@ def attention(
     pays = _by_cpu_kernels(q) and q.shape[2] == k.shape[2] and pays_in_blocks(q, is_causal)
     if pays and not dropout:
         return block_attention(q, k, v, mask, is_causal)
-    is_shared = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=is_shared)
+    shared = q.shape[1] // k.shape[1]
+    # Of torch's kernels that keep no scores flash attention alone takes shared heads.
+    if shared > 1 and q.is_cuda and (mask is not None or q.itemsize > 2):
+        k, v, shared = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1), 1
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=shared > 1)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:

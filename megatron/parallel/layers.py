@@ -66,14 +66,15 @@ class _Linear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         views, stream, needed = ctx.views, ctx.stream, ctx.needs_input_grad
         dws: list[Tensor | None] = [None] * len(dys)
-        dbs, now, dx, summed = dws.copy(), [], None, None
-        later = None  # the whole x, for all that is left for later
-        for number, (dy, view) in enumerate(zip(dys, views, strict=True)):
-            if needed[4 + number] and view is not None and view.deferral.is_on:
-                later = later or cache(lambda: start_gather(x, stream)())
-                view.deferral.add(view, partial(_add_later, view, dy, later))
-            elif needed[4 + number]:
-                now.append(number)
+        dbs, dx, summed = dws.copy(), None, None
+        now = [number for number in range(len(dys)) if needed[4 + number]]
+        if all((view := views[number]) is not None and view.deferral.is_on for number in now):
+            whole = cache(lambda: start_gather(x, stream)())  # once, later, for all
+            for number in now:
+                view = views[number]
+                view.deferral.add(view, partial(_add_later, view, dys[number], whole))
+            now = []
+        for number, dy in enumerate(dys):
             if needed[4 + len(dys) + number]:
                 dbs[number] = dy.sum(0).view(ctx.bias_shapes[number])
         gathered = start_gather(x, stream) if now else None  # again, beside dx, rather than kept
@@ -84,12 +85,12 @@ class _Linear(torch.autograd.Function):
                 dx.add_(other)
             summed = start_sum(dx, ctx.axis, stream)  # beside dw
         if gathered is not None:
-            whole = gathered()
+            x = gathered()
             for number in now:
                 if (view := views[number]) is not None:
-                    view.add_matmul(dys[number], whole)
+                    view.add_matmul(dys[number], x)
                 else:
-                    dw = kernels.matmul(dys[number].T, whole.T)
+                    dw = kernels.matmul(dys[number].T, x.T)
                     dws[number] = dw.view(weights[number].shape)
         if summed is not None:
             dx = summed()

@@ -139,8 +139,10 @@ class RotaryEmbedding(nn.Module):
         """positions: int64 [b, s]. dtype: of the heads. Cosine and sine [b, 1, s, d/2], in fp32 or
         wider."""
         wide = torch.promote_types(dtype, torch.float32)
-        frequencies = self.frequencies.to(positions.device, wide)
-        angles = positions[:, None, :, None].to(wide) * frequencies
+        frequencies = self.frequencies.to(positions.device)
+        if not positions.is_meta:
+            self.frequencies = frequencies  # a GPU does not wait for them again
+        angles = positions[:, None, :, None].to(wide) * frequencies.to(wide)
         return angles.cos(), angles.sin()
 
 

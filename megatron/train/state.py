@@ -95,8 +95,19 @@ class TrainState:
         }
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Resume from a checkpoint that is whole, saved at any layout."""
-        load_checkpoint(checkpoint, self.slices(), mesh=self.mesh)
+        """Resume from a checkpoint that is whole, saved at any layout. Raises ValueError for one of
+        a run whose moments are wide where these are narrow, or the other way round."""
+        slices = list(self.slices())
+        saved = checkpoint.manifest["tensors"]
+        for each in slices:
+            if each.key.startswith("exp_avg.") and each.key in saved:
+                theirs, own = (getattr(torch, saved[each.key]["dtype"]), each.local.dtype)
+                if (theirs.itemsize < 4) != (own.itemsize < 4):
+                    raise ValueError(
+                        f"{checkpoint.path} has moments of {theirs}, and this run of {own}: the "
+                        "same --pure-bf16, or none, would work"
+                    )
+        load_checkpoint(checkpoint, slices, mesh=self.mesh)
         counters = checkpoint.manifest["counters"]
         self.step, self.samples, self.skipped = (
             counters[name] for name in ("step", "samples", "skipped")

@@ -13,7 +13,7 @@ from megatron.config.checks import UsageError
 from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import build_tokenizer, file_flags, file_names, read_tokenizer
 from megatron.data.tokenizer_base import Tokenizer
-from megatron.models.registry import config_of, text_kinds
+from megatron.models.registry import config_of, find_kind, text_kinds
 
 
 def open_trained(
@@ -36,9 +36,10 @@ def open_trained(
     path, manifest = newest.path, newest.manifest
     for reason in passed_over:
         warnings.warn(f"passed over: {reason}", stacklevel=2)
-    kinds = text_kinds() if kinds is None else kinds
-    if manifest["kind"] not in kinds:
-        allowed = f"a model of the kind {' or '.join(kinds)}, not {manifest['kind']}"
+    kind, known = manifest["kind"], text_kinds() if kinds is None else kinds
+    is_known = find_kind(kind, given).writes_text if kinds is None else kind in known
+    if not is_known:
+        allowed = f"a model of the kind {' or '.join(known)}, not {kind}"
         raise UsageError(given, path, allowed)
     parallel.check(world_size, config_of(manifest).widths)
 

@@ -14,6 +14,7 @@ from megatron.config.pretrain import (
     PretrainBertConfig,
     PretrainConfig,
     PretrainGPT2Config,
+    PretrainLlamaConfig,
     epochs_of,
 )
 from megatron.config.training import PrecisionConfig
@@ -24,6 +25,7 @@ SMALL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4", "--trai
 PROGRAMS: dict[str, tuple[type[PretrainConfig], list[str]]] = {
     "gpt2": (PretrainGPT2Config, SMALL),
     "bert": (PretrainBertConfig, SMALL),
+    "llama": (PretrainLlamaConfig, [*SMALL, "--seq-length=64"]),
     "plan": (program_of((), question=QuestionConfig), [*SMALL, "--gpus=8"]),
 }
 EACH = "--num-layers-per-virtual-pipeline-stage"
@@ -75,6 +77,11 @@ LAST_OF_GPT2 = """
 --eod-mask-loss --mock-data | --pad --eod-mask-loss | --pad --reset-position-ids
 --pad --reset-attention-mask | --pad --too-long split
 """
+LAST_OF_LLAMA = """
+--num-query-groups 3 | --num-query-groups 0 | --rotary-base 0 | --layernorm-impl apex
+--hidden-size 20 --num-attention-heads 4 | --rope-scaling 0.5 1 4 8192 | --rope-scaling 8 4 1 8192
+--rope-scaling 8 1 4 0 | --rope-scaling inf 1 4 8192
+"""
 LAST_OF_BERT = """
 --max-ngram-size 0 | --short-seq-prob 1 | --short-seq-prob 0.2 --mock-data
 """
@@ -111,6 +118,7 @@ REFUSED = [
 OF_KINDS: dict[str, list[Row]] = {
     "gpt2": [*rows_of(LAST_OF_GPT2), ("--text-column body", 1, "--json-key")],
     "bert": rows_of(LAST_OF_BERT),
+    "llama": rows_of(LAST_OF_LLAMA),
 }
 # Pipeline stages and layers of the model, then as above.
 PIPELINES = [

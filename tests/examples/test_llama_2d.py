@@ -151,6 +151,17 @@ def test_killed_and_resumed_it_is_the_same_run(
     assert_equal_bits(tmp_path / "one" / last, tmp_path / "same_save" / last)
 
 
+def test_another_run_is_not_resumed(folder: Path, tmp_path: Path) -> None:
+    save = ("--save", tmp_path / "save")
+    run(folder, tmp_path / "first", *save)
+    for words in ("--global-batch-size 4", "--epochs 3", "--seq-length 32", "--hidden-size 48"):
+        text = run(folder, tmp_path / words.replace(" ", ""), *save, *words.split(), code=2)
+        assert "error: --save" in text
+    words = words_of(folder, "--pure-bf16", *map(str, save), **OF_EXAMPLE)
+    with start_ranks(partial(example, words, tmp_path / "pure"), range(1), 1, tmp_path) as started:
+        assert started.wait() == [2], started.text()
+
+
 def program(arguments: list[str]) -> None:
     pretrain.main(arguments, os.environ)
 
@@ -196,7 +207,8 @@ def test_every_kind_of_data_is_read_alike(folder: Path, tmp_path: Path) -> None:
         if not is_cut:
             assert (batch.tokens[row, end:] == [1] + [2] * (63 - end)).all()  # [EOT] [PAD] ..
             assert batch.loss_mask[row].sum() == end
-    for data, tokenizer in others:
+    for data, tokenizer, identity in others:
+        assert identity["data"] != []
         sizes = tokenizer.vocab_size, data.samples_per_epoch
         assert sizes == (263, 84) == (first[1].vocab_size, 84)
         assert (data.batch(range(BATCH)).tokens == batch.tokens).all()
@@ -218,6 +230,8 @@ def test_it_says_how_it_is_used(folder: Path) -> None:
         ("--num-query-groups 5", "--num-query-groups"),
         ("--pure-bf16", "--pure-bf16"),  # beside --no-bf16
         ("--micro-batch-size 3", "--global-batch-size"),
+        ("--lr-warmup-iters 40", "--lr-warmup-iters"),
+        ("--seq-length 4096", "--seq-length"),
         ("--data-path nowhere.jsonl", "--data-path"),
         ("--vocab-file nowhere.json", "--vocab-file"),
         ("--global-batch-size 400", "--epochs"),
@@ -361,14 +375,17 @@ def train_ours(words: list[str]) -> tuple[dict[str, Tensor], list[float]]:
     """(initial weights, losses) of the example on the ranks of the pool, which share the model."""
     flags = read_flags(words)
     model, optimizer = llama_2d.configs(flags)
-    data, vocabulary = llama_2d.open_data(flags)
-    state = build_state(model, mesh_of_ranks(2), vocabulary, seed=1, optimizer=optimizer)
+    data, tokenizer, _ = llama_2d.open_data(flags)
+    size = tokenizer.vocab_size
+    state = build_state(model, mesh_of_ranks(2), size, seed=1, optimizer=optimizer)
     weights = {name: each.clone() for name, each in whole_weights(state.model).items()}
-    return weights, [each.loss for each in llama_2d.train(state, data, optimizer, flags)]
+    steps = llama_2d.train(state, data, optimizer, flags, save=lambda: None)
+    return weights, [each.loss for each in steps]
 
 
 def train_theirs(words: list[str], weights: Mapping[str, Tensor]) -> list[float]:
-    data, vocabulary = llama_2d.open_data(read_flags(words))
+    data, tokenizer, _ = llama_2d.open_data(read_flags(words))
+    vocabulary = tokenizer.vocab_size
     model = TutorialLlama(vocabulary, weights["final_norm.weight"].numel())
     model.load_state_dict(named_as_theirs(weights))
     mesh = init_device_mesh("cpu", (2,))

@@ -62,6 +62,8 @@ OF_LLAMA = FACTORS | {
         "tensor=4,sequence",
         "pipeline=2",
         "tensor=2,pipeline=2",
+        "pipeline=2,virtual=2",
+        "tensor=2,pipeline=2,schedule=zb-h1,sequence",
     ),
     "model": ("llama", "llama-even"),
     "micro-batches": ("", "accumulate", "3"),
@@ -127,7 +129,13 @@ def joined_by_llama(row: Row) -> Iterator[object]:
     values = dict(zip(FACTORS, row, strict=True))
     layout = values["layout"]
     form = "sequence" in layout, "tensor" in layout
+    if "virtual" in layout:  # a case of it
+        if values["dropout"] and not values["precision"]:
+            yield layout
+        return
     yield layout, values["model"]
+    if "schedule" in layout:  # a case of each model
+        return
     for name in ("recomputation", "dropout", "head", "mask"):
         yield form, name, values[name]
     yield values["mask"], values["recomputation"]

@@ -22,6 +22,7 @@ from megatron.parallel.layers import (
     PositionEmbedding,
     VocabParallelEmbedding,
 )
+from megatron.parallel.layers_llama import RMSNorm, RotaryEmbedding, rotate
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import materialize
 from tests.dist import Pool
@@ -103,6 +104,48 @@ def test_gradients_of_layer_norm(dtype: torch.dtype) -> None:
     sizes = [4 * 5.0, 5 * terms, terms]
     for leaf, double, size in zip(leaves, doubles, sizes, strict=True):
         assert excess(leaf.grad, double.grad, size, wide_of(dtype)) <= 1
+
+
+# Layers of Llama
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm(dtype: torch.dtype) -> None:
+    """The weight's gradient is a sum over 512 tokens."""
+    norm = RMSNorm(serial_mesh(), 256)
+    materialize(norm, device=CPU, dtype=dtype, seed=None)
+    with torch.no_grad():
+        norm.weight.copy_(1 + 0.1 * random(1, 256))
+    x = random(3, 512, 256).to(dtype).requires_grad_()
+    doubles = [each.detach().double().requires_grad_() for each in (x, norm.weight)]
+    dy = random(4, 512, 256).to(dtype)
+    expected, found = rms_norm(*doubles), norm(x)
+    expected.backward(dy.double())
+    found.backward(dy)
+    assert excess(found, expected, expected.abs(), wide_of(dtype)) <= 1
+    sizes = [4 * 5.0, 5 * dy.double().abs().sum(0)]
+    for leaf, double, size in zip((x, norm.weight), doubles, sizes, strict=True):
+        assert excess(leaf.grad, double.grad, size, wide_of(dtype)) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotated_heads(dtype: torch.dtype) -> None:
+    cos, sin = RotaryEmbedding(8)(torch.arange(50)[None], dtype)
+    x = random(6, 1, 2, 50, 8).to(dtype).requires_grad_()
+    one, two = x.detach().double().chunk(2, dim=-1)
+    c, s = cos.double(), sin.double()
+    found, dy = rotate(x, cos, sin), random(7, 1, 2, 50, 8).to(dtype)
+    found.backward(dy)
+    d_one, d_two = dy.double().chunk(2, dim=-1)
+    for result, expected in (
+        (found, torch.cat([one * c - two * s, two * c + one * s], dim=-1)),
+        (x.grad, torch.cat([d_one * c + d_two * s, d_two * c - d_one * s], dim=-1)),
+    ):
+        assert excess(result, expected, 2 * 5.0, wide_of(dtype)) <= 1
 
 
 # Embeddings
