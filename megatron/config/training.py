@@ -174,7 +174,7 @@ class OptimizerConfig:
     """Iteration at which decay ends, warm-up included; --train-iters if not given."""
 
     lr_warmup_iters: int = 0
-    """Iterations over which the learning rate rises linearly from 0."""
+    """Iterations over which the learning rate rises linearly from 0, or --lr-warmup-init."""
 
     lr_warmup_init: float | None = None
     """Learning rate of the first update, from which it rises instead; given, warm-up and decay
