@@ -18,6 +18,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,9 +27,9 @@ import tyro
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.checkpoint.resume import find_start
+from megatron.checkpoint.resume import arguments_of, find_start
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import UsageError, flag, switch
+from megatron.config.checks import UsageError, flag
 from megatron.config.launch import interruptible
 from megatron.config.model import LlamaConfig
 from megatron.config.parse import parse_call, user_errors
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 Source = Annotated[Path, tyro.conf.arg(name="from")]
 Vocabulary = Annotated[str | None, tyro.conf.arg(aliases=["--tokenizer-model"])]
 Precision = Literal["fp32", "bf16", "pure-bf16"]
+# What else the tutorial reads.
+DATA = "--pad --no-shuffle --begin-token '[BOT]' --end-token '[EOT]' --split 1,0,0"
 # The tutorial's, where neither a flag nor the checkpoint says it.
 TUTORIAL = {
     "lr": 1e-3,
@@ -62,6 +65,8 @@ TUTORIAL = {
     "adam_eps": 1e-8,
     "weight_decay": 0.1,
 }
+# What a folder of it has always.
+FORM = {"lr_decay_style": "cosine", "decoupled_weight_decay": True, "decay_biases_and_norms": True}
 
 
 def import_checkpoint(
@@ -72,9 +77,9 @@ def import_checkpoint(
     no_tokenizer: bool = False,
     scheduler: Path | None = None,
     dtype: Precision | None = None,
-    num_attention_heads: int = 12,
+    num_attention_heads: int | None = None,
     rotary_base: float = 10_000.0,
-    max_position_embeddings: int = 2048,
+    max_position_embeddings: int | None = None,
     layernorm_epsilon: float = 1e-5,
 ) -> None:
     """Make a checkpoint of one of the tutorial's, for --load of pretrain.py --model llama.
@@ -90,9 +95,11 @@ def import_checkpoint(
         scheduler: the scheduler's file; that which is alone in the folder if not given.
         dtype: in which the run goes on; bf16 has moments and masters in fp32, pure-bf16 moments in
             bf16 and no masters. As in the folder if not given.
-        num_attention_heads: heads of the queries; those of keys and values follow from k_proj.
+        num_attention_heads: heads of the queries; those of keys and values follow from k_proj. As
+            wide as the rotary buffers if not given, and without these 12 where hidden is 768.
         rotary_base: base of the rotary frequencies.
-        max_position_embeddings: the longest sequence that the model can read.
+        max_position_embeddings: the longest sequence that the model can read; as many as the rotary
+            buffers have, or else 2048, if not given.
         layernorm_epsilon: added to the mean square in RMSNorm.
     """
     refuse_existing(to)
@@ -119,7 +126,11 @@ def import_checkpoint(
         updates=saved.updates,
         samples=saved.updates * global_batch_size,
         tensors={f"{kind}.{name}": each for (kind, name), each in others.items()},
-        config={"optimizer": saved.settings, "precision": {"pure_bf16": precision == "pure-bf16"}},
+        config={
+            "optimizer": saved.settings,
+            "precision": {"pure_bf16": precision == "pure-bf16"},
+            "data": {"pad": True, "shuffle": False},
+        },
     )
     path = write_checkpoint(
         to,
@@ -131,12 +142,12 @@ def import_checkpoint(
         lambda staged: check_weights(staged, weights, str(source)),
         progress,
     )
-    given = [
-        *(switch(name, value) if isinstance(value, bool) else f"{flag(name)} {value}"
-          for name, value in saved.settings.items()),
-        f"--global-batch-size {global_batch_size}",
-    ]  # fmt: skip
-    tell(source, path, section, given)
+    settings = saved.settings | {
+        "global_batch_size": global_batch_size,
+        "seq_length": min(512, section.max_position_embeddings),
+    }
+    given = [word for name, value in settings.items() for word in arguments_of(flag(name), value)]
+    tell(source, path, section, [*given, DATA])
     print(f"it is behind {saved.updates} updates and {progress.samples} samples")
 
 
@@ -180,7 +191,6 @@ def read_tensors(
     from tqdm import tqdm
 
     from megatron.train.state import DTYPES
-    from tools.convert.tutorial_export import rotary_buffers
     from tools.convert.weights import resolve
 
     entries = resolve(LLAMA, section, saved.vocab_size)
@@ -191,15 +201,7 @@ def read_tensors(
                     f"{saved.folder}: {name} is {list(found)}, and {list(shape)} by the other "
                     "tensors"
                 )
-    for name, buffer in rotary_buffers(section).items():
-        end = name.rpartition(".")[2]
-        for key, item in saved.rotary.items():
-            if key.endswith(f".{end}") and len(item.shape) == 2:
-                theirs = item.tensor().float()[:16]  # further on, angles in bf16 are too coarse
-                ours = buffer[:16, : theirs.shape[1]]
-                if not torch.allclose(theirs[: len(ours)], ours[: len(theirs)], rtol=0, atol=0.1):
-                    allowed = f"that of {key} in {saved.folder}"
-                    raise UsageError("--rotary-base", section.rotary_base, allowed)
+    check_rotary(saved, section)
     weight_dtype = DTYPES[precision.removeprefix("pure-")]
     moment_dtype = weight_dtype if precision == "pure-bf16" else torch.float32
     tensors: dict[tuple[str, str], Tensor] = {}
@@ -220,6 +222,27 @@ def read_tensors(
             if weight_dtype != moment_dtype:
                 tensors["master", entry.ours] = whole
     return tensors
+
+
+def check_rotary(saved: Saved, section: LlamaConfig) -> None:
+    """Raise UsageError where the rotary buffers are not those of the model."""
+    import torch
+
+    from megatron.parallel.layers_llama import RotaryEmbedding
+
+    frequencies = RotaryEmbedding(section.head_size, base=section.rotary_base).frequencies
+    angles = torch.outer(torch.arange(section.max_position_embeddings), frequencies).repeat(1, 2)
+    for key, item in saved.rotary.items():
+        if len(item.shape) == 2 and (end := key.rpartition(".")[2]) in ("cos", "sin"):
+            theirs, ours = item.tensor(), angles[:, : item.shape[1]]
+            # Position, frequency and their product are rounded, to half of eps each, and the result
+            # is: in bf16 fast turns are soon unknown, and slow ones tell the base. Ours are fp32,
+            # and other machines' powers differ from ours in their last digits.
+            eps = torch.finfo(theirs.dtype).eps + 4 * torch.finfo(torch.float32).eps
+            error = (theirs.float() - getattr(ours, end)()).abs()
+            if not (error <= eps * (0.5 + 1.5 * ours)).all():
+                allowed = f"that of {key} in {saved.folder}, which is not scaled"
+                raise UsageError("--rotary-base", section.rotary_base, allowed)
 
 
 def export_checkpoint(
@@ -266,21 +289,32 @@ def export_checkpoint(
     manifest = checkpoint.manifest
     section = llama_of(manifest, checkpoint.path)
     counters, configs = manifest["counters"], manifest["config"]
-    known = TUTORIAL | {
-        name: value for name, value in configs.get("optimizer", {}).items() if value is not None
-    }
+    run = configs.get("optimizer", {})
+    known = TUTORIAL | {name: value for name, value in run.items() if value is not None}
     known.setdefault("lr_decay_iters", configs.get("training", {}).get("train_iters"))
-    given = {"lr": lr, "min_lr": min_lr, "lr_warmup_iters": lr_warmup_iters}
+    known.setdefault("lr_warmup_init", 0.1 * known["lr"])
+    if lr is not None:  # the warm-up begins at the same share of it
+        known["lr_warmup_init"] *= lr / known["lr"]
+    given = {
+        "lr": lr,
+        "min_lr": min_lr,
+        "lr_warmup_iters": lr_warmup_iters,
+        "lr_warmup_init": lr_warmup_init,
+        "lr_decay_iters": train_iters,
+    }
     known |= {name: value for name, value in given.items() if value is not None}
-    known["lr_decay_iters"] = train_iters or known["lr_decay_iters"]
-    known["lr_warmup_init"] = lr_warmup_init or known.get("lr_warmup_init") or 0.1 * known["lr"]
-    if (style := known.get("lr_decay_style", "cosine")) != "cosine":
-        warnings.warn(f"the tutorial's decay is a cosine, and the run's {style}", stacklevel=2)
     schedule = Schedule(
         **{name: known[name] for name in Schedule.__dataclass_fields__ if name != "updates"},
         updates=counters["step"] - counters["skipped"],
     )
     check_schedule(schedule)
+    for name, value in FORM.items():
+        if run.get(name, value) != value:
+            words = (" ".join(arguments_of(flag(name), each)) for each in (run[name], value))
+            warnings.warn("the run has {}, and the folder {}".format(*words), stacklevel=2)
+    if run.get("lr_warmup_init", 0) is None and lr_warmup_init is None:
+        first = f"the folder begins at {schedule.lr_warmup_init:g}; --lr-warmup-init sets it"
+        warnings.warn(f"the run's warm-up is without --lr-warmup-init, and {first}", stacklevel=2)
     adamw = {
         "betas": (known["adam_beta1"], known["adam_beta2"]),
         "eps": known["adam_eps"],
@@ -290,6 +324,11 @@ def export_checkpoint(
     with staged(to) as staging:
         write_tutorial(staging, section, tensors, schedule, adamw, by_name=state_keys == "name")
     print(f"exported {checkpoint.path} as {to}, behind {schedule.updates} updates")
+    print(
+        f"its learning rate: {schedule.lr_warmup_init:g} to {schedule.lr:g} in "
+        f"{schedule.lr_warmup_iters} updates, by a cosine to {schedule.min_lr:g} at "
+        f"{schedule.lr_decay_iters}"
+    )
     if len(tensors) == 1:
         print("it has no moments: the checkpoint holds weights alone")
 
@@ -310,7 +349,8 @@ def llama_of(manifest: Any, path: Path) -> LlamaConfig:
         ("layernorm_epsilon", 1e-5),
     ):
         if (value := getattr(section, name)) != wanted:
-            allowed = f"of a model with {flag(name)} {wanted}, as the tutorial has, not {value}"
+            theirs, ours = (" ".join(arguments_of(flag(name), each)) for each in (wanted, value))
+            allowed = f"of a model with {theirs or f'no {flag(name)}'}, not {ours}"
             raise UsageError("--from", path, allowed)
     return section
 
@@ -318,16 +358,20 @@ def llama_of(manifest: Any, path: Path) -> LlamaConfig:
 def check_schedule(schedule: Schedule) -> None:
     """Raise UsageError where torch's SequentialLR has no such schedule."""
     lr, warmup, end = schedule.lr, schedule.lr_warmup_iters, schedule.lr_decay_iters
-    if not end:
-        raise UsageError("--train-iters", None, "given", works=("--train-iters", "10000"))
-    if not lr > 0:
+    if end is None or end < 2:
+        works = ("--train-iters", "10000")
+        raise UsageError("--train-iters", end, "given, and 2 or above", works=works)
+    if not 0 < lr < inf:
         raise UsageError("--lr", lr, "above 0", works=("--lr", "0.001"))
+    if not 0 <= schedule.min_lr <= lr:
+        allowed = f"0 or above, and at most --lr {lr:g}"
+        raise UsageError("--min-lr", schedule.min_lr, allowed, works=("--min-lr", "0"))
     if not 0 < warmup < end:
         allowed, works = f"above 0 and below --train-iters {end}", str(max(1, end // 10))
         raise UsageError("--lr-warmup-iters", warmup, allowed, works=("--lr-warmup-iters", works))
     if not 0 < schedule.lr_warmup_init <= lr:
-        name, allowed = "--lr-warmup-init", f"above 0 and at most --lr {lr}"
-        raise UsageError(name, schedule.lr_warmup_init, allowed, works=(name, str(0.1 * lr)))
+        name, allowed = "--lr-warmup-init", f"above 0 and at most --lr {lr:g}"
+        raise UsageError(name, schedule.lr_warmup_init, allowed, works=(name, f"{0.1 * lr:g}"))
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:

@@ -212,9 +212,9 @@ def check_start(
         works = ("--vocab-size", str(saved))
         raise UsageError("--vocab-size", now, f"{saved}, as in {path}", works=works)
     if wrong[0] == "precision" or wrong[0].startswith("--"):
-        words = _arguments(wrong[0], now) or (wrong[0],)
-        must = " ".join(_arguments(wrong[0], saved)) or "left out"
-        works = tuple(word for name in wrong for word in _arguments(name, differing[name][0]))
+        words = arguments_of(wrong[0], now) or (wrong[0],)
+        must = " ".join(arguments_of(wrong[0], saved)) or "left out"
+        works = tuple(word for name in wrong for word in arguments_of(name, differing[name][0]))
     else:  # not a setting, but what is at --data-path
         name = getattr(config.data, "dataset_name", None)
         words = ("--dataset-name", name) if name else ("--data-path", *config.data.data_path)
@@ -229,7 +229,7 @@ def _has_moments(manifest: Mapping[str, Any]) -> bool:
     return any(key.startswith("exp_avg.") for key in manifest.get("tensors", ()))
 
 
-def _arguments(name: str, value: Any) -> tuple[str, ...]:
+def arguments_of(name: str, value: Any) -> tuple[str, ...]:
     """A setting as it is given on the command line; () for what is left out, or no setting."""
     if name == "precision":
         return (PRECISIONS[value],)
@@ -237,7 +237,7 @@ def _arguments(name: str, value: Any) -> tuple[str, ...]:
         return ()
     if isinstance(value, bool):
         return (switch(name[2:], value),)
-    return (name, *map(str, value if isinstance(value, list) else [value]))
+    return (name, *map(str, value if isinstance(value, list | tuple) else [value]))
 
 
 def changes(facts: Mapping[str, Any], manifest: Mapping[str, Any], data_size: int) -> list[str]:
@@ -276,15 +276,16 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
     "data sets": their number, "data sets: 1": its SHA-256, ...}, as JSON has them. What was left
     open is what it comes to."""
     parts = json.loads(json.dumps({part: facts["config"].get(part, {}) for part in COMPARED}))
-    is_imported = "imported_from" in facts  # then nothing is known of its data
-    if is_imported:
-        parts["data"] = {}
     if "kind" in facts:  # a checkpoint that is older than a setting has its default
         kind = find_kind(facts["kind"], "kind")
         for part, config in (("model", resolve_name(kind.config)), ("data", kind.data_config)):
             defaults = {each.name: each.default for each in fields(config)}
             if parts[part]:
                 parts[part] = {k: v for k, v in defaults.items() if v is not MISSING} | parts[part]
+    is_imported = "imported_from" in facts
+    if is_imported:  # of its data the order and form of a run's samples are known, and no more
+        known = {"shuffle", "pad"} if _has_moments(facts) else set()
+        parts["data"] = {name: value for name, value in parts["data"].items() if name in known}
     found = {flag(name): value for part in parts.values() for name, value in part.items()}
     if parts["training"]:
         micro_batches = found["--micro-batch-size"] * data_size

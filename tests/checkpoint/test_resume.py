@@ -316,7 +316,7 @@ def test_imported_weights_are_no_run_to_go_on_with() -> None:
         check_start(settings(num_layers=3), PATH, imported, identity=IDENTITY, finetune=True)
 
 
-def test_an_imported_run_goes_on_with_any_data_but_its_own_model() -> None:
+def test_an_imported_run_goes_on_with_any_data_in_its_order_but_its_own_model() -> None:
     """Of such a run the optimizer's state is there; its data and most of its settings are not."""
     config = {part: asdict(settings())[part] for part in ("model", "data")}
     config["optimizer"] = {"lr": 3.0, "weight_decay": settings().optimizer.weight_decay}
@@ -329,6 +329,11 @@ def test_an_imported_run_goes_on_with_any_data_but_its_own_model() -> None:
     other = IDENTITY | {"tokenizer": "g"}
     with pytest.raises(UsageError):
         check_start(settings(), PATH, imported, identity=other)
+    with pytest.raises(UsageError) as error:
+        check_start(settings(shuffle=False), PATH, imported, identity=IDENTITY)
+    assert error.value.works == ("--shuffle",)
+    free = settings(shuffle=False, override_data=True)
+    check_start(free, PATH, imported, identity=IDENTITY)
     facts = {"config": asdict(settings()), **IDENTITY}
     assert [line.split()[1] for line in changes(facts, imported, 2)] == ["--lr"]
 

@@ -3,6 +3,7 @@
 import contextlib
 import pickle
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,8 @@ from tests.dist import Pool
 from tests.tiny import mesh_of_ranks, tiny_section
 from tests.tools.test_convert_dcp import DONE, IMPORT, export_folder, import_folder, save_on_ranks
 from tests.tools.test_unpickler import PAYLOADS, write_zip
-from tests.tools.tutorial import STEPS, VOCABULARY, Script
+from tests.tools.tutorial import BASE, HEADS, HIDDEN, POSITIONS, STEPS, VOCABULARY, Rotary, Script
+from tools.convert.folder import read_description
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +196,42 @@ def resaved(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> Calla
     return broken
 
 
+def rotary(base: float, dtype: torch.dtype, factor: float) -> Callable[[Path], None]:
+    """With tables of this base, the slower half of the turns slower by a factor."""
+
+    def change(model: dict[str, Any], _: object) -> None:
+        new = Rotary(HIDDEN // HEADS, base)
+        new.frequencies[2:] /= factor
+        new.fill(torch.float32)
+        model |= {f"base_model.rotary_emb.{name}": new.get_buffer(name) for name in ("cos", "sin")}
+        model |= {name: each.to(dtype) for name, each in model.items()}
+
+    return resaved(change)
+
+
+def no_rotary(model: dict[str, Any], _: object) -> None:
+    for name in ("cos", "sin"):
+        del model[f"base_model.rotary_emb.{name}"]
+
+
+def without_order(folder: Path) -> None:
+    edit(folder, lambda metadata: setattr(metadata, "planner_data", None))
+
+
+def earlier_scheduler(folder: Path) -> None:
+    script = Script()
+    script.train(0, DONE - 1)
+    torch.save(script.scheduler.state_dict(), folder / "lrscheduler.pt")
+
+
+def on_several_disks(folder: Path) -> None:
+    file = folder / "lrscheduler.pt"
+    content = file.read_bytes()
+    end = content.rindex(b"PK\5\6")
+    locator = struct.pack("<4sLQL", b"PK\6\7", 0, 0, 2)
+    file.write_bytes(content[: end - len(locator)] + locator + content[end:])
+
+
 LAYER = "base_model.layers.1."
 K, Q, UP = (f"{LAYER}{name}_proj.weight" for name in ("self_attn.k", "self_attn.q", "mlp.up"))
 
@@ -217,6 +255,9 @@ def nothing(folder: Path) -> None:
         (shorten("lrscheduler.pt", 500), "", "lrscheduler.pt", None),
         (other_scheduler, "", "lrscheduler.pt", None),
         (later_scheduler, "", "--scheduler", None),
+        (earlier_scheduler, "", "--scheduler", None),
+        (on_several_disks, "", "lrscheduler.pt", None),
+        (without_order, "", "by place", None),
         (second_scheduler, "", "--scheduler", "--scheduler {folder}/lrscheduler.pt"),
         (nothing, "--scheduler nowhere.pt", "--scheduler", None),
         (resaved(lambda model, _: model.pop(UP)), "", UP.removeprefix("base_model."), None),
@@ -252,6 +293,18 @@ def nothing(folder: Path) -> None:
             None,
         ),
         (
+            resaved(lambda _, optimizer: optimizer["param_groups"][0].update(amsgrad=True)),
+            "",
+            "amsgrad",
+            None,
+        ),
+        (
+            resaved(lambda _, optimizer: optimizer["param_groups"][0].update(maximize=True)),
+            "",
+            "maximize",
+            None,
+        ),
+        (
             resaved(lambda _, optimizer: optimizer["param_groups"].append({"lr": 1.0})),
             "",
             "groups",
@@ -265,7 +318,24 @@ def nothing(folder: Path) -> None:
         ),
         (nothing, "--num-attention-heads 6", "--num-attention-heads", "--num-attention-heads 12"),
         (nothing, "--num-attention-heads 0", "--num-attention-heads", "--num-attention-heads 12"),
+        (
+            resaved(no_rotary),
+            "",
+            "--num-attention-heads",
+            "--num-attention-heads 12",
+        ),
+        (
+            nothing,
+            "--max-position-embeddings 32",
+            "--max-position-embeddings",
+            f"--max-position-embeddings {POSITIONS}",
+        ),
         (nothing, "--rotary-base 500", "--rotary-base", None),
+        (nothing, "--rotary-base 5500", "--rotary-base", f"--rotary-base {BASE}"),
+        (rotary(1.1 * BASE, torch.float32, 1), "", "--rotary-base", f"--rotary-base {1.1 * BASE}"),
+        (rotary(1.1 * BASE, torch.bfloat16, 1), "", "--rotary-base", f"--rotary-base {1.1 * BASE}"),
+        (rotary(BASE, torch.float32, 8), "", "--rotary-base", None),
+        (rotary(BASE, torch.bfloat16, 8), "", "--rotary-base", None),
         (nothing, "--global-batch-size 0", "--global-batch-size", "--global-batch-size 32"),
         (nothing, "--no-no-tokenizer", "--vocab-file", "--no-tokenizer"),
         (nothing, "--vocab-file t", "--no-tokenizer", None),
@@ -294,6 +364,11 @@ def test_what_cannot_be_imported_is_refused(
         ("--lr-warmup-iters 0", "--lr-warmup-iters", "--lr-warmup-iters 2"),
         ("--lr-warmup-init 1", "--lr-warmup-init", "--lr-warmup-init 0.001"),
         ("--lr 0", "--lr", "--lr 0.01"),
+        ("--lr 1e-5", "--min-lr", "--min-lr 0"),
+        ("--min-lr -1", "--min-lr", "--min-lr 0"),
+        ("--lr-warmup-init 0", "--lr-warmup-init", "--lr-warmup-init 0.001"),
+        ("--train-iters 0", "--train-iters", "--train-iters 10000"),
+        ("--train-iters -5", "--train-iters", "--train-iters 10000"),
         ("--from nowhere", "--from", None),
     ],
 )
@@ -319,7 +394,9 @@ def llama(**changes: Any) -> LlamaConfig:
     return LlamaConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **changes)
 
 
-def test_another_kind_or_form_is_not_exported(tmp_path: Path) -> None:
+def test_another_kind_or_form_is_not_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, section in (
         ("gpt2", tiny_section()),
         ("unknown", llama()),
@@ -334,3 +411,15 @@ def test_another_kind_or_form_is_not_exported(tmp_path: Path) -> None:
         with pytest.raises(SystemExit):
             export_folder(tmp_path / name, tmp_path / f"theirs_{name}", "--train-iters 9000")
         assert not (tmp_path / f"theirs_{name}").exists()
+        words = {
+            "tied": "--untie-embeddings",
+            "scaled": "no --rope-scaling, not --rope-scaling 8.0",
+        }
+        assert words.get(name, "") in (said := capsys.readouterr().err)
+        assert "True" not in said
+        assert "None" not in said
+
+
+def test_the_other_import_names_this_program(saved: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"convert_dcp\.py import"):
+        read_description(saved)

@@ -27,13 +27,15 @@ from tests.tiny import samples
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN, POSITIONS, VOCABULARY = 2, 96, 12, 3, 384, 64, 263
 WARMUP, STEPS, LR, BATCH = 4, 20, 1e-2, 4
+# Of the tutorial's own values some are the defaults of this project or of torch.
+BASE, MIN_LR, BETAS, EPS, DECAY = 5000.0, 1e-4, (0.85, 0.95), 1e-6, 0.05
 
 
 class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, size: int, base: float = 10_000.0) -> None:
+    def __init__(self, size: int, base: float = BASE) -> None:
         super().__init__()
         self.frequencies = 1.0 / base ** (torch.arange(0, size, 2).float() / size)
         self.register_buffer("cos", torch.empty(0))
@@ -134,13 +136,13 @@ class Script:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=LR,
-            betas=(0.9, 0.99),
-            eps=1e-8,
-            weight_decay=0.1,
+            betas=BETAS,
+            eps=EPS,
+            weight_decay=DECAY,
             foreach=False if tensor_parallel else None,  # of DTensors beside plain ones
         )
         warmup = LinearLR(self.optimizer, start_factor=0.1, end_factor=1.0, total_iters=WARMUP)
-        cosine = CosineAnnealingLR(self.optimizer, T_max=STEPS - WARMUP, eta_min=0)
+        cosine = CosineAnnealingLR(self.optimizer, T_max=STEPS - WARMUP, eta_min=MIN_LR)
         self.scheduler = SequentialLR(self.optimizer, [warmup, cosine], milestones=[WARMUP])
 
     def train(self, first: int, steps: int) -> list[tuple[float, float]]:

@@ -11,7 +11,7 @@ chunks that an extension has compressed, and safetensors in place of torch.save.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,12 +46,13 @@ class Section:
 @dataclass(frozen=True)
 class Item:
     """An entry of a folder that is not read yet. dtype: its name in torch; "" of what is no
-    tensor, which has one section."""
+    tensor, which has one section. in_order: whether its place among the others is known."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     sections: tuple[Section, ...]
+    in_order: bool = True
 
     def tensor(self) -> Tensor:
         """The whole of it, on the CPU. Raises ValueError where a file is damaged or holds something
@@ -81,7 +82,8 @@ class Item:
 
 
 def read_folder(folder: Path, given: str = "--from") -> dict[str, Item]:
-    """Every entry by its key, in the order in which they were saved. given: the flag of the folder.
+    """Every entry by its key, in the order in which they were saved; behind them, by name, those of
+    which it is not known. given: the flag of the folder.
 
     Raises UsageError for a folder that is none of torch.distributed.checkpoint, ValueError or
     OSError, naming the file, where one is damaged or missing. Nothing in the .distcp files is read.
@@ -97,8 +99,9 @@ def read_folder(folder: Path, given: str = "--from") -> dict[str, Item]:
         described = metadata["state_dict_metadata"]
         # Its own order is that of ranks; `planner_data` has that of the dicts which were saved.
         keys = [key for key in metadata.get("planner_data") or () if key in described]
-        keys += described.keys() - set(keys)
         items = {key: _item(key, described[key], places) for key in keys}
+        for key in sorted(described.keys() - items.keys()):
+            items[key] = replace(_item(key, described[key], places), in_order=False)
         slices = {
             key: {
                 "shape": item.shape,

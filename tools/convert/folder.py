@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.format import one_step, step_folders
+from megatron.checkpoint.resume import FOREIGN
 from megatron.config.checks import flag
 from megatron.config.model import ModelConfig
 from tools.convert.families import FAMILIES
@@ -123,8 +124,9 @@ def _what_would_work(folder: Path) -> str:
     """Instead of a folder that is not in HuggingFace's form."""
     if one_step(folder) or step_folders(folder):
         return f"{folder} is a checkpoint of this project already: --load {folder} would work"
-    if (folder / "latest_checkpointed_iteration.txt").is_file():
-        return f"python tools/import_megatron.py --from {folder} would work"
+    for name in ("latest_checkpointed_iteration.txt", ".metadata"):
+        if (folder / name).is_file():
+            return f"python tools/{FOREIGN[name]} --from {folder} would work"
     return "--from should be a folder that has one"
 
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from megatron.config.checks import UsageError
 from megatron.config.model import LlamaConfig
-from tools.convert.dcp import Item, read_folder
+from tools.convert.dcp import METADATA, Item, read_folder
 from tools.convert.tokenizing import any_of
 from tools.convert.torch_file import Placeholder, read_pickle, read_saved
 
@@ -111,18 +111,18 @@ def read_tutorial(folder: Path, scheduler: Path | None) -> Saved:
     """
     items = read_folder(folder)
     weights, rotary = _split_model(folder, items)
-    moments, steps = _read_state(folder, items, weights)
+    moments, steps, by_name = _read_state(folder, items, weights)
     settings = _read_group(folder, items)
     updates = steps
     if (file := find_scheduler(folder, scheduler)) is not None:
         schedule = read_schedule(file)
         updates = schedule.updates
-        if steps not in (updates, updates + 1):
+        if steps not in (updates, updates + by_name):
             raise ValueError(
                 f"{folder} is behind {steps} steps of the optimizer, and {file} behind {updates}: "
                 "they are not of one save; --scheduler with the file of the same save works"
             )
-        if moments and steps > updates:
+        if steps > updates:
             warnings.warn(
                 f"{folder}: the optimizer counts {steps} steps for {updates} updates, as it does "
                 f"where get_state_dict made its state; Adam goes on from {updates}, which are true",
@@ -136,6 +136,12 @@ def read_tutorial(folder: Path, scheduler: Path | None) -> Saved:
             "lr_warmup_init": schedule.lr_warmup_init,
             "lr_decay_iters": schedule.lr_decay_iters,
         }
+    else:
+        warnings.warn(
+            f"{folder} has no scheduler's file: the learning rate and its schedule are not known "
+            "and have to be given to the run that goes on; --scheduler names a file elsewhere",
+            stacklevel=2,
+        )
     return Saved(folder, weights, moments, rotary, settings, updates)
 
 
@@ -169,8 +175,10 @@ def _split_model(
 
 def _read_state(
     folder: Path, items: Mapping[str, Item], weights: Mapping[str, Item]
-) -> tuple[dict[str, dict[str, Item]], int]:
-    """(moments by kind and name, steps of the optimizer): none and 0 without state."""
+) -> tuple[dict[str, dict[str, Item]], int, bool]:
+    """(moments by kind and name, steps of the optimizer, whether the keys of its state are names):
+    none and 0 without state."""
+    by_name = True
     places = list(weights)  # in the order of the file, which is that of the script's model
     found: dict[str, dict[str, Item]] = {}
     for key, item in items.items():
@@ -180,7 +188,12 @@ def _read_state(
         named = _NAME.fullmatch(place)
         name = named[1] if named else ""
         if place.isdecimal() and int(place) < len(places):
-            name = places[int(place)]
+            name, by_name = places[int(place)], False
+            if not weights[name].in_order:
+                raise ValueError(
+                    f"{folder} has the optimizer's state by place, and its {METADATA} does not say "
+                    "the order of the weights; state by name (get_state_dict) works"
+                )
         if name not in weights or kind not in (*MOMENTS, "step"):
             raise ValueError(f"{folder} has {key}, which AdamW does not keep of this model")
         if kind != "step" and item.shape != weights[name].shape:
@@ -190,7 +203,7 @@ def _read_state(
             )
         found.setdefault(kind, {})[name] = item
     if not found:
-        return {}, 0
+        return {}, 0, False
     for kind in (*MOMENTS, "step"):
         if missing := weights.keys() - found.get(kind, {}).keys():
             raise ValueError(f"{folder} has an optimizer without {kind} of {min(missing)}")
@@ -199,7 +212,7 @@ def _read_state(
     is_count = type(step) in (int, float) and 0 <= step < inf and not step % 1
     if not is_count or any(count != step for count in counts):
         raise ValueError(f"{folder}: the optimizer's steps are {counts[:3]}, not one whole number")
-    return found, int(step)
+    return found, int(step), by_name
 
 
 def _read_group(folder: Path, items: Mapping[str, Item]) -> dict[str, Any]:
@@ -240,7 +253,10 @@ def find_scheduler(folder: Path, given: Path | None) -> Path | None:
 def read_schedule(file: Path) -> Schedule:
     """The schedule of a state dict, or of a scheduler that was pickled whole. Raises ValueError for
     any other content and for a damaged file."""
-    content = read_saved(file) if zipfile.is_zipfile(file) else read_pickle(file)
+    try:
+        content = read_saved(file) if zipfile.is_zipfile(file) else read_pickle(file)
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
     try:
         whole = _dict(content)
         warmup, cosine = map(_dict, whole["_schedulers"])
@@ -276,12 +292,26 @@ def _dict(value: Any) -> Mapping[str, Any]:
 
 def section_of(saved: Saved, **given: Any) -> LlamaConfig:
     """The model, of which sizes are the tensors' and the rest is given, by field of LlamaConfig.
+    Heads and positions that are None are those of the rotary buffers, or else the tutorial's.
 
-    Raises UsageError where heads do not fit the tensors or the rotary buffers.
+    Raises UsageError where heads do not fit the tensors, or either the rotary buffers.
     """
-    h, heads = saved.weights["embed_tokens.weight"].shape[1], given["num_attention_heads"]
+    h = saved.weights["embed_tokens.weight"].shape[1]
     rows = saved.weights["layers.0.self_attn.k_proj.weight"].shape[0]
-    widths = {item.shape[1] for item in saved.rotary.values() if len(item.shape) == 2}
+    tables = [item.shape for item in saved.rotary.values() if len(item.shape) == 2]
+    widths = {width for _, width in tables}
+    if (heads := given["num_attention_heads"]) is None:
+        heads = h // max(1, *widths) if widths else 12 if h == 768 else None
+    if heads is None:
+        name, allowed = "--num-attention-heads", "given, as there are no rotary buffers"
+        raise UsageError(name, None, allowed)
+    lengths = {length for length, _ in tables}
+    if (positions := given["max_position_embeddings"]) is None:
+        positions = min(lengths, default=2048)
+    if lengths - {positions}:
+        name, works = "--max-position-embeddings", str(min(lengths))
+        allowed = f"{works}, as the rotary buffers have"
+        raise UsageError(name, positions, allowed, works=(name, works))
 
     def fits(count: int) -> bool:
         size = h // count
@@ -303,5 +333,5 @@ def section_of(saved: Saved, **given: Any) -> LlamaConfig:
         ffn_hidden_size=None if f == 4 * h else f,
         num_query_groups=rows // (h // heads),
         untie_embeddings_and_output_weights="lm_head.weight" in saved.weights,
-        **given,
+        **{**given, "num_attention_heads": heads, "max_position_embeddings": positions},
     )

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import TensorSlice, verify
+from megatron.checkpoint.resume import arguments_of
 from megatron.checkpoint.save import save_checkpoint
-from megatron.config.checks import flag, switch
+from megatron.config.checks import flag
 from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
 from megatron.config.training import PrecisionConfig
 from megatron.data.tokenizer_base import Tokenizer
@@ -79,7 +80,8 @@ def write_checkpoint(
     if progress is not None:
         step = progress.updates
         facts["counters"] |= {"step": step, "samples": progress.samples}
-        facts["config"] |= progress.config
+        for part, known in progress.config.items():
+            facts["config"][part] = facts["config"].get(part, {}) | known
         for key, tensor in progress.tensors.items():
             pieces.append(TensorSlice(key, table[key.partition(".")[2]], tensor))
     with staged(to) as staging:
@@ -145,11 +147,7 @@ def _flags(path: Path, section: ModelConfig) -> Iterator[str]:
     for field in fields(section):
         value = getattr(section, field.name)
         if field.name in SHAPE or (field.name in FORM and value != field.default):
-            if isinstance(value, bool):
-                yield switch(field.name, value)
-            else:
-                words = value if isinstance(value, tuple) else (value,)
-                yield " ".join([flag(field.name), *map(str, words)])
+            yield from arguments_of(flag(field.name), value)
     kind = read_manifest(path)["config"]["data"]["tokenizer_type"]
     if kind != resolve_name(KINDS[section.kind].data).tokenizer_type:
         yield f"--tokenizer-type {kind}"
