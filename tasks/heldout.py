@@ -1,6 +1,7 @@
 """A model on documents it has never seen: perplexities, bits per byte, last-word cloze.
 
-Every document is read after an end mark and closes with one. The same total negative
+Every document is read after the model's begin mark, or an end mark where it has none, and closes
+with an end mark. The same total negative
 log-likelihood, closing marks included, is divided by tokens, words and bytes; the n-gram models
 predict the same tokens.
 """
@@ -25,6 +26,7 @@ from megatron.data.json_lines import find_shards, parse_line, read_lines
 from megatron.data.order import split_documents
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.train.trained import begin_of
 from tasks.common import Scores, Sliding, Task, TaskSettings, Window
 from tasks.ngram import bigram_perplexity, unigram_perplexity
 
@@ -35,7 +37,8 @@ CONVENTIONS = {
     "words": "runs of characters of the texts that are not blank",
     "bytes": "UTF-8 bytes of the texts, with a line end between two",
     "token_perplexity": "exp(nll / tokens); nll is the sum of -ln p of all tokens, end marks "
-    "included, each document read alone, after an end mark, in windows of the --seq-length that "
+    "included, each document read alone, after the begin mark or, of a model without one, an end "
+    "mark, in windows of the --seq-length that "
     "the model was trained with, half a window apart",
     "word_perplexity": "exp(nll / words)",
     "bits_per_byte": "nll / ln 2 / bytes",
@@ -121,9 +124,10 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
     documents = tokenizer.encode_batch(texts)
     length = manifest["config"]["data"]["seq_length"]
     half = max(1, length // 2)
-    marked = [np.array([tokenizer.eod, *each, tokenizer.eod], np.int32) for each in documents]
+    first = begin_of(manifest, tokenizer) or [tokenizer.eod]
+    marked = [np.array([*first, *each, tokenizer.eod], np.int32) for each in documents]
     windows = [window for each in marked for window in Sliding(each, length, half, reach_back=True)]
-    cloze = list(cloze_windows(texts, tokenizer, length, settings))
+    cloze = list(cloze_windows(texts, tokenizer, first, length, settings))
     return HeldOut(texts, documents, bad_lines, train, tokenizer, windows + cloze, len(cloze))
 
 
@@ -168,9 +172,16 @@ def training_tokens(prefix: str, manifest: dict[str, Any]) -> NDArray[np.integer
 
 
 def cloze_windows(
-    texts: Sequence[str], tokenizer: Tokenizer, length: int, settings: Settings
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    first: Sequence[int],
+    length: int,
+    settings: Settings,
 ) -> Iterator[Window]:
-    """Paragraphs whose last word is to be told from the paragraph before it, spread evenly."""
+    """Paragraphs whose last word is to be told from the paragraph before it, spread evenly.
+
+    first: ids before each paragraph.
+    """
     passages = [
         found
         for text in texts
@@ -187,5 +198,5 @@ def cloze_windows(
                 "passage than alone, so that no cloze can be made of it; a model with a byte-level "
                 f"BPE would work, as of --tokenizer-type {GPT2BPETokenizer.kind}"
             )
-        tokens = [tokenizer.eod, *context, *word][-length - 1 :]
+        tokens = [*first, *context, *word][-length - 1 :]
         yield Window(tokens[:-1], tokens[1:], len(tokens) - 1 - len(word))

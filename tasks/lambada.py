@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.train.trained import begin_of
 from tasks.common import Prompts, Scores, Task, TaskSettings, Window
 from tasks.reading import read_text
 from tasks.wikitext103 import TITLE
@@ -29,7 +30,7 @@ LONGEST_WORD = 16  # tokens after which free decoding gives up
 CONVENTIONS = {
     "target": "a blank and what follows the last blank (U+0020) of the passage, and whatever other "
     "white space stands before that blank; its tokens are those of the whole passage behind those "
-    "of the context, which starts without an end mark",
+    "of the context, which starts with the model's begin mark, or without any mark",
     "strict_accuracy": "the paper's: every token of the target is the most probable one, given the "
     "context and the target's tokens before it; of equally probable ones the lowest id counts",
     "last_token_accuracy": "the same of the target's last token alone",
@@ -39,7 +40,7 @@ CONVENTIONS = {
     "last_word_perplexity": "exp of the mean over passages of -ln p(target)",
     "target_token_perplexity": "exp of the mean over the targets' tokens of -ln p(token)",
     "num_examples": "passages, which all figures are of",
-    "num_tokens": "of the passages whole, context and target",
+    "num_tokens": "of the passages whole, begin mark, context and target",
     "num_target_tokens": "of the targets alone",
     "num_words": "runs of characters of the passages that are not blank",
     "num_bytes": "UTF-8 bytes of the passages, without what parts them in the file",
@@ -62,7 +63,8 @@ class Settings(TaskSettings):
 
 @dataclass(frozen=True)
 class Passage:
-    """tokens: of the whole passage; context: how many of them are before the target."""
+    """tokens: of the whole passage, behind the begin mark; context: how many of them are before the
+    target."""
 
     text: str
     target: str
@@ -149,7 +151,7 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
     positions = manifest["config"]["model"]["max_position_embeddings"]
     texts, contexts = [text for _, text in lines], [_context_of(*line) for line in lines]
     whole, before = tokenizer.encode_batch(texts), tokenizer.encode_batch(contexts)
-    passages = []
+    begin, passages = begin_of(manifest, tokenizer), []
     for (place, text), context, ids, start in zip(lines, contexts, whole, before, strict=True):
         # No token of a byte-level BPE spans the two: its pre-tokeniser starts a new piece at a
         # blank that is followed by a word, and pieces are never merged. Others may do so, or drop
@@ -162,7 +164,9 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
             )
         if len(ids) - len(start) > positions:
             raise ValueError(f"{place}: more tokens in its last word than the model has positions")
-        passages.append(Passage(text, target, np.array(ids, np.int32), len(start)))
+        passages.append(
+            Passage(text, target, np.array([*begin, *ids], np.int32), len(begin + start))
+        )
     return Lambada(passages, form, positions, tokenizer)
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tasks`, when ru
 from megatron.config.checks import UsageError
 from megatron.config.launch import interruptible, is_first, world_size
 from megatron.config.parse import parse, user_errors
-from megatron.train.trained import open_trained
+from megatron.train.trained import begin_token_of, open_trained
 from tasks import paper
 from tasks.common import Task, TaskSettings, continue_prompts, score_windows
 from tasks.plan import check_judged, make_plan
@@ -184,7 +184,8 @@ def run_zero_shot(
             figures = evaluate(task, model, mesh, size, name)
         if mesh.is_first:
             facts = describe(checkpoint, model, mesh, settings.trained.dtype)
-            how = {"data": data, "micro_batch_size": size, "command": command}
+            how = {"begin_token": begin_token_of(manifest, tokenizer), "data": data}
+            how |= {"micro_batch_size": size, "command": command}
             record = arrange(name, figures, facts | how)
             with user_errors(environ, agreed=True):
                 publish(record, settings.evaluation, name, {"this_model": figures})

@@ -21,6 +21,7 @@ import numpy as np
 
 from megatron.config.checks import UsageError, positive
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.train.trained import begin_of
 from tasks.common import Scores, Sliding, Task, TaskSettings, Window
 from tasks.reading import read_text
 
@@ -34,9 +35,10 @@ CONVENTIONS = {
     "word_perplexity_plain_words": "exp(nll / num_words), runs of characters that are not blank",
     "word_perplexity_authors_code": "exp(nll / (num_original_tokens - 1)): what the program of the "
     "paper's authors printed",
-    "word_perplexity_per_document": "lm-evaluation-harness's: each article alone, after an end "
-    "mark, detokenised by itself, in non-overlapping windows of which the last reaches back to be "
-    "full; over the pieces of the raw article cut at runs of blanks, empty ones included",
+    "word_perplexity_per_document": "lm-evaluation-harness's: each article alone, after the begin "
+    "mark or, of a model without one, an end mark, detokenised by itself, in non-overlapping "
+    "windows of which the last reaches back to be full; over the pieces of the raw article cut at "
+    "runs of blanks, empty ones included",
     "bits_per_byte": "nll / ln 2 / num_bytes, UTF-8 bytes of the file as it is",
     "bits_per_byte_detokenised": "nll / ln 2 / num_bytes_detokenised",
     "bits_per_byte_per_document": "lm-evaluation-harness's: articles as above, over their bytes",
@@ -143,8 +145,9 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
     if not len(stream):
         raise ValueError(f"--valid-data {settings.valid_data} has no second token; {CURE}")
     encoded = tokenizer.encode_batch([detokenise(article) for article in articles])
+    first = begin_of(manifest, tokenizer) or [tokenizer.eod]
     alone = [
-        Sliding(np.array([tokenizer.eod, *tokens], np.int32), length, length, reach_back=True)
+        Sliding(np.array([*first, *tokens], np.int32), length, length, reach_back=True)
         for tokens in encoded
     ]
     windows = [window for each in (stream, *alone) for window in each]

@@ -2,9 +2,9 @@
 
 Prints a JSON list of {"prompt", "text" (the continuation alone), "tokens" (its ids), "finished":
 "end of document" or "length", "number" (of the prompt, from 1), and what else the text depends on}.
-Before a prompt stands --begin-token, such as the bos_token of a Llama, or nothing, but an empty one
-then begins with the end mark, as a document does. Under torchrun the model is cut over the
-processes and the prompts are sharded over its copies; neither changes a text.
+Before a prompt stands --begin-token, or what the model's texts began with in training, or nothing,
+but an empty one then begins with the end mark, as a document does. Under torchrun the model is cut
+over the processes and the prompts are sharded over its copies; neither changes a text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from megatron.config.launch import interruptible, world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from megatron.data.files import write_atomically
-from megatron.train.trained import open_trained
+from megatron.data.tokenizer_base import Tokenizer
+from megatron.train.trained import begin_token_of, open_trained
 from tools.prompts import Prompt, Reader, of_command_line, of_file, typed_lines
 
 if TYPE_CHECKING:
@@ -52,8 +53,9 @@ class Settings:
     """Continue each line that is typed, up to an empty one or the end of the input."""
 
     begin_token: str | None = None
-    """Token of the vocabulary before each prompt, such as <s> or <|begin_of_text|>: what a model's
-    texts began with when it was trained. transformers puts there what tokenizer.json says."""
+    """Token of the vocabulary before each prompt, such as <s> or <|begin_of_text|>. If not given,
+    the checkpoint says it: its --begin-token or, of an imported model, what its tokenizer puts
+    there."""
 
     max_new_tokens: int = 100
     """Tokens after the prompt, unless the document ends before; both fit the model's positions."""
@@ -120,6 +122,14 @@ class Settings:
         )
 
 
+def make_reader(settings: Settings, tokenizer: Tokenizer, manifest: Mapping[str, Any]) -> Reader:
+    """Raises UsageError for a --begin-token that the vocabulary lacks."""
+    positions = manifest["config"]["model"]["max_position_embeddings"]
+    begin = settings.begin_token
+    begin = begin_token_of(manifest, tokenizer) if begin is None else begin
+    return Reader(tokenizer, positions, settings.max_new_tokens, begin)
+
+
 def read_prompts(settings: Settings, reader: Reader) -> list[Prompt]:
     """Those of --prompt or of --prompt-file; none where they are typed.
 
@@ -147,7 +157,7 @@ def converse(
         eod, tokens = reader.tokenizer.eod, [prompt.tokens]
         new = generate(model, mesh, tokens, settings.sampling, eod=eod, numbers=[count])
         if mesh.is_first:
-            print(reader.tokenizer.decode(new[0]), flush=True)
+            print(reader.continuation(prompt, new[0]), flush=True)
         yield prompt, new[0]
         count += 1
 
@@ -174,7 +184,7 @@ def answer(
     return [
         {
             "prompt": prompt.text,
-            "text": reader.tokenizer.decode(tokens),
+            "text": reader.continuation(prompt, tokens),
             "tokens": tokens,
             "finished": "length" if len(tokens) == reader.max_new_tokens else "end of document",
             "number": number,
@@ -212,9 +222,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         folders, tokenizer, manifest = open_trained(
             settings.trained, settings.parallel, world_size(environ)
         )
-        positions = manifest["config"]["model"]["max_position_embeddings"]
-        begin = settings.begin_token
-        reader = Reader(tokenizer, positions, settings.max_new_tokens, begin)
+        reader = make_reader(settings, tokenizer, manifest)
         prompts = read_prompts(settings, reader)
 
     from megatron.inference.generate import DivergedError
@@ -230,17 +238,17 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             records = answer(model, mesh, prompts, reader, settings)
         if mesh.is_first:
             with user_errors(environ):
-                facts = describe(checkpoint, settings)
+                facts = describe(checkpoint, settings, reader)
                 publish([record | facts for record in records], settings)
 
 
-def describe(checkpoint: Checkpoint, settings: Settings) -> dict[str, str | None]:
+def describe(checkpoint: Checkpoint, settings: Settings, reader: Reader) -> dict[str, str | None]:
     """Which weights wrote the text, and in what they were computed."""
     return {
         "checkpoint": str(checkpoint.path),
         "checkpoint_hash": checkpoint.manifest["checksum"],
         "dtype": settings.trained.dtype,
-        "begin_token": settings.begin_token,
+        "begin_token": reader.begin_token,
     }
 
 

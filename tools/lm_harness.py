@@ -26,7 +26,7 @@ from megatron.config.checks import UsageError, flag, positive
 from megatron.config.launch import interruptible, world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
-from megatron.train.trained import open_trained
+from megatron.train.trained import begin_of, begin_token_of, open_trained
 from tasks.common import EvaluationConfig
 from tasks.record import describe, identify, publish
 from tools.harness.definitions import READERS, find_harness, write_definition
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         with user_errors(environ):
             settings = parse(Settings, arguments, environ)
             harness = find_harness()
-            folders, tokenizer, _ = open_trained(
+            folders, tokenizer, manifest = open_trained(
                 settings.trained, settings.parallel, world_size(environ)
             )
             write_local(folder, harness, settings.local_data)
@@ -162,7 +162,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         with launch(settings.parallel, environ) as mesh:
             with user_errors(environ, agreed=True):
                 checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
-            lm = CheckpointLM(model, mesh, tokenizer, settings.micro_batch_size)
+            begin, size = begin_of(manifest, tokenizer), settings.micro_batch_size
+            lm = CheckpointLM(model, mesh, tokenizer, size, begin)
             with user_errors(environ, agreed=True, kinds=(DivergedError,)):
                 found = ask(lm, settings.names, manager, settings.limit)
             if mesh.is_first:
@@ -170,6 +171,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
                     "results": found["results"],
                     "documents": found["n-samples"],
                     "versions": found["versions"],
+                    "begin_token": begin_token_of(manifest, tokenizer),
                     "limit": settings.limit,
                     "micro_batch_size": settings.micro_batch_size,
                     "data": [identify(file) for file in settings.local_data.values()],

@@ -7,7 +7,7 @@ import select
 import sys
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,18 +35,17 @@ class Reader:
     positions: int
     max_new_tokens: int
     begin_token: str | None = None
+    begin: Sequence[int] = field(init=False)
+    """What stands before each prompt."""
 
     def __post_init__(self) -> None:
-        assert len(self.begin) < 2  # its check
-
-    @property
-    def begin(self) -> list[int]:
-        """What stands before each prompt."""
+        token = self.begin_token
         try:
-            return [] if self.begin_token is None else [self.tokenizer.token_id(self.begin_token)]
+            begin = [] if token is None else [self.tokenizer.token_id(token)]
         except ValueError as error:
             allowed = f"a token of the vocabulary: {error}"
-            raise UsageError("--begin-token", self.begin_token, allowed) from error
+            raise UsageError("--begin-token", token, allowed) from error
+        object.__setattr__(self, "begin", begin)
 
     def prompt(self, place: str, content: bytes) -> Prompt:
         """place: where the content stands, for the message of the ValueError if it is not UTF-8
@@ -66,6 +65,12 @@ class Reader:
                 f"{f'--max-new-tokens {room}' if room > 0 else cure} would work"
             )
         return Prompt(text, tokens)
+
+    def continuation(self, prompt: Prompt, new: Sequence[int]) -> str:
+        """The text of the new tokens. Decoded alone it would lack the blank that many tokenizers
+        take off the start of a text."""
+        decode = self.tokenizer.decode
+        return decode([*prompt.tokens, *new])[len(decode(prompt.tokens)) :]
 
 
 def of_command_line(texts: Sequence[str]) -> dict[str, bytes]:

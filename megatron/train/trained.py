@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +59,22 @@ def open_trained(
         allowed = f"that of the model in {path}: {what} {expected[:12]}, not {found[:12]}"
         raise UsageError(file_flags(kind), " ".join(files) or f"in {path}", allowed)
     return start.folders[start.folders.index(path) :], tokenizer, manifest
+
+
+def begin_token_of(manifest: Mapping[str, Any], tokenizer: Tokenizer) -> str | None:
+    """What the model's texts began with in training, as the vocabulary spells it; None for nothing.
+
+    That of --begin-token, or of weights from elsewhere the bos_token, if their tokenizer puts it
+    before each text.
+    """
+    given: str | None = manifest["config"].get("data", {}).get("begin_token")
+    if given is not None or tokenizer.bos_id is None or "imported_from" not in manifest:
+        return given
+    marks = tokenizer.library.encode("", add_special_tokens=True).ids
+    return str(tokenizer.library.id_to_token(marks[0])) if tokenizer.bos_id in marks[:1] else None
+
+
+def begin_of(manifest: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """The id of begin_token_of, or none. Raises ValueError where the vocabulary lacks it."""
+    token = begin_token_of(manifest, tokenizer)
+    return [] if token is None else [tokenizer.token_id(token)]

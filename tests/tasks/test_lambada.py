@@ -77,6 +77,15 @@ def test_a_tokenizer_json_works_where_blanks_belong_to_words(tmp_path: Path) -> 
     for number in range(len(ours)):
         assert ours[number].first == theirs[number].first
         assert np.array_equal(ours[number].labels, theirs[number].labels + 3)
+    manifest["config"]["data"] = {"begin_token": "[BOT]"}
+    begun = prepare(settings, manifest, other)
+    for number in range(len(ours)):
+        assert list(begun[number].inputs) == [other.token_id("[BOT]"), *ours[number].inputs]
+        assert begun.prompts.tokens[number][0] == other.token_id("[BOT]")
+        assert list(begun[number].labels[begun[number].first :]) == list(
+            ours[number].labels[ours[number].first :]
+        )
+    del manifest["config"]["data"]
     dropping = build_tokenizer(
         "HuggingFaceTokenizer", write_dropping_tokenizer(tmp_path / "d"), None
     )

@@ -12,8 +12,7 @@ from megatron.inference.generate import DivergedError
 from megatron.train.evaluate import load_newest
 from megatron.train.trained import open_trained
 from tests.tiny import mesh_of_ranks
-from tools.generate import Settings, answer, main, read_prompts
-from tools.prompts import Reader
+from tools.generate import Settings, answer, main, make_reader, read_prompts
 
 POSITIONS = 48
 TEXTS = ["the thing", "in", "Then, in the inn, the wind is thin.", "the thing"]
@@ -27,8 +26,7 @@ def texts_of(tensor_size: int, words: list[str], broken: int = POSITIONS) -> lis
     mesh = mesh_of_ranks(tensor_size)
     settings = parse(Settings, words, {})
     folders, tokenizer, manifest = open_trained(settings.trained, settings.parallel, 1)
-    positions = manifest["config"]["model"]["max_position_embeddings"]
-    reader = Reader(tokenizer, positions, settings.max_new_tokens, settings.begin_token)
+    reader = make_reader(settings, tokenizer, manifest)
     prompts = read_prompts(settings, reader)
     _, model = load_newest(folders, mesh)
     if broken < POSITIONS:

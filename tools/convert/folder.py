@@ -156,8 +156,8 @@ def _check_options(
         value = config.get(option.theirs, allowed[0])
         if not any(type(value) is type(each) and value == each for each in allowed):
             raise ValueError(
-                f"{file}: {option.theirs} is {_show(value)}; this project has {option.here}: "
-                f"{any_of(allowed)} would work"
+                f"{file}: {option.theirs} is {_show(value)}; this project has {option.here}, "
+                f"{any_of(allowed)}: this model cannot be converted"
             )
 
 

@@ -110,6 +110,7 @@ OPTIONS = (
 BASE = 10_000.0  # where a configuration has none
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 TYPES = ("default", "llama3")
+PARTIAL = "partial_rotary_factor"
 
 
 def _rope_to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,10 +125,17 @@ def _rope_to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in TYPES:
         raise ValueError(
             f"{place}.rope_type is {any_of([kind])}; this project has rotary frequencies as they "
-            f"are or scaled as in Llama 3: {any_of(TYPES)} would work"
+            f"are or scaled as in Llama 3, {any_of(TYPES)}: this model cannot be converted"
         )
-    if strange := sorted(given.keys() - {"rope_type", "type", "rope_theta", *SCALING}):
-        raise ValueError(f"{place}.{strange[0]} is unknown here; {place} without it would work")
+    known = {"rope_type", "type", "rope_theta", *SCALING}
+    if given.get(PARTIAL, 1) == 1:  # all of each head turns, as here
+        known.add(PARTIAL)
+    if strange := sorted(given.keys() - known):
+        value = any_of([given[strange[0]]])
+        raise ValueError(
+            f"{place}.{strange[0]} is {value}, which this project has not: this model cannot be "
+            "converted"
+        )
 
     def number(name: str, values: Mapping[str, Any], default: object = None) -> float:
         value = values.get(name, default)

@@ -29,18 +29,28 @@ Request = tuple[tuple[str, str], list[int], list[int]]  # texts, context ids, co
 
 class CheckpointLM(TemplateLM):
     def __init__(
-        self, model: Decoder, mesh: Mesh, tokenizer: Tokenizer, micro_batch_size: int
+        self,
+        model: Decoder,
+        mesh: Mesh,
+        tokenizer: Tokenizer,
+        micro_batch_size: int,
+        begin: Sequence[int] = (),
     ) -> None:
-        """model: in evaluation mode. micro_batch_size: does not change what is answered."""
+        """model: in evaluation mode. micro_batch_size: does not change what is answered. begin: the
+        id that texts begin with, or none."""
         super().__init__()
         self._model, self._mesh, self._tokenizer = model, mesh, tokenizer
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch_size, self._begin = micro_batch_size, list(begin)
         self._device = mesh.device
 
     @property
     def eot_token_id(self) -> int:
-        """The end mark; it is also what the first token of a text follows."""
         return self._tokenizer.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What the first token of a text follows: the begin mark, or without one the end mark."""
+        return (self._begin or [self._tokenizer.eod])[0]
 
     @property
     def max_length(self) -> int:
@@ -54,8 +64,9 @@ class CheckpointLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """No marks are added, as GPT-2's tokenizer adds none."""
-        return self._tokenizer.encode(string)
+        """The begin mark, if the model has one, stands before it unless the harness forbids it."""
+        begin = [] if add_special_tokens is False else self._begin
+        return [*begin, *self._tokenizer.encode(string)]
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -83,8 +94,9 @@ class CheckpointLM(TemplateLM):
         return list(zip(scores.log_probability.tolist(), scores.all_hit.tolist(), strict=True))
 
     def _rolling_windows(self, text: str) -> Iterator[Window]:
+        # One begin mark, which is not scored: the harness's own models put a second one behind it.
         pairs = get_rolling_token_windows(
-            self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1
+            self._tokenizer.encode(text), self.prefix_token_id, self.max_length, context_len=1
         )
         for pair in pairs:
             yield self._window(*make_disjoint_window(pair))

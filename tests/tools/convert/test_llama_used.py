@@ -12,16 +12,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.config.parse import parse
 from megatron.train.evaluate import load_newest, whole_logits
-from megatron.train.trained import open_trained
+from megatron.train.trained import begin_of, open_trained
 from tests.dist import Pool
 from tests.programs import pretrain
 from tests.tasks.program import figures_of
 from tests.tiny import mesh_of_ranks
-from tests.tools.convert.llamas import write_llama
+from tests.tools.convert.llamas import write_llama, write_sentencepiece
 from tests.tools.texts import POSITIONS, TEXTS, texts_of
 from tools import preprocess_data
 from tools.convert_hf import export_model, import_model
-from tools.generate import Settings
+from tools.generate import Settings, main
+from tools.prompts import Reader
 
 NEW = 12
 PASSAGES = ["in the inn, the thing", "the thing in", "then the wind is thin, in the inn"]
@@ -115,17 +116,20 @@ def test_greedy_text_is_that_of_transformers_at_every_layout(
             assert found == expected
 
 
+PAIRS = [("the thing", " in"), ("in", " the thing"), ("", "wind")]
+
+
 def harness_of(checkpoint: Path, tensor_size: int) -> list[tuple[float, bool]]:
     from lm_eval.api.instance import Instance
 
     from tools.harness.language_model import CheckpointLM
 
     settings = parse(Settings, ["--load", str(checkpoint), "--prompt", "a"], {})
-    folders, tokenizer, _ = open_trained(settings.trained, settings.parallel, 1)
+    folders, tokenizer, manifest = open_trained(settings.trained, settings.parallel, 1)
     mesh = mesh_of_ranks(tensor_size)
-    lm = CheckpointLM(load_newest(folders, mesh)[1], mesh, tokenizer, 2)
-    pairs = [("the thing", " in"), ("in", " the thing"), ("", "wind")]
-    return lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+    begin = begin_of(manifest, tokenizer)
+    lm = CheckpointLM(load_newest(folders, mesh)[1], mesh, tokenizer, 2, begin)
+    return lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in PAIRS])
 
 
 def test_the_harness_gets_the_same_answers_at_two_ranks(gloo: Pool, llama: Llama) -> None:
@@ -195,3 +199,63 @@ def test_training_goes_on_at_every_layout(llama: Llama, data: Path, tmp_path: Pa
     for name in ("tensor", "pipeline"):
         assert losses[name] == pytest.approx(losses[""], rel=1e-5)
         export_model(str(tmp_path / f"trained{name}"), tmp_path / f"back{name}")
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Llama:
+    """Of a tokenizer as in Llama 1 and 2: a mark before each text, and blanks that are dropped."""
+    folder = tmp_path_factory.mktemp("begun")
+    exported = write_llama(
+        folder / "hf", vocab_size=317, pad_token_id=None, max_position_embeddings=POSITIONS
+    )
+    write_sentencepiece(exported, 317)
+    content = json.loads((exported / "tokenizer.json").read_bytes())
+    blank = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    parts = [blank, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
+    content["decoder"] = {"type": "Sequence", "decoders": parts}
+    (exported / "tokenizer.json").write_text(json.dumps(content))
+    import_model(str(exported), folder / "ours")
+    return Llama(exported, folder / "ours", "")
+
+
+def test_a_text_begins_with_the_mark_of_its_tokenizer_and_keeps_its_first_blank(
+    begun: Llama, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(begun.exported)
+    words = ["--load", str(begun.trained), "--prompt", *TEXTS, "--greedy", "--max-new-tokens", "6"]
+    capsys.readouterr()
+    main(words, {})
+    records = json.loads(capsys.readouterr().out)
+    settings = parse(Settings, words, {})
+    tokenizer = open_trained(settings.trained, settings.parallel, 1)[1]
+    for text, record in zip(TEXTS, records, strict=True):
+        ids = [1, *tokenizer.encode(text)]
+        whole = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0].tolist()
+        assert record["tokens"] == [each for each in whole[len(ids) :] if each != 2]
+        assert record["begin_token"] == "<s>"
+    reader = Reader(tokenizer, POSITIONS, 6, "<s>")
+    assert reader.continuation(reader.prompt("", b"the"), tokenizer.encode("the")) == " the"
+
+
+@torch.no_grad()
+def test_the_harness_scores_what_transformers_scores_behind_the_begin_mark(begun: Llama) -> None:
+    pytest.importorskip("lm_eval")
+    settings = parse(Settings, ["--load", str(begun.trained), "--prompt", "a"], {})
+    tokenizer = open_trained(settings.trained, settings.parallel, 1)[1]
+    model = AutoModelForCausalLM.from_pretrained(begun.exported).eval()
+    for (context, rest), (found, _) in zip(PAIRS, harness_of(begun.trained, 1), strict=True):
+        first, ids = len(tokenizer.encode(context)), [1, *tokenizer.encode(context + rest)]
+        rows = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        places = range(first + 1, len(ids))
+        assert found == pytest.approx(sum(rows[n - 1, ids[n]].item() for n in places), rel=1e-5)
+
+
+def test_a_begin_token_of_training_goes_before_that_of_the_tokenizer(begun: Llama) -> None:
+    settings = parse(Settings, ["--load", str(begun.trained), "--prompt", "a"], {})
+    _, tokenizer, manifest = open_trained(settings.trained, settings.parallel, 1)
+    assert begin_of(manifest, tokenizer) == [1]
+    trained_here = {name: manifest[name] for name in manifest.keys() - {"imported_from"}}
+    assert begin_of(trained_here, tokenizer) == []
+    trained_here["config"] = {"data": {"begin_token": "the"}}
+    assert begin_of(trained_here, tokenizer) == [tokenizer.token_id("the")]
