@@ -176,30 +176,32 @@ def test_cloze_asks_for_the_last_word_of_long_paragraphs(tmp_path: Path) -> None
     text = (
         'One two three (the end).\n\nToo short\n\nNo word ends this 12\n\nHe said "go there now!"'
     )
-    first, second = cloze_windows([text], tokenizer, 100, settings)
+    first, second = cloze_windows([text], tokenizer, [tokenizer.eod], 100, settings)
     assert tokenizer.decode(first.labels[first.first :]) == " end"
     assert tokenizer.decode(first.inputs[1:]) + "d" == "One two three (the end"
     assert tokenizer.decode(second.labels[second.first :]) == " now"
 
-    (short, _) = cloze_windows([text], tokenizer, 8, settings)
+    (short, _) = cloze_windows([text], tokenizer, [tokenizer.eod], 8, settings)
     assert (len(short.inputs), short.labels) == (8, first.labels[-8:])
 
     words = ["zero", "one", "two", "three", "four", "five", "six"]
     texts_of_one = [f"a b c {word}" for word in words]
-    some = cloze_windows(texts_of_one, tokenizer, 100, replace(settings, cloze_passages=4))
+    some = cloze_windows(
+        texts_of_one, tokenizer, [tokenizer.eod], 100, replace(settings, cloze_passages=4)
+    )
     found = [tokenizer.decode(window.labels[window.first :]) for window in some]
     assert found == [" zero", " one", " three", " five"], "spread evenly, where some are left out"
 
     file = Path(write_tokenizer_json(tmp_path / "json")) / "tokenizer.json"
     content = json.loads(file.read_bytes())
     other = build_tokenizer("HuggingFaceTokenizer", str(file), None)
-    (window, _) = cloze_windows([text], other, 100, settings)
+    (window, _) = cloze_windows([text], other, [other.eod], 100, settings)
     assert other.decode(window.labels[window.first :]) == " end"
     strip = {"type": "Strip", "strip_left": True, "strip_right": True}
     file.write_text(json.dumps(content | {"normalizer": strip}))
     stripping = build_tokenizer("HuggingFaceTokenizer", str(file), None)
     with pytest.raises(ValueError, match="--tokenizer-type GPT2BPETokenizer"):
-        list(cloze_windows([text], stripping, 100, settings))
+        list(cloze_windows([text], stripping, [stripping.eod], 100, settings))
 
 
 def test_a_line_without_text_is_named_and_counted(tmp_path: Path) -> None:
