@@ -191,17 +191,9 @@ def transformers(rank: Rank, flags: Sequence[str]) -> Turn:
 
     config = config_of(flags)
     ours, vocab_size = config.model, open_samples(config)[1]
-    theirs = TheirConfig(
-        vocab_size=vocab_size,
-        hidden_size=ours.hidden_size,
-        intermediate_size=ours.ffn_size,
-        num_hidden_layers=ours.num_layers,
-        num_attention_heads=ours.num_attention_heads,
-        num_key_value_heads=ours.query_groups,
-        max_position_embeddings=ours.max_position_embeddings,
-        rms_norm_eps=ours.layernorm_epsilon,
-        rope_parameters={"rope_type": "default", "rope_theta": ours.rotary_base},
-    )
+    settings = {each.theirs: getattr(ours, each.meaning or each.ours) for each in LLAMA.settings}
+    rotary = {"rope_type": "default", "rope_theta": ours.rotary_base}
+    theirs = TheirConfig(vocab_size=vocab_size, rope_parameters=rotary, **settings)
     model = LlamaForCausalLM(theirs).train()
     assert model.config._attn_implementation == "sdpa"
     model.load_state_dict(initial_weights(ours, vocab_size))
