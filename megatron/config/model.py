@@ -1,8 +1,12 @@
 """The models: shape, dropout and initialisation."""
 
+import json
+import tomllib
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import isfinite
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from megatron.config.checks import UsageError, fraction, positive
 
@@ -14,17 +18,52 @@ TOKEN_TYPES = 2  # of the first and of the second segment of a BERT's sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """What every kind of transformer has."""
+class KindConfig:
+    """What every kind of model has."""
 
     kind: ClassVar[str]
     """What checkpoints call such a model."""
+    adaptable: ClassVar[frozenset[str]] = frozenset()
+    """Fields that no parameter depends on, which fine-tuning may change."""
+    layernorm_impl = "torch"
+    """LayerNorm's kernel."""
+
+    attention_dropout_rng: Literal["coordinates", "kernel"] | None = None
+    """Where the dropout of attention comes from: coordinates, a function of sample, head, query and
+    key, the same at every layout; kernel, what torch's kernel draws, which depends on the layout.
+    By default coordinates on CPUs; kernel on GPUs, where the other needs more time and memory."""
+
+    recompute_granularity: RecomputeGranularity = field(
+        default="none", metadata={"alias": "checkpoint_activations"}
+    )
+    """What the backward pass computes again, to save memory: full, each layer from its input, as in
+    the paper; selective, attention's core alone, which saves its probabilities where its kernel
+    keeps them. Also spelt --checkpoint-activations."""
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """What tensor parallelism cuts into equal parts, by flag."""
+        raise NotImplementedError
+
+    @property
+    def drops_attention(self) -> bool:
+        """Whether probabilities of attention are dropped."""
+        raise NotImplementedError
+
+    def draws_in_kernel(self, device: str) -> bool:
+        """Whether a kernel draws attention's dropout; device: torch's name of its kind."""
+        by_default = "kernel" if device == "cuda" else "coordinates"
+        return self.drops_attention and (self.attention_dropout_rng or by_default) == "kernel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(KindConfig):
+    """What the kinds have that are built from this project's own layers."""
+
     has_biases: ClassVar[bool] = True
     """Whether the matmuls of its layers add a bias."""
     normalization: ClassVar[Literal["layer", "rms"]] = "layer"
     """LayerNorm or RMSNorm."""
-    adaptable: ClassVar[frozenset[str]] = frozenset()
-    """Fields that no parameter depends on, which fine-tuning may change."""
 
     num_layers: int
     """Transformer layers."""
@@ -53,23 +92,11 @@ class ModelConfig:
     attention_dropout: float = 0.1
     """Dropout probability of the attention probabilities."""
 
-    attention_dropout_rng: Literal["coordinates", "kernel"] | None = None
-    """Where the dropout of attention comes from: coordinates, a function of sample, head, query and
-    key, the same at every layout; kernel, what torch's kernel draws, which depends on the layout.
-    By default coordinates on CPUs; kernel on GPUs, where the other needs more time and memory."""
-
     hidden_dropout: float = 0.1
     """Dropout probability before each residual add."""
 
     embedding_dropout: float | None = None
     """Dropout probability of the embeddings; that of --hidden-dropout if not given."""
-
-    recompute_granularity: RecomputeGranularity = field(
-        default="none", metadata={"alias": "checkpoint_activations"}
-    )
-    """What the backward pass computes again, to save memory: full, each layer from its input, as in
-    the paper; selective, attention's core alone, which saves its probabilities where its kernel
-    keeps them. Also spelt --checkpoint-activations."""
 
     def __post_init__(self) -> None:
         positive(
@@ -102,7 +129,6 @@ class ModelConfig:
 
     @property
     def widths(self) -> dict[str, int]:
-        """What tensor parallelism cuts into equal parts, by flag."""
         found = {"--num-attention-heads": self.num_attention_heads}
         if self.ffn_hidden_size is not None:
             found["--ffn-hidden-size"] = self.ffn_hidden_size
@@ -113,10 +139,9 @@ class ModelConfig:
         given = self.embedding_dropout
         return self.hidden_dropout if given is None else given
 
-    def draws_in_kernel(self, device: str) -> bool:
-        """Whether a kernel draws attention's dropout; device: torch's name of its kind."""
-        by_default = "kernel" if device == "cuda" else "coordinates"
-        return self.attention_dropout > 0 and (self.attention_dropout_rng or by_default) == "kernel"
+    @property
+    def drops_attention(self) -> bool:
+        return self.attention_dropout > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +252,113 @@ class BertConfig(TextModelConfig):
     residual_order: ResidualOrder = "pre-ln"
     """pre-ln: norm before attention and MLP, off the residual path, as the paper rearranged it;
     post-ln: after each residual add, as in the original BERT."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceConfig(KindConfig):
+    """A model of transformers, unmodified, that predicts the next token."""
+
+    kind: ClassVar[str] = "huggingface"
+
+    hf_model: str
+    """A folder with the model's config.json, and its weights, if training starts from these; or a
+    name on the HuggingFace hub."""
+
+    plan: str = "auto"
+    """How the model is cut over tensor-parallel processes: auto, by transformers' own plan or one
+    of this project's; or a TOML file of one's own, which is proved by a small model first."""
+
+    hf_config: str | None = None
+    """The text of a config.json, in place of that of --hf-model."""
+
+    random_weights: bool = False
+    """Start from the model's own initialisation, though there are weights at --hf-model."""
+
+    def __post_init__(self) -> None:
+        if self.hf_config is None:
+            object.__setattr__(self, "hf_config", read_hf_config(self.hf_model))
+        if self.plan != "auto" and "\n" not in self.plan:
+            object.__setattr__(self, "plan", _read_plan(self.plan))
+
+    @cached_property
+    def described(self) -> dict[str, Any]:
+        """The model's config.json, of its text model where it has several."""
+        found: dict[str, Any] = json.loads(self.hf_config or "{}")
+        return found.get("text_config") or found
+
+    def number(self, *names: str) -> int:
+        """What config.json has under the first of these names that it knows."""
+        found = next((self.described[each] for each in names if each in self.described), None)
+        if not isinstance(found, int):
+            raise UsageError("--hf-model", self.hf_model, f"one whose config.json has {names[0]}")
+        return found
+
+    @property
+    def num_layers(self) -> int:
+        return self.number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.number("vocab_size")
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that the model can read; None where nothing says it."""
+        names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+        return next((self.described[each] for each in names if each in self.described), None)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        heads = self.number("num_attention_heads", "n_head", "n_heads")
+        return {"num_attention_heads of --hf-model": heads}
+
+    @property
+    def drops_attention(self) -> bool:
+        names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+        return any(self.described.get(name) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceMaskedConfig(HuggingFaceConfig):
+    """A model of transformers, unmodified, that predicts masked tokens."""
+
+    kind: ClassVar[str] = "huggingface-masked"
+
+    @property
+    def has_token_types(self) -> bool:
+        return self.described.get("type_vocab_size", 0) > 1
+
+
+def read_hf_config(name: str) -> str:
+    """The text of a model's config.json, from a folder or the hub. Raises UsageError where there is
+    none."""
+    folder, reason = Path(name), ""
+    file = folder / "config.json"
+    if not folder.is_dir():
+        from huggingface_hub import hf_hub_download
+
+        try:
+            file = Path(hf_hub_download(name, "config.json"))
+        except Exception as error:  # of the network, of the hub, of the name
+            reason = f" ({type(error).__name__}: {str(error).splitlines()[0]})"
+    try:
+        text = file.read_text(encoding="utf-8")
+        json.loads(text)
+    except (OSError, ValueError) as error:
+        reason = reason or f" ({error})"
+        allowed = f"a folder with a config.json, or a name on the hub{reason}"
+        raise UsageError("--hf-model", name, allowed) from None
+    return text
+
+
+def _read_plan(name: str) -> str:
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+        tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        allowed = f"auto, or a TOML file ({error})"
+        raise UsageError("--plan", name, allowed, works=("--plan", "auto")) from None
+    return text.rstrip("\n") + "\n"
 
 
 @dataclass(frozen=True, kw_only=True)

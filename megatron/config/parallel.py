@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.config.checks import UsageError, flag, positive
-from megatron.config.model import ModelConfig
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 """Those of megatron.parallel.schedules, which is not imported here."""
@@ -58,7 +57,7 @@ class ParallelConfig:
         widths: Mapping[str, int] | None = None,
         seq_length: int | None = None,
     ) -> None:
-        """Raise UsageError where processes, the widths of a model, `ModelConfig.widths`, or under
+        """Raise UsageError where processes, the widths of a model, `KindConfig.widths`, or under
         sequence parallelism the tokens of a sample cannot be shared out evenly."""
         self._check_own(world_size)
         size, widths = self.tensor_model_parallel_size, dict(widths or {})
@@ -192,8 +191,9 @@ class TrainingParallelConfig(FinetuneParallelConfig):
                 works=_stages(most) if most > 1 or not is_needed else (),
             )
 
-    def check_model(self, model: ModelConfig) -> None:
-        """Raise UsageError where the stages of this model, or the schedule, cannot be."""
+    def check_model(self, model: Any) -> None:
+        """Raise UsageError where the stages of a model with this config, or the schedule, cannot
+        be."""
         layers, stages = model.num_layers, self.pipeline_model_parallel_size
         of_model = f"--num-layers {layers}"
         if (each := self.num_layers_per_virtual_pipeline_stage) is not None:

@@ -12,8 +12,10 @@ from megatron.config.checks import UsageError, flag
 from megatron.config.model import (
     BertConfig,
     GPT2Config,
+    HuggingFaceConfig,
+    HuggingFaceMaskedConfig,
+    KindConfig,
     LlamaConfig,
-    ModelConfig,
     TextModelConfig,
 )
 from megatron.config.parallel import TrainingParallelConfig
@@ -34,7 +36,7 @@ from megatron.config.training import (
 class PretrainConfig:
     """What the programs share; each has its own configs of model and data."""
 
-    model: ModelConfig
+    model: KindConfig
     parallel: TrainingParallelConfig = field(default_factory=TrainingParallelConfig)
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -185,6 +187,56 @@ class PretrainLlamaConfig(PretrainTextConfig):
 @dataclass(frozen=True, kw_only=True)
 class PretrainBertConfig(PretrainTextConfig):
     model: BertConfig
+    data: BertDataConfig = field(default_factory=BertDataConfig)
+    optimizer: BertOptimizerConfig = field(default_factory=BertOptimizerConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainUnmodifiedConfig(PretrainConfig):
+    """Of models of transformers."""
+
+    model: HuggingFaceConfig
+
+    def check(self, world_size: int) -> None:
+        native = self.model.described.get("model_type")
+        natives = {"gpt2": "gpt2", "llama": "llama", "bert": "bert"}
+        works = ("--model", natives[native]) if native in natives else ()
+        for name, is_given, reason in (
+            ("pipeline_model_parallel_size", self.parallel.pipeline_model_parallel_size > 1,
+             "1: an unmodified model is not made of stages"),
+            ("sequence_parallel", self.parallel.sequence_parallel,
+             "left out: an unmodified model makes its masks and positions of whole sequences"),
+        ):  # fmt: skip
+            if is_given:
+                raise UsageError(flag(name), getattr(self.parallel, name), reason, works=works)
+        if self.model.recompute_granularity == "selective":
+            name = "--recompute-granularity"
+            allowed = "full or none of an unmodified model"
+            raise UsageError(name, "selective", allowed, works=(name, "full"))
+        super().check(world_size)
+        length, positions = self.data.seq_length, self.model.positions
+        if positions is not None and length > positions:
+            works = ("--seq-length", f"{positions}")
+            allowed = f"at most the {positions} positions of --hf-model"
+            raise UsageError("--seq-length", length, allowed, works=works)
+        resets = [
+            getattr(self.data, f"reset_{each}", False)
+            for each in ("position_ids", "attention_mask")
+        ]
+        if resets == [True, False]:
+            name, works = "--reset-position-ids", ("--reset-position-ids", "--reset-attention-mask")
+            allowed = "given with --reset-attention-mask: transformers takes such positions for it"
+            raise UsageError(name, None, allowed, works=works)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainHuggingFaceConfig(PretrainUnmodifiedConfig):
+    data: GPT2DataConfig = field(default_factory=GPT2DataConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainHuggingFaceMaskedConfig(PretrainUnmodifiedConfig):
+    model: HuggingFaceMaskedConfig
     data: BertDataConfig = field(default_factory=BertDataConfig)
     optimizer: BertOptimizerConfig = field(default_factory=BertOptimizerConfig)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import KindConfig
 from megatron.models.registry import find_kind
 from megatron.parallel.factory import FACTORIES, ModelPart
 from megatron.parallel.mesh import Mesh
@@ -16,7 +16,7 @@ from megatron.parallel.sharding import materialize
 
 
 def build_on_meta(
-    config: ModelConfig,
+    config: KindConfig,
     mesh: Mesh,
     vocab_size: int,
     seed: int | None = None,
@@ -47,7 +47,7 @@ def build_on_meta(
 
 
 def build_model(
-    config: ModelConfig,
+    config: KindConfig,
     mesh: Mesh,
     vocab_size: int,
     *,
@@ -61,4 +61,5 @@ def build_model(
     pipeline: of which this rank builds its stages.
     """
     model = build_on_meta(config, mesh, vocab_size, seed, pipeline)
-    return materialize(model, device=mesh.device, dtype=dtype, seed=seed)
+    values = getattr(model, "initial_values", None)
+    return materialize(model, device=mesh.device, dtype=dtype, seed=seed, values=values)

@@ -64,6 +64,21 @@ KINDS = {
         writes_text=True,
         conversion="tools.convert.llama:LLAMAS",
     ),
+    "huggingface": ModelKind(
+        config="megatron.config.model:HuggingFaceConfig",
+        model="megatron.models.huggingface:HuggingFace",
+        program="megatron.config.pretrain:PretrainHuggingFaceConfig",
+        inputs="megatron.train.inputs:open_huggingface_inputs",
+        data="megatron.config.training:GPT2DataConfig",
+    ),
+    "huggingface-masked": ModelKind(
+        config="megatron.config.model:HuggingFaceMaskedConfig",
+        model="megatron.models.huggingface:HuggingFaceMasked",
+        program="megatron.config.pretrain:PretrainHuggingFaceMaskedConfig",
+        inputs="megatron.train.inputs:open_huggingface_masked_inputs",
+        samples="megatron.train.inputs:random_pairs",
+        data="megatron.config.training:BertDataConfig",
+    ),
     "bert": ModelKind(
         config="megatron.config.model:BertConfig",
         model="megatron.models.bert:BERT",

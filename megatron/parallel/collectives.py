@@ -197,6 +197,25 @@ class _GatherWithGradient(torch.autograd.Function):
         return dy.chunk(ctx.axis.size, ctx.dim)[ctx.axis.rank], None, None
 
 
+class _SplitWithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, axis: Axis) -> Tensor:
+        ctx.dim, ctx.axis = dim, axis
+        return x.chunk(axis.size, dim)[axis.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return gather_from(dy, ctx.dim, ctx.axis), None, None
+
+
+def split_with_gradient(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """This rank's shard of `x`, which every rank computes alike and keeps the whole gradient of.
+    Raises ValueError for a dim that the ranks cannot share evenly."""
+    if x.shape[dim] % axis.size:
+        raise ValueError(f"dim {dim} of {list(x.shape)} is no multiple of {axis.size} ranks")
+    return x if axis.size == 1 else _SplitWithGradient.apply(x, dim, axis)
+
+
 def gather_with_gradient(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """The ranks' shards `x` side by side along `dim`, for what every rank computes alike: each
     keeps the gradient of its own."""

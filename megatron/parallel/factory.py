@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.parallel import layers, layers_llama
 from megatron.parallel.dropout import Dropout
-from megatron.parallel.mesh import ALONE, Mesh
+from megatron.parallel.mesh import ALONE, Axis, Mesh
+from megatron.parallel.parallelize import parallelize
 
 Maker = Callable[..., nn.Module]
 
@@ -61,6 +62,9 @@ class LayerFactory:
     whole: Callable[[], LayerFactory]  # whose x is whole on every rank, behind `gather`
     rows: Callable[[int], int]  # (n): of the n rows of x those that this rank holds
     part: ModelPart = WHOLE  # of the model, that this rank builds
+    tensor: Axis = ALONE  # that layers are cut over
+    # (model, plan): cuts a model that was not built from these layers
+    parallelize: Callable[..., Any] | None = None
 
 
 LAYER_NORMS = {"torch": layers.LayerNorm, "apex": layers.ApexLayerNorm}
@@ -101,6 +105,8 @@ def factory_1d(
             replace(mesh, stream=ALONE), seed, norm=norm, draws_in_kernel=draws_in_kernel, part=part
         ),
         rows=lambda n: n // mesh.stream.size,
+        parallelize=partial(parallelize, mesh=mesh),
+        tensor=mesh.tensor,
         part=part,
     )
 

@@ -8,7 +8,7 @@ replace the tensor and lose its attributes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -183,11 +183,20 @@ class ShardedModule(nn.Module):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
+        on_meta = "meta" in (torch.empty(0).device.type, mesh.device.type)
+        self.attach(mesh, is_on_meta=on_meta)
+
+    def attach(self, mesh: Mesh, *, is_on_meta: bool) -> None:
+        """What such a module has beside what every module has."""
         self.mesh = mesh
         self.specs: dict[str, ShardingSpec] = {}
         self.gradient_views = GradientViews()
-        self.is_on_meta = "meta" in (torch.empty(0).device.type, mesh.device.type)
-        self.values_check = self.is_on_meta and self.register_forward_pre_hook(_require_values)
+        self.is_on_meta = is_on_meta
+        self.values_check = is_on_meta and self.register_forward_pre_hook(_require_values)
+
+    def own(self, name: str) -> Any:
+        """This rank's shard of the parameter, or None."""
+        return self._parameters[name]
 
     def add_parameter(
         self,
@@ -297,7 +306,7 @@ def owned_specs(model: nn.Module) -> dict[str, ShardingSpec]:
     for module in model.modules():
         if isinstance(module, ShardedModule):
             for name, spec in module.specs.items():
-                table.setdefault(names[id(getattr(module, name))], spec)
+                table.setdefault(names[id(module.own(name))], spec)
     return table
 
 
@@ -325,15 +334,21 @@ def initial_value(name: str, spec: ShardingSpec, seed: int) -> Tensor:
 
 
 def materialize(
-    model: nn.Module, *, device: torch.device, dtype: torch.dtype, seed: int | None
+    model: nn.Module,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int | None,
+    values: Callable[[int], Iterable[tuple[str, Tensor]]] | None = None,
 ) -> nn.Module:
     """Give a model, which is on meta until then, its memory and initial values.
 
-    seed: None leaves the values undefined, for a model that is loaded next. Raises ValueError for a
-    parameter of torch's own layers, whose initial values nothing says: a model with such layers is
-    built on the device at once.
+    seed: None leaves the values undefined, for a model that is loaded next. values: of a seed,
+    (name, whole tensor) of every parameter, of which a few are in memory at a time; by default
+    those that specs say. Raises ValueError for a parameter of torch's own layers without `values`:
+    a model with such layers is built on the device at once.
     """
-    table = owned_specs(model)
+    table = owned_specs(model) if values is None else sharding_specs(model)
     if others := [name for name, _ in model.named_parameters() if name not in table]:
         raise ValueError(
             f"{others[0]} has no sharding spec that says its initial values: build the model "
@@ -341,20 +356,30 @@ def materialize(
         )
     # Not by to_empty(): for an empty_like() of what is on meta torch imports the symbolic algebra
     # of its compiler, which takes half a second.
-    parameters = {
-        name: nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device))
-        for name, parameter in model.named_parameters()
+    real = {
+        id(parameter): nn.Parameter(
+            torch.empty(parameter.shape, dtype=dtype, device=device), parameter.requires_grad
+        )
+        for parameter in model.parameters()
     }
-    model.load_state_dict(parameters, assign=True)
     for module in model.modules():
+        for name, parameter in [*module.named_parameters("", False, False)]:
+            module.register_parameter(name, real[id(parameter)])
         if isinstance(module, ShardedModule) and module.values_check:
             module.values_check.remove()
     if seed is None:
         return model
+    parameters = dict(model.named_parameters())
+    drawn = values(seed) if values is not None else _drawn(table, seed)
     with torch.no_grad():
-        for name, spec in table.items():
-            load_whole(parameters[name], initial_value(name, spec, seed), spec)
+        for name, whole in drawn:
+            if name in parameters:  # which of a shared one the other names are not
+                load_whole(parameters[name], whole, table[name])
     return model
+
+
+def _drawn(table: Mapping[str, ShardingSpec], seed: int) -> Iterator[tuple[str, Tensor]]:
+    return ((name, initial_value(name, spec, seed)) for name, spec in table.items())
 
 
 def load_whole(local: Tensor, whole: Tensor, spec: ShardingSpec) -> None:

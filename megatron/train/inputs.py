@@ -10,7 +10,14 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from megatron.config.checks import UsageError
-from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
+from megatron.config.pretrain import (
+    PretrainBertConfig,
+    PretrainConfig,
+    PretrainGPT2Config,
+    PretrainHuggingFaceConfig,
+    PretrainHuggingFaceMaskedConfig,
+    PretrainUnmodifiedConfig,
+)
 from megatron.config.training import BertDataConfig, DataConfig, GPT2DataConfig
 from megatron.data.batch import Samples
 from megatron.data.bert import RandomPairs, open_bert_splits
@@ -64,10 +71,37 @@ def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
 
     Warns where checkpoints will be saved that hold no tokenizer.
     """
+    return _open_text(config, config.model.vocab_size)
+
+
+def open_huggingface_inputs(config: PretrainHuggingFaceConfig) -> Inputs:
+    """As open_gpt2_inputs; the model's vocabulary may be larger than the tokenizer's."""
+    inputs = _open_text(config, None)
+    _require_vocabulary(config, inputs)
+    return inputs
+
+
+def open_huggingface_masked_inputs(config: PretrainHuggingFaceMaskedConfig) -> Inputs:
+    """As open_bert_inputs; the model's vocabulary may be larger than the tokenizer's."""
+    _, inputs = open_bert_data(config.data, config.training.seed)
+    _require_vocabulary(config, inputs)
+    return inputs
+
+
+def _require_vocabulary(config: PretrainUnmodifiedConfig, inputs: Inputs) -> None:
+    found, most = inputs.corpus.vocab_size, config.model.vocab_size
+    if found > most:
+        allowed = f"of a model with at least the {found} tokens of --data-path, and not {most}"
+        raise UsageError("--hf-model", config.model.hf_model, allowed)
+
+
+def _open_text(
+    config: PretrainGPT2Config | PretrainHuggingFaceConfig, vocab_size: int | None
+) -> Inputs:
     data = config.data
     if data.pad:
-        return _open_padded(data, config.training.seed, config.model.vocab_size)
-    corpus, tokenizer = _open_corpus(data, config.model.vocab_size, sentences=False)
+        return _open_padded(data, config.training.seed, vocab_size)
+    corpus, tokenizer = _open_corpus(data, vocab_size, sentences=False)
     if tokenizer is None and config.checkpoint.save is not None:
         warnings.warn(
             "checkpoints will hold no tokenizer, as no data set of --data-path has one beside it; "
@@ -209,7 +243,7 @@ def random_text(config: PretrainConfig) -> Samples:
     )
 
 
-def random_pairs(config: PretrainBertConfig) -> Samples:
+def random_pairs(config: PretrainBertConfig | PretrainHuggingFaceMaskedConfig) -> Samples:
     return RandomPairs(
         vocabulary=vocabulary_of(config),
         length=config.data.seq_length,

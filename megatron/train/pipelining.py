@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megatron.config.checks import UsageError
-from megatron.config.model import ModelConfig
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.pipeline import PipelinePlan, head_weight, partition, partition_uniform
@@ -19,7 +19,7 @@ from megatron.parallel.schedules import KINDS, Lists, ScheduleError, check, read
 
 def plan_pipeline(
     parallel: TrainingParallelConfig,
-    model: ModelConfig,
+    model: Any,
     *,
     seq_length: int,
     vocab_size: int,
@@ -27,9 +27,9 @@ def plan_pipeline(
 ) -> PipelinePlan:
     """The stages of a model that fits them (`TrainingParallelConfig.check_model`).
 
-    seq_length: tokens of a sample. scored: the share of them whose logits the head computes, which
-    is what it weighs; the embedding, a look-up, weighs nothing. Raises UsageError for a file that
-    is no schedule of so many stages.
+    model: its config. seq_length: tokens of a sample. scored: the share of them whose logits the
+    head computes, which is what it weighs; the embedding, a look-up, weighs nothing. Raises
+    UsageError for a file that is no schedule of so many stages.
     """
     ranks = parallel.pipeline_model_parallel_size
     virtual = parallel.virtual_stages(model.num_layers)
@@ -75,7 +75,7 @@ def plan_of_run(config: PretrainConfig, world_size: int, vocab_size: int) -> Pip
     return plan
 
 
-def _own_schedule(file: str, ranks: int, virtual: int, model: ModelConfig) -> Lists:
+def _own_schedule(file: str, ranks: int, virtual: int, model: Any) -> Lists:
     with _refused(file, virtual):
         own = read_schedule(Path(file))
         if len(own) != ranks:

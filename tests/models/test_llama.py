@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from megatron.config.model import LlamaConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data.gpt2 import GPT2Batch
+from megatron.models.huggingface import Wide
 from megatron.parallel.collectives import gather_from
 from megatron.train.executor import on_device
 from megatron.train.step import count, forward_backward, train_step
@@ -32,7 +33,6 @@ from tests.tiny import (
     whole_weights,
 )
 from tests.tools.convert.models import randomise
-from tools.convert.compare import Wide
 
 CPU = torch.device("cpu")
 # Of norms, relative; Adam divides small gradients by small ones.

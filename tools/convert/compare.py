@@ -12,17 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.models.huggingface import Wide
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model
 from tools.convert.outputs import OUTPUTS, Logits, Outputs, Prompt
@@ -116,30 +114,6 @@ def _prompt(tokens: Tensor) -> Prompt:
     places = torch.arange(tokens.shape[1]).expand_as(tokens)
     ends = torch.tensor([[tokens.shape[1]], [-(-tokens.shape[1] // 2)]])[: len(tokens)]
     return Prompt(tokens, (places >= -(-ends // 2)).long(), places < ends)
-
-
-class Wide(TorchFunctionMode):
-    """Under it no tensor of fp64 is narrowed to fp32.
-
-    Models of transformers do so whatever their dtype, in an RMSNorm, of rotary positions, in a
-    softmax: of models that are equal their logits would differ by 1e-7, which is above TOLERANCE.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        is_wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
-        if is_wide and func is Tensor.float:
-            return args[0]
-        if is_wide and func in (Tensor.to, Tensor.type, Tensor.softmax, torch.softmax, F.softmax):
-
-            def widened(value: Any) -> Any:
-                return torch.float64 if value is torch.float32 else value
-
-            args = tuple(map(widened, args))
-            kwargs = {name: widened(value) for name, value in kwargs.items()}
-        return func(*args, **kwargs)
 
 
 @torch.no_grad()

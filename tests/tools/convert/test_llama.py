@@ -13,6 +13,7 @@ from megatron.checkpoint.format import read_checkpoint, read_manifest
 from megatron.checkpoint.load import verify
 from megatron.config.model import LlamaConfig
 from megatron.data.tokenizer import read_tokenizer
+from megatron.models.huggingface import Wide
 from megatron.train.evaluate import load_model, whole_logits
 from tests.data.samples import write_tokenizer
 from tests.dist import Pool
@@ -31,7 +32,7 @@ from tests.tools.convert.models import (
     split_tokenizer,
     weights_of,
 )
-from tools.convert.compare import Wide, compare_logits
+from tools.convert.compare import compare_logits
 from tools.convert.exporting import write_model
 from tools.convert.folder import read_description
 from tools.convert.llama import LLAMA

@@ -1,0 +1,284 @@
+"""Parallel layers in a model that was not written for them, by a plan.
+
+A plan says of modules, by patterns of their names, how they are cut. `parallelize` makes them
+layers of ours where they stand: a module keeps its name, its attributes and its place in the code
+of the model, and gets another class, whose forward computes with this rank's shard. All other
+modules stay as they are and compute alike on every rank.
+
+    plan = {
+        "*.mlp.c_fc": Column(),     # its output stays cut: this rank's columns
+        "*.mlp.c_proj": Row(),      # and goes into a row layer, whose output is whole
+        "*.attn.c_attn": Column(parts=3),                # q, k and v in one weight
+        "*.attn": Local("num_heads", "split_size"),      # what the model's code counts heads by
+        "*.wte": Vocabulary(),      # a head that is tied to it is cut alike
+    }
+
+Between layers every tensor is whole, and so is its gradient, but for what is said to stay cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from inspect import unwrap
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.parallel.mesh import Axis, Mesh
+from megatron.parallel.plan import (
+    Column,
+    Local,
+    Moved,
+    Plan,
+    PlanError,
+    Row,
+    Style,
+    Summed,
+    Vocabulary,
+    Whole,
+)
+from megatron.parallel.planned import (
+    MOVES,
+    ChannelEmbedding,
+    ColumnLinear,
+    Entrance,
+    Holder,
+    Planned,
+    RowLinear,
+    SharedHeads,
+    SummedParameters,
+    Taken,
+    VocabularyEmbedding,
+    is_turned_matmul,
+)
+
+
+def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
+    """Cut a model, in place, over the tensor axis of the mesh as the plan says, and return it.
+
+    The model may have its weights, the same on every rank, of which each keeps its shard, or be on
+    meta. Raises PlanError, naming the module, for a pattern that fits none, a module that cannot be
+    cut so, and parameters that two modules share and would cut differently.
+    """
+    entrance, taken = Entrance(mesh.tensor), Taken(mesh, {})
+    modules = dict(model.named_modules())
+    shared = _shared(model)
+    for name, style in [*_styles(modules, plan), *_of_ties(modules, plan, shared)]:
+        module = modules[name]
+        if isinstance(style, Local):
+            _divide(name, module, style, mesh.tensor)
+        elif isinstance(style, Moved):
+            _move(name, module, style, entrance)
+        elif isinstance(style, Summed):
+            for inner, each in module.named_modules(prefix=name):
+                if [*each.parameters(recurse=False)]:
+                    _adopt(inner, each, SummedParameters, style, entrance, taken)
+        elif not isinstance(style, Whole):
+            kind = _class_of(name, module, style, mesh.tensor)
+            _adopt(name, module, kind, style, entrance, taken)
+    for name, module in modules.items():
+        if not isinstance(module, Planned):
+            own = module.parameters(recurse=False)
+            if any(id(each) in taken.found for each in own):
+                _adopt(name, module, Holder, None, entrance, taken)
+    model.register_forward_hook(entrance.clear)
+    return model
+
+
+def _styles(modules: Mapping[str, nn.Module], plan: Plan) -> Iterator[tuple[str, Style]]:
+    """(name of a module, its style), in the order of the model."""
+    fitting = dict.fromkeys(plan, 0)
+    chosen: dict[str, Any] = {}
+    for pattern, styles in plan.items():
+        for name in modules:
+            # A pattern may name a parameter of the module instead.
+            if any(fnmatchcase(f"{name}{end}", pattern) for end in ("", ".weight", ".bias")):
+                fitting[pattern] += 1
+                chosen[name] = styles
+    if unused := [pattern for pattern, count in fitting.items() if not count]:
+        raise PlanError(f"the plan's {unused[0]!r} fits no module of the model")
+    for name in modules:
+        styles = chosen.get(name, ())
+        for style in styles if isinstance(styles, Sequence) else [styles]:
+            own = style if isinstance(style, Style) else of_torch(name, style)
+            if isinstance(own, Row) and isinstance(modules[name], nn.Embedding):
+                own = Vocabulary(own.tokens)  # what torch calls by row
+            yield name, own
+
+
+def _shared(model: nn.Module) -> dict[str, list[str]]:
+    """Modules that share a parameter: {the first one: the others}."""
+    first: dict[int, str] = {}
+    found: dict[str, list[str]] = {}
+    for full_name, parameter in model.named_parameters(remove_duplicate=False):
+        name = full_name.rpartition(".")[0]
+        owner = first.setdefault(id(parameter), name)
+        if owner != name and name not in found.setdefault(owner, []):
+            found[owner].append(name)
+    return found
+
+
+def _of_ties(
+    modules: Mapping[str, nn.Module], plan: Plan, shared: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, Style]]:
+    """Styles of layers that the plan does not name and whose weight it cuts in another module."""
+    dims = {  # of the weight that is cut
+        name: int(isinstance(style, Row) or (isinstance(style, Column) and is_embedding))
+        for name, style in _styles(modules, plan)
+        if isinstance(style, Column | Row | Vocabulary)
+        for is_embedding in [isinstance(modules[name], nn.Embedding)]
+    }
+    for owner, others in shared.items():
+        group = [owner, *others]
+        cut = [dims[name] for name in group if name in dims]
+        for name in group if cut else ():
+            if name not in dims and isinstance(modules[name], nn.Embedding):
+                yield name, Column(gather=True) if cut[0] else Vocabulary()
+            elif name not in dims and _is_matmul(modules[name]):
+                yield name, Row() if cut[0] else Column(gather=True)
+
+
+def _divide(name: str, module: nn.Module, style: Local, axis: Axis) -> None:
+    for attribute in style.attributes:
+        value = getattr(module, attribute, None)
+        if not isinstance(value, int):
+            raise PlanError(f"{name} has no number {attribute}")
+        if value % axis.size:
+            raise PlanError(f"{name}: {attribute} {value} is no multiple of {axis.size} ranks")
+        setattr(module, attribute, value // axis.size)
+    for attribute, value in style.values:
+        setattr(module, attribute, value)
+
+
+def _move(name: str, module: nn.Module, style: Moved, entrance: Entrance) -> None:
+    for move in (*style.inputs.values(), *style.outputs.values()):
+        if move not in MOVES:
+            raise PlanError(f"{name}: no tensor goes from {move[0]} to {move[1]}")
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = list(args)
+        for key, move in style.inputs.items():
+            if isinstance(key, str):
+                kwargs = kwargs | {key: MOVES[move](kwargs[key], entrance)}
+            else:
+                values[key] = MOVES[move](values[key], entrance)
+        return tuple(values), kwargs
+
+    def leave(_: nn.Module, args: Any, output: Any) -> Any:
+        values = [output] if isinstance(output, Tensor) else list(output)
+        for key, move in style.outputs.items():
+            values[key] = MOVES[move](values[key], entrance)
+        return values[0] if isinstance(output, Tensor) else tuple(values)
+
+    if style.inputs:
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+    if style.outputs:
+        module.register_forward_hook(leave)
+
+
+def _adopt(
+    name: str, module: nn.Module, kind: type[Planned], style: Any, entrance: Entrance, taken: Taken
+) -> None:
+    if isinstance(module, Planned):
+        raise PlanError(f"{name} is cut already: a model is parallelized once, by one plan")
+    before = type(module)
+    module.__class__ = _joined(before, kind)  # type: ignore[arg-type]
+    assert isinstance(module, Planned)
+    module.full_name, module.entrance, module.forms = name, entrance, {}
+    on_meta = any(each.is_meta for each in module.parameters(recurse=False))
+    module.attach(taken.mesh, is_on_meta=on_meta)
+    module.prepare(style, taken)
+
+
+@cache
+def _joined(model_class: type, kind: type[Planned]) -> type:
+    """A class of both. An embedding that goes on to torch's (and scales what it gets) comes first:
+    then it goes on to ours."""
+    bases: tuple[type, ...] = (kind, model_class)
+    if issubclass(kind, nn.Embedding):
+        bases = (kind,) if model_class is nn.Embedding else (model_class, kind)
+    return type(f"{kind.__name__}Of{model_class.__name__}", bases, {})
+
+
+def _is_matmul(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_turned_matmul(module)
+
+
+def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Planned]:
+    """What the module becomes. Raises PlanError for one that cannot be cut so."""
+    kinds: dict[type, type[Planned]] = {}
+    known: type[nn.Module] = nn.Module
+    if isinstance(module, nn.Embedding):
+        kinds, known = {Vocabulary: VocabularyEmbedding, Column: ChannelEmbedding}, nn.Embedding
+    elif _is_matmul(module):
+        kinds, known = {Column: ColumnLinear, Row: RowLinear}, nn.Linear
+        if isinstance(style, Column) and style.heads % tensor.size:
+            kinds[Column] = SharedHeads
+        if isinstance(style, Column) and style.queries % tensor.size:
+            raise PlanError(f"{name}: {tensor.size} ranks cannot share {style.queries} query heads")
+    own = type(module)
+    if type(style) not in kinds:
+        raise PlanError(f"{name} is a {own.__name__}, which cannot be cut as {style}")
+    forward = unwrap(own.forward)
+    is_plain = forward is known.forward or (is_turned_matmul(module) and own.__name__ == "Conv1D")
+    goes_on = known is nn.Embedding and "__class__" in forward.__code__.co_freevars
+    if not (is_plain or goes_on):
+        raise PlanError(
+            f"{name} is a {own.__name__}, which computes something else than {known.__name__} and "
+            "cannot be cut: Whole() works"
+        )
+    return kinds[type(style)]
+
+
+def of_torch(name: str, style: Any) -> Style:
+    """The style that means the same as one of torch.distributed.tensor.parallel. Raises PlanError,
+    naming the module, for one that no style of ours means."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as torchs
+
+    def kind(layout: Any) -> str:
+        if layout is None or isinstance(layout, Replicate):
+            return "whole"
+        if isinstance(layout, Shard) and layout.dim in (1, -1):
+            return "tokens" if layout.dim == 1 else "channels"
+        return str(layout)
+
+    def kinds(layouts: Any) -> list[str]:
+        return [kind(each) for each in (layouts if isinstance(layouts, tuple) else (layouts,))]
+
+    def moves(before: Any, after: Any) -> dict[Any, tuple[str, str]]:
+        pairs = zip(kinds(before), kinds(after), strict=True)
+        return {number: pair for number, pair in enumerate(pairs) if pair[0] != pair[1]}
+
+    match style:
+        case torchs.ColwiseParallel():
+            entering, leaving = kind(style.input_layouts[0]), kind(style.output_layouts[0])
+            # A DTensor is whole to the code that reads it.
+            gather = leaving == "whole" or (leaving == "channels" and not style.use_local_output)
+            if entering in ("whole", "tokens") and leaving in ("whole", "channels"):
+                return Column(gather=gather, tokens=entering == "tokens")
+        case torchs.RowwiseParallel():
+            entering, leaving = kind(style.input_layouts[0]), kind(style.output_layouts[0])
+            if entering in ("whole", "channels") and leaving in ("whole", "tokens"):
+                return Row(tokens=leaving == "tokens")
+        case torchs.SequenceParallel():
+            if kind(style.sequence_sharding) == "tokens":
+                return Summed()
+        case torchs.PrepareModuleInput():
+            inputs: dict[int | str, tuple[str, str]] = {}
+            inputs.update(moves(style.input_layouts, style.desired_input_layouts))
+            wanted = style.desired_input_kwarg_layouts or {}
+            for key, layout in (style.input_kwarg_layouts or {}).items():
+                if kind(layout) != kind(wanted.get(key)):
+                    inputs[key] = kind(layout), kind(wanted.get(key))
+            return Moved(inputs, {})
+        case torchs.PrepareModuleOutput():
+            return Moved({}, moves(style.output_layouts, style.desired_output_layouts))
+    raise PlanError(f"{name}: no layer here does what {_described(style)} says")
+
+
+def _described(style: Any) -> str:
+    values = ", ".join(f"{name}={value}" for name, value in vars(style).items())
+    return f"{type(style).__name__}({values})"

@@ -1,0 +1,138 @@
+"""What a plan says of the modules of a model: how each is cut. Needs no torch.
+
+A plan is {pattern of module names: a style, or several}; in a pattern * stands for anything, and of
+several patterns that fit a module the last one holds. In text it is TOML:
+
+    "*.attn.c_attn" = { style = "column", parts = 3 }
+    "*.attn" = { style = "local", attributes = ["num_heads", "split_size"] }
+    "*.attn.c_proj" = "row"
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class PlanError(ValueError):
+    """A plan that does not fit the model; says which module, and what would work."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A matmul [.., in] to [.., out] whose output features are shared out, or an embedding whose
+    channels are.
+
+    parts: matrices of one size that lie one behind another in the weight, each of which is cut.
+    gather: the output is whole on every rank; else it is this rank's columns. tokens: the input is
+    this rank's tokens of each sample, [b, s/t, in]. heads, queries: of keys or values, and of the
+    queries that share them: where t does not divide the former, every rank holds the weight whole
+    and computes the heads that its queries need.
+    """
+
+    parts: int = 1
+    gather: bool = False
+    tokens: bool = False
+    heads: int = 0
+    queries: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A matmul [.., in] to [.., out] whose input features are shared out: of a whole input it takes
+    its own. tokens: the output is this rank's tokens of each sample, [b, s/t, out]."""
+
+    tokens: bool = False
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """An embedding whose rows are shared out. tokens: as of Row."""
+
+    tokens: bool = False
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Whole on every rank, inside what is cut (a norm of heads) or of this rank's tokens: the
+    gradients of its parameters are summed."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Left as it is."""
+
+
+@dataclass(frozen=True, init=False)
+class Local:
+    """Numbers of which each rank has its share: attributes of the module, divided by t, or given
+    the values that they have on each rank."""
+
+    attributes: tuple[str, ...]
+    values: tuple[tuple[str, int], ...]
+
+    def __init__(self, *attributes: str, **values: int) -> None:
+        object.__setattr__(self, "attributes", attributes)
+        object.__setattr__(self, "values", tuple(values.items()))
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Tensors that enter or leave a module cut in one way and are wanted in another: "whole",
+    "tokens" [b, s/t, ..] or "channels" [.., h/t].
+
+    inputs: by position or name, (as it comes, as it is wanted); outputs: by position.
+    """
+
+    inputs: Mapping[int | str, tuple[str, str]]
+    outputs: Mapping[int, tuple[str, str]]
+
+
+Style = Column | Row | Vocabulary | Summed | Whole | Local | Moved
+Plan = Mapping[str, Any]
+"""{pattern of module names: a Style, several, or a style of torch.distributed.tensor.parallel}. In
+a pattern * stands for anything; of several that fit a module the last one holds."""
+
+# What a word of a plan means: transformers' words, and those of a plan of the user's own.
+WORDS: Mapping[str, Style] = {
+    "colwise": Column(),
+    "colwise_gather_output": Column(gather=True),
+    "packed_colwise": Column(parts=2),
+    "rowwise": Row(),
+    "rowwise_split_input": Row(),
+    "embedding_rowwise": Vocabulary(),
+    "replicated_with_grad_allreduce": Summed(),
+    "column": Column(),
+    "row": Row(),
+    "vocabulary": Vocabulary(),
+    "summed": Summed(),
+    "whole": Whole(),
+}
+STYLES = {"column": Column, "row": Row, "vocabulary": Vocabulary, "local": Local}
+
+
+def read_plan(text: str) -> dict[str, Style]:
+    """A plan in TOML. Raises PlanError where it is none."""
+    try:
+        said = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"no TOML: {error}") from None
+    return {pattern: read_style(pattern, style) for pattern, style in said.items()}
+
+
+def read_style(pattern: str, said: Any) -> Style:
+    """The style that a plan in text says of a module: a word, or {style = "column", parts = 3}.
+    Raises PlanError for another one."""
+    if isinstance(said, str) and said in WORDS:
+        return WORDS[said]
+    if isinstance(said, Mapping) and said.get("style") in STYLES:
+        arguments = {name: value for name, value in said.items() if name != "style"}
+        attributes = arguments.pop("attributes", ())
+        try:
+            style: Style = STYLES[said["style"]](*attributes, **arguments)
+        except TypeError as error:
+            raise PlanError(f"{pattern} = {dict(said)}: {error}") from None
+        return style
+    raise PlanError(f"{pattern} is {said!r} in the plan, which is none of {', '.join(WORDS)}")

@@ -1,0 +1,410 @@
+"""What modules of a model become that is cut by a plan: layers of ours with its names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron.parallel.collectives import (
+    copy_to,
+    gather_with_gradient,
+    reduce_from,
+    split_with_gradient,
+    start_sum,
+)
+from megatron.parallel.cross_entropy import linear_cross_entropy
+from megatron.parallel.layers import linear, look_up
+from megatron.parallel.mesh import Axis, Mesh
+from megatron.parallel.plan import Column, PlanError, Row, Summed, Vocabulary
+from megatron.parallel.sharding import ShardedModule, ShardingSpec, load_whole
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a parameter is held, whole, and how its model writes it.
+
+    parts: matrices that lie one behind another in it. is_turned: whether the model's own weight is
+    [in, out], as of transformers' Conv1D; held is [out, in].
+    """
+
+    parts: int = 1
+    is_turned: bool = False
+
+    def held(self, original: Tensor) -> Tensor:
+        held = original.T if self.is_turned else original
+        return held if self.parts == 1 else held.unflatten(0, (self.parts, -1))
+
+    def original(self, held: Tensor) -> Tensor:
+        flat = held if self.parts == 1 else held.flatten(0, 1)
+        return flat.T if self.is_turned else flat
+
+
+AS_IT_IS = Form()
+
+
+class Entrance:
+    """f of section 3 of the paper, once for the column layers that read one tensor: its gradient
+    crosses the ranks once, behind the last of them. One of a model; a step leaves nothing in it."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.clear()
+
+    def clear(self, *_: object) -> None:
+        self.x: Tensor | None = None
+        self.copy: Tensor | None = None
+        self.gathered: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        if self.copy is None or self.x is not x:
+            self.x = x
+            if self.gathered is not None and self.gathered[1] is x:
+                self.copy = _enter_gathered(self.gathered[0], x, self.axis)
+            else:
+                self.copy = copy_to(x, self.axis)
+        return self.copy
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [b, s/t, ..] whole; column layers that read it then leave by a reduce-scatter."""
+        if self.gathered is not None and self.gathered[0] is x:
+            return self.gathered[1]
+        whole = gather_with_gradient(x, 1, self.axis)
+        self.gathered = x, whole
+        return whole
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Entrance:
+        memo[id(self)] = found = Entrance(self.axis)
+        return found
+
+
+class _EnterGathered(torch.autograd.Function):
+    """copy_to of tokens that were gathered before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, whole: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        dx = start_sum(dy.transpose(0, 1).contiguous(), ctx.axis, ctx.axis)()
+        return dx.transpose(0, 1), None, None
+
+
+def _enter_gathered(x: Tensor, whole: Tensor, axis: Axis) -> Tensor:
+    entered: Tensor = _EnterGathered.apply(x, whole.detach(), axis)
+    return entered
+
+
+def _leave(x: Tensor, axis: Axis, tokens: bool) -> Tensor:
+    """The sum over ranks, whole or of own tokens."""
+    if not tokens:
+        return reduce_from(x, axis)
+    return reduce_from(x.transpose(0, 1).contiguous(), axis, axis).transpose(0, 1)
+
+
+MOVES: Mapping[tuple[str, str], Callable[[Tensor, Entrance], Tensor]] = {
+    ("tokens", "whole"): lambda x, entrance: entrance.gather(x),
+    ("whole", "tokens"): lambda x, entrance: split_with_gradient(x, 1, entrance.axis),
+    ("channels", "whole"): lambda x, entrance: gather_with_gradient(x, -1, entrance.axis),
+    ("whole", "channels"): lambda x, entrance: split_with_gradient(x, -1, entrance.axis),
+}
+
+
+class CutParameter(Tensor):
+    """What the code of a model sees of a parameter of which this rank has a shard: its shape and
+    dtype. Computing with it is refused: the result would be of a part of the parameter."""
+
+    owner: str
+
+    ALLOWED: ClassVar = frozenset(
+        (
+            *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad"),
+            *("is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested"),
+            *("size", "dim", "numel", "is_floating_point", "element_size", "is_complex"),
+        )
+    )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.__name__
+        if name == "__get__":  # of a property
+            name = function.__self__.__name__
+        if name not in cls.ALLOWED:
+            owners = (getattr(each, "owner", None) for each in (*args, *(kwargs or {}).values()))
+            owner = next(filter(None, owners), "a parameter")
+            raise RuntimeError(
+                f"{owner} is cut, and the model computes with it outside of its module ({name}): "
+                "a plan that leaves this module whole works"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+class Planned(ShardedModule):
+    """What a module of the model becomes, beside what it is. The parameters that a plan cuts are
+    seen as CutParameter from outside."""
+
+    full_name: str
+    entrance: Entrance
+    forms: dict[str, Form]
+
+    def __getattr__(self, name: str) -> Any:
+        found: Any = super().__getattr__(name)
+        known = self.__dict__.get("specs", {})
+        spec = known.get(name) if isinstance(found, nn.Parameter) else None
+        if spec is None or not any(axis.size > 1 for axis in spec.shard_axes):
+            return found
+        cut = found.as_subclass(CutParameter)
+        cut.owner = f"{self.full_name}.{name}"
+        return cut
+
+    def prepare(self, style: Any, taken: Taken) -> None:
+        """Cut the parameters."""
+        raise NotImplementedError
+
+
+@dataclass
+class Taken:
+    """What was made of the model's parameters, by their identities: modules share some."""
+
+    mesh: Mesh
+    found: dict[int, tuple[str, nn.Parameter, ShardingSpec]]
+
+    def take(
+        self,
+        module: Planned,
+        name: str,
+        form: Form = AS_IT_IS,
+        shards: tuple[tuple[int, Axis], ...] = (),
+        **fields: Any,
+    ) -> None:
+        """Make the parameter `name` of the module this rank's shard, in its form; fields: of
+        ShardingSpec. Raises PlanError for one that another module cuts in another way."""
+        if (original := module.own(name)) is None:
+            return
+        full_name = f"{module.full_name}.{name}"
+        whole = form.held(original.detach())
+        fields = {"partial": (self.mesh.replicas,), "decay": original.dim() > 1} | fields
+        spec = ShardingSpec(shape=tuple(whole.shape), shards=shards, **fields)
+        try:
+            shape = spec.local_shape
+        except ValueError as error:
+            raise PlanError(f"{full_name}: {error}") from None
+        known = self.found.get(id(original))
+        if known is None:
+            local = torch.empty(shape, dtype=whole.dtype, device=whole.device)
+            if not whole.is_meta:
+                load_whole(local, whole, spec)
+            parameter = nn.Parameter(local, requires_grad=original.requires_grad)
+            known = self.found[id(original)] = full_name, parameter, spec
+        other, parameter, its_spec = known
+        if its_spec != spec:
+            raise PlanError(f"{full_name} and {other} are one, and the plan cuts them differently")
+        module.specs[name], module.forms[name] = spec, form
+        module.register_parameter(name, parameter)
+
+
+def _rows_of(count: int, axis: Axis) -> int | None:
+    """With the padding that makes so many rows divisible; None where they are."""
+    return None if count % axis.size == 0 else -(-count // axis.size) * axis.size
+
+
+class ColumnLinear(Planned):
+    """Of torch's Linear and of transformers' Conv1D."""
+
+    style: Column
+    mode = "output"
+    """What forward returns: "input", of an output layer whose loss `loss` computes, its input;
+    "own columns", its output cut, where that is not what the plan says."""
+    seen: Tensor | None = None  # that input
+
+    def prepare(self, style: Column, taken: Taken) -> None:
+        self.style, tensor = style, self.mesh.tensor
+        form = Form(style.parts, is_turned_matmul(self))
+        if form.is_turned and not style.gather and style.parts == 1:
+            width, size = self.own("weight").shape
+            if size == 3 * width and tensor.size > 1:
+                raise PlanError(
+                    f"{self.full_name} holds queries, keys and values side by side, which a plain "
+                    "cut would mix: Column(parts=3) works"
+                )
+        weight = form.held(self.own("weight"))
+        cut_dim, self.features = weight.dim() - 2, weight.shape[-2]
+        padded = None
+        if style.gather and style.parts == 1:
+            padded = _rows_of(self.features, tensor)
+        elif self.features % tensor.size:
+            raise PlanError(
+                f"{self.full_name} has {self.features} output features, which {tensor.size} ranks "
+                "cannot share; Column(gather=True) works"
+            )
+        fields: dict[str, Any] = {"shards": ((cut_dim, tensor),), "padded_rows": padded}
+        taken.take(self, "weight", form, **fields)
+        taken.take(self, "bias", replace(form, is_turned=False), decay=False, **fields)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mode == "input":
+            self.seen = x
+            return x
+        if self.style.tokens:
+            x = self.entrance.gather(x)
+        y = self.columns(x)
+        if not self.style.gather or self.mode == "own columns":
+            return y
+        if self.style.parts > 1:
+            y = y.unflatten(-1, (self.style.parts, -1))
+        y = gather_with_gradient(y, -1, self.mesh.tensor)[..., : self.features]
+        return y.flatten(-2) if self.style.parts > 1 else y
+
+    def columns(self, x: Tensor) -> Tensor:
+        """Those of this rank, of x [.., in] that is whole."""
+        return self._columns(self.entrance(x).flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+    def _columns(self, rows: Tensor) -> Tensor:
+        view = self.gradient_views.get("weight")
+        return linear(rows, self.own("weight"), self.own("bias"), view=view)
+
+    def loss(self, x: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
+        """The sum of scales [n] x the cross-entropy of labels [n] against the columns, of x [n, in]
+        that is whole: as linear_cross_entropy, which never holds all logits."""
+        weight, view = self.own("weight"), self.gradient_views.get("weight")
+        axis = self.mesh.tensor
+        return linear_cross_entropy(
+            x, weight, self.own("bias"), labels, scales, axis, self.features, view
+        )
+
+
+class SharedHeads(ColumnLinear):
+    """Keys or values of fewer heads than there are ranks: the weight is whole on each, which
+    computes those of its queries."""
+
+    def prepare(self, style: Column, taken: Taken) -> None:
+        self.style, tensor = style, self.mesh.tensor
+        form, partial_axes = Form(1, is_turned_matmul(self)), (self.mesh.replicas, tensor)
+        used = heads_of_queries(style.heads, style.queries, tensor)
+        size = len(form.held(self.own("weight"))) // style.heads
+        self.rows = slice(used[0] * size, (used[-1] + 1) * size)
+        own = [head - used[0] for head in used]
+        is_even = len({own.count(head) for head in own}) == 1
+        self.copies = None if is_even else own  # a head of its own for each query head
+        taken.take(self, "weight", form, partial=partial_axes)
+        taken.take(self, "bias", decay=False, partial=partial_axes)
+
+    def _columns(self, rows: Tensor) -> Tensor:
+        weight, bias = self.own("weight")[self.rows], self.own("bias")
+        y = linear(rows, weight, None if bias is None else bias[self.rows])
+        if self.copies is None:
+            return y
+        return y.unflatten(-1, (self.copies[-1] + 1, -1))[:, self.copies].flatten(1)
+
+
+def heads_of_queries(heads: int, queries: int, tensor: Axis) -> list[int]:
+    """Of each query head of this rank the key/value head that it uses."""
+    share = queries // tensor.size
+    own = range(tensor.rank * share, (tensor.rank + 1) * share)
+    return [query * heads // queries for query in own]
+
+
+class RowLinear(Planned):
+    style: Row
+
+    def prepare(self, style: Row, taken: Taken) -> None:
+        self.style, tensor = style, self.mesh.tensor
+        form = Form(1, is_turned_matmul(self))
+        self.features = form.held(self.own("weight")).shape[1]
+        taken.take(self, "weight", form, ((1, tensor),))
+        # Under sequence parallelism each rank adds it to its own tokens.
+        over = (self.mesh.replicas, tensor) if style.tokens else (self.mesh.replicas,)
+        taken.take(self, "bias", decay=False, partial=over)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] == self.features:
+            x = split_with_gradient(x, -1, self.mesh.tensor)
+        view = self.gradient_views.get("weight")
+        y = linear(x.flatten(0, -2), self.own("weight"), None, view=view)
+        y = _leave(y.unflatten(0, x.shape[:-1]), self.mesh.tensor, self.style.tokens)
+        return y if (bias := self.own("bias")) is None else y + bias
+
+
+class VocabularyEmbedding(Planned, nn.Embedding):
+    style: Vocabulary
+
+    def prepare(self, style: Vocabulary, taken: Taken) -> None:
+        _require_plain(self)
+        self.style, tensor = style, self.mesh.tensor
+        padded = _rows_of(self.num_embeddings, tensor)
+        taken.take(self, "weight", shards=((0, tensor),), padded_rows=padded)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight, tensor = self.own("weight"), self.mesh.tensor
+        index = ids.flatten() - tensor.rank * len(weight)
+        is_elsewhere = (index < 0) | (index >= len(weight))
+        index = index.masked_fill(is_elsewhere, 0)
+        rows = look_up(index, weight, self.gradient_views.get("weight"))
+        rows = _without_gradient(rows, ids, self.padding_idx)
+        rows = rows.masked_fill(is_elsewhere[:, None], 0).unflatten(0, ids.shape)
+        return _leave(rows, tensor, self.style.tokens)
+
+
+class ChannelEmbedding(Planned, nn.Embedding):
+    style: Column
+
+    def prepare(self, style: Column, taken: Taken) -> None:
+        _require_plain(self)
+        self.style = style
+        taken.take(self, "weight", shards=((1, self.mesh.tensor),))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = look_up(ids.flatten(), self.own("weight"), self.gradient_views.get("weight"))
+        rows = _without_gradient(rows, ids, self.padding_idx).unflatten(0, ids.shape)
+        return gather_with_gradient(rows, -1, self.mesh.tensor) if self.style.gather else rows
+
+
+def _without_gradient(rows: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
+    """As torch's embedding has it, whose row of padding_idx gets no gradient."""
+    if padding_idx is None:
+        return rows
+    return torch.where((ids.flatten() == padding_idx)[:, None], rows.detach(), rows)
+
+
+class SummedParameters(Planned):
+    """Of any module: its forward is its own."""
+
+    def prepare(self, style: Summed, taken: Taken) -> None:
+        for name, _ in [*self.named_parameters(recurse=False)]:
+            taken.take(self, name, partial=(self.mesh.replicas, self.mesh.tensor))
+
+
+class Holder(Planned):
+    """A module that the plan does not name, with parameters that another one cuts: its code may
+    not compute with them."""
+
+    def prepare(self, style: Any, taken: Taken) -> None:
+        for name, parameter in [*self.named_parameters(recurse=False)]:
+            if id(parameter) in taken.found:
+                _, shard, spec = taken.found[id(parameter)]
+                self.specs[name], self.forms[name] = spec, AS_IT_IS
+                self.register_parameter(name, shard)
+
+
+def _require_plain(module: Any) -> None:
+    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, name):
+            raise PlanError(f"{module.full_name} has {name}, which a cut embedding has not")
+
+
+def is_turned_matmul(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, whose weight is [in, out]."""
+    origin = "transformers.pytorch_utils"
+    return any(
+        (each.__module__, each.__name__) == (origin, "Conv1D") for each in type(module).mro()
+    )
