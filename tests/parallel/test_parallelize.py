@@ -16,14 +16,16 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from megatron.models.huggingface import parameters_on_meta
 from megatron.parallel.buckets import GradientBuckets
-from megatron.parallel.parallelize import parallelize
+from megatron.parallel.parallelize import parallelize, whole_state_dict
 from megatron.parallel.plan import Column, Local, Moved, Plan, PlanError, Row, Summed, Vocabulary
-from megatron.parallel.sharding import gather_whole
+from megatron.parallel.sharding import gather_whole, materialize
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
 
 HIDDEN, INNER, WORDS = 8, 16, 13
+CPU = torch.device("cpu")
 PAIR: Plan = {"up": Column(), "down": Row()}
 
 
@@ -108,8 +110,8 @@ def checkpointed_inside(m: Layers, x: Tensor) -> Tensor:
 def once_without_gradients(m: Layers, x: Tensor) -> Tensor:
     x = torch.tanh(x)
     with torch.no_grad():
-        scale = m.down(m.up(x)).abs().mean()
-    return scale * m.down(F.gelu(m.up(x)) * m.gate(x))
+        constant = m.down(m.up(x))
+    return constant + m.down(F.gelu(m.up(x)) * m.gate(x))
 
 
 def residual(m: Layers, x: Tensor) -> Tensor:
@@ -176,6 +178,16 @@ class Case:
     of_ids: bool = False  # its input is ids, not [b, s, h]
 
 
+def of_tokens(forward: Callable[[Layers, Tensor], Tensor]) -> Case:
+    """Under sequence parallelism."""
+    plan = {
+        "1": Moved({0: ("whole", "tokens")}, {0: ("tokens", "whole")}),
+        **{f"1.{name}": Column(tokens=True) for name in ("up", "gate")},
+        "1.down": Row(tokens=True),
+    }
+    return Case(lambda: nn.Sequential(nn.Tanh(), with_gate(forward, bias=True)), plan)
+
+
 # Of each of these the result is that of one process.
 RIGHT = {
     "a pair": Case(Pair, PAIR),
@@ -205,7 +217,9 @@ RIGHT = {
     "checkpointed": Case(partial(with_gate, checkpointed), GATED),
     "checkpointed in part": Case(partial(with_gate, checkpointed_inside), GATED),
     "without gradients, then with": Case(partial(with_gate, once_without_gradients), GATED),
-    "written to between siblings": Case(partial(with_gate, between), GATED),
+    "of tokens without gradients, then with": of_tokens(once_without_gradients),
+    "of tokens that are written to between siblings": of_tokens(between),
+    "of tokens, checkpointed in part": of_tokens(checkpointed_inside),
     "a layer of torch's": Case(
         lambda: nn.TransformerEncoderLayer(HIDDEN, 4, INNER, dropout=0.0, batch_first=True),
         {"linear1": Column(), "linear2": Row()},
@@ -520,3 +534,93 @@ def test_what_would_be_wrong_is_refused_by_name(gloo: Pool) -> None:
             if not re.search(rf"(^|[ .']){re.escape(named.lstrip('.'))}\b", found.get(name, ""))
         }
         assert unnamed == {}
+
+
+class Turned(nn.Module):
+    """With every form of a weight; nothing says how it would be called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, HIDDEN)
+        self.qkv, self.square = Conv1D(3 * HIDDEN, HIDDEN), Conv1D(HIDDEN, HIDDEN)
+        self.key, self.down = Conv1D(HIDDEN, HIDDEN), nn.Linear(INNER, HIDDEN)
+        self.norm, self.head = nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, WORDS)
+        self.head.weight = self.words.weight
+
+
+TURNED: Plan = {
+    "words": Vocabulary(),
+    "qkv": Column(parts=3),
+    "square": Column(gather=True),
+    "key": Column(heads=1, queries=4),  # as large as the whole on each rank, and turned
+    "down": Row(),
+}
+
+
+@torch.no_grad()
+def check_states(world: int) -> dict[str, bool]:
+    """Ways to give the model its weights, each from zero, and whether it has them then."""
+    model = built(Turned)
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    parallelize(model, TURNED, mesh_of_ranks(world))
+    shards = {name: each.clone() for name, each in model.state_dict().items()}
+
+    def is_whole(model: nn.Module, wanted: Mapping[str, Tensor] = weights) -> bool:
+        found = whole_state_dict(model)
+        assert found["words.weight"] is found["head.weight"]
+        same = (torch.equal(found[name], each) for name, each in wanted.items())
+        return [*found] == [*wanted] and all(same)
+
+    found = {"cut in place": is_whole(model)}
+    with parameters_on_meta():
+        empty = parallelize(Turned(), TURNED, mesh_of_ranks(world))
+    materialize(empty, device=CPU, dtype=torch.float64, seed=None, values=lambda seed: ())
+    for name, state in {"shards": shards, "whole": weights}.items():
+        for each in (model, empty):
+            for parameter in each.parameters():
+                parameter.zero_()
+            each.load_state_dict(state)
+            found[f"{name} {each is model}"] = is_whole(each)
+    with pytest.raises(RuntimeError, match="square.weight"):
+        model.load_state_dict({**weights, "square.weight": torch.zeros(3, 3)})
+    with pytest.raises(RuntimeError, match="qkv.bias"):
+        model.load_state_dict({name: each for name, each in weights.items() if name != "qkv.bias"})
+    narrow = {
+        name: each.float() if each.is_floating_point() else each for name, each in weights.items()
+    }
+    return {**found, "another dtype": is_whole(model.float(), narrow)}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_weights_go_in_and_out_by_the_model_s_names(gloo: Pool, world: int) -> None:
+    for found in gloo.run(world, check_states, world):
+        assert len(found) == 6
+        assert [name for name, is_right in found.items() if not is_right] == []
+
+
+def test_a_turned_weight_on_one_rank_is_the_model_s_for_its_code() -> None:
+    model = Layers(lambda m, x: m.turned(x) + x @ m.turned.weight, turned=Conv1D(HIDDEN, HIDDEN))
+    model, x = built(lambda: model), inputs(False)
+    wanted = results(model, x)
+    buckets = GradientBuckets(parallelize(model, {"turned": Row()}, mesh_of_ranks(1)))
+    assert errors(results(model, x, buckets), wanted) < 1e-12
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_plan_that_breaks_a_model_is_seen_to_be_wrong(gloo: Pool, gathers: bool) -> None:
+    """That `errors` tells: parts of a fused weight that are cut as one."""
+    for found in gloo.run(2, check_fused, gathers):
+        assert found < 1e-12 if gathers else found > 1e-2
+
+
+def fused(m: Layers, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x).chunk(3, dim=-1)
+    return m.out(q * torch.tanh(k) + v)
+
+
+def check_fused(has_parts: bool) -> float:
+    model = built(lambda: Layers(fused, qkv=linear(HIDDEN, 24), out=linear(HIDDEN, HIDDEN)))
+    x = inputs(False)
+    wanted = results(model, x)
+    parallelize(model, {"qkv": Column(parts=3 if has_parts else 1), "out": Row()}, mesh_of_ranks(2))
+    return errors(results(model, x, GradientBuckets(model)), wanted)
