@@ -435,6 +435,18 @@ REFUSED = {
         "other",
         Case(partial(registered_elsewhere, lambda m: m.other.sum()), PAIR),
     ),
+    "registered on another module, with a sum of gradients": (
+        "other",
+        Case(partial(registered_elsewhere, lambda m: m.other.sum()), {"up": Summed()}),
+    ),
+    "heads that ranks share": (
+        "up.weight",
+        using(lambda m, x: x @ m.up.weight.T, {"up": Column(heads=1, queries=2), "down": Row()}),
+    ),
+    "a bias of own tokens": (
+        "down.bias",
+        using(lambda m, x: m.up(x) + m.down.bias.sum(), {**PAIR, "down": Row(tokens=True)}),
+    ),
     "held in a list": (".weights", Case(held_in_a_list, PAIR)),
     "torch's attention, its output cut": (
         "out_proj",
