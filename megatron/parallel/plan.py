@@ -74,7 +74,7 @@ class Whole:
 @dataclass(frozen=True, init=False)
 class Local:
     """Numbers of which each rank has its share: attributes of the module, divided by t, or given
-    the values that they have on each rank."""
+    the values that they have on each rank: Local("num_heads", num_key_value_groups=1)."""
 
     attributes: tuple[str, ...]
     values: tuple[tuple[str, int], ...]
