@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ from megatron.parallel.collectives import split_with_gradient
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.factory import LayerFactory
 from megatron.parallel.kernels import attention
-from megatron.parallel.mesh import ALONE, Axis
+from megatron.parallel.mesh import ALONE
 from megatron.parallel.plan import (
     Column,
     Local,
@@ -44,7 +44,7 @@ from megatron.parallel.plan import (
     read_plan,
     read_style,
 )
-from megatron.parallel.planned import ColumnLinear, Planned, heads_of_queries
+from megatron.parallel.planned import ColumnLinear, Planned
 from megatron.parallel.random import derive_seed
 
 # Of models that transformers has no plan of.
@@ -72,19 +72,15 @@ PLANS: Mapping[str, Plan] = {
         "*.fc2": Row(),
     },
 }
-# Names of layers that compute the heads of queries, and of keys and values.
-QUERIES = ("q_proj", "query", "query_key_value", "qkv_proj", "c_attn")
-KEYS = ("k_proj", "v_proj", "key", "value")
 
 
-def plan_of(model: nn.Module, tensor: Axis, text: str = "auto") -> Plan:
-    """The plan of a model of transformers, for the ranks of this axis; text: "auto", or a plan in
-    TOML. Raises PlanError for a model without one, and for what the plan does not say right."""
+def plan_of(model: nn.Module, text: str = "auto") -> Plan:
+    """The plan of a model of transformers; text: "auto", or a plan in TOML. Raises PlanError for a
+    model without one, and for what the plan does not say right."""
     config: Any = model.config
     modules = dict(model.named_modules())
     if text != "auto":
-        plan: dict[str, Any] = dict(read_plan(text))
-        return plan | _of_heads(modules, plan, config, tensor)
+        return read_plan(text)
     own = getattr(model, "_tp_plan", None) or {}
     plan = {each: read_style(each, value) for each, value in own.items() if _fits(each, modules)}
     ends = _of_ends(model, modules)
@@ -95,7 +91,7 @@ def plan_of(model: nn.Module, tensor: Axis, text: str = "auto") -> Plan:
                 "--plan FILE.toml says how it is cut"
             )
         plan = dict(PLANS[config.model_type])
-    return plan | _of_heads(modules, plan, config, tensor) | ends
+    return plan | ends
 
 
 def _fits(pattern: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -109,30 +105,6 @@ def _of_ends(model: Any, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
     found: dict[str, Style] = {names[id(words)]: Vocabulary()}
     if output is not None:
         found[names[id(output)]] = Column(gather=True)
-    return found
-
-
-def _of_heads(
-    modules: Mapping[str, nn.Module], plan: Plan, config: Any, tensor: Axis
-) -> dict[str, Any]:
-    """The same styles of the layers that compute heads, with the number of these."""
-    text = config.get_text_config()
-    queries = text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or queries
-    found: dict[str, Any] = {}
-    for name in modules:
-        fitting = [style for pattern, style in plan.items() if fnmatchcase(name, pattern)]
-        style = fitting[-1] if fitting else None
-        parent, _, last = name.rpartition(".")
-        if not isinstance(style, Column) or style.gather or last not in (*QUERIES, *KEYS):
-            continue
-        own = heads if last in KEYS else queries
-        found[name] = replace(style, heads=own, queries=queries)
-        if own % tensor.size and hasattr(modules[parent], "num_key_value_groups"):
-            used = heads_of_queries(own, queries, tensor)
-            counts = {used.count(each) for each in used}
-            groups = counts.pop() if len(counts) == 1 else 1
-            found[parent] = Local(num_key_value_groups=groups)
     return found
 
 
@@ -249,7 +221,7 @@ def unmodified(config: HuggingFaceConfig, auto_class: str) -> Any:
     transformers.utils.logging.set_verbosity_error()
     register_attention()
     described = transformers.AutoConfig.for_model(**json.loads(config.hf_config or "{}"))
-    described.use_cache = False
+    described.use_cache, described.dtype = False, "float32"  # in which initial values are drawn
     with torch.device("cpu"), parameters_on_meta():
         return getattr(transformers, auto_class).from_config(
             described, attn_implementation="megatron"
@@ -266,6 +238,7 @@ class HuggingFace(nn.Module):
         """config: a HuggingFaceConfig. vocab_size: of the tokenizer, at most that of the model."""
         super().__init__()
         self.config, self.place = config, Place()
+        self.buffers_on: torch.device | None = None
         model = unmodified(config, self.auto_class)
         self.vocab_size = model.config.get_text_config().vocab_size
         if vocab_size > self.vocab_size:
@@ -277,7 +250,7 @@ class HuggingFace(nn.Module):
         self._replace_dropout(model, factory)
         assert factory.parallelize is not None, "this tensor-parallel mode takes no such model"
         self.tensor = factory.tensor
-        plan = plan_of(model, self.tensor, config.plan)
+        plan = plan_of(model, config.plan)
         self.model = factory.parallelize(model, plan)
         head = model.get_output_embeddings()
         self.reads = "input" if isinstance(head, ColumnLinear) else "output"
@@ -325,9 +298,10 @@ class HuggingFace(nn.Module):
         head, device = self.model.get_output_embeddings(), arguments["input_ids"].device
         if isinstance(head, ColumnLinear):
             head.mode = self.reads
-        for module in self.model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.device != device:
+        if self.buffers_on != device:
+            self.buffers_on = device
+            for module in self.model.modules():
+                for name, buffer in [*module.named_buffers(recurse=False)]:
                     setattr(module, name, buffer.to(device))
         try:
             logits: Tensor = self.model(**arguments, use_cache=False).logits
