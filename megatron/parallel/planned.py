@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -55,32 +56,40 @@ class Entrance:
         self.clear()
 
     def clear(self, *_: object) -> None:
-        self.x: Tensor | None = None
-        self.copy: Tensor | None = None
-        self.gathered: tuple[Tensor, Tensor] | None = None
+        # (a tensor, its state, what was made of it)
+        self.copied: tuple[Tensor, object, Tensor] | None = None
+        self.gathered: tuple[Tensor, object, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        if self.copy is None or self.x is not x:
-            self.x = x
-            if self.gathered is not None and self.gathered[1] is x:
-                self.copy = _enter_gathered(self.gathered[0], x, self.axis)
+        if (copy := _made_of(x, self.copied)) is None:
+            if self.gathered is not None and self.gathered[2] is x:
+                copy = _enter_gathered(self.gathered[0], x, self.axis)
             else:
-                self.copy = copy_to(x, self.axis)
-        return self.copy
+                copy = copy_to(x, self.axis)
+            self.copied = x, _state(x), copy
+        return copy
 
     def gather(self, x: Tensor) -> Tensor:
         """x [b, s/t, ..] whole; column layers that read it then leave by a reduce-scatter."""
-        if self.gathered is not None and self.gathered[0] is x:
-            return self.gathered[1]
-        whole = gather_with_gradient(x, 1, self.axis)
-        self.gathered = x, whole
+        if (whole := _made_of(x, self.gathered)) is None:
+            whole = gather_with_gradient(x, 1, self.axis)
+            self.gathered = x, _state(x), whole
         return whole
 
     def __deepcopy__(self, memo: dict[int, object]) -> Entrance:
         memo[id(self)] = found = Entrance(self.axis)
         return found
+
+
+def _state(x: Tensor) -> object:
+    """It changes where a result of x is no longer one: x is written to, or gradients are wanted."""
+    return torch.is_grad_enabled(), None if x.is_inference() else x._version
+
+
+def _made_of(x: Tensor, known: tuple[Tensor, object, Tensor] | None) -> Tensor | None:
+    return known[2] if known is not None and known[0] is x and known[1] == _state(x) else None
 
 
 class _EnterGathered(torch.autograd.Function):
@@ -125,7 +134,7 @@ class CutParameter(Tensor):
 
     ALLOWED: ClassVar = frozenset(
         (
-            *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad"),
+            *("shape", "dtype", "device", "layout", "ndim", "requires_grad"),
             *("is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested"),
             *("size", "dim", "numel", "is_floating_point", "element_size", "is_complex"),
         )
@@ -139,8 +148,10 @@ class CutParameter(Tensor):
         if name == "__get__":  # of a property
             name = function.__self__.__name__
         if name not in cls.ALLOWED:
-            owners = (getattr(each, "owner", None) for each in (*args, *(kwargs or {}).values()))
-            owner = next(filter(None, owners), "a parameter")
+            given = (*args, *(kwargs or {}).values())
+            lists = (each if isinstance(each, list | tuple) else [each] for each in given)
+            cut = (each for each in chain(*lists) if isinstance(each, cls))
+            owner = next((each.owner for each in cut), "a parameter")
             raise RuntimeError(
                 f"{owner} is cut, and the model computes with it outside of its module ({name}): "
                 "a plan that leaves this module whole works"
@@ -150,22 +161,53 @@ class CutParameter(Tensor):
 
 
 class Planned(ShardedModule):
-    """What a module of the model becomes, beside what it is. The parameters that a plan cuts are
-    seen as CutParameter from outside."""
+    """What a module of the model becomes, beside what it is.
+
+    From outside, its parameters are those of the model, or CutParameter where computing with them
+    would be wrong. In `state_dict` this rank's shards are written as the model writes parameters,
+    and `load_state_dict` takes such shards, or whole parameters of the model.
+    """
 
     full_name: str
     entrance: Entrance
     forms: dict[str, Form]
+    computes_itself = False
+    """Whether its forward is the model's, which may read what has a sum of gradients."""
 
     def __getattr__(self, name: str) -> Any:
         found: Any = super().__getattr__(name)
         known = self.__dict__.get("specs", {})
         spec = known.get(name) if isinstance(found, nn.Parameter) else None
-        if spec is None or not any(axis.size > 1 for axis in spec.shard_axes):
+        if spec is None:
             return found
+        axes = {*spec.shard_axes} if self.computes_itself else {*spec.shard_axes, *spec.partial}
+        tensor = self.mesh.tensor
+        if tensor.size == 1 or tensor not in axes:
+            form = self.forms[name]
+            return found if form == AS_IT_IS else form.original(found)
         cut = found.as_subclass(CutParameter)
         cut.owner = f"{self.full_name}.{name}"
         return cut
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, form in self.forms.items():
+            if form != AS_IT_IS:
+                destination[prefix + name] = form.original(destination[prefix + name])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        given = {name: state_dict.get(prefix + name) for name in self.specs}
+        held = {prefix + name: self._held(name, x) for name, x in given.items() if x is not None}
+        super()._load_from_state_dict({**state_dict, **held}, prefix, *others)
+
+    def _held(self, name: str, given: Tensor) -> Tensor:
+        """This rank's shard of a parameter that is given whole, or as `state_dict` has shards."""
+        spec, form, own = self.specs[name], self.forms[name], self.shard_of(name)
+        if given.shape == form.original(torch.empty(spec.shape, device="meta")).shape:
+            local = torch.empty(own.shape, dtype=given.dtype, device=given.device)
+            load_whole(local, form.held(given.detach()), spec)
+            return local
+        return form.held(given) if given.shape == form.original(own).shape else given
 
     def prepare(self, style: Any, taken: Taken) -> None:
         """Cut the parameters."""
@@ -177,7 +219,7 @@ class Taken:
     """What was made of the model's parameters, by their identities: modules share some."""
 
     mesh: Mesh
-    found: dict[int, tuple[str, nn.Parameter, ShardingSpec]]
+    found: dict[int, tuple[str, nn.Parameter, ShardingSpec, Form]]
 
     def take(
         self,
@@ -205,12 +247,12 @@ class Taken:
             if not whole.is_meta:
                 load_whole(local, whole, spec)
             parameter = nn.Parameter(local, requires_grad=original.requires_grad)
-            known = self.found[id(original)] = full_name, parameter, spec
-        other, parameter, its_spec = known
-        if its_spec != spec:
+            known = self.found[id(original)] = full_name, parameter, spec, form
+        other, parameter, *its = known
+        if its != [spec, form]:
             raise PlanError(f"{full_name} and {other} are one, and the plan cuts them differently")
-        module.specs[name], module.forms[name] = spec, form
         module.register_parameter(name, parameter)
+        module.specs[name], module.forms[name] = spec, form
 
 
 def _rows_of(count: int, axis: Axis) -> int | None:
@@ -379,6 +421,8 @@ def _without_gradient(rows: Tensor, ids: Tensor, padding_idx: int | None) -> Ten
 class SummedParameters(Planned):
     """Of any module: its forward is its own."""
 
+    computes_itself = True
+
     def prepare(self, style: Summed, taken: Taken) -> None:
         for name, _ in [*self.named_parameters(recurse=False)]:
             taken.take(self, name, partial=(self.mesh.replicas, self.mesh.tensor))
@@ -391,9 +435,9 @@ class Holder(Planned):
     def prepare(self, style: Any, taken: Taken) -> None:
         for name, parameter in [*self.named_parameters(recurse=False)]:
             if id(parameter) in taken.found:
-                _, shard, spec = taken.found[id(parameter)]
-                self.specs[name], self.forms[name] = spec, AS_IT_IS
+                _, shard, spec, form = taken.found[id(parameter)]
                 self.register_parameter(name, shard)
+                self.specs[name], self.forms[name] = spec, form
 
 
 def _require_plain(module: Any) -> None:
