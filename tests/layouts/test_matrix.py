@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,7 +32,7 @@ from megatron.parallel.pipeline import PipelinePlan
 from megatron.parallel.sharding import ShardedModule, ShardingSpec
 from megatron.train.executor import Executor, Messages
 from tests.dist import Pool
-from tests.layouts.cover import FACTORS, OF_LLAMA, case_of, cover, every_row
+from tests.layouts.cover import FACTORS, OF_LLAMA, UNMODIFIED, case_of, cover, every_row
 from tests.layouts.matrix import (
     GLOBAL_BATCH,
     Case,
@@ -51,6 +51,7 @@ OTHERS = {
     4: ("tensor=2,data=2", "tensor=2,pipeline=2", "serial", "tensor=4,sequence"),
 }
 MODELS = FACTORS["model"] + OF_LLAMA["model"]
+THEIRS = tuple(dict.fromkeys(case.model for case in UNMODIFIED))
 Group = tuple[Case, ...]
 
 
@@ -61,7 +62,8 @@ def ranks(case: Case) -> int:
 @cache
 def groups(is_full: bool) -> dict[Case, Group]:
     """Of each case those that run in the same call."""
-    cases = sorted(map(case_of, every_row() if is_full else cover()), key=ranks)
+    cases = [*map(case_of, every_row() if is_full else cover()), *UNMODIFIED]
+    cases.sort(key=ranks)
     found: dict[Case, Group] = {}
     for _, each in groupby(cases, ranks):
         same = list(each)
@@ -109,8 +111,13 @@ def test_it_equals_one_process_and_takes_what_the_formulas_say(
     assert not wrong[case]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("option", FACTORS["recomputation"])
+@pytest.mark.parametrize(
+    ("model", "option"),
+    [
+        *product(MODELS, FACTORS["recomputation"]),
+        *product(THEIRS, ("", "full")),
+    ],
+)
 def test_one_process_takes_what_the_formulas_say(model: str, option: str) -> None:
     case = Case("serial", model, frozenset(filter(None, [option])))
     found = run(case, Layout(), serial_mesh(), torch.float64)
