@@ -42,25 +42,25 @@ DESCRIBED: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **_GPT2},
     "llama": {"model_type": "llama", **_GROUPED, "tie_word_embeddings": False},
     "qwen3": {
-        **{"model_type": "qwen3", **_GROUPED, "head_dim": HIDDEN // HEADS},
+        "model_type": "qwen3", **_GROUPED, "head_dim": HIDDEN // HEADS,
         "tie_word_embeddings": True,
     },
     "mistral": {
-        **{"model_type": "mistral", **_GROUPED, "head_dim": HIDDEN // HEADS},
+        "model_type": "mistral", **_GROUPED, "head_dim": HIDDEN // HEADS,
         "sliding_window": WINDOW,
     },
     "gpt_neox": {"model_type": "gpt_neox", **_SIZES, "hidden_dropout": 0.0},
     "bert": {
-        **{"model_type": "bert", **_SIZES, "pad_token_id": 0, "type_vocab_size": 2},
-        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        "model_type": "bert", **_SIZES, "pad_token_id": 0, "type_vocab_size": 2,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
     },
     "opt": {
-        **{"model_type": "opt", **_SIZES, "ffn_dim": MLP, "word_embed_proj_dim": HIDDEN},
-        **{"dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": 0},
+        "model_type": "opt", **_SIZES, "ffn_dim": MLP, "word_embed_proj_dim": HIDDEN,
+        "dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": 0,
     },
     "gemma2": {
-        **{"model_type": "gemma2", **_GROUPED, "head_dim": HIDDEN // HEADS},
-        **{"layer_types": ["full_attention"] * LAYERS, "attn_logit_softcapping": None},
+        "model_type": "gemma2", **_GROUPED, "head_dim": HIDDEN // HEADS,
+        "layer_types": ["full_attention"] * LAYERS, "attn_logit_softcapping": None,
     },
 }  # fmt: skip
 for _each in DESCRIBED.values():

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.models.llama import Llama
-from megatron.parallel import dropout, layers
+from megatron.parallel import dropout, layers, planned
 from megatron.parallel.buckets import Bucket, GradientBuckets
 from megatron.parallel.collectives import copy_to, gather_with_gradient, reduce_from
+from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.layers import (
     AttentionCore,
     ColumnParallelLinear,
@@ -27,8 +28,9 @@ from megatron.parallel.layers import (
     RowParallelLinear,
 )
 from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm
-from megatron.parallel.mesh import Axis, Mesh, serial_mesh
+from megatron.parallel.mesh import ALONE, Axis, Mesh, serial_mesh
 from megatron.parallel.pipeline import PipelinePlan
+from megatron.parallel.planned import ColumnLinear, Entrance, SummedParameters
 from megatron.parallel.sharding import ShardedModule, ShardingSpec
 from megatron.train.executor import Executor, Messages
 from tests.dist import Pool
@@ -227,6 +229,34 @@ def without_weights(gradients: GradientBuckets, deferred: Any, **which: Any) -> 
     add_deferred(gradients, [], **which)
 
 
+def whole_and_unsummed(module: SummedParameters, style: Any, taken: Any) -> None:
+    for name, _ in [*module.named_parameters(recurse=False)]:
+        taken.take(module, name)
+
+
+def for_each_layer(entrance: Entrance, x: Tensor) -> Tensor:
+    """f once for each of the layers that read one tensor."""
+    return copy_to(x, entrance.axis)
+
+
+def summed_twice(entrance: Entrance, x: Tensor) -> Tensor:
+    return copy_to(enter(entrance, x), entrance.axis)
+
+
+def with_whole_head(head: ColumnLinear, x: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
+    """The same loss, of all columns on every rank."""
+    spec = head.specs["weight"]
+    weight = gather_with_gradient(head.own("weight"), 0, head.mesh.tensor)[: spec.shape[0]]
+    whole: Tensor = linear_cross_entropy(x, weight, None, labels, scales, ALONE, spec.shape[0])
+    return whole
+
+
+def of_first_heads(heads: int, queries: int, tensor: Axis) -> list[int]:
+    """Key/value heads as if every rank had the first queries."""
+    return heads_of_queries(heads, queries, replace(tensor, rank=0))
+
+
+enter, heads_of_queries = Entrance.__call__, planned.heads_of_queries
 run_grouped_query, run_core = GroupedQueryLinear.forward, AttentionCore.forward
 turns = Llama.turns
 add_up, add_deferred = Bucket.add_up, GradientBuckets.add_deferred
@@ -274,6 +304,24 @@ FAULTS: dict[str, tuple[Any, str, Any, Case, str]] = {
     ),
     "whole weights": (
         ColumnParallelLinear, "forward", with_whole_weight, Case("tensor=2", "gpt2"), "FLOPs",
+    ),
+    "no sum of the gradients of norms of heads": (
+        SummedParameters, "prepare", whole_and_unsummed, Case("tensor=2", "hf-qwen3"), "gradients",
+    ),
+    "no sum where column layers begin": (
+        planned, "copy_to", lambda x, axis: x, Case("tensor=2", "hf-llama"), "gradients",
+    ),
+    "a sum for each column layer": (
+        Entrance, "__call__", for_each_layer, Case("tensor=2", "hf-llama"), "calls over tensor",
+    ),
+    "two sums where column layers begin": (
+        Entrance, "__call__", summed_twice, Case("tensor=2", "hf-gpt2"), "gradients",
+    ),
+    "all columns of the output layer on every rank": (
+        ColumnLinear, "loss", with_whole_head, Case("tensor=2", "hf-gpt2"), "FLOPs",
+    ),
+    "the key/value heads of other queries": (
+        planned, "heads_of_queries", of_first_heads, Case("tensor=4", "hf-llama"), "loss",
     ),
     "the gradient of a tied weight left unsummed": (
         Bucket, "add_up", within_stages, STAGES, "gradients",
