@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -246,7 +246,8 @@ class HuggingFace(nn.Module):
                 f"the tokenizer has {vocab_size} tokens, and --hf-model {self.vocab_size}"
             )
         if config.recompute_granularity == "full":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            arithmetic = {"context_fn": lambda: (nullcontext(), self.arithmetic())}
+            model.activation_checkpointing_enable({"use_reentrant": False, **arithmetic})
         self._replace_dropout(model, factory)
         assert factory.parallelize is not None, "this tensor-parallel mode takes no such model"
         self.tensor = factory.tensor
@@ -289,10 +290,14 @@ class HuggingFace(nn.Module):
         """What the output layer reads, [n, h]; where the model goes on with its logits, these:
         [n, v/t] of this rank's columns, or [n, v] where the plan leaves the output layer whole."""
         self.place.rows = text_rows(batch)
-        is_wide = next(self.model.parameters()).dtype == torch.float64
-        with Wide() if is_wide else nullcontext():
+        with self.arithmetic():
             output = self._call(x)
         return output.flatten(0, 1)
+
+    def arithmetic(self) -> AbstractContextManager[object]:
+        """Under which the model's code runs, and what is recomputed of it."""
+        is_wide = next(self.model.parameters()).dtype == torch.float64
+        return Wide() if is_wide else nullcontext()
 
     def _call(self, arguments: Any) -> Tensor:
         head, device = self.model.get_output_embeddings(), arguments["input_ids"].device

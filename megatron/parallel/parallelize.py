@@ -267,7 +267,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     known: dict[int, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, form in module.forms.items() if isinstance(module, Planned) else ():
-            own = module.own(name)
+            own = module.shard_of(name)
             if id(own) not in known:
                 known[id(own)] = form.original(gather_whole(own, module.specs[name])).contiguous()
             found[f"{prefix}.{name}" if prefix else name] = known[id(own)]
