@@ -14,6 +14,7 @@ RecomputeGranularity = Literal["none", "full", "selective"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]
 ResidualOrder = Literal["pre-ln", "post-ln"]
 Head = Literal["classifier", "choice", "span"]
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")  # in files
 TOKEN_TYPES = 2  # of the first and of the second segment of a BERT's sample
 
 
@@ -39,6 +40,11 @@ class KindConfig:
     """What the backward pass computes again, to save memory: full, each layer from its input, as in
     the paper; selective, attention's core alone, which saves its probabilities where its kernel
     keeps them. Also spelt --checkpoint-activations."""
+
+    def starts_from(self) -> str | None:
+        """The weights of another program from which a run starts that has no checkpoint; None for
+        random ones. Raises UsageError for those that cannot be read."""
+        return None
 
     @property
     def widths(self) -> dict[str, int]:
@@ -280,6 +286,12 @@ class HuggingFaceConfig(KindConfig):
         if self.plan != "auto" and "\n" not in self.plan:
             object.__setattr__(self, "plan", _read_plan(self.plan))
 
+    def starts_from(self) -> str | None:
+        folder = Path(self.hf_model)
+        if self.random_weights or (folder.is_dir() and not has_weights(self.hf_model, folder)):
+            return None
+        return self.hf_model
+
     @cached_property
     def described(self) -> dict[str, Any]:
         """The model's config.json, of its text model where it has several."""
@@ -349,6 +361,22 @@ def read_hf_config(name: str) -> str:
         allowed = f"a folder with a config.json, or a name on the hub{reason}"
         raise UsageError("--hf-model", name, allowed) from None
     return text
+
+
+def has_weights(name: str, folder: Path) -> bool:
+    """Whether the folder of --hf-model `name` has weights that training can start from. Raises
+    UsageError where it has only others."""
+    if any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
+        return True
+    others = [each.name for ending in WEIGHTS for each in sorted(folder.glob(ending))]
+    if others:
+        allowed = (
+            f"a folder with model.safetensors or its index, and not {others[0]} alone: in Python, "
+            f"transformers.AutoModel.from_pretrained({name!r}).save_pretrained(NEW) makes one"
+        )
+        works = ("--hf-model", name, "--random-weights")
+        raise UsageError("--hf-model", name, allowed, works=works)
+    return False
 
 
 def _read_plan(name: str) -> str:

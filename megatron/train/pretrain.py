@@ -84,6 +84,8 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             newest = newest_readable(start.folders)[0] if start.folders else None
             # To refuse it early; `build` finds the checkpoint that is really resumed.
             resolve(config, inputs, start, newest, world)
+            if newest is None:
+                config.model.starts_from()
 
         from megatron.checkpoint.retention import claim
         from megatron.train.launch import launch
@@ -249,6 +251,10 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
     compiled, warnings = choose_compile(config.training.compile, mesh, pipeline)
+    names = list[str | None]([None])
+    if found is None:
+        refuse_alike(mesh, lambda: names.append(config.model.starts_from()))
+    weights = mesh.control.gather(names[-1])[0]
     state = build_state(
         config.model,
         mesh,
@@ -259,6 +265,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         precision=config.precision,
         compiled=compiled,
         pipeline=pipeline,
+        draws=weights is None,
     )
     facts = {
         "kind": config.model.kind,
@@ -270,7 +277,9 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         "weights_of": found and found.manifest.get("run" if start.finetune else "weights_of"),
     }
     evaluate_first = False
-    if found is None:
+    if weights is not None:
+        refuse_alike(mesh, lambda: messages.extend(start_from(state, config.model, weights)))
+    elif found is None:
         messages.append("starting from scratch")
     elif resumed is None:
         refuse_alike(mesh, partial(state.load_weights, found))
@@ -309,6 +318,18 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         messages=messages + warnings,
         evaluate_first=evaluate_first,
     )
+
+
+def start_from(state: TrainState, model: Any, weights: str) -> list[str]:
+    """Start from weights of another program, of a model that has such; what the user should know
+    of it."""
+    from megatron.models.hf_weights import fetch
+
+    left_out = state.load_folder(fetch(model))
+    found = [f"starting at step 0 from the weights of {weights}"]
+    if left_out:
+        found.append(f"left out, as the model has no part for them: {', '.join(left_out)}")
+    return found
 
 
 def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack: ExitStack) -> Loop:
