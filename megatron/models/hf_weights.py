@@ -21,8 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from megatron.config.checks import UsageError
-from megatron.config.model import HuggingFaceConfig, has_weights
+from megatron.config.model import HuggingFaceConfig
 from megatron.models.huggingface import unmodified
 from megatron.parallel.planned import AS_IT_IS, Form, Planned
 from megatron.parallel.sharding import ShardingSpec
@@ -31,27 +30,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors calls them
 LISTED = 5  # names in a message
-# What is fetched of a name on the hub: no pickle, no code, and no weights in other formats.
-FETCHED = ("*.json", "model*.safetensors", "vocab.txt", "merges.txt", "*.jinja")
-
-
-def fetch(config: HuggingFaceConfig) -> Path:
-    """The folder with the weights of --hf-model, which is fetched if it is a name on the hub.
-    Raises UsageError where there are none."""
-    if Path(config.hf_model).is_dir():
-        return Path(config.hf_model)
-    import huggingface_hub
-
-    try:
-        folder = huggingface_hub.snapshot_download(config.hf_model, allow_patterns=list(FETCHED))
-    except Exception as error:  # those of its HTTP client are of no kind that it exports
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        allowed = f"a folder, or a name that the hub knows ({lines[0]})"
-        raise UsageError("--hf-model", config.hf_model, allowed) from error
-    if not has_weights(config.hf_model, Path(folder)):
-        allowed = f"a model with {SINGLE}, or with --random-weights"
-        raise UsageError("--hf-model", config.hf_model, allowed)
-    return Path(folder)
 
 
 def form_of(model: nn.Module, name: str) -> Form:
