@@ -243,7 +243,7 @@ def _left_out(bare: Bare, unknown: Mapping[str, str], folder: Path) -> list[str]
     passes over. Raises ValueError for the rest."""
     patterns = list(bare.model._keys_to_ignore_on_load_unexpected or ())  # of transformers 5.23
     # Buffers that are no longer saved.
-    patterns += [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+    patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$"]
     rest = {
         name: key
         for name, key in unknown.items()
