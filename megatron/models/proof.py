@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode, addmm_flop
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.model import HuggingFaceConfig
 from megatron.data.bert import BertBatch
@@ -78,17 +78,22 @@ def _shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
     put(max(LAYERS, len(places)), *NAMES["layers"])
     put(HIDDEN, *NAMES["hidden"], "word_embed_proj_dim")
     put(HIDDEN if given.get("embedding_size") == hidden else 24, "embedding_size")
+    put(16, "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank")
+    put(1, "first_k_dense_replace")  # so that there are layers of both kinds
     put(HEADS, *NAMES["heads"])
     shared = known("key_value_heads")
     put(HEADS if shared == heads else min(2, shared or 2), *NAMES["key_value_heads"])
     size = given.get("head_dim")
-    if isinstance(size, int) and hidden and heads and size * heads != hidden:
+    if "qk_rope_head_dim" in given:  # latent attention's
+        put(8, "head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "qk_head_dim")
+        size = 8
+    elif isinstance(size, int) and hidden and heads and size * heads != hidden:
         found["head_dim"] = size = 2 * HIDDEN // HEADS
     else:
         put(HIDDEN // HEADS, "head_dim")
         size = HIDDEN // HEADS
     put(96, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-    put(VOCABULARY, "vocab_size")
+    put(VOCABULARY, "vocab_size", "vocab_size_per_layer_input")
     put(64, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
     put(WINDOW, "sliding_window")
     for name in [each for each in given if each.endswith("_token_id")]:
@@ -309,7 +314,10 @@ class _Computed:
 
 
 def _counter() -> FlopCounterMode:
-    in_place: dict[Any, Any] = {torch.ops.aten.addmm_: addmm_flop}
+    def of_addmm(_: Any, a: Any, b: Any, **__: Any) -> int:
+        return 2 * int(a[0]) * int(a[1]) * int(b[1])
+
+    in_place: dict[Any, Any] = {torch.ops.aten.addmm_: of_addmm}  # which it does not know
     return FlopCounterMode(display=False, custom_mapping=in_place)
 
 
@@ -367,6 +375,8 @@ def _compare(
         whole = None if expected is None else _whole(found, expected, modules[name], mesh)
         if expected is not None and whole is not None:
             differences[name] = _difference(whole, expected)
+    with torch.no_grad():  # in which it finds what the model does with its logits
+        ours.layers(ours.embed(batch), batch)
     buckets, counter = GradientBuckets(ours, mesh=mesh), _counter()
     # Ranks of `replicas` read the same samples here, and their gradients are added up.
     count = float((batch.loss_mask != 0).sum())
