@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.config.checks import UsageError
 from megatron.config.model import HuggingFaceConfig
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
@@ -29,8 +30,9 @@ from megatron.models.huggingface import Wide
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.plan import PlanError
 from megatron.parallel.planned import AS_IT_IS, ColumnLinear, Form, Planned, SharedHeads
-from megatron.parallel.sharding import gather_whole, materialize, sharding_specs
+from megatron.parallel.sharding import gather_whole, materialize
 
 TOLERANCE = 1e-9  # of the norm of what is compared
 ZERO = 1e-9  # a gradient this small beside the model's is zero, as that of a key's bias
@@ -178,15 +180,41 @@ class Proof:
         )
 
 
+class NoProofError(ValueError):
+    """There is no tiny model of the architecture, with or without a plan."""
+
+
+def require_proof(config: HuggingFaceConfig, mesh: Mesh) -> str:
+    """Prove a plan of the user's before a training, and say so; every rank calls this. Raises
+    UsageError, on every rank alike, for a plan that is wrong."""
+    try:
+        proof = prove(config, mesh)
+    except NoProofError as error:
+        return f"warning: the plan is not proved: {error}"
+    except PlanError as error:
+        raise UsageError("--plan", None, f"one that fits the model: {error}") from None
+    if proof.wrong:
+        allowed = f"one by which the model stays the same, and of a tiny one {proof}"
+        raise UsageError("--plan", None, allowed)
+    return f"the plan is proved: of a tiny model {proof}"
+
+
 def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
     """Prove the plan of the config for a tiny model of its architecture, over the tensor axis of
     the mesh (every rank calls this, and gets the same). Raises PlanError for a plan that does not
-    fit the model, before any weight is made."""
-    described = tiny(json.loads(config.hf_config or "{}"))
-    config = replace(config, hf_config=json.dumps(described), recompute_granularity="none")
-    ours = build_on_meta(config, mesh, VOCABULARY).eval()
-    theirs = _unmodified(described, ours.auto_class, mesh.device)
-    batch, arguments = _batch(ours, mesh.device)
+    fit the model, before any weight is made, and NoProofError."""
+    try:
+        described = tiny(json.loads(config.hf_config or "{}"))
+        config = replace(config, hf_config=json.dumps(described), recompute_granularity="none")
+        ours = build_on_meta(config, mesh, VOCABULARY).eval()
+        theirs = _unmodified(described, ours.auto_class, mesh.device)
+        batch, arguments = _batch(ours, mesh.device)
+        wanted = _Computed.of_theirs(theirs, batch, arguments)
+    except PlanError:
+        raise
+    except Exception as error:  # of transformers' code of any model
+        reason = " ".join(str(error).split())[:200]
+        raise NoProofError(f"its tiny model ends with {type(error).__name__}: {reason}") from error
     forms = _forms(ours, [name for name, _ in theirs.named_parameters()])
     values = [
         (f"model.{name}", forms[name].held(each.detach()))
@@ -195,7 +223,6 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
     materialize(
         ours, device=mesh.device, dtype=torch.float64, seed=0, values=lambda _: iter(values)
     )
-    wanted = _Computed.of_theirs(theirs, batch, arguments)
     found: dict[str, Any]
     try:
         found = _compare(ours, batch, wanted, forms, mesh)
@@ -303,6 +330,7 @@ class _Computed:
         gradients = {
             name: torch.zeros_like(each) if each.grad is None else each.grad
             for name, each in model.named_parameters()
+            if each.requires_grad
         }
         # Of a causal model no token looks at padding, with or without the mask.
         outputs, same = {}, dict(arguments)
@@ -377,18 +405,17 @@ def _compare(
             differences[name] = _difference(whole, expected)
     with torch.no_grad():  # in which it finds what the model does with its logits
         ours.layers(ours.embed(batch), batch)
-    buckets, counter = GradientBuckets(ours, mesh=mesh), _counter()
+    buckets, counter = GradientBuckets(ours.model, mesh=mesh), _counter()
     # Ranks of `replicas` read the same samples here, and their gradients are added up.
     count = float((batch.loss_mask != 0).sum())
     scales = torch.full((1,), 1 / (count * mesh.replicas.size), dtype=torch.float64)
     with _watched(ours.model, {}, enter), counter, buckets.accumulate(is_last=True):
         loss = ours(batch, scales.to(mesh.device)).sum()
         loss.backward()
-    table, gradients = sharding_specs(ours, mesh=mesh), {}
-    for view in buckets.views:
-        name = view.name.removeprefix("model.")
-        own = forms[name].original(gather_whole(view.gradient, table[view.name]))
-        gradients[name] = own
+    gradients = {
+        view.name: forms[view.name].original(gather_whole(view.gradient, view.spec))
+        for view in buckets.views
+    }
     norm = _norm(wanted.gradients.values())
     is_real = batch.is_real
     return {

@@ -249,6 +249,10 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
     compiled, warnings = choose_compile(config.training.compile, mesh, pipeline)
+    if getattr(config.model, "plan", "auto") != "auto" and mesh.tensor.size > 1:
+        from megatron.models.proof import require_proof
+
+        refuse_alike(mesh, lambda: messages.append(require_proof(config.model, mesh)))
     state = build_state(
         config.model,
         mesh,
