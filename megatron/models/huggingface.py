@@ -40,6 +40,7 @@ from megatron.parallel.plan import (
     PlanError,
     Row,
     Style,
+    Summed,
     Vocabulary,
     read_plan,
     read_style,
@@ -72,6 +73,10 @@ PLANS: Mapping[str, Plan] = {
         "*.fc2": Row(),
     },
 }
+# What transformers' own plan of an architecture leaves out.
+FORGOTTEN: Mapping[str, Mapping[str, Style]] = {
+    "apertus": {"*.mlp.act_fn": Summed()},  # parameters of an activation of cut columns
+}
 
 
 def plan_of(model: nn.Module, text: str = "auto") -> Plan:
@@ -83,6 +88,7 @@ def plan_of(model: nn.Module, text: str = "auto") -> Plan:
         return read_plan(text)
     own = getattr(model, "_tp_plan", None) or {}
     plan = {each: read_style(each, value) for each, value in own.items() if _fits(each, modules)}
+    plan |= FORGOTTEN.get(config.model_type, {}) if plan else {}
     ends = _of_ends(model, modules)
     if not plan.keys() - ends.keys():
         if config.model_type not in PLANS:
@@ -184,18 +190,25 @@ def run_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it, on our kernels: q [b, a, s, d], k and v
     [b, g, m, d], mask bool or added to the scores, to [b, s, a, d]."""
-    for name in ("softcap", "s_aux", "position_bias"):
+    for name in ("s_aux", "position_bias"):
         if others.get(name) is not None:
             raise NotImplementedError(f"{type(module).__name__}: attention with {name}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1
-    size = query.shape[-1]
+    size, softcap = query.shape[-1], others.get("softcap")
     if scaling is not None and scaling != size**-0.5:
         query = query * (scaling * size**0.5)
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
-        raise NotImplementedError(f"{type(module).__name__}: a mask of {attention_mask.dtype}")
     if causal and key.shape[2] > query.shape[2]:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    is_added = attention_mask is not None and attention_mask.is_floating_point()
+    if softcap is not None or is_added:
+        if dropout:
+            what = "capped scores" if softcap is not None else "a mask that is added to scores"
+            raise NotImplementedError(f"{type(module).__name__}: attention dropout with {what}")
+        if causal:
+            attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+        heads = attention_by_scores(query, key, value, attention_mask, softcap)
+        return heads.transpose(1, 2).contiguous(), None
     core: Any = getattr(module, "megatron_core", None)
     if core is None:
         heads = attention(query, key, value, attention_mask, dropout, causal)
@@ -203,6 +216,24 @@ def run_attention(
         core.dropout = dropout
         heads = core(query, key, value, attention_mask, causal, core.place.rows)
     return heads.transpose(1, 2).contiguous(), None
+
+
+def attention_by_scores(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None
+) -> Tensor:
+    """[b, a, s, d], with scores c tanh(scores / c) of softcap c: what no fused kernel computes.
+    mask: bool, or added to the scores."""
+    shared = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return scores.softmax(-1, dtype=wide).to(query.dtype) @ value
 
 
 def register_attention() -> None:
@@ -222,10 +253,15 @@ def unmodified(config: HuggingFaceConfig, auto_class: str) -> Any:
     register_attention()
     described = transformers.AutoConfig.for_model(**json.loads(config.hf_config or "{}"))
     described.use_cache, described.dtype = False, "float32"  # in which initial values are drawn
+    maker = getattr(transformers, auto_class)
     with torch.device("cpu"), parameters_on_meta():
-        return getattr(transformers, auto_class).from_config(
-            described, attn_implementation="megatron"
-        )
+        try:
+            return maker.from_config(described, attn_implementation="megatron")
+        except KeyError as error:
+            if error.args != ("megatron",):
+                raise
+            # The model chooses its attention from a table of its own, such as GPT-J's.
+            return maker.from_config(described, attn_implementation="eager")
 
 
 class HuggingFace(nn.Module):
