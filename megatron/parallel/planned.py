@@ -18,7 +18,7 @@ from megatron.parallel.collectives import (
     start_sum,
 )
 from megatron.parallel.cross_entropy import linear_cross_entropy
-from megatron.parallel.layers import linear, look_up
+from megatron.parallel.layers import DIVISIBLE_BY, linear, look_up
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.plan import Column, PlanError, Row, Summed, Vocabulary
 from megatron.parallel.sharding import ShardedModule, ShardingSpec, load_whole
@@ -45,6 +45,7 @@ class Form:
 
 
 AS_IT_IS = Form()
+VOCABULARY = 32 * DIVISIBLE_BY  # rows of a rank, of which padding is few
 
 
 class Entrance:
@@ -256,8 +257,12 @@ class Taken:
 
 
 def _rows_of(count: int, axis: Axis) -> int | None:
-    """With the padding that makes so many rows divisible; None where they are."""
-    return None if count % axis.size == 0 else -(-count // axis.size) * axis.size
+    """With the padding that makes so many rows divisible; None where they are. Each rank's share of
+    a vocabulary is padded as in our own layers: matmuls with an odd size are slower."""
+    multiple = axis.size
+    if multiple > 1 and count >= VOCABULARY * multiple:
+        multiple *= DIVISIBLE_BY
+    return None if count % multiple == 0 else -(-count // multiple) * multiple
 
 
 class ColumnLinear(Planned):
