@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
 from megatron.config.checks import UsageError
+from megatron.config.model import HuggingFaceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,11 @@ def find_kind(name: str, given: str = "--model") -> ModelKind:
 def text_kinds() -> list[str]:
     """Names of the kinds that write text."""
     return [name for name, kind in KINDS.items() if kind.writes_text]
+
+
+def is_unmodified(kind: str) -> bool:
+    """Whether it is a model of transformers as transformers has it."""
+    return issubclass(resolve_name(find_kind(kind, "kind").config), HuggingFaceConfig)
 
 
 def config_of(manifest: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ Between layers every tensor is whole, and so is its gradient, but for what is sa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from inspect import unwrap
@@ -52,9 +52,15 @@ from megatron.parallel.planned import (
     SummedParameters,
     Taken,
     VocabularyEmbedding,
+    heads_of_queries,
     is_turned_matmul,
 )
 from megatron.parallel.sharding import gather_whole
+
+Named = tuple[str, Style]  # of a module
+# Names of layers that compute the heads of queries, and of keys and values.
+QUERIES = ("q_proj", "query", "query_key_value", "qkv_proj", "c_attn")
+KEYS = ("k_proj", "v_proj", "key", "value")
 
 
 def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
@@ -72,9 +78,10 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     """
     entrance, taken = Entrance(mesh.tensor), Taken(mesh, {})
     modules = dict(model.named_modules())
-    shared, held = _shared(model), _held_outside(modules)
+    held = _held_outside(modules)
     styles = _styles(model, plan)
-    for name, style in [*styles, *_of_ties(modules, styles, shared)]:
+    styles += _of_ties(model, styles, modules)
+    for name, style in [*_with_heads(model, styles, modules, mesh.tensor)]:
         module = modules[name]
         if isinstance(style, Local):
             _divide(name, module, style, mesh.tensor)
@@ -102,7 +109,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     return model
 
 
-def _styles(model: nn.Module, plan: Plan) -> list[tuple[str, Style]]:
+def _styles(model: nn.Module, plan: Plan) -> list[Named]:
     """(name of a module, its style), in the order of the model."""
     modules = dict(model.named_modules())
     first = {id(module): name for name, module in modules.items()}
@@ -128,16 +135,32 @@ def _styles(model: nn.Module, plan: Plan) -> list[tuple[str, Style]]:
     return found
 
 
-def _shared(model: nn.Module) -> dict[str, list[str]]:
-    """Modules that share a parameter: {the first one: the others}."""
-    first: dict[int, str] = {}
-    found: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owner = first.setdefault(id(parameter), name)
-            if owner != name and name not in found.setdefault(owner, []):
-                found[owner].append(name)
-    return found
+def _with_heads(
+    model: Any, styles: Sequence[Named], modules: Mapping[str, nn.Module], tensor: Axis
+) -> Iterator[Named]:
+    """The same styles, with the numbers of heads where the model has a config that says them, as
+    those of transformers have."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    queries: Any = getattr(config, "num_attention_heads", None)
+    shared = getattr(config, "num_key_value_heads", None) or queries
+    is_known = isinstance(queries, int) and isinstance(shared, int)
+    groups: dict[str, int] = {}
+    for name, style in styles:
+        parent, _, last = name.rpartition(".")
+        has_heads = is_known and last in (*QUERIES, *KEYS)
+        if not has_heads or not isinstance(style, Column) or style.gather:
+            yield name, style
+            continue
+        heads = shared if last in KEYS else queries
+        yield name, replace(style, heads=heads, queries=queries)
+        if heads % tensor.size and hasattr(modules[parent], "num_key_value_groups"):
+            used = heads_of_queries(heads, queries, tensor)
+            counts = {used.count(each) for each in used}
+            groups[parent] = counts.pop() if len(counts) == 1 else 1
+    for parent, number in groups.items():
+        yield parent, Local(num_key_value_groups=number)
 
 
 def _held_outside(modules: Mapping[str, nn.Module]) -> dict[int, str]:
@@ -158,10 +181,8 @@ def _held_outside(modules: Mapping[str, nn.Module]) -> dict[int, str]:
 
 
 def _of_ties(
-    modules: Mapping[str, nn.Module],
-    styles: Sequence[tuple[str, Style]],
-    shared: Mapping[str, Sequence[str]],
-) -> Iterator[tuple[str, Style]]:
+    model: nn.Module, styles: Sequence[Named], modules: Mapping[str, nn.Module]
+) -> Iterator[Named]:
     """Styles of layers that the plan does not name and whose weight it cuts in another module."""
     dims = {  # of the weight that is cut
         name: int(isinstance(style, Row) or (isinstance(style, Column) and is_embedding))
@@ -169,14 +190,22 @@ def _of_ties(
         if isinstance(style, Column | Row | Vocabulary)
         for is_embedding in [isinstance(modules[name], nn.Embedding)]
     }
-    for owner, others in shared.items():
-        group = [owner, *others]
+    for group in _shared(model):
         cut = [dims[name] for name in group if name in dims]
         for name in group if cut else ():
             if name not in dims and isinstance(modules[name], nn.Embedding):
                 yield name, Column(gather=True) if cut[0] else Vocabulary()
             elif name not in dims and _is_matmul(modules[name]):
                 yield name, Row() if cut[0] else Column(gather=True)
+
+
+def _shared(model: nn.Module) -> list[list[str]]:
+    """Modules that share a parameter."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    return [names for names in owners.values() if len(names) > 1]
 
 
 def _divide(name: str, module: nn.Module, style: Local, axis: Axis) -> None:
@@ -238,7 +267,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     known: dict[int, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, form in module.forms.items() if isinstance(module, Planned) else ():
-            own = module.own(name)
+            own = module.shard_of(name)
             if id(own) not in known:
                 known[id(own)] = form.original(gather_whole(own, module.specs[name])).contiguous()
             found[f"{prefix}.{name}" if prefix else name] = known[id(own)]

@@ -18,7 +18,7 @@ from megatron.parallel.collectives import (
     start_sum,
 )
 from megatron.parallel.cross_entropy import linear_cross_entropy
-from megatron.parallel.layers import linear, look_up
+from megatron.parallel.layers import DIVISIBLE_BY, linear, look_up
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.plan import Column, PlanError, Row, Summed, Vocabulary
 from megatron.parallel.sharding import ShardedModule, ShardingSpec, load_whole
@@ -45,6 +45,7 @@ class Form:
 
 
 AS_IT_IS = Form()
+VOCABULARY = 32 * DIVISIBLE_BY  # rows of a rank, of which padding is few
 
 
 class Entrance:
@@ -202,7 +203,7 @@ class Planned(ShardedModule):
 
     def _held(self, name: str, given: Tensor) -> Tensor:
         """This rank's shard of a parameter that is given whole, or as `state_dict` has shards."""
-        spec, form, own = self.specs[name], self.forms[name], self.own(name)
+        spec, form, own = self.specs[name], self.forms[name], self.shard_of(name)
         if given.shape == form.original(torch.empty(spec.shape, device="meta")).shape:
             local = torch.empty(own.shape, dtype=given.dtype, device=given.device)
             load_whole(local, form.held(given.detach()), spec)
@@ -231,7 +232,7 @@ class Taken:
     ) -> None:
         """Make the parameter `name` of the module this rank's shard, in its form; fields: of
         ShardingSpec. Raises PlanError for one that another module cuts in another way."""
-        if (original := module.own(name)) is None:
+        if (original := module.shard_of(name)) is None:
             return
         full_name = f"{module.full_name}.{name}"
         whole = form.held(original.detach())
@@ -256,8 +257,12 @@ class Taken:
 
 
 def _rows_of(count: int, axis: Axis) -> int | None:
-    """With the padding that makes so many rows divisible; None where they are."""
-    return None if count % axis.size == 0 else -(-count // axis.size) * axis.size
+    """With the padding that makes so many rows divisible; None where they are. Each rank's share of
+    a vocabulary is padded as in our own layers: matmuls with an odd size are slower."""
+    multiple = axis.size
+    if multiple > 1 and count >= VOCABULARY * multiple:
+        multiple *= DIVISIBLE_BY
+    return None if count % multiple == 0 else -(-count // multiple) * multiple
 
 
 class ColumnLinear(Planned):
@@ -273,13 +278,13 @@ class ColumnLinear(Planned):
         self.style, tensor = style, self.mesh.tensor
         form = Form(style.parts, is_turned_matmul(self))
         if form.is_turned and not style.gather and style.parts == 1:
-            width, size = self.own("weight").shape
+            width, size = self.shard_of("weight").shape
             if size == 3 * width and tensor.size > 1:
                 raise PlanError(
                     f"{self.full_name} holds queries, keys and values side by side, which a plain "
                     "cut would mix: Column(parts=3) works"
                 )
-        weight = form.held(self.own("weight"))
+        weight = form.held(self.shard_of("weight"))
         cut_dim, self.features = weight.dim() - 2, weight.shape[-2]
         padded = None
         if style.gather and style.parts == 1:
@@ -313,15 +318,15 @@ class ColumnLinear(Planned):
 
     def _columns(self, rows: Tensor) -> Tensor:
         view = self.gradient_views.get("weight")
-        return linear(rows, self.own("weight"), self.own("bias"), view=view)
+        return linear(rows, self.shard_of("weight"), self.shard_of("bias"), view=view)
 
     def loss(self, x: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
         """The sum of scales [n] x the cross-entropy of labels [n] against the columns, of x [n, in]
         that is whole: as linear_cross_entropy, which never holds all logits."""
-        weight, view = self.own("weight"), self.gradient_views.get("weight")
+        weight, view = self.shard_of("weight"), self.gradient_views.get("weight")
         axis = self.mesh.tensor
         return linear_cross_entropy(
-            x, weight, self.own("bias"), labels, scales, axis, self.features, view
+            x, weight, self.shard_of("bias"), labels, scales, axis, self.features, view
         )
 
 
@@ -333,7 +338,7 @@ class SharedHeads(ColumnLinear):
         self.style, tensor = style, self.mesh.tensor
         form, partial_axes = Form(1, is_turned_matmul(self)), (self.mesh.replicas, tensor)
         used = heads_of_queries(style.heads, style.queries, tensor)
-        size = len(form.held(self.own("weight"))) // style.heads
+        size = len(form.held(self.shard_of("weight"))) // style.heads
         self.rows = slice(used[0] * size, (used[-1] + 1) * size)
         own = [head - used[0] for head in used]
         is_even = len({own.count(head) for head in own}) == 1
@@ -342,7 +347,7 @@ class SharedHeads(ColumnLinear):
         taken.take(self, "bias", decay=False, partial=partial_axes)
 
     def _columns(self, rows: Tensor) -> Tensor:
-        weight, bias = self.own("weight")[self.rows], self.own("bias")
+        weight, bias = self.shard_of("weight")[self.rows], self.shard_of("bias")
         y = linear(rows, weight, None if bias is None else bias[self.rows])
         if self.copies is None:
             return y
@@ -362,7 +367,7 @@ class RowLinear(Planned):
     def prepare(self, style: Row, taken: Taken) -> None:
         self.style, tensor = style, self.mesh.tensor
         form = Form(1, is_turned_matmul(self))
-        self.features = form.held(self.own("weight")).shape[1]
+        self.features = form.held(self.shard_of("weight")).shape[1]
         taken.take(self, "weight", form, ((1, tensor),))
         # Under sequence parallelism each rank adds it to its own tokens.
         over = (self.mesh.replicas, tensor) if style.tokens else (self.mesh.replicas,)
@@ -372,9 +377,9 @@ class RowLinear(Planned):
         if x.shape[-1] == self.features:
             x = split_with_gradient(x, -1, self.mesh.tensor)
         view = self.gradient_views.get("weight")
-        y = linear(x.flatten(0, -2), self.own("weight"), None, view=view)
+        y = linear(x.flatten(0, -2), self.shard_of("weight"), None, view=view)
         y = _leave(y.unflatten(0, x.shape[:-1]), self.mesh.tensor, self.style.tokens)
-        return y if (bias := self.own("bias")) is None else y + bias
+        return y if (bias := self.shard_of("bias")) is None else y + bias
 
 
 class VocabularyEmbedding(Planned, nn.Embedding):
@@ -387,7 +392,7 @@ class VocabularyEmbedding(Planned, nn.Embedding):
         taken.take(self, "weight", shards=((0, tensor),), padded_rows=padded)
 
     def forward(self, ids: Tensor) -> Tensor:
-        weight, tensor = self.own("weight"), self.mesh.tensor
+        weight, tensor = self.shard_of("weight"), self.mesh.tensor
         index = ids.flatten() - tensor.rank * len(weight)
         is_elsewhere = (index < 0) | (index >= len(weight))
         index = index.masked_fill(is_elsewhere, 0)
@@ -406,7 +411,7 @@ class ChannelEmbedding(Planned, nn.Embedding):
         taken.take(self, "weight", shards=((1, self.mesh.tensor),))
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = look_up(ids.flatten(), self.own("weight"), self.gradient_views.get("weight"))
+        rows = look_up(ids.flatten(), self.shard_of("weight"), self.gradient_views.get("weight"))
         rows = _without_gradient(rows, ids, self.padding_idx).unflatten(0, ids.shape)
         return gather_with_gradient(rows, -1, self.mesh.tensor) if self.style.gather else rows
 

@@ -68,6 +68,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             config: PretrainConfig = parse(resolve_name(entry.program), arguments, environ)
             if config.model.kind != kind:
                 raise UsageError("--model", kind, f"the kind of its config, {config.model.kind}")
+            config = replace(config, model=config.model.completed(partial(saved_model, config)))
             config.check(world)
             inputs: Inputs
             if config.data.mock_data:
@@ -84,6 +85,8 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             newest = newest_readable(start.folders)[0] if start.folders else None
             # To refuse it early; `build` finds the checkpoint that is really resumed.
             resolve(config, inputs, start, newest, world)
+            if newest is None:
+                config.model.starts_from()
 
         from megatron.checkpoint.retention import claim
         from megatron.train.launch import launch
@@ -132,6 +135,15 @@ def take_model(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     if given is None:
         raise UsageError("--model", None, "given", works=("--model", kinds[0]))
     return given, rest
+
+
+def saved_model(config: PretrainConfig) -> dict[str, Any] | None:
+    """The config of the model of the newest checkpoint that the run may start from."""
+    folders = find_start(config.checkpoint).folders
+    if not folders:
+        return None
+    found: dict[str, Any] = newest_readable(folders)[0].manifest["config"]["model"]
+    return found
 
 
 def find_again(config: PretrainConfig, start: Start, mesh: Mesh) -> Start:
@@ -211,6 +223,8 @@ class Run:
     state: TrainState
     facts: dict[str, Any]
     """Of the run, for the manifest of each checkpoint."""
+    files: Mapping[str, bytes]
+    """Of the model, for each checkpoint; of the first rank."""
     messages: list[str]
     """What the user should know of its start."""
     evaluate_first: bool
@@ -249,6 +263,14 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
     compiled, warnings = choose_compile(config.training.compile, mesh, pipeline)
+    names = list[str | None]([None])
+    if found is None:
+        refuse_alike(mesh, lambda: names.append(config.model.starts_from()))
+    weights = mesh.control.gather(names[-1])[0]
+    if getattr(config.model, "plan", "auto") != "auto" and mesh.tensor.size > 1:
+        from megatron.models.proof import require_proof
+
+        refuse_alike(mesh, lambda: messages.append(require_proof(config.model, mesh)))
     state = build_state(
         config.model,
         mesh,
@@ -259,6 +281,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         precision=config.precision,
         compiled=compiled,
         pipeline=pipeline,
+        draws=weights is None,
     )
     facts = {
         "kind": config.model.kind,
@@ -270,7 +293,9 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         "weights_of": found and found.manifest.get("run" if start.finetune else "weights_of"),
     }
     evaluate_first = False
-    if found is None:
+    if weights is not None:
+        refuse_alike(mesh, lambda: messages.extend(start_from(state, weights)))
+    elif found is None:
         messages.append("starting from scratch")
     elif resumed is None:
         refuse_alike(mesh, partial(state.load_weights, found))
@@ -306,9 +331,27 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         inputs=inputs,
         state=state,
         facts=facts,
+        files=config.model.files(None if found is None else found.path) if mesh.is_first else {},
         messages=messages + warnings,
         evaluate_first=evaluate_first,
     )
+
+
+def start_from(state: TrainState, weights: str) -> list[str]:
+    """Start from weights of transformers; what the user should know of it."""
+    from megatron.config.hf_folder import fetch, has_weights
+
+    folder = fetch(weights)
+    if not has_weights(weights, folder):
+        allowed = "a model with model.safetensors"
+        raise UsageError(
+            "--hf-model", weights, allowed, works=("--hf-model", weights, "--random-weights")
+        )
+    left_out = state.load_folder(folder)
+    found = [f"starting at step 0 from the weights of {weights}"]
+    if left_out:
+        found.append(f"left out, as the model has no part for them: {', '.join(left_out)}")
+    return found
 
 
 def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack: ExitStack) -> Loop:
@@ -324,7 +367,7 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
     file, start, steps = config.metrics_file(), run.state.step, config.training.steps
     sinks = open_sinks(config.logging, file, environ, start, run.facts, mesh, signals.ask)
     metrics = stack.enter_context(Metrics(file, mesh, start=start, steps=steps, sinks=sinks))
-    files = {} if inputs.tokenizer is None else inputs.tokenizer.files
+    files = dict(run.files) | ({} if inputs.tokenizer is None else dict(inputs.tokenizer.files))
     saver = stack.enter_context(
         Saver(mesh, config.checkpoint, run.facts, attached=files, start_step=start)
     )

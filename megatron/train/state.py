@@ -133,6 +133,17 @@ class TrainState:
         load_weights(checkpoint, weights, missing=missing, surplus=surplus, mesh=self.mesh)
         self.optimizer.publish()
 
+    def load_folder(self, folder: Path) -> list[str]:
+        """Start from the weights of a folder of transformers, of an unmodified model of it; masters
+        have the values of its files. Returns and raises as of read_weights."""
+        from megatron.models.hf_weights import read_weights
+
+        masters = self.optimizer.master_views()
+        shards = {view.name: (view.spec, master) for view, master in masters}
+        left_out = read_weights(self.model, folder, shards)
+        self.optimizer.publish()
+        return left_out
+
     def describe_stages(self) -> list[str]:
         """A line for each pipeline rank, with its layers and parameters; none without a pipeline
         (every rank calls this)."""
@@ -178,21 +189,24 @@ def build_state(
     precision: PrecisionConfig | None = None,
     compiled: bool = False,
     pipeline: PipelinePlan = UNCUT,
+    draws: bool = True,
 ) -> TrainState:
     """A run at step 0; dtype is that of weights and activations (by default torch's default, or
     what `precision` says), and float16 scales the loss.
 
-    vocab_size: the true one. seed: as of build_model. optimizer, precision: by default AdamW and
-    loss scaling with the defaults of the programs. pipeline: whose stages this rank builds.
-    compiled: each layer is compiled when it is
-    first called; names, weights and hooks of the model stay.
+    vocab_size: the true one. seed, draws: as of build_model. optimizer, precision: by default
+    AdamW and loss scaling with the defaults of the programs. pipeline: whose stages this rank
+    builds. compiled: each layer is compiled when it is first called; names, weights and hooks of
+    the model stay.
     """
     precision = precision or PrecisionConfig()
     if dtype is None:
         dtype = DTYPES[precision.name] if precision.name else torch.get_default_dtype()
     if mesh.device.type == "cpu":
         keep_freed_memory()
-    model = build_model(config, mesh, vocab_size, seed=seed, dtype=dtype, pipeline=pipeline)
+    model = build_model(
+        config, mesh, vocab_size, seed=seed, dtype=dtype, pipeline=pipeline, draws=draws
+    )
     if compiled:
         compile_layers(model)
     gradients = GradientBuckets(model, sets_grad=False, wide=not precision.pure_bf16)
