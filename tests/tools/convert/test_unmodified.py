@@ -36,7 +36,7 @@ def save(folders: dict[str, str], to: str, tensor_size: int) -> None:
     for name, folder in folders.items():
         section = section_of(Path(folder), CASES[name])
         state = state_of(section, tensor_size, CASES[name].dtype, draws=False)
-        state.load_folder(Path(folder))
+        state.load_folder(folder)
         facts = {
             "kind": section.kind,
             "config": {"model": asdict(section), "data": {"tokenizer_type": "GPT2BPETokenizer"}},
