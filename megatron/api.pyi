@@ -160,7 +160,7 @@ from .checkpoint.load import (
     load_optimizer as load_optimizer,
 )
 from .checkpoint.save import save_checkpoint as save_checkpoint
-from .parallel.sharding import (
+from .parallel.dtensors import (
     to_dtensors as to_dtensors,
     from_dtensors as from_dtensors,
 )

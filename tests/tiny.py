@@ -98,11 +98,13 @@ def save_state(state: TrainState, directory: Path, **facts: Any) -> Path:
 
 def tiny_weights(model: nn.Module) -> dict[str, Tensor]:
     """Whole weights: the initial ones and noise, so that no bias is zero and no gain is one."""
-    weights = {}
+    weights, values = {}, getattr(model, "initial_values", None)
+    own = {} if values is None else dict(values(SEED))
     for name, spec in sharding_specs(model).items():
         generator = torch.Generator().manual_seed(crc32(name.encode()))
         noise = torch.randn(spec.shape, generator=generator)
-        weights[name] = initial_value(name, spec, SEED) + 0.1 * noise
+        initial = own[name] if own else initial_value(name, spec, SEED)
+        weights[name] = initial + 0.1 * noise
     return weights
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ from megatron.parallel.collectives import split_with_gradient
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.factory import LayerFactory
 from megatron.parallel.kernels import attention
-from megatron.parallel.mesh import ALONE, Axis
+from megatron.parallel.mesh import ALONE
 from megatron.parallel.plan import (
     Column,
     Local,
@@ -40,11 +40,12 @@ from megatron.parallel.plan import (
     PlanError,
     Row,
     Style,
+    Summed,
     Vocabulary,
     read_plan,
     read_style,
 )
-from megatron.parallel.planned import ColumnLinear, Planned, heads_of_queries
+from megatron.parallel.planned import ColumnLinear, Planned
 from megatron.parallel.random import derive_seed
 
 # Of models that transformers has no plan of.
@@ -72,21 +73,22 @@ PLANS: Mapping[str, Plan] = {
         "*.fc2": Row(),
     },
 }
-# Names of layers that compute the heads of queries, and of keys and values.
-QUERIES = ("q_proj", "query", "query_key_value", "qkv_proj", "c_attn")
-KEYS = ("k_proj", "v_proj", "key", "value")
+# What transformers' own plan of an architecture leaves out.
+FORGOTTEN: Mapping[str, Mapping[str, Style]] = {
+    "apertus": {"*.mlp.act_fn": Summed()},  # parameters of an activation of cut columns
+}
 
 
-def plan_of(model: nn.Module, tensor: Axis, text: str = "auto") -> Plan:
-    """The plan of a model of transformers, for the ranks of this axis; text: "auto", or a plan in
-    TOML. Raises PlanError for a model without one, and for what the plan does not say right."""
+def plan_of(model: nn.Module, text: str = "auto") -> Plan:
+    """The plan of a model of transformers; text: "auto", or a plan in TOML. Raises PlanError for a
+    model without one, and for what the plan does not say right."""
     config: Any = model.config
     modules = dict(model.named_modules())
     if text != "auto":
-        plan: dict[str, Any] = dict(read_plan(text))
-        return plan | _of_heads(modules, plan, config, tensor)
+        return read_plan(text)
     own = getattr(model, "_tp_plan", None) or {}
     plan = {each: read_style(each, value) for each, value in own.items() if _fits(each, modules)}
+    plan |= FORGOTTEN.get(config.model_type, {}) if plan else {}
     ends = _of_ends(model, modules)
     if not plan.keys() - ends.keys():
         if config.model_type not in PLANS:
@@ -95,7 +97,7 @@ def plan_of(model: nn.Module, tensor: Axis, text: str = "auto") -> Plan:
                 "--plan FILE.toml says how it is cut"
             )
         plan = dict(PLANS[config.model_type])
-    return plan | _of_heads(modules, plan, config, tensor) | ends
+    return plan | ends
 
 
 def _fits(pattern: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -109,30 +111,6 @@ def _of_ends(model: Any, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
     found: dict[str, Style] = {names[id(words)]: Vocabulary()}
     if output is not None:
         found[names[id(output)]] = Column(gather=True)
-    return found
-
-
-def _of_heads(
-    modules: Mapping[str, nn.Module], plan: Plan, config: Any, tensor: Axis
-) -> dict[str, Any]:
-    """The same styles of the layers that compute heads, with the number of these."""
-    text = config.get_text_config()
-    queries = text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or queries
-    found: dict[str, Any] = {}
-    for name in modules:
-        fitting = [style for pattern, style in plan.items() if fnmatchcase(name, pattern)]
-        style = fitting[-1] if fitting else None
-        parent, _, last = name.rpartition(".")
-        if not isinstance(style, Column) or style.gather or last not in (*QUERIES, *KEYS):
-            continue
-        own = heads if last in KEYS else queries
-        found[name] = replace(style, heads=own, queries=queries)
-        if own % tensor.size and hasattr(modules[parent], "num_key_value_groups"):
-            used = heads_of_queries(own, queries, tensor)
-            counts = {used.count(each) for each in used}
-            groups = counts.pop() if len(counts) == 1 else 1
-            found[parent] = Local(num_key_value_groups=groups)
     return found
 
 
@@ -212,18 +190,25 @@ def run_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it, on our kernels: q [b, a, s, d], k and v
     [b, g, m, d], mask bool or added to the scores, to [b, s, a, d]."""
-    for name in ("softcap", "s_aux", "position_bias"):
+    for name in ("s_aux", "position_bias"):
         if others.get(name) is not None:
             raise NotImplementedError(f"{type(module).__name__}: attention with {name}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1
-    size = query.shape[-1]
+    size, softcap = query.shape[-1], others.get("softcap")
     if scaling is not None and scaling != size**-0.5:
         query = query * (scaling * size**0.5)
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
-        raise NotImplementedError(f"{type(module).__name__}: a mask of {attention_mask.dtype}")
     if causal and key.shape[2] > query.shape[2]:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    is_added = attention_mask is not None and attention_mask.is_floating_point()
+    if softcap is not None or is_added:
+        if dropout:
+            what = "capped scores" if softcap is not None else "a mask that is added to scores"
+            raise NotImplementedError(f"{type(module).__name__}: attention dropout with {what}")
+        if causal:
+            attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+        heads = attention_by_scores(query, key, value, attention_mask, softcap)
+        return heads.transpose(1, 2).contiguous(), None
     core: Any = getattr(module, "megatron_core", None)
     if core is None:
         heads = attention(query, key, value, attention_mask, dropout, causal)
@@ -231,6 +216,24 @@ def run_attention(
         core.dropout = dropout
         heads = core(query, key, value, attention_mask, causal, core.place.rows)
     return heads.transpose(1, 2).contiguous(), None
+
+
+def attention_by_scores(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None
+) -> Tensor:
+    """[b, a, s, d], with scores c tanh(scores / c) of softcap c: what no fused kernel computes.
+    mask: bool, or added to the scores."""
+    shared = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return scores.softmax(-1, dtype=wide).to(query.dtype) @ value
 
 
 def register_attention() -> None:
@@ -249,11 +252,16 @@ def unmodified(config: HuggingFaceConfig, auto_class: str) -> Any:
     transformers.utils.logging.set_verbosity_error()
     register_attention()
     described = transformers.AutoConfig.for_model(**json.loads(config.hf_config or "{}"))
-    described.use_cache = False
+    described.use_cache, described.dtype = False, "float32"  # in which initial values are drawn
+    maker = getattr(transformers, auto_class)
     with torch.device("cpu"), parameters_on_meta():
-        return getattr(transformers, auto_class).from_config(
-            described, attn_implementation="megatron"
-        )
+        try:
+            return maker.from_config(described, attn_implementation="megatron")
+        except KeyError as error:
+            if error.args != ("megatron",):
+                raise
+            # The model chooses its attention from a table of its own, such as GPT-J's.
+            return maker.from_config(described, attn_implementation="eager")
 
 
 class HuggingFace(nn.Module):
@@ -266,6 +274,7 @@ class HuggingFace(nn.Module):
         """config: a HuggingFaceConfig. vocab_size: of the tokenizer, at most that of the model."""
         super().__init__()
         self.config, self.place = config, Place()
+        self.buffers_on: torch.device | None = None
         model = unmodified(config, self.auto_class)
         self.vocab_size = model.config.get_text_config().vocab_size
         if vocab_size > self.vocab_size:
@@ -273,11 +282,12 @@ class HuggingFace(nn.Module):
                 f"the tokenizer has {vocab_size} tokens, and --hf-model {self.vocab_size}"
             )
         if config.recompute_granularity == "full":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            arithmetic = {"context_fn": lambda: (nullcontext(), self.arithmetic())}
+            model.activation_checkpointing_enable({"use_reentrant": False, **arithmetic})
         self._replace_dropout(model, factory)
         assert factory.parallelize is not None, "this tensor-parallel mode takes no such model"
         self.tensor = factory.tensor
-        plan = plan_of(model, self.tensor, config.plan)
+        plan = plan_of(model, config.plan)
         self.model = factory.parallelize(model, plan)
         head = model.get_output_embeddings()
         self.reads = "input" if isinstance(head, ColumnLinear) else "output"
@@ -316,18 +326,23 @@ class HuggingFace(nn.Module):
         """What the output layer reads, [n, h]; where the model goes on with its logits, these:
         [n, v/t] of this rank's columns, or [n, v] where the plan leaves the output layer whole."""
         self.place.rows = text_rows(batch)
-        is_wide = next(self.model.parameters()).dtype == torch.float64
-        with Wide() if is_wide else nullcontext():
+        with self.arithmetic():
             output = self._call(x)
         return output.flatten(0, 1)
+
+    def arithmetic(self) -> AbstractContextManager[object]:
+        """Under which the model's code runs, and what is recomputed of it."""
+        is_wide = next(self.model.parameters()).dtype == torch.float64
+        return Wide() if is_wide else nullcontext()
 
     def _call(self, arguments: Any) -> Tensor:
         head, device = self.model.get_output_embeddings(), arguments["input_ids"].device
         if isinstance(head, ColumnLinear):
             head.mode = self.reads
-        for module in self.model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.device != device:
+        if self.buffers_on != device:
+            self.buffers_on = device
+            for module in self.model.modules():
+                for name, buffer in [*module.named_buffers(recurse=False)]:
                     setattr(module, name, buffer.to(device))
         try:
             logits: Tensor = self.model(**arguments, use_cache=False).logits

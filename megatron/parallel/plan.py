@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -37,6 +37,12 @@ class Column:
     tokens: bool = False
     heads: int = 0
     queries: int = 0
+
+    def __post_init__(self) -> None:
+        if self.parts < 1:
+            raise PlanError(f"parts = {self.parts}: 1 and more work")
+        if self.heads and (self.queries < self.heads or self.queries % self.heads):
+            raise PlanError(f"queries = {self.queries} is no multiple of heads = {self.heads}")
 
 
 @dataclass(frozen=True)
@@ -128,11 +134,18 @@ def read_style(pattern: str, said: Any) -> Style:
     if isinstance(said, str) and said in WORDS:
         return WORDS[said]
     if isinstance(said, Mapping) and said.get("style") in STYLES:
+        kind = STYLES[said["style"]]
         arguments = {name: value for name, value in said.items() if name != "style"}
-        attributes = arguments.pop("attributes", ())
+        attributes = arguments.pop("attributes", []) if kind is Local else []
+        known = {each.name: type(each.default) for each in fields(kind) if kind is not Local}
         try:
-            style: Style = STYLES[said["style"]](*attributes, **arguments)
-        except TypeError as error:
+            for name, value in arguments.items():
+                if type(value) is not (wanted := known.get(name, int)):
+                    raise TypeError(f"{name} is no {wanted.__name__}")
+            if not isinstance(attributes, list):
+                raise TypeError("attributes is no list")
+            style: Style = kind(*attributes, **arguments)
+        except (TypeError, PlanError) as error:
             raise PlanError(f"{pattern} = {dict(said)}: {error}") from None
         return style
     raise PlanError(f"{pattern} is {said!r} in the plan, which is none of {', '.join(WORDS)}")

@@ -261,6 +261,10 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     if found is None:
         refuse_alike(mesh, lambda: names.append(config.model.starts_from()))
     weights = mesh.control.gather(names[-1])[0]
+    if getattr(config.model, "plan", "auto") != "auto" and mesh.tensor.size > 1:
+        from megatron.models.proof import require_proof
+
+        refuse_alike(mesh, lambda: messages.append(require_proof(config.model, mesh)))
     state = build_state(
         config.model,
         mesh,

@@ -69,6 +69,21 @@ OF_LLAMA = FACTORS | {
     "micro-batches": ("", "accumulate", "3"),
     "mask": ("", "documents", "padded"),
 }
+# Of models of transformers, unmodified: each of them, and what is done with a model.
+UNMODIFIED = (
+    Case("tensor=2", "hf-gpt2", frozenset(["dropout", "accumulate"])),
+    Case("tensor=2", "hf-llama", frozenset(["whole-logits", "full"])),
+    Case("tensor=2", "hf-qwen3", frozenset(["fp32", "documents"])),
+    Case("tensor=2", "hf-mistral", frozenset(["dropout", "padded"])),
+    Case("tensor=2", "hf-gpt_neox", frozenset(["dropout", "full"])),
+    Case("tensor=2", "hf-bert", frozenset(["dropout", "full", "accumulate"])),
+    Case("data=2", "hf-bert", frozenset(["bf16"])),
+    Case("tensor=4", "hf-llama", frozenset(["padded"])),
+    Case("tensor=4", "hf-qwen3", frozenset(["dropout", "full"])),
+    Case("tensor=2,data=2", "hf-gpt2", frozenset(["documents", "full", "dropout"])),
+    Case("tensor=2,data=2", "hf-llama", frozenset(["bf16", "accumulate"])),
+    Case("tensor=2", "hf-gpt2", frozenset(["fp16"])),
+)
 OF_TEXT = {"documents", "unscored", "whole-logits"}  # of models that predict the next token
 Row = tuple[str, ...]
 

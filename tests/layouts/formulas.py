@@ -17,7 +17,8 @@ MASKED_MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    kind: str  # gpt2, bert, llama
+    kind: str  # gpt2, bert, llama; of transformers qwen3 and gpt_neox, too
+    unmodified: bool  # a model of transformers, by a plan
     post_norm: bool
     untied: bool
     recompute: str
@@ -57,7 +58,7 @@ class Shape:
 
     @property
     def is_llama(self) -> bool:
-        return self.kind == "llama"
+        return self.kind in ("llama", "qwen3")
 
     @property
     def shared(self) -> Counter[int]:
@@ -90,6 +91,8 @@ def matmul_flops(x: Shape) -> int:
     again += 0 if x.blocks else core // 2  # the kernel's backward computes the scores again
     if x.kind != "bert":
         heads = 2 * n * h * x.v // t
+    elif x.unmodified:  # which transforms all tokens, and of which no head tells pairs apart
+        heads = 2 * x.k * h * x.v // t + 2 * n * h * h
     else:  # all but the logits is small, and whole on every rank
         heads = 2 * x.k * h * x.v // t + 2 * x.k * h * h + 2 * x.b * h * (h + 2)
     return x.m * (x.layers * (3 * layer + again) + 3 * heads * x.is_last)
@@ -109,11 +112,12 @@ def parameters(x: Shape) -> list[tuple[int, str]]:
         *norm,
         (2 * f * h // t, ""),
         (h * f // t, ""),
+        *[(h // x.a, "tensor")] * 2 * (x.kind == "qwen3"),  # norms of a query's and a key's head
     ]
     biased = [
         *norm,
         (3 * h * h // t, ""),
-        (3 * h // t, ""),
+        *([(h // t, "")] * 3 if x.unmodified and x.kind == "bert" else [(3 * h // t, "")]),
         (h * h // t, ""),
         (h, "stream"),
         *norm,
@@ -126,13 +130,14 @@ def parameters(x: Shape) -> list[tuple[int, str]]:
     is_tied = not x.untied and x.p > 1
     words = (x.v * h // t, "ends" if is_tied else "")
     if x.is_first:
-        found += [words] + ([] if x.is_llama else [(x.positions * h, "stream")])
+        found += [words] + [(x.positions * h, "stream")] * (x.kind in ("gpt2", "bert"))
         found += [(2 * h, "stream")] if x.kind == "bert" else []  # token types
     if x.is_last and (x.untied or not x.is_first):
         found.append(words)
     if x.is_last and x.kind == "bert":
         square = [(h * h, ""), (h, "")]
-        found += [*square, (2 * h, ""), (2, ""), *square, *[(h, "")] * 2, (x.v // t, "")]
+        found += [*square, *[(h, "")] * 2, (x.v // t, "")]
+        found += [] if x.unmodified else [*square, (2 * h, ""), (2, "")]
     return found
 
 

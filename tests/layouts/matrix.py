@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.bert import bert_samples, bert_section
 from tests.checkpoint.saving import load
+from tests.huggingface import DROPOUT as HF_DROPOUT
+from tests.huggingface import GROUPS, HEADS, HIDDEN, MLP, hf_section
 from tests.layouts import formulas
 from tests.llama import llama_section
 from tests.tiny import (
@@ -71,7 +74,7 @@ WITHOUT_STAGES = 3e-4
 @dataclass(frozen=True)
 class Case:
     layout: str
-    model: str  # gpt2, bert, bert-post-ln, llama, llama-even
+    model: str  # gpt2, bert, bert-post-ln, llama, llama-even; hf-NAME: unmodified
     options: frozenset[str] = frozenset()
     samples: int = GLOBAL_BATCH  # of a step
     layers: int = 2
@@ -86,7 +89,21 @@ class Case:
         return next((DTYPES[each] for each in self.options if each in DTYPES), torch.float64)
 
     @property
+    def unmodified(self) -> str:
+        """The name of a model of transformers in tests/huggingface.py; else empty."""
+        return self.model.removeprefix("hf-") if self.model.startswith("hf-") else ""
+
+    @property
+    def is_bert(self) -> bool:
+        return (self.unmodified or self.model).startswith("bert")
+
+    @property
     def section(self) -> Any:
+        if self.unmodified:
+            settings = {"attention_dropout_rng": "coordinates"}  # on GPUs, too
+            settings |= SETTINGS["full"] if "full" in self.options else {}
+            drops = HF_DROPOUT[self.unmodified] if "dropout" in self.options else {}
+            return hf_section(self.unmodified, drops, **settings)
         changes: dict[str, Any] = {"make_vocab_size_divisible_by": 8, "num_layers": self.layers}
         for option in self.options:
             changes |= SETTINGS.get(option, {})
@@ -110,7 +127,7 @@ class Case:
         return 1 if "accumulate" in self.options else 2
 
     def draw(self, size: int, first: int = 0) -> Any:
-        if self.model.startswith("bert"):
+        if self.is_bert:
             return bert_samples(size, first=first)
         batch = samples(size, first=first)
         if "unscored" in self.options:  # the second one of every step
@@ -244,11 +261,19 @@ def differences(found: Outcome, wanted: Outcome) -> dict[str, float]:
         ours, theirs = getattr(found, kind), getattr(wanted, kind)
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
-            # The bias of the keys has a gradient of zero in theory, and noise in fact.
-            part = [0, 2] if name.endswith("qkv.bias") else slice(None)
-            one, two = ours[name][part], tensor[part]
+            one, two = without_key_bias(name, ours[name]), without_key_bias(name, tensor)
             worst[kind] = max(worst[kind], distance(one, two, float(two.double().norm())))
     return worst
+
+
+def without_key_bias(name: str, tensor: Tensor) -> Tensor:
+    """The bias of the keys has a gradient of zero in theory, and noise in fact, by which Adam
+    moves it."""
+    if name.endswith(("qkv.bias", "c_attn.bias")):
+        return tensor[[0, 2]]
+    if name.endswith("query_key_value.bias"):  # of NeoX: head by head
+        return tensor.unflatten(0, (HEADS, 3, -1))[:, [0, 2]]
+    return tensor.new_ones(1) if name.endswith("self.key.bias") else tensor
 
 
 @cache
@@ -261,7 +286,8 @@ def keeps_scores(case: Case, device: torch.device) -> bool:
     """Whether attention without dropout keeps its probabilities for the backward."""
     if device.type == "cuda":
         return case.dtype == torch.float64  # for which torch has no kernel of attention
-    is_causal = not case.model.startswith("bert") and "documents" not in case.options
+    is_causal = not case.is_bert and "documents" not in case.options
+    is_causal = is_causal and case.unmodified != "mistral"  # whose window is a mask
     return use_cpu_kernels and (is_causal or case.dtype.itemsize < 4)
 
 
@@ -270,11 +296,15 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
     layout = parse_layout(case.layout)
     plan = case.plan(layout)
     own = plan.layers[stage :: plan.ranks]
+    multiple = 1 if case.unmodified else 8  # of rows of the vocabulary on a rank
     section, t, b = case.section, layout.size("tensor"), case.micro_batch_size
     m = case.samples // (b * layout.size("data"))
+    if case.unmodified:
+        section = sizes_of(case)
     return formulas.Shape(
         kind=section.kind,
-        post_norm=case.model == "bert-post-ln",
+        unmodified=bool(case.unmodified),
+        post_norm=case.model in ("bert-post-ln", "hf-bert"),
         untied=section.untie_embeddings_and_output_weights,
         recompute=section.recompute_granularity,
         dropout=section.hidden_dropout > 0,
@@ -294,7 +324,7 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
         stages=plan.virtual,
         is_first=stage == 0,
         is_last=stage == plan.ranks - 1,
-        v=-(-VOCABULARY // (8 * t)) * 8 * t,
+        v=-(-VOCABULARY // (multiple * t)) * multiple * t,
         vocabulary=VOCABULARY,
         positions=section.max_position_embeddings,
         w=case.dtype.itemsize,
@@ -305,15 +335,35 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
     )
 
 
+def sizes_of(case: Case) -> Any:
+    """Of a model of transformers, by the names that settings of our own have."""
+    is_grouped = case.unmodified in ("llama", "qwen3", "mistral")
+    drops = 0.1 if "dropout" in case.options else 0.0
+    return SimpleNamespace(
+        kind={"mistral": "llama"}.get(case.unmodified, case.unmodified),
+        untie_embeddings_and_output_weights=case.unmodified in ("llama", "mistral", "gpt_neox"),
+        recompute_granularity=case.section.recompute_granularity,
+        hidden_dropout=0.0 if is_grouped else drops,
+        attention_dropout=drops,
+        num_layers=case.section.num_layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        query_groups=GROUPS if is_grouped else HEADS,
+        ffn_size=MLP,
+        max_position_embeddings=SEQUENCE,
+    )
+
+
 def undivided(counts: Counts, x: formulas.Shape, *, on_cpu: bool) -> Iterator[str]:
     """What this rank did, kept or sent other than the formulas say; FLOPs and saved bytes may
-    be off by 2 %. What is saved for the backward is told of a CPU's kernels."""
+    be off by 2 %. What is saved for the backward is told of a CPU's kernels, and not of unmodified
+    models, whose own code between our layers decides what it keeps."""
     calls, sent = formulas.traffic(x)
     pairs: dict[str, tuple[float, float]] = {
         "matmul FLOPs": (counts.matmul_flops, formulas.matmul_flops(x)),
         "parameter bytes": (counts.parameter_bytes, formulas.parameter_bytes(x)),
     }
-    if on_cpu:
+    if on_cpu and not x.unmodified:
         pairs["saved bytes"] = (counts.saved_bytes, formulas.saved_bytes(x))
     for axis in {*calls, *counts.calls}:
         pairs[f"calls over {axis}"] = (counts.calls[axis], calls[axis])
@@ -379,6 +429,9 @@ def run_cases(
     found = {}
     for number, case in enumerate(cases):
         of_case = [each for each in others if each.name != case.layout]
+        if case.unmodified:
+            of_case = [each for each in of_case if each.size("pipeline") == 1]
+            of_case = [each for each in of_case if not each.cuts_stream]
         of_case = (of_case[number % 2 :: 2] or of_case)[:2]
         found[case] = failures(
             case, lambda layout: meshes(layout.name), of_case, folder / str(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.models.llama import Llama
-from megatron.parallel import dropout, layers
+from megatron.parallel import dropout, layers, planned
 from megatron.parallel.buckets import Bucket, GradientBuckets
 from megatron.parallel.collectives import copy_to, gather_with_gradient, reduce_from
+from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.layers import (
     AttentionCore,
     ColumnParallelLinear,
@@ -27,12 +28,13 @@ from megatron.parallel.layers import (
     RowParallelLinear,
 )
 from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm
-from megatron.parallel.mesh import Axis, Mesh, serial_mesh
+from megatron.parallel.mesh import ALONE, Axis, Mesh, serial_mesh
 from megatron.parallel.pipeline import PipelinePlan
+from megatron.parallel.planned import ColumnLinear, Entrance, SummedParameters
 from megatron.parallel.sharding import ShardedModule, ShardingSpec
 from megatron.train.executor import Executor, Messages
 from tests.dist import Pool
-from tests.layouts.cover import FACTORS, OF_LLAMA, case_of, cover, every_row
+from tests.layouts.cover import FACTORS, OF_LLAMA, UNMODIFIED, case_of, cover, every_row
 from tests.layouts.matrix import (
     GLOBAL_BATCH,
     Case,
@@ -51,6 +53,7 @@ OTHERS = {
     4: ("tensor=2,data=2", "tensor=2,pipeline=2", "serial", "tensor=4,sequence"),
 }
 MODELS = FACTORS["model"] + OF_LLAMA["model"]
+THEIRS = tuple(dict.fromkeys(case.model for case in UNMODIFIED))
 Group = tuple[Case, ...]
 
 
@@ -61,7 +64,8 @@ def ranks(case: Case) -> int:
 @cache
 def groups(is_full: bool) -> dict[Case, Group]:
     """Of each case those that run in the same call."""
-    cases = sorted(map(case_of, every_row() if is_full else cover()), key=ranks)
+    cases = [*map(case_of, every_row() if is_full else cover()), *UNMODIFIED]
+    cases.sort(key=ranks)
     found: dict[Case, Group] = {}
     for _, each in groupby(cases, ranks):
         same = list(each)
@@ -109,8 +113,13 @@ def test_it_equals_one_process_and_takes_what_the_formulas_say(
     assert not wrong[case]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("option", FACTORS["recomputation"])
+@pytest.mark.parametrize(
+    ("model", "option"),
+    [
+        *product(MODELS, FACTORS["recomputation"]),
+        *product(THEIRS, ("", "full")),
+    ],
+)
 def test_one_process_takes_what_the_formulas_say(model: str, option: str) -> None:
     case = Case("serial", model, frozenset(filter(None, [option])))
     found = run(case, Layout(), serial_mesh(), torch.float64)
@@ -220,6 +229,34 @@ def without_weights(gradients: GradientBuckets, deferred: Any, **which: Any) -> 
     add_deferred(gradients, [], **which)
 
 
+def whole_and_unsummed(module: SummedParameters, style: Any, taken: Any) -> None:
+    for name, _ in [*module.named_parameters(recurse=False)]:
+        taken.take(module, name)
+
+
+def for_each_layer(entrance: Entrance, x: Tensor) -> Tensor:
+    """f once for each of the layers that read one tensor."""
+    return copy_to(x, entrance.axis)
+
+
+def summed_twice(entrance: Entrance, x: Tensor) -> Tensor:
+    return copy_to(enter(entrance, x), entrance.axis)
+
+
+def with_whole_head(head: ColumnLinear, x: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
+    """The same loss, of all columns on every rank."""
+    spec = head.specs["weight"]
+    weight = gather_with_gradient(head.shard_of("weight"), 0, head.mesh.tensor)[: spec.shape[0]]
+    whole: Tensor = linear_cross_entropy(x, weight, None, labels, scales, ALONE, spec.shape[0])
+    return whole
+
+
+def of_first_heads(heads: int, queries: int, tensor: Axis) -> list[int]:
+    """Key/value heads as if every rank had the first queries."""
+    return heads_of_queries(heads, queries, replace(tensor, rank=0))
+
+
+enter, heads_of_queries = Entrance.__call__, planned.heads_of_queries
 run_grouped_query, run_core = GroupedQueryLinear.forward, AttentionCore.forward
 turns = Llama.turns
 add_up, add_deferred = Bucket.add_up, GradientBuckets.add_deferred
@@ -267,6 +304,24 @@ FAULTS: dict[str, tuple[Any, str, Any, Case, str]] = {
     ),
     "whole weights": (
         ColumnParallelLinear, "forward", with_whole_weight, Case("tensor=2", "gpt2"), "FLOPs",
+    ),
+    "no sum of the gradients of norms of heads": (
+        SummedParameters, "prepare", whole_and_unsummed, Case("tensor=2", "hf-qwen3"), "gradients",
+    ),
+    "no sum where column layers begin": (
+        planned, "copy_to", lambda x, axis: x, Case("tensor=2", "hf-llama"), "gradients",
+    ),
+    "a sum for each column layer": (
+        Entrance, "__call__", for_each_layer, Case("tensor=2", "hf-llama"), "calls over tensor",
+    ),
+    "two sums where column layers begin": (
+        Entrance, "__call__", summed_twice, Case("tensor=2", "hf-gpt2"), "gradients",
+    ),
+    "all columns of the output layer on every rank": (
+        ColumnLinear, "loss", with_whole_head, Case("tensor=2", "hf-gpt2"), "FLOPs",
+    ),
+    "the key/value heads of other queries": (
+        planned, "heads_of_queries", of_first_heads, Case("tensor=4", "hf-llama"), "loss",
     ),
     "the gradient of a tied weight left unsummed": (
         Bucket, "add_up", within_stages, STAGES, "gradients",

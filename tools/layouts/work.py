@@ -302,7 +302,8 @@ def _moved(name: str, given: list[Tensor], made: list[Tensor], kwargs: Mapping[s
     if name in UNWRITTEN or not made:
         return 0
     if name in OF_ROWS:
-        return 2 * min(each.nbytes for each in (*given, *made) if each.is_floating_point())
+        rows = (each.nbytes for each in (*given, *made) if each.is_floating_point())
+        return 2 * min(rows, default=made[0].nbytes)
     if name.endswith("_") or "out" in kwargs:
         read = given[1:] if name in UNREAD else given
         return sum(each.nbytes for each in (*read, made[0]))

@@ -1,0 +1,126 @@
+"""Models of transformers small enough for tests: their configs, and plain copies of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from megatron.config.model import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.parallel.planned import Planned
+from tests.tiny import SEQUENCE, VOCABULARY
+
+HIDDEN, HEADS, GROUPS, MLP, LAYERS = 32, 4, 2, 64, 2
+WINDOW = 5  # of Mistral: shorter than the sequence
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": SEQUENCE,
+}
+_GROUPED = _SIZES | {"num_key_value_heads": GROUPS}
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+_GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_positions": SEQUENCE,
+    "n_embd": HIDDEN,
+    "n_inner": MLP,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+# By a name of ours: config.json.
+DESCRIBED: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", **_GPT2},
+    "llama": {"model_type": "llama", **_GROUPED, "tie_word_embeddings": False},
+    "qwen3": {
+        "model_type": "qwen3", **_GROUPED, "head_dim": HIDDEN // HEADS,
+        "tie_word_embeddings": True,
+    },
+    "mistral": {
+        "model_type": "mistral", **_GROUPED, "head_dim": HIDDEN // HEADS,
+        "sliding_window": WINDOW,
+    },
+    "gpt_neox": {"model_type": "gpt_neox", **_SIZES, "hidden_dropout": 0.0},
+    "bert": {
+        "model_type": "bert", **_SIZES, "pad_token_id": 0, "type_vocab_size": 2,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    },
+    "opt": {
+        "model_type": "opt", **_SIZES, "ffn_dim": MLP, "word_embed_proj_dim": HIDDEN,
+        "dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": 0,
+    },
+    "gemma2": {
+        "model_type": "gemma2", **_GROUPED, "head_dim": HIDDEN // HEADS,
+        "layer_types": ["full_attention"] * LAYERS, "attn_logit_softcapping": None,
+    },
+}  # fmt: skip
+for _each in DESCRIBED.values():
+    _each.update({name: value for name, value in _ENDS.items() if name not in _each})
+# What stands in config.json for all the dropout that a model has.
+DROPOUT: dict[str, dict[str, float]] = {
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.1},
+    "llama": {"attention_dropout": 0.1},
+    "qwen3": {"attention_dropout": 0.1},
+    "mistral": {"attention_dropout": 0.1},
+    "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    "opt": {"dropout": 0.1, "attention_dropout": 0.1},
+}
+
+
+def described(name: str, **changes: Any) -> str:
+    """The text of config.json."""
+    return json.dumps(DESCRIBED[name] | changes)
+
+
+def hf_section(name: str, of_hf: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """The settings of a model; of_hf: changes of config.json."""
+    make = HuggingFaceMaskedConfig if name == "bert" else HuggingFaceConfig
+    return make(hf_model=name, hf_config=described(name, **(of_hf or {})), **settings)
+
+
+def write_folder(folder: Path, name: str, **changes: Any) -> Path:
+    """A folder with a config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(described(name, **changes))
+    return folder
+
+
+def plain_model(config: HuggingFaceConfig, attention: str = "eager") -> Any:
+    """As transformers builds it, its parameters in fp64: its buffers stay, as in a model of
+    ours."""
+    described = transformers.AutoConfig.for_model(**json.loads(config.hf_config or "{}"))
+    is_masked = isinstance(config, HuggingFaceMaskedConfig)
+    kind = transformers.AutoModelForMaskedLM if is_masked else transformers.AutoModelForCausalLM
+    model = kind.from_config(described, attn_implementation=attention)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+    return model
+
+
+def by_their_names(model: nn.Module, held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors of a model of ours, as transformers writes them, by its names; held: as they
+    are held, by ours."""
+    found = {}
+    for full_name, tensor in held.items():
+        name, _, own = full_name.rpartition(".")
+        module = model.get_submodule(name)
+        form = module.forms.get(own) if isinstance(module, Planned) else None
+        found[full_name.removeprefix("model.")] = tensor if form is None else form.original(tensor)
+    return found
+
+
+@torch.no_grad()
+def load_plain(plain: nn.Module, weights: dict[str, Tensor]) -> None:
+    """weights: of every parameter, by their names; the first of what is shared."""
+    for name, parameter in plain.named_parameters():
+        parameter.copy_(weights[name])
