@@ -306,7 +306,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         inputs=inputs,
         state=state,
         facts=facts,
-        messages=messages + warnings,
+        messages=[*messages, *warnings, *getattr(state.model, "warnings", ())],
         evaluate_first=evaluate_first,
     )
 
