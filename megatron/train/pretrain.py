@@ -326,7 +326,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         state=state,
         facts=facts,
         files=config.model.files(None if found is None else found.path) if mesh.is_first else {},
-        messages=messages + warnings,
+        messages=[*messages, *warnings, *getattr(state.model, "warnings", ())],
         evaluate_first=evaluate_first,
     )
 
