@@ -73,11 +73,14 @@ def _shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
     layers, hidden, heads = known("layers"), known("hidden"), known("heads")
     types = given.get("layer_types") or []
     places = sorted({types.index(each) for each in types})
+    if given.get("num_kv_shared_layers"):  # the last ones use keys and values of others
+        put(len(places), "num_kv_shared_layers")
+        places *= 2
     places += [each for each in range(LAYERS) if each not in places][: LAYERS - len(places)]
     for name, value in given.items():
         if isinstance(value, list) and layers and len(value) == layers:
-            found[name] = [value[place] for place in sorted(places)]
-    put(max(LAYERS, len(places)), *NAMES["layers"])
+            found[name] = [value[place] for place in places]
+    put(len(places), *NAMES["layers"])
     put(HIDDEN, *NAMES["hidden"], "word_embed_proj_dim")
     put(HIDDEN if given.get("embedding_size") == hidden else 24, "embedding_size")
     put(16, "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank")
@@ -95,6 +98,14 @@ def _shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
         put(HIDDEN // HEADS, "head_dim")
         size = HIDDEN // HEADS
     put(96, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    put(2 * HIDDEN // HEADS, "global_head_dim")
+    if isinstance(own := given.get("per_layer_config"), Mapping):  # by layers, as of Gemma 4
+        by_layer = {int(key): value for key, value in own.items()}
+        found["per_layer_config"] = {
+            str(new): {name: found[f"global_{name}"] if f"global_{name}" in found else each
+                       for name, each in by_layer[old].items()}
+            for new, old in enumerate(places) if old in by_layer
+        }  # fmt: skip
     put(VOCABULARY, "vocab_size", "vocab_size_per_layer_input")
     put(64, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
     put(WINDOW, "sliding_window")
@@ -333,7 +344,7 @@ class _Computed:
             if each.requires_grad
         }
         # Of a causal model no token looks at padding, with or without the mask.
-        outputs, same = {}, dict(arguments)
+        same, outputs = dict(arguments), dict[str, Tensor]()
         if isinstance(batch, GPT2Batch):
             del same["attention_mask"]
         with torch.no_grad(), Wide(), _watched(model, outputs):

@@ -27,6 +27,7 @@ from megatron.checkpoint.resume import (
 )
 from megatron.config.checks import UsageError
 from megatron.config.launch import is_first, world_size
+from megatron.config.model import HuggingFaceConfig
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.data.files import DataError
@@ -249,10 +250,11 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
     compiled, warnings = choose_compile(config.training.compile, mesh, pipeline)
-    if getattr(config.model, "plan", "auto") != "auto" and mesh.tensor.size > 1:
+    own = config.model
+    if isinstance(own, HuggingFaceConfig) and own.plan != "auto" and mesh.tensor.size > 1:
         from megatron.models.proof import require_proof
 
-        refuse_alike(mesh, lambda: messages.append(require_proof(config.model, mesh)))
+        refuse_alike(mesh, lambda: messages.append(require_proof(own, mesh)))
     state = build_state(
         config.model,
         mesh,
