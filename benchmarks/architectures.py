@@ -25,6 +25,7 @@ from megatron.data.files import write_atomically
 
 SIZES = (2, 4)
 MASKED = "masked words"
+UNGROUPED = ("esmc",)  # whose keys and values have as many heads as queries
 NOTES = "\n## Notes\n"
 
 
@@ -85,10 +86,13 @@ def described(name: str) -> dict[str, Any]:
     heads, hidden = given.get("num_attention_heads"), given.get("hidden_size")
     if not (isinstance(heads, int) and isinstance(hidden, int)) or heads < 4:
         return found
-    if "num_key_value_heads" in given:
+    if "num_key_value_heads" in given and name not in UNGROUPED and "kv_lora_rank" not in given:
         found["num_key_value_heads"] = heads // 4
     if given.get("head_dim", 0) is None:
         found["head_dim"] = hidden // heads
+    if given.get("layer_types") and not given.get("rope_parameters"):
+        rope = {"rope_type": "default", "rope_theta": 10_000.0}
+        found["rope_parameters"] = dict.fromkeys(given["layer_types"], rope)
     return found
 
 

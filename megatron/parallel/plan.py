@@ -104,6 +104,7 @@ WORDS: Mapping[str, Style] = {
     "rowwise_split_input": Row(),
     "embedding_rowwise": Vocabulary(),
     "replicated_with_grad_allreduce": Summed(),
+    "replicate": Whole(),
     "column": Column(),
     "row": Row(),
     "vocabulary": Vocabulary(),
