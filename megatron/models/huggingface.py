@@ -75,9 +75,17 @@ PLANS: Mapping[str, Plan] = {
         "*.fc2": Row(),
     },
 }
-# What transformers' own plan of an architecture leaves out.
-FORGOTTEN: Mapping[str, Mapping[str, Style]] = {
+# Where transformers' own plan of an architecture is wrong.
+_WHOLE_GATES: Mapping[str, Style] = {  # whose mean and deviation decide which ones stay
+    "*.language_model.layers.*.mlp.gate_proj": Column(gather=True),
+    "*.language_model.layers.*.mlp.up_proj": Column(gather=True),
+}
+MENDED: Mapping[str, Mapping[str, Style]] = {
     "apertus": {"*.mlp.act_fn": Summed()},  # parameters of an activation of cut columns
+    "gemma3n": _WHOLE_GATES,
+    "gemma3n_text": {
+        each.replace("*.language_model", "model"): style for each, style in _WHOLE_GATES.items()
+    },
 }
 
 
@@ -90,7 +98,7 @@ def plan_of(model: nn.Module, text: str = "auto") -> Plan:
         return read_plan(text)
     own = getattr(model, "_tp_plan", None) or {}
     plan = {each: read_style(each, value) for each, value in own.items() if _fits(each, modules)}
-    plan |= FORGOTTEN.get(config.model_type, {}) if plan else {}
+    plan |= MENDED.get(config.model_type, {}) if plan else {}
     ends = _of_ends(model, modules)
     if not plan.keys() - ends.keys():
         if config.model_type not in PLANS:

@@ -28,6 +28,7 @@ from megatron.checkpoint.resume import (
 )
 from megatron.config.checks import UsageError
 from megatron.config.launch import is_first, world_size
+from megatron.config.model import HuggingFaceConfig
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.data.files import DataError
@@ -261,10 +262,11 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     if found is None:
         refuse_alike(mesh, lambda: names.append(config.model.starts_from()))
     weights = mesh.control.gather(names[-1])[0]
-    if getattr(config.model, "plan", "auto") != "auto" and mesh.tensor.size > 1:
+    own = config.model
+    if isinstance(own, HuggingFaceConfig) and own.plan != "auto" and mesh.tensor.size > 1:
         from megatron.models.proof import require_proof
 
-        refuse_alike(mesh, lambda: messages.append(require_proof(config.model, mesh)))
+        refuse_alike(mesh, lambda: messages.append(require_proof(own, mesh)))
     state = build_state(
         config.model,
         mesh,
