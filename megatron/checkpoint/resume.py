@@ -118,6 +118,16 @@ def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
     return Start(folders=tuple(ordered), finetune=config.finetune)
 
 
+def saved_model(config: CheckpointConfig) -> Mapping[str, Any] | None:
+    """The config of the model of the newest checkpoint that a run may start from; None where it
+    starts from none. Raises UsageError as of find_start."""
+    folders = find_start(config).folders
+    if not folders:
+        return None
+    found: Mapping[str, Any] = newest_readable(folders)[0].manifest["config"]["model"]
+    return found
+
+
 def _nothing_to_load(load: str, given: str) -> UsageError:
     allowed = "a directory with a checkpoint, such as that of an earlier --save"
     for file, program in FOREIGN.items():

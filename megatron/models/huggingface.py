@@ -11,7 +11,7 @@ computes in fp64 (`Wide`), so that what is equal can be seen to be.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -30,8 +30,10 @@ from megatron.models.decoder import document_mask
 from megatron.models.transformer import text_rows
 from megatron.parallel.collectives import split_with_gradient
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.dropout import Dropout, fold, known
 from megatron.parallel.factory import LayerFactory
 from megatron.parallel.kernels import attention
+from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import ALONE
 from megatron.parallel.plan import (
     Column,
@@ -73,9 +75,17 @@ PLANS: Mapping[str, Plan] = {
         "*.fc2": Row(),
     },
 }
-# What transformers' own plan of an architecture leaves out.
-FORGOTTEN: Mapping[str, Mapping[str, Style]] = {
+# Where transformers' own plan of an architecture is wrong.
+_WHOLE_GATES: Mapping[str, Style] = {  # whose mean and deviation decide which ones stay
+    "*.language_model.layers.*.mlp.gate_proj": Column(gather=True),
+    "*.language_model.layers.*.mlp.up_proj": Column(gather=True),
+}
+MENDED: Mapping[str, Mapping[str, Style]] = {
     "apertus": {"*.mlp.act_fn": Summed()},  # parameters of an activation of cut columns
+    "gemma3n": _WHOLE_GATES,
+    "gemma3n_text": {
+        each.replace("*.language_model", "model"): style for each, style in _WHOLE_GATES.items()
+    },
 }
 
 
@@ -88,7 +98,7 @@ def plan_of(model: nn.Module, text: str = "auto") -> Plan:
         return read_plan(text)
     own = getattr(model, "_tp_plan", None) or {}
     plan = {each: read_style(each, value) for each, value in own.items() if _fits(each, modules)}
-    plan |= FORGOTTEN.get(config.model_type, {}) if plan else {}
+    plan |= MENDED.get(config.model_type, {}) if plan else {}
     ends = _of_ends(model, modules)
     if not plan.keys() - ends.keys():
         if config.model_type not in PLANS:
@@ -163,15 +173,17 @@ class Place:
 class PlannedDropout(nn.Module):
     """In the place of torch's Dropout: by coordinates, the same at every layout."""
 
-    def __init__(self, dropout: Any, place: Place, width: int) -> None:
+    def __init__(self, dropout: Any, place: Place, widths: Collection[int], ranks: int) -> None:
+        """widths: of what is whole on each of so many ranks."""
         super().__init__()
-        self.dropout, self.p, self.place, self.width = dropout, dropout.p, place, width
+        self.dropout, self.p, self.place = dropout, dropout.p, place
+        self.widths, self.ranks = widths, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.p and x.shape[-1] != self.width:
+        if self.training and self.ranks > 1 and x.shape[-1] not in self.widths:
             raise RuntimeError(
-                f"dropout {self.dropout.name} is of {x.shape[-1]} channels, not of the "
-                f"{self.width} of the stream: it cannot be the same at every layout"
+                f"{self.dropout.name} drops {self.p} of {x.shape[-1]} channels, which may be a "
+                "part of those of all ranks: a config.json without this dropout works"
             )
         dropped: Tensor = self.dropout(x, self.place.rows)
         return dropped
@@ -236,6 +248,28 @@ def attention_by_scores(
     return scores.softmax(-1, dtype=wide).to(query.dtype) @ value
 
 
+# What the attention of a model calls the probability that it gives to run_attention.
+OF_ATTENTION = ("attention_dropout", "attn_dropout", "attn_pdrop", "dropout", "dropout_prob")
+
+DROPPING = ("dropout", "layerdrop", "drop_path", "drop_prob")
+
+
+def other_dropout(model: nn.Module) -> list[str]:
+    """What drops at random and is neither torch's Dropout nor of attention's probabilities, once
+    for each class of module: "decoder.layers.0.dropout = 0.1"."""
+    found: dict[tuple[str, str], str] = {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        is_attention = hasattr(module, "megatron_core")
+        for attribute, value in vars(module).items():
+            is_named = any(word in attribute for word in DROPPING) or "Dropout" in kind
+            is_own = isinstance(module, PlannedDropout | Dropout | AttentionCore)
+            is_own |= is_attention and attribute in OF_ATTENTION
+            if is_named and not is_own and isinstance(value, float) and value > 0:
+                found.setdefault((kind, attribute), f"{name}.{attribute} = {value:g}")
+    return [*found.values()]
+
+
 def register_attention() -> None:
     """Make `run_attention` known to transformers as "megatron"."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -285,6 +319,12 @@ class HuggingFace(nn.Module):
             arithmetic = {"context_fn": lambda: (nullcontext(), self.arithmetic())}
             model.activation_checkpointing_enable({"use_reentrant": False, **arithmetic})
         self._replace_dropout(model, factory)
+        self.warnings = []
+        if self.drawn:
+            self.warnings.append(
+                "warning: torch draws what these drop, which so depends on micro-batches and "
+                f"layout: {', '.join(self.drawn)}"
+            )
         assert factory.parallelize is not None, "this tensor-parallel mode takes no such model"
         self.tensor = factory.tensor
         plan = plan_of(model, config.plan)
@@ -293,7 +333,9 @@ class HuggingFace(nn.Module):
         self.reads = "input" if isinstance(head, ColumnLinear) else "output"
 
     def _replace_dropout(self, model: Any, factory: LayerFactory) -> None:
-        width = model.config.get_text_config().hidden_size
+        text = model.config.get_text_config()
+        names = ("hidden_size", "embedding_size", "word_embed_proj_dim")
+        widths = {getattr(text, name, None) for name in names} - {None}
         for name, module in [*model.named_modules()]:
             if "Attention" in type(module).__name__ and hasattr(module, "config"):
                 module.megatron_core = factory.attention_core(0.0, f"{name}.core")
@@ -301,7 +343,9 @@ class HuggingFace(nn.Module):
             for own_name, child in [*module.named_children()]:
                 if type(child) is nn.Dropout and child.p > 0:
                     dropout = factory.dropout(child.p, f"{name}.{own_name}")
-                    setattr(module, own_name, PlannedDropout(dropout, self.place, width))
+                    planned = PlannedDropout(dropout, self.place, widths, factory.tensor.size)
+                    setattr(module, own_name, planned)
+        self.drawn, self.drawn_key = other_dropout(model), factory.dropout(0.0, "drawn").key
 
     def denominators(self, batch: Any) -> list[float]:
         return [float(batch.loss_mask.sum(dtype=np.float64))]
@@ -326,6 +370,9 @@ class HuggingFace(nn.Module):
         """What the output layer reads, [n, h]; where the model goes on with its logits, these:
         [n, v/t] of this rank's columns, or [n, v] where the plan leaves the output layer whole."""
         self.place.rows = text_rows(batch)
+        if self.drawn and self.training:
+            # Alike on the ranks that hold one model; layers that are recomputed draw the same.
+            torch.manual_seed(int(fold(self.drawn_key, known(self.place.rows)).sum()))
         with self.arithmetic():
             output = self._call(x)
         return output.flatten(0, 1)

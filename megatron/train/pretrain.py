@@ -24,9 +24,11 @@ from megatron.checkpoint.resume import (
     find_start,
     newest_readable,
     run_id,
+    saved_model,
 )
 from megatron.config.checks import UsageError
 from megatron.config.launch import is_first, world_size
+from megatron.config.model import HuggingFaceConfig
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.data.files import DataError
@@ -68,7 +70,9 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             config: PretrainConfig = parse(resolve_name(entry.program), arguments, environ)
             if config.model.kind != kind:
                 raise UsageError("--model", kind, f"the kind of its config, {config.model.kind}")
-            config = replace(config, model=config.model.completed(partial(saved_model, config)))
+            config = replace(
+                config, model=config.model.completed(partial(saved_model, config.checkpoint))
+            )
             config.check(world)
             inputs: Inputs
             if config.data.mock_data:
@@ -135,15 +139,6 @@ def take_model(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     if given is None:
         raise UsageError("--model", None, "given", works=("--model", kinds[0]))
     return given, rest
-
-
-def saved_model(config: PretrainConfig) -> dict[str, Any] | None:
-    """The config of the model of the newest checkpoint that the run may start from."""
-    folders = find_start(config.checkpoint).folders
-    if not folders:
-        return None
-    found: dict[str, Any] = newest_readable(folders)[0].manifest["config"]["model"]
-    return found
 
 
 def find_again(config: PretrainConfig, start: Start, mesh: Mesh) -> Start:
@@ -267,10 +262,11 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     if found is None:
         refuse_alike(mesh, lambda: names.append(config.model.starts_from()))
     weights = mesh.control.gather(names[-1])[0]
-    if getattr(config.model, "plan", "auto") != "auto" and mesh.tensor.size > 1:
+    own = config.model
+    if isinstance(own, HuggingFaceConfig) and own.plan != "auto" and mesh.tensor.size > 1:
         from megatron.models.proof import require_proof
 
-        refuse_alike(mesh, lambda: messages.append(require_proof(config.model, mesh)))
+        refuse_alike(mesh, lambda: messages.append(require_proof(own, mesh)))
     state = build_state(
         config.model,
         mesh,
@@ -294,7 +290,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     }
     evaluate_first = False
     if weights is not None:
-        refuse_alike(mesh, lambda: messages.extend(start_from(state, weights)))
+        refuse_alike(mesh, lambda: messages.extend(state.load_folder(weights)))
     elif found is None:
         messages.append("starting from scratch")
     elif resumed is None:
@@ -332,26 +328,9 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         state=state,
         facts=facts,
         files=config.model.files(None if found is None else found.path) if mesh.is_first else {},
-        messages=messages + warnings,
+        messages=[*messages, *warnings, *getattr(state.model, "warnings", ())],
         evaluate_first=evaluate_first,
     )
-
-
-def start_from(state: TrainState, weights: str) -> list[str]:
-    """Start from weights of transformers; what the user should know of it."""
-    from megatron.config.hf_folder import fetch, has_weights
-
-    folder = fetch(weights)
-    if not has_weights(weights, folder):
-        allowed = "a model with model.safetensors"
-        raise UsageError(
-            "--hf-model", weights, allowed, works=("--hf-model", weights, "--random-weights")
-        )
-    left_out = state.load_folder(folder)
-    found = [f"starting at step 0 from the weights of {weights}"]
-    if left_out:
-        found.append(f"left out, as the model has no part for them: {', '.join(left_out)}")
-    return found
 
 
 def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack: ExitStack) -> Loop:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import TensorSlice, load_checkpoint, load_weights, model_slices
 from megatron.config.checks import UsageError
+from megatron.config.hf_folder import fetch, has_weights
 from megatron.config.model import KindConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.models.build import build_model
@@ -133,16 +134,27 @@ class TrainState:
         load_weights(checkpoint, weights, missing=missing, surplus=surplus, mesh=self.mesh)
         self.optimizer.publish()
 
-    def load_folder(self, folder: Path) -> list[str]:
-        """Start from the weights of a folder of transformers, of an unmodified model of it; masters
-        have the values of its files. Returns and raises as of read_weights."""
+    def load_folder(self, name: str) -> list[str]:
+        """Start an unmodified model of transformers from the weights of a folder, or of a name on
+        the hub: masters have the values of its files.
+
+        Returns what the user should know. Raises ValueError, naming the tensors, for a folder of
+        another model, OSError for a file that is missing.
+        """
         from megatron.models.hf_weights import read_weights
 
+        folder = fetch(name)
+        if not has_weights(name, folder):
+            works = ("--hf-model", name, "--random-weights")
+            raise UsageError("--hf-model", name, "a model with model.safetensors", works=works)
         masters = self.optimizer.master_views()
         shards = {view.name: (view.spec, master) for view, master in masters}
         left_out = read_weights(self.model, folder, shards)
         self.optimizer.publish()
-        return left_out
+        messages = [f"starting at step 0 from the weights of {name}"]
+        if left_out:
+            messages.append(f"left out, as the model has no part for it: {', '.join(left_out)}")
+        return messages
 
     def describe_stages(self) -> list[str]:
         """A line for each pipeline rank, with its layers and parameters; none without a pipeline

@@ -3,9 +3,7 @@ from the model's own initialisation. Three steps are those of a plain loop of tr
 
 import contextlib
 import io
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,12 +20,11 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from megatron.config.checks import UsageError
 from megatron.config.model import HuggingFaceConfig, HuggingFaceMaskedConfig
-from megatron.config.training import OptimizerConfig, PrecisionConfig
+from megatron.config.training import OptimizerConfig
 from megatron.models import hf_weights
 from megatron.models.hf_weights import form_of
 from megatron.models.huggingface import Wide
-from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.sharding import gather_whole, sharding_specs
+from megatron.parallel.sharding import gather_whole
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step
 from tests.dist import Pool
@@ -126,14 +123,22 @@ def state_of(
     return build_state(section, mesh, VOCABULARY, seed=SEED, dtype=dtype, draws=draws, **others)
 
 
-def masters_of(state: TrainState) -> dict[str, Tensor]:
-    """Whole, as transformers writes them."""
+def master_views(state: TrainState) -> list[tuple[Any, Tensor]]:
+    return list(state.optimizer.master_views())
+
+
+def whole(state: TrainState, shards: list[tuple[Any, Tensor]]) -> dict[str, Tensor]:
+    """Shards of parameters, whole, by the names and in the form that transformers has."""
     return {
         view.name.removeprefix("model."): form_of(state.model, view.name).original(
-            gather_whole(master, view.spec)
+            gather_whole(shard, view.spec)
         )
-        for view, master in state.optimizer.master_views()
+        for view, shard in shards
     }
+
+
+def masters_of(state: TrainState) -> dict[str, Tensor]:
+    return whole(state, master_views(state))
 
 
 class Counting:
@@ -175,8 +180,8 @@ counted: list[int] = []
 def read(
     folders: dict[str, str], tensor_size: int, precision: str
 ) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor], list[str], int, int]]:
-    """Of each case: masters, parameters as they are computed with, what was left out, and how many
-    numbers were read and are held."""
+    """Of each case: masters, the parameters that are computed with (both as transformers writes
+    them), what was said, and how many numbers were read and are held."""
     found = {}
     hf_weights.safe_open = Counting  # type: ignore[assignment]
     try:
@@ -185,21 +190,16 @@ def read(
             section = section_of(Path(folder), CASES[name])
             dtype = getattr(torch, precision)
             state = state_of(section, tensor_size, dtype, draws=False)
-            left_out = state.load_folder(Path(folder))
-            table = sharding_specs(state.model)
-            weights = {
-                name: gather_whole(parameter, table[name])
-                for name, parameter in state.model.named_parameters()
-            }
-            held = sum(prod(spec.real(master).shape) for spec, master in specs_of(state))
-            found[name] = masters_of(state), weights, left_out, sum(counted), held
+            said = state.load_folder(folder)
+            masters, weights = (
+                whole(state, [(view, part(view, master)) for view, master in master_views(state)])
+                for part in (lambda view, master: master, lambda view, _: view.parameter.detach())
+            )
+            held = sum(prod(v.spec.real(master).shape) for v, master in master_views(state))
+            found[name] = masters, weights, said, sum(counted), held
     finally:
         hf_weights.safe_open = safe_open
     return found
-
-
-def specs_of(state: TrainState) -> list[tuple[Any, Tensor]]:
-    return [(view.spec, master) for view, master in state.optimizer.master_views()]
 
 
 @pytest.fixture(scope="module")
@@ -218,26 +218,23 @@ def theirs(folder: str, case: Case) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("tensor_size", "precision"), [(1, "bfloat16"), (2, "float64"), (4, "float32")])
+@pytest.mark.parametrize(
+    ("tensor_size", "precision"), [(1, "bfloat16"), (2, "float64"), (4, "float32")]
+)
 def test_every_bit_is_that_of_the_file_and_a_rank_reads_its_slices(
     gloo: Pool, folders: dict[str, str], tensor_size: int, precision: str
 ) -> None:
     for of_rank in gloo.run(tensor_size, read, folders, tensor_size, precision):
         for name, folder in folders.items():
-            masters, weights, left_out, count, held = of_rank[name]
+            masters, weights, said, count, held = of_rank[name]
             expected = theirs(folder, CASES[name])
             assert masters.keys() == expected.keys()
             for key, tensor in expected.items():
                 assert masters[key].equal(tensor.to(masters[key].dtype)), f"{name}: {key}"
-            for key, weight in weights.items():
-                assert weight.dtype == getattr(torch, precision)
-                master = masters[key.removeprefix("model.")]
-                assert weight.flatten().sort()[0].equal(
-                    master.to(weight.dtype).flatten().sort()[0]
-                ), f"{name}: {key}"
-            heads = ("pooler", "seq_relationship")
-            assert len(left_out) == (4 if "pretraining" in name else 0)
-            assert all(any(head in key for head in heads) for key in left_out)
+                assert weights[key].equal(tensor.to(getattr(torch, precision))), f"{name}: {key}"
+            assert folder in said[0]
+            assert len(said) == (2 if "pretraining" in name else 1)
+            assert all("bert.pooler.dense.bias" in line for line in said[1:])
             # A tied head that the file has, too, is compared with what it is tied to.
             twice = 2 * VOCABULARY * 32 if name == "GPT-2 with its tied head" else 0
             assert count == held + twice, name
@@ -246,9 +243,7 @@ def test_every_bit_is_that_of_the_file_and_a_rank_reads_its_slices(
 def test_what_transformers_makes_of_several_tensors_is_made_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = CASES["Llama in several files"]._replace(shard_size="50GB")
-    folder = write_folder(tmp_path / "hf", case)
-    expected = theirs(str(folder), case)
+    case = Case("llama", GATED | {"num_key_value_heads": 4})
     parts = ("q_proj", "k_proj", "v_proj")
 
     def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -258,12 +253,9 @@ def test_what_transformers_makes_of_several_tensors_is_made_here(
             tensors[f"model.layers.{layer}.self_attn.qkv.weight"] = fused
         return tensors
 
-    settings = json.loads((folder / "config.json").read_text())
-    settings["num_key_value_heads"] = 4
-    (folder / "config.json").write_text(json.dumps(settings))
-    wide = write_folder(tmp_path / "wide", case._replace(settings=GATED | settings_of(4)))
-    expected = theirs(str(wide), case)
-    rewrite(wide, fuse)
+    folder = write_folder(tmp_path / "hf", case)
+    expected = theirs(str(folder), case)
+    rewrite(folder, fuse)
     targets = [f"self_attn.{part}.weight" for part in parts]
     mapping = [WeightConverter("self_attn.qkv.weight", targets, operations=[Chunk(dim=0)])]
     known = conversion_mapping.get_checkpoint_conversion_mapping
@@ -272,22 +264,14 @@ def test_what_transformers_makes_of_several_tensors_is_made_here(
         return mapping if name == "llama" else known(name)
 
     monkeypatch.setattr(conversion_mapping, "get_checkpoint_conversion_mapping", also)
-    state = state_of(section_of(wide, case), 1, torch.float32, draws=False)
-    assert state.load_folder(wide) == []
+    state = state_of(section_of(folder, case), 1, torch.float32, draws=False)
+    state.load_folder(str(folder))
     found = masters_of(state)
     assert all(found[key].equal(tensor) for key, tensor in expected.items())
 
 
-def settings_of(heads: int) -> dict[str, Any]:
-    return {"num_key_value_heads": heads}
-
-
 def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     return lambda tensors: {key: each for key, each in tensors.items() if name not in key}
-
-
-def having(**others: Tensor) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    return lambda tensors: tensors | {key.replace("_0_", "."): x for key, x in others.items()}
 
 
 C_FC = "transformer.h.0.mlp.c_fc.bias"
@@ -312,7 +296,7 @@ def test_a_folder_of_another_model_is_refused_by_the_name_of_the_tensor(
     folder = write_folder(tmp_path / "hf", GPT2._replace(change=change))
     state = state_of(section_of(folder, GPT2), 1, torch.float32, draws=False)
     with pytest.raises(ValueError, match=named):
-        state.load_folder(folder)
+        state.load_folder(str(folder))
 
 
 def test_files_that_are_damaged_or_missing_are_named(tmp_path: Path) -> None:
@@ -322,24 +306,24 @@ def test_files_that_are_damaged_or_missing_are_named(tmp_path: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[:100])
     with pytest.raises(ValueError, match=file.name):
-        state.load_folder(folder)
+        state.load_folder(str(folder))
     file.unlink()
     with pytest.raises(FileNotFoundError, match=file.name):
-        state.load_folder(folder)
+        state.load_folder(str(folder))
 
 
 def test_where_a_run_starts(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", GPT2)
     assert section_of(folder, GPT2).starts_from() == str(folder)
     assert section_of(folder, GPT2, random_weights=True).starts_from() is None
-    (folder / "model.safetensors").rename(folder / "adapter.safetensors")
+    file = folder / "model.safetensors"
     for name in ("adapter.safetensors", "pytorch_model.bin"):
+        file = file.rename(folder / name)
         with pytest.raises(UsageError) as refused:
             section_of(folder, GPT2).starts_from()
         assert refused.value.flag == "--hf-model"
         assert "--random-weights" in refused.value.works
-        next(folder.glob("*.[sb]*s")).rename(folder / "pytorch_model.bin") if name[0] == "a" else 0
-    (folder / "pytorch_model.bin").unlink()
+    file.unlink()
     assert section_of(folder, GPT2).starts_from() is None
 
 
@@ -356,7 +340,7 @@ def tune(folders: dict[str, str], tensor_size: int) -> dict[str, dict[str, Tenso
     for name in TUNED:
         section = section_of(Path(folders[name]), CASES[name])
         state = state_of(section, tensor_size, torch.float64, draws=False, optimizer=OPTIMIZER)
-        state.load_folder(Path(folders[name]))
+        state.load_folder(folders[name])
         for step in range(STEPS):
             batch = samples(4, first=4 * step)
             train_step(state, micro_batches(batch, state.mesh, 2), LR)
@@ -404,8 +388,13 @@ def test_fine_tuning_is_that_of_a_plain_loop(
         first = theirs(folders[name], CASES[name])
         for key, expected in tune_there(folders[name]).items():
             assert not torch.equal(expected, first[key].double())
-            difference = float((found[name][key] - expected).norm() / expected.norm())
-            assert difference <= 1e-11, f"{name}, {key}: off by {difference:.2g}"
+            own = found[name][key]
+            if key.endswith("c_attn.bias"):
+                # The gradient of a bias of keys is zero in theory; Adam makes 1e-11 of rounding.
+                assert (own - expected).abs().max() < 1e-10
+                own, expected = (torch.cat([x[:32], x[64:]]) for x in (own, expected))
+            difference = float((own - expected).norm() / expected.norm())
+            assert difference <= 1e-12, f"{name}, {key}: off by {difference:.2g}"
 
 
 # Random weights.
