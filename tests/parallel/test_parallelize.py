@@ -96,8 +96,8 @@ def twice_on_one(m: Layers, x: Tensor) -> Tensor:
     return m.down(F.gelu(m.up(x)) * m.up(x))
 
 
-def checkpointed(m: Layers, x: Tensor, **options: Any) -> Tensor:
-    return x + checkpoint(partial(gated, m), x, use_reentrant=False)
+def checkpointed(m: Layers, x: Tensor, use_reentrant: bool = False) -> Tensor:
+    return x + checkpoint(partial(gated, m), x, use_reentrant=use_reentrant)
 
 
 def checkpointed_inside(m: Layers, x: Tensor) -> Tensor:
@@ -215,6 +215,9 @@ RIGHT = {
     "one instance of two names": Case(shared_instance, PAIR),
     "one instance by its second name": Case(shared_instance, {"other": Column(), "down": Row()}),
     "checkpointed": Case(partial(with_gate, checkpointed), GATED),
+    "checkpointed, reentrant": Case(
+        partial(with_gate, partial(checkpointed, use_reentrant=True)), GATED
+    ),
     "checkpointed in part": Case(partial(with_gate, checkpointed_inside), GATED),
     "without gradients, then with": Case(partial(with_gate, once_without_gradients), GATED),
     "of tokens without gradients, then with": of_tokens(once_without_gradients),
@@ -511,6 +514,13 @@ REFUSED = {
         Case(lambda: sequential(linear(9, 4)), {"0": Local("in_features")}),
     ),
     "no such move": ("up", Case(Pair, {"up": Moved({0: ("tokens", "channels")}, {})})),
+    "outputs by name": (
+        "0",
+        Case(
+            lambda: sequential(Layers(lambda m, x: {"y": x})),
+            {"0": Moved({}, {0: ("whole", "tokens")})},
+        ),
+    ),
     "no such input": ("up", Case(Pair, {"up": Moved({"mask": ("whole", "tokens")}, {})})),
     "cut twice": (
         "up",
