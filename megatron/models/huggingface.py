@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from textwrap import shorten
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megatron.config.model import HuggingFaceConfig
+from megatron.config.checks import UsageError
+from megatron.config.model import HuggingFaceConfig, has_window
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.decoder import document_mask
@@ -289,13 +291,25 @@ def unmodified(config: HuggingFaceConfig, auto_class: str) -> Any:
     described.use_cache, described.dtype = False, "float32"  # in which initial values are drawn
     maker = getattr(transformers, auto_class)
     with torch.device("cpu"), parameters_on_meta():
-        try:
-            return maker.from_config(described, attn_implementation="megatron")
-        except KeyError as error:
-            if error.args != ("megatron",):
-                raise
-            # The model chooses its attention from a table of its own, such as GPT-J's.
-            return maker.from_config(described, attn_implementation="eager")
+        model = maker.from_config(described, attn_implementation="eager")
+    model.set_attn_implementation("megatron")  # but for models with attention of their own code
+    return model
+
+
+@contextmanager
+def _refused(config: HuggingFaceConfig, allowed: str) -> Iterator[None]:
+    """What does not go is of --hf-model, or of the user's plan."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (ValueError, ImportError) as error:
+        (reason, *_) = str(error).strip().splitlines() or [type(error).__name__]
+        reason = shorten(reason.partition(". ")[0], 300)  # transformers lists all that it knows
+        if isinstance(error, PlanError) and config.plan != "auto":
+            allowed = f"a plan that fits --hf-model {config.hf_model}: {reason}"
+            raise UsageError("--plan", None, allowed, works=("--plan", "auto")) from error
+        raise UsageError("--hf-model", config.hf_model, f"{allowed}: {reason}") from error
 
 
 class HuggingFace(nn.Module):
@@ -305,11 +319,16 @@ class HuggingFace(nn.Module):
     auto_class: ClassVar = "AutoModelForCausalLM"
 
     def __init__(self, config: Any, factory: LayerFactory, vocab_size: int) -> None:
-        """config: a HuggingFaceConfig. vocab_size: of the tokenizer, at most that of the model."""
+        """config: a HuggingFaceConfig. vocab_size: of the tokenizer, at most that of the model.
+        Raises UsageError for a model that transformers does not know so, and for a plan that does
+        not fit it."""
         super().__init__()
         self.config, self.place = config, Place()
         self.buffers_on: torch.device | None = None
-        model = unmodified(config, self.auto_class)
+        assert factory.parallelize is not None, "this tensor-parallel mode takes no such model"
+        self.tensor = factory.tensor
+        with _refused(config, f"a model that {self.auto_class} of transformers builds"):
+            model = unmodified(config, self.auto_class)
         self.vocab_size = model.config.get_text_config().vocab_size
         if vocab_size > self.vocab_size:
             raise ValueError(
@@ -317,7 +336,8 @@ class HuggingFace(nn.Module):
             )
         if config.recompute_granularity == "full":
             arithmetic = {"context_fn": lambda: (nullcontext(), self.arithmetic())}
-            model.activation_checkpointing_enable({"use_reentrant": False, **arithmetic})
+            with _refused(config, "one that recomputes its layers"):
+                model.activation_checkpointing_enable({"use_reentrant": False, **arithmetic})
         self._replace_dropout(model, factory)
         self.warnings = []
         if self.drawn:
@@ -325,19 +345,21 @@ class HuggingFace(nn.Module):
                 "warning: torch draws what these drop, which so depends on micro-batches and "
                 f"layout: {', '.join(self.drawn)}"
             )
-        assert factory.parallelize is not None, "this tensor-parallel mode takes no such model"
-        self.tensor = factory.tensor
-        plan = plan_of(model, config.plan)
-        self.model = factory.parallelize(model, plan)
+        with _refused(config, "a model that can be cut"):
+            plan = plan_of(model, config.plan)
+            self.model = factory.parallelize(model, plan)
         head = model.get_output_embeddings()
         self.reads = "input" if isinstance(head, ColumnLinear) else "output"
 
     def _replace_dropout(self, model: Any, factory: LayerFactory) -> None:
         text = model.config.get_text_config()
         names = ("hidden_size", "embedding_size", "word_embed_proj_dim")
-        widths = {getattr(text, name, None) for name in names} - {None}
+        widths: list[int] = [getattr(text, name) for name in names if hasattr(text, name)]
+        is_ours = model.config._attn_implementation == "megatron"
         for name, module in [*model.named_modules()]:
-            if "Attention" in type(module).__name__ and hasattr(module, "config"):
+            if "Attention" in type(module).__name__:
+                if not is_ours:
+                    continue  # some of its dropout is of probabilities, as its own code has them
                 module.megatron_core = factory.attention_core(0.0, f"{name}.core")
                 module.megatron_core.place = self.place
             for own_name, child in [*module.named_children()]:
@@ -345,7 +367,8 @@ class HuggingFace(nn.Module):
                     dropout = factory.dropout(child.p, f"{name}.{own_name}")
                     planned = PlannedDropout(dropout, self.place, widths, factory.tensor.size)
                     setattr(module, own_name, planned)
-        self.drawn, self.drawn_key = other_dropout(model), factory.dropout(0.0, "drawn").key
+        self.drawn = other_dropout(model)
+        self.drawn_key: Any = factory.dropout(0.0, "drawn").key
 
     def denominators(self, batch: Any) -> list[float]:
         return [float(batch.loss_mask.sum(dtype=np.float64))]
@@ -355,7 +378,12 @@ class HuggingFace(nn.Module):
         padding."""
         if batch.document_starts is None:
             return {"input_ids": batch.tokens}
+        if has_window(self.model.config.get_text_config().to_dict()):
+            raise NotImplementedError("a mask of documents would take the place of its window")
         mask = document_mask(batch.document_starts)
+        if self.model.config._attn_implementation != "megatron":  # it adds masks to scores
+            dtype = next(self.model.parameters()).dtype
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         return {
             "input_ids": batch.tokens,
             "position_ids": batch.positions,
