@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from textwrap import shorten
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from megatron.config.model import HuggingFaceConfig, has_window
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.decoder import document_mask
+from megatron.models.registry import NO_END
 from megatron.models.transformer import text_rows
 from megatron.parallel.collectives import split_with_gradient
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -312,6 +313,16 @@ def _refused(config: HuggingFaceConfig, allowed: str) -> Iterator[None]:
         raise UsageError("--hf-model", config.hf_model, f"{allowed}: {reason}") from error
 
 
+class KeyValueCache(Protocol):
+    """What such a model asks of megatron/inference/cache.py."""
+
+    first: Tensor | None
+    length: int
+    other: Any
+
+    def advance(self, columns: int) -> None: ...
+
+
 class HuggingFace(nn.Module):
     """A model of transformers that predicts the next token, as this project trains one."""
 
@@ -325,6 +336,8 @@ class HuggingFace(nn.Module):
         super().__init__()
         self.config, self.place = config, Place()
         self.buffers_on: torch.device | None = None
+        self.has_run = False
+        self.positions = config.positions or NO_END
         assert factory.parallelize is not None, "this tensor-parallel mode takes no such model"
         self.tensor = factory.tensor
         with _refused(config, f"a model that {self.auto_class} of transformers builds"):
@@ -394,16 +407,39 @@ class HuggingFace(nn.Module):
         """Such a model is one stage: what goes into its layers are its arguments."""
         return self.arguments(batch)
 
-    def layers(self, x: Any, batch: Any, *, numbers: Any = None) -> Tensor:
+    def layers(
+        self, x: Any, batch: Any, cache: KeyValueCache | None = None, *, numbers: Any = None
+    ) -> Tensor:
         """What the output layer reads, [n, h]; where the model goes on with its logits, these:
-        [n, v/t] of this rank's columns, or [n, v] where the plan leaves the output layer whole."""
+        [n, v/t] of this rank's columns, or [n, v] where the plan leaves the output layer whole.
+        cache: as of Decoder; keys and values are in the model's own."""
         self.place.rows = text_rows(batch)
         if self.drawn and self.training:
             # Alike on the ranks that hold one model; layers that are recomputed draw the same.
             torch.manual_seed(int(fold(self.drawn_key, known(self.place.rows)).sum()))
         with self.arithmetic():
+            if cache is not None:
+                if not self.has_run:
+                    self._call(x)  # whose second try would read the tokens twice
+                x = x | self._following(cache, batch)
             output = self._call(x)
+        if cache is not None:
+            cache.advance(batch.tokens.shape[1])
         return output.flatten(0, 1)
+
+    def _following(self, cache: KeyValueCache, batch: GPT2Batch) -> dict[str, Any]:
+        """The arguments of tokens that follow those of the cache."""
+        from transformers import DynamicCache
+
+        if cache.other is None:
+            cache.other = DynamicCache(config=self.model.config)
+        found: dict[str, Any] = {"past_key_values": cache.other, "use_cache": True}
+        if cache.first is not None:
+            count = cache.length + batch.tokens.shape[1]
+            columns = torch.arange(count, device=cache.first.device)
+            is_real = columns >= cache.first[:, None]
+            found |= {"attention_mask": is_real.long(), "position_ids": batch.positions}
+        return found
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Under which the model's code runs, and what is recomputed of it."""
@@ -420,7 +456,7 @@ class HuggingFace(nn.Module):
                 for name, buffer in [*module.named_buffers(recurse=False)]:
                     setattr(module, name, buffer.to(device))
         try:
-            logits: Tensor = self.model(**arguments, use_cache=False).logits
+            logits: Tensor = self.model(**({"use_cache": False} | arguments)).logits
             is_input = isinstance(head, ColumnLinear) and logits is head.seen
         finally:
             if isinstance(head, ColumnLinear):
@@ -429,6 +465,7 @@ class HuggingFace(nn.Module):
             # The model scales or caps its logits, which it can do with those of a rank, too.
             self.reads = "own columns"
             return self._call(arguments)
+        self.has_run = True
         return logits
 
     def logits(self, x: Tensor) -> Tensor:
