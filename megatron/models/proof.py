@@ -163,9 +163,6 @@ class Proof:
         if self.failure is not None:
             return [self.failure]
         found = []
-        if self.first is not None:
-            by = self.outputs[self.first]
-            found.append(f"{self.first} is the first module whose output is off, by {by:.2g}")
         off = {name: value for name, value in self.gradients.items() if not value <= TOLERANCE}
         if off:
             most = sorted(off, key=lambda name: -off[name])[:3]
@@ -174,6 +171,9 @@ class Proof:
         for name in ("logits", "loss"):
             if not (value := getattr(self, name)) <= TOLERANCE:
                 found.append(f"the {name} {'is' if name == 'loss' else 'are'} off by {value:.2g}")
+        if found and self.first is not None:  # alone it may be of padding, of which nothing comes
+            by = self.outputs[self.first]
+            found.insert(0, f"{self.first} is the first module whose output is off, by {by:.2g}")
         return found
 
     @property
