@@ -47,6 +47,7 @@ from megatron.parallel.plan import (
     Style,
     Summed,
     Vocabulary,
+    Whole,
     read_plan,
     read_style,
 )
@@ -85,6 +86,10 @@ _WHOLE_GATES: Mapping[str, Style] = {  # whose mean and deviation decide which o
 }
 MENDED: Mapping[str, Mapping[str, Style]] = {
     "apertus": {"*.mlp.act_fn": Summed()},  # parameters of an activation of cut columns
+    # Masks of all heads, which are computed of all values.
+    "doge": {"*.self_attn.*_proj": Whole()},
+    "esmc": {"*.self_attn.[qkv]_proj": Column(gather=True)},  # norms over all heads
+    "neomme": {"*.self_attn.*_proj": Whole()},  # numbers of heads from the config
     "gemma3n": _WHOLE_GATES,
     "gemma3n_text": {
         each.replace("*.language_model", "model"): style for each, style in _WHOLE_GATES.items()
@@ -205,24 +210,23 @@ def run_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it, on our kernels: q [b, a, s, d], k and v
     [b, g, m, d], mask bool or added to the scores, to [b, s, a, d]."""
-    for name in ("s_aux", "position_bias"):
-        if others.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__}: attention with {name}")
+    if others.get("position_bias") is not None:
+        raise NotImplementedError(f"{type(module).__name__}: attention with position_bias")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1
-    size, softcap = query.shape[-1], others.get("softcap")
+    size, softcap, sinks = query.shape[-1], others.get("softcap"), others.get("s_aux")
     if scaling is not None and scaling != size**-0.5:
         query = query * (scaling * size**0.5)
     if causal and key.shape[2] > query.shape[2]:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     is_added = attention_mask is not None and attention_mask.is_floating_point()
-    if softcap is not None or is_added:
+    if softcap is not None or sinks is not None or is_added:
         if dropout:
-            what = "capped scores" if softcap is not None else "a mask that is added to scores"
+            what = "capped scores, sinks or a mask that is added to scores"
             raise NotImplementedError(f"{type(module).__name__}: attention dropout with {what}")
         if causal:
             attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
-        heads = attention_by_scores(query, key, value, attention_mask, softcap)
+        heads = attention_by_scores(query, key, value, attention_mask, softcap, sinks)
         return heads.transpose(1, 2).contiguous(), None
     core: Any = getattr(module, "megatron_core", None)
     if core is None:
@@ -234,10 +238,15 @@ def run_attention(
 
 
 def attention_by_scores(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """[b, a, s, d], with scores c tanh(scores / c) of softcap c: what no fused kernel computes.
-    mask: bool, or added to the scores."""
+    mask: bool, or added to the scores. sinks: [a], a score more of each head, of no value."""
     shared = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
@@ -247,8 +256,12 @@ def attention_by_scores(
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
+    if sinks is not None:
+        more = sinks.view(1, -1, 1, 1).to(scores.dtype).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, more], -1)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(-1, dtype=wide).to(query.dtype) @ value
+    shares = scores.softmax(-1, dtype=wide)[..., : key.shape[2]]
+    return shares.to(query.dtype) @ value
 
 
 # What the attention of a model calls the probability that it gives to run_attention.
