@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from textwrap import shorten
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -23,10 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megatron.config.model import HuggingFaceConfig
+from megatron.config.checks import UsageError
+from megatron.config.model import HuggingFaceConfig, has_window
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.decoder import document_mask
+from megatron.models.registry import NO_END
 from megatron.models.transformer import text_rows
 from megatron.parallel.collectives import split_with_gradient
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -44,6 +47,7 @@ from megatron.parallel.plan import (
     Style,
     Summed,
     Vocabulary,
+    Whole,
     read_plan,
     read_style,
 )
@@ -82,6 +86,10 @@ _WHOLE_GATES: Mapping[str, Style] = {  # whose mean and deviation decide which o
 }
 MENDED: Mapping[str, Mapping[str, Style]] = {
     "apertus": {"*.mlp.act_fn": Summed()},  # parameters of an activation of cut columns
+    # Masks of all heads, which are computed of all values.
+    "doge": {"*.self_attn.*_proj": Whole()},
+    "esmc": {"*.self_attn.[qkv]_proj": Column(gather=True)},  # norms over all heads
+    "neomme": {"*.self_attn.*_proj": Whole()},  # numbers of heads from the config
     "gemma3n": _WHOLE_GATES,
     "gemma3n_text": {
         each.replace("*.language_model", "model"): style for each, style in _WHOLE_GATES.items()
@@ -202,24 +210,23 @@ def run_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it, on our kernels: q [b, a, s, d], k and v
     [b, g, m, d], mask bool or added to the scores, to [b, s, a, d]."""
-    for name in ("s_aux", "position_bias"):
-        if others.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__}: attention with {name}")
+    if others.get("position_bias") is not None:
+        raise NotImplementedError(f"{type(module).__name__}: attention with position_bias")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1
-    size, softcap = query.shape[-1], others.get("softcap")
+    size, softcap, sinks = query.shape[-1], others.get("softcap"), others.get("s_aux")
     if scaling is not None and scaling != size**-0.5:
         query = query * (scaling * size**0.5)
     if causal and key.shape[2] > query.shape[2]:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     is_added = attention_mask is not None and attention_mask.is_floating_point()
-    if softcap is not None or is_added:
+    if softcap is not None or sinks is not None or is_added:
         if dropout:
-            what = "capped scores" if softcap is not None else "a mask that is added to scores"
+            what = "capped scores, sinks or a mask that is added to scores"
             raise NotImplementedError(f"{type(module).__name__}: attention dropout with {what}")
         if causal:
             attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
-        heads = attention_by_scores(query, key, value, attention_mask, softcap)
+        heads = attention_by_scores(query, key, value, attention_mask, softcap, sinks)
         return heads.transpose(1, 2).contiguous(), None
     core: Any = getattr(module, "megatron_core", None)
     if core is None:
@@ -231,10 +238,15 @@ def run_attention(
 
 
 def attention_by_scores(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """[b, a, s, d], with scores c tanh(scores / c) of softcap c: what no fused kernel computes.
-    mask: bool, or added to the scores."""
+    mask: bool, or added to the scores. sinks: [a], a score more of each head, of no value."""
     shared = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
@@ -244,8 +256,12 @@ def attention_by_scores(
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
+    if sinks is not None:
+        more = sinks.view(1, -1, 1, 1).to(scores.dtype).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, more], -1)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(-1, dtype=wide).to(query.dtype) @ value
+    shares = scores.softmax(-1, dtype=wide)[..., : key.shape[2]]
+    return shares.to(query.dtype) @ value
 
 
 # What the attention of a model calls the probability that it gives to run_attention.
@@ -289,13 +305,35 @@ def unmodified(config: HuggingFaceConfig, auto_class: str) -> Any:
     described.use_cache, described.dtype = False, "float32"  # in which initial values are drawn
     maker = getattr(transformers, auto_class)
     with torch.device("cpu"), parameters_on_meta():
-        try:
-            return maker.from_config(described, attn_implementation="megatron")
-        except KeyError as error:
-            if error.args != ("megatron",):
-                raise
-            # The model chooses its attention from a table of its own, such as GPT-J's.
-            return maker.from_config(described, attn_implementation="eager")
+        model = maker.from_config(described, attn_implementation="eager")
+    model.set_attn_implementation("megatron")  # but for models with attention of their own code
+    return model
+
+
+@contextmanager
+def _refused(config: HuggingFaceConfig, allowed: str) -> Iterator[None]:
+    """What does not go is of --hf-model, or of the user's plan."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (ValueError, ImportError) as error:
+        (reason, *_) = str(error).strip().splitlines() or [type(error).__name__]
+        reason = shorten(reason.partition(". ")[0], 300)  # transformers lists all that it knows
+        if isinstance(error, PlanError) and config.plan != "auto":
+            allowed = f"a plan that fits --hf-model {config.hf_model}: {reason}"
+            raise UsageError("--plan", None, allowed, works=("--plan", "auto")) from error
+        raise UsageError("--hf-model", config.hf_model, f"{allowed}: {reason}") from error
+
+
+class KeyValueCache(Protocol):
+    """What such a model asks of megatron/inference/cache.py."""
+
+    first: Tensor | None
+    length: int
+    other: Any
+
+    def advance(self, columns: int) -> None: ...
 
 
 class HuggingFace(nn.Module):
@@ -305,11 +343,18 @@ class HuggingFace(nn.Module):
     auto_class: ClassVar = "AutoModelForCausalLM"
 
     def __init__(self, config: Any, factory: LayerFactory, vocab_size: int) -> None:
-        """config: a HuggingFaceConfig. vocab_size: of the tokenizer, at most that of the model."""
+        """config: a HuggingFaceConfig. vocab_size: of the tokenizer, at most that of the model.
+        Raises UsageError for a model that transformers does not know so, and for a plan that does
+        not fit it."""
         super().__init__()
         self.config, self.place = config, Place()
         self.buffers_on: torch.device | None = None
-        model = unmodified(config, self.auto_class)
+        self.has_run = False
+        self.positions = config.positions or NO_END
+        assert factory.parallelize is not None, "this tensor-parallel mode takes no such model"
+        self.tensor = factory.tensor
+        with _refused(config, f"a model that {self.auto_class} of transformers builds"):
+            model = unmodified(config, self.auto_class)
         self.vocab_size = model.config.get_text_config().vocab_size
         if vocab_size > self.vocab_size:
             raise ValueError(
@@ -317,7 +362,8 @@ class HuggingFace(nn.Module):
             )
         if config.recompute_granularity == "full":
             arithmetic = {"context_fn": lambda: (nullcontext(), self.arithmetic())}
-            model.activation_checkpointing_enable({"use_reentrant": False, **arithmetic})
+            with _refused(config, "one that recomputes its layers"):
+                model.activation_checkpointing_enable({"use_reentrant": False, **arithmetic})
         self._replace_dropout(model, factory)
         self.warnings = []
         if self.drawn:
@@ -325,19 +371,21 @@ class HuggingFace(nn.Module):
                 "warning: torch draws what these drop, which so depends on micro-batches and "
                 f"layout: {', '.join(self.drawn)}"
             )
-        assert factory.parallelize is not None, "this tensor-parallel mode takes no such model"
-        self.tensor = factory.tensor
-        plan = plan_of(model, config.plan)
-        self.model = factory.parallelize(model, plan)
+        with _refused(config, "a model that can be cut"):
+            plan = plan_of(model, config.plan)
+            self.model = factory.parallelize(model, plan)
         head = model.get_output_embeddings()
         self.reads = "input" if isinstance(head, ColumnLinear) else "output"
 
     def _replace_dropout(self, model: Any, factory: LayerFactory) -> None:
         text = model.config.get_text_config()
         names = ("hidden_size", "embedding_size", "word_embed_proj_dim")
-        widths = {getattr(text, name, None) for name in names} - {None}
+        widths: list[int] = [getattr(text, name) for name in names if hasattr(text, name)]
+        is_ours = model.config._attn_implementation == "megatron"
         for name, module in [*model.named_modules()]:
-            if "Attention" in type(module).__name__ and hasattr(module, "config"):
+            if "Attention" in type(module).__name__:
+                if not is_ours:
+                    continue  # some of its dropout is of probabilities, as its own code has them
                 module.megatron_core = factory.attention_core(0.0, f"{name}.core")
                 module.megatron_core.place = self.place
             for own_name, child in [*module.named_children()]:
@@ -345,7 +393,8 @@ class HuggingFace(nn.Module):
                     dropout = factory.dropout(child.p, f"{name}.{own_name}")
                     planned = PlannedDropout(dropout, self.place, widths, factory.tensor.size)
                     setattr(module, own_name, planned)
-        self.drawn, self.drawn_key = other_dropout(model), factory.dropout(0.0, "drawn").key
+        self.drawn = other_dropout(model)
+        self.drawn_key: Any = factory.dropout(0.0, "drawn").key
 
     def denominators(self, batch: Any) -> list[float]:
         return [float(batch.loss_mask.sum(dtype=np.float64))]
@@ -355,7 +404,12 @@ class HuggingFace(nn.Module):
         padding."""
         if batch.document_starts is None:
             return {"input_ids": batch.tokens}
+        if has_window(self.model.config.get_text_config().to_dict()):
+            raise NotImplementedError("a mask of documents would take the place of its window")
         mask = document_mask(batch.document_starts)
+        if self.model.config._attn_implementation != "megatron":  # it adds masks to scores
+            dtype = next(self.model.parameters()).dtype
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         return {
             "input_ids": batch.tokens,
             "position_ids": batch.positions,
@@ -366,16 +420,39 @@ class HuggingFace(nn.Module):
         """Such a model is one stage: what goes into its layers are its arguments."""
         return self.arguments(batch)
 
-    def layers(self, x: Any, batch: Any, *, numbers: Any = None) -> Tensor:
+    def layers(
+        self, x: Any, batch: Any, cache: KeyValueCache | None = None, *, numbers: Any = None
+    ) -> Tensor:
         """What the output layer reads, [n, h]; where the model goes on with its logits, these:
-        [n, v/t] of this rank's columns, or [n, v] where the plan leaves the output layer whole."""
+        [n, v/t] of this rank's columns, or [n, v] where the plan leaves the output layer whole.
+        cache: as of Decoder; keys and values are in the model's own."""
         self.place.rows = text_rows(batch)
         if self.drawn and self.training:
             # Alike on the ranks that hold one model; layers that are recomputed draw the same.
             torch.manual_seed(int(fold(self.drawn_key, known(self.place.rows)).sum()))
         with self.arithmetic():
+            if cache is not None:
+                if not self.has_run:
+                    self._call(x)  # whose second try would read the tokens twice
+                x = x | self._following(cache, batch)
             output = self._call(x)
+        if cache is not None:
+            cache.advance(batch.tokens.shape[1])
         return output.flatten(0, 1)
+
+    def _following(self, cache: KeyValueCache, batch: GPT2Batch) -> dict[str, Any]:
+        """The arguments of tokens that follow those of the cache."""
+        from transformers import DynamicCache
+
+        if cache.other is None:
+            cache.other = DynamicCache(config=self.model.config)
+        found: dict[str, Any] = {"past_key_values": cache.other, "use_cache": True}
+        if cache.first is not None:
+            count = cache.length + batch.tokens.shape[1]
+            columns = torch.arange(count, device=cache.first.device)
+            is_real = columns >= cache.first[:, None]
+            found |= {"attention_mask": is_real.long(), "position_ids": batch.positions}
+        return found
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Under which the model's code runs, and what is recomputed of it."""
@@ -392,7 +469,7 @@ class HuggingFace(nn.Module):
                 for name, buffer in [*module.named_buffers(recurse=False)]:
                     setattr(module, name, buffer.to(device))
         try:
-            logits: Tensor = self.model(**arguments, use_cache=False).logits
+            logits: Tensor = self.model(**({"use_cache": False} | arguments)).logits
             is_input = isinstance(head, ColumnLinear) and logits is head.seen
         finally:
             if isinstance(head, ColumnLinear):
@@ -401,6 +478,7 @@ class HuggingFace(nn.Module):
             # The model scales or caps its logits, which it can do with those of a rank, too.
             self.reads = "own columns"
             return self._call(arguments)
+        self.has_run = True
         return logits
 
     def logits(self, x: Tensor) -> Tensor:

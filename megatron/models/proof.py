@@ -35,7 +35,9 @@ from megatron.parallel.planned import AS_IT_IS, ColumnLinear, Form, Planned, Sha
 from megatron.parallel.sharding import gather_whole, materialize
 
 TOLERANCE = 1e-9  # of the norm of what is compared
-ZERO = 1e-9  # a gradient this small beside the model's is zero, as that of a key's bias
+# Of the model's gradient: what is smaller, such as that of a key's bias, which is zero, is mostly
+# rounding, and its difference relative to this.
+SMALL = 1e-5
 SAMPLES, LENGTH = 3, 12  # of the batch; sequences of 12, 9 and 5 tokens and padding behind them
 LAYERS, HIDDEN, HEADS, VOCABULARY, WINDOW = 2, 128, 8, 101, 5
 
@@ -102,10 +104,12 @@ def _shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(own := given.get("per_layer_config"), Mapping):  # by layers, as of Gemma 4
         by_layer = {int(key): value for key, value in own.items()}
         found["per_layer_config"] = {
-            str(new): {name: found[f"global_{name}"] if f"global_{name}" in found else each
-                       for name, each in by_layer[old].items()}
-            for new, old in enumerate(places) if old in by_layer
-        }  # fmt: skip
+            str(new): {
+                name: found.get(f"global_{name}", each) for name, each in by_layer[old].items()
+            }
+            for new, old in enumerate(places)
+            if old in by_layer
+        }
     put(VOCABULARY, "vocab_size", "vocab_size_per_layer_input")
     put(64, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
     put(WINDOW, "sliding_window")
@@ -163,9 +167,6 @@ class Proof:
         if self.failure is not None:
             return [self.failure]
         found = []
-        if self.first is not None:
-            by = self.outputs[self.first]
-            found.append(f"{self.first} is the first module whose output is off, by {by:.2g}")
         off = {name: value for name, value in self.gradients.items() if not value <= TOLERANCE}
         if off:
             most = sorted(off, key=lambda name: -off[name])[:3]
@@ -174,6 +175,9 @@ class Proof:
         for name in ("logits", "loss"):
             if not (value := getattr(self, name)) <= TOLERANCE:
                 found.append(f"the {name} {'is' if name == 'loss' else 'are'} off by {value:.2g}")
+        if found and self.first is not None:  # alone it may be of padding, of which nothing comes
+            by = self.outputs[self.first]
+            found.insert(0, f"{self.first} is the first module whose output is off, by {by:.2g}")
         return found
 
     @property
@@ -465,9 +469,9 @@ def _norm(tensors: Any) -> float:
 
 
 def _difference(found: Tensor, wanted: Tensor, model_norm: float = 0.0) -> float:
-    """Relative; to the model's norm where the wanted one is zero."""
-    norm = float(wanted.norm())
-    if norm <= ZERO * model_norm:
-        norm = model_norm
+    """Relative to the norm of what is wanted; model_norm: of all gradients, where it is one."""
+    norm = max(float(wanted.norm()), SMALL * model_norm)
     off = float((found - wanted).norm())
-    return off / norm if norm and isfinite(off) else off or 0.0 if isfinite(off) else float("inf")
+    if not isfinite(off):
+        return float("inf")
+    return off / norm if norm else off

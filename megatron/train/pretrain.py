@@ -257,7 +257,8 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     resumed = None if found is None or start.finetune else found.manifest
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
-    compiled, warnings = choose_compile(config.training.compile, mesh, pipeline)
+    asked = config.training.compile if config.model.can_compile else False
+    compiled, warnings = choose_compile(asked, mesh, pipeline)
     names = list[str | None]([None])
     if found is None:
         refuse_alike(mesh, lambda: names.append(config.model.starts_from()))

@@ -80,6 +80,9 @@ CASES = {
     "neox, one after the other": Case("gpt_neox", {"use_parallel_residual": False}),
     "opt": Case("opt"),
     "opt, documents": Case("opt", has_documents=True),
+    "gptj, attention of its own code": Case("gptj"),
+    "gptj, documents": Case("gptj", has_documents=True),
+    "marian, frozen positions": Case("marian"),
     "gemma2, capped logits": Case("gemma2"),
     "bert": Case("bert"),
     "bert, untied": Case("bert", {"tie_word_embeddings": False}),
@@ -139,12 +142,13 @@ def differences(tensor_size: int) -> dict[str, dict[str, float]]:
         theirs = {
             each: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for each, parameter in plain.named_parameters()
+            if parameter.requires_grad
         }
         assert theirs.keys() == gradients.keys()
         norm = float(torch.nn.utils.get_total_norm(theirs.values()))
         found[name] = {
             "logits": distance(logits, wanted),
-            "loss": abs(loss - float(their)) / float(their),
+            "loss": abs(loss / their.item() - 1),
             **{each: distance(gradients[each], theirs[each], norm) for each in theirs},
         }
     return found
@@ -184,6 +188,7 @@ def test_a_window_changes_the_loss() -> None:
         ("opt", DROPOUT["opt"], ["decoder.dropout = 0.1", "decoder.layers.0.dropout = 0.1"]),
         ("opt", {"layerdrop": 0.2}, ["decoder.layerdrop = 0.2"]),
         ("opt", {"attention_dropout": 0.1}, []),
+        ("gptj", {"attn_pdrop": 0.1}, ["h.0.attn.attn_dropout.p = 0.1"]),
         *((model, DROPOUT[model], []) for model in DROPOUT if model != "opt"),
     ],
 )
@@ -213,6 +218,26 @@ def test_what_torch_draws_is_of_samples_alone(gloo: Pool) -> None:
     for world, tensor_size, recompute in [(2, 2, "none"), (2, 1, "none"), (2, 2, "full")]:
         for found in gloo.run(world, losses_of, tensor_size, recompute):
             assert found == pytest.approx(wanted, rel=1e-11)
+
+
+def frozen_weights(tensor_size: int) -> dict[str, float]:
+    """How far two steps move what the model has as frozen, and the median of the rest."""
+    state = tiny_state(mesh_of_ranks(tensor_size), hf_section("marian"))
+    before = whole_weights(state.model)
+    for number in range(2):
+        train_step(state, [samples(3, first=3 * number)], 1e-2)
+    names = {n for n, each in state.model.named_parameters() if not each.requires_grad}
+    assert names == {"model.model.decoder.embed_positions.weight"}
+    after = whole_weights(state.model)
+    moved = {name: float((after[name] - before[name]).norm()) for name in before}
+    others = sorted(moved[name] for name in moved.keys() - names)
+    return {"frozen": max(moved[name] for name in names), "others": others[len(others) // 2]}
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_what_is_frozen_stays(gloo: Pool, tensor_size: int) -> None:
+    for moved in gloo.run(tensor_size, frozen_weights, tensor_size):
+        assert moved["frozen"] == 0 < moved["others"]
 
 
 def continuations(tensor_size: int) -> dict[str, bool]:

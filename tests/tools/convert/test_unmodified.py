@@ -15,8 +15,11 @@ from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.save import save_checkpoint
+from megatron.config.checkpoint import TrainedConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_newest
+from megatron.train.trained import open_trained
 from tests.data.samples import write_data_of_tokenizer
 from tests.dist import Pool
 from tests.models.test_hf_weights import CASES, Case, rewrite, section_of, state_of, write_folder
@@ -26,6 +29,7 @@ from tests.tools.convert.models import assert_same_weights, write_model
 from tools.convert.unmodified import compare_model
 from tools.convert.unmodified import write_model as write_unmodified
 from tools.convert_hf import export_model
+from tools.generate import main as generate_main
 
 PROGRAM = "--model huggingface"
 STILL = "--train-iters 1 --lr 1e-30 --min-lr 0 --weight-decay 0 --lr-warmup-iters 0"
@@ -203,21 +207,36 @@ def test_another_model_is_not_resumed(tuned: dict[str, Path], tmp_path: Path) ->
 
 
 @torch.no_grad()
-def test_the_harness_scores_the_exported_folder_as_the_trained_model(
-    tuned: dict[str, Path],
-) -> None:
+def test_the_harness_scores_the_exported_folder_as_the_checkpoint(tuned: dict[str, Path]) -> None:
     pytest.importorskip("lm_eval")
     pytest.importorskip("accelerate")
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    harness: Any = HFLM(str(tuned["run"]), device="cpu", batch_size=1, dtype="float32")
+    from tools.harness.language_model import CheckpointLM
+
+    trained = TrainedConfig(load=str(tuned["run checkpoints"]))
+    folders, tokenizer, _ = open_trained(trained, ParallelConfig(), 1)
+    _, model = load_newest(folders, serial_mesh())
+    ours = CheckpointLM(model, serial_mesh(), tokenizer, 2)
+    theirs: Any = HFLM(str(tuned["run"]), device="cpu", batch_size=1, dtype="float32")
     pairs = [("the th", "in"), ("in", " the"), ("wind", " in")]
     asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
-    _, ours = load_newest([newest(tuned["run checkpoints"])], serial_mesh())
-    for (context, rest), (score, _) in zip(pairs, harness.loglikelihood(asked), strict=True):
-        first, ids = (harness.tok_encode(text) for text in (context, context + rest))
-        rows = ours.model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
-        places = range(len(first), len(ids))
-        expected = sum(rows[place - 1, ids[place]].item() for place in places)
-        assert score == pytest.approx(expected, rel=1e-5)
+    found, expected = ours.loglikelihood(asked), theirs.loglikelihood(asked)
+    assert len({round(score, 3) for score, _ in expected}) == len(pairs)
+    for (score, is_greedy), (other, is_theirs) in zip(found, expected, strict=True):
+        assert score == pytest.approx(other, rel=1e-5)
+        assert is_greedy == is_theirs
+
+
+def test_a_program_goes_on_with_a_text_as_the_exported_folder(
+    tuned: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--load", str(tuned["run checkpoints"]), "--prompt", "the", "in the", "--greedy"]
+    generate_main([*words, "--max-new-tokens", "5"], {})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tuned["run"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tuned["run"])
+    for record in json.loads(capsys.readouterr().out):
+        ids = torch.tensor([tokenizer(record["prompt"]).input_ids])
+        whole = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=260)[0]
+        assert record["tokens"] == [each for each in whole[ids.shape[1] :].tolist() if each != 260]
