@@ -22,6 +22,7 @@ from tests.bert import bert_samples
 from tests.dist import Pool
 from tests.huggingface import (
     DROPOUT,
+    MASKED,
     WINDOW,
     by_their_names,
     hf_section,
@@ -30,6 +31,7 @@ from tests.huggingface import (
 )
 from tests.layouts.matrix import of_documents
 from tests.tiny import (
+    SEED,
     VOCABULARY,
     mesh_of_ranks,
     micro_batches,
@@ -58,7 +60,7 @@ class Case(NamedTuple):
     @property
     def batch(self) -> Any:
         """Three samples, each with as many counted tokens as its own mask says."""
-        if self.model == "bert":
+        if self.model in MASKED:
             return bert_samples(3)
         return of_documents(samples(3)) if self.has_documents else samples(3)
 
@@ -85,6 +87,8 @@ CASES = {
     "marian, frozen positions": Case("marian"),
     "gemma2, capped logits": Case("gemma2"),
     "bert": Case("bert"),
+    "roberta": Case("roberta"),
+    "data2vec": Case("data2vec-text"),
     "bert, untied": Case("bert", {"tie_word_embeddings": False}),
 }
 
@@ -102,9 +106,10 @@ def mask_of(batch: Any) -> Tensor:
 def their_loss(case: Case, model: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Of plain transformers: (logits [n, vocabulary], mean loss over counted tokens)."""
     arguments = {"input_ids": torch.from_numpy(batch.tokens)}
-    if case.model == "bert":
+    if case.model in MASKED:
         arguments["attention_mask"] = torch.from_numpy(batch.is_real).long()
-        arguments["token_type_ids"] = torch.from_numpy(batch.token_types)
+        if case.section.has_token_types:
+            arguments["token_type_ids"] = torch.from_numpy(batch.token_types)
     elif case.has_documents:
         arguments["position_ids"] = torch.from_numpy(batch.positions)
         arguments["attention_mask"] = mask_of(batch)
@@ -308,3 +313,16 @@ def test_faults_are_told_by_the_models_own_names(gloo: Pool, tensor_size: int) -
             *drifted, norm, one, other = found[model]
             assert norm in drifted
             assert one == other == f"the output of {name}"
+
+
+def test_what_a_constructor_sets_is_an_initial_value() -> None:
+    """Though the model's own initialisation does not say it."""
+    section = hf_section("data2vec-text")
+    plain = dict(plain_model(section).named_parameters())["lm_head.bias"]
+    torch.use_deterministic_algorithms(True)  # memory that nobody has written to holds NaN
+    try:
+        values = dict(tiny_state(mesh_of_ranks(1), section).model.initial_values(SEED))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(values["model.lm_head.bias"].double(), plain)
+    assert all(each.isfinite().all() for each in values.values())
