@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard, parallel
-from torch.nn.utils import clip_grad_norm_
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,6 +38,9 @@ from megatron.parallel.layers_llama import RotaryEmbedding
 from tools.convert.llama import LLAMA
 from tools.convert.weights import resolve, to_theirs
 from tools.layouts.job import open_samples
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 OURS, ALL_HEADS, OWN_HEADS = "this project", "torch, all heads", "torch, own heads"
 SEQUENCE_PARALLEL, TRANSFORMERS = "this project, sequence parallel", "transformers"
@@ -185,18 +188,23 @@ def torchs(rank: Rank, flags: Sequence[str], *, own_heads: bool) -> Turn:
     return trained(rank, config, model, model)
 
 
-def transformers(rank: Rank, flags: Sequence[str]) -> Turn:
+def transformers_llama(ours: LlamaConfig, vocab_size: int) -> LlamaForCausalLM:
+    """With this project's initial weights, by the conversion's table."""
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
 
-    config = config_of(flags)
-    ours, vocab_size = config.model, open_samples(config)[1]
     settings = {each.theirs: getattr(ours, each.meaning or each.ours) for each in LLAMA.settings}
     rotary = {"rope_type": "default", "rope_theta": ours.rotary_base}
     theirs = TheirConfig(vocab_size=vocab_size, rope_parameters=rotary, **settings)
     model = LlamaForCausalLM(theirs).train()
-    assert model.config._attn_implementation == "sdpa"
     model.load_state_dict(initial_weights(ours, vocab_size))
+    return model
+
+
+def transformers(rank: Rank, flags: Sequence[str]) -> Turn:
+    config = config_of(flags)
+    model = transformers_llama(config.model, open_samples(config)[1])
+    assert model.config._attn_implementation == "sdpa"
     model.to(rank.device, dtype_of(config))
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
@@ -206,6 +214,10 @@ def transformers(rank: Rank, flags: Sequence[str]) -> Turn:
     return trained(rank, config, model, loss)
 
 
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def dtype_of(config: PretrainLlamaConfig) -> torch.dtype:
     return steps.DTYPES[steps.precision_of(config)]
 
@@ -213,12 +225,26 @@ def dtype_of(config: PretrainLlamaConfig) -> torch.dtype:
 def trained(
     rank: Rank, config: PretrainLlamaConfig, model: nn.Module, loss: Callable[..., Tensor]
 ) -> Turn:
-    """Steps as the tutorial writes them; all parameters are plain, or all are DTensors."""
+    """Steps as the tutorial writes them. Parameters may be plain, DTensors, or some of each, which
+    neither clip_grad_norm_ nor a fused optimizer takes together."""
     own, number, parameters = config.optimizer, count(), list(model.parameters())
     betas = own.adam_beta1, own.adam_beta2
+    kinds = [[x for x in parameters if isinstance(x, DTensor) is cut] for cut in (True, False)]
+    groups = [each for each in kinds if each]
     adamw = torch.optim.AdamW(
-        parameters, steps.LEARNING_RATE, betas, own.adam_eps, own.weight_decay, fused=True
+        [{"params": each} for each in groups],
+        steps.LEARNING_RATE,
+        betas,
+        own.adam_eps,
+        own.weight_decay,
+        fused=True,
     )
+
+    def clip() -> None:
+        norms = [get_total_norm(x.grad for x in each) for each in groups]
+        norm = torch.stack([whole(each) for each in norms]).norm()
+        for each in groups:
+            clip_grads_with_norm_(each, own.clip_grad, norm)
 
     def turn() -> Figures:
         batch = steps.batch_of(config, next(number))
@@ -230,7 +256,7 @@ def trained(
         with parallel.loss_parallel():  # of no effect on plain tensors
             mean = loss(tokens, labels)
             mean.backward()
-        clip_grad_norm_(parameters, own.clip_grad)
+        clip()
         adamw.step()
         return {"loss": mean.item(), "tokens": batch.num_tokens}
 

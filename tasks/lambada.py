@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.models.registry import positions_of
 from megatron.train.trained import begin_of
 from tasks.common import Prompts, Scores, Task, TaskSettings, Window
 from tasks.reading import read_text
@@ -148,7 +149,7 @@ def spells(text: str, target: str) -> bool:
 def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) -> Lambada:
     """Raises ValueError or OSError, naming the flag, for what cannot be evaluated."""
     form, lines = read_passages(settings.valid_data)
-    positions = manifest["config"]["model"]["max_position_embeddings"]
+    positions = positions_of(manifest)
     texts, contexts = [text for _, text in lines], [_context_of(*line) for line in lines]
     whole, before = tokenizer.encode_batch(texts), tokenizer.encode_batch(contexts)
     begin, passages = begin_of(manifest, tokenizer), []

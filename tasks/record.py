@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 # Of the kinds of model that have them.
 FURTHER = ("residual_order", "head", "labels", "num_query_groups", "rotary_base", "rope_scaling")
+FURTHER += ("hf_model",)
 
 
 def identify(path: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import numpy as np
 
 from megatron.config.checks import UsageError, positive
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.models.registry import positions_of
 from megatron.train.trained import begin_of
 from tasks.common import Scores, Sliding, Task, TaskSettings, Window
 from tasks.reading import read_text
@@ -156,7 +157,7 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
 
 def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, int]:
     """(length, stride) of the window."""
-    positions = manifest["config"]["model"]["max_position_embeddings"]
+    positions = positions_of(manifest)
     trained = manifest["config"]["data"]["seq_length"]
     length = settings.window or positions
     if length > positions:

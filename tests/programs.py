@@ -136,15 +136,16 @@ def pretrain(
     before: Callable[[], None] | None = None,
     program: str = "pretrain_gpt2",
     data: Path | None = None,
+    shape: str = SHAPE,
 ) -> AbstractContextManager[Run]:
     """The program with these flags on `world` ranks; what still runs at the end is killed.
 
     folder: of the logs, and of a data set where no other one is given. before:
-    called in each process first, to break something.
+    called in each process first, to break something. shape: the flags of the model's shape.
     """
     given = set(words.split())
     rest = REST.replace("--split 1,1,0", "") if "--mock-data" in given else REST
-    arguments = [*SHAPE.split(), *rest.split()]
+    arguments = [*shape.split(), *rest.split()]
     if not {"--mock-data", "--dataset-name"} & given:
         arguments += ["--data-path", str(data or some_data(folder))]
     arguments += words.split()

@@ -3,8 +3,9 @@
     python tools/convert_hf.py import --from gpt2 --to checkpoints/gpt2
     python tools/convert_hf.py export --from checkpoints/gpt2 --to exported
 
-GPT-2, Llama, BERT in both orders of norm and residual, and BERT with the head of a task. Bits are
-moved and never changed. At the end both programs compute the logits of some prompts, and where
+GPT-2, Llama, BERT in both orders of norm and residual, and BERT with the head of a task; what
+--model huggingface trained, of any kind, is exported, and needs no import. Bits are moved and never
+changed. At the end both programs compute the logits of some prompts, and where
 these differ there is no result.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,10 +23,13 @@ import tyro
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checkpoint import TrainedConfig
+from megatron.checkpoint.resume import find_start, newest_readable
+from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
+from megatron.config.checks import UsageError
 from megatron.config.launch import interruptible
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_call, user_errors
+from megatron.models.registry import is_unmodified
 from megatron.train.trained import open_trained
 from tools.convert.families import FAMILIES, family_of
 from tools.convert.folder import find_folder, read_description
@@ -102,7 +107,8 @@ def export_model(
     tokenizer_type: str | None = None,
 ) -> None:
     """Make a folder of a checkpoint that classes of transformers load: AutoTokenizer, and for a
-    GPT-2 or a Llama AutoModelForCausalLM, for a BERT AutoModelForPreTraining.
+    GPT-2 or a Llama AutoModelForCausalLM, for a BERT AutoModelForPreTraining; of an unmodified
+    model that with the names and files of the folder that it was trained from.
 
     Args:
         source: directory of checkpoints, of which the newest is used, or one of them.
@@ -113,6 +119,15 @@ def export_model(
         tokenizer_type: kind of the vocabulary, where it is not that which the checkpoint names.
     """
     refuse_existing(to)
+    start = find_start(CheckpointConfig(load=source), "--from")
+    if is_unmodified(newest_readable(start.folders, "--from")[0].manifest["kind"]):
+        flags = {"--vocab-file": vocab_file, "--merge-file": merge_file}
+        for name, value in (flags | {"--tokenizer-type": tokenizer_type}).items():
+            if value is not None:
+                allowed = "left out: the checkpoint has the files beside the model"
+                raise UsageError(name, value, allowed)
+        export_unmodified(start.folders, to)
+        return
     trained = TrainedConfig(
         load=source, tokenizer_type=tokenizer_type, vocab_file=vocab_file, merge_file=merge_file
     )
@@ -134,6 +149,21 @@ def export_model(
         family.tokenizing.write(staging, tokenizer, positions)
         compare_ids(tokenizer, staging, family.tokenizing)
         print(compare_logits(checkpoint.path, staging, family))
+    print(f"exported {checkpoint.path} as {to}")
+
+
+def export_unmodified(folders: Sequence[Path], to: Path) -> None:
+    """Of the newest whole checkpoint of the folders, of an unmodified model of transformers."""
+    from megatron.checkpoint.load import newest_whole
+    from megatron.parallel.mesh import serial_mesh
+    from tools.convert.unmodified import compare_model, write_model
+
+    checkpoint, passed_over = newest_whole(folders, serial_mesh(), "--from")
+    for reason in passed_over:
+        warnings.warn(f"passed over: {reason}", stacklevel=2)
+    with staged(to) as staging:
+        write_model(staging, checkpoint)
+        print(compare_model(checkpoint.path, staging))
     print(f"exported {checkpoint.path} as {to}")
 
 

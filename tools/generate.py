@@ -28,6 +28,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from megatron.data.files import write_atomically
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.models.registry import positions_of
 from megatron.train.trained import begin_token_of, open_trained
 from tools.prompts import Prompt, Reader, of_command_line, of_file, typed_lines
 
@@ -124,7 +125,7 @@ class Settings:
 
 def make_reader(settings: Settings, tokenizer: Tokenizer, manifest: Mapping[str, Any]) -> Reader:
     """Raises UsageError for a --begin-token that the vocabulary lacks."""
-    positions = manifest["config"]["model"]["max_position_embeddings"]
+    positions = positions_of(manifest)
     begin = settings.begin_token
     begin = begin_token_of(manifest, tokenizer) if begin is None else begin
     return Reader(tokenizer, positions, settings.max_new_tokens, begin)

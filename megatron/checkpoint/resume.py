@@ -35,12 +35,18 @@ FREE = {
     "--make-vocab-size-divisible-by",
     "--recompute-granularity",
     "--vocab-size",  # compared as "vocabulary"
+    "--hf-model",  # compared as what its config.json says
+    "--random-weights",
 }
 # The fields of a data config that do not: the data set's fingerprint covers them, or they decide
 # nothing that a sample holds.
 WHERE = {"--data-path", "--mock-data", "--tokenizer-type", "--vocab-file", "--merge-file"}
 WHERE |= {"--dataset-name", "--dataset-config", "--dataset-split", "--json-key"}
 WHERE |= {"--num-workers", "--too-long"}
+CONFIG_JSON = "config.json: "  # before each of its keys
+# Of these, the ones that say nothing of the model.
+NO_MODEL = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+NO_MODEL |= {"_name_or_path", "_attn_implementation_autoset"}
 PRECISIONS = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
 PRECISIONS |= {"pure-bf16": "--pure-bf16"}
 # What the directories of other programs have, and what makes a checkpoint of them.
@@ -110,6 +116,16 @@ def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
     both = {folder.resolve(): folder for folder in (*saved, *folders)}.values()
     ordered = sorted(both, key=step_of, reverse=True)
     return Start(folders=tuple(ordered), finetune=config.finetune)
+
+
+def saved_model(config: CheckpointConfig) -> Mapping[str, Any] | None:
+    """The config of the model of the newest checkpoint that a run may start from; None where it
+    starts from none. Raises UsageError as of find_start."""
+    folders = find_start(config).folders
+    if not folders:
+        return None
+    found: Mapping[str, Any] = newest_readable(folders)[0].manifest["config"]["model"]
+    return found
 
 
 def _nothing_to_load(load: str, given: str) -> UsageError:
@@ -197,6 +213,7 @@ def check_start(
     differing = differences(
         manifest, {"config": asdict(config), **identity, "precision": precision}
     )
+    fixed |= {name for name in differing if name.startswith(CONFIG_JSON) and "drop" not in name}
     wrong = [name for name in differing if name in fixed] + [
         name for name in differing if name.partition(":")[0] in overridable
     ]
@@ -211,6 +228,14 @@ def check_start(
     if wrong[0] == "vocabulary" and config.data.mock_data:
         works = ("--vocab-size", str(saved))
         raise UsageError("--vocab-size", now, f"{saved}, as in {path}", works=works)
+    if wrong[0].startswith(CONFIG_JSON):
+        key = wrong[0].removeprefix(CONFIG_JSON)
+        allowed = f"with {key} {_text(saved)} in config.json, as in {path}, and not {_text(now)}"
+        raise UsageError("--hf-model", vars(config.model)["hf_model"], allowed)
+    if wrong[0] == "--plan":
+        text = "auto" if now == "auto" else "of another file"
+        allowed = "auto" if saved == "auto" else "a file with the plan that is kept in the manifest"
+        raise UsageError("--plan", text, f"{allowed}, as in {path}")
     if wrong[0] == "precision" or wrong[0].startswith("--"):
         words = arguments_of(wrong[0], now) or (wrong[0],)
         must = " ".join(arguments_of(wrong[0], saved)) or "left out"
@@ -264,6 +289,10 @@ def differences(
     """{name: (saved, now)} of the settings that both runs know and that differ; a run is the facts
     of its manifests and its data-parallel size."""
     ours, theirs = _settings(saved, data_sizes[0]), _settings(now, data_sizes[1])
+    for name in ours.keys() | theirs.keys():
+        if name.startswith(CONFIG_JSON):  # what it leaves out is not what it says elsewhere
+            ours.setdefault(name, None)
+            theirs.setdefault(name, None)
     return {
         name: (ours[name], value)
         for name, value in theirs.items()
@@ -296,6 +325,10 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
         found["--ffn-hidden-size"] = found["--ffn-hidden-size"] or 4 * found["--hidden-size"]
         if found["--embedding-dropout"] is None:
             found["--embedding-dropout"] = found["--hidden-dropout"]
+    if (text := found.pop("--hf-config", None)) is not None:
+        keys = json.loads(text)
+        for name in sorted(keys.keys() - NO_MODEL, key=lambda name: name != "model_type"):
+            found[f"{CONFIG_JSON}{name}"] = keys[name]
     found.pop("--attention-dropout-rng", None)  # compared by what it comes to
     if "kind" in facts and any(found.get(name) for name in DROPOUTS):
         found["dropout masks"] = _masks(facts)

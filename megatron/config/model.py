@@ -3,14 +3,16 @@
 import json
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from megatron.config.checks import UsageError, fraction, positive
+from megatron.config.hf_folder import BESIDE, beside, fetch, has_weights
 
 RecomputeGranularity = Literal["none", "full", "selective"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]
@@ -43,6 +45,21 @@ class KindConfig:
     """What the backward pass computes again, to save memory: full, each layer from its input, as in
     the paper; selective, attention's core alone, which saves its probabilities where its kernel
     keeps them. Also spelt --checkpoint-activations."""
+
+    def starts_from(self) -> str | None:
+        """The weights of another program from which a run starts that has no checkpoint; None for
+        random ones. Raises UsageError for those that cannot be read."""
+        return None
+
+    def completed(self, saved: Callable[[], Mapping[str, Any] | None]) -> Self:
+        """With what is known of a run's checkpoint alone. saved: reads its config of the model;
+        None where the run has no checkpoint."""
+        return self
+
+    def files(self, saved: Path | None) -> Mapping[str, bytes]:
+        """{name: content} of what checkpoints keep beside the model. saved: the checkpoint that
+        the run goes on from, or whose weights it takes."""
+        return {}
 
     @property
     def widths(self) -> dict[str, int]:
@@ -258,6 +275,9 @@ class BertConfig(TextModelConfig):
     post-ln: after each residual add, as in the original BERT."""
 
 
+KEPT = "hf_"  # of names of files in a checkpoint that were in the folder of --hf-model
+
+
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceConfig(KindConfig):
     """A model of transformers, unmodified, that predicts the next token."""
@@ -281,9 +301,29 @@ class HuggingFaceConfig(KindConfig):
 
     def __post_init__(self) -> None:
         if self.hf_config is None:
-            object.__setattr__(self, "hf_config", read_hf_config(self.hf_model))
+            with suppress(UsageError):  # a checkpoint has it, too, or else `described` raises it
+                object.__setattr__(self, "hf_config", read_hf_config(self.hf_model))
         if self.plan != "auto" and "\n" not in self.plan:
             object.__setattr__(self, "plan", _read_plan(self.plan))
+
+    def completed(self, saved: Callable[[], Mapping[str, Any] | None]) -> Self:
+        if self.hf_config is None and (found := saved()) is not None:
+            return replace(self, hf_config=found.get("hf_config"))
+        return self
+
+    def files(self, saved: Path | None) -> Mapping[str, bytes]:
+        found: dict[str, bytes] = {}
+        if saved is not None and not Path(self.hf_model).is_dir():
+            found = beside(saved, KEPT)
+        with suppress(UsageError):  # the hub may be out of reach
+            found = found or beside(fetch(self.hf_model, BESIDE))
+        return {f"{KEPT}{name}": content for name, content in found.items()}
+
+    def starts_from(self) -> str | None:
+        folder = Path(self.hf_model)
+        if self.random_weights or (folder.is_dir() and not has_weights(self.hf_model, folder)):
+            return None
+        return self.hf_model
 
     def check(self) -> None:
         """Raise UsageError for a model that config.json shows to be none of this kind."""
@@ -308,7 +348,7 @@ class HuggingFaceConfig(KindConfig):
     @cached_property
     def described(self) -> dict[str, Any]:
         """The model's config.json, of its text model where it has several."""
-        found: dict[str, Any] = json.loads(self.hf_config or "{}")
+        found: dict[str, Any] = json.loads(self.hf_config or read_hf_config(self.hf_model))
         return found.get("text_config") or found
 
     def number(self, *names: str) -> int:

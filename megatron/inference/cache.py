@@ -13,6 +13,8 @@ Texts of unequal length end in the same column, so that each step appends one co
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,8 @@ class KeyValueCache:
         self.first = first
         self.length = 0  # columns that all layers hold
         self._entries: dict[str, tuple[Tensor, Tensor]] = {}
+        self.other: Any = None
+        """A cache of transformers, in which a model of it has its keys and values instead."""
 
     def append(self, name: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values of the layer `name`, of which k, v [b, a/t, s, d] are the last.
@@ -63,6 +67,8 @@ class KeyValueCache:
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows alone, int64 [m]."""
         self.first = None if self.first is None else self.first[rows]
+        if self.other is not None:
+            self.other.batch_select_indices(rows)
         self._entries = {
             name: (keys[rows], values[rows]) for name, (keys, values) in self._entries.items()
         }

@@ -54,12 +54,14 @@ def build_model(
     seed: int | None,
     dtype: torch.dtype,
     pipeline: PipelinePlan = UNCUT,
+    draws: bool = True,
 ) -> Any:
     """A model of the config's kind on this rank's device, with its initial weights.
 
     seed: of these and of dropout; None for a model that is loaded next and drops nothing.
-    pipeline: of which this rank builds its stages.
+    pipeline: of which this rank builds its stages. draws: False leaves its weights undefined, of a
+    model that is loaded next and drops.
     """
     model = build_on_meta(config, mesh, vocab_size, seed, pipeline)
-    values = getattr(model, "initial_values", None)
-    return materialize(model, device=mesh.device, dtype=dtype, seed=seed, values=values)
+    given, values = seed if draws else None, getattr(model, "initial_values", None)
+    return materialize(model, device=mesh.device, dtype=dtype, seed=given, values=values)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from textwrap import shorten
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from megatron.config.model import HuggingFaceConfig, has_window
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.decoder import document_mask
+from megatron.models.registry import NO_END
 from megatron.models.transformer import text_rows
 from megatron.parallel.collectives import split_with_gradient
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -36,7 +37,7 @@ from megatron.parallel.dropout import Dropout, fold, known
 from megatron.parallel.factory import LayerFactory
 from megatron.parallel.kernels import attention
 from megatron.parallel.layers import AttentionCore
-from megatron.parallel.mesh import ALONE, Axis
+from megatron.parallel.mesh import ALONE
 from megatron.parallel.plan import (
     Column,
     Local,
@@ -44,11 +45,13 @@ from megatron.parallel.plan import (
     PlanError,
     Row,
     Style,
+    Summed,
     Vocabulary,
+    Whole,
     read_plan,
     read_style,
 )
-from megatron.parallel.planned import ColumnLinear, Planned, heads_of_queries
+from megatron.parallel.planned import ColumnLinear, Planned
 from megatron.parallel.random import derive_seed
 
 # Models with the modules of BERT.
@@ -82,21 +85,34 @@ PLANS: Mapping[str, Plan] = {
         "*.fc2": Row(),
     },
 }
-# Names of layers that compute the heads of queries, and of keys and values.
-QUERIES = ("q_proj", "query", "query_key_value", "qkv_proj", "c_attn")
-KEYS = ("k_proj", "v_proj", "key", "value")
+# Where transformers' own plan of an architecture is wrong.
+_WHOLE_GATES: Mapping[str, Style] = {  # whose mean and deviation decide which ones stay
+    "*.language_model.layers.*.mlp.gate_proj": Column(gather=True),
+    "*.language_model.layers.*.mlp.up_proj": Column(gather=True),
+}
+MENDED: Mapping[str, Mapping[str, Style]] = {
+    "apertus": {"*.mlp.act_fn": Summed()},  # parameters of an activation of cut columns
+    # Masks of all heads, which are computed of all values.
+    "doge": {"*.self_attn.*_proj": Whole()},
+    "esmc": {"*.self_attn.[qkv]_proj": Column(gather=True)},  # norms over all heads
+    "neomme": {"*.self_attn.*_proj": Whole()},  # numbers of heads from the config
+    "gemma3n": _WHOLE_GATES,
+    "gemma3n_text": {
+        each.replace("*.language_model", "model"): style for each, style in _WHOLE_GATES.items()
+    },
+}
 
 
-def plan_of(model: nn.Module, tensor: Axis, text: str = "auto") -> Plan:
-    """The plan of a model of transformers, for the ranks of this axis; text: "auto", or a plan in
-    TOML. Raises PlanError for a model without one, and for what the plan does not say right."""
+def plan_of(model: nn.Module, text: str = "auto") -> Plan:
+    """The plan of a model of transformers; text: "auto", or a plan in TOML. Raises PlanError for a
+    model without one, and for what the plan does not say right."""
     config: Any = model.config
     modules = dict(model.named_modules())
     if text != "auto":
-        plan: dict[str, Any] = dict(read_plan(text))
-        return plan | _of_heads(modules, plan, config, tensor)
+        return read_plan(text)
     own = getattr(model, "_tp_plan", None) or {}
     plan = {each: read_style(each, value) for each, value in own.items() if _fits(each, modules)}
+    plan |= MENDED.get(config.model_type, {}) if plan else {}
     ends = _of_ends(model, modules)
     if not plan.keys() - ends.keys():
         if config.model_type not in PLANS:
@@ -105,7 +121,7 @@ def plan_of(model: nn.Module, tensor: Axis, text: str = "auto") -> Plan:
                 "--plan FILE.toml says how it is cut"
             )
         plan = dict(PLANS[config.model_type])
-    return plan | _of_heads(modules, plan, config, tensor) | ends
+    return plan | ends
 
 
 def _fits(pattern: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -119,30 +135,6 @@ def _of_ends(model: Any, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
     found: dict[str, Style] = {names[id(words)]: Vocabulary()}
     if output is not None:
         found[names[id(output)]] = Column(gather=True)
-    return found
-
-
-def _of_heads(
-    modules: Mapping[str, nn.Module], plan: Plan, config: Any, tensor: Axis
-) -> dict[str, Any]:
-    """The same styles of the layers that compute heads, with the number of these."""
-    text = config.get_text_config()
-    queries = text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or queries
-    found: dict[str, Any] = {}
-    for name in modules:
-        fitting = [style for pattern, style in plan.items() if fnmatchcase(name, pattern)]
-        style = fitting[-1] if fitting else None
-        parent, _, last = name.rpartition(".")
-        if not isinstance(style, Column) or style.gather or last not in (*QUERIES, *KEYS):
-            continue
-        own = heads if last in KEYS else queries
-        found[name] = replace(style, heads=own, queries=queries)
-        if own % tensor.size and hasattr(modules[parent], "num_key_value_groups"):
-            used = heads_of_queries(own, queries, tensor)
-            counts = {used.count(each) for each in used}
-            groups = counts.pop() if len(counts) == 1 else 1
-            found[parent] = Local(num_key_value_groups=groups)
     return found
 
 
@@ -226,18 +218,24 @@ def run_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it, on our kernels: q [b, a, s, d], k and v
     [b, g, m, d], mask bool or added to the scores, to [b, s, a, d]."""
-    for name in ("softcap", "s_aux", "position_bias"):
-        if others.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__}: attention with {name}")
+    if others.get("position_bias") is not None:
+        raise NotImplementedError(f"{type(module).__name__}: attention with position_bias")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1
-    size = query.shape[-1]
+    size, softcap, sinks = query.shape[-1], others.get("softcap"), others.get("s_aux")
     if scaling is not None and scaling != size**-0.5:
         query = query * (scaling * size**0.5)
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
-        raise NotImplementedError(f"{type(module).__name__}: a mask of {attention_mask.dtype}")
     if causal and key.shape[2] > query.shape[2]:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    is_added = attention_mask is not None and attention_mask.is_floating_point()
+    if softcap is not None or sinks is not None or is_added:
+        if dropout:
+            what = "capped scores, sinks or a mask that is added to scores"
+            raise NotImplementedError(f"{type(module).__name__}: attention dropout with {what}")
+        if causal:
+            attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+        heads = attention_by_scores(query, key, value, attention_mask, softcap, sinks)
+        return heads.transpose(1, 2).contiguous(), None
     core: Any = getattr(module, "megatron_core", None)
     if core is None:
         heads = attention(query, key, value, attention_mask, dropout, causal)
@@ -245,6 +243,33 @@ def run_attention(
         core.dropout = dropout
         heads = core(query, key, value, attention_mask, causal, core.place.rows)
     return heads.transpose(1, 2).contiguous(), None
+
+
+def attention_by_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[b, a, s, d], with scores c tanh(scores / c) of softcap c: what no fused kernel computes.
+    mask: bool, or added to the scores. sinks: [a], a score more of each head, of no value."""
+    shared = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        more = sinks.view(1, -1, 1, 1).to(scores.dtype).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, more], -1)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    shares = scores.softmax(-1, dtype=wide)[..., : key.shape[2]]
+    return shares.to(query.dtype) @ value
 
 
 # What the attention of a model calls the probability that it gives to run_attention.
@@ -285,7 +310,7 @@ def unmodified(config: HuggingFaceConfig, auto_class: str) -> Any:
     transformers.utils.logging.set_verbosity_error()
     register_attention()
     described = transformers.AutoConfig.for_model(**json.loads(config.hf_config or "{}"))
-    described.use_cache = False
+    described.use_cache, described.dtype = False, "float32"  # in which initial values are drawn
     maker = getattr(transformers, auto_class)
     with torch.device("cpu"), parameters_on_meta():
         model = maker.from_config(described, attn_implementation="eager")
@@ -309,6 +334,16 @@ def _refused(config: HuggingFaceConfig, allowed: str) -> Iterator[None]:
         raise UsageError("--hf-model", config.hf_model, f"{allowed}: {reason}") from error
 
 
+class KeyValueCache(Protocol):
+    """What such a model asks of megatron/inference/cache.py."""
+
+    first: Tensor | None
+    length: int
+    other: Any
+
+    def advance(self, columns: int) -> None: ...
+
+
 class HuggingFace(nn.Module):
     """A model of transformers that predicts the next token, as this project trains one."""
 
@@ -321,6 +356,9 @@ class HuggingFace(nn.Module):
         not fit it."""
         super().__init__()
         self.config, self.place = config, Place()
+        self.buffers_on: torch.device | None = None
+        self.has_run = False
+        self.positions = config.positions or NO_END
         assert factory.parallelize is not None, "this tensor-parallel mode takes no such model"
         self.tensor = factory.tensor
         with _refused(config, f"a model that {self.auto_class} of transformers builds"):
@@ -343,7 +381,7 @@ class HuggingFace(nn.Module):
                 f"layout: {', '.join(self.drawn)}"
             )
         with _refused(config, "a model that can be cut"):
-            plan = plan_of(model, self.tensor, config.plan)
+            plan = plan_of(model, config.plan)
             self.model = factory.parallelize(model, plan)
         head = model.get_output_embeddings()
         self.reads = "input" if isinstance(head, ColumnLinear) else "output"
@@ -391,13 +429,36 @@ class HuggingFace(nn.Module):
         """Such a model is one stage: what goes into its layers are its arguments."""
         return self.arguments(batch)
 
-    def layers(self, x: Any, batch: Any, *, numbers: Any = None) -> Tensor:
+    def layers(
+        self, x: Any, batch: Any, cache: KeyValueCache | None = None, *, numbers: Any = None
+    ) -> Tensor:
         """What the output layer reads, [n, h]; where the model goes on with its logits, these:
-        [n, v/t] of this rank's columns, or [n, v] where the plan leaves the output layer whole."""
+        [n, v/t] of this rank's columns, or [n, v] where the plan leaves the output layer whole.
+        cache: as of Decoder; keys and values are in the model's own."""
         self.place.rows = text_rows(batch)
         with self.arithmetic():
+            if cache is not None:
+                if not self.has_run:
+                    self._call(x)  # whose second try would read the tokens twice
+                x = x | self._following(cache, batch)
             output = self._call(x)
+        if cache is not None:
+            cache.advance(batch.tokens.shape[1])
         return output.flatten(0, 1)
+
+    def _following(self, cache: KeyValueCache, batch: GPT2Batch) -> dict[str, Any]:
+        """The arguments of tokens that follow those of the cache."""
+        from transformers import DynamicCache
+
+        if cache.other is None:
+            cache.other = DynamicCache(config=self.model.config)
+        found: dict[str, Any] = {"past_key_values": cache.other, "use_cache": True}
+        if cache.first is not None:
+            count = cache.length + batch.tokens.shape[1]
+            columns = torch.arange(count, device=cache.first.device)
+            is_real = columns >= cache.first[:, None]
+            found |= {"attention_mask": is_real.long(), "position_ids": batch.positions}
+        return found
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Under which the model's code runs, and what is recomputed of it."""
@@ -411,12 +472,13 @@ class HuggingFace(nn.Module):
             torch.manual_seed(int(fold(self.drawn_key, known(self.place.rows)).sum()))
         if isinstance(head, ColumnLinear):
             head.mode = self.reads
-        for module in self.model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.device != device:
+        if self.buffers_on != device:
+            self.buffers_on = device
+            for module in self.model.modules():
+                for name, buffer in [*module.named_buffers(recurse=False)]:
                     setattr(module, name, buffer.to(device))
         try:
-            logits: Tensor = self.model(**arguments, use_cache=False).logits
+            logits: Tensor = self.model(**({"use_cache": False} | arguments)).logits
             is_input = isinstance(head, ColumnLinear) and logits is head.seen
         finally:
             if isinstance(head, ColumnLinear):
@@ -425,6 +487,7 @@ class HuggingFace(nn.Module):
             # The model scales or caps its logits, which it can do with those of a rank, too.
             self.reads = "own columns"
             return self._call(arguments)
+        self.has_run = True
         return logits
 
     def logits(self, x: Tensor) -> Tensor:

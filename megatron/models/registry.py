@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
 from megatron.config.checks import UsageError
+from megatron.config.model import HuggingFaceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class ModelKind:
         return get_type_hints(resolve_name(self.program))["data"]
 
 
+NO_END = 1 << 20  # positions of a model of transformers whose config.json names no end
+
 KINDS = {
     "gpt2": ModelKind(
         config="megatron.config.model:GPT2Config",
@@ -70,6 +73,7 @@ KINDS = {
         program="megatron.config.pretrain:PretrainHuggingFaceConfig",
         inputs="megatron.train.inputs:open_huggingface_inputs",
         data="megatron.config.training:GPT2DataConfig",
+        writes_text=True,
     ),
     "huggingface-masked": ModelKind(
         config="megatron.config.model:HuggingFaceMaskedConfig",
@@ -124,6 +128,19 @@ def find_kind(name: str, given: str = "--model") -> ModelKind:
 def text_kinds() -> list[str]:
     """Names of the kinds that write text."""
     return [name for name, kind in KINDS.items() if kind.writes_text]
+
+
+def positions_of(manifest: Mapping[str, Any]) -> int:
+    """The longest sequence that the model of a checkpoint can read, in tokens."""
+    settings = manifest["config"]["model"]
+    if "max_position_embeddings" in settings:
+        return int(settings["max_position_embeddings"])
+    return config_of(manifest).positions or NO_END
+
+
+def is_unmodified(kind: str) -> bool:
+    """Whether it is a model of transformers as transformers has it."""
+    return issubclass(resolve_name(find_kind(kind, "kind").config), HuggingFaceConfig)
 
 
 def config_of(manifest: Mapping[str, Any]) -> Any:

@@ -200,7 +200,7 @@ class GradientBuckets:
         views = {id(view.parameter): view for view in self.views}
         for module in model.modules():
             if isinstance(module, ShardedModule):
-                own = {name: views.get(id(module.own(name))) for name in module.specs}
+                own = {name: views.get(id(module.shard_of(name))) for name in module.specs}
                 known = {name: view for name, view in own.items() if direct and view is not None}
                 module.gradient_views = GradientViews(known)
         self.to_compare = list(self.views)  # those whose gradient was zero so far

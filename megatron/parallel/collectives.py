@@ -30,6 +30,7 @@ from torch.distributed import ReduceOp
 
 from megatron.parallel.mesh import ALONE, Axis, Calls
 
+OfTensor = Callable[[Tensor], Tensor]
 # Their names since torch 2.13, and before.
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -186,37 +187,34 @@ def copy_to(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
     return x if axis.size == 1 else _CopyTo.apply(x, axis, stream)
 
 
-class _GatherWithGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, axis: Axis) -> Tensor:
-        ctx.dim, ctx.axis = dim, axis
-        return gather_from(x, dim, axis)
+class _Pair(torch.autograd.Function):
+    """there(x) forward, back(dy) backward."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return dy.chunk(ctx.axis.size, ctx.dim)[ctx.axis.rank], None, None
-
-
-class _SplitWithGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, axis: Axis) -> Tensor:
-        ctx.dim, ctx.axis = dim, axis
-        return x.chunk(axis.size, dim)[axis.rank].contiguous()
+    def forward(ctx: Any, x: Tensor, there: OfTensor, back: OfTensor) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return gather_from(dy, ctx.dim, ctx.axis), None, None
+        return ctx.back(dy), None, None
 
 
-def split_with_gradient(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """This rank's shard of `x`, which every rank computes alike and keeps the whole gradient of.
-    Raises ValueError for a dim that the ranks cannot share evenly."""
+def _own_shard(x: Tensor, dim: int, axis: Axis) -> Tensor:
     if x.shape[dim] % axis.size:
         raise ValueError(f"dim {dim} of {list(x.shape)} is no multiple of {axis.size} ranks")
-    return x if axis.size == 1 else _SplitWithGradient.apply(x, dim, axis)
+    return x.chunk(axis.size, dim)[axis.rank]
 
 
 def gather_with_gradient(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """The ranks' shards `x` side by side along `dim`, for what every rank computes alike: each
     keeps the gradient of its own."""
-    return x if axis.size == 1 else _GatherWithGradient.apply(x, dim, axis)
+    there, back = (partial(each, dim=dim, axis=axis) for each in (gather_from, _own_shard))
+    return x if axis.size == 1 else _Pair.apply(x, there, back)
+
+
+def split_with_gradient(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """This rank's shard of `x`, which every rank computes alike and gets the whole gradient of.
+    Raises ValueError for a dim that the ranks cannot share evenly."""
+    there, back = (partial(each, dim=dim, axis=axis) for each in (_own_shard, gather_from))
+    return x if axis.size == 1 else _Pair.apply(x, there, back)

@@ -18,7 +18,8 @@ Between layers every tensor is whole, and so is its gradient, but for what is sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from inspect import unwrap
@@ -51,21 +52,36 @@ from megatron.parallel.planned import (
     SummedParameters,
     Taken,
     VocabularyEmbedding,
+    heads_of_queries,
     is_turned_matmul,
 )
+from megatron.parallel.sharding import gather_whole
+
+Named = tuple[str, Style]  # of a module
+# Names of layers that compute the heads of queries, and of keys and values.
+QUERIES = ("q_proj", "query", "query_key_value", "qkv_proj", "c_attn")
+KEYS = ("k_proj", "v_proj", "key", "value")
 
 
 def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     """Cut a model, in place, over the tensor axis of the mesh as the plan says, and return it.
 
-    The model may have its weights, the same on every rank, of which each keeps its shard, or be on
-    meta. Raises PlanError, naming the module, for a pattern that fits none, a module that cannot be
-    cut so, and parameters that two modules share and would cut differently.
+    The model is whole: one that shares parameters with what is outside of it loses them. It may
+    have its weights, the same on every rank, of which each keeps its shard, or be on meta. Then
+    `model.load_state_dict` takes whole weights by the names of the model, and `whole_state_dict`
+    gives them.
+
+    plan: styles by patterns of module names; in a pattern * stands for anything, and of several
+    that fit a module the last one holds. Raises PlanError, naming the module, for a pattern that
+    fits none, a module that cannot be cut so, and parameters that two modules share and would cut
+    differently.
     """
     entrance, taken = Entrance(mesh.tensor), Taken(mesh, {})
     modules = dict(model.named_modules())
-    shared = _shared(model)
-    for name, style in [*_styles(modules, plan), *_of_ties(modules, plan, shared)]:
+    held = _held_outside(modules)
+    styles = _styles(model, plan)
+    styles += _of_ties(model, styles, modules)
+    for name, style in [*_with_heads(model, styles, modules, mesh.tensor)]:
         module = modules[name]
         if isinstance(style, Local):
             _divide(name, module, style, mesh.tensor)
@@ -83,61 +99,113 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
             own = module.parameters(recurse=False)
             if any(id(each) in taken.found for each in own):
                 _adopt(name, module, Holder, None, entrance, taken)
+    for original, where in held.items():
+        if original in taken.found:
+            name = taken.found[original][0]
+            raise PlanError(
+                f"{name} is cut, and {where} holds it whole, out of sight of its module"
+            )
     model.register_forward_hook(entrance.clear)
     return model
 
 
-def _styles(modules: Mapping[str, nn.Module], plan: Plan) -> Iterator[tuple[str, Style]]:
+def _styles(model: nn.Module, plan: Plan) -> list[Named]:
     """(name of a module, its style), in the order of the model."""
-    fitting = dict.fromkeys(plan, 0)
+    modules = dict(model.named_modules())
+    first = {id(module): name for name, module in modules.items()}
     chosen: dict[str, Any] = {}
     for pattern, styles in plan.items():
-        for name in modules:
+        fitting = [
+            first[id(module)]
+            for name, module in model.named_modules(remove_duplicate=False)
             # A pattern may name a parameter of the module instead.
-            if any(fnmatchcase(f"{name}{end}", pattern) for end in ("", ".weight", ".bias")):
-                fitting[pattern] += 1
-                chosen[name] = styles
-    if unused := [pattern for pattern, count in fitting.items() if not count]:
-        raise PlanError(f"the plan's {unused[0]!r} fits no module of the model")
-    for name in modules:
+            if any(fnmatchcase(f"{name}{end}", pattern) for end in ("", ".weight", ".bias"))
+        ]
+        if not fitting:
+            raise PlanError(f"the plan's {pattern!r} fits no module of the model")
+        chosen |= dict.fromkeys(fitting, styles)
+    found: list[tuple[str, Style]] = []
+    for name, module in modules.items():
         styles = chosen.get(name, ())
         for style in styles if isinstance(styles, Sequence) else [styles]:
             own = style if isinstance(style, Style) else of_torch(name, style)
-            if isinstance(own, Row) and isinstance(modules[name], nn.Embedding):
+            if isinstance(own, Row) and isinstance(module, nn.Embedding):
                 own = Vocabulary(own.tokens)  # what torch calls by row
-            yield name, own
+            found.append((name, own))
+    return found
 
 
-def _shared(model: nn.Module) -> dict[str, list[str]]:
-    """Modules that share a parameter: {the first one: the others}."""
-    first: dict[int, str] = {}
-    found: dict[str, list[str]] = {}
-    for full_name, parameter in model.named_parameters(remove_duplicate=False):
-        name = full_name.rpartition(".")[0]
-        owner = first.setdefault(id(parameter), name)
-        if owner != name and name not in found.setdefault(owner, []):
-            found[owner].append(name)
+def _with_heads(
+    model: Any, styles: Sequence[Named], modules: Mapping[str, nn.Module], tensor: Axis
+) -> Iterator[Named]:
+    """The same styles, with the numbers of heads where the model has a config that says them, as
+    those of transformers have."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    queries: Any = getattr(config, "num_attention_heads", None)
+    shared = getattr(config, "num_key_value_heads", None) or queries
+    is_known = isinstance(queries, int) and isinstance(shared, int)
+    groups: dict[str, int] = {}
+    for name, style in styles:
+        parent, _, last = name.rpartition(".")
+        has_heads = is_known and last in (*QUERIES, *KEYS)
+        if not has_heads or not isinstance(style, Column) or style.gather:
+            yield name, style
+            continue
+        heads = shared if last in KEYS else queries
+        yield name, replace(style, heads=heads, queries=queries)
+        if heads % tensor.size and hasattr(modules[parent], "num_key_value_groups"):
+            used = heads_of_queries(heads, queries, tensor)
+            counts = {used.count(each) for each in used}
+            groups[parent] = counts.pop() if len(counts) == 1 else 1
+    for parent, number in groups.items():
+        yield parent, Local(num_key_value_groups=number)
+
+
+def _held_outside(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Parameters that are also in plain attributes of modules, or in containers there: {identity:
+    name of the attribute}."""
+    known = {id(each) for module in modules.values() for each in module.parameters(recurse=False)}
+    found: dict[int, str] = {}
+    for name, module in modules.items():
+        for attribute, value in vars(module).items():
+            values = value.values() if isinstance(value, Mapping) else value
+            held = (
+                values if isinstance(values, Iterable) and not isinstance(values, Iterator) else ()
+            )
+            for each in [value] if isinstance(value, Tensor) else held:
+                if id(each) in known and attribute != "_parameters":
+                    found[id(each)] = f"{name}.{attribute}"
     return found
 
 
 def _of_ties(
-    modules: Mapping[str, nn.Module], plan: Plan, shared: Mapping[str, Sequence[str]]
-) -> Iterator[tuple[str, Style]]:
+    model: nn.Module, styles: Sequence[Named], modules: Mapping[str, nn.Module]
+) -> Iterator[Named]:
     """Styles of layers that the plan does not name and whose weight it cuts in another module."""
     dims = {  # of the weight that is cut
         name: int(isinstance(style, Row) or (isinstance(style, Column) and is_embedding))
-        for name, style in _styles(modules, plan)
+        for name, style in styles
         if isinstance(style, Column | Row | Vocabulary)
         for is_embedding in [isinstance(modules[name], nn.Embedding)]
     }
-    for owner, others in shared.items():
-        group = [owner, *others]
+    for group in _shared(model):
         cut = [dims[name] for name in group if name in dims]
         for name in group if cut else ():
             if name not in dims and isinstance(modules[name], nn.Embedding):
                 yield name, Column(gather=True) if cut[0] else Vocabulary()
             elif name not in dims and _is_matmul(modules[name]):
                 yield name, Row() if cut[0] else Column(gather=True)
+
+
+def _shared(model: nn.Module) -> list[list[str]]:
+    """Modules that share a parameter."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    return [names for names in owners.values() if len(names) > 1]
 
 
 def _divide(name: str, module: nn.Module, style: Local, axis: Axis) -> None:
@@ -157,25 +225,53 @@ def _move(name: str, module: nn.Module, style: Moved, entrance: Entrance) -> Non
         if move not in MOVES:
             raise PlanError(f"{name}: no tensor goes from {move[0]} to {move[1]}")
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values = list(args)
-        for key, move in style.inputs.items():
-            if isinstance(key, str):
-                kwargs = kwargs | {key: MOVES[move](kwargs[key], entrance)}
-            else:
-                values[key] = MOVES[move](values[key], entrance)
-        return tuple(values), kwargs
-
-    def leave(_: nn.Module, args: Any, output: Any) -> Any:
-        values = [output] if isinstance(output, Tensor) else list(output)
-        for key, move in style.outputs.items():
-            values[key] = MOVES[move](values[key], entrance)
-        return values[0] if isinstance(output, Tensor) else tuple(values)
-
+    moving = _Moving(name, style, entrance)
     if style.inputs:
-        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_pre_hook(moving.enter, with_kwargs=True)
     if style.outputs:
-        module.register_forward_hook(leave)
+        module.register_forward_hook(moving.leave)
+
+
+@dataclass
+class _Moving:
+    """The hooks of a module with a style of Moved; a copy of the model has its own."""
+
+    name: str
+    style: Moved
+    entrance: Entrance
+
+    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = dict[int | str, Any](enumerate(args)) | kwargs
+        self._move(values, self.style.inputs)
+        return tuple(values[key] for key in range(len(args))), {key: values[key] for key in kwargs}
+
+    def leave(self, _: nn.Module, args: Any, output: Any) -> Any:
+        values = dict(enumerate([output] if isinstance(output, Tensor) else output))
+        self._move(values, self.style.outputs)
+        return values[0] if isinstance(output, Tensor) else tuple(values.values())
+
+    def _move(self, values: dict[Any, Any], moves: Mapping[Any, tuple[str, str]]) -> None:
+        for key, move in moves.items():
+            if key not in values:
+                raise RuntimeError(
+                    f"{self.name} has no input or output {key!r}, which a plan moves"
+                )
+            if isinstance(values[key], Tensor):
+                values[key] = MOVES[move](values[key], self.entrance)
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state_dict of a model as it is without `parallelize`: whole tensors by its own names, of
+    which none shares memory with the model's parameters (every rank calls this)."""
+    found = {name: each.clone() for name, each in model.state_dict().items()}
+    known: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, form in module.forms.items() if isinstance(module, Planned) else ():
+            own = module.shard_of(name)
+            if id(own) not in known:
+                known[id(own)] = form.original(gather_whole(own, module.specs[name])).contiguous()
+            found[f"{prefix}.{name}" if prefix else name] = known[id(own)]
+    return found
 
 
 def _adopt(
@@ -208,6 +304,8 @@ def _is_matmul(module: nn.Module) -> bool:
 
 def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Planned]:
     """What the module becomes. Raises PlanError for one that cannot be cut so."""
+    if isinstance(module, Planned):
+        raise PlanError(f"{name} is cut already: a model is parallelized once, by one plan")
     kinds: dict[type, type[Planned]] = {}
     known: type[nn.Module] = nn.Module
     if isinstance(module, nn.Embedding):
@@ -224,7 +322,12 @@ def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Pl
     forward = unwrap(own.forward)
     is_plain = forward is known.forward or (is_turned_matmul(module) and own.__name__ == "Conv1D")
     goes_on = known is nn.Embedding and "__class__" in forward.__code__.co_freevars
-    if not (is_plain or goes_on):
+    if "weight" not in dict(module.named_parameters(recurse=False)):
+        raise PlanError(
+            f"{name} computes its weight (a parametrization, weight_norm, prune ...), which cannot "
+            "be cut: Whole() works"
+        )
+    if "forward" in vars(module) or not (is_plain or goes_on):
         raise PlanError(
             f"{name} is a {own.__name__}, which computes something else than {known.__name__} and "
             "cannot be cut: Whole() works"
@@ -238,6 +341,9 @@ def of_torch(name: str, style: Any) -> Style:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as torchs
 
+    if type(style).__module__.partition(".")[0] != "torch":  # it may do anything
+        raise PlanError(f"{name}: {type(style).__name__} is no style of this project or of torch")
+
     def kind(layout: Any) -> str:
         if layout is None or isinstance(layout, Replicate):
             return "whole"
@@ -245,37 +351,42 @@ def of_torch(name: str, style: Any) -> Style:
             return "tokens" if layout.dim == 1 else "channels"
         return str(layout)
 
-    def kinds(layouts: Any) -> list[str]:
-        return [kind(each) for each in (layouts if isinstance(layouts, tuple) else (layouts,))]
-
     def moves(before: Any, after: Any) -> dict[Any, tuple[str, str]]:
-        pairs = zip(kinds(before), kinds(after), strict=True)
-        return {number: pair for number, pair in enumerate(pairs) if pair[0] != pair[1]}
+        """Of layouts by position or name; of None, what comes stays as it is."""
+        if not isinstance(before, Mapping):
+            before, after = (
+                dict(enumerate(each if isinstance(each, tuple) else (each,)))
+                for each in (before, after)
+            )
+        known = {key: (layout, after.get(key)) for key, layout in before.items()}
+        found = {key: (kind(a), kind(b)) for key, (a, b) in known.items() if a and b}
+        return {key: move for key, move in found.items() if move[0] != move[1]}
 
+    is_local = getattr(style, "use_local_output", True)  # else code sees whole sizes
     match style:
         case torchs.ColwiseParallel():
             entering, leaving = kind(style.input_layouts[0]), kind(style.output_layouts[0])
             # A DTensor is whole to the code that reads it.
-            gather = leaving == "whole" or (leaving == "channels" and not style.use_local_output)
+            gather = leaving == "whole" or (leaving == "channels" and not is_local)
             if entering in ("whole", "tokens") and leaving in ("whole", "channels"):
                 return Column(gather=gather, tokens=entering == "tokens")
         case torchs.RowwiseParallel():
             entering, leaving = kind(style.input_layouts[0]), kind(style.output_layouts[0])
-            if entering in ("whole", "channels") and leaving in ("whole", "tokens"):
+            is_known = leaving == "whole" or (leaving == "tokens" and is_local)
+            if entering in ("whole", "channels") and is_known:
                 return Row(tokens=leaving == "tokens")
         case torchs.SequenceParallel():
-            if kind(style.sequence_sharding) == "tokens":
+            if kind(style.sequence_sharding[0]) == "tokens":
                 return Summed()
         case torchs.PrepareModuleInput():
-            inputs: dict[int | str, tuple[str, str]] = {}
-            inputs.update(moves(style.input_layouts, style.desired_input_layouts))
-            wanted = style.desired_input_kwarg_layouts or {}
-            for key, layout in (style.input_kwarg_layouts or {}).items():
-                if kind(layout) != kind(wanted.get(key)):
-                    inputs[key] = kind(layout), kind(wanted.get(key))
-            return Moved(inputs, {})
+            inputs = moves(style.input_layouts, style.desired_input_layouts)
+            inputs |= moves(style.input_kwarg_layouts, style.desired_input_kwarg_layouts)
+            if is_local or all(move[1] == "whole" for move in inputs.values()):
+                return Moved(inputs, {})
         case torchs.PrepareModuleOutput():
-            return Moved({}, moves(style.output_layouts, style.desired_output_layouts))
+            outputs = moves(style.output_layouts, style.desired_output_layouts)
+            if is_local or all(move[1] == "whole" for move in outputs.values()):
+                return Moved({}, outputs)
     raise PlanError(f"{name}: no layer here does what {_described(style)} says")
 
 

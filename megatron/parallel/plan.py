@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -37,6 +37,12 @@ class Column:
     tokens: bool = False
     heads: int = 0
     queries: int = 0
+
+    def __post_init__(self) -> None:
+        if self.parts < 1:
+            raise PlanError(f"parts = {self.parts}: 1 and more work")
+        if self.heads and (self.queries < self.heads or self.queries % self.heads):
+            raise PlanError(f"queries = {self.queries} is no multiple of heads = {self.heads}")
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Whole:
 @dataclass(frozen=True, init=False)
 class Local:
     """Numbers of which each rank has its share: attributes of the module, divided by t, or given
-    the values that they have on each rank."""
+    the values that they have on each rank: Local("num_heads", num_key_value_groups=1)."""
 
     attributes: tuple[str, ...]
     values: tuple[tuple[str, int], ...]
@@ -104,11 +110,18 @@ WORDS: Mapping[str, Style] = {
     "rowwise_split_input": Row(),
     "embedding_rowwise": Vocabulary(),
     "replicated_with_grad_allreduce": Summed(),
+    "replicate": Whole(),
     "column": Column(),
     "row": Row(),
     "vocabulary": Vocabulary(),
     "summed": Summed(),
     "whole": Whole(),
+}
+# Words of transformers' that are none here, and of what they are.
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("moe_tp_experts", "moe_identity_expert", "packed_rowwise"), "experts"),
+    "mla_kv_a_proj": "latent attention",
+    "local_params": "parameters of heads, such as attention sinks",
 }
 STYLES = {"column": Column, "row": Row, "vocabulary": Vocabulary, "local": Local}
 
@@ -128,11 +141,20 @@ def read_style(pattern: str, said: Any) -> Style:
     if isinstance(said, str) and said in WORDS:
         return WORDS[said]
     if isinstance(said, Mapping) and said.get("style") in STYLES:
+        kind = STYLES[said["style"]]
         arguments = {name: value for name, value in said.items() if name != "style"}
-        attributes = arguments.pop("attributes", ())
+        attributes = arguments.pop("attributes", []) if kind is Local else []
+        known = {each.name: type(each.default) for each in fields(kind) if kind is not Local}
         try:
-            style: Style = STYLES[said["style"]](*attributes, **arguments)
-        except TypeError as error:
+            for name, value in arguments.items():
+                if type(value) is not (wanted := known.get(name, int)):
+                    raise TypeError(f"{name} is no {wanted.__name__}")
+            if not isinstance(attributes, list):
+                raise TypeError("attributes is no list")
+            style: Style = kind(*attributes, **arguments)
+        except (TypeError, PlanError) as error:
             raise PlanError(f"{pattern} = {dict(said)}: {error}") from None
         return style
+    if isinstance(said, str) and said in REFUSED:
+        raise PlanError(f"{pattern} is {said!r} in the plan: no layer here cuts {REFUSED[said]}")
     raise PlanError(f"{pattern} is {said!r} in the plan, which is none of {', '.join(WORDS)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from megatron.parallel.collectives import (
     start_sum,
 )
 from megatron.parallel.cross_entropy import linear_cross_entropy
-from megatron.parallel.layers import linear, look_up
+from megatron.parallel.layers import DIVISIBLE_BY, linear, look_up
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.plan import Column, PlanError, Row, Summed, Vocabulary
 from megatron.parallel.sharding import ShardedModule, ShardingSpec, load_whole
@@ -44,6 +45,7 @@ class Form:
 
 
 AS_IT_IS = Form()
+VOCABULARY = 32 * DIVISIBLE_BY  # rows of a rank, of which padding is few
 
 
 class Entrance:
@@ -55,32 +57,40 @@ class Entrance:
         self.clear()
 
     def clear(self, *_: object) -> None:
-        self.x: Tensor | None = None
-        self.copy: Tensor | None = None
-        self.gathered: tuple[Tensor, Tensor] | None = None
+        # (a tensor, its state, what was made of it)
+        self.copied: tuple[Tensor, object, Tensor] | None = None
+        self.gathered: tuple[Tensor, object, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        if self.copy is None or self.x is not x:
-            self.x = x
-            if self.gathered is not None and self.gathered[1] is x:
-                self.copy = _enter_gathered(self.gathered[0], x, self.axis)
+        if (copy := _made_of(x, self.copied)) is None:
+            if self.gathered is not None and self.gathered[2] is x:
+                copy = _enter_gathered(self.gathered[0], x, self.axis)
             else:
-                self.copy = copy_to(x, self.axis)
-        return self.copy
+                copy = copy_to(x, self.axis)
+            self.copied = x, _state(x), copy
+        return copy
 
     def gather(self, x: Tensor) -> Tensor:
         """x [b, s/t, ..] whole; column layers that read it then leave by a reduce-scatter."""
-        if self.gathered is not None and self.gathered[0] is x:
-            return self.gathered[1]
-        whole = gather_with_gradient(x, 1, self.axis)
-        self.gathered = x, whole
+        if (whole := _made_of(x, self.gathered)) is None:
+            whole = gather_with_gradient(x, 1, self.axis)
+            self.gathered = x, _state(x), whole
         return whole
 
     def __deepcopy__(self, memo: dict[int, object]) -> Entrance:
         memo[id(self)] = found = Entrance(self.axis)
         return found
+
+
+def _state(x: Tensor) -> object:
+    """It changes where a result of x is no longer one: x is written to, or gradients are wanted."""
+    return torch.is_grad_enabled(), None if x.is_inference() else x._version
+
+
+def _made_of(x: Tensor, known: tuple[Tensor, object, Tensor] | None) -> Tensor | None:
+    return known[2] if known is not None and known[0] is x and known[1] == _state(x) else None
 
 
 class _EnterGathered(torch.autograd.Function):
@@ -125,7 +135,7 @@ class CutParameter(Tensor):
 
     ALLOWED: ClassVar = frozenset(
         (
-            *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad"),
+            *("shape", "dtype", "device", "layout", "ndim", "requires_grad"),
             *("is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested"),
             *("size", "dim", "numel", "is_floating_point", "element_size", "is_complex"),
         )
@@ -139,8 +149,10 @@ class CutParameter(Tensor):
         if name == "__get__":  # of a property
             name = function.__self__.__name__
         if name not in cls.ALLOWED:
-            owners = (getattr(each, "owner", None) for each in (*args, *(kwargs or {}).values()))
-            owner = next(filter(None, owners), "a parameter")
+            given = (*args, *(kwargs or {}).values())
+            lists = (each if isinstance(each, list | tuple) else [each] for each in given)
+            cut = (each for each in chain(*lists) if isinstance(each, cls))
+            owner = next((each.owner for each in cut), "a parameter")
             raise RuntimeError(
                 f"{owner} is cut, and the model computes with it outside of its module ({name}): "
                 "a plan that leaves this module whole works"
@@ -150,22 +162,53 @@ class CutParameter(Tensor):
 
 
 class Planned(ShardedModule):
-    """What a module of the model becomes, beside what it is. The parameters that a plan cuts are
-    seen as CutParameter from outside."""
+    """What a module of the model becomes, beside what it is.
+
+    From outside, its parameters are those of the model, or CutParameter where computing with them
+    would be wrong. In `state_dict` this rank's shards are written as the model writes parameters,
+    and `load_state_dict` takes such shards, or whole parameters of the model.
+    """
 
     full_name: str
     entrance: Entrance
     forms: dict[str, Form]
+    computes_itself = False
+    """Whether its forward is the model's, which may read what has a sum of gradients."""
 
     def __getattr__(self, name: str) -> Any:
         found: Any = super().__getattr__(name)
         known = self.__dict__.get("specs", {})
         spec = known.get(name) if isinstance(found, nn.Parameter) else None
-        if spec is None or not any(axis.size > 1 for axis in spec.shard_axes):
+        if spec is None:
             return found
+        axes = {*spec.shard_axes} if self.computes_itself else {*spec.shard_axes, *spec.partial}
+        tensor = self.mesh.tensor
+        if tensor.size == 1 or tensor not in axes:
+            form = self.forms[name]
+            return found if form == AS_IT_IS else form.original(found)
         cut = found.as_subclass(CutParameter)
         cut.owner = f"{self.full_name}.{name}"
         return cut
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, form in self.forms.items():
+            if form != AS_IT_IS:
+                destination[prefix + name] = form.original(destination[prefix + name])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        given = {name: state_dict.get(prefix + name) for name in self.specs}
+        held = {prefix + name: self._held(name, x) for name, x in given.items() if x is not None}
+        super()._load_from_state_dict({**state_dict, **held}, prefix, *others)
+
+    def _held(self, name: str, given: Tensor) -> Tensor:
+        """This rank's shard of a parameter that is given whole, or as `state_dict` has shards."""
+        spec, form, own = self.specs[name], self.forms[name], self.shard_of(name)
+        if given.shape == form.original(torch.empty(spec.shape, device="meta")).shape:
+            local = torch.empty(own.shape, dtype=given.dtype, device=given.device)
+            load_whole(local, form.held(given.detach()), spec)
+            return local
+        return form.held(given) if given.shape == form.original(own).shape else given
 
     def prepare(self, style: Any, taken: Taken) -> None:
         """Cut the parameters."""
@@ -177,7 +220,7 @@ class Taken:
     """What was made of the model's parameters, by their identities: modules share some."""
 
     mesh: Mesh
-    found: dict[int, tuple[str, nn.Parameter, ShardingSpec]]
+    found: dict[int, tuple[str, nn.Parameter, ShardingSpec, Form]]
 
     def take(
         self,
@@ -189,7 +232,7 @@ class Taken:
     ) -> None:
         """Make the parameter `name` of the module this rank's shard, in its form; fields: of
         ShardingSpec. Raises PlanError for one that another module cuts in another way."""
-        if (original := module.own(name)) is None:
+        if (original := module.shard_of(name)) is None:
             return
         full_name = f"{module.full_name}.{name}"
         whole = form.held(original.detach())
@@ -205,17 +248,21 @@ class Taken:
             if not whole.is_meta:
                 load_whole(local, whole, spec)
             parameter = nn.Parameter(local, requires_grad=original.requires_grad)
-            known = self.found[id(original)] = full_name, parameter, spec
-        other, parameter, its_spec = known
-        if its_spec != spec:
+            known = self.found[id(original)] = full_name, parameter, spec, form
+        other, parameter, *its = known
+        if its != [spec, form]:
             raise PlanError(f"{full_name} and {other} are one, and the plan cuts them differently")
-        module.specs[name], module.forms[name] = spec, form
         module.register_parameter(name, parameter)
+        module.specs[name], module.forms[name] = spec, form
 
 
 def _rows_of(count: int, axis: Axis) -> int | None:
-    """With the padding that makes so many rows divisible; None where they are."""
-    return None if count % axis.size == 0 else -(-count // axis.size) * axis.size
+    """With the padding that makes so many rows divisible; None where they are. Each rank's share of
+    a vocabulary is padded as in our own layers: matmuls with an odd size are slower."""
+    multiple = axis.size
+    if multiple > 1 and count >= VOCABULARY * multiple:
+        multiple *= DIVISIBLE_BY
+    return None if count % multiple == 0 else -(-count // multiple) * multiple
 
 
 class ColumnLinear(Planned):
@@ -231,13 +278,13 @@ class ColumnLinear(Planned):
         self.style, tensor = style, self.mesh.tensor
         form = Form(style.parts, is_turned_matmul(self))
         if form.is_turned and not style.gather and style.parts == 1:
-            width, size = self.own("weight").shape
+            width, size = self.shard_of("weight").shape
             if size == 3 * width and tensor.size > 1:
                 raise PlanError(
                     f"{self.full_name} holds queries, keys and values side by side, which a plain "
                     "cut would mix: Column(parts=3) works"
                 )
-        weight = form.held(self.own("weight"))
+        weight = form.held(self.shard_of("weight"))
         cut_dim, self.features = weight.dim() - 2, weight.shape[-2]
         padded = None
         if style.gather and style.parts == 1:
@@ -271,15 +318,15 @@ class ColumnLinear(Planned):
 
     def _columns(self, rows: Tensor) -> Tensor:
         view = self.gradient_views.get("weight")
-        return linear(rows, self.own("weight"), self.own("bias"), view=view)
+        return linear(rows, self.shard_of("weight"), self.shard_of("bias"), view=view)
 
     def loss(self, x: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
         """The sum of scales [n] x the cross-entropy of labels [n] against the columns, of x [n, in]
         that is whole: as linear_cross_entropy, which never holds all logits."""
-        weight, view = self.own("weight"), self.gradient_views.get("weight")
+        weight, view = self.shard_of("weight"), self.gradient_views.get("weight")
         axis = self.mesh.tensor
         return linear_cross_entropy(
-            x, weight, self.own("bias"), labels, scales, axis, self.features, view
+            x, weight, self.shard_of("bias"), labels, scales, axis, self.features, view
         )
 
 
@@ -291,7 +338,7 @@ class SharedHeads(ColumnLinear):
         self.style, tensor = style, self.mesh.tensor
         form, partial_axes = Form(1, is_turned_matmul(self)), (self.mesh.replicas, tensor)
         used = heads_of_queries(style.heads, style.queries, tensor)
-        size = len(form.held(self.own("weight"))) // style.heads
+        size = len(form.held(self.shard_of("weight"))) // style.heads
         self.rows = slice(used[0] * size, (used[-1] + 1) * size)
         own = [head - used[0] for head in used]
         is_even = len({own.count(head) for head in own}) == 1
@@ -300,7 +347,7 @@ class SharedHeads(ColumnLinear):
         taken.take(self, "bias", decay=False, partial=partial_axes)
 
     def _columns(self, rows: Tensor) -> Tensor:
-        weight, bias = self.own("weight")[self.rows], self.own("bias")
+        weight, bias = self.shard_of("weight")[self.rows], self.shard_of("bias")
         y = linear(rows, weight, None if bias is None else bias[self.rows])
         if self.copies is None:
             return y
@@ -320,7 +367,7 @@ class RowLinear(Planned):
     def prepare(self, style: Row, taken: Taken) -> None:
         self.style, tensor = style, self.mesh.tensor
         form = Form(1, is_turned_matmul(self))
-        self.features = form.held(self.own("weight")).shape[1]
+        self.features = form.held(self.shard_of("weight")).shape[1]
         taken.take(self, "weight", form, ((1, tensor),))
         # Under sequence parallelism each rank adds it to its own tokens.
         over = (self.mesh.replicas, tensor) if style.tokens else (self.mesh.replicas,)
@@ -330,9 +377,9 @@ class RowLinear(Planned):
         if x.shape[-1] == self.features:
             x = split_with_gradient(x, -1, self.mesh.tensor)
         view = self.gradient_views.get("weight")
-        y = linear(x.flatten(0, -2), self.own("weight"), None, view=view)
+        y = linear(x.flatten(0, -2), self.shard_of("weight"), None, view=view)
         y = _leave(y.unflatten(0, x.shape[:-1]), self.mesh.tensor, self.style.tokens)
-        return y if (bias := self.own("bias")) is None else y + bias
+        return y if (bias := self.shard_of("bias")) is None else y + bias
 
 
 class VocabularyEmbedding(Planned, nn.Embedding):
@@ -345,7 +392,7 @@ class VocabularyEmbedding(Planned, nn.Embedding):
         taken.take(self, "weight", shards=((0, tensor),), padded_rows=padded)
 
     def forward(self, ids: Tensor) -> Tensor:
-        weight, tensor = self.own("weight"), self.mesh.tensor
+        weight, tensor = self.shard_of("weight"), self.mesh.tensor
         index = ids.flatten() - tensor.rank * len(weight)
         is_elsewhere = (index < 0) | (index >= len(weight))
         index = index.masked_fill(is_elsewhere, 0)
@@ -364,7 +411,7 @@ class ChannelEmbedding(Planned, nn.Embedding):
         taken.take(self, "weight", shards=((1, self.mesh.tensor),))
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = look_up(ids.flatten(), self.own("weight"), self.gradient_views.get("weight"))
+        rows = look_up(ids.flatten(), self.shard_of("weight"), self.gradient_views.get("weight"))
         rows = _without_gradient(rows, ids, self.padding_idx).unflatten(0, ids.shape)
         return gather_with_gradient(rows, -1, self.mesh.tensor) if self.style.gather else rows
 
@@ -379,6 +426,8 @@ def _without_gradient(rows: Tensor, ids: Tensor, padding_idx: int | None) -> Ten
 class SummedParameters(Planned):
     """Of any module: its forward is its own."""
 
+    computes_itself = True
+
     def prepare(self, style: Summed, taken: Taken) -> None:
         for name, _ in [*self.named_parameters(recurse=False)]:
             taken.take(self, name, partial=(self.mesh.replicas, self.mesh.tensor))
@@ -391,9 +440,9 @@ class Holder(Planned):
     def prepare(self, style: Any, taken: Taken) -> None:
         for name, parameter in [*self.named_parameters(recurse=False)]:
             if id(parameter) in taken.found:
-                _, shard, spec = taken.found[id(parameter)]
-                self.specs[name], self.forms[name] = spec, AS_IT_IS
+                _, shard, spec, form = taken.found[id(parameter)]
                 self.register_parameter(name, shard)
+                self.specs[name], self.forms[name] = spec, form
 
 
 def _require_plain(module: Any) -> None:

@@ -194,7 +194,7 @@ class ShardedModule(nn.Module):
         self.is_on_meta = is_on_meta
         self.values_check = is_on_meta and self.register_forward_pre_hook(_require_values)
 
-    def own(self, name: str) -> Any:
+    def shard_of(self, name: str) -> Any:
         """This rank's shard of the parameter, or None."""
         return self._parameters[name]
 
@@ -306,7 +306,7 @@ def owned_specs(model: nn.Module) -> dict[str, ShardingSpec]:
     for module in model.modules():
         if isinstance(module, ShardedModule):
             for name, spec in module.specs.items():
-                table.setdefault(names[id(module.own(name))], spec)
+                table.setdefault(names[id(module.shard_of(name))], spec)
     return table
 
 
@@ -399,52 +399,3 @@ def gather_whole(local: Tensor, spec: ShardingSpec) -> Tensor:
     rows = spec.shape[0]
     assert not whole[rows:].any(), "padding rows are not zero"
     return whole[:rows].clone()
-
-
-def to_dtensors(
-    model: nn.Module, mesh: Mesh, specs: Mapping[str, ShardingSpec] | None = None
-) -> dict[str, Tensor]:
-    """{name: the parameter as a DTensor of its whole shape}, for torch's own tools, such as
-    torch.distributed.checkpoint (every rank calls this).
-
-    On one rank they are plain tensors. They share the parameters' memory but where there are
-    padding rows, of which DTensor knows nothing: see `from_dtensors`. Raises ValueError for a dim
-    that is cut by axes in another order than the mesh's, which DTensor cannot say. specs: as of
-    GradientBuckets.
-    """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    parameters, table = dict(model.named_parameters()), sharding_specs(model, specs, mesh=mesh)
-    axes = [axis for axis in mesh.axes if axis.size > 1]
-    if not axes:
-        return {name: spec.real(parameters[name].detach()) for name, spec in table.items()}
-    grid, found = mesh.device_mesh(), dict[str, Any]()
-    for name, spec in table.items():
-        shards = [(part, dim) for dim, axis in spec.shards for part in axis.parts if part.size > 1]
-        for dim in range(len(spec.shape)):
-            order = [axes.index(part) for part, its_dim in shards if its_dim == dim]
-            if order != sorted(order):
-                raise ValueError(f"{name}: the axes that cut dim {dim} are not in the mesh's order")
-        dims = dict(shards)
-        placements = [Shard(dims[axis]) if axis in dims else Replicate() for axis in axes]
-        local = parameters[name].detach()
-        whole: Any = DTensor.from_local(local, grid, placements, run_check=False)
-        if spec.padded_rows is not None:
-            whole = whole[: spec.shape[0]].redistribute(placements=placements)
-        found[name] = whole
-    return found
-
-
-def from_dtensors(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    specs: Mapping[str, ShardingSpec] | None = None,
-) -> None:
-    """Copy into the parameters what was read into the tensors of `to_dtensors` (every rank calls
-    this), before an optimizer is built: its masters are copies of their own."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, spec in sharding_specs(model, specs).items():
-            tensor: Any = tensors[name]
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            load_whole(parameters[name], whole.clone(), spec)

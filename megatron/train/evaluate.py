@@ -55,8 +55,10 @@ def find_newest(folders: Sequence[Path], mesh: Mesh) -> Checkpoint:
 def load_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Any:
     """The model of a checkpoint that is whole, sharded over this mesh, in evaluation mode."""
     manifest = checkpoint.manifest
-    # Other kernels compute the same model, and need not be installed where it is used.
-    config = replace(config_of(manifest), layernorm_impl="torch")
+    config = config_of(manifest)
+    if config.layernorm_impl != "torch":
+        # Other kernels compute the same model, and need not be installed where it is used.
+        config = replace(config, layernorm_impl="torch")
     model = build_model(config, mesh, manifest["vocab_size"], seed=None, dtype=dtype)
     load_checkpoint(checkpoint, model_slices(model))
     return model.eval()

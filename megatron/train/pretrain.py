@@ -24,9 +24,11 @@ from megatron.checkpoint.resume import (
     find_start,
     newest_readable,
     run_id,
+    saved_model,
 )
 from megatron.config.checks import UsageError
 from megatron.config.launch import is_first, world_size
+from megatron.config.model import HuggingFaceConfig
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.data.files import DataError
@@ -68,6 +70,9 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             config: PretrainConfig = parse(resolve_name(entry.program), arguments, environ)
             if config.model.kind != kind:
                 raise UsageError("--model", kind, f"the kind of its config, {config.model.kind}")
+            config = replace(
+                config, model=config.model.completed(partial(saved_model, config.checkpoint))
+            )
             config.check(world)
             inputs: Inputs
             if config.data.mock_data:
@@ -84,6 +89,8 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             newest = newest_readable(start.folders)[0] if start.folders else None
             # To refuse it early; `build` finds the checkpoint that is really resumed.
             resolve(config, inputs, start, newest, world)
+            if newest is None:
+                config.model.starts_from()
 
         from megatron.checkpoint.retention import claim
         from megatron.train.launch import launch
@@ -211,6 +218,8 @@ class Run:
     state: TrainState
     facts: dict[str, Any]
     """Of the run, for the manifest of each checkpoint."""
+    files: Mapping[str, bytes]
+    """Of the model, for each checkpoint; of the first rank."""
     messages: list[str]
     """What the user should know of its start."""
     evaluate_first: bool
@@ -250,6 +259,15 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
     asked = config.training.compile if config.model.can_compile else False
     compiled, warnings = choose_compile(asked, mesh, pipeline)
+    names = list[str | None]([None])
+    if found is None:
+        refuse_alike(mesh, lambda: names.append(config.model.starts_from()))
+    weights = mesh.control.gather(names[-1])[0]
+    own = config.model
+    if isinstance(own, HuggingFaceConfig) and own.plan != "auto" and mesh.tensor.size > 1:
+        from megatron.models.proof import require_proof
+
+        refuse_alike(mesh, lambda: messages.append(require_proof(own, mesh)))
     state = build_state(
         config.model,
         mesh,
@@ -260,6 +278,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         precision=config.precision,
         compiled=compiled,
         pipeline=pipeline,
+        draws=weights is None,
     )
     facts = {
         "kind": config.model.kind,
@@ -271,7 +290,9 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         "weights_of": found and found.manifest.get("run" if start.finetune else "weights_of"),
     }
     evaluate_first = False
-    if found is None:
+    if weights is not None:
+        refuse_alike(mesh, lambda: messages.extend(state.load_folder(weights)))
+    elif found is None:
         messages.append("starting from scratch")
     elif resumed is None:
         refuse_alike(mesh, partial(state.load_weights, found))
@@ -307,6 +328,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         inputs=inputs,
         state=state,
         facts=facts,
+        files=config.model.files(None if found is None else found.path) if mesh.is_first else {},
         messages=[*messages, *warnings, *getattr(state.model, "warnings", ())],
         evaluate_first=evaluate_first,
     )
@@ -325,7 +347,7 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
     file, start, steps = config.metrics_file(), run.state.step, config.training.steps
     sinks = open_sinks(config.logging, file, environ, start, run.facts, mesh, signals.ask)
     metrics = stack.enter_context(Metrics(file, mesh, start=start, steps=steps, sinks=sinks))
-    files = {} if inputs.tokenizer is None else inputs.tokenizer.files
+    files = dict(run.files) | ({} if inputs.tokenizer is None else dict(inputs.tokenizer.files))
     saver = stack.enter_context(
         Saver(mesh, config.checkpoint, run.facts, attached=files, start_step=start)
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import TensorSlice, load_checkpoint, load_weights, model_slices
 from megatron.config.checks import UsageError
+from megatron.config.hf_folder import fetch, has_weights
 from megatron.config.model import KindConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.models.build import build_model
@@ -133,6 +134,28 @@ class TrainState:
         load_weights(checkpoint, weights, missing=missing, surplus=surplus, mesh=self.mesh)
         self.optimizer.publish()
 
+    def load_folder(self, name: str) -> list[str]:
+        """Start an unmodified model of transformers from the weights of a folder, or of a name on
+        the hub: masters have the values of its files.
+
+        Returns what the user should know. Raises ValueError, naming the tensors, for a folder of
+        another model, OSError for a file that is missing.
+        """
+        from megatron.models.hf_weights import read_weights
+
+        folder = fetch(name)
+        if not has_weights(name, folder):
+            works = ("--hf-model", name, "--random-weights")
+            raise UsageError("--hf-model", name, "a model with model.safetensors", works=works)
+        masters = self.optimizer.master_views()
+        shards = {view.name: (view.spec, master) for view, master in masters}
+        left_out = read_weights(self.model, folder, shards)
+        self.optimizer.publish()
+        messages = [f"starting at step 0 from the weights of {name}"]
+        if left_out:
+            messages.append(f"left out, as the model has no part for it: {', '.join(left_out)}")
+        return messages
+
     def describe_stages(self) -> list[str]:
         """A line for each pipeline rank, with its layers and parameters; none without a pipeline
         (every rank calls this)."""
@@ -178,21 +201,24 @@ def build_state(
     precision: PrecisionConfig | None = None,
     compiled: bool = False,
     pipeline: PipelinePlan = UNCUT,
+    draws: bool = True,
 ) -> TrainState:
     """A run at step 0; dtype is that of weights and activations (by default torch's default, or
     what `precision` says), and float16 scales the loss.
 
-    vocab_size: the true one. seed: as of build_model. optimizer, precision: by default AdamW and
-    loss scaling with the defaults of the programs. pipeline: whose stages this rank builds.
-    compiled: each layer is compiled when it is
-    first called; names, weights and hooks of the model stay.
+    vocab_size: the true one. seed, draws: as of build_model. optimizer, precision: by default
+    AdamW and loss scaling with the defaults of the programs. pipeline: whose stages this rank
+    builds. compiled: each layer is compiled when it is first called; names, weights and hooks of
+    the model stay.
     """
     precision = precision or PrecisionConfig()
     if dtype is None:
         dtype = DTYPES[precision.name] if precision.name else torch.get_default_dtype()
     if mesh.device.type == "cpu":
         keep_freed_memory()
-    model = build_model(config, mesh, vocab_size, seed=seed, dtype=dtype, pipeline=pipeline)
+    model = build_model(
+        config, mesh, vocab_size, seed=seed, dtype=dtype, pipeline=pipeline, draws=draws
+    )
     if compiled:
         compile_layers(model)
     gradients = GradientBuckets(model, sets_grad=False, wide=not precision.pure_bf16)

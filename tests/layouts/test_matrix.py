@@ -246,7 +246,7 @@ def summed_twice(entrance: Entrance, x: Tensor) -> Tensor:
 def with_whole_head(head: ColumnLinear, x: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
     """The same loss, of all columns on every rank."""
     spec = head.specs["weight"]
-    weight = gather_with_gradient(head.own("weight"), 0, head.mesh.tensor)[: spec.shape[0]]
+    weight = gather_with_gradient(head.shard_of("weight"), 0, head.mesh.tensor)[: spec.shape[0]]
     whole: Tensor = linear_cross_entropy(x, weight, None, labels, scales, ALONE, spec.shape[0])
     return whole
 

@@ -20,16 +20,15 @@ from torch.distributed.fsdp import fully_shard
 from megatron.config.model import ModelConfig
 from megatron.models.build import build_model, build_on_meta
 from megatron.models.gpt2 import GPT2
+from megatron.parallel.dtensors import from_dtensors, to_dtensors
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.sharding import (
     ShardedModule,
     ShardingSpec,
-    from_dtensors,
     gather_whole,
     load_whole,
     materialize,
     sharding_specs,
-    to_dtensors,
 )
 from megatron.train.executor import on_device
 from tests.bert import bert_section

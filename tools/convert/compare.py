@@ -9,7 +9,7 @@ constant that all keys have more moves nothing, so that a bias of keys is not se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,10 +78,22 @@ def compare_logits(checkpoint: Path, folder: Path, family: Family) -> Agreement:
     prompts = make_prompts(manifest["vocab_size"], positions, padded=outputs.padded)
     theirs = _their_logits(folder, family, prompts)
     ours = _our_logits(checkpoint, outputs, prompts)
-    heads = (_compare(name, ours[name], theirs[name]) for name in theirs)
-    found = Agreement(tuple(heads), tuple(prompt.tokens.shape[1] for prompt in prompts))
+    lengths = tuple(prompt.tokens.shape[1] for prompt in prompts)
+    pairs = {name: (ours[name], theirs[name]) for name in theirs}
+    return agreement(f"{checkpoint} and {folder}", pairs, lengths)
+
+
+def agreement(
+    both: str,
+    logits: Mapping[str, tuple[Sequence[Tensor], Sequence[Tensor]]],
+    lengths: tuple[int, ...],
+) -> Agreement:
+    """logits: ours and theirs of each prompt, by the head. both: for the message, the models.
+    Raises ValueError with the figures where they differ by more than TOLERANCE of the largest."""
+    heads = (_compare(name, *pair) for name, pair in logits.items())
+    found = Agreement(tuple(heads), lengths)
     if not all(head.agrees for head in found.heads):
-        raise ValueError(f"{checkpoint} and {folder} are not the same model: {found}")
+        raise ValueError(f"{both} are not the same model: {found}")
     return found
 
 

@@ -1,0 +1,201 @@
+"""Unmodified models of transformers cut by a plan, beside other ways to train them on two ranks.
+
+Llama and GPT-2 of hidden 768, 12 heads (Llama: 4 key/value heads), 4 layers, vocabulary 50,000,
+sequences of 512 tokens, without dropout. By plan: the model as transformers builds it, cut by
+parallelize() as `--model huggingface` does. Beside it stand this project's own layers (native),
+transformers' tensor parallelism (DistributedConfig), and torch's `parallelize_module` on the same
+unmodified model with the tutorial's plan and loss parallel; norms and the stream between layers
+stay whole there, since the model makes its positions of the length that it sees. The tutorial's
+whole plan, sequence parallel, is on a plain Llama, as of benchmarks/llama.py.
+
+GPT-2 has none of the three: transformers has no plan for it, and neither torch nor transformers
+cuts its Conv1D. All begin with the same weights, read the same random tokens and update by AdamW
+with clipping; a turn is one update, and losses are compared. In bf16 all keep weights, gradients
+and moments in bf16. Memory is that of all ranks from the first turn on, above what modules take.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, parallel
+
+if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import llama, peers, steps
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
+from benchmarks.processes import forget_peak
+from benchmarks.report import Results
+from megatron.config.model import HuggingFaceConfig
+from megatron.config.pretrain import (
+    PretrainConfig,
+    PretrainGPT2Config,
+    PretrainHuggingFaceConfig,
+    PretrainLlamaConfig,
+)
+from megatron.parallel.planned import Planned
+from megatron.parallel.sharding import load_whole
+from tools.layouts.job import open_samples
+
+BY_PLAN, NATIVE, TRANSFORMERS = "by plan", "native", "transformers"
+TORCH, TUTORIAL = "parallelize_module", "parallelize_module, plain Llama"
+SIZES = "--num-layers 4 --seq-length 512 --vocab-size 50000 --micro-batch-size 2 --no-compile"
+WORDS = {
+    "llama": f"{llama.WORDS} {SIZES} --num-query-groups 4",
+    "gpt2": f"--preset gpt2_124m {SIZES} --train-iters 3000",
+}
+SETTINGS: dict[str, type[PretrainConfig]] = {
+    "llama": PretrainLlamaConfig,
+    "gpt2": PretrainGPT2Config,
+}
+UNMODIFIED: dict[str, Callable[..., Any]] = {
+    "llama": llama.transformers_llama,
+    "gpt2": peers.transformers_gpt2,
+}
+
+
+def unmodified(config: PretrainConfig) -> Any:
+    """As transformers builds it, with the initial weights of the native model."""
+    return UNMODIFIED[config.model.kind](config.model, open_samples(config)[1])
+
+
+def by_plan(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
+    native = steps.read(flags, rank.size, SETTINGS[kind])
+    theirs = unmodified(native)
+    described = HuggingFaceConfig(hf_model=kind, hf_config=theirs.config.to_json_string())
+    same = {name: getattr(native, name) for name in ("optimizer", "parallel", "precision")}
+    config = PretrainHuggingFaceConfig(model=described, training=native.training, **same)
+    state = steps.build(config, steps.mesh_of(rank, config))
+    whole, modules = theirs.state_dict(), dict(state.model.named_modules())
+    with torch.no_grad():
+        for view, master in state.optimizer.master_views():
+            module, _, name = view.name.rpartition(".")
+            values, owner = whole[view.name.removeprefix("model.")], modules[module]
+            held = owner.forms[name].held(values) if isinstance(owner, Planned) else values
+            load_whole(master, held, view.spec)
+    state.optimizer.publish()
+    del theirs, whole
+    forget_peak(rank.device_type)
+    return steps.Run(native, state)
+
+
+def ours(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
+    turn = steps.ours(rank, flags, settings=SETTINGS[kind])
+    forget_peak(rank.device_type)
+    return turn
+
+
+def transformers(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
+    from transformers.distributed import DistributedConfig
+
+    config = steps.read(flags, rank.size, SETTINGS[kind])
+    theirs = unmodified(config)
+    rank.connect()
+    model = type(theirs).from_pretrained(
+        None,
+        config=theirs.config,
+        state_dict=theirs.state_dict(),
+        dtype=llama.dtype_of(config),
+        distributed_config=DistributedConfig(tp_size=rank.size),
+    )
+    return trained(rank, config, model)
+
+
+def torchs(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
+    config = steps.read(flags, rank.size, SETTINGS[kind])
+    model = unmodified(config).to(rank.device, llama.dtype_of(config))
+    whole, columns = Replicate(), parallel.ColwiseParallel()
+    plan = {
+        "model.embed_tokens": parallel.RowwiseParallel(input_layouts=whole),
+        "model.layers.*.self_attn.[qkv]_proj": columns,
+        "model.layers.*.self_attn.o_proj": parallel.RowwiseParallel(),
+        "model.layers.*.mlp.gate_proj": columns,
+        "model.layers.*.mlp.up_proj": columns,
+        "model.layers.*.mlp.down_proj": parallel.RowwiseParallel(),
+        "lm_head": parallel.ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallel.parallelize_module(model, rank.mesh().device_mesh()["tensor"], plan)
+    return trained(rank, config, model)
+
+
+def tutorial(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
+    turn = llama.torchs(rank, flags, own_heads=True)
+    forget_peak(rank.device_type)
+    return turn
+
+
+def trained(rank: Rank, config: PretrainConfig, model: nn.Module) -> Turn:
+    model.train()
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = model(tokens, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    turn = llama.trained(rank, config, model, loss)
+    forget_peak(rank.device_type)
+    return turn
+
+
+RUNS: dict[str, dict[str, Callable[..., Turn]]] = {
+    "llama": {
+        BY_PLAN: by_plan,
+        NATIVE: ours,
+        TRANSFORMERS: transformers,
+        TORCH: torchs,
+        TUTORIAL: tutorial,
+    },
+    "gpt2": {BY_PLAN: by_plan, NATIVE: ours},
+}
+
+
+def contenders(
+    flags: Flags,
+    models: tuple[Literal["llama", "gpt2"], ...] = ("llama", "gpt2"),
+    dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
+    program_flags: str = "",
+) -> Iterator[Contender]:
+    """Compare training steps of models of transformers.
+
+    Args:
+        models: each is a group.
+        dtypes: of weights and activations.
+        program_flags: of pretrain.py --model llama or gpt2: --program-flags="--num-layers 2".
+    """
+    for kind, dtype in product(models, dtypes):
+        words = f"{WORDS[kind]} {llama.DTYPES[dtype]} --tensor-model-parallel-size 2"
+        own = shlex.split(f"{words} {program_flags}")
+        for name, run in RUNS[kind].items():
+            yield Contender(
+                name,
+                partial(run, kind=kind),
+                {"flags": own},
+                group=f"{kind}, {dtype}",
+                ranks=2,
+                needs=("transformers",),
+                same={"loss": llama.TOLERANCES[dtype]},
+            )
+
+
+def result(found: Results) -> str:
+    texts = [
+        f"{name} {cell.text('{:.2f}', is_ratio=True)} ({group})"
+        for group, name in found.rows
+        if name != BY_PLAN and (cell := found.cell(group, name, llama.RATIO))
+    ]
+    return f"Time of a step, of that by plan: {'; '.join(texts) or '(not measured)'}."
+
+
+QUESTION = Question(contenders, llama.COLUMNS, result, turns=3, drawn=[llama.RATIO])
+
+if __name__ == "__main__":
+    QUESTION.run()

@@ -1,0 +1,281 @@
+"""Weights in a folder of transformers: which there are, and each rank's slices of them.
+
+Names in files are not always those of a model's parameters: transformers adds and drops the name of
+the base model, renames what older versions wrote, and makes some weights of others. Its own tables
+say how (transformers.conversion_mapping); a folder that it loads is read alike here. What it warns
+of, weights that are left over or missing, is an error here, but for heads of other classes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from megatron.config.model import HuggingFaceConfig
+from megatron.models.huggingface import unmodified
+from megatron.parallel.planned import AS_IT_IS, Form, Planned
+from megatron.parallel.sharding import ShardingSpec
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors calls them
+LISTED = 5  # names in a message
+
+
+def form_of(model: nn.Module, name: str) -> Form:
+    """How the planned model holds its parameter of this name."""
+    module_name, _, own_name = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    return module.forms.get(own_name, AS_IT_IS) if isinstance(module, Planned) else AS_IT_IS
+
+
+@dataclass(frozen=True)
+class Bare:
+    """A model as transformers builds it, on meta, and the names that it knows.
+
+    first: of each name of a parameter the first that it has: those of tied ones share it.
+    """
+
+    model: Any
+    state: dict[str, Tensor]
+    first: Mapping[str, str]
+
+    @staticmethod
+    def of(config: HuggingFaceConfig, auto_class: str) -> Bare:
+        model = unmodified(config, auto_class)
+        names: dict[int, str] = {}
+        first = {
+            name: names.setdefault(id(parameter), name)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        return Bare(model, model.state_dict(), first)
+
+
+@dataclass(frozen=True)
+class Files:
+    """The tensors of a folder, by the keys that they have in its files."""
+
+    folder: Path
+    places: Mapping[str, Any]  # the opened file that has it
+
+    def get(self, key: str) -> Tensor:
+        found: Tensor = self.places[key].get_tensor(key)
+        return found
+
+    def slice_of(self, key: str) -> Any:
+        return self.places[key].get_slice(key)
+
+
+def open_files(folder: Path, stack: ExitStack) -> Files:
+    """The stack closes them. Raises ValueError or OSError, naming the file, for one that is missing
+    or damaged."""
+    names = [SINGLE]
+    if not (folder / SINGLE).is_file():
+        index = json.loads((folder / INDEX).read_bytes())
+        names = sorted(set(index["weight_map"].values()))
+    places: dict[str, Any] = {}
+    for name in names:
+        try:
+            file = stack.enter_context(safe_open(folder / name, "pt"))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{folder / name} is not there: {INDEX} lists it") from None
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name} is damaged: {error}") from None
+        places |= dict.fromkeys(file.keys(), file)
+    return Files(folder, places)
+
+
+@dataclass(frozen=True)
+class Matches:
+    """What the tensors of a folder are in a model.
+
+    of: {first name of a parameter, or name of a buffer: keys of tensors that are it}. made: a
+    converter of transformers, the name that it is called with, and its (pattern, key)s, of what is
+    computed of several tensors. unknown: keys by the name that the model would have for them.
+    """
+
+    of: dict[str, list[str]]
+    made: list[tuple[Any, str, list[tuple[str, str]]]]
+    unknown: dict[str, str]
+
+
+def match(bare: Bare, keys: Iterable[str]) -> Matches:
+    """As transformers' from_pretrained has it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    mapping = get_model_conversion_mapping(bare.model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    found = Matches({}, [], {})
+    made: dict[str, Any] = {}
+    for key in sorted(keys, key=dot_natural_key):
+        prefix = bare.model.base_model_prefix
+        name, pattern = rename_source_key(key, renamings, converters, prefix, bare.state)
+        if name not in bare.state and key in bare.state:
+            name, pattern = rename_source_key(key, [], [], prefix, bare.state)
+        if name not in bare.state:
+            found.unknown[name] = key
+        elif pattern is None:
+            found.of.setdefault(bare.first.get(name, name), []).append(key)
+        else:
+            group = made.setdefault(name, (deepcopy(by_pattern[pattern]), name, []))
+            group[2].append((pattern, key))
+    found.made.extend(made.values())
+    return found
+
+
+def convert(bare: Bare, files: Files, group: Any) -> Iterator[tuple[str, Tensor]]:
+    """(first name, whole tensor as the model writes it) of what a converter makes."""
+    converter, name, parts = group
+    for pattern, key in parts:
+        converter.add_tensor(name, key, pattern, lambda key=key: files.get(key))
+    made = converter.convert(name, model=bare.model, config=bare.model.config)
+    for each, value in made.items():
+        yield bare.first.get(each, each), value[0] if isinstance(value, list) else value
+
+
+@torch.no_grad()
+def read_weights(
+    model: Any, folder: Path, shards: Mapping[str, tuple[ShardingSpec, Tensor]]
+) -> list[str]:
+    """Fill this rank's shards of a model's parameters from a folder; padding becomes zero.
+
+    model: a HuggingFace of megatron.models.huggingface. shards: (spec, local) by the names of its
+    parameters, of any dtype. Returns the keys of what the model has no part for and another class
+    of transformers has: heads. Raises ValueError, naming the folder and the tensors, for what is
+    missing, unknown, or of another shape.
+    """
+    bare = Bare.of(model.config, model.auto_class)
+    missing = {bare.first[name] for name in bare.first}
+    with ExitStack() as stack:
+        files = open_files(folder, stack)
+        found = match(bare, files.places)
+        left_out = _left_out(bare, found.unknown, folder)
+
+        def fill(name: str, part: Any) -> None:
+            """part: the tensor as it is written, or a slice of a file."""
+            shape, wanted = list(_shape(part)), list(bare.state[name].shape)
+            if shape != wanted:
+                raise ValueError(f"{folder}: {name} is {shape}, and {wanted} by config.json")
+            if name not in missing:
+                _require_buffer(bare, name, part, folder)
+                return
+            missing.remove(name)
+            dtype = None if isinstance(part, Tensor) else part.get_dtype()
+            if dtype not in (None, *FLOATS):
+                raise ValueError(f"{folder}: {name} is {dtype}; {', '.join(FLOATS)} would work")
+            spec, local = shards[f"model.{name}"]
+            _copy(part, local, spec, form_of(model, f"model.{name}"))
+
+        for name, (key, *others) in found.of.items():
+            for other in others:
+                if not torch.equal(files.get(key), files.get(other)):
+                    raise ValueError(
+                        f"{folder}: {key} and {other} differ, and config.json ties them"
+                    )
+            fill(name, files.slice_of(key))
+        for group in found.made:
+            for name, value in convert(bare, files, group):
+                fill(name, value)
+    if missing:
+        raise ValueError(
+            f"{folder} lacks {_listed(missing)} of {type(bare.model).__name__}: a folder with "
+            "all weights, or --random-weights, would work"
+        )
+    return left_out
+
+
+def _shape(part: Any) -> Iterable[int]:
+    shape: Iterable[int] = part.shape if isinstance(part, Tensor) else part.get_shape()
+    return shape
+
+
+def _copy(part: Any, local: Tensor, spec: ShardingSpec, form: Form) -> None:
+    local.zero_()
+    box = spec.local_slices
+    if any(cut.start == cut.stop for cut in box):  # padding alone
+        return
+    if not box:  # a single number
+        local.copy_(part if isinstance(part, Tensor) else part[...])
+        return
+    # The matrices of a parameter lie one behind another.
+    rows, *others = box[1:] if form.parts > 1 else box
+    step = spec.shape[1] if form.parts > 1 else 0
+    pieces = []
+    for number in range(form.parts):
+        index = (slice(rows.start + number * step, rows.stop + number * step), *others)
+        pieces.append(part[index[::-1] if form.is_turned else index])
+    original = pieces[0] if form.parts == 1 else torch.cat(pieces, int(form.is_turned))
+    spec.real(local).copy_(form.held(original))
+
+
+def _require_buffer(bare: Bare, name: str, part: Any, folder: Path) -> None:
+    """Of a tensor that is no parameter: it is what config.json makes of it, since no checkpoint
+    keeps another."""
+    value = part if isinstance(part, Tensor) else part[...]
+    own = bare.state[name]
+    if not torch.equal(own.to(value.dtype), value):
+        raise ValueError(
+            f"{folder}: {name} is no parameter, and another than config.json makes it: it would "
+            "be lost"
+        )
+
+
+def _left_out(bare: Bare, unknown: Mapping[str, str], folder: Path) -> list[str]:
+    """Of unknown names the keys of those that other classes have, without those that transformers
+    passes over. Raises ValueError for the rest."""
+    patterns = list(bare.model._keys_to_ignore_on_load_unexpected or ())  # of transformers 5.23
+    # Buffers that are no longer saved.
+    patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$"]
+    rest = {
+        name: key
+        for name, key in unknown.items()
+        if not any(re.search(pattern, name) for pattern in patterns)
+    }
+    known = _relatives(bare) if rest else set()
+    prefix = f"{bare.model.base_model_prefix}."
+    heads = {name: key for name, key in rest.items() if {name, prefix + name} & known}
+    if strange := [key for name, key in rest.items() if name not in heads]:
+        raise ValueError(
+            f"{folder} has {_listed(strange)}, for which {type(bare.model).__name__} has no part"
+        )
+    return sorted(heads.values())
+
+
+def _relatives(bare: Bare) -> set[str]:
+    """The names that the model's other classes have: a folder of BERT for pretraining has the head
+    of the second task, too."""
+    import transformers
+
+    found: set[str] = set()
+    config = bare.model.config
+    kinds = [getattr(transformers, name, None) for name in config.architectures or ()]
+    mapping = transformers.MODEL_FOR_PRETRAINING_MAPPING
+    kinds += [mapping[type(config)]] if type(config) in mapping else []
+    for kind in filter(None, kinds):
+        with torch.device("meta"):
+            found |= kind(config).state_dict().keys()
+    return found
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = len(ordered) - LISTED
+    return ", ".join(ordered[:LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,477 @@
+"""The proof of a plan: a tiny model of an architecture, cut as the plan says, computes what the
+unmodified one of transformers computes.
+
+One forward and backward in fp64, where only the order of additions tells equal models apart: by
+1e-14. A plan that is wrong without an error (a fused projection cut through its parts, a norm of
+heads whose gradient nobody adds up) differs by 1e-3 and more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.config.checks import UsageError
+from megatron.config.model import HuggingFaceConfig
+from megatron.data.bert import BertBatch
+from megatron.data.gpt2 import GPT2Batch
+from megatron.models.build import build_on_meta
+from megatron.models.huggingface import Wide
+from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.collectives import gather_from
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.plan import PlanError
+from megatron.parallel.planned import AS_IT_IS, ColumnLinear, Form, Planned, SharedHeads
+from megatron.parallel.sharding import gather_whole, materialize
+
+TOLERANCE = 1e-9  # of the norm of what is compared
+# Of the model's gradient: what is smaller, such as that of a key's bias, which is zero, is mostly
+# rounding, and its difference relative to this.
+SMALL = 1e-5
+SAMPLES, LENGTH = 3, 12  # of the batch; sequences of 12, 9 and 5 tokens and padding behind them
+LAYERS, HIDDEN, HEADS, VOCABULARY, WINDOW = 2, 128, 8, 101, 5
+
+# Names that configurations have for a size.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+}
+
+
+def tiny(described: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of the same architecture that is proved in seconds: 2 layers or one of each
+    type, 8 query heads, as many key/value heads, 2 or 1, an odd vocabulary. What decides which
+    modules there are and what they compute stays."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**described)
+    return _shrunk(config.to_dict() | {"model_type": config.model_type})
+
+
+def _shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
+    found = {
+        name: _shrunk(value) if isinstance(value, Mapping) and "model_type" in value else value
+        for name, value in given.items()
+    }
+
+    def known(what: str) -> Any:
+        return next((given[name] for name in NAMES[what] if given.get(name) is not None), None)
+
+    def put(size: Any, *names: str) -> None:
+        found.update({name: size for name in names if isinstance(given.get(name), int)})
+
+    layers, hidden, heads = known("layers"), known("hidden"), known("heads")
+    types = given.get("layer_types") or []
+    places = sorted({types.index(each) for each in types})
+    if given.get("num_kv_shared_layers"):  # the last ones use keys and values of others
+        put(len(places), "num_kv_shared_layers")
+        places *= 2
+    places += [each for each in range(LAYERS) if each not in places][: LAYERS - len(places)]
+    for name, value in given.items():
+        if isinstance(value, list) and layers and len(value) == layers:
+            found[name] = [value[place] for place in places]
+    put(len(places), *NAMES["layers"])
+    put(HIDDEN, *NAMES["hidden"], "word_embed_proj_dim")
+    put(HIDDEN if given.get("embedding_size") == hidden else 48, "embedding_size")
+    put(16, "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank")
+    put(1, "first_k_dense_replace")  # so that there are layers of both kinds
+    put(HEADS, *NAMES["heads"])
+    shared = known("key_value_heads")
+    put(HEADS if shared == heads else min(2, shared or 2), *NAMES["key_value_heads"])
+    size = given.get("head_dim")
+    if "qk_rope_head_dim" in given:  # latent attention's
+        put(8, "head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "qk_head_dim")
+        size = 8
+    elif isinstance(size, int) and hidden and heads and size * heads != hidden:
+        found["head_dim"] = size = 2 * HIDDEN // HEADS
+    else:
+        put(HIDDEN // HEADS, "head_dim")
+        size = HIDDEN // HEADS
+    put(160, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    put(2 * HIDDEN // HEADS, "global_head_dim")
+    if isinstance(own := given.get("per_layer_config"), Mapping):  # by layers, as of Gemma 4
+        by_layer = {int(key): value for key, value in own.items()}
+        found["per_layer_config"] = {
+            str(new): {
+                name: found.get(f"global_{name}", each) for name, each in by_layer[old].items()
+            }
+            for new, old in enumerate(places)
+            if old in by_layer
+        }
+    put(VOCABULARY, "vocab_size", "vocab_size_per_layer_input")
+    put(64, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+    put(WINDOW, "sliding_window")
+    for name in [each for each in given if each.endswith("_token_id")]:
+        ids = given[name] if isinstance(given[name], list) else [given[name]]
+        if any(each is not None and each >= VOCABULARY for each in ids):
+            found[name] = VOCABULARY - 1
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(given.get(name), Mapping):
+            found[name] = _shrunk_rope(given[name], size)
+    return found
+
+
+def _shrunk_rope(given: Mapping[str, Any], head_size: int) -> dict[str, Any]:
+    """Of rotary positions: so that their scaling is felt in few of them."""
+    found = dict(given)
+    for name, value in given.items():
+        if isinstance(value, Mapping):
+            found[name] = _shrunk_rope(value, head_size)
+        elif name == "original_max_position_embeddings":
+            found[name] = 8
+        elif isinstance(value, list):
+            turned = head_size * (given.get("partial_rotary_factor") or 1)
+            found[name] = value[: int(turned) // 2]
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """Differences are relative, of norms, the largest of all ranks; infinite where there are
+    values that are not finite."""
+
+    tensor: int
+    """Ranks of the tensor axis."""
+    failure: str | None = None
+    """With which the cut model ended in its forward or backward, in place of all that follows."""
+    loss: float = 0.0
+    logits: float = 0.0
+    gradients: Mapping[str, float]
+    """Of each parameter."""
+    outputs: Mapping[str, float]
+    """Of each module whose output can be compared, in the order in which they end."""
+    flops: tuple[int, int] = (0, 0)
+    """Of the matmuls of the step: of the busiest rank, and of the unmodified model."""
+
+    @property
+    def first(self) -> str | None:
+        """The first module whose output is wrong."""
+        wrong = (name for name, value in self.outputs.items() if not value <= TOLERANCE)
+        return next(wrong, None)
+
+    @property
+    def wrong(self) -> list[str]:
+        """What is wrong, in sentences; empty where the plan is right."""
+        if self.failure is not None:
+            return [self.failure]
+        found = []
+        off = {name: value for name, value in self.gradients.items() if not value <= TOLERANCE}
+        if off:
+            most = sorted(off, key=lambda name: -off[name])[:3]
+            each = ", ".join(f"{name} by {off[name]:.2g}" for name in most)
+            found.append(f"{len(off)} of {len(self.gradients)} gradients are off, most: {each}")
+        for name in ("logits", "loss"):
+            if not (value := getattr(self, name)) <= TOLERANCE:
+                found.append(f"the {name} {'is' if name == 'loss' else 'are'} off by {value:.2g}")
+        if found and self.first is not None:  # alone it may be of padding, of which nothing comes
+            by = self.outputs[self.first]
+            found.insert(0, f"{self.first} is the first module whose output is off, by {by:.2g}")
+        return found
+
+    @property
+    def worst(self) -> float:
+        """The largest difference of loss, logits and gradients."""
+        return max(self.loss, self.logits, *self.gradients.values())
+
+    def __str__(self) -> str:
+        if self.wrong:
+            return "; ".join(self.wrong)
+        share = self.flops[0] / self.flops[1]
+        return (
+            f"loss, logits and {len(self.gradients)} gradients are the unmodified model's within "
+            f"{self.worst:.1e}; a rank of {self.tensor} does {share:.0%} of its matmul FLOPs"
+        )
+
+
+class NoProofError(ValueError):
+    """There is no tiny model of the architecture, with or without a plan."""
+
+
+def require_proof(config: HuggingFaceConfig, mesh: Mesh) -> str:
+    """Prove a plan of the user's before a training, and say so; every rank calls this. Raises
+    UsageError, on every rank alike, for a plan that is wrong."""
+    try:
+        proof = prove(config, mesh)
+    except NoProofError as error:
+        return f"warning: the plan is not proved: {error}"
+    except PlanError as error:
+        raise UsageError("--plan", None, f"one that fits the model: {error}") from None
+    if proof.wrong:
+        allowed = f"one by which the model stays the same, and of a tiny one {proof}"
+        raise UsageError("--plan", None, allowed)
+    return f"the plan is proved: of a tiny model {proof}"
+
+
+def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
+    """Prove the plan of the config for a tiny model of its architecture, over the tensor axis of
+    the mesh (every rank calls this, and gets the same). Raises PlanError for a plan that does not
+    fit the model, before any weight is made, and NoProofError."""
+    try:
+        described = tiny(json.loads(config.hf_config or "{}"))
+        config = replace(config, hf_config=json.dumps(described), recompute_granularity="none")
+        ours = build_on_meta(config, mesh, VOCABULARY).eval()
+        theirs = _unmodified(described, ours.auto_class, mesh.device)
+        batch, arguments = _batch(ours, mesh.device)
+        wanted = _Computed.of_theirs(theirs, batch, arguments)
+    except PlanError:
+        raise
+    except Exception as error:  # of transformers' code of any model
+        reason = " ".join(str(error).split())[:200]
+        raise NoProofError(f"its tiny model ends with {type(error).__name__}: {reason}") from error
+    forms = _forms(ours, [name for name, _ in theirs.named_parameters()])
+    values = [
+        (f"model.{name}", forms[name].held(each.detach()))
+        for name, each in theirs.named_parameters()
+    ]
+    materialize(
+        ours, device=mesh.device, dtype=torch.float64, seed=0, values=lambda _: iter(values)
+    )
+    found: dict[str, Any]
+    try:
+        found = _compare(ours, batch, wanted, forms, mesh)
+    except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
+        found = {"failure": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        if (place := wanted.place) is not None:
+            found["failure"] = f"{place}: {found['failure']}"
+    return _of_all_ranks(found, mesh)
+
+
+def _of_all_ranks(own: dict[str, Any], mesh: Mesh) -> Proof:
+    ranks = mesh.control.gather(own)
+    failures = [each["failure"] for each in ranks if "failure" in each]
+    if failures:
+        return Proof(tensor=mesh.tensor.size, failure=failures[0], gradients={}, outputs={})
+    largest: dict[str, Any] = {}
+    for key in ("gradients", "outputs"):
+        largest[key] = {name: max(each[key][name] for each in ranks) for name in own[key]}
+    for key in ("loss", "logits"):
+        largest[key] = max(each[key] for each in ranks)
+    flops = max(each["flops"] for each in ranks)
+    return Proof(tensor=mesh.tensor.size, flops=flops, **largest)
+
+
+@torch.no_grad()
+def _unmodified(described: Mapping[str, Any], auto_class: str, device: torch.device) -> Any:
+    """The model as transformers builds and runs it; no parameter is a constant, so that each is
+    felt. Buffers keep their dtype, as they do in the model that is cut."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**described)
+    config.use_cache = False
+    maker = getattr(transformers, auto_class)
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = maker.from_config(config, attn_implementation="eager").eval()
+        for parameter in model.parameters():
+            noise = 0.1 * torch.randn(parameter.shape, dtype=torch.float64)
+            parameter.data = parameter.double() + noise
+    return model.to(device)
+
+
+def _batch(model: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    """(the batch that the model is trained on, what the unmodified one is called with). Sequences
+    are padded at their end."""
+    draw = np.random.default_rng(0)
+    tokens, labels = draw.integers(3, VOCABULARY - 1, (2, SAMPLES, LENGTH))
+    lengths = np.array([[LENGTH], [LENGTH - 3], [LENGTH - 7]])
+    is_real = np.arange(LENGTH) < lengths
+    batch: Any
+    if model.auto_class == "AutoModelForMaskedLM":
+        batch = BertBatch(
+            tokens=tokens,
+            token_types=(np.arange(LENGTH) >= lengths // 2).astype(np.int64),
+            is_real=is_real,
+            labels=labels,
+            loss_mask=(is_real & (draw.random(is_real.shape) < 0.5)).astype(np.float32),
+        )
+    else:
+        batch = GPT2Batch(
+            tokens=tokens,
+            positions=np.broadcast_to(np.arange(LENGTH), tokens.shape).copy(),
+            labels=labels,
+            loss_mask=is_real.astype(np.float32),
+            is_real=is_real,
+        )
+    for name, value in vars(batch).items():
+        if isinstance(value, np.ndarray):
+            object.__setattr__(batch, name, torch.from_numpy(value).to(device))
+    return batch, model.arguments(batch) | {"attention_mask": batch.is_real.long()}
+
+
+def _forms(model: Any, names: list[str]) -> dict[str, Form]:
+    """Of each parameter, by its name in the unmodified model."""
+    modules = dict(model.model.named_modules())
+    found = {}
+    for full_name in names:
+        name, _, own = full_name.rpartition(".")
+        module = modules[name]
+        found[full_name] = (
+            module.forms.get(own, AS_IT_IS) if isinstance(module, Planned) else AS_IT_IS
+        )
+    return found
+
+
+@dataclass
+class _Computed:
+    """By the unmodified model."""
+
+    loss: Tensor
+    logits: Tensor
+    gradients: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    flops: int
+    place: str | None = None  # the module in which the cut one is at work
+
+    @classmethod
+    def of_theirs(cls, model: Any, batch: Any, arguments: Mapping[str, Any]) -> _Computed:
+        labels = batch.labels.masked_fill(batch.loss_mask == 0, -100)
+        counter = _counter()
+        with Wide(), counter:
+            logits = model(**arguments, use_cache=False).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            loss.backward()
+        gradients = {
+            name: torch.zeros_like(each) if each.grad is None else each.grad
+            for name, each in model.named_parameters()
+            if each.requires_grad
+        }
+        # Of a causal model no token looks at padding, with or without the mask.
+        same, outputs = dict(arguments), dict[str, Tensor]()
+        if isinstance(batch, GPT2Batch):
+            del same["attention_mask"]
+        with torch.no_grad(), Wide(), _watched(model, outputs):
+            model(**same, use_cache=False)
+        return cls(loss.detach(), logits.detach(), gradients, outputs, counter.get_total_flops())
+
+
+def _counter() -> FlopCounterMode:
+    def of_addmm(_: Any, a: Any, b: Any, **__: Any) -> int:
+        return 2 * int(a[0]) * int(a[1]) * int(b[1])
+
+    in_place: dict[Any, Any] = {torch.ops.aten.addmm_: of_addmm}  # which it does not know
+    return FlopCounterMode(display=False, custom_mapping=in_place)
+
+
+@contextmanager
+def _watched(
+    model: nn.Module, outputs: dict[str, Tensor], enter: Callable[[str | None], None] | None = None
+) -> Iterator[None]:
+    """Inside, the first output of each module is kept, of its first call, as modules end; `enter`
+    is told the innermost module at work."""
+    inside: list[str] = []
+    hooks = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        def before(*_: Any) -> None:
+            inside.append(name)
+            if enter is not None:
+                enter(name)
+
+        def after(_: Any, __: Any, output: Any) -> None:
+            inside.pop()
+            if enter is not None:
+                enter(inside[-1] if inside else None)
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, Tensor) and first.is_floating_point():
+                outputs.setdefault(name, first.detach())
+
+        hooks.append(module.register_forward_pre_hook(before))
+        hooks.append(module.register_forward_hook(after))
+
+    for name, module in model.named_modules():
+        if name:
+            watch(name, module)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _compare(
+    ours: Any, batch: Any, wanted: _Computed, forms: Mapping[str, Form], mesh: Mesh
+) -> dict[str, Any]:
+    """On this rank."""
+
+    def enter(name: str | None) -> None:
+        wanted.place = name
+
+    outputs: dict[str, Tensor] = {}
+    with torch.no_grad(), Wide(), _watched(ours.model, outputs, enter):
+        logits = ours.model(**ours.arguments(batch), use_cache=False).logits
+    modules = dict(ours.model.named_modules())
+    differences = {}
+    for name, found in outputs.items():
+        expected = wanted.outputs.get(name)
+        whole = None if expected is None else _whole(found, expected, modules[name], mesh)
+        if expected is not None and whole is not None:
+            if whole.shape[:2] == batch.is_real.shape:  # of padding nothing is said
+                whole, expected = whole[batch.is_real], expected[batch.is_real]
+            differences[name] = _difference(whole, expected)
+    with torch.no_grad():  # in which it finds what the model does with its logits
+        ours.layers(ours.embed(batch), batch)
+    buckets, counter = GradientBuckets(ours.model, mesh=mesh), _counter()
+    # Ranks of `replicas` read the same samples here, and their gradients are added up.
+    count = float((batch.loss_mask != 0).sum())
+    scales = torch.full((1,), 1 / (count * mesh.replicas.size), dtype=torch.float64)
+    with _watched(ours.model, {}, enter), counter, buckets.accumulate(is_last=True):
+        loss = ours(batch, scales.to(mesh.device)).sum()
+        loss.backward()
+    gradients = {
+        view.name: forms[view.name].original(gather_whole(view.gradient, view.spec))
+        for view in buckets.views
+    }
+    norm = _norm(wanted.gradients.values())
+    is_real = batch.is_real
+    return {
+        "loss": _difference(loss.detach() * mesh.replicas.size, wanted.loss),
+        "logits": _difference(logits[is_real], wanted.logits[is_real]),
+        "gradients": {
+            name: _difference(gradients[name], each, norm)
+            for name, each in wanted.gradients.items()
+        },
+        "outputs": differences,
+        "flops": (counter.get_total_flops(), wanted.flops),
+    }
+
+
+def _whole(found: Tensor, expected: Tensor, module: nn.Module, mesh: Mesh) -> Tensor | None:
+    """A module's output as the unmodified model has it; None where that cannot be said."""
+    if isinstance(module, SharedHeads) or found.dim() != expected.dim():
+        return None
+    t = mesh.tensor.size
+    cut = [dim for dim, size in enumerate(expected.shape) if size != found.shape[dim]]
+    if not cut:
+        return found
+    (dim, *others) = cut
+    if others or found.shape[dim] * t != expected.shape[dim]:
+        return None
+    parts = module.style.parts if isinstance(module, ColumnLinear) else 1
+    if parts == 1:
+        return gather_from(found, dim, mesh.tensor)
+    return gather_from(found.unflatten(-1, (parts, -1)), -1, mesh.tensor).flatten(-2)
+
+
+def _norm(tensors: Any) -> float:
+    return float(torch.stack([each.norm() for each in tensors]).norm())
+
+
+def _difference(found: Tensor, wanted: Tensor, model_norm: float = 0.0) -> float:
+    """Relative to the norm of what is wanted; model_norm: of all gradients, where it is one."""
+    norm = max(float(wanted.norm()), SMALL * model_norm)
+    off = float((found - wanted).norm())
+    if not isfinite(off):
+        return float("inf")
+    return off / norm if norm else off

@@ -1,0 +1,92 @@
+"""Unmodified models of transformers go on with texts here as by their own generate."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from megatron.inference.generate import Sampling, generate
+from megatron.models.huggingface import Wide
+from tests.dist import Pool
+from tests.models.test_hf_weights import (
+    CASES,
+    GATED,
+    GPT2,
+    Case,
+    section_of,
+    state_of,
+    write_folder,
+)
+from tests.tiny import VOCABULARY
+
+NEW = 8
+MODELS = {
+    "GPT-2": GPT2,
+    "Llama with one key/value head": CASES["Llama with one key/value head"],
+    "Qwen3, tied": CASES["Qwen3, tied, in bf16"]._replace(dtype=torch.float32),
+    "NeoX": CASES["NeoX"],
+    "Mistral, whose window is shorter": Case("mistral", GATED | {"sliding_window": 5}),
+    "Granite, which scales its logits": Case("granite", GATED | {"logits_scaling": 3.0}),
+}
+NUMBERS = np.random.default_rng(3)
+PROMPTS = [NUMBERS.integers(1, VOCABULARY, size).tolist() for size in (9, 3, 1, 9)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    place = tmp_path_factory.mktemp("folders")
+    return {
+        name: str(write_folder(place / str(number), case))
+        for number, (name, case) in enumerate(MODELS.items())
+    }
+
+
+def texts_of(folders: dict[str, str], tensor_size: int) -> dict[str, list[list[list[int]]]]:
+    """Of each model what it writes: all prompts in one batch, and each alone."""
+    found = {}
+    for name, folder in folders.items():
+        section = section_of(Path(folder), MODELS[name])
+        state = state_of(section, tensor_size, torch.float64, draws=False)
+        state.load_folder(folder)
+        model, sampling = state.model.eval(), Sampling(max_new_tokens=NEW, temperature=0.0)
+        batches = [PROMPTS, *([prompt] for prompt in PROMPTS)]
+        together, *alone = [
+            generate(model, state.mesh, batch, sampling, eod=0) for batch in batches
+        ]
+        found[name] = [together, [text for (text,) in alone]]
+    return found
+
+
+@torch.no_grad()
+def their_texts(folder: str) -> list[list[int]]:
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        )
+    texts = []
+    for prompt in PROMPTS:
+        with Wide():
+            whole = model.generate(
+                torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0
+            )
+        text = whole[0, len(prompt) :].tolist()
+        texts.append(text[: text.index(0)] if 0 in text else text)
+    return texts
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2, 4])
+def test_a_text_goes_on_as_by_the_model_s_own_generate(
+    gloo: Pool, folders: dict[str, str], tensor_size: int
+) -> None:
+    expected = {name: their_texts(folder) for name, folder in folders.items()}
+    for name, texts in expected.items():
+        assert len({*map(tuple, texts)}) == len(texts), f"{name} says the same of any prompt"
+    for of_rank in gloo.run(tensor_size, texts_of, folders, tensor_size):
+        for name, texts in expected.items():
+            together, alone = of_rank[name]
+            assert alone == texts, name
+            assert together == texts, f"{name}, padded"

@@ -1,0 +1,440 @@
+"""Training starts from a folder's weights, bit for bit, each rank with its slices; without weights
+from the model's own initialisation. Three steps are those of a plain loop of transformers."""
+
+import contextlib
+import io
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import conversion_mapping
+from transformers.core_model_loading import Chunk, WeightConverter
+
+from megatron.config.checks import UsageError
+from megatron.config.model import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.config.training import OptimizerConfig
+from megatron.models import hf_weights
+from megatron.models.hf_weights import form_of
+from megatron.models.huggingface import Wide
+from megatron.parallel.sharding import gather_whole
+from megatron.train.state import TrainState, build_state
+from megatron.train.step import train_step
+from tests.dist import Pool
+from tests.tiny import SEED, VOCABULARY, mesh_of_ranks, micro_batches, samples
+from tests.tools.convert.models import randomise
+
+WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+GATED = WIDTHS | {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 32}
+ENCODER = WIDTHS | {"intermediate_size": 64, "max_position_embeddings": 32}
+
+
+class Case(NamedTuple):
+    model_type: str
+    settings: dict[str, Any]
+    auto_class: str = "AutoModelForCausalLM"
+    saved_class: str | None = None  # where it is another one that saved the folder
+    shard_size: str = "50GB"
+    dtype: torch.dtype = torch.float32
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict  # of the files' tensors
+
+
+def as_older(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The names of TensorFlow's days, and buffers that are no longer saved."""
+    renamed = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
+        for name, tensor in tensors.items()
+    }
+    return renamed | {"bert.embeddings.position_ids": torch.arange(32)[None]}
+
+
+def with_masks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool) for layer in (0, 1)}
+    return tensors | masks | {"h.0.attn.masked_bias": torch.tensor(-1e4)}
+
+
+def with_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"lm_head.weight": tensors["transformer.wte.weight"].clone()}
+
+
+GPT2 = Case("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32})
+CASES = {
+    "GPT-2": GPT2,
+    "GPT-2 as its base model wrote it": GPT2._replace(saved_class="AutoModel", change=with_masks),
+    "GPT-2 with its tied head": GPT2._replace(change=with_head),
+    "Llama in several files": Case("llama", GATED, shard_size="20KB"),
+    "Llama with one key/value head": Case("llama", GATED | {"num_key_value_heads": 1}),
+    "Qwen3, tied, in bf16": Case(
+        "qwen3", GATED | {"tie_word_embeddings": True, "head_dim": 8}, dtype=torch.bfloat16
+    ),
+    "NeoX": Case("gpt_neox", ENCODER),
+    "BERT": Case("bert", ENCODER, "AutoModelForMaskedLM"),
+    "BERT for pretraining, older": Case(
+        "bert", ENCODER, "AutoModelForMaskedLM", "AutoModelForPreTraining", change=as_older
+    ),
+}
+
+
+def write_folder(folder: Path, case: Case) -> Path:
+    """Random in every parameter."""
+    config = transformers.AutoConfig.for_model(
+        case.model_type, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **case.settings
+    )
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    if hasattr(config, "attention_probs_dropout_prob"):
+        config.attention_probs_dropout_prob = 0.0
+    model = getattr(transformers, case.saved_class or case.auto_class).from_config(config)
+    randomise(model)
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+        model.to(case.dtype).save_pretrained(folder, max_shard_size=case.shard_size)
+    if case.change is not dict:
+        rewrite(folder, case.change)
+    return folder
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)  # a map of the file that is written next
+    changed = change({name: tensor.clone() for name, tensor in tensors.items()})
+    save_file(changed, file, metadata={"format": "pt"})
+
+
+def section_of(folder: Path, case: Case, **changes: Any) -> HuggingFaceConfig:
+    is_masked = case.auto_class == "AutoModelForMaskedLM"
+    kind = HuggingFaceMaskedConfig if is_masked else HuggingFaceConfig
+    return kind(hf_model=str(folder), **changes)
+
+
+def state_of(
+    section: HuggingFaceConfig, tensor_size: int, dtype: torch.dtype, *, draws: bool, **others: Any
+) -> TrainState:
+    mesh = mesh_of_ranks(tensor_size)
+    return build_state(section, mesh, VOCABULARY, seed=SEED, dtype=dtype, draws=draws, **others)
+
+
+def master_views(state: TrainState) -> list[tuple[Any, Tensor]]:
+    return list(state.optimizer.master_views())
+
+
+def whole(state: TrainState, shards: list[tuple[Any, Tensor]]) -> dict[str, Tensor]:
+    """Shards of parameters, whole, by the names and in the form that transformers has."""
+    return {
+        view.name.removeprefix("model."): form_of(state.model, view.name).original(
+            gather_whole(shard, view.spec)
+        )
+        for view, shard in shards
+    }
+
+
+def masters_of(state: TrainState) -> dict[str, Tensor]:
+    return whole(state, master_views(state))
+
+
+class Counting:
+    """A file of safetensors that knows how many numbers were read of it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.file, self.count = safe_open(*arguments), 0
+
+    def __enter__(self) -> "Counting":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        counted.append(self.count)
+
+    def keys(self) -> Any:
+        return self.file.keys()
+
+    def get_tensor(self, key: str) -> Tensor:
+        self.count += (found := self.file.get_tensor(key)).numel()
+        return found
+
+    def get_slice(self, key: str) -> Any:
+        part, outer = self.file.get_slice(key), self
+
+        class Slice:
+            get_shape, get_dtype = part.get_shape, part.get_dtype
+
+            def __getitem__(self, index: Any) -> Tensor:
+                found: Tensor = part[index]
+                outer.count += found.numel()
+                return found
+
+        return Slice()
+
+
+counted: list[int] = []
+
+
+def read(
+    folders: dict[str, str], tensor_size: int, precision: str
+) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor], list[str], int, int]]:
+    """Of each case: masters, the parameters that are computed with (both as transformers writes
+    them), what was said, and how many numbers were read and are held."""
+    found = {}
+    hf_weights.safe_open = Counting  # type: ignore[assignment]
+    try:
+        for name, folder in folders.items():
+            counted.clear()
+            section = section_of(Path(folder), CASES[name])
+            dtype = getattr(torch, precision)
+            state = state_of(section, tensor_size, dtype, draws=False)
+            said = state.load_folder(folder)
+            masters, weights = (
+                whole(state, [(view, part(view, master)) for view, master in master_views(state)])
+                for part in (lambda view, master: master, lambda view, _: view.parameter.detach())
+            )
+            held = sum(prod(v.spec.real(master).shape) for v, master in master_views(state))
+            found[name] = masters, weights, said, sum(counted), held
+    finally:
+        hf_weights.safe_open = safe_open
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    place = tmp_path_factory.mktemp("folders")
+    return {
+        name: str(write_folder(place / str(number), case))
+        for number, (name, case) in enumerate(CASES.items())
+    }
+
+
+def theirs(folder: str, case: Case) -> dict[str, Tensor]:
+    """What transformers makes of it; tied ones once."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = getattr(transformers, case.auto_class).from_pretrained(folder)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("tensor_size", "precision"), [(1, "bfloat16"), (2, "float64"), (4, "float32")]
+)
+def test_every_bit_is_that_of_the_file_and_a_rank_reads_its_slices(
+    gloo: Pool, folders: dict[str, str], tensor_size: int, precision: str
+) -> None:
+    for of_rank in gloo.run(tensor_size, read, folders, tensor_size, precision):
+        for name, folder in folders.items():
+            masters, weights, said, count, held = of_rank[name]
+            expected = theirs(folder, CASES[name])
+            assert masters.keys() == expected.keys()
+            for key, tensor in expected.items():
+                assert masters[key].equal(tensor.to(masters[key].dtype)), f"{name}: {key}"
+                assert weights[key].equal(tensor.to(getattr(torch, precision))), f"{name}: {key}"
+            assert folder in said[0]
+            assert len(said) == (2 if "pretraining" in name else 1)
+            assert all("bert.pooler.dense.bias" in line for line in said[1:])
+            # A tied head that the file has, too, is compared with what it is tied to.
+            twice = 2 * VOCABULARY * 32 if name == "GPT-2 with its tied head" else 0
+            assert count == held + twice, name
+
+
+def test_what_transformers_makes_of_several_tensors_is_made_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("llama", GATED | {"num_key_value_heads": 4})
+    parts = ("q_proj", "k_proj", "v_proj")
+
+    def fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for layer in range(2):
+            names = [f"model.layers.{layer}.self_attn.{part}.weight" for part in parts]
+            fused = torch.cat([tensors.pop(name) for name in names])
+            tensors[f"model.layers.{layer}.self_attn.qkv.weight"] = fused
+        return tensors
+
+    folder = write_folder(tmp_path / "hf", case)
+    expected = theirs(str(folder), case)
+    rewrite(folder, fuse)
+    targets = [f"self_attn.{part}.weight" for part in parts]
+    mapping = [WeightConverter("self_attn.qkv.weight", targets, operations=[Chunk(dim=0)])]
+    known = conversion_mapping.get_checkpoint_conversion_mapping
+
+    def also(name: str) -> Any:
+        return mapping if name == "llama" else known(name)
+
+    monkeypatch.setattr(conversion_mapping, "get_checkpoint_conversion_mapping", also)
+    state = state_of(section_of(folder, case), 1, torch.float32, draws=False)
+    state.load_folder(str(folder))
+    found = masters_of(state)
+    assert all(found[key].equal(tensor) for key, tensor in expected.items())
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {key: each for key, each in tensors.items() if name not in key}
+
+
+C_FC = "transformer.h.0.mlp.c_fc.bias"
+WRONG = {
+    "a weight is missing": (without("ln_f.weight"), "transformer.ln_f.weight"),
+    "a weight is unknown": (lambda old: old | {"transformer.extra": torch.zeros(3)}, "extra"),
+    "a head is unknown": (lambda old: old | {"score.weight": torch.zeros(2, 32)}, "score.weight"),
+    "a shape is another": (lambda old: old | {C_FC: torch.zeros(64)}, "mlp.c_fc.bias"),
+    "no floating point": (lambda old: old | {C_FC: torch.zeros(128, dtype=torch.int8)}, "c_fc"),
+    "a tied head is another": (
+        lambda old: old | {"lm_head.weight": torch.zeros(VOCABULARY, 32)},
+        "lm_head.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_folder_of_another_model_is_refused_by_the_name_of_the_tensor(
+    tmp_path: Path, what: str
+) -> None:
+    change, named = WRONG[what]
+    folder = write_folder(tmp_path / "hf", GPT2._replace(change=change))
+    state = state_of(section_of(folder, GPT2), 1, torch.float32, draws=False)
+    with pytest.raises(ValueError, match=named):
+        state.load_folder(str(folder))
+
+
+def test_files_that_are_damaged_or_missing_are_named(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "hf", CASES["Llama in several files"])
+    state = state_of(section_of(folder, GPT2), 1, torch.float32, draws=False)
+    file = min(folder.glob("*.safetensors"))
+    content = file.read_bytes()
+    file.write_bytes(content[:100])
+    with pytest.raises(ValueError, match=file.name):
+        state.load_folder(str(folder))
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=file.name):
+        state.load_folder(str(folder))
+
+
+def test_where_a_run_starts(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "hf", GPT2)
+    assert section_of(folder, GPT2).starts_from() == str(folder)
+    assert section_of(folder, GPT2, random_weights=True).starts_from() is None
+    file = folder / "model.safetensors"
+    for name in ("adapter.safetensors", "pytorch_model.bin"):
+        file = file.rename(folder / name)
+        with pytest.raises(UsageError) as refused:
+            section_of(folder, GPT2).starts_from()
+        assert refused.value.flag == "--hf-model"
+        assert "--random-weights" in refused.value.works
+    file.unlink()
+    assert section_of(folder, GPT2).starts_from() is None
+
+
+# Three steps beside a plain loop of transformers and torch.
+
+STEPS, LR = 3, 1e-2
+OPTIMIZER = OptimizerConfig(weight_decay=0.3, clip_grad=0.5, adam_beta2=0.95)
+TUNED = ("GPT-2", "Llama in several files", "Qwen3, tied, in bf16")
+
+
+def tune(folders: dict[str, str], tensor_size: int) -> dict[str, dict[str, Tensor]]:
+    """Of each folder the weights after the last step, by their names."""
+    found = {}
+    for name in TUNED:
+        section = section_of(Path(folders[name]), CASES[name])
+        state = state_of(section, tensor_size, torch.float64, draws=False, optimizer=OPTIMIZER)
+        state.load_folder(folders[name])
+        for step in range(STEPS):
+            batch = samples(4, first=4 * step)
+            train_step(state, micro_batches(batch, state.mesh, 2), LR)
+        found[name] = masters_of(state)
+    return found
+
+
+def tune_there(folder: str) -> dict[str, Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    )
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [each for each in parameters if each.dim() > 1]},
+            {"params": [each for each in parameters if each.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=LR,
+        betas=(OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2),
+        eps=OPTIMIZER.adam_eps,
+        weight_decay=OPTIMIZER.weight_decay,
+    )
+    model.train()
+    for step in range(STEPS):
+        batch = samples(4, first=4 * step)
+        tokens, labels, mask = (
+            torch.from_numpy(each) for each in (batch.tokens, batch.labels, batch.loss_mask)
+        )
+        with Wide():
+            logits = model(input_ids=tokens).logits
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        optimizer.zero_grad()
+        ((each * mask.flatten()).sum() / mask.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_grad)
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), (2, 2), (2, 1), (4, 2)])
+def test_fine_tuning_is_that_of_a_plain_loop(
+    gloo: Pool, folders: dict[str, str], world: int, tensor_size: int
+) -> None:
+    found = gloo.run(world, tune, folders, tensor_size)[0]
+    for name in TUNED:
+        first = theirs(folders[name], CASES[name])
+        for key, expected in tune_there(folders[name]).items():
+            assert not torch.equal(expected, first[key].double())
+            own = found[name][key]
+            if key.endswith("c_attn.bias"):
+                # The gradient of a bias of keys is zero in theory; Adam makes 1e-11 of rounding.
+                assert (own - expected).abs().max() < 1e-10
+                own, expected = (torch.cat([x[:32], x[64:]]) for x in (own, expected))
+            difference = float((own - expected).norm() / expected.norm())
+            assert difference <= 1e-12, f"{name}, {key}: off by {difference:.2g}"
+
+
+# Random weights.
+
+
+def drawn(folders: dict[str, str], tensor_size: int) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for name in ("GPT-2", "Llama with one key/value head", "BERT"):
+        section = section_of(Path(folders[name]), CASES[name], random_weights=True)
+        found[name] = masters_of(state_of(section, tensor_size, torch.float32, draws=True))
+    return found
+
+
+@pytest.mark.parametrize(("world", "tensor_size"), [(2, 2), (4, 4), (2, 1)])
+def test_random_weights_are_the_same_at_every_layout(
+    gloo: Pool, folders: dict[str, str], world: int, tensor_size: int
+) -> None:
+    (wanted,) = gloo.run(1, drawn, folders, 1)
+    for of_rank in gloo.run(world, drawn, folders, tensor_size):
+        for name, tensors in wanted.items():
+            assert all(of_rank[name][key].equal(tensor) for key, tensor in tensors.items())
+
+
+def test_random_weights_are_distributed_as_those_of_transformers(tmp_path: Path) -> None:
+    settings = {"n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64}
+    for case in (GPT2._replace(settings=settings), CASES["BERT"]):
+        folder = write_folder(tmp_path / case.model_type, case)
+        section = section_of(folder, case, random_weights=True)
+        found = masters_of(state_of(section, 1, torch.float32, draws=True))
+        config = transformers.AutoConfig.from_pretrained(folder)
+        transformers.set_seed(1)
+        model = getattr(transformers, case.auto_class).from_config(config)
+        assert found.keys() == dict(model.named_parameters()).keys()
+        for name, other in model.named_parameters():
+            own, other = found[name], other.detach()
+            assert (own == 0).all(-1).equal((other == 0).all(-1)), name  # biases, a padding row
+            assert own.mean().item() == pytest.approx(other.mean().item(), abs=0.02), name
+            # Of n numbers the deviation is known to 1 / sqrt(2 n).
+            width = 6 / (2 * other.numel()) ** 0.5 if other.numel() > 1 else 1.0
+            assert own.std().item() == pytest.approx(other.std().item(), rel=width), name
+        if case.model_type == "gpt2":
+            scaled = found["transformer.h.3.mlp.c_proj.weight"].std().item()
+            assert scaled == pytest.approx(0.02 / 16**0.5, rel=0.05)

@@ -1,0 +1,638 @@
+"""A model that was not written for parallel layers, cut by a plan, is the model in fp64: output,
+gradient of its input, every gradient; what would not be is refused by name."""
+
+import re
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from megatron.models.huggingface import parameters_on_meta
+from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.parallelize import parallelize, whole_state_dict
+from megatron.parallel.plan import Column, Local, Moved, Plan, PlanError, Row, Summed, Vocabulary
+from megatron.parallel.sharding import gather_whole, materialize
+from tests.dist import Pool
+from tests.tiny import mesh_of_ranks
+
+HIDDEN, INNER, WORDS = 8, 16, 13
+CPU = torch.device("cpu")
+PAIR: Plan = {"up": Column(), "down": Row()}
+
+
+class Pair(nn.Module):
+    """x [b, s, h] through two layers. `via` is what a user's forward does with the first one."""
+
+    def __init__(self, via: Callable[["Pair", Tensor], Tensor] | None = None, **options: Any):
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, INNER, **options)
+        self.down = nn.Linear(INNER, HIDDEN, **options)
+        self.via = via
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x) if self.via is None else self.via(self, x)
+        return self.down(F.gelu(inner))
+
+
+class Layers(nn.Module):
+    """Named modules, and a forward of them."""
+
+    def __init__(self, forward: Callable[["Layers", Tensor], Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.compute = forward
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def __getattr__(self, name: str) -> Any:  # for type checkers
+        return super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, x)
+
+
+def tied(embedding: nn.Embedding, head: nn.Module) -> Layers:
+    """Logits [b, s, v] of ids."""
+    model = Layers(lambda m, ids: m.head(torch.tanh(m.words(ids))), words=embedding, head=head)
+    model.head.weight = model.words.weight
+    return model
+
+
+def sequential(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers)
+
+
+def linear(*sizes: int, **options: Any) -> nn.Linear:
+    return nn.Linear(*sizes, **options)
+
+
+def with_gate(forward: Callable[[Layers, Tensor], Tensor], bias: bool = False) -> Layers:
+    up, gate = (nn.Linear(HIDDEN, INNER, bias=bias) for _ in range(2))
+    return Layers(forward, up=up, gate=gate, down=nn.Linear(INNER, HIDDEN, bias=bias))
+
+
+GATED: Plan = {"up": Column(), "gate": Column(), "down": Row()}
+
+
+def gated(m: Layers, x: Tensor) -> Tensor:
+    x = torch.tanh(x)
+    return m.down(F.silu(m.gate(x)) * m.up(x))
+
+
+def twice(m: Layers, x: Tensor) -> Tensor:
+    return m.down(F.gelu(m.up(m.down(F.gelu(m.up(x))))))
+
+
+def twice_on_one(m: Layers, x: Tensor) -> Tensor:
+    x = torch.tanh(x)
+    return m.down(F.gelu(m.up(x)) * m.up(x))
+
+
+def checkpointed(m: Layers, x: Tensor, **options: Any) -> Tensor:
+    return x + checkpoint(partial(gated, m), x, use_reentrant=False)
+
+
+def checkpointed_inside(m: Layers, x: Tensor) -> Tensor:
+    """One sibling reads the same tensor outside."""
+    x = torch.tanh(x)
+    inner = checkpoint(lambda x: F.silu(m.gate(x)) * m.up(x), x, use_reentrant=False)
+    return m.down(inner + m.up(x))
+
+
+def once_without_gradients(m: Layers, x: Tensor) -> Tensor:
+    x = torch.tanh(x)
+    with torch.no_grad():
+        constant = m.down(m.up(x))
+    return constant + m.down(F.gelu(m.up(x)) * m.gate(x))
+
+
+def residual(m: Layers, x: Tensor) -> Tensor:
+    return x + m.down(torch.tanh(m.up(x)))
+
+
+def between(m: Layers, x: Tensor) -> Tensor:
+    """What the siblings read is written to in between."""
+    with torch.no_grad():
+        x = torch.tanh(x)
+        one = m.gate(x)
+        x.mul_(2.0)
+        two = m.up(x)
+        x = m.down(one * two)
+    return m.down(m.up(x))
+
+
+def frozen() -> nn.Module:
+    model = Pair()
+    model.up.weight.requires_grad_(False)
+    model.down.bias.requires_grad_(False)
+    return model
+
+
+def shared_instance() -> nn.Module:
+    up = nn.Linear(HIDDEN, INNER)
+    return Layers(lambda m, x: m.down(m.up(x) * m.other(x)), up=up, other=up, down=Pair().down)
+
+
+def two_embeddings() -> nn.Module:
+    model = Layers(
+        lambda m, ids: m.words(ids) * m.others(ids.flip(-1)),
+        words=nn.Embedding(WORDS, HIDDEN),
+        others=nn.Embedding(WORDS, HIDDEN),
+    )
+    model.others.weight = model.words.weight
+    return model
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 3.0
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.0 * super().forward(x)
+
+
+class Renamed(nn.Linear):
+    """With a forward that is torch's."""
+
+
+def heads(m: Layers, x: Tensor) -> Tensor:
+    """A norm of heads inside what is cut."""
+    q = m.norm(m.up(x).unflatten(-1, (-1, 4)))
+    return m.down(F.softmax(q, dim=-1).flatten(-2))
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], nn.Module]
+    plan: Plan
+    of_ids: bool = False  # its input is ids, not [b, s, h]
+
+
+def of_tokens(forward: Callable[[Layers, Tensor], Tensor]) -> Case:
+    """Under sequence parallelism."""
+    plan = {
+        "1": Moved({0: ("whole", "tokens")}, {0: ("tokens", "whole")}),
+        **{f"1.{name}": Column(tokens=True) for name in ("up", "gate")},
+        "1.down": Row(tokens=True),
+    }
+    return Case(lambda: nn.Sequential(nn.Tanh(), with_gate(forward, bias=True)), plan)
+
+
+# Of each of these the result is that of one process.
+RIGHT = {
+    "a pair": Case(Pair, PAIR),
+    "a pattern of parameters": Case(Pair, {"*up.weight": Column(), "*down.weight": Row()}),
+    "without biases": Case(partial(Pair, bias=False), PAIR),
+    "frozen parameters": Case(frozen, PAIR),
+    "a subclass with torch's forward": Case(
+        lambda: Layers(residual, up=Renamed(HIDDEN, INNER), down=Pair().down), PAIR
+    ),
+    "siblings that read one tensor": Case(partial(with_gate, gated), GATED),
+    "gathered": Case(Pair, {"up": Column(gather=True), "down": Column(gather=True)}),
+    "a row layer of a whole input": Case(Pair, {"up": Row(), "down": Row()}),
+    "13 output features, gathered": Case(
+        lambda: sequential(linear(HIDDEN, WORDS)), {"0": Column(gather=True)}
+    ),
+    "three parts, gathered": Case(
+        lambda: sequential(linear(HIDDEN, 3 * HIDDEN)), {"0": Column(parts=3, gather=True)}
+    ),
+    "a norm of heads": Case(
+        lambda: Layers(heads, up=Pair().up, norm=nn.LayerNorm(4), down=Pair().down),
+        {**PAIR, "norm": Summed()},
+    ),
+    "called twice": Case(partial(with_gate, twice), GATED),
+    "called twice on one tensor": Case(partial(with_gate, twice_on_one), GATED),
+    "one instance of two names": Case(shared_instance, PAIR),
+    "one instance by its second name": Case(shared_instance, {"other": Column(), "down": Row()}),
+    "checkpointed": Case(partial(with_gate, checkpointed), GATED),
+    "checkpointed in part": Case(partial(with_gate, checkpointed_inside), GATED),
+    "without gradients, then with": Case(partial(with_gate, once_without_gradients), GATED),
+    "of tokens without gradients, then with": of_tokens(once_without_gradients),
+    "of tokens that are written to between siblings": of_tokens(between),
+    "of tokens, checkpointed in part": of_tokens(checkpointed_inside),
+    "a layer of torch's": Case(
+        lambda: nn.TransformerEncoderLayer(HIDDEN, 4, INNER, dropout=0.0, batch_first=True),
+        {"linear1": Column(), "linear2": Row()},
+    ),
+    "tokens on each rank": Case(
+        lambda: nn.Sequential(nn.Tanh(), with_gate(gated), with_gate(gated), nn.LayerNorm(HIDDEN)),
+        {
+            "1": Moved({0: ("whole", "tokens")}, {}),
+            "2": Moved({}, {}),
+            "*.up": Column(tokens=True),
+            "*.gate": Column(tokens=True),
+            "*.down": Row(tokens=True),
+            "3": [Summed(), Moved({}, {0: ("tokens", "whole")})],
+        },
+    ),
+    "channels on each rank": Case(
+        lambda: nn.Sequential(nn.Tanh(), nn.GELU(), nn.Linear(HIDDEN, HIDDEN)),
+        {
+            "0": Moved({}, {0: ("whole", "channels")}),
+            "1": Moved({0: ("channels", "whole")}, {0: ("whole", "channels")}),
+            "2": Row(),
+        },
+    ),
+    "words": Case(lambda: nn.Embedding(WORDS, HIDDEN), {"": Vocabulary()}, of_ids=True),
+    "words by channels": Case(
+        lambda: nn.Embedding(WORDS, HIDDEN), {"": Column(gather=True)}, of_ids=True
+    ),
+    "words of a subclass": Case(lambda: Scaled(WORDS, HIDDEN), {"": Vocabulary()}, of_ids=True),
+    "padding_idx": Case(
+        lambda: nn.Embedding(WORDS, HIDDEN, padding_idx=3), {"": Vocabulary()}, of_ids=True
+    ),
+    "padding_idx by channels": Case(
+        lambda: nn.Embedding(WORDS, HIDDEN, padding_idx=-1),
+        {"": Column(gather=True)},
+        of_ids=True,
+    ),
+    "a tied head": Case(
+        lambda: tied(nn.Embedding(WORDS, HIDDEN), linear(HIDDEN, WORDS)),
+        {"words": Vocabulary()},
+        of_ids=True,
+    ),
+    "a tied head that is named": Case(
+        lambda: tied(nn.Embedding(WORDS, HIDDEN), linear(HIDDEN, WORDS, bias=False)),
+        {"head": Column(gather=True)},
+        of_ids=True,
+    ),
+    "a tied head by channels": Case(
+        lambda: tied(nn.Embedding(WORDS, HIDDEN), linear(HIDDEN, WORDS)),
+        {"words": Column(gather=True)},
+        of_ids=True,
+    ),
+    "two tied embeddings": Case(two_embeddings, {"words": Vocabulary()}, of_ids=True),
+}
+
+
+def inputs(of_ids: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    if of_ids:
+        return torch.randint(WORDS, (2, 8), generator=generator)
+    return torch.randn(2, 8, HIDDEN, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def loss_of(output: Tensor) -> Tensor:
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(7))
+    return (output * weights.double()).sum() + output.square().sum()
+
+
+def built(make: Callable[[], nn.Module]) -> nn.Module:
+    """Of the same random weights on every rank, in fp64."""
+    torch.manual_seed(3)
+    model = make().double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def gradients_of(buckets: GradientBuckets, model: nn.Module) -> dict[str, Tensor]:
+    """Whole, as the model writes its parameters."""
+    modules, found = dict(model.named_modules()), {}
+    for view in buckets.views:
+        name, _, own = view.name.rpartition(".")
+        form = getattr(modules[name], "forms", {}).get(own)
+        whole = gather_whole(view.gradient, view.spec)
+        found[view.name] = whole if form is None else form.original(whole)
+    return found
+
+
+def errors(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None]) -> float:
+    """The largest of differences / the norm of the reference."""
+    assert found.keys() == wanted.keys()
+    worst = 0.0
+    for name, reference in wanted.items():
+        ours = found[name]
+        assert (ours is None) == (reference is None), name
+        if ours is not None and reference is not None:
+            assert ours.shape == reference.shape, name
+            worst = max(worst, float((ours - reference).norm() / reference.norm().clamp(min=1e-9)))
+    return worst
+
+
+def results(
+    model: nn.Module, x: Tensor, buckets: GradientBuckets | None = None
+) -> dict[str, Tensor | None]:
+    """Output, and every gradient."""
+    x = x.detach().clone().requires_grad_(x.requires_grad)
+    if buckets is None:
+        model.zero_grad()
+        output = model(x)
+        loss_of(output).backward()
+        parameters = [each for each in model.named_parameters() if each[1].requires_grad]
+        gradients = {
+            name: torch.zeros_like(each) if each.grad is None else each.grad
+            for name, each in parameters
+        }
+    else:
+        with buckets.accumulate(is_last=True):
+            output = model(x)
+            loss_of(output).backward()
+        gradients = gradients_of(buckets, model)
+    return {"output": output.detach(), "input": x.grad, **gradients}
+
+
+def check_right(world: int) -> dict[str, float]:
+    """By the names of RIGHT the worst of a copy of the model, whose gradients go through autograd,
+    and of the model, whose gradients go into the buckets."""
+    mesh, found = mesh_of_ranks(world), {}
+    for name, case in RIGHT.items():
+        model, x = built(case.make), inputs(case.of_ids)
+        wanted = results(model, x)
+        parallelize(model, case.plan, mesh)
+        ways = [
+            results(each, x, GradientBuckets(each, mesh=mesh, direct=direct))
+            for each, direct in ((deepcopy(model), False), (model, True))
+        ]
+        with torch.no_grad():
+            ways.append({**wanted, "output": model(x)})
+        found[name] = max(errors(each, wanted) for each in ways)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_it_is_the_model(gloo: Pool, world: int) -> None:
+    for found in gloo.run(world, check_right, world):
+        assert found.keys() == RIGHT.keys()
+        assert {name: error for name, error in found.items() if not error < 1e-12} == {}
+
+
+def held_in_a_list() -> nn.Module:
+    model = Pair()
+    model.weights = [model.up.weight]  # type: ignore[assignment]
+    return model
+
+
+def registered_elsewhere(read: Callable[[Any], Any]) -> nn.Module:
+    model = Pair(lambda m, x: m.up(x) + read(m))
+    model.other = model.up.weight
+    return model
+
+
+def with_forward() -> nn.Module:
+    model = Pair()
+    own = model.up.forward
+    model.up.forward = lambda x: 2.0 * own(x)  # type: ignore[method-assign,assignment]
+    return model
+
+
+def weight_normed(layer: nn.Linear) -> nn.Module:
+    return sequential(parametrizations.weight_norm(layer))
+
+
+def pruned() -> nn.Module:
+    model = Pair()
+    prune.l1_unstructured(model.up, "weight", amount=0.5)
+    return model
+
+
+def embedding(**options: Any) -> Case:
+    return Case(lambda: nn.Embedding(WORDS, HIDDEN, **options), {"": Vocabulary()}, of_ids=True)
+
+
+def using(read: Callable[[Any, Tensor], Any], plan: Plan = PAIR) -> Case:
+    """A model whose code computes with the weight of `up` outside of that module."""
+    return Case(lambda: Pair(read), plan)
+
+
+ATTENTION = partial(nn.MultiheadAttention, HIDDEN, 4, batch_first=True)
+# Of each of these the plan, or at the latest the forward, raises an error that names this.
+REFUSED = {
+    "F.linear": ("up.weight", using(lambda m, x: F.linear(x, m.up.weight))),
+    "a bias": ("up.bias", using(lambda m, x: m.up(x) + m.up.bias)),
+    "a matmul": ("up.weight", using(lambda m, x: x @ m.up.weight.T)),
+    "from the right": ("up.weight", using(lambda m, x: (m.up.weight @ x.mT).mT)),
+    "a turned one": ("up.weight", using(lambda m, x: m.up.weight.T)),
+    "einsum": ("up.weight", using(lambda m, x: torch.einsum("bsi,oi->bso", x, m.up.weight))),
+    "element-wise": ("up.weight", using(lambda m, x: m.up(x) * (m.up.weight * 2).sum())),
+    "from a number": ("up.weight", using(lambda m, x: m.up(x) + (1.0 - m.up.weight).sum())),
+    "a part": ("up.weight", using(lambda m, x: m.up(x) + m.up.weight[0, 0])),
+    "a norm": ("up.weight", using(lambda m, x: m.up(x) + m.up.weight.norm())),
+    "its values": ("up.weight", using(lambda m, x: m.up(x) + m.up.weight.data.sum())),
+    "its gradient": ("up.weight", using(lambda m, x: m.up.weight.grad)),
+    "in a list": ("up.weight", using(lambda m, x: torch.cat([m.up.weight, m.up.weight]))),
+    "initialisation": ("up.weight", using(lambda m, x: nn.init.normal_(m.up.weight))),
+    "in place": ("up.weight", using(lambda m, x: m.up.weight.requires_grad_(False))),
+    "weight_norm later": (
+        "up.weight",
+        using(lambda m, x: parametrizations.weight_norm(m.up)(x)),
+    ),
+    "prune later": (
+        "up.weight",
+        using(lambda m, x: prune.l1_unstructured(m.up, "weight", amount=0.5)(x)),
+    ),
+    "registered on another module": (
+        "other",
+        Case(partial(registered_elsewhere, lambda m: m.other.sum()), PAIR),
+    ),
+    "registered on another module, with a sum of gradients": (
+        "other",
+        Case(partial(registered_elsewhere, lambda m: m.other.sum()), {"up": Summed()}),
+    ),
+    "heads that ranks share": (
+        "up.weight",
+        using(lambda m, x: x @ m.up.weight.T, {"up": Column(heads=1, queries=2), "down": Row()}),
+    ),
+    "a bias of own tokens": (
+        "down.bias",
+        using(lambda m, x: m.up(x) + m.down.bias.sum(), {**PAIR, "down": Row(tokens=True)}),
+    ),
+    "held in a list": (".weights", Case(held_in_a_list, PAIR)),
+    "torch's attention, its output cut": (
+        "out_proj",
+        Case(
+            lambda: Layers(lambda m, x: m.attention(x, x, x)[0], attention=ATTENTION()),
+            {"attention.out_proj": Row()},
+        ),
+    ),
+    "torch's attention, its weight cut": (
+        "in_proj_weight",
+        Case(lambda: sequential(ATTENTION()), {"*.in_proj_weight": Column(parts=3)}),
+    ),
+    "torch's attention": ("0", Case(lambda: sequential(ATTENTION()), {"0": Column()})),
+    "a convolution": (
+        "0",
+        Case(lambda: sequential(nn.Conv1d(HIDDEN, HIDDEN, 1)), {"0": Column()}),
+    ),
+    "a norm by columns": ("0", Case(lambda: sequential(nn.LayerNorm(HIDDEN)), {"0": Column()})),
+    "a matmul by vocabulary": ("up", Case(Pair, {"up": Vocabulary()})),
+    "a subclass with its own forward": (
+        "0",
+        Case(lambda: sequential(Doubled(HIDDEN, INNER)), {"0": Column()}),
+    ),
+    "a forward of its own": ("up", Case(with_forward, PAIR)),
+    "weight_norm": ("0", Case(lambda: weight_normed(linear(HIDDEN, INNER)), {"0": Column()})),
+    "prune": ("up", Case(pruned, PAIR)),
+    "max_norm": ("max_norm", embedding(max_norm=1.0)),
+    "scale_grad_by_freq": ("scale_grad_by_freq", embedding(scale_grad_by_freq=True)),
+    "sparse": ("sparse", embedding(sparse=True)),
+    "output features": (
+        "0",
+        Case(lambda: sequential(linear(HIDDEN, 9, bias=False)), {"0": Column()}),
+    ),
+    "input features": ("0.weight", Case(lambda: sequential(linear(9, HIDDEN)), {"0": Row()})),
+    "channels": ("0", Case(lambda: sequential(nn.Embedding(9, 9)), {"0": Column(gather=True)})),
+    "a tie that is cut in two ways": (
+        "head.weight",
+        Case(
+            lambda: tied(nn.Embedding(16, HIDDEN), linear(HIDDEN, 16)),
+            {"words": Vocabulary(), "head": Row()},
+        ),
+    ),
+    "a tie to a matmul of another kind": (
+        "head.weight",
+        Case(
+            lambda: Layers(
+                lambda m, x: m.head(m.turned(x)),
+                turned=(turned := Conv1D(HIDDEN, HIDDEN)),
+                head=same_weight(linear(HIDDEN, HIDDEN), turned),
+            ),
+            {"turned": Column(gather=True), "head": Column(gather=True)},
+        ),
+    ),
+    "queries, keys and values in one": (
+        "0",
+        Case(lambda: sequential(Conv1D(3 * HIDDEN, HIDDEN)), {"0": Column()}),
+    ),
+    "no such module": ("upp", Case(Pair, {"upp": Column()})),
+    "no such attribute": ("heads", Case(Pair, {"up": Local("heads")})),
+    "an attribute that is no multiple": (
+        "in_features",
+        Case(lambda: sequential(linear(9, 4)), {"0": Local("in_features")}),
+    ),
+    "no such move": ("up", Case(Pair, {"up": Moved({0: ("tokens", "channels")}, {})})),
+    "no such input": ("up", Case(Pair, {"up": Moved({"mask": ("whole", "tokens")}, {})})),
+    "cut twice": (
+        "up",
+        Case(lambda: parallelize(Pair(), PAIR, mesh_of_ranks(2)), {"up": Column()}),
+    ),
+    "an object that is no style": ("up", Case(Pair, {"up": "column"})),
+}
+
+
+def same_weight(module: Any, other: nn.Module) -> Any:
+    module.weight = other.weight
+    return module
+
+
+def check_refused() -> dict[str, str]:
+    """What is said, by the names of REFUSED."""
+    mesh, found = mesh_of_ranks(2), {}
+    for name, (_, case) in REFUSED.items():
+        model, x = built(case.make), inputs(case.of_ids)
+        try:
+            parallelize(model, case.plan, mesh)
+            model(x)
+        except (PlanError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_what_would_be_wrong_is_refused_by_name(gloo: Pool) -> None:
+    for found in gloo.run(2, check_refused):
+        unnamed = {
+            name: found.get(name)
+            for name, (named, _) in REFUSED.items()
+            if not re.search(rf"(^|[ .']){re.escape(named.lstrip('.'))}\b", found.get(name, ""))
+        }
+        assert unnamed == {}
+
+
+class Turned(nn.Module):
+    """With every form of a weight; nothing says how it would be called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, HIDDEN)
+        self.qkv, self.square = Conv1D(3 * HIDDEN, HIDDEN), Conv1D(HIDDEN, HIDDEN)
+        self.key, self.down = Conv1D(HIDDEN, HIDDEN), nn.Linear(INNER, HIDDEN)
+        self.norm, self.head = nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, WORDS)
+        self.head.weight = self.words.weight
+
+
+TURNED: Plan = {
+    "words": Vocabulary(),
+    "qkv": Column(parts=3),
+    "square": Column(gather=True),
+    "key": Column(heads=1, queries=4),  # as large as the whole on each rank, and turned
+    "down": Row(),
+}
+
+
+@torch.no_grad()
+def check_states(world: int) -> dict[str, bool]:
+    """Ways to give the model its weights, each from zero, and whether it has them then."""
+    model = built(Turned)
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    parallelize(model, TURNED, mesh_of_ranks(world))
+    shards = {name: each.clone() for name, each in model.state_dict().items()}
+
+    def is_whole(model: nn.Module, wanted: Mapping[str, Tensor] = weights) -> bool:
+        found = whole_state_dict(model)
+        assert found["words.weight"] is found["head.weight"]
+        same = (torch.equal(found[name], each) for name, each in wanted.items())
+        return [*found] == [*wanted] and all(same)
+
+    found = {"cut in place": is_whole(model)}
+    with parameters_on_meta():
+        empty = parallelize(Turned(), TURNED, mesh_of_ranks(world))
+    materialize(empty, device=CPU, dtype=torch.float64, seed=None, values=lambda seed: ())
+    for name, state in {"shards": shards, "whole": weights}.items():
+        for each in (model, empty):
+            for parameter in each.parameters():
+                parameter.zero_()
+            each.load_state_dict(state)
+            found[f"{name} {each is model}"] = is_whole(each)
+    with pytest.raises(RuntimeError, match="square.weight"):
+        model.load_state_dict({**weights, "square.weight": torch.zeros(3, 3)})
+    with pytest.raises(RuntimeError, match="qkv.bias"):
+        model.load_state_dict({name: each for name, each in weights.items() if name != "qkv.bias"})
+    narrow = {
+        name: each.float() if each.is_floating_point() else each for name, each in weights.items()
+    }
+    return {**found, "another dtype": is_whole(model.float(), narrow)}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_weights_go_in_and_out_by_the_model_s_names(gloo: Pool, world: int) -> None:
+    for found in gloo.run(world, check_states, world):
+        assert len(found) == 6
+        assert [name for name, is_right in found.items() if not is_right] == []
+
+
+def test_a_turned_weight_on_one_rank_is_the_model_s_for_its_code() -> None:
+    model = Layers(lambda m, x: m.turned(x) + x @ m.turned.weight, turned=Conv1D(HIDDEN, HIDDEN))
+    model, x = built(lambda: model), inputs(False)
+    wanted = results(model, x)
+    buckets = GradientBuckets(parallelize(model, {"turned": Row()}, mesh_of_ranks(1)))
+    assert errors(results(model, x, buckets), wanted) < 1e-12
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_plan_that_breaks_a_model_is_seen_to_be_wrong(gloo: Pool, gathers: bool) -> None:
+    """That `errors` tells: parts of a fused weight that are cut as one."""
+    for found in gloo.run(2, check_fused, gathers):
+        assert found < 1e-12 if gathers else found > 1e-2
+
+
+def fused(m: Layers, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x).chunk(3, dim=-1)
+    return m.out(q * torch.tanh(k) + v)
+
+
+def check_fused(has_parts: bool) -> float:
+    model = built(lambda: Layers(fused, qkv=linear(HIDDEN, 24), out=linear(HIDDEN, HIDDEN)))
+    x = inputs(False)
+    wanted = results(model, x)
+    parallelize(model, {"qkv": Column(parts=3 if has_parts else 1), "out": Row()}, mesh_of_ranks(2))
+    return errors(results(model, x, GradientBuckets(model)), wanted)

@@ -1,0 +1,94 @@
+"""Plans in text: what they mean, and what is refused."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron.parallel.plan import (
+    WORDS,
+    Column,
+    Local,
+    PlanError,
+    Row,
+    Style,
+    Summed,
+    Vocabulary,
+    Whole,
+    read_plan,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "style"),
+    [
+        ('"column"', Column()),
+        ('"row"', Row()),
+        ('"vocabulary"', Vocabulary()),
+        ('"summed"', Summed()),
+        ('"whole"', Whole()),
+        ('{ style = "column", parts = 3 }', Column(parts=3)),
+        (
+            '{ style = "column", gather = true, heads = 2, queries = 8 }',
+            Column(1, True, False, 2, 8),
+        ),
+        ('{ style = "row", tokens = true }', Row(tokens=True)),
+        ('{ style = "vocabulary", tokens = true }', Vocabulary(tokens=True)),
+        ('{ style = "local", attributes = ["a", "b"] }', Local("a", "b")),
+        ('{ style = "local", groups = 1 }', Local(groups=1)),
+        ('"colwise"', Column()),
+        ('"colwise_gather_output"', Column(gather=True)),
+        ('"packed_colwise"', Column(parts=2)),
+        ('"rowwise_split_input"', Row()),
+        ('"replicated_with_grad_allreduce"', Summed()),
+    ],
+)
+def test_a_style_in_text(text: str, style: Style) -> None:
+    assert read_plan(f'"layers.*.up" = {text}\n"other" = "whole"') == {
+        "layers.*.up": style,
+        "other": Whole(),
+    }
+
+
+def test_a_plan_in_text_keeps_its_order() -> None:
+    """Of several patterns that fit the last one holds."""
+    names = ["z*", "a*", "m"]
+    assert [*read_plan("\n".join(f'"{name}" = "column"' for name in names))] == names
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("up = column", "TOML"),
+        ('"up" = "colums"', "colums"),
+        ('"up" = "moe_tp_experts"', "moe_tp_experts"),
+        ('"up" = 3', "up"),
+        ('"up" = { parts = 3 }', "up"),
+        ('"up" = { style = "colum" }', "colum"),
+        ('"up" = { style = "column", part = 3 }', "part"),
+        ('"up" = { style = "row", parts = 3 }', "parts"),
+        ('"up" = { style = "column", attributes = ["a"] }', "up"),
+        ('"up" = { style = "column", parts = "3" }', "parts"),
+        ('"up" = { style = "column", parts = 0 }', "parts"),
+        ('"up" = { style = "column", gather = "false" }', "gather"),
+        ('"up" = { style = "column", heads = 2 }', "queries"),
+        ('"up" = { style = "local", attributes = "heads" }', "attributes"),
+        ('"up" = { style = "local", groups = "1" }', "groups"),
+        ('[layers.up]\nstyle = "column"', "layers"),
+    ],
+)
+def test_what_is_no_plan_is_refused_by_name(text: str, named: str) -> None:
+    with pytest.raises(PlanError, match=named):
+        read_plan(text)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_every_word_that_a_message_names_is_read(word: str) -> None:
+    with pytest.raises(PlanError, match=rf"\b{word}\b"):
+        read_plan('"up" = "other"')
+    assert read_plan(f'"up" = "{word}"') == {"up": WORDS[word]}
+
+
+def test_a_plan_needs_no_torch() -> None:
+    code = "import megatron.parallel.plan, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,412 @@
+"""Source C: the tutorial's Llama class, unmodified, with its dictionary of torch's styles, is the
+model of one process and torch's own parallelize_module, in fp64."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.parallelize import parallelize
+from megatron.parallel.plan import Column, Local, PlanError
+from megatron.parallel.sharding import gather_whole
+from tests.dist import Pool
+from tests.tiny import mesh_of_ranks
+from tools.layouts.meters import counting
+
+WORDS, HIDDEN, HEADS, KV_HEADS, LAYERS, SAMPLES, TOKENS = 24, 32, 8, 4, 2, 2, 8
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def apply_rotary_emb(x: Tensor, freqs_cis: Tensor) -> Tensor:
+    """x [b, s, heads, d] by freqs_cis [s, d/2, 2]: cosines and sines."""
+    one, two = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = (each[:, None] for each in freqs_cis.unbind(-1))
+    return torch.stack([one * cos - two * sin, one * sin + two * cos], dim=-1).flatten(-2)
+
+
+class Attention(nn.Module):
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = HEADS, kv_heads, HIDDEN // HEADS
+        self.n_rep = HEADS // kv_heads
+        self.wq = nn.Linear(HIDDEN, HEADS * self.head_dim, bias=False)
+        self.wk = nn.Linear(HIDDEN, kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(HIDDEN, kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(HEADS * self.head_dim, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
+        bs, seqlen, _ = x.shape
+        xq, xk, xv = self.wq(x), self.wk(x), self.wv(x)
+        xq = xq.view(bs, seqlen, self.n_heads, self.head_dim)
+        xk = xk.view(bs, seqlen, self.n_kv_heads, self.head_dim)
+        xv = xv.view(bs, seqlen, self.n_kv_heads, self.head_dim)
+        xq, xk = apply_rotary_emb(xq, freqs_cis), apply_rotary_emb(xk, freqs_cis)
+        keys = xk[:, :, :, None].expand(bs, seqlen, -1, self.n_rep, -1).flatten(2, 3)
+        values = xv[:, :, :, None].expand(bs, seqlen, -1, self.n_rep, -1).flatten(2, 3)
+        q, k, v = (each.transpose(1, 2) for each in (xq, keys, values))
+        scores = q @ k.transpose(2, 3) / self.head_dim**0.5
+        mask = torch.full((seqlen, seqlen), float("-inf"), dtype=x.dtype).triu(1)
+        if isinstance(scores, DTensor):  # torch computes with no tensor beside one
+            mask = DTensor.from_local(mask, scores.device_mesh, [Replicate()], run_check=False)
+        output = F.softmax(scores + mask, dim=-1) @ v
+        output = output.transpose(1, 2).contiguous().view(bs, seqlen, -1)
+        return self.wo(output)
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(HIDDEN, 2 * HIDDEN, bias=False)
+        self.w2 = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
+        self.w3 = nn.Linear(HIDDEN, 2 * HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(kv_heads), FeedForward()
+        self.attention_norm, self.ffn_norm = RMSNorm(HIDDEN), RMSNorm(HIDDEN)
+
+    def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
+        h = x + self.attention(self.attention_norm(x), freqs_cis)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class Transformer(nn.Module):
+    freqs_cis: Tensor
+
+    def __init__(self, layers: int, kv_heads: int) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(WORDS, HIDDEN)
+        self.layers = nn.ModuleDict({str(n): TransformerBlock(kv_heads) for n in range(layers)})
+        self.norm = RMSNorm(HIDDEN)
+        self.output = nn.Linear(HIDDEN, WORDS, bias=False)
+        size = HIDDEN // HEADS
+        angles = torch.outer(torch.arange(64.0), 10_000.0 ** (-torch.arange(0, size, 2) / size))
+        self.register_buffer("freqs_cis", torch.stack([angles.cos(), angles.sin()], dim=-1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.tok_embeddings(tokens)
+        freqs_cis = self.freqs_cis[: tokens.shape[1]]
+        for layer in self.layers.values():
+            h = layer(h, freqs_cis)
+        return self.output(self.norm(h))
+
+
+# The tutorial's dictionaries, of a block and of the model: first without sequence parallelism.
+TENSOR_LAYER: dict[str, Any] = {
+    "attention": PrepareModuleInput(
+        input_layouts=(Replicate(), Replicate()),
+        desired_input_layouts=(Replicate(), Replicate()),
+    ),
+    "attention.wq": ColwiseParallel(use_local_output=False),
+    "attention.wk": ColwiseParallel(use_local_output=False),
+    "attention.wv": ColwiseParallel(use_local_output=False),
+    "attention.wo": RowwiseParallel(),
+    "feed_forward.w1": ColwiseParallel(),
+    "feed_forward.w2": RowwiseParallel(),
+    "feed_forward.w3": ColwiseParallel(),
+}
+TENSOR_MODEL: dict[str, Any] = {
+    "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
+    "output": ColwiseParallel(output_layouts=Replicate()),
+}
+SEQUENCE_LAYER: dict[str, Any] = {
+    "attention_norm": SequenceParallel(),
+    "attention": PrepareModuleInput(
+        input_layouts=(Shard(1), Replicate()),
+        desired_input_layouts=(Replicate(), Replicate()),
+    ),
+    "attention.wq": ColwiseParallel(use_local_output=False),
+    "attention.wk": ColwiseParallel(use_local_output=False),
+    "attention.wv": ColwiseParallel(use_local_output=False),
+    "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+    "ffn_norm": SequenceParallel(),
+    "feed_forward": PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    ),
+    "feed_forward.w1": ColwiseParallel(),
+    "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+    "feed_forward.w3": ColwiseParallel(),
+}
+SEQUENCE_MODEL: dict[str, Any] = {
+    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+PLANS = {"tensor": (TENSOR_LAYER, TENSOR_MODEL), "sequence": (SEQUENCE_LAYER, SEQUENCE_MODEL)}
+# Where each rank computes its heads: ranks keep columns, and the class counts heads by attributes.
+OWN_HEADS: dict[str, Any] = {
+    "layers.*.attention.w[qkv]": ColwiseParallel(),
+    "layers.*.attention": Local("n_heads", "n_kv_heads"),
+}
+
+
+def of_model(layer: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    return {**model, **{f"layers.*.{name}": style for name, style in layer.items()}}
+
+
+def own_heads(name: str) -> dict[str, Any]:
+    """What PrepareModuleInput says of attention stays."""
+    plan = {key: each for key, each in of_model(*PLANS[name]).items() if ".w" not in key[-4:]}
+    rest = {key: each for key, each in of_model(*PLANS[name]).items() if key not in plan}
+    prepared = plan["layers.*.attention"]
+    return {
+        **plan,
+        **rest,
+        **OWN_HEADS,
+        "layers.*.attention": [prepared, Local("n_heads", "n_kv_heads")],
+    }
+
+
+def built(layers: int = LAYERS, kv_heads: int = KV_HEADS) -> Transformer:
+    torch.manual_seed(1)
+    return Transformer(layers, kv_heads).double()
+
+
+IDS = torch.randint(WORDS, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(2))
+LABELS = torch.randint(WORDS, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(3))
+
+
+def backward(model: nn.Module) -> Tensor:
+    logits = model(IDS)
+    F.cross_entropy(logits.flatten(0, 1), LABELS.flatten()).backward()
+    return logits.detach()
+
+
+Found = dict[str, Tensor]
+
+
+def serial(model: nn.Module) -> Found:
+    return {"logits": backward(model), **{n: p.grad for n, p in model.named_parameters()}}
+
+
+def ours(world: int, name: str, way: str) -> Found:
+    mesh, model = mesh_of_ranks(world), built()
+    layer, whole = PLANS[name]
+    if way == "one dictionary":
+        parallelize(model, of_model(layer, whole), mesh)
+    elif way == "own heads":
+        parallelize(model, own_heads(name), mesh)
+    else:  # as the tutorial has it
+        parallelize(model, whole, mesh)
+        for block in model.layers.values():
+            parallelize(block, layer, mesh)
+    return of_buckets(model)
+
+
+def of_buckets(model: nn.Module) -> Found:
+    buckets = GradientBuckets(model)
+    with buckets.accumulate(is_last=True):
+        logits = backward(model)
+    return {"logits": logits, **{v.name: gather_whole(v.gradient, v.spec) for v in buckets.views}}
+
+
+def torchs(world: int, name: str) -> Found:
+    mesh, model = init_device_mesh("cpu", (world,)), built()
+    layer, whole = PLANS[name]
+    parallelize_module(model, mesh, whole)
+    for block in model.layers.values():
+        parallelize_module(block, mesh, layer)
+    found = {"logits": backward(model)}
+    for key, parameter in model.named_parameters():
+        gradient: Any = parameter.grad
+        found[key] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return found
+
+
+def error(found: Found, wanted: Found) -> float:
+    assert found.keys() == wanted.keys()
+    return max(float((found[n] - wanted[n]).norm() / wanted[n].norm()) for n in wanted)
+
+
+WAYS = ("one dictionary", "block by block", "own heads")
+
+
+def check(world: int, name: str) -> dict[str, float]:
+    wanted = serial(built())
+    return {way: error(ours(world, name, way), wanted) for way in WAYS}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_tutorial_s_dictionary_is_one_process(gloo: Pool, world: int, name: str) -> None:
+    for found in gloo.run(world, check, world, name):
+        assert found.keys() == {*WAYS}
+        assert max(found.values()) < 1e-13, found
+
+
+def check_shared_heads(name: str) -> float:
+    """Of 2 key/value heads each of 4 ranks computes the one that its 2 queries need."""
+    plan = own_heads(name) | {"layers.*.attention.w[kv]": Column(heads=2, queries=HEADS)}
+    prepared, _ = plan["layers.*.attention"]
+    plan["layers.*.attention"] = [prepared, Local("n_heads", n_kv_heads=1, n_rep=2)]
+    model = parallelize(built(kv_heads=2), plan, mesh_of_ranks(4))
+    return error(of_buckets(model), serial(built(kv_heads=2)))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_fewer_heads_than_ranks_are_shared(gloo: Pool, name: str) -> None:
+    assert max(gloo.run(4, check_shared_heads, name)) < 1e-13
+
+
+def check_torchs(name: str) -> float:
+    return error(ours(2, name, "one dictionary"), torchs(2, name))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_it_is_torch_s_parallelize_module(gloo: Pool, name: str) -> None:
+    assert max(gloo.run(2, check_torchs, name)) < 1e-13
+
+
+def check_bytes(world: int, plan: Mapping[str, Any]) -> tuple[int, int]:
+    """(calls, bytes sent) of forward and backward of one layer."""
+    counts = []
+    for layers in (1, 2):
+        mesh, model = mesh_of_ranks(world), built(layers)
+        parallelize(model, plan, mesh)
+        with counting(mesh) as found:
+            backward(model)
+        counts.append((found.calls["tensor"], found.sent_bytes["tensor"]))
+    (calls, sent), (more_calls, more) = counts
+    return more_calls - calls, more - sent
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("name", "calls"), [("tensor", 4), ("sequence", 8)])
+def test_a_layer_sends_what_its_form_has_to(gloo: Pool, world: int, name: str, calls: int) -> None:
+    """Four all-reduces of b s h; or four gathers and four reduce-scatters, half as long each."""
+    passes, stream = 8, SAMPLES * TOKENS * HIDDEN * 8
+    wanted = calls, passes * (world - 1) * stream // world
+    assert gloo.run(world, check_bytes, world, own_heads(name)) == [wanted] * world
+
+
+class Mine(ColwiseParallel):
+    """It could do anything."""
+
+
+LOCAL, GLOBAL = {"use_local_output": True}, {"use_local_output": False}
+# (module, its style) which no style of ours means.
+REFUSED = {
+    "tokens of columns": ("output", ColwiseParallel(output_layouts=Shard(1))),
+    "columns of samples": ("output", ColwiseParallel(input_layouts=Shard(0))),
+    "columns of channels": ("output", ColwiseParallel(input_layouts=Shard(-1))),
+    "partial columns": ("output", ColwiseParallel(output_layouts=Partial())),
+    "rows of tokens": ("output", RowwiseParallel(input_layouts=Shard(1))),
+    "rows to channels": ("output", RowwiseParallel(output_layouts=Shard(-1))),
+    "rows to partial sums": ("output", RowwiseParallel(output_layouts=Partial())),
+    "rows to whole sizes": ("output", RowwiseParallel(output_layouts=Shard(1), **GLOBAL)),
+    "samples": ("norm", SequenceParallel(sequence_dim=0)),
+    "channels": ("norm", SequenceParallel(sequence_dim=2)),
+    "input to whole sizes": (
+        "norm",
+        PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), **GLOBAL),
+    ),
+    "input from samples": (
+        "norm",
+        PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
+    ),
+    "input from tokens to channels": (
+        "norm",
+        PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(-1), **LOCAL),
+    ),
+    "output to whole sizes": (
+        "norm",
+        PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1), **GLOBAL),
+    ),
+    "both": (
+        "norm",
+        PrepareModuleInputOutput(
+            input_layouts=Shard(1),
+            desired_input_layouts=Replicate(),
+            output_layouts=Replicate(),
+            desired_output_layouts=Shard(1),
+        ),
+    ),
+    "a subclass": ("output", Mine()),
+    "a norm by columns": ("norm", ColwiseParallel()),
+    "an activation by columns": ("layers", ColwiseParallel()),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_style_that_no_style_of_ours_means_is_refused_by_name(case: str) -> None:
+    name, style = REFUSED[case]
+    with pytest.raises(PlanError, match=rf"^{name}\b"):
+        parallelize(built(1), {name: style}, mesh_of_ranks(1))
+
+
+def moved(world: int) -> float:
+    """By names of arguments, of outputs, and of what is None."""
+
+    class Middle(nn.Module):
+        def forward(self, x: Tensor, *, other: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+            assert mask is None
+            assert x.shape[1] == TOKENS // world
+            return x * other, x.sum(-1, keepdim=True)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.middle = nn.Linear(4, 4), Middle()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, z = self.middle(self.first(x), other=x, mask=None)
+            return y + z
+
+    torch.manual_seed(1)
+    model, x = Whole().double(), torch.randn(2, TOKENS, 4).double()
+    reference = nn.Linear(4, 4).double()
+    reference.load_state_dict(model.first.state_dict())
+    y = reference(x)
+    (y * x + y.sum(-1, keepdim=True)).square().sum().backward()
+    whole, tokens = Replicate(), Shard(1)
+    plan = {
+        "middle": [
+            PrepareModuleInput(
+                input_layouts=(whole,),
+                desired_input_layouts=(tokens,),
+                input_kwarg_layouts={"other": whole, "mask": whole},
+                desired_input_kwarg_layouts={"other": tokens, "mask": tokens},
+                use_local_output=True,
+            ),
+            PrepareModuleOutput(
+                output_layouts=(tokens, tokens), desired_output_layouts=(whole, whole)
+            ),
+        ]
+    }
+    model = parallelize(model, plan, mesh_of_ranks(world))
+    model(x).square().sum().backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs)
+
+
+def test_inputs_and_outputs_are_moved_by_name(gloo: Pool) -> None:
+    assert max(gloo.run(2, moved, 2)) < 1e-13

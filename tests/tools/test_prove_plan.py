@@ -1,0 +1,271 @@
+"""A plan is proved: right ones pass, and each way to corrupt one is caught or refused by name."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron.config.checks import UsageError
+from megatron.config.model import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.models.proof import prove, require_proof
+from megatron.parallel.plan import PlanError
+from tests.dist import Pool
+from tests.tiny import mesh_of_ranks
+from tools import prove_plan
+from tools.command import ROOT
+
+GPT2 = {
+    "*.attn": {"style": "local", "attributes": ["num_heads", "split_size"]},
+    "*.attn.c_attn": {"style": "column", "parts": 3},
+    "*.attn.c_proj": "row",
+    "*.mlp.c_fc": "column",
+    "*.mlp.c_proj": "row",
+    "*.wte": "vocabulary",
+}
+LLAMA = {
+    "*.[qkv]_proj": "column",
+    "*.o_proj": "row",
+    "*.gate_proj": "column",
+    "*.up_proj": "column",
+    "*.down_proj": "row",
+    "*.embed_tokens": "vocabulary",
+}
+QWEN3 = LLAMA | {"*.[qk]_norm": "summed"}
+NEOX = {
+    "*.query_key_value": "column",
+    "*.attention.dense": "row",
+    "*.dense_h_to_4h": "column",
+    "*.dense_4h_to_h": "row",
+    "*.embed_in": "vocabulary",
+    "lm_head": {"style": "column", "gather": True},
+}
+PHI3 = {
+    "*.qkv_proj": {"style": "column", "gather": True},
+    "*.o_proj": "row",
+    "*.gate_up_proj": {"style": "column", "parts": 2},
+    "*.down_proj": "row",
+}
+BIGCODE = {"*.c_fc": "column", "*.mlp.c_proj": "row"}
+# The literal plan of an issue that users know: nothing of attention is divided.
+GATHERED = {
+    "*.c_attn": {"style": "column", "gather": True},
+    "*.attn.c_proj": {"style": "column", "gather": True},
+    "*.mlp.c_fc": "column",
+    "*.mlp.c_proj": "row",
+    "*.w[tp]e": {"style": "column", "gather": True},
+}
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4}
+RIGHT: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "qwen3": QWEN3,
+    "gpt_neox": NEOX,
+    "phi3": PHI3,
+    "gpt_bigcode": BIGCODE,
+}
+
+
+class Corrupted(NamedTuple):
+    """A plan of `model_type`, in which these entries are others; None: there is none. Caught: by a
+    PlanError ("refused"), an error in the forward or backward ("fails") or a difference
+    ("differs"), which names `where`."""
+
+    model_type: str
+    entries: Mapping[str, Any]
+    caught: str
+    where: str
+
+
+CORRUPTED = {
+    "a row for a column": Corrupted("llama", {"*.gate_proj": "row"}, "fails", "layers.0.mlp"),
+    "parts forgotten": Corrupted("phi3", {"*.gate_up_proj": "column"}, "differs", "layers.0.mlp"),
+    "parts forgotten of queries, keys and values": Corrupted(
+        "gpt2", {"*.attn.c_attn": "column"}, "refused", "h.0.attn.c_attn"
+    ),
+    "parts where there are none": Corrupted(
+        "gpt_neox",
+        {"*.query_key_value": {"style": "column", "parts": 3}},
+        "differs",
+        "layers.0.attention.dense",
+    ),
+    "a norm cut": Corrupted("llama", {"*.input_layernorm": "column"}, "refused", "input_layernorm"),
+    "a tie cut differently": Corrupted("gpt2", {"lm_head": "row"}, "refused", "lm_head"),
+    "the output of attention left whole": Corrupted(
+        "llama", {"*.o_proj": "whole"}, "fails", "self_attn.o_proj"
+    ),
+    "the gate cut, but not what it opens": Corrupted(
+        "llama", {"*.up_proj": "whole"}, "fails", "layers.0.mlp"
+    ),
+    "keys whole, but not values": Corrupted(
+        "llama", {"*.k_proj": "whole"}, "fails", "layers.0.self_attn"
+    ),
+    "a norm of heads not summed": Corrupted("qwen3", {"*.[qk]_norm": "whole"}, "fails", "_norm"),
+    "a norm of the stream summed": Corrupted(
+        "llama", {"*.input_layernorm": "summed"}, "differs", "input_layernorm"
+    ),
+    "numbers of heads forgotten": Corrupted("gpt2", {"*.attn": "whole"}, "fails", "h.0.attn"),
+    "a cut through a key/value head": Corrupted(
+        "gpt_bigcode", {"*.c_attn": "column", "*.attn.c_proj": "row"}, "fails", "h.0.attn"
+    ),
+    "a pattern that fits nothing": Corrupted("llama", {"*.w1": "column"}, "refused", "*.w1"),
+}
+
+
+def toml(plan: Mapping[str, Any]) -> str:
+    def value(each: Any) -> str:
+        if isinstance(each, Mapping):
+            return "{" + ", ".join(f"{key} = {json.dumps(v)}" for key, v in each.items()) + "}"
+        return json.dumps(each)
+
+    return "".join(f"{json.dumps(key)} = {value(each)}\n" for key, each in plan.items())
+
+
+def config_of(model_type: str, plan: str = "auto", **changes: Any) -> HuggingFaceConfig:
+    kind = HuggingFaceMaskedConfig if model_type == "bert" else HuggingFaceConfig
+    described = {"model_type": model_type, **changes}
+    return kind(hf_model=model_type, plan=plan, hf_config=json.dumps(described))
+
+
+def proofs(configs: Mapping[str, HuggingFaceConfig], size: int) -> dict[str, tuple[str, Any]]:
+    """(how the plan was caught, or "right"; the proof or the reason), on this rank."""
+    mesh, found = mesh_of_ranks(size), dict[str, tuple[str, Any]]()
+    for name, config in configs.items():
+        try:
+            proof = prove(config, mesh)
+        except PlanError as error:
+            found[name] = "refused", str(error)
+            continue
+        outcome = "fails" if proof.failure else "differs" if proof.wrong else "right"
+        found[name] = outcome, proof
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_right_plans_are_proved(gloo: Pool, size: int) -> None:
+    """At 4 ranks of 2 key/value heads; and the work is divided."""
+    configs = {name: config_of(name, toml(plan)) for name, plan in RIGHT.items()}
+    configs |= {f"auto {name}": config_of(name) for name in ("gpt2", "bert", "opt", "gemma2")}
+    configs |= {
+        "shared heads": config_of("qwen3", toml(QWEN3), **HEADS),
+        "one key/value head": config_of("llama", toml(LLAMA), **HEADS | {"num_key_value_heads": 1}),
+        "untied": config_of("gpt2", toml(GPT2), tie_word_embeddings=False),
+        "window": config_of("mistral", toml(LLAMA), sliding_window=4096),
+        "scaled": config_of("granite", embedding_multiplier=12.0, logits_scaling=8.0),
+        "gathered": config_of("gpt2", toml(GATHERED)),
+        # What is tied to a cut weight is cut alike, whatever the plan says or forgets.
+        "tie": config_of("gpt2", toml(GPT2 | {"lm_head": "whole"})),
+        "vocabulary": config_of(
+            "gpt2",
+            toml(GPT2 | {"*.wte": "whole", "lm_head": {"style": "column", "gather": True}}),
+        ),
+    }
+    for found in gloo.run(size, proofs, configs, size):
+        for name, (outcome, proof) in found.items():
+            assert outcome == "right", f"{name}: {proof}"
+            assert proof.worst < 1e-12
+            assert len(proof.outputs) > 10, "modules are compared"
+        for name in ("gpt2", "gpt_neox", "auto gemma2"):
+            own, whole = found[name][1].flops
+            assert own < 1.1 * whole / size
+        own, whole = found["gathered"][1].flops
+        assert own > 1.02 * whole / size, "scores are whole on every rank"
+
+
+def test_corrupted_plans_are_caught(gloo: Pool) -> None:
+    configs = {
+        name: config_of(each.model_type, toml(RIGHT[each.model_type] | each.entries))
+        for name, each in CORRUPTED.items()
+    }
+    for found in gloo.run(2, proofs, configs, 2):
+        for name, each in CORRUPTED.items():
+            outcome, proof = found[name]
+            assert outcome == each.caught, f"{name}: {proof}"
+            assert each.where in str(proof), f"{name}: {proof}"
+
+
+def required(config: HuggingFaceConfig) -> str:
+    """The flag of the error that it raises, or what is said."""
+    try:
+        return require_proof(config, mesh_of_ranks(2))
+    except UsageError as error:
+        return error.flag
+
+
+def test_a_wrong_plan_is_the_users_error_on_every_rank(gloo: Pool) -> None:
+    right, wrong, refused = (
+        toml(NEOX | entries)
+        for entries in (
+            {},
+            {"*.query_key_value": {"style": "column", "parts": 3}},
+            {"*.x": "row"},
+        )
+    )
+    for plan, is_right in ((right, True), (wrong, False), (refused, False)):
+        for said in gloo.run(2, required, config_of("gpt_neox", plan)):
+            assert (said != "--plan") == is_right
+
+
+def run(words: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.prove_plan", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def status(words: Sequence[str]) -> int:
+    """That of the tool, in this process."""
+    try:
+        return prove_plan.main(words, {})
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def write(folder: Path, model_type: str, plan: Mapping[str, Any], **changes: Any) -> list[str]:
+    described = {"model_type": model_type, "num_attention_heads": 6, **changes}
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "plan.toml").write_text(toml(plan))
+    return ["--model", str(folder), "--plan", str(folder / "plan.toml")]
+
+
+def test_the_tool_says_which_module_is_wrong(tmp_path: Path) -> None:
+    """Of a model with 6 heads, which 4 ranks cannot share."""
+    file = tmp_path / "found.json"
+    changes = {"hidden_size": 96, "num_key_value_heads": 6}
+    wrong = QWEN3 | {"*.input_layernorm": "summed"}
+    words = write(tmp_path, "qwen3", wrong, **changes)
+    ended = run([*words, "--show", "--json", file])
+    assert (ended.returncode, ended.stderr) == (1, ""), ended
+    at_2, at_4 = sorted(json.loads(file.read_text()), key=lambda each: each["tensor"])
+    assert "input_layernorm" in " ".join(at_2["wrong"])
+    assert at_2["gradients"]["model.layers.0.input_layernorm.weight"] == pytest.approx(1)
+    assert "query heads" in at_4["refused"]
+    rows = {each["module"].partition(" ")[0]: each for each in at_2["modules"]}
+    assert rows["model.layers.*.mlp.down_proj"]["communication"] == "g"
+    assert rows["model.layers.*.self_attn.q_norm"]["communication"] == "sum of the gradient"
+    assert rows["model.layers.*.mlp.down_proj"]["local"] in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "plan"),
+    [
+        ({"hidden_size": 96}, {"*.w1": "column"}),
+        ({"hidden_size": 96}, {"*.q_proj": "across"}),
+        ({"num_attention_heads": 3, "hidden_size": 96}, LLAMA),
+        ({"hidden_size": 95}, LLAMA),
+    ],
+    ids=["fits nothing", "no style", "heads", "no model"],
+)
+def test_what_the_tool_refuses(
+    tmp_path: Path, changes: Mapping[str, Any], plan: Mapping[str, Any]
+) -> None:
+    assert status(write(tmp_path, "llama", plan, **changes)) == 2
+
+
+def test_missing_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = write(tmp_path, "llama", LLAMA)
+    missing = [*words[:3], str(tmp_path / "missing.toml")], ["--model", str(ROOT / "docs")]
+    for given, flag in zip(missing, ("--plan", "--model"), strict=True):
+        assert status(given) == 2
+        assert flag in capsys.readouterr().err

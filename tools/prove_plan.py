@@ -1,0 +1,240 @@
+"""Prove that a model of transformers, cut by a plan, computes what the unmodified one computes.
+
+    python -m tools.prove_plan --model DIR_OR_NAME [--plan FILE.toml] [--show] [--json FILE]
+
+A tiny model of the architecture (2 layers, 8 heads, random weights in fp64) is cut over 2 and over
+4 processes on this machine, and its loss, its logits, every gradient and the output of every module
+are compared with the unmodified model's. See docs/parallelism.md for plans.
+
+Exit status: 0 the plan is right, 1 a module is wrong, 2 a wrong argument or a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":  # run as a file, only tools/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.checks import UsageError, writable
+from megatron.config.launch import interruptible
+from megatron.config.model import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.config.parse import parse_call, user_errors
+from megatron.data.files import write_atomically
+
+if TYPE_CHECKING:
+    from tools.proofs import Outcome
+
+SIZES = (2, 4)
+HEADER = ("module", "becomes", "whole", "local", "communication")
+LEGEND = """\
+f: all-reduce of the input's gradient in the backward, once for layers that read one tensor
+g: all-reduce of the output in the forward"""
+
+
+def prove_plan(
+    *,
+    model: str,
+    plan: str = "auto",
+    masked: bool | None = None,
+    show: bool = False,
+    json: Path | None = None,
+) -> int:
+    """Prove that a model of transformers, cut by a plan, computes what the unmodified one computes:
+    loss, logits and every gradient of a tiny one in fp64, at 2 and at 4 ranks.
+
+    Exit status: 0 the plan is right, 1 a module is wrong, 2 a wrong argument or a failure.
+
+    Args:
+        model: A folder with a config.json, or a name on the HuggingFace hub.
+        plan: auto, by transformers' own plan or one of this project's; or a TOML file.
+        masked: Whether it predicts masked tokens; by default what its config.json says.
+        show: List modules with what they become, their shapes and their communication.
+        json: File for what is found.
+    """
+    config = read(model, plan, masked)
+    if json is not None:
+        writable(type("Settings", (), {"json": json}), "json")
+    refused, shown = {}, {}
+    for size in SIZES:
+        rows = modules_of(config, size)
+        if isinstance(rows, str):
+            refused[size] = rows
+        else:
+            shown[size] = rows
+    found: dict[int, Outcome] = dict(refused)
+    if shown:
+        from tools.proofs import on_ranks, prove_at
+
+        ((*outcomes,),) = on_ranks(max(shown), prove_at, [config], list(shown))
+        found |= dict(zip(shown, outcomes, strict=True))
+    for size in SIZES:
+        if show and size in shown:
+            print(table([HEADER, *shown[size]]), end="\n\n")
+        outcome = found[size]
+        wrong = [] if isinstance(outcome, str) else outcome.wrong
+        if isinstance(outcome, str) or not wrong:
+            print(f"t = {size}: {outcome}")
+        for sentence in wrong:
+            print(f"t = {size}: {sentence}")
+    if show and shown:
+        print(f"\n{LEGEND}")
+    if json is not None:
+        write_atomically(json, (dumped(found, shown) + "\n").encode())
+    proofs = [each for each in found.values() if not isinstance(each, str)]
+    if not proofs:
+        return 2
+    return int(any(each.wrong for each in proofs))
+
+
+def read(model: str, plan: str, masked: bool | None) -> HuggingFaceConfig:
+    """Raises UsageError for a model or a plan that cannot be read."""
+    try:
+        config = HuggingFaceConfig(hf_model=model, plan=plan)
+    except UsageError as error:
+        name = {"--hf-model": "--model"}.get(error.flag, error.flag)
+        raise UsageError(name, error.value, error.allowed, works=error.works) from None
+    if masked is None:
+        masked = is_masked(json.loads(config.hf_config or "{}"))
+    if not masked:
+        return config
+    given = {name: getattr(config, name) for name in ("hf_model", "plan", "hf_config")}
+    return HuggingFaceMaskedConfig(**given)
+
+
+def is_masked(described: Mapping[str, Any]) -> bool:
+    """Whether a model predicts masked tokens: of a config.json that names no class, whether
+    transformers has such a model of its type, which those that predict the next token are not."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    if classes := described.get("architectures"):
+        return any(name.endswith(("ForMaskedLM", "ForPreTraining")) for name in classes)
+    is_encoder = not described.get("is_decoder", False)
+    return is_encoder and described.get("model_type") in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | str:
+    """What modules of the model itself become on the first of so many ranks, as rows of the table,
+    layers of the same shape in one; or why it cannot be cut so."""
+    import torch
+
+    from megatron.models.build import build_on_meta
+    from megatron.models.huggingface import plan_of, unmodified
+    from megatron.parallel.mesh import absent_mesh
+    from megatron.parallel.plan import Local, PlanError
+    from megatron.parallel.planned import Planned
+
+    mesh = absent_mesh({"tensor": size}, torch.device("meta"))
+    try:
+        model = build_on_meta(config, mesh, 1)
+        plan = plan_of(unmodified(config, model.auto_class), config.plan)
+    except PlanError as error:
+        return str(error)
+    except Exception as error:  # of transformers' code of any model
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        allowed = f"a model that transformers builds ({reason})"
+        raise UsageError("--model", config.hf_model, allowed) from error
+    count: dict[tuple[str, ...], int] = {}
+    for name, module in model.model.named_modules():
+        if isinstance(module, Planned):
+            general = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+            whole = ", ".join(f"{each} {shape(spec.shape)}" for each, spec in module.specs.items())
+            local = ", ".join(shape(spec.local_shape) for spec in module.specs.values())
+            row = general, becomes(module), whole, local, sent(module)
+            count[row] = count.get(row, 0) + 1
+    rows = [(f"{row[0]} ({times} x)", *row[1:]) for row, times in count.items()]
+    rows += [
+        (pattern, said(style), "", "", "")
+        for pattern, style in plan.items()
+        if isinstance(style, Local)
+    ]
+    return rows
+
+
+def becomes(module: Any) -> str:
+    from megatron.parallel import planned
+
+    if isinstance(module, planned.SummedParameters):
+        return "Summed()"
+    return said(module.style) if hasattr(module, "style") else "holds a shard"
+
+
+def said(style: Any) -> str:
+    """The style without what it is by default."""
+    if hasattr(style, "attributes"):
+        words = [*style.attributes, *(f"{name}={value}" for name, value in style.values)]
+    else:
+        plain = type(style)()
+        words = [
+            f"{name}={value}"
+            for name, value in vars(style).items()
+            if value != getattr(plain, name) and name != "queries"
+        ]
+    return f"{type(style).__name__}({', '.join(words)})"
+
+
+def shape(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes))
+
+
+def sent(module: Any) -> str:
+    """The communication of a module that is cut."""
+    from megatron.parallel import planned
+
+    match module:
+        case planned.SharedHeads():
+            return "f, sum of the gradient"
+        case planned.ColumnLinear(style=style):
+            entering = "all-gather of tokens" if style.tokens else "f"
+            return f"{entering}, all-gather of the output" if style.gather else entering
+        case planned.RowLinear(style=style) | planned.VocabularyEmbedding(style=style):
+            return "reduce-scatter of tokens" if style.tokens else "g"
+        case planned.ChannelEmbedding(style=style):
+            return "all-gather of the output" if style.gather else ""
+        case planned.SummedParameters():
+            return "sum of the gradient"
+    return ""
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def dumped(found: Mapping[int, Outcome], shown: Mapping[int, Any]) -> str:
+    rows = []
+    for size, outcome in found.items():
+        row: dict[str, Any] = {"tensor": size}
+        if isinstance(outcome, str):
+            row["refused"] = outcome
+        else:
+            row |= {
+                "wrong": outcome.wrong,
+                "first": outcome.first,
+                "differences": {"loss": outcome.loss, "logits": outcome.logits},
+                "gradients": dict(outcome.gradients),
+                "outputs": dict(outcome.outputs),
+                "matmul_flops": outcome.flops,
+            }
+        modules = shown.get(size, [])
+        rows.append(row | {"modules": [dict(zip(HEADER, each, strict=True)) for each in modules]})
+    return json.dumps(rows, indent=1)
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The exit status."""
+    with interruptible(environ), user_errors(environ):
+        return parse_call(prove_plan, arguments, environ)()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))
