@@ -225,6 +225,32 @@ def test_what_torch_draws_is_of_samples_alone(gloo: Pool) -> None:
             assert found == pytest.approx(wanted, rel=1e-11)
 
 
+def test_a_mask_of_documents_in_place_of_a_window_is_refused() -> None:
+    model = tiny_state(mesh_of_ranks(1), hf_section("mistral")).model
+    with pytest.raises(NotImplementedError):
+        model.embed(on_device(of_documents(samples(2)), CPU))
+
+
+CUT_DROPOUT = """
+"*.mlp.c_fc" = { style = "column", gather = true }
+"*.mlp.c_proj" = "column"
+"""
+
+
+def message_of_cut_dropout() -> str:
+    """Of a plan that leaves cut what a dropout behind a layer gets."""
+    section = hf_section("gpt2", {"resid_pdrop": 0.1}, plan=CUT_DROPOUT)
+    state = tiny_state(mesh_of_ranks(2), section)
+    with pytest.raises(RuntimeError) as raised:
+        train_step(state, [samples(2)], 0.0)
+    return str(raised.value)
+
+
+def test_dropout_of_a_part_of_the_channels_is_refused(gloo: Pool) -> None:
+    for message in gloo.run(2, message_of_cut_dropout):
+        assert "transformer.h.0.mlp.dropout" in message
+
+
 def frozen_weights(tensor_size: int) -> dict[str, float]:
     """How far two steps move what the model has as frozen, and the median of the rest."""
     state = tiny_state(mesh_of_ranks(tensor_size), hf_section("marian"))
