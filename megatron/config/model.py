@@ -329,7 +329,8 @@ class HuggingFaceConfig(KindConfig):
         """Raise UsageError for a model that config.json shows to be none of this kind."""
         described, whole = self.described, json.loads(self.hf_config or "{}")
         kind = whole.get("model_type")
-        experts = [name for name in EXPERTS if described.get(name)]
+        has_experts = described.get("is_moe") is not False
+        experts = [name for name in EXPERTS if has_experts and (described.get(name) or 0) > 1]
         for is_wrong, allowed in (
             (kind is None, "one whose config.json has a model_type"),
             (whole.get("is_encoder_decoder", kind in ENCODER_DECODERS),
@@ -369,7 +370,10 @@ class HuggingFaceConfig(KindConfig):
     def positions(self) -> int | None:
         """The longest sequence that the model can read; None where nothing says it."""
         names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-        return next((self.described[each] for each in names if each in self.described), None)
+        found = next((self.described[each] for each in names if each in self.described), None)
+        if found is not None and self.described.get("model_type") in OFFSET:
+            return int(found) - 1 - int(self.described.get("pad_token_id", 1))
+        return found
 
     @property
     def widths(self) -> dict[str, int]:
@@ -405,6 +409,13 @@ ENCODERS = frozenset(
 )
 ENCODER_DECODERS = frozenset(
     ("bart", "encoder-decoder", "led", "longt5", "m2m_100", "mbart", "mt5", "pegasus", "t5", "umt5")
+)
+# Those whose positions count from pad_token_id + 1.
+OFFSET = frozenset(
+    (
+        *("camembert", "data2vec-text", "mpnet", "roberta", "roberta-prelayernorm"),
+        *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+    )
 )
 NATIVE = ("gpt2", "llama")  # which this project has as kinds of its own, too
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

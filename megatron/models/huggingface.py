@@ -54,6 +54,19 @@ from megatron.parallel.plan import (
 from megatron.parallel.planned import ColumnLinear, Planned
 from megatron.parallel.random import derive_seed
 
+# Models with the modules of BERT.
+BERTS = (
+    *("bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+_OF_BERT: Plan = {
+    "*.attention.self.query": Column(),
+    "*.attention.self.key": Column(),
+    "*.attention.self.value": Column(),
+    "*.attention.output.dense": Row(),
+    "*.intermediate.dense": Column(),
+    "*.layer.*.output.dense": Row(),
+}
 # Of models that transformers has no plan of.
 PLANS: Mapping[str, Plan] = {
     "gpt2": {
@@ -63,14 +76,7 @@ PLANS: Mapping[str, Plan] = {
         "*.mlp.c_fc": Column(),
         "*.mlp.c_proj": Row(),
     },
-    "bert": {
-        "*.attention.self.query": Column(),
-        "*.attention.self.key": Column(),
-        "*.attention.self.value": Column(),
-        "*.attention.output.dense": Row(),
-        "*.intermediate.dense": Column(),
-        "*.layer.*.output.dense": Row(),
-    },
+    **dict.fromkeys(BERTS, _OF_BERT),
     "opt": {
         "*.self_attn": Local("num_heads"),
         "*.self_attn.?_proj": Column(),
@@ -161,7 +167,9 @@ def parameters_on_meta() -> Iterator[None]:
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
+            value = param.detach().flatten()[:1].tolist()
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            param.constant = value  # type: ignore[attr-defined]
         register(self, name, param)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
@@ -364,6 +372,7 @@ class HuggingFace(nn.Module):
             arithmetic = {"context_fn": lambda: (nullcontext(), self.arithmetic())}
             with _refused(config, "one that recomputes its layers"):
                 model.activation_checkpointing_enable({"use_reentrant": False, **arithmetic})
+        self.has_window = has_window(model.config.get_text_config().to_dict())
         self._replace_dropout(model, factory)
         self.warnings = []
         if self.drawn:
@@ -404,7 +413,7 @@ class HuggingFace(nn.Module):
         padding."""
         if batch.document_starts is None:
             return {"input_ids": batch.tokens}
-        if has_window(self.model.config.get_text_config().to_dict()):
+        if self.has_window:
             raise NotImplementedError("a mask of documents would take the place of its window")
         mask = document_mask(batch.document_starts)
         if self.model.config._attn_implementation != "megatron":  # it adds masks to scores
@@ -427,9 +436,6 @@ class HuggingFace(nn.Module):
         [n, v/t] of this rank's columns, or [n, v] where the plan leaves the output layer whole.
         cache: as of Decoder; keys and values are in the model's own."""
         self.place.rows = text_rows(batch)
-        if self.drawn and self.training:
-            # Alike on the ranks that hold one model; layers that are recomputed draw the same.
-            torch.manual_seed(int(fold(self.drawn_key, known(self.place.rows)).sum()))
         with self.arithmetic():
             if cache is not None:
                 if not self.has_run:
@@ -461,6 +467,9 @@ class HuggingFace(nn.Module):
 
     def _call(self, arguments: Any) -> Tensor:
         head, device = self.model.get_output_embeddings(), arguments["input_ids"].device
+        if self.drawn and self.training:
+            # Alike on the ranks that hold one model; layers that are recomputed draw the same.
+            torch.manual_seed(int(fold(self.drawn_key, known(self.place.rows)).sum()))
         if isinstance(head, ColumnLinear):
             head.mode = self.reads
         if self.buffers_on != device:
@@ -558,11 +567,17 @@ def initial_values(model: Any, seed: int) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module, PreTrainedModel):
             own = module._init_weights
         if is_unit or [*module.parameters(recurse=False)]:
+            own_parameters: Any = module.named_parameters(name, recurse=is_unit)
+            constants = {own_name: each.constant for own_name, each in own_parameters}
             module.to_empty(device="cpu", recurse=is_unit)
+            for parameter in module.parameters(recurse=is_unit):
+                parameter.fill_(torch.nan)
             with torch.random.fork_rng(devices=[]), guard_torch_init_functions():
                 torch.manual_seed(derive_seed(seed, "initialise", name))
                 initialise(module, own) if is_unit else own(module)
             for own_name, parameter in module.named_parameters(name, recurse=is_unit):
+                if parameter.isnan().any():  # the constructor's zeros or ones stay
+                    parameter.fill_(constants[own_name][0])
                 yield own_name, parameter.detach()
             module.to("meta")
         for child_name, child in () if is_unit else module.named_children():
