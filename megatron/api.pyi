@@ -50,6 +50,24 @@ from .parallel.factory import (
     factory_1d as factory_1d,
 )
 
+# Models that were not written for it, by a plan
+from .parallel.parallelize import (
+    parallelize as parallelize,
+    whole_state_dict as whole_state_dict,
+)
+from .models.huggingface import plan_of as plan_of
+from .parallel.plan import (
+    Column as Column,
+    Row as Row,
+    Vocabulary as Vocabulary,
+    Summed as Summed,
+    Whole as Whole,
+    Local as Local,
+    Moved as Moved,
+    PlanError as PlanError,
+    read_plan as read_plan,
+)
+
 # Parameters
 from .parallel.sharding import (
     ShardedModule as ShardedModule,

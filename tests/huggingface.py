@@ -25,7 +25,7 @@ _SIZES = {
     "max_position_embeddings": SEQUENCE,
 }
 _GROUPED = _SIZES | {"num_key_value_heads": GROUPS}
-_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+_ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 _GPT2 = {
     "vocab_size": VOCABULARY,
     "n_positions": SEQUENCE,
@@ -37,34 +37,55 @@ _GPT2 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
-# By a name of ours: config.json.
+# By the name of the architecture: config.json.
 DESCRIBED: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2", **_GPT2},
-    "llama": {"model_type": "llama", **_GROUPED, "tie_word_embeddings": False},
-    "qwen3": {
-        "model_type": "qwen3", **_GROUPED, "head_dim": HIDDEN // HEADS,
-        "tie_word_embeddings": True,
+    "gpt2": _GPT2,
+    "gptj": _GPT2 | {"rotary_dim": 4},
+    "llama": _GROUPED | {"tie_word_embeddings": False},
+    "qwen3": _GROUPED | {"head_dim": HIDDEN // HEADS, "tie_word_embeddings": True},
+    "mistral": _GROUPED | {"head_dim": HIDDEN // HEADS, "sliding_window": WINDOW},
+    "gpt_neox": _SIZES | {"hidden_dropout": 0.0},
+    "bert": _SIZES
+    | {"pad_token_id": 0, "type_vocab_size": 2}
+    | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "opt": _SIZES
+    | {"ffn_dim": MLP, "word_embed_proj_dim": HIDDEN, "pad_token_id": 0}
+    | {"dropout": 0.0, "attention_dropout": 0.0},
+    "gemma2": _GROUPED
+    | {"head_dim": HIDDEN // HEADS, "layer_types": ["full_attention"] * LAYERS}
+    | {"attn_logit_softcapping": None},
+    "marian": {
+        "vocab_size": VOCABULARY,
+        "d_model": HIDDEN,
+        "decoder_layers": LAYERS,
+        "decoder_attention_heads": HEADS,
+        "decoder_ffn_dim": MLP,
+        "max_position_embeddings": SEQUENCE,
+        "dropout": 0.0,
+        "pad_token_id": 0,
+        "is_encoder_decoder": False,
+        "is_decoder": True,
     },
-    "mistral": {
-        "model_type": "mistral", **_GROUPED, "head_dim": HIDDEN // HEADS,
-        "sliding_window": WINDOW,
-    },
-    "gpt_neox": {"model_type": "gpt_neox", **_SIZES, "hidden_dropout": 0.0},
-    "bert": {
-        "model_type": "bert", **_SIZES, "pad_token_id": 0, "type_vocab_size": 2,
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    },
-    "opt": {
-        "model_type": "opt", **_SIZES, "ffn_dim": MLP, "word_embed_proj_dim": HIDDEN,
-        "dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": 0,
-    },
-    "gemma2": {
-        "model_type": "gemma2", **_GROUPED, "head_dim": HIDDEN // HEADS,
-        "layer_types": ["full_attention"] * LAYERS, "attn_logit_softcapping": None,
-    },
-}  # fmt: skip
-for _each in DESCRIBED.values():
-    _each.update({name: value for name, value in _ENDS.items() if name not in _each})
+}
+for _name, _each in DESCRIBED.items():
+    _each.update({"model_type": _name} | _ENDS | _each)
+# Plans of those that have none.
+_ATTENTION = """
+"*.[qkv]_proj" = "column"
+"*.out_proj" = "row"
+"""
+PLANS = {
+    "gptj": f"""{_ATTENTION}
+"*.attn" = {{ style = "local", attributes = ["num_attention_heads"] }}
+"*.fc_in" = "column"
+"*.fc_out" = "row"
+""",
+    "marian": f"""{_ATTENTION}
+"*.self_attn" = {{ style = "local", attributes = ["num_heads"] }}
+"*.fc1" = "column"
+"*.fc2" = "row"
+""",
+}
 # What stands in config.json for all the dropout that a model has.
 DROPOUT: dict[str, dict[str, float]] = {
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.1},
@@ -85,6 +106,7 @@ def described(name: str, **changes: Any) -> str:
 def hf_section(name: str, of_hf: dict[str, Any] | None = None, **settings: Any) -> Any:
     """The settings of a model; of_hf: changes of config.json."""
     make = HuggingFaceMaskedConfig if name == "bert" else HuggingFaceConfig
+    settings.setdefault("plan", PLANS.get(name, "auto"))
     return make(hf_model=name, hf_config=described(name, **(of_hf or {})), **settings)
 
 

@@ -48,7 +48,6 @@ def on_ranks(ranks: int, function: Callable[..., T], *arguments: Any) -> T:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.disable()  # of this process, which starts ranks: they say themselves what has failed
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     set_forkserver_preload([function.__module__])
     settings = LaunchConfig(
@@ -62,6 +61,8 @@ def on_ranks(ranks: int, function: Callable[..., T], *arguments: Any) -> T:
         monitor_interval=0.1,
         start_method="forkserver",
     )
+    before = logging.root.manager.disable
+    logging.disable()  # of this process, which starts ranks: they say themselves what has failed
     try:
         return elastic_launch(settings, function)(*arguments)[0]
     except SignalException as stop:
@@ -72,3 +73,5 @@ def on_ranks(ranks: int, function: Callable[..., T], *arguments: Any) -> T:
         _, failure = error.get_first_failure()
         ended = failure.signal_name() if failure.exitcode < 0 else f"status {failure.exitcode}"
         raise ChildProcessError(f"a process ended with {ended}; what it said is above") from None
+    finally:
+        logging.disable(before)

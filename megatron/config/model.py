@@ -1,6 +1,7 @@
 """The models: shape, dropout and initialisation."""
 
 import json
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,6 +29,8 @@ class KindConfig:
     """What checkpoints call such a model."""
     adaptable: ClassVar[frozenset[str]] = frozenset()
     """Fields that no parameter depends on, which fine-tuning may change."""
+    can_compile: ClassVar[bool] = True
+    """Whether --compile knows its layers."""
     layernorm_impl = "torch"
     """LayerNorm's kernel."""
 
@@ -280,6 +283,7 @@ class HuggingFaceConfig(KindConfig):
     """A model of transformers, unmodified, that predicts the next token."""
 
     kind: ClassVar[str] = "huggingface"
+    can_compile: ClassVar[bool] = False
 
     hf_model: str
     """A folder with the model's config.json, and its weights, if training starts from these; or a
@@ -320,6 +324,25 @@ class HuggingFaceConfig(KindConfig):
         if self.random_weights or (folder.is_dir() and not has_weights(self.hf_model, folder)):
             return None
         return self.hf_model
+
+    def check(self) -> None:
+        """Raise UsageError for a model that config.json shows to be none of this kind."""
+        described, whole = self.described, json.loads(self.hf_config or "{}")
+        kind = whole.get("model_type")
+        experts = [name for name in EXPERTS if described.get(name)]
+        for is_wrong, allowed in (
+            (kind is None, "one whose config.json has a model_type"),
+            (whole.get("is_encoder_decoder", kind in ENCODER_DECODERS),
+             f"an encoder or a decoder, and {kind} is both, one after another"),
+            (experts, f"a model without experts, and config.json has {', '.join(experts)}"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise UsageError("--hf-model", self.hf_model, allowed)
+        if (right := _kind_of(whole)) not in (None, self.kind):
+            name = " ".join(whole.get("architectures") or [kind])
+            what = "masked tokens" if "masked" in right else "the next token"
+            allowed = f"{right} for {name}, which predicts {what}"
+            raise UsageError("--model", self.kind, allowed, works=("--model", right))
 
     @cached_property
     def described(self) -> dict[str, Any]:
@@ -370,12 +393,52 @@ class HuggingFaceMaskedConfig(HuggingFaceConfig):
         return self.described.get("type_vocab_size", 0) > 1
 
 
+# Model types of transformers that look at all tokens unless is_decoder is set, and those with an
+# encoder and a decoder: what hand-written config.json files say in no other place.
+ENCODERS = frozenset(
+    (
+        *("albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta"),
+        *("deberta-v2", "distilbert", "electra", "ernie", "esm", "eurobert", "megatron-bert"),
+        *("mobilebert", "modernbert", "mpnet", "nomic_bert", "rembert", "roberta"),
+        *("roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    )
+)
+ENCODER_DECODERS = frozenset(
+    ("bart", "encoder-decoder", "led", "longt5", "m2m_100", "mbart", "mt5", "pegasus", "t5", "umt5")
+)
+NATIVE = ("gpt2", "llama")  # which this project has as kinds of its own, too
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _kind_of(whole: Mapping[str, Any]) -> str | None:
+    """Of a model with this config.json; None where it does not say."""
+    kinds = " ".join(whole.get("architectures") or ())
+    is_encoder = whole["model_type"] in ENCODERS and not whole.get("is_decoder")
+    if is_encoder or "MaskedLM" in kinds:
+        return "huggingface-masked"
+    is_decoder = whole.get("is_decoder") or whole["model_type"] in NATIVE
+    if is_decoder or "CausalLM" in kinds or "LMHeadModel" in kinds:
+        return "huggingface"
+    return None
+
+
+def has_window(described: Mapping[str, Any]) -> bool:
+    """Whether a layer of the model that config.json describes looks at some of the tokens before
+    alone: a mask that a model is given takes the place of its own, of the window too."""
+    if {*(described.get("layer_types") or ())} - {"full_attention"}:
+        return True
+    sizes = {n: v for n, v in described.items() if "window" in n and type(v) is int and v > 0}
+    return described.get("use_sliding_window") is not False and bool(
+        sizes.keys() - {"max_window_layers"}
+    )
+
+
 def read_hf_config(name: str) -> str:
     """The text of a model's config.json, from a folder or the hub. Raises UsageError where there is
     none."""
     folder, reason = Path(name), ""
     file = folder / "config.json"
-    if not folder.is_dir():
+    if not folder.is_dir() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and name[0].isalnum():
         from huggingface_hub import hf_hub_download
 
         try:

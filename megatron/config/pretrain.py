@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import UsageError, flag
+from megatron.config.checks import UsageError, flag, switch
 from megatron.config.model import (
     BertConfig,
     GPT2Config,
@@ -17,6 +17,7 @@ from megatron.config.model import (
     KindConfig,
     LlamaConfig,
     TextModelConfig,
+    has_window,
 )
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.training import (
@@ -198,21 +199,27 @@ class PretrainUnmodifiedConfig(PretrainConfig):
     model: HuggingFaceConfig
 
     def check(self, world_size: int) -> None:
-        native = self.model.described.get("model_type")
-        natives = {"gpt2": "gpt2", "llama": "llama", "bert": "bert"}
-        works = ("--model", natives[native]) if native in natives else ()
-        for name, is_given, reason in (
+        self.model.check()
+        native = self.model.described["model_type"]
+        other = f"; --model {native} can" if native in ("gpt2", "llama", "bert") else ""
+        for name, is_given, reason, least in (
             ("pipeline_model_parallel_size", self.parallel.pipeline_model_parallel_size > 1,
-             "1: an unmodified model is not made of stages"),
+             f"1: an unmodified model cannot be cut into stages{other}", "1"),
             ("sequence_parallel", self.parallel.sequence_parallel,
-             "left out: an unmodified model makes its masks and positions of whole sequences"),
+             "left out: an unmodified model makes its masks and positions of whole sequences, and "
+             f"cannot compute with a part of one{other}", None),
         ):  # fmt: skip
             if is_given:
-                raise UsageError(flag(name), getattr(self.parallel, name), reason, works=works)
+                cure = (flag(name), least) if least else (switch(name, False),)
+                value = getattr(self.parallel, name) if least else None
+                raise UsageError(flag(name), value, reason, works=cure)
         if self.model.recompute_granularity == "selective":
             name = "--recompute-granularity"
             allowed = "full or none of an unmodified model"
             raise UsageError(name, "selective", allowed, works=(name, "full"))
+        if self.training.compile:
+            allowed = "left out: layers of transformers are not compiled"
+            raise UsageError("--compile", None, allowed, works=("--no-compile",))
         super().check(world_size)
         length, positions = self.data.seq_length, self.model.positions
         if positions is not None and length > positions:
@@ -227,6 +234,10 @@ class PretrainUnmodifiedConfig(PretrainConfig):
             name, works = "--reset-position-ids", ("--reset-position-ids", "--reset-attention-mask")
             allowed = "given with --reset-attention-mask: transformers takes such positions for it"
             raise UsageError(name, None, allowed, works=works)
+        if resets[1] and has_window(self.model.described):
+            allowed = "left out: the mask of documents would take the place of --hf-model's window"
+            works = ("--no-reset-attention-mask", "--no-reset-position-ids")
+            raise UsageError("--reset-attention-mask", None, allowed, works=works)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,11 @@ computes in fp64 (`Wide`), so that what is equal can be seen to be.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from textwrap import shorten
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -23,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megatron.config.model import HuggingFaceConfig
+from megatron.config.checks import UsageError
+from megatron.config.model import HuggingFaceConfig, has_window
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.decoder import document_mask
@@ -31,8 +33,10 @@ from megatron.models.registry import NO_END
 from megatron.models.transformer import text_rows
 from megatron.parallel.collectives import split_with_gradient
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.dropout import Dropout, fold, known
 from megatron.parallel.factory import LayerFactory
 from megatron.parallel.kernels import attention
+from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import ALONE
 from megatron.parallel.plan import (
     Column,
@@ -43,6 +47,7 @@ from megatron.parallel.plan import (
     Style,
     Summed,
     Vocabulary,
+    Whole,
     read_plan,
     read_style,
 )
@@ -74,9 +79,21 @@ PLANS: Mapping[str, Plan] = {
         "*.fc2": Row(),
     },
 }
-# What transformers' own plan of an architecture leaves out.
-FORGOTTEN: Mapping[str, Mapping[str, Style]] = {
+# Where transformers' own plan of an architecture is wrong.
+_WHOLE_GATES: Mapping[str, Style] = {  # whose mean and deviation decide which ones stay
+    "*.language_model.layers.*.mlp.gate_proj": Column(gather=True),
+    "*.language_model.layers.*.mlp.up_proj": Column(gather=True),
+}
+MENDED: Mapping[str, Mapping[str, Style]] = {
     "apertus": {"*.mlp.act_fn": Summed()},  # parameters of an activation of cut columns
+    # Masks of all heads, which are computed of all values.
+    "doge": {"*.self_attn.*_proj": Whole()},
+    "esmc": {"*.self_attn.[qkv]_proj": Column(gather=True)},  # norms over all heads
+    "neomme": {"*.self_attn.*_proj": Whole()},  # numbers of heads from the config
+    "gemma3n": _WHOLE_GATES,
+    "gemma3n_text": {
+        each.replace("*.language_model", "model"): style for each, style in _WHOLE_GATES.items()
+    },
 }
 
 
@@ -89,7 +106,7 @@ def plan_of(model: nn.Module, text: str = "auto") -> Plan:
         return read_plan(text)
     own = getattr(model, "_tp_plan", None) or {}
     plan = {each: read_style(each, value) for each, value in own.items() if _fits(each, modules)}
-    plan |= FORGOTTEN.get(config.model_type, {}) if plan else {}
+    plan |= MENDED.get(config.model_type, {}) if plan else {}
     ends = _of_ends(model, modules)
     if not plan.keys() - ends.keys():
         if config.model_type not in PLANS:
@@ -164,15 +181,17 @@ class Place:
 class PlannedDropout(nn.Module):
     """In the place of torch's Dropout: by coordinates, the same at every layout."""
 
-    def __init__(self, dropout: Any, place: Place, width: int) -> None:
+    def __init__(self, dropout: Any, place: Place, widths: Collection[int], ranks: int) -> None:
+        """widths: of what is whole on each of so many ranks."""
         super().__init__()
-        self.dropout, self.p, self.place, self.width = dropout, dropout.p, place, width
+        self.dropout, self.p, self.place = dropout, dropout.p, place
+        self.widths, self.ranks = widths, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.p and x.shape[-1] != self.width:
+        if self.training and self.ranks > 1 and x.shape[-1] not in self.widths:
             raise RuntimeError(
-                f"dropout {self.dropout.name} is of {x.shape[-1]} channels, not of the "
-                f"{self.width} of the stream: it cannot be the same at every layout"
+                f"{self.dropout.name} drops {self.p} of {x.shape[-1]} channels, which may be a "
+                "part of those of all ranks: a config.json without this dropout works"
             )
         dropped: Tensor = self.dropout(x, self.place.rows)
         return dropped
@@ -191,24 +210,23 @@ def run_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it, on our kernels: q [b, a, s, d], k and v
     [b, g, m, d], mask bool or added to the scores, to [b, s, a, d]."""
-    for name in ("s_aux", "position_bias"):
-        if others.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__}: attention with {name}")
+    if others.get("position_bias") is not None:
+        raise NotImplementedError(f"{type(module).__name__}: attention with position_bias")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and attention_mask is None and query.shape[2] > 1
-    size, softcap = query.shape[-1], others.get("softcap")
+    size, softcap, sinks = query.shape[-1], others.get("softcap"), others.get("s_aux")
     if scaling is not None and scaling != size**-0.5:
         query = query * (scaling * size**0.5)
     if causal and key.shape[2] > query.shape[2]:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     is_added = attention_mask is not None and attention_mask.is_floating_point()
-    if softcap is not None or is_added:
+    if softcap is not None or sinks is not None or is_added:
         if dropout:
-            what = "capped scores" if softcap is not None else "a mask that is added to scores"
+            what = "capped scores, sinks or a mask that is added to scores"
             raise NotImplementedError(f"{type(module).__name__}: attention dropout with {what}")
         if causal:
             attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
-        heads = attention_by_scores(query, key, value, attention_mask, softcap)
+        heads = attention_by_scores(query, key, value, attention_mask, softcap, sinks)
         return heads.transpose(1, 2).contiguous(), None
     core: Any = getattr(module, "megatron_core", None)
     if core is None:
@@ -220,10 +238,15 @@ def run_attention(
 
 
 def attention_by_scores(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """[b, a, s, d], with scores c tanh(scores / c) of softcap c: what no fused kernel computes.
-    mask: bool, or added to the scores."""
+    mask: bool, or added to the scores. sinks: [a], a score more of each head, of no value."""
     shared = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
@@ -233,8 +256,34 @@ def attention_by_scores(
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
+    if sinks is not None:
+        more = sinks.view(1, -1, 1, 1).to(scores.dtype).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, more], -1)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(-1, dtype=wide).to(query.dtype) @ value
+    shares = scores.softmax(-1, dtype=wide)[..., : key.shape[2]]
+    return shares.to(query.dtype) @ value
+
+
+# What the attention of a model calls the probability that it gives to run_attention.
+OF_ATTENTION = ("attention_dropout", "attn_dropout", "attn_pdrop", "dropout", "dropout_prob")
+
+DROPPING = ("dropout", "layerdrop", "drop_path", "drop_prob")
+
+
+def other_dropout(model: nn.Module) -> list[str]:
+    """What drops at random and is neither torch's Dropout nor of attention's probabilities, once
+    for each class of module: "decoder.layers.0.dropout = 0.1"."""
+    found: dict[tuple[str, str], str] = {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        is_attention = hasattr(module, "megatron_core")
+        for attribute, value in vars(module).items():
+            is_named = any(word in attribute for word in DROPPING) or "Dropout" in kind
+            is_own = isinstance(module, PlannedDropout | Dropout | AttentionCore)
+            is_own |= is_attention and attribute in OF_ATTENTION
+            if is_named and not is_own and isinstance(value, float) and value > 0:
+                found.setdefault((kind, attribute), f"{name}.{attribute} = {value:g}")
+    return [*found.values()]
 
 
 def register_attention() -> None:
@@ -256,13 +305,25 @@ def unmodified(config: HuggingFaceConfig, auto_class: str) -> Any:
     described.use_cache, described.dtype = False, "float32"  # in which initial values are drawn
     maker = getattr(transformers, auto_class)
     with torch.device("cpu"), parameters_on_meta():
-        try:
-            return maker.from_config(described, attn_implementation="megatron")
-        except KeyError as error:
-            if error.args != ("megatron",):
-                raise
-            # The model chooses its attention from a table of its own, such as GPT-J's.
-            return maker.from_config(described, attn_implementation="eager")
+        model = maker.from_config(described, attn_implementation="eager")
+    model.set_attn_implementation("megatron")  # but for models with attention of their own code
+    return model
+
+
+@contextmanager
+def _refused(config: HuggingFaceConfig, allowed: str) -> Iterator[None]:
+    """What does not go is of --hf-model, or of the user's plan."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (ValueError, ImportError) as error:
+        (reason, *_) = str(error).strip().splitlines() or [type(error).__name__]
+        reason = shorten(reason.partition(". ")[0], 300)  # transformers lists all that it knows
+        if isinstance(error, PlanError) and config.plan != "auto":
+            allowed = f"a plan that fits --hf-model {config.hf_model}: {reason}"
+            raise UsageError("--plan", None, allowed, works=("--plan", "auto")) from error
+        raise UsageError("--hf-model", config.hf_model, f"{allowed}: {reason}") from error
 
 
 class KeyValueCache(Protocol):
@@ -282,13 +343,18 @@ class HuggingFace(nn.Module):
     auto_class: ClassVar = "AutoModelForCausalLM"
 
     def __init__(self, config: Any, factory: LayerFactory, vocab_size: int) -> None:
-        """config: a HuggingFaceConfig. vocab_size: of the tokenizer, at most that of the model."""
+        """config: a HuggingFaceConfig. vocab_size: of the tokenizer, at most that of the model.
+        Raises UsageError for a model that transformers does not know so, and for a plan that does
+        not fit it."""
         super().__init__()
         self.config, self.place = config, Place()
         self.buffers_on: torch.device | None = None
         self.has_run = False
         self.positions = config.positions or NO_END
-        model = unmodified(config, self.auto_class)
+        assert factory.parallelize is not None, "this tensor-parallel mode takes no such model"
+        self.tensor = factory.tensor
+        with _refused(config, f"a model that {self.auto_class} of transformers builds"):
+            model = unmodified(config, self.auto_class)
         self.vocab_size = model.config.get_text_config().vocab_size
         if vocab_size > self.vocab_size:
             raise ValueError(
@@ -296,25 +362,39 @@ class HuggingFace(nn.Module):
             )
         if config.recompute_granularity == "full":
             arithmetic = {"context_fn": lambda: (nullcontext(), self.arithmetic())}
-            model.activation_checkpointing_enable({"use_reentrant": False, **arithmetic})
+            with _refused(config, "one that recomputes its layers"):
+                model.activation_checkpointing_enable({"use_reentrant": False, **arithmetic})
         self._replace_dropout(model, factory)
-        assert factory.parallelize is not None, "this tensor-parallel mode takes no such model"
-        self.tensor = factory.tensor
-        plan = plan_of(model, config.plan)
-        self.model = factory.parallelize(model, plan)
+        self.warnings = []
+        if self.drawn:
+            self.warnings.append(
+                "warning: torch draws what these drop, which so depends on micro-batches and "
+                f"layout: {', '.join(self.drawn)}"
+            )
+        with _refused(config, "a model that can be cut"):
+            plan = plan_of(model, config.plan)
+            self.model = factory.parallelize(model, plan)
         head = model.get_output_embeddings()
         self.reads = "input" if isinstance(head, ColumnLinear) else "output"
 
     def _replace_dropout(self, model: Any, factory: LayerFactory) -> None:
-        width = model.config.get_text_config().hidden_size
+        text = model.config.get_text_config()
+        names = ("hidden_size", "embedding_size", "word_embed_proj_dim")
+        widths: list[int] = [getattr(text, name) for name in names if hasattr(text, name)]
+        is_ours = model.config._attn_implementation == "megatron"
         for name, module in [*model.named_modules()]:
-            if "Attention" in type(module).__name__ and hasattr(module, "config"):
+            if "Attention" in type(module).__name__:
+                if not is_ours:
+                    continue  # some of its dropout is of probabilities, as its own code has them
                 module.megatron_core = factory.attention_core(0.0, f"{name}.core")
                 module.megatron_core.place = self.place
             for own_name, child in [*module.named_children()]:
                 if type(child) is nn.Dropout and child.p > 0:
                     dropout = factory.dropout(child.p, f"{name}.{own_name}")
-                    setattr(module, own_name, PlannedDropout(dropout, self.place, width))
+                    planned = PlannedDropout(dropout, self.place, widths, factory.tensor.size)
+                    setattr(module, own_name, planned)
+        self.drawn = other_dropout(model)
+        self.drawn_key: Any = factory.dropout(0.0, "drawn").key
 
     def denominators(self, batch: Any) -> list[float]:
         return [float(batch.loss_mask.sum(dtype=np.float64))]
@@ -324,7 +404,12 @@ class HuggingFace(nn.Module):
         padding."""
         if batch.document_starts is None:
             return {"input_ids": batch.tokens}
+        if has_window(self.model.config.get_text_config().to_dict()):
+            raise NotImplementedError("a mask of documents would take the place of its window")
         mask = document_mask(batch.document_starts)
+        if self.model.config._attn_implementation != "megatron":  # it adds masks to scores
+            dtype = next(self.model.parameters()).dtype
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         return {
             "input_ids": batch.tokens,
             "position_ids": batch.positions,
@@ -342,6 +427,9 @@ class HuggingFace(nn.Module):
         [n, v/t] of this rank's columns, or [n, v] where the plan leaves the output layer whole.
         cache: as of Decoder; keys and values are in the model's own."""
         self.place.rows = text_rows(batch)
+        if self.drawn and self.training:
+            # Alike on the ranks that hold one model; layers that are recomputed draw the same.
+            torch.manual_seed(int(fold(self.drawn_key, known(self.place.rows)).sum()))
         with self.arithmetic():
             if cache is not None:
                 if not self.has_run:

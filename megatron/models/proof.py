@@ -35,9 +35,11 @@ from megatron.parallel.planned import AS_IT_IS, ColumnLinear, Form, Planned, Sha
 from megatron.parallel.sharding import gather_whole, materialize
 
 TOLERANCE = 1e-9  # of the norm of what is compared
-ZERO = 1e-9  # a gradient this small beside the model's is zero, as that of a key's bias
+# Of the model's gradient: what is smaller, such as that of a key's bias, which is zero, is mostly
+# rounding, and its difference relative to this.
+SMALL = 1e-5
 SAMPLES, LENGTH = 3, 12  # of the batch; sequences of 12, 9 and 5 tokens and padding behind them
-LAYERS, HIDDEN, HEADS, VOCABULARY, WINDOW = 2, 64, 8, 101, 5
+LAYERS, HIDDEN, HEADS, VOCABULARY, WINDOW = 2, 128, 8, 101, 5
 
 # Names that configurations have for a size.
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -73,13 +75,16 @@ def _shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
     layers, hidden, heads = known("layers"), known("hidden"), known("heads")
     types = given.get("layer_types") or []
     places = sorted({types.index(each) for each in types})
+    if given.get("num_kv_shared_layers"):  # the last ones use keys and values of others
+        put(len(places), "num_kv_shared_layers")
+        places *= 2
     places += [each for each in range(LAYERS) if each not in places][: LAYERS - len(places)]
     for name, value in given.items():
         if isinstance(value, list) and layers and len(value) == layers:
-            found[name] = [value[place] for place in sorted(places)]
-    put(max(LAYERS, len(places)), *NAMES["layers"])
+            found[name] = [value[place] for place in places]
+    put(len(places), *NAMES["layers"])
     put(HIDDEN, *NAMES["hidden"], "word_embed_proj_dim")
-    put(HIDDEN if given.get("embedding_size") == hidden else 24, "embedding_size")
+    put(HIDDEN if given.get("embedding_size") == hidden else 48, "embedding_size")
     put(16, "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank")
     put(1, "first_k_dense_replace")  # so that there are layers of both kinds
     put(HEADS, *NAMES["heads"])
@@ -94,7 +99,17 @@ def _shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
     else:
         put(HIDDEN // HEADS, "head_dim")
         size = HIDDEN // HEADS
-    put(96, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    put(160, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    put(2 * HIDDEN // HEADS, "global_head_dim")
+    if isinstance(own := given.get("per_layer_config"), Mapping):  # by layers, as of Gemma 4
+        by_layer = {int(key): value for key, value in own.items()}
+        found["per_layer_config"] = {
+            str(new): {
+                name: found.get(f"global_{name}", each) for name, each in by_layer[old].items()
+            }
+            for new, old in enumerate(places)
+            if old in by_layer
+        }
     put(VOCABULARY, "vocab_size", "vocab_size_per_layer_input")
     put(64, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
     put(WINDOW, "sliding_window")
@@ -152,9 +167,6 @@ class Proof:
         if self.failure is not None:
             return [self.failure]
         found = []
-        if self.first is not None:
-            by = self.outputs[self.first]
-            found.append(f"{self.first} is the first module whose output is off, by {by:.2g}")
         off = {name: value for name, value in self.gradients.items() if not value <= TOLERANCE}
         if off:
             most = sorted(off, key=lambda name: -off[name])[:3]
@@ -163,6 +175,9 @@ class Proof:
         for name in ("logits", "loss"):
             if not (value := getattr(self, name)) <= TOLERANCE:
                 found.append(f"the {name} {'is' if name == 'loss' else 'are'} off by {value:.2g}")
+        if found and self.first is not None:  # alone it may be of padding, of which nothing comes
+            by = self.outputs[self.first]
+            found.insert(0, f"{self.first} is the first module whose output is off, by {by:.2g}")
         return found
 
     @property
@@ -333,7 +348,7 @@ class _Computed:
             if each.requires_grad
         }
         # Of a causal model no token looks at padding, with or without the mask.
-        outputs, same = {}, dict(arguments)
+        same, outputs = dict(arguments), dict[str, Tensor]()
         if isinstance(batch, GPT2Batch):
             del same["attention_mask"]
         with torch.no_grad(), Wide(), _watched(model, outputs):
@@ -402,6 +417,8 @@ def _compare(
         expected = wanted.outputs.get(name)
         whole = None if expected is None else _whole(found, expected, modules[name], mesh)
         if expected is not None and whole is not None:
+            if whole.shape[:2] == batch.is_real.shape:  # of padding nothing is said
+                whole, expected = whole[batch.is_real], expected[batch.is_real]
             differences[name] = _difference(whole, expected)
     with torch.no_grad():  # in which it finds what the model does with its logits
         ours.layers(ours.embed(batch), batch)
@@ -452,9 +469,9 @@ def _norm(tensors: Any) -> float:
 
 
 def _difference(found: Tensor, wanted: Tensor, model_norm: float = 0.0) -> float:
-    """Relative; to the model's norm where the wanted one is zero."""
-    norm = float(wanted.norm())
-    if norm <= ZERO * model_norm:
-        norm = model_norm
+    """Relative to the norm of what is wanted; model_norm: of all gradients, where it is one."""
+    norm = max(float(wanted.norm()), SMALL * model_norm)
     off = float((found - wanted).norm())
-    return off / norm if norm and isfinite(off) else off or 0.0 if isfinite(off) else float("inf")
+    if not isfinite(off):
+        return float("inf")
+    return off / norm if norm else off

@@ -74,7 +74,7 @@ class Whole:
 @dataclass(frozen=True, init=False)
 class Local:
     """Numbers of which each rank has its share: attributes of the module, divided by t, or given
-    the values that they have on each rank."""
+    the values that they have on each rank: Local("num_heads", num_key_value_groups=1)."""
 
     attributes: tuple[str, ...]
     values: tuple[tuple[str, int], ...]
@@ -110,11 +110,18 @@ WORDS: Mapping[str, Style] = {
     "rowwise_split_input": Row(),
     "embedding_rowwise": Vocabulary(),
     "replicated_with_grad_allreduce": Summed(),
+    "replicate": Whole(),
     "column": Column(),
     "row": Row(),
     "vocabulary": Vocabulary(),
     "summed": Summed(),
     "whole": Whole(),
+}
+# Words of transformers' that are none here, and of what they are.
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("moe_tp_experts", "moe_identity_expert", "packed_rowwise"), "experts"),
+    "mla_kv_a_proj": "latent attention",
+    "local_params": "parameters of heads, such as attention sinks",
 }
 STYLES = {"column": Column, "row": Row, "vocabulary": Vocabulary, "local": Local}
 
@@ -148,4 +155,6 @@ def read_style(pattern: str, said: Any) -> Style:
         except (TypeError, PlanError) as error:
             raise PlanError(f"{pattern} = {dict(said)}: {error}") from None
         return style
+    if isinstance(said, str) and said in REFUSED:
+        raise PlanError(f"{pattern} is {said!r} in the plan: no layer here cuts {REFUSED[said]}")
     raise PlanError(f"{pattern} is {said!r} in the plan, which is none of {', '.join(WORDS)}")

@@ -7,7 +7,7 @@ collectives are in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,6 +88,17 @@ def non_finite(
     return error
 
 
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """Those of a floating dtype in what a module returns, such as a tuple or a ModelOutput."""
+    if isinstance(output, Tensor):
+        yield from [output] if output.is_floating_point() else []
+    elif isinstance(output, Mapping):
+        yield from tensors_of([*output.values()])
+    elif isinstance(output, list | tuple):
+        for each in output:
+            yield from tensors_of(each)
+
+
 def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | None:
     """The first number of the step that is not finite, on whichever rank; every rank calls this.
 
@@ -116,11 +127,12 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
     if found := first():
         return found
 
-    def look_at_output(name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    def look_at_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         # A layer that is recomputed passes here twice; its output was looked at the first time.
-        look(f"the output of {name}", output)
-        if output.requires_grad:
-            output.register_hook(lambda each: look(f"the gradient at {name}", each))
+        for value in tensors_of(output):
+            look(f"the output of {name}", value)
+            if value.requires_grad:
+                value.register_hook(lambda each: look(f"the gradient at {name}", each))
 
     def look_at_gradient(view: GradientView) -> None:
         look(f"the gradient of the weight {view.name}", view.gradient, is_sum=True)

@@ -91,7 +91,7 @@ def open_huggingface_masked_inputs(config: PretrainHuggingFaceMaskedConfig) -> I
 def _require_vocabulary(config: PretrainUnmodifiedConfig, inputs: Inputs) -> None:
     found, most = inputs.corpus.vocab_size, config.model.vocab_size
     if found > most:
-        allowed = f"of a model with at least the {found} tokens of --data-path, and not {most}"
+        allowed = f"a model with at least the {found} tokens of --data-path, and this has {most}"
         raise UsageError("--hf-model", config.model.hf_model, allowed)
 
 

@@ -28,6 +28,7 @@ from megatron.checkpoint.resume import (
 )
 from megatron.config.checks import UsageError
 from megatron.config.launch import is_first, world_size
+from megatron.config.model import HuggingFaceConfig
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.data.files import DataError
@@ -256,15 +257,17 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     resumed = None if found is None or start.finetune else found.manifest
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
-    compiled, warnings = choose_compile(config.training.compile, mesh, pipeline)
+    asked = config.training.compile if config.model.can_compile else False
+    compiled, warnings = choose_compile(asked, mesh, pipeline)
     names = list[str | None]([None])
     if found is None:
         refuse_alike(mesh, lambda: names.append(config.model.starts_from()))
     weights = mesh.control.gather(names[-1])[0]
-    if getattr(config.model, "plan", "auto") != "auto" and mesh.tensor.size > 1:
+    own = config.model
+    if isinstance(own, HuggingFaceConfig) and own.plan != "auto" and mesh.tensor.size > 1:
         from megatron.models.proof import require_proof
 
-        refuse_alike(mesh, lambda: messages.append(require_proof(config.model, mesh)))
+        refuse_alike(mesh, lambda: messages.append(require_proof(own, mesh)))
     state = build_state(
         config.model,
         mesh,
@@ -326,7 +329,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         state=state,
         facts=facts,
         files=config.model.files(None if found is None else found.path) if mesh.is_first else {},
-        messages=messages + warnings,
+        messages=[*messages, *warnings, *getattr(state.model, "warnings", ())],
         evaluate_first=evaluate_first,
     )
 

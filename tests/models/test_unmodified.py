@@ -3,6 +3,8 @@ and what a training does with a model is done with them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,15 +14,25 @@ from torch import Tensor
 
 from megatron.models.huggingface import Wide
 from megatron.parallel.collectives import gather_from
+from megatron.train.diagnose import NonFiniteError
 from megatron.train.executor import on_device
-from megatron.train.step import count, forward_backward
+from megatron.train.replicas import ReplicaDrift, check_replicas
+from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_samples
 from tests.dist import Pool
-from tests.huggingface import by_their_names, hf_section, load_plain, plain_model
+from tests.huggingface import (
+    DROPOUT,
+    WINDOW,
+    by_their_names,
+    hf_section,
+    load_plain,
+    plain_model,
+)
 from tests.layouts.matrix import of_documents
 from tests.tiny import (
     VOCABULARY,
     mesh_of_ranks,
+    micro_batches,
     samples,
     tiny_state,
     whole_gradients,
@@ -31,14 +43,17 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-12  # of norms, relative
 
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 class Case(NamedTuple):
     model: str
-    of_hf: dict[str, Any] = {}  # changes of config.json
+    of_hf: Mapping[str, Any] = NOTHING  # changes of config.json
     has_documents: bool = False
 
     @property
     def section(self) -> Any:
-        return hf_section(self.model, self.of_hf)
+        return hf_section(self.model, dict(self.of_hf))
 
     @property
     def batch(self) -> Any:
@@ -65,6 +80,9 @@ CASES = {
     "neox, one after the other": Case("gpt_neox", {"use_parallel_residual": False}),
     "opt": Case("opt"),
     "opt, documents": Case("opt", has_documents=True),
+    "gptj, attention of its own code": Case("gptj"),
+    "gptj, documents": Case("gptj", has_documents=True),
+    "marian, frozen positions": Case("marian"),
     "gemma2, capped logits": Case("gemma2"),
     "bert": Case("bert"),
     "bert, untied": Case("bert", {"tie_word_embeddings": False}),
@@ -124,12 +142,13 @@ def differences(tensor_size: int) -> dict[str, dict[str, float]]:
         theirs = {
             each: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for each, parameter in plain.named_parameters()
+            if parameter.requires_grad
         }
         assert theirs.keys() == gradients.keys()
         norm = float(torch.nn.utils.get_total_norm(theirs.values()))
         found[name] = {
             "logits": distance(logits, wanted),
-            "loss": abs(loss - float(their)) / float(their),
+            "loss": abs(loss / their.item() - 1),
             **{each: distance(gradients[each], theirs[each], norm) for each in theirs},
         }
     return found
@@ -142,3 +161,150 @@ def test_it_is_what_transformers_computes(gloo: Pool, tensor_size: int) -> None:
         for name, found in of_rank.items():
             wrong = {each: value for each, value in found.items() if not value <= TOLERANCE}
             assert not wrong, f"{name}: {wrong}"
+
+
+def loss_of(model: str, **of_hf: Any) -> float:
+    """Of the first step of one process."""
+    state = tiny_state(mesh_of_ranks(1), hf_section(model, of_hf))
+    batch = bert_samples(3) if model == "bert" else samples(3)
+    return train_step(state, [batch], 0.0).loss
+
+
+@pytest.mark.parametrize("model", DROPOUT)
+def test_each_dropout_of_a_config_changes_the_loss(model: str) -> None:
+    """So that what is the same at every layout is not nothing."""
+    found = [loss_of(model), *(loss_of(model, **{n: p}) for n, p in DROPOUT[model].items())]
+    assert len({*found}) == len(found)
+
+
+def test_a_window_changes_the_loss() -> None:
+    assert loss_of("mistral") == loss_of("mistral", sliding_window=WINDOW)
+    assert abs(loss_of("mistral") - loss_of("mistral", sliding_window=None)) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("model", "of_hf", "drawn"),
+    [
+        ("opt", DROPOUT["opt"], ["decoder.dropout = 0.1", "decoder.layers.0.dropout = 0.1"]),
+        ("opt", {"layerdrop": 0.2}, ["decoder.layerdrop = 0.2"]),
+        ("opt", {"attention_dropout": 0.1}, []),
+        ("gptj", {"attn_pdrop": 0.1}, ["h.0.attn.attn_dropout.p = 0.1"]),
+        *((model, DROPOUT[model], []) for model in DROPOUT if model != "opt"),
+    ],
+)
+def test_dropout_that_torch_draws_is_told_of(
+    model: str, of_hf: dict[str, float], drawn: list[str]
+) -> None:
+    warnings = tiny_state(mesh_of_ranks(1), hf_section(model, of_hf)).model.warnings
+    assert len(warnings) == bool(drawn)
+    assert all(each in warnings[0] for each in drawn)
+
+
+def losses_of(tensor_size: int, recompute: str) -> list[float]:
+    """Of four steps, of micro-batches of one sample."""
+    section = hf_section("opt", DROPOUT["opt"], recompute_granularity=recompute)
+    state = tiny_state(mesh_of_ranks(tensor_size), section)
+    found = []
+    for step in range(4):
+        batches = micro_batches(samples(4, first=4 * step), state.mesh, 1)
+        found.append(train_step(state, batches, 1e-2).loss)
+    check_replicas(state, [])
+    return found
+
+
+def test_what_torch_draws_is_of_samples_alone(gloo: Pool) -> None:
+    """Of those of a micro-batch: another step draws others, and each rank of a model the same."""
+    (wanted,) = gloo.run(1, losses_of, 1, "none")
+    for world, tensor_size, recompute in [(2, 2, "none"), (2, 1, "none"), (2, 2, "full")]:
+        for found in gloo.run(world, losses_of, tensor_size, recompute):
+            assert found == pytest.approx(wanted, rel=1e-11)
+
+
+def frozen_weights(tensor_size: int) -> dict[str, float]:
+    """How far two steps move what the model has as frozen, and the median of the rest."""
+    state = tiny_state(mesh_of_ranks(tensor_size), hf_section("marian"))
+    before = whole_weights(state.model)
+    for number in range(2):
+        train_step(state, [samples(3, first=3 * number)], 1e-2)
+    names = {n for n, each in state.model.named_parameters() if not each.requires_grad}
+    assert names == {"model.model.decoder.embed_positions.weight"}
+    after = whole_weights(state.model)
+    moved = {name: float((after[name] - before[name]).norm()) for name in before}
+    others = sorted(moved[name] for name in moved.keys() - names)
+    return {"frozen": max(moved[name] for name in names), "others": others[len(others) // 2]}
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_what_is_frozen_stays(gloo: Pool, tensor_size: int) -> None:
+    for moved in gloo.run(tensor_size, frozen_weights, tensor_size):
+        assert moved["frozen"] == 0 < moved["others"]
+
+
+def continuations(tensor_size: int) -> dict[str, bool]:
+    """Whether greedy generation, with and without a cache, is that of plain transformers."""
+    found = {}
+    for name in ("gpt2", "llama", "mistral, a window", "neox", "gemma2, capped logits"):
+        section = CASES[name].section
+        state = tiny_state(mesh_of_ranks(tensor_size), section)
+        weights = by_their_names(state.model, whole_weights(state.model))
+        plain = plain_model(section).eval()
+        load_plain(plain, weights)
+        ids = torch.from_numpy(samples(3).tokens[:, :6])
+        state.model.eval()
+        for cache in (True, False):
+            words = {"max_new_tokens": 9, "do_sample": False, "use_cache": cache}
+            own = state.model.model.generate(ids, **words)
+            assert len({*own[:, 6:].flatten().tolist()}) > 1, "any model would say so"
+            found[f"{name} {cache}"] = torch.equal(own, plain.generate(ids, **words))
+    return found
+
+
+@pytest.mark.parametrize("tensor_size", [2, 4])
+def test_it_generates_what_the_unmodified_model_does(gloo: Pool, tensor_size: int) -> None:
+    for found in gloo.run(tensor_size, continuations, tensor_size):
+        assert all(found.values()), found
+
+
+# Of the second layer: what an MLP begins with.
+UP = {
+    "gpt2": "model.transformer.h.1.mlp.c_fc",
+    "llama": "model.model.layers.1.mlp.up_proj",
+    "bert": "model.bert.encoder.layer.1.intermediate.dense",
+}
+
+
+def names_of_faults(tensor_size: int) -> dict[str, list[str]]:
+    """What is said where one rank's weight is another, and where its output is infinite."""
+    mesh, found = mesh_of_ranks(tensor_size), {}
+    is_last = mesh.control.rank == mesh.control.size - 1
+    for model, name in UP.items():
+        found[model] = []
+        batches = [bert_samples(2) if model == "bert" else samples(2)]
+        state = tiny_state(mesh, hf_section(model))
+        norm = next(
+            n for n, each in state.model.named_parameters() if "norm" in n.lower() or "ln" in n
+        )
+        with torch.no_grad():
+            state.model.get_parameter(norm).view(-1)[0] += float(is_last)
+        try:
+            check_replicas(state, batches)
+        except ReplicaDrift as drift:
+            found[model] += [*drift.names, f"model.{norm}"]  # as a checkpoint calls it
+        for recompute in ("none", "full"):
+            state = tiny_state(mesh, hf_section(model, recompute_granularity=recompute))
+            if is_last:
+                module = state.model.get_submodule(name)
+                module.register_forward_hook(lambda module, inputs, output: output * torch.inf)
+            with pytest.raises(NonFiniteError) as raised:
+                train_step(state, batches, 0.1)
+            found[model].append(raised.value.found.what)
+    return found
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_faults_are_told_by_the_models_own_names(gloo: Pool, tensor_size: int) -> None:
+    for found in gloo.run(2, names_of_faults, tensor_size):
+        for model, name in UP.items():
+            *drifted, norm, one, other = found[model]
+            assert norm in drifted
+            assert one == other == f"the output of {name}"

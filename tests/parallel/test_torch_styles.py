@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.parallelize import parallelize
-from megatron.parallel.plan import Local, PlanError
+from megatron.parallel.plan import Column, Local, PlanError
 from megatron.parallel.sharding import gather_whole
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
@@ -49,13 +49,13 @@ def apply_rotary_emb(x: Tensor, freqs_cis: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kv_heads: int) -> None:
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = HEADS, KV_HEADS, HIDDEN // HEADS
-        self.n_rep = HEADS // KV_HEADS
+        self.n_heads, self.n_kv_heads, self.head_dim = HEADS, kv_heads, HIDDEN // HEADS
+        self.n_rep = HEADS // kv_heads
         self.wq = nn.Linear(HIDDEN, HEADS * self.head_dim, bias=False)
-        self.wk = nn.Linear(HIDDEN, KV_HEADS * self.head_dim, bias=False)
-        self.wv = nn.Linear(HIDDEN, KV_HEADS * self.head_dim, bias=False)
+        self.wk = nn.Linear(HIDDEN, kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(HIDDEN, kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(HEADS * self.head_dim, HIDDEN, bias=False)
 
     def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
@@ -89,9 +89,9 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kv_heads: int) -> None:
         super().__init__()
-        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.attention, self.feed_forward = Attention(kv_heads), FeedForward()
         self.attention_norm, self.ffn_norm = RMSNorm(HIDDEN), RMSNorm(HIDDEN)
 
     def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
@@ -102,10 +102,10 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     freqs_cis: Tensor
 
-    def __init__(self, layers: int = LAYERS) -> None:
+    def __init__(self, layers: int, kv_heads: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(WORDS, HIDDEN)
-        self.layers = nn.ModuleDict({str(number): TransformerBlock() for number in range(layers)})
+        self.layers = nn.ModuleDict({str(n): TransformerBlock(kv_heads) for n in range(layers)})
         self.norm = RMSNorm(HIDDEN)
         self.output = nn.Linear(HIDDEN, WORDS, bias=False)
         size = HIDDEN // HEADS
@@ -186,9 +186,9 @@ def own_heads(name: str) -> dict[str, Any]:
     }
 
 
-def built(layers: int = LAYERS) -> Transformer:
+def built(layers: int = LAYERS, kv_heads: int = KV_HEADS) -> Transformer:
     torch.manual_seed(1)
-    return Transformer(layers).double()
+    return Transformer(layers, kv_heads).double()
 
 
 IDS = torch.randint(WORDS, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(2))
@@ -204,8 +204,7 @@ def backward(model: nn.Module) -> Tensor:
 Found = dict[str, Tensor]
 
 
-def serial() -> Found:
-    model = built()
+def serial(model: nn.Module) -> Found:
     return {"logits": backward(model), **{n: p.grad for n, p in model.named_parameters()}}
 
 
@@ -220,6 +219,10 @@ def ours(world: int, name: str, way: str) -> Found:
         parallelize(model, whole, mesh)
         for block in model.layers.values():
             parallelize(block, layer, mesh)
+    return of_buckets(model)
+
+
+def of_buckets(model: nn.Module) -> Found:
     buckets = GradientBuckets(model)
     with buckets.accumulate(is_last=True):
         logits = backward(model)
@@ -248,7 +251,7 @@ WAYS = ("one dictionary", "block by block", "own heads")
 
 
 def check(world: int, name: str) -> dict[str, float]:
-    wanted = serial()
+    wanted = serial(built())
     return {way: error(ours(world, name, way), wanted) for way in WAYS}
 
 
@@ -258,6 +261,20 @@ def test_the_tutorial_s_dictionary_is_one_process(gloo: Pool, world: int, name: 
     for found in gloo.run(world, check, world, name):
         assert found.keys() == {*WAYS}
         assert max(found.values()) < 1e-13, found
+
+
+def check_shared_heads(name: str) -> float:
+    """Of 2 key/value heads each of 4 ranks computes the one that its 2 queries need."""
+    plan = own_heads(name) | {"layers.*.attention.w[kv]": Column(heads=2, queries=HEADS)}
+    prepared, _ = plan["layers.*.attention"]
+    plan["layers.*.attention"] = [prepared, Local("n_heads", n_kv_heads=1, n_rep=2)]
+    model = parallelize(built(kv_heads=2), plan, mesh_of_ranks(4))
+    return error(of_buckets(model), serial(built(kv_heads=2)))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_fewer_heads_than_ranks_are_shared(gloo: Pool, name: str) -> None:
+    assert max(gloo.run(4, check_shared_heads, name)) < 1e-13
 
 
 def check_torchs(name: str) -> float:

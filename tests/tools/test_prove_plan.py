@@ -41,7 +41,7 @@ NEOX = {
     "*.dense_h_to_4h": "column",
     "*.dense_4h_to_h": "row",
     "*.embed_in": "vocabulary",
-    "embed_out": {"style": "column", "gather": True},
+    "lm_head": {"style": "column", "gather": True},
 }
 PHI3 = {
     "*.qkv_proj": {"style": "column", "gather": True},

@@ -12,10 +12,16 @@ import pytest
 import torch
 
 from megatron.config.parse import parse
-from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config, PretrainLlamaConfig
+from megatron.config.pretrain import (
+    PretrainBertConfig,
+    PretrainGPT2Config,
+    PretrainHuggingFaceConfig,
+    PretrainLlamaConfig,
+)
 from megatron.models.build import build_model
 from megatron.parallel.mesh import absent_mesh
 from megatron.train.pipelining import plan_of_run
+from tests.huggingface import write_folder
 from tests.test_reproduce import anchors
 from tools import plan
 from tools.layouts.job import program_of
@@ -25,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {
     "pretrain_gpt2": PretrainGPT2Config,
     "pretrain_bert": PretrainBertConfig,
-    "pretrain": PretrainLlamaConfig,  # with --model llama
 }
+KINDS = {"llama": PretrainLlamaConfig, "huggingface": PretrainHuggingFaceConfig}  # of pretrain.py
 VOCABULARY = 50_257
 PAGES = [ROOT / "docs" / name for name in ("sources.md", "parallelism.md")]
 
@@ -49,21 +55,27 @@ def option(words: list[str], name: str) -> int:
 
 
 @pytest.mark.parametrize("words", training_commands(), ids=" ".join)
-def test_a_training_command_fits_its_preset(words: list[str]) -> None:
-    (program,) = (word for word in words if Path(word).stem in PROGRAMS)
+def test_a_training_command_fits_its_preset(words: list[str], tmp_path: Path) -> None:
+    (program,) = (word for word in words if Path(word).stem in {*PROGRAMS, "pretrain"})
     world_size = option(words, "--nproc-per-node") * option(words, "--nnodes")
     world_size *= option(words, "--ntasks-per-node") * option(words, "--nodes")
     flags = words[words.index(program) + 1 :]
     while "..." in flags:  # in place of the reader's own path
         place = flags.index("...")
         del flags[place - 1 : place + 1]
+    kind = PROGRAMS.get(Path(program).stem)
     if program == "pretrain.py":
-        assert flags[:2] == ["--model", "llama"]
+        assert flags[0] == "--model"
+        kind = KINDS[flags[1]]
         del flags[:2]
+    if "--hf-model" in flags:  # in place of the reader's own model
+        write_folder(tmp_path, "qwen3", vocab_size=VOCABULARY, max_position_embeddings=1024)
+        flags[flags.index("--hf-model") + 1] = str(tmp_path)
     if program.endswith(".sh"):
         flags = ["--preset", *flags]
     flags = [f"{ROOT}/{word}" if word.startswith("scripts/") else word for word in flags]
-    config = parse(PROGRAMS[Path(program).stem], flags, {})
+    assert kind is not None
+    config = parse(kind, flags, {})
     config.check(world_size)
     if world_size > 2:  # too large to run here
         sizes = {**config.parallel.sizes, "data": config.data_parallel_size(world_size)}

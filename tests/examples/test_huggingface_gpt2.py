@@ -1,0 +1,150 @@
+"""Source A: transformers' GPT-2 by both plans is a plain loop in one process, in fp64; and what
+each plan computes and sends."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GPT2LMHeadModel
+
+from examples import huggingface_gpt2 as example
+from megatron.api import build_mesh, parallelize, serial_mesh, whole_state_dict
+from tests.dist import Pool
+from tests.examples.test_examples import ROOT, printed, run
+from tests.tiny import assert_relative, mesh_of_ranks
+from tools.layouts.work import Meter
+
+FILE = ROOT / "examples" / "huggingface_gpt2.py"
+STEPS = 4
+
+
+class Run(NamedTuple):
+    steps: list[tuple[float, float]]  # loss, gradient norm
+    weights: dict[str, Tensor]
+
+
+def built(dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(1)
+    return GPT2LMHeadModel(example.CONFIG).to(dtype)
+
+
+def ours(sizes: dict[str, int], plan: str, is_checkpointed: bool) -> Run:
+    mesh = build_mesh(sizes, torch.device("cpu")) if sizes else serial_mesh()
+    model = built()
+    if is_checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    steps = [*example.train(model, plan, mesh, STEPS)]
+    return Run(steps, whole_state_dict(model))
+
+
+def plain(model: Any) -> Run:
+    """With no line of this project."""
+    optimizer, steps = torch.optim.Adam(model.parameters(), lr=1e-3), []
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        shape = example.BATCH, example.SEQUENCE
+        tokens = torch.randint(example.WORDS, shape, generator=draw).sort().values
+        logits = model.train()(tokens).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        steps.append((loss.item(), norm.item()))
+    return Run(steps, model.state_dict())
+
+
+@pytest.mark.parametrize("plan", example.PLANS)
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 4}, {"data": 2, "tensor": 2}])
+def test_it_is_a_plain_loop(gloo: Pool, sizes: dict[str, int], plan: str) -> None:
+    wanted = plain(built())
+    world = int(np.prod([*sizes.values()]))
+    for found in gloo.run(world, ours, sizes, plan, world == 4):
+        assert_run(found, wanted)
+
+
+def test_it_is_a_plain_loop_on_one_process() -> None:
+    assert_run(ours({}, "megatron", False), plain(built()))
+
+
+def assert_run(found: Run, wanted: Run) -> None:
+    assert np.array(found.steps) == pytest.approx(np.array(wanted.steps), rel=1e-12)
+    assert found.weights.keys() == wanted.weights.keys()
+    for name, weight in wanted.weights.items():
+        ours = found.weights[name]
+        if name.endswith("c_attn.bias"):  # of keys the gradient is noise, which Adam makes a step
+            weight, ours = (each.view(3, -1)[[0, 2]] for each in (weight, ours))
+        assert_relative(ours, weight, 1e-10, name)
+
+
+def test_its_folders_are_of_transformers(tmp_path: Path) -> None:
+    folder = tmp_path / "trained"
+    printed(FILE, "--tensor", "2", "--steps", "2", "--save", folder)
+    wanted = plain(GPT2LMHeadModel.from_pretrained(folder))
+    words = ("--load", folder, "--plan", "literal", "--checkpoint", "--steps", str(STEPS))
+    found = np.array(printed(FILE, "--tensor", "2", *words))[:, 1:]
+    assert found == pytest.approx(np.array(wanted.steps), abs=2e-4)
+    assert wanted.steps[0][0] != pytest.approx(plain(built()).steps[0][0], abs=1e-3)
+
+
+def test_it_says_how_it_is_used() -> None:
+    helped = run(FILE, "--help")
+    assert helped.returncode == 0, helped.stderr
+    assert "--plan {megatron,literal}" in helped.stdout
+
+
+class Counts(NamedTuple):
+    """Of forward and backward, by one rank; FLOPs of attention's kernels apart."""
+
+    calls: int
+    sent: int
+    flops: int
+    attention: int
+
+
+def counted(world: int, plan: str) -> tuple[Counts, Counts]:
+    """(of a layer, of the rest)."""
+    found = []
+    for layers in (1, 2):
+        mesh, config = mesh_of_ranks(world), example.CONFIG.__class__(**example.CONFIG.to_dict())
+        config.n_layer = layers
+        model: Any = parallelize(GPT2LMHeadModel(config).double(), example.PLANS[plan], mesh)
+        tokens = torch.randint(example.WORDS, (2, example.SEQUENCE))
+        with Meter(mesh) as meter:
+            example.loss_of(model(tokens, use_cache=False).logits, tokens).backward()
+        work, flops = meter.work[""], Counter[bool]()
+        for each, times in work.matmuls.items():
+            flops[each.fused] += each.flops * times
+        sent = sum(call.sent(world) * times for call, times in work.calls.items())
+        found.append(Counts(work.calls.total(), sent, flops[False], flops[True]))
+    one, two = map(np.array, found)
+    return Counts(*map(int, two - one)), Counts(*map(int, 2 * one - two))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_each_plan_computes_and_sends_is_on_the_page(gloo: Pool, world: int) -> None:
+    """In units of (t - 1) / t b s h numbers sent, and of what one process computes."""
+    (alone, _), *others = [
+        gloo.run(ranks, counted, ranks, plan)[0]
+        for ranks, plan in ((1, "megatron"), (world, "megatron"), (world, "literal"))
+    ]
+    unit = (world - 1) / world * 2 * example.SEQUENCE * example.CONFIG.n_embd * 8
+    rows: dict[str, list[str]] = {"collectives": [], "sent": [], "matmuls": [], "attention": []}
+    for layer, _ in others:
+        rows["collectives"].append(str(layer.calls))
+        rows["sent"].append(f"{layer.sent / unit:g}")
+        for name, part, whole in (
+            ("matmuls", layer.flops, alone.flops),
+            ("attention", layer.attention, alone.attention),
+        ):
+            rows[name].append({whole: "1", whole // world: "1/t"}[part])
+    page = (ROOT / "docs" / "sources.md").read_text()
+    for name, cells in rows.items():
+        (line,) = re.findall(rf"(?m)^\| [^|]*\b{name}[^|]* \| (\d[^|]*) \| ([^|]*) \|$", page)
+        assert [*line] == cells, name

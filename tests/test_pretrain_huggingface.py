@@ -1,0 +1,275 @@
+"""pretrain.py --model huggingface and huggingface-masked: a run on tokenised data that goes on at
+another layout, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from pathlib import Path
+from pkgutil import resolve_name
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from megatron.config.checks import UsageError
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainConfig
+from megatron.data.tokenizer import build_tokenizer
+from megatron.models.registry import find_kind
+from pretrain import main
+from tests.config.test_checks import mended
+from tests.data.samples import (
+    write_data,
+    write_data_of_tokenizer,
+    write_sentences,
+    write_wordpiece,
+)
+from tests.huggingface import DESCRIBED, DROPOUT, HIDDEN, write_folder
+from tests.programs import Run, start_ranks
+
+ROOT = Path(__file__).parents[1]
+SIZES = "--seq-length 16 --micro-batch-size 2 --train-iters 2 --eval-iters 0 --mock-data --no-bf16"
+
+
+class Row(NamedTuple):
+    """What is refused of a program, and by which flag."""
+
+    words: str  # beside --model KIND --hf-model FOLDER
+    flag: str
+    model: str | Mapping[str, Any] = "gpt2"  # of tests/huggingface.py, or config.json
+    kind: str = "huggingface"
+    ranks: int = 1
+    has_cure: bool = True  # a value works in its place
+    plan: str | None = None  # the text of --plan's file
+
+
+MIXTRAL = {**DESCRIBED["llama"], "model_type": "mixtral", "num_local_experts": 4}
+T5 = {"model_type": "t5", "d_model": HIDDEN, "vocab_size": 101, "num_layers": 2, "num_heads": 4}
+DATA = "--no-mock-data --split 1,1,0 --data-path {folder}/some_text_document"
+WINDOWED = f"{DATA} --reset-position-ids --reset-attention-mask"
+EARLY = {  # before torch is imported
+    "stages": Row(
+        "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size", ranks=2
+    ),
+    "tokens of a sequence": Row(
+        "--tensor-model-parallel-size 2 --sequence-parallel", "--sequence-parallel", ranks=2
+    ),
+    "attention recomputed": Row(
+        "--recompute-granularity selective", "--recompute-granularity", "llama"
+    ),
+    "a compiler": Row("--compile", "--compile"),
+    "a long sequence": Row("--seq-length 17", "--seq-length"),
+    "a long sequence of rotary positions": Row("--seq-length 17", "--seq-length", "llama"),
+    "positions without a mask": Row(f"{DATA} --reset-position-ids", "--reset-position-ids"),
+    "documents and a window": Row(WINDOWED, "--reset-attention-mask", "mistral"),
+    "documents and some windows": Row(
+        WINDOWED, "--reset-attention-mask",
+        {**DESCRIBED["gemma2"], "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "heads": Row("--tensor-model-parallel-size 3", "--tensor-model-parallel-size", ranks=3),
+    "no folder": Row("--hf-model {folder}/absent", "--hf-model", has_cure=False),
+    "no config.json": Row("--hf-model {folder}/..", "--hf-model", has_cure=False),
+    "config.json is none": Row("--hf-model {folder}/broken", "--hf-model", has_cure=False),
+    "no type": Row("", "--hf-model", {"vocab_size": 101}, has_cure=False),
+    "no sizes": Row("", "--hf-model", {"model_type": "gpt2"}, has_cure=False),
+    "no plan": Row("--plan {folder}/absent.toml", "--plan"),
+    "a plan that is no TOML": Row("--plan {folder}/plan.toml", "--plan", plan="c_attn: column"),
+    "experts": Row("", "--hf-model", MIXTRAL, has_cure=False),
+    "an encoder and a decoder": Row("", "--hf-model", T5, has_cure=False),
+    "masked words for the next": Row("", "--model", "bert"),
+    "masked words for the next, by its class": Row(
+        "", "--model", {**DESCRIBED["bert"], "architectures": ["BertForMaskedLM"]}
+    ),
+    "the next word for masked ones": Row("", "--model", "gpt2", "huggingface-masked"),
+    "the next word for masked ones, by its class": Row(
+        "", "--model", {**DESCRIBED["qwen3"], "architectures": ["Qwen3ForCausalLM"]},
+        "huggingface-masked",
+    ),
+    "a larger vocabulary": Row(
+        DATA, "--hf-model",
+        {**DESCRIBED["gpt2"], "vocab_size": 90}, has_cure=False,
+    ),
+}  # fmt: skip
+LATE = {  # where the model is built
+    "a pattern that fits nothing": Row(
+        "--plan {folder}/plan.toml", "--plan", plan='"*.q_proj" = "column"'
+    ),
+    "an unknown word": Row("--plan {folder}/plan.toml", "--plan", plan='"*.c_attn" = "columns"'),
+    "a norm that is cut": Row("--plan {folder}/plan.toml", "--plan", plan='"*.ln_1" = "column"'),
+    "an unknown type": Row(
+        "", "--hf-model", {**DESCRIBED["gpt2"], "model_type": "nothing-such"}, has_cure=False
+    ),
+    "a type without a plan": Row(
+        "", "--hf-model", {**DESCRIBED["gpt2"], "model_type": "gptj", "rotary_dim": 4},
+        has_cure=False,
+    ),
+    "a type that predicts no token": Row(
+        "", "--hf-model", {**DESCRIBED["bert"], "model_type": "vit"}, has_cure=False
+    ),
+}  # fmt: skip
+ROWS = EARLY | LATE
+
+# Runs a program with each of the arguments in a JSON list and prints, as JSON: status, whether
+# torch had been imported, standard error.
+PROBE = """
+import contextlib, io, json, sys
+from pretrain import main
+found = []
+for environ, words in json.loads(sys.argv[1]):
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err):
+        try:
+            main(words, environ)
+            status = 0
+        except SystemExit as stop:
+            status = stop.code
+    found.append([status, "torch" in sys.modules, err.getvalue()])
+print(json.dumps(found))
+"""
+
+
+def arguments(row: Row, folder: Path) -> list[str]:
+    """With the files that they need, in a folder of this row's."""
+    model = row.model if isinstance(row.model, Mapping) else DESCRIBED[row.model]
+    write_folder(folder / "model", "gpt2")
+    (folder / "model" / "config.json").write_text(json.dumps(model))
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("{")
+    if row.plan is not None:
+        (folder / "plan.toml").write_text(row.plan)
+    if DATA in row.words:
+        write_data(folder / "some_text_document", [[*range(1, 40), 0]] * 4)
+    words = row.words.format(folder=folder).split()
+    given = [] if "--hf-model" in words else ["--hf-model", str(folder / "model")]
+    return ["--model", row.kind, *given, *SIZES.split(), *words]
+
+
+@cache
+def outcomes(part: str) -> dict[str, tuple[int, bool, str]]:
+    """Of each row of a table, in one process."""
+    rows = EARLY if part == "early" else LATE
+    with TemporaryDirectory() as base:
+        asked = []
+        for number, row in enumerate(rows.values()):
+            folder = Path(base, f"{number}/files")
+            folder.mkdir(parents=True)
+            several = {"RANK": "0", "WORLD_SIZE": str(row.ranks)} if row.ranks > 1 else {}
+            asked.append([several, arguments(row, folder)])
+        ended = subprocess.run(
+            [sys.executable, "-c", PROBE, json.dumps(asked)],
+            cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    return {name: tuple(each) for name, each in zip(rows, found, strict=True)}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_one_line_names_the_flag(name: str) -> None:
+    status, has_torch, message = outcomes("early" if name in EARLY else "late")[name]
+    assert status == 2, message
+    assert has_torch == (name in LATE)
+    assert message.count("error: ") == message.count("\n") == 1, message
+    assert message.startswith(f"error: {ROWS[name].flag}"), message
+
+
+def accept(words: Sequence[str], ranks: int) -> PretrainConfig:
+    kind, rest = words[words.index("--model") + 1], [*words]
+    del rest[(place := rest.index("--model")) : place + 2]
+    config: PretrainConfig = parse(resolve_name(find_kind(kind).program or ""), rest, {})
+    if config.model.kind == "huggingface" or config.model.kind == "huggingface-masked":
+        config.check(ranks)
+    return config
+
+
+@pytest.mark.parametrize("name", [name for name, row in EARLY.items() if row.has_cure])
+def test_what_works_instead_is_accepted(name: str, tmp_path: Path) -> None:
+    row = EARLY[name]
+    words = arguments(row, tmp_path)
+    with pytest.raises(UsageError) as refused:
+        accept(words, row.ranks)
+    assert refused.value.works
+    accept(mended(words, refused.value), row.ranks)
+
+
+RUN = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --split 1,1,0 --no-bf16"
+KINDS = {"gpt2": "huggingface", "bert": "huggingface-masked"}
+SIZE = 270  # of the models' vocabularies, which is larger than those of the tokenizers
+
+
+def data_of(model: str, folder: Path) -> list[str]:
+    """--data-path with documents in which a token is often followed by the next one, and flags of
+    its tokenizer."""
+    random = np.random.default_rng(0)
+    texts = [(5 + start + np.arange(40)) % 90 for start in random.integers(60, size=30)]
+    prefix = folder / "some_text_document"
+    if model != "bert":
+        write_data_of_tokenizer(prefix, [[*text, 260] for text in texts])
+        return ["--data-path", str(prefix)]
+    file = write_wordpiece(folder)
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", file, None)
+    facts = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
+    write_sentences(prefix, [np.split(text, 5) for text in texts], **facts)
+    return ["--data-path", str(prefix), "--vocab-file", file]
+
+
+def started(
+    words: str, kind: str, model: Path, data: list[str], folder: Path, *, world: int
+) -> AbstractContextManager[Run]:
+    arguments = ["--model", kind, "--hf-model", str(model), *data]
+    target = partial(run_program, [*arguments, *RUN.split(), *words.split()])
+    return start_ranks(target, range(world), world, folder)
+
+
+def run_program(arguments: list[str]) -> None:
+    main(arguments, os.environ)
+
+
+def losses_of(record: Path) -> list[float]:
+    """Of each step, with the validation losses behind them."""
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    found = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    last = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    return [*(found[step] for step in sorted(found)), *last[-1:]]
+
+
+@pytest.mark.parametrize("model", KINDS)
+def test_a_run_goes_on_at_another_layout(model: str, tmp_path: Path) -> None:
+    """Two steps on 2 tensor-parallel ranks and two more on 2 data-parallel ones, with dropout, are
+    four steps of one process."""
+    folder = write_folder(tmp_path / "model", model, vocab_size=SIZE, **DROPOUT[model])
+    data, save = data_of(model, tmp_path), tmp_path / "checkpoints"
+    start = partial(started, kind=KINDS[model], model=folder, data=data, folder=tmp_path)
+    every = "--train-iters 4 --eval-iters 2 --eval-interval 4 --log-interval 1"
+    alone, halves = tmp_path / "alone.jsonl", save / "metrics.jsonl"
+    runs = [
+        (f"{every} --metrics-file {alone}", 1),
+        (f"{every} --save {save} --exit-interval 2 --tensor-model-parallel-size 2", 2),
+        (f"{every} --save {save} --load {save}", 2),
+    ]
+    for words, world in runs:
+        with start(words, world=world) as run:
+            assert run.wait() == [0] * world, run.text()
+    assert "going on from" in run.text()
+    assert len(losses_of(alone)) == 5
+    assert losses_of(halves) == pytest.approx(losses_of(alone), rel=1e-5)
+
+
+def test_every_rank_refuses_alike(tmp_path: Path) -> None:
+    """A plan that would mix the heads of queries, keys and values."""
+    folder = write_folder(tmp_path / "model", "gpt2", vocab_size=SIZE)
+    (tmp_path / "plan.toml").write_text('"*.c_attn" = "column"\n"*.attn.c_proj" = "row"\n')
+    words = f"--train-iters 1 --tensor-model-parallel-size 2 --plan {tmp_path / 'plan.toml'}"
+    data = data_of("gpt2", tmp_path)
+    with started(words, "huggingface", folder, data, tmp_path, world=2) as run:
+        assert run.wait() == [2, 2]
+    assert run.text(0).count("error: --plan") == 1
+    assert "c_attn" in run.text(0)
+    assert "error" not in run.text(1)
