@@ -4,6 +4,7 @@ from the model's own initialisation. Three steps are those of a plain loop of tr
 import contextlib
 import io
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -440,3 +441,37 @@ def test_random_weights_are_distributed_as_those_of_transformers(tmp_path: Path)
         if case.model_type == "gpt2":
             scaled = found["transformer.h.3.mlp.c_proj.weight"].std().item()
             assert scaled == pytest.approx(0.02 / 16**0.5, rel=0.05)
+
+
+def test_weights_of_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    folder = write_folder(tmp_path / "hf", GPT2)
+    text = (folder / "config.json").read_text()
+    section = HuggingFaceConfig(hf_model="some/model", hf_config=text)
+    assert section.starts_from() == "some/model"
+    asked: list[str] = []
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        assert name == "some/model"
+        asked.extend(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    state = state_of(section, 1, torch.float32, draws=False)
+    assert "some/model" in state.load_folder("some/model")[0]
+    assert masters_of(state)["transformer.ln_f.weight"].equal(
+        load_file(folder / "model.safetensors")["transformer.ln_f.weight"]
+    )
+    assert not any(fnmatchcase("pytorch_model.bin", pattern) for pattern in asked)
+    assert set(section.files(None)) == {"hf_generation_config.json"}
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError):
+        state.load_folder("some/model")
+
+    def unreachable(name: str, **_: Any) -> str:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(UsageError, match="no network"):
+        state.load_folder("some/model")
