@@ -209,7 +209,7 @@ def require_proof(config: HuggingFaceConfig, mesh: Mesh) -> str:
     except PlanError as error:
         raise UsageError("--plan", None, f"one that fits the model: {error}") from None
     if proof.wrong:
-        allowed = f"one by which the model stays the same, and of a tiny one {proof}"
+        allowed = f"one that computes what the model computes: of a tiny model {proof}"
         raise UsageError("--plan", None, allowed)
     return f"the plan is proved: of a tiny model {proof}"
 
@@ -241,7 +241,7 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
     found: dict[str, Any]
     try:
         found = _compare(ours, batch, wanted, forms, mesh)
-    except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
+    except Exception as error:  # of the code of the model, which the plan breaks
         found = {"failure": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         if (place := wanted.place) is not None:
             found["failure"] = f"{place}: {found['failure']}"
@@ -408,6 +408,9 @@ def _compare(
     def enter(name: str | None) -> None:
         wanted.place = name
 
+    with torch.no_grad(), _watched(ours.model, {}, enter):
+        # In this it finds what the model does with its logits, and moves buffers to the device.
+        ours.layers(ours.embed(batch), batch)
     outputs: dict[str, Tensor] = {}
     with torch.no_grad(), Wide(), _watched(ours.model, outputs, enter):
         logits = ours.model(**ours.arguments(batch), use_cache=False).logits
@@ -420,8 +423,6 @@ def _compare(
             if whole.shape[:2] == batch.is_real.shape:  # of padding nothing is said
                 whole, expected = whole[batch.is_real], expected[batch.is_real]
             differences[name] = _difference(whole, expected)
-    with torch.no_grad():  # in which it finds what the model does with its logits
-        ours.layers(ours.embed(batch), batch)
     buckets, counter = GradientBuckets(ours.model, mesh=mesh), _counter()
     # Ranks of `replicas` read the same samples here, and their gradients are added up.
     count = float((batch.loss_mask != 0).sum())
