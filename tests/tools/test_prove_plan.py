@@ -53,6 +53,9 @@ PHI3 = {
     "*.gate_up_proj": {"style": "column", "parts": 2},
     "*.down_proj": "row",
 }
+# Whose activation takes a mean and a deviation over all gates.
+GEMMA3N = QWEN3 | {"*.mlp.[gu]*_proj": {"style": "column", "gather": True}}
+APERTUS = {name: style for name, style in QWEN3.items() if "gate" not in name}
 BIGCODE = {"*.c_fc": "column", "*.mlp.c_proj": "row"}
 # The literal plan of an issue that users know: nothing of attention is divided.
 GATHERED = {
@@ -70,7 +73,12 @@ RIGHT: Mapping[str, Mapping[str, Any]] = {
     "gpt_neox": NEOX,
     "phi3": PHI3,
     "gpt_bigcode": BIGCODE,
+    "gemma3n_text": GEMMA3N,
 }
+
+
+# Among them those whose plan of transformers' is mended.
+AUTO = ("gpt2", "bert", "opt", "gemma2", "apertus", "doge", "gemma3n_text")
 
 
 class Corrupted(NamedTuple):
@@ -115,6 +123,10 @@ CORRUPTED = {
     "a cut through a key/value head": Corrupted(
         "gpt_bigcode", {"*.c_attn": "column", "*.attn.c_proj": "row"}, "fails", "h.0.attn"
     ),
+    "a statistic of cut columns": Corrupted(
+        "gemma3n_text", {"*.mlp.[gu]*_proj": "column"}, "differs", "layers.0.mlp.act_fn"
+    ),
+    "parameters between cut layers": Corrupted("apertus", {}, "fails", "act_fn.alpha_p"),
     "a pattern that fits nothing": Corrupted("llama", {"*.w1": "column"}, "refused", "*.w1"),
 }
 
@@ -152,7 +164,7 @@ def proofs(configs: Mapping[str, HuggingFaceConfig], size: int) -> dict[str, tup
 def test_right_plans_are_proved(gloo: Pool, size: int) -> None:
     """At 4 ranks of 2 key/value heads; and the work is divided."""
     configs = {name: config_of(name, toml(plan)) for name, plan in RIGHT.items()}
-    configs |= {f"auto {name}": config_of(name) for name in ("gpt2", "bert", "opt", "gemma2")}
+    configs |= {f"auto {name}": config_of(name) for name in AUTO}
     configs |= {
         "shared heads": config_of("qwen3", toml(QWEN3), **HEADS),
         "one key/value head": config_of("llama", toml(LLAMA), **HEADS | {"num_key_value_heads": 1}),
@@ -179,7 +191,7 @@ def test_right_plans_are_proved(gloo: Pool, size: int) -> None:
 
 def test_corrupted_plans_are_caught(gloo: Pool) -> None:
     configs = {
-        name: config_of(each.model_type, toml(RIGHT[each.model_type] | each.entries))
+        name: config_of(each.model_type, toml(RIGHT.get(each.model_type, APERTUS) | each.entries))
         for name, each in CORRUPTED.items()
     }
     for found in gloo.run(2, proofs, configs, 2):
