@@ -9,6 +9,7 @@ heads whose gradient nobody adds up) differs by 1e-3 and more.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from megatron.models.huggingface import Wide
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.plan import PlanError
+from megatron.parallel.plan import PlanError, read_toml
 from megatron.parallel.planned import AS_IT_IS, ColumnLinear, Form, Planned, SharedHeads
 from megatron.parallel.sharding import gather_whole, materialize
 
@@ -100,6 +101,8 @@ def _shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
         put(HIDDEN // HEADS, "head_dim")
         size = HIDDEN // HEADS
     put(160, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    if isinstance(widths := found.get("intermediate_size"), list):
+        found["intermediate_size"] = [160 for _ in widths]
     put(2 * HIDDEN // HEADS, "global_head_dim")
     if isinstance(own := given.get("per_layer_config"), Mapping):  # by layers, as of Gemma 4
         by_layer = {int(key): value for key, value in own.items()}
@@ -135,6 +138,25 @@ def _shrunk_rope(given: Mapping[str, Any], head_size: int) -> dict[str, Any]:
             turned = head_size * (given.get("partial_rotary_factor") or 1)
             found[name] = value[: int(turned) // 2]
     return found
+
+
+def _of_few_layers(plan: str, described: Mapping[str, Any]) -> str:
+    """The plan, where it names layers by number, of the layers of a tiny model."""
+    if plan == "auto":
+        return plan
+    text = described.get("text_config") or described
+    layers = next(text[name] for name in NAMES["layers"] if name in text)
+
+    def value(given: Any) -> str:
+        if not isinstance(given, Mapping):
+            return json.dumps(given)
+        return "{" + ", ".join(f"{name} = {value(each)}" for name, each in given.items()) + "}"
+
+    def few(match: re.Match[str]) -> str:
+        return str(int(match[0]) % layers)
+
+    said = {re.sub(r"(?<=\.)\d+(?=\.)", few, name): each for name, each in read_toml(plan).items()}
+    return "".join(f"{json.dumps(name)} = {value(each)}\n" for name, each in said.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +242,12 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
     fit the model, before any weight is made, and NoProofError."""
     try:
         described = tiny(json.loads(config.hf_config or "{}"))
-        config = replace(config, hf_config=json.dumps(described), recompute_granularity="none")
+        config = replace(
+            config,
+            hf_config=json.dumps(described),
+            plan=_of_few_layers(config.plan, described),
+            recompute_granularity="none",
+        )
         ours = build_on_meta(config, mesh, VOCABULARY).eval()
         theirs = _unmodified(described, ours.auto_class, mesh.device)
         batch, arguments = _batch(ours, mesh.device)

@@ -172,6 +172,9 @@ def test_right_plans_are_proved(gloo: Pool, size: int) -> None:
         "window": config_of("mistral", toml(LLAMA), sliding_window=4096),
         "scaled": config_of("granite", embedding_multiplier=12.0, logits_scaling=8.0),
         "gathered": config_of("gpt2", toml(GATHERED)),
+        "a layer by its number": config_of(
+            "llama", toml(LLAMA | {"model.layers.17.mlp.down_proj": "row"})
+        ),
         # What is tied to a cut weight is cut alike, whatever the plan says or forgets.
         "tie": config_of("gpt2", toml(GPT2 | {"lm_head": "whole"})),
         "vocabulary": config_of(
