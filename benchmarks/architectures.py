@@ -59,9 +59,11 @@ def architectures() -> tuple[dict[str, HuggingFaceConfig], list[str]]:
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
+    from transformers.utils.logging import set_verbosity_error
 
     from megatron.models.huggingface import PLANS
 
+    set_verbosity_error()  # of defaults that do not fit together
     found: dict[str, HuggingFaceConfig] = {}
     without = []
     for kind, names in (
