@@ -7,7 +7,8 @@ and the work is divided.
 A LAYOUT is `serial`, or words with commas between them: tensor=N, data=N and pipeline=N processes,
 `sequence` for sequence parallelism, virtual=N stages of each pipeline rank, schedule=KIND of the
 pipeline. Each is trained by processes of its own, from the same seed and the same samples (random
-tokens without --data-path); in fp64 and without dropout, unless the command line asks for either.
+tokens without --data-path); in fp64 and without dropout, unless the command line asks for either
+(an unmodified model of transformers has the dropout of its config.json, the same at every layout).
 Flags of pretrain.py may follow (--kind is its --model), but for those of layout, checkpoints,
 records and evaluation; what presets say of these does not hold.
 
@@ -155,7 +156,8 @@ def read_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple
         "embedding_dropout": None,
         "attention_dropout_rng": "coordinates",
     }
-    model = {name: value for name, value in model.items() if flag(name) not in given}
+    known = {each.name for each in fields(config.model)}
+    model = {n: value for n, value in model.items() if n in known and flag(n) not in given}
     precision = (config.precision.name if given & PRECISION else None) or "fp64"
     return replace(config, model=replace(config.model, **model)), precision
 

@@ -33,6 +33,8 @@ class KindConfig:
     """Whether --compile knows its layers."""
     layernorm_impl = "torch"
     """LayerNorm's kernel."""
+    granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "selective", "full")
+    """Of recomputation, that it has."""
 
     attention_dropout_rng: Literal["coordinates", "kernel"] | None = None
     """Where the dropout of attention comes from: coordinates, a function of sample, head, query and
@@ -70,6 +72,11 @@ class KindConfig:
     def drops_attention(self) -> bool:
         """Whether probabilities of attention are dropped."""
         raise NotImplementedError
+
+    def of_depth(self, layers: int) -> Self:
+        """The same model with so many layers."""
+        changes: Any = {"num_layers": layers}
+        return replace(self, **changes)
 
     def draws_in_kernel(self, device: str) -> bool:
         """Whether a kernel draws attention's dropout; device: torch's name of its kind."""
@@ -276,6 +283,8 @@ class BertConfig(TextModelConfig):
 
 
 KEPT = "hf_"  # of names of files in a checkpoint that were in the folder of --hf-model
+# What config.json calls the number of layers.
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +293,7 @@ class HuggingFaceConfig(KindConfig):
 
     kind: ClassVar[str] = "huggingface"
     can_compile: ClassVar[bool] = False
+    granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "full")
 
     hf_model: str
     """A folder with the model's config.json, and its weights, if training starts from these; or a
@@ -360,7 +370,16 @@ class HuggingFaceConfig(KindConfig):
 
     @property
     def num_layers(self) -> int:
-        return self.number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+        return self.number(*LAYERS)
+
+    def of_depth(self, layers: int) -> Self:
+        described = dict(self.described)
+        described.update((name, layers) for name in LAYERS if name in described)
+        if "layer_types" in described:
+            described["layer_types"] = described["layer_types"][:layers]
+        found = json.loads(self.hf_config or "{}")
+        found = found | ({"text_config": described} if found.get("text_config") else described)
+        return replace(self, hf_config=json.dumps(found))
 
     @property
     def vocab_size(self) -> int:
@@ -377,8 +396,20 @@ class HuggingFaceConfig(KindConfig):
 
     @property
     def widths(self) -> dict[str, int]:
-        heads = self.number("num_attention_heads", "n_head", "n_heads")
-        return {"num_attention_heads of --hf-model": heads}
+        return {"num_attention_heads of --hf-model": self.num_attention_heads}
+
+    @property
+    def hidden_size(self) -> int:
+        return self.number("hidden_size", "n_embd", "d_model")
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.number("num_attention_heads", "n_head", "n_heads")
+
+    @property
+    def query_groups(self) -> int:
+        """Heads of keys and values."""
+        return self.described.get("num_key_value_heads") or self.num_attention_heads
 
     @property
     def drops_attention(self) -> bool:

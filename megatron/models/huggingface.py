@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from inspect import unwrap
 from textwrap import shorten
 from typing import Any, ClassVar, Protocol
 
@@ -35,7 +36,7 @@ from megatron.parallel.collectives import split_with_gradient
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.dropout import Dropout, fold, known
 from megatron.parallel.factory import LayerFactory
-from megatron.parallel.kernels import attention
+from megatron.parallel.kernels import attention, layer_norm, rms_norm
 from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import ALONE
 from megatron.parallel.plan import (
@@ -203,6 +204,53 @@ class PlannedDropout(nn.Module):
             )
         dropped: Tensor = self.dropout(x, self.place.rows)
         return dropped
+
+
+class KernelLayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class KernelRMSNorm(nn.Module):
+    """Of transformers' classes that are RMSNorm as Llama has it, which compose it of seven
+    operations."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        y = rms_norm(rows, self.weight, self.variance_epsilon, rounds_before_weight=True)
+        return y.view(x.shape)
+
+
+class KernelGELU(nn.Module):
+    """GELU by tanh, of which transformers' NewGELUActivation keeps five tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+
+def use_own_kernels(model: nn.Module) -> None:
+    """Let norms and activations of classes that are known compute the same in one operation."""
+    from transformers.activations import NewGELUActivation
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    def code(kind: type) -> tuple[Any, ...]:
+        found = unwrap(kind.forward).__code__  # type: ignore[attr-defined]
+        return found.co_code, found.co_names, found.co_consts
+
+    for module in model.modules():
+        own = type(module)
+        kind: type[nn.Module] | None = None
+        if own is nn.LayerNorm and module.elementwise_affine and module.bias is not None:
+            kind = KernelLayerNorm
+        elif own is NewGELUActivation:
+            kind = KernelGELU
+        elif code(own) == code(LlamaRMSNorm):
+            kind = KernelRMSNorm
+        if kind is not None:
+            module.__class__ = type(kind.__name__, (kind, own), {})
 
 
 def run_attention(
@@ -374,6 +422,7 @@ class HuggingFace(nn.Module):
                 model.activation_checkpointing_enable({"use_reentrant": False, **arithmetic})
         self.has_window = has_window(model.config.get_text_config().to_dict())
         self._replace_dropout(model, factory)
+        use_own_kernels(model)
         self.warnings = []
         if self.drawn:
             self.warnings.append(

@@ -107,8 +107,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """weight x / sqrt(mean of x^2 + epsilon) of x [n, h], rounded once to its dtype."""
+def rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, *, rounds_before_weight: bool = False
+) -> Tensor:
+    """weight x / sqrt(mean of x^2 + epsilon) of x [n, h], rounded once to its dtype, or as
+    transformers does before the weight, too."""
     if _by_cpu_kernels(x) and not torch.compiler.is_compiling():
-        return norms.rms_norm(x, weight, epsilon)
+        return norms.rms_norm(x, weight, epsilon, rounds_before_weight)
+    if rounds_before_weight:
+        return weight * F.rms_norm(widen(x), weight.shape, None, epsilon).to(x.dtype)
     return F.rms_norm(widen(x), weight.shape, widen(weight), epsilon).to(x.dtype)

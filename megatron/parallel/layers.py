@@ -41,7 +41,8 @@ from megatron.parallel.sharding import GradientView, ShardedModule
 class _Linear(torch.autograd.Function):
     """y = x W' + b    dx = sum over ranks of dy W    dW = dy' x    db = sum of the rows of dy
 
-    With several weights a y of each; dx is the sum of theirs, and crosses the ranks once.
+    With several weights a y of each; dx is the sum of theirs, and crosses the ranks once. Where x
+    is passed on to further readers, what they send back is part of that sum.
     """
 
     @staticmethod
@@ -51,6 +52,7 @@ class _Linear(torch.autograd.Function):
         axis: Axis,
         stream: Axis,
         views: Sequence[GradientView | None],
+        passes_on: bool,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """parameters: the weights, then the biases."""
@@ -58,16 +60,23 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.axis, ctx.stream, ctx.views = axis, stream, views
         ctx.bias_shapes = [None if bias is None else bias.shape for bias in biases]
-        return _outputs(start_gather(x, stream)(), weights, biases)
+        ctx.set_materialize_grads(not passes_on)
+        outputs = _outputs(start_gather(x, stream)(), weights, biases)
+        return (*outputs, x.view_as(x)) if passes_on else outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         views, stream, needed = ctx.views, ctx.stream, ctx.needs_input_grad
+        passed = dys[len(weights) :]  # None of what has no readers
+        dys = tuple(
+            x.new_zeros(len(x), weight.shape[:-1].numel()) if dy is None else dy
+            for dy, weight in zip(dys, weights, strict=False)
+        )
         dws: list[Tensor | None] = [None] * len(dys)
         dbs, dx, summed = dws.copy(), None, None
-        now = [number for number in range(len(dys)) if needed[4 + number]]
+        now = [number for number in range(len(dys)) if needed[5 + number]]
         if all((view := views[number]) is not None and view.deferral.is_on for number in now):
             whole = cache(lambda: start_gather(x, stream)())  # once, later, for all
             for number in now:
@@ -75,14 +84,15 @@ class _Linear(torch.autograd.Function):
                 view.deferral.add(view, partial(_add_later, view, dys[number], whole))
             now = []
         for number, dy in enumerate(dys):
-            if needed[4 + len(dys) + number]:
+            if needed[5 + len(dys) + number]:
                 dbs[number] = dy.sum(0).view(ctx.bias_shapes[number])
         gathered = start_gather(x, stream) if now else None  # again, beside dx, rather than kept
         if needed[0]:
             pairs = zip(dys, weights, strict=True)
             dx, *others = (kernels.matmul(dy, weight.flatten(0, -2).T) for dy, weight in pairs)
-            for other in others:
-                dx.add_(other)
+            for other in (*others, *passed):
+                if other is not None:
+                    dx.add_(other)
             summed = start_sum(dx, ctx.axis, stream)  # beside dw
         if gathered is not None:
             x = gathered()
@@ -94,7 +104,7 @@ class _Linear(torch.autograd.Function):
                     dws[number] = dw.view(weights[number].shape)
         if summed is not None:
             dx = summed()
-        return dx, None, None, None, *dws, *dbs
+        return dx, None, None, None, None, *dws, *dbs
 
 
 def _add_later(view: GradientView, dy: Tensor, x: Callable[[], Tensor]) -> None:
@@ -118,6 +128,7 @@ def linears(
     axis: Axis = ALONE,
     stream: Axis = ALONE,
     views: Sequence[GradientView | None],
+    passes_on: bool = False,
 ) -> tuple[Tensor, ...]:
     """x [n, in], weights [..., out, in] and biases [..., out], their leading dims flattened, to a
     [n, out] of each.
@@ -127,6 +138,8 @@ def linears(
     stream: over which the rows of x are cut instead; then it is `axis`, and x is [n/t, in].
     views: where each weight's gradient is added. Autograd then gets none: it is
         not copied, and of a tied weight's two uses there is no sum in a narrow dtype.
+    passes_on: return x, too, behind the others, for further matmuls that read it: they need no
+        axis, as their gradients cross the ranks with that of this one.
     """
     if torch.compiler.is_compiling():  # a compiled backward cannot write into buckets
         views = (None,) * len(weights)
@@ -136,8 +149,9 @@ def linears(
             "in bf16, and gradients are added up in fp32 all the same"
         )
     if not torch.is_grad_enabled():
-        return _outputs(start_gather(x, stream)(), weights, biases)
-    return _Linear.apply(x, axis, stream, views, *weights, *biases)
+        outputs = _outputs(start_gather(x, stream)(), weights, biases)
+        return (*outputs, x) if passes_on else outputs
+    return _Linear.apply(x, axis, stream, views, passes_on, *weights, *biases)
 
 
 def linear(

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megatron.config.pretrain import PretrainConfig
 from megatron.models.build import build_on_meta
@@ -129,7 +130,7 @@ def trace(traced: MicroBatch) -> Trace:
     actions = [Action("forward", stage, 0) for stage in own]
     actions += [Action(each, stage, 0) for stage in own[::-1] for each in traced.backward]
     gradients.start()
-    with on_meta(meter, device):
+    with on_meta(meter, device), _UsualInputs():
         executor.run(tuple(actions))
     peaks.append(meter.peak)
     work = {phase: meter.work[phase] for phase in PHASES}
@@ -159,7 +160,7 @@ def trace_of_depth(asked: MicroBatch) -> Trace:
         """Of one layer in each stage, but for the first one of the rank."""
         sizes = [1] * (ranks * pipeline.virtual)
         sizes[place] = first
-        model = replace(config.model, num_layers=sum(sizes))
+        model = config.model.of_depth(sum(sizes))
         plan = UNCUT
         if pipeline.stages > 1:
             layers = tuple(range(*each) for each in pairwise(accumulate(sizes, initial=0)))
@@ -201,7 +202,21 @@ def rank_on_meta(
         stage=rank,
     )
     model = build_on_meta(config.model, mesh, vocabulary_of(config), pipeline=pipeline)
-    return mesh, materialize(model, device=META, dtype=DTYPES[precision], seed=None)
+    values = getattr(model, "initial_values", None)  # of a model that is not made of our layers
+    dtype = DTYPES[precision]
+    return mesh, materialize(model, device=META, dtype=dtype, seed=None, values=values)
+
+
+class _UsualInputs(TorchFunctionMode):
+    """Answers yes to what a model of transformers asks of values that are not there: whether all
+    positions follow each other, whether nothing is masked."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.__bool__ and args[0].is_meta:
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 class _Unreduced(GradientBuckets):

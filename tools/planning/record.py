@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.train.inputs import vocabulary_of
 from tools.planning.hardware import Hardware
-from tools.planning.search import GRANULARITIES, varied
+from tools.planning.search import varied
 from tools.planning.timing import predict
 from tools.planning.trace import Step
 
@@ -34,7 +34,7 @@ def record(step: Step, hardware: Hardware) -> Record:
     step = max(step.stages, key=lambda each: each.memory["total"])
     plan, held = step.pipeline, step.memory
     halves = any(each.direction == "backward_weight" for each in chain(*step.lists))
-    tried = GRANULARITIES[: 2 if halves else 3]  # halves of a backward undo full recomputation
+    tried = [each for each in model.granularities if each != "full" or not halves]  # undone by them
     others = {each: varied(config, recompute_granularity=each) for each in tried}
     return {
         "model": {

@@ -57,16 +57,20 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, epsilon: float, rounds_before_weight: bool
+    ) -> Tensor:
         wide = widen(x)
         squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         r = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, r)
+        if rounds_before_weight:
+            return (wide * r).to(x.dtype).mul_(weight)
         return (wide * r).mul_(widen(weight)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, r = ctx.saved_tensors
         wide_dy, wide_weight = widen(dy), widen(weight)
         dx, dw, _ = torch.ops.aten.native_layer_norm_backward(
@@ -80,9 +84,11 @@ class _RMSNorm(torch.autograd.Function):
             [True, True, False],
         )
         dx.addcmul_(r, (wide_dy @ wide_weight)[:, None], value=1 / len(weight))
-        return dx.to(x.dtype), dw.to(weight.dtype), None
+        return dx.to(x.dtype), dw.to(weight.dtype), None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, rounds_before_weight: bool = False
+) -> Tensor:
     """As kernels.rms_norm, of x [n, h]."""
-    return _RMSNorm.apply(x, weight, epsilon)
+    return _RMSNorm.apply(x, weight, epsilon, rounds_before_weight)

@@ -1,0 +1,80 @@
+"""Norms and activations of transformers on our kernels compute what transformers does; those of
+another formula stay as they are."""
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from transformers.activations import GELUTanh, NewGELUActivation
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from megatron.models.huggingface import Wide, use_own_kernels
+from megatron.parallel import kernels
+
+WIDTH = 96
+KNOWN: dict[str, Callable[[], nn.Module]] = {
+    "layer norm": lambda: nn.LayerNorm(WIDTH, 1e-3),
+    "Llama's norm": lambda: LlamaRMSNorm(WIDTH, 1e-3),
+    "Qwen3's norm": lambda: Qwen3RMSNorm(WIDTH, 1e-3),
+    "GPT-2's GELU": NewGELUActivation,
+}
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "layer norm without bias": lambda: nn.LayerNorm(WIDTH, bias=False),
+    "Gemma's norm": lambda: GemmaRMSNorm(WIDTH),
+    "another GELU": GELUTanh,
+}
+
+
+def pair(make: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """(as transformers has it, on our kernels), with the same weights."""
+    torch.manual_seed(0)
+    theirs = nn.Sequential(make())
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter)
+    theirs.to(dtype)
+    ours = deepcopy(theirs)
+    use_own_kernels(ours)
+    return theirs, ours
+
+
+@pytest.mark.parametrize("by_cpu_kernels", [True, False])
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_modules(name: str, by_cpu_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "use_cpu_kernels", by_cpu_kernels and kernels.use_cpu_kernels)
+    theirs, ours = pair(KNOWN[name], torch.float64)
+    assert type(ours[0]).forward is not type(theirs[0]).forward
+    x, dy = torch.randn(2, 3, 5, WIDTH, dtype=torch.float64).unbind()
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    with Wide():
+        found = [model(leaf) for model, leaf in zip((theirs, ours), leaves, strict=True)]
+        for each in found:
+            each.backward(dy)
+    expected, *_ = found
+    pairs = [found, [leaf.grad for leaf in leaves]]
+    pairs += [[p.grad for p in both] for both in zip(theirs.parameters(), ours.parameters())]
+    for one, other in pairs:
+        assert (one - other).norm() <= 1e-13 * one.norm()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_in_bf16_rounded_as_there(name: str) -> None:
+    """An RMSNorm's output is rounded where transformers rounds it, before the weight and behind
+    it; GELU, which transformers rounds at every step, differs by that."""
+    theirs, ours = pair(KNOWN[name], torch.bfloat16)
+    x = torch.randn(64, 3, WIDTH, dtype=torch.bfloat16).requires_grad_()
+    expected, found = theirs(x), ours(x)
+    assert found.dtype == expected.dtype
+    if "norm" in name:
+        assert (found != expected).float().mean() < 1e-3  # ties, which another order of sums turns
+    else:
+        torch.testing.assert_close(found, expected, rtol=2**-5, atol=2**-8)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_stay(name: str) -> None:
+    theirs, ours = pair(OTHERS[name], torch.float64)
+    assert type(ours[0]) is type(theirs[0])
