@@ -32,7 +32,8 @@ def has_weights(name: str, folder: Path) -> bool:
     if others:
         allowed = (
             f"a folder with model.safetensors or its index, and not {others[0]} alone: in Python, "
-            f"transformers.AutoModel.from_pretrained({name!r}).save_pretrained(NEW) makes one"
+            "AutoModelForCausalLM (or ForMaskedLM) of transformers makes one: "
+            f".from_pretrained({name!r}).save_pretrained(NEW)"
         )
         works = ("--hf-model", name, "--random-weights")
         raise UsageError("--hf-model", name, allowed, works=works)
