@@ -137,6 +137,8 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
     except PlanError as error:
         return str(error)
     except Exception as error:  # of transformers' code of any model
+        if isinstance(error.__cause__, PlanError):
+            return str(error.__cause__)
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         allowed = f"a model that transformers builds ({reason})"
         raise UsageError("--model", config.hf_model, allowed) from error

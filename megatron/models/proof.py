@@ -255,6 +255,8 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
     except PlanError:
         raise
     except Exception as error:  # of transformers' code of any model
+        if isinstance(error.__cause__, PlanError):  # which the model tells the user of as a flag's
+            raise error.__cause__ from None
         reason = " ".join(str(error).split())[:200]
         raise NoProofError(f"its tiny model ends with {type(error).__name__}: {reason}") from error
     forms = _forms(ours, [name for name, _ in theirs.named_parameters()])
