@@ -20,7 +20,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 import tyro
 
-from megatron.config.model import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.data.files import write_atomically
 
 SIZES = (2, 4)

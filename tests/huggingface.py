@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from megatron.config.model import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.parallel.planned import Planned
 from tests.tiny import SEQUENCE, VOCABULARY
 

@@ -23,8 +23,8 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checks import UsageError, writable
+from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.config.launch import interruptible
-from megatron.config.model import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.config.parse import parse_call, user_errors
 from megatron.data.files import write_atomically
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megatron.config.checks import UsageError
-from megatron.config.model import HuggingFaceConfig, has_window
+from megatron.config.huggingface import HuggingFaceConfig, has_window
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.decoder import document_mask

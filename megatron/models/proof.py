@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.checks import UsageError
-from megatron.config.model import HuggingFaceConfig
+from megatron.config.huggingface import HuggingFaceConfig
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_on_meta

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import TensorSlice, load_checkpoint, load_weights, model_slices
 from megatron.config.checks import UsageError
-from megatron.config.hf_folder import fetch, has_weights
+from megatron.config.huggingface import fetch, has_weights
 from megatron.config.model import KindConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.models.build import build_model

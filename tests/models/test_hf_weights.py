@@ -20,7 +20,7 @@ from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from megatron.config.checks import UsageError
-from megatron.config.model import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.config.training import OptimizerConfig
 from megatron.models import hf_weights
 from megatron.models.hf_weights import form_of

@@ -13,7 +13,7 @@ import pytest
 
 import pretrain
 from megatron.config.checks import UsageError
-from megatron.config.model import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.models.proof import prove, require_proof
 from megatron.parallel.plan import PlanError
 from tests.dist import Pool

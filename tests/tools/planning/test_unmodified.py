@@ -28,7 +28,10 @@ KINDS: dict[str, tuple[type[PretrainConfig], str, dict[str, Any]]] = {
         PretrainGPT2Config,
         f"--max-position-embeddings {SEQUENCE}",
         {
-            **{"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "n_positions": SEQUENCE},
+            "n_layer": LAYERS,
+            "n_embd": WIDTH,
+            "n_head": HEADS,
+            "n_positions": SEQUENCE,
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         },
     ),
@@ -36,8 +39,12 @@ KINDS: dict[str, tuple[type[PretrainConfig], str, dict[str, Any]]] = {
         PretrainLlamaConfig,
         "--ffn-hidden-size 192 --num-query-groups 2",
         {
-            **{"num_hidden_layers": LAYERS, "hidden_size": WIDTH, "num_attention_heads": HEADS},
-            **{"intermediate_size": 192, "num_key_value_heads": 2, "tie_word_embeddings": False},
+            "num_hidden_layers": LAYERS,
+            "hidden_size": WIDTH,
+            "num_attention_heads": HEADS,
+            "intermediate_size": 192,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
         },
     ),
 }
