@@ -61,7 +61,7 @@ def architectures() -> tuple[dict[str, HuggingFaceConfig], list[str]]:
     )
     from transformers.utils.logging import set_verbosity_error
 
-    from megatron.models.huggingface import PLANS
+    from megatron.models.hf_plans import PLANS
 
     set_verbosity_error()  # of defaults that do not fit together
     found: dict[str, HuggingFaceConfig] = {}

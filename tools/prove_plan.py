@@ -125,7 +125,8 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
     import torch
 
     from megatron.models.build import build_on_meta
-    from megatron.models.huggingface import plan_of, unmodified
+    from megatron.models.hf_plans import plan_of
+    from megatron.models.huggingface import unmodified
     from megatron.parallel.mesh import absent_mesh
     from megatron.parallel.plan import Local, PlanError
     from megatron.parallel.planned import Planned

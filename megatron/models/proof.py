@@ -27,7 +27,7 @@ from megatron.config.huggingface import HuggingFaceConfig
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_on_meta
-from megatron.models.huggingface import Wide
+from megatron.models.hf_layers import Wide
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.mesh import Mesh

@@ -23,8 +23,8 @@ from megatron.config.checks import UsageError
 from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.config.training import OptimizerConfig
 from megatron.models import hf_weights
+from megatron.models.hf_layers import Wide
 from megatron.models.hf_weights import form_of
-from megatron.models.huggingface import Wide
 from megatron.parallel.sharding import ShardingSpec, gather_whole, sharding_specs
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step

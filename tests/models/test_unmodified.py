@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.models.huggingface import Wide
+from megatron.models.hf_layers import Wide
 from megatron.parallel.collectives import gather_from
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.executor import on_device

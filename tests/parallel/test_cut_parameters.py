@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from transformers.pytorch_utils import Conv1D
 
-from megatron.models.huggingface import parameters_on_meta
+from megatron.models.hf_layers import parameters_on_meta
 from megatron.parallel.parallelize import parallelize, whole_state_dict
 from megatron.parallel.plan import Column, Local, Moved, Plan, PlanError, Row, Summed, Vocabulary
 from megatron.parallel.sharding import materialize

@@ -23,8 +23,8 @@ from megatron.checkpoint.save import reason
 from megatron.config.huggingface import KEPT, HuggingFaceConfig, beside
 from megatron.data.tokenizer import file_names, read_tokenizer
 from megatron.models.build import build_on_meta
+from megatron.models.hf_layers import Wide
 from megatron.models.hf_weights import INDEX, Bare, form_of
-from megatron.models.huggingface import Wide
 from megatron.models.registry import config_of
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs
