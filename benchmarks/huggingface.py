@@ -33,7 +33,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import llama, peers, steps
-from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
+from benchmarks.harness import Contender, Flags, Question, Rank, Turn
 from benchmarks.processes import forget_peak
 from benchmarks.report import Results
 from megatron.config.model import HuggingFaceConfig

@@ -376,7 +376,7 @@ class HuggingFaceConfig(KindConfig):
         described.update((name, layers) for name in LAYERS if name in described)
         if "layer_types" in described:
             described["layer_types"] = described["layer_types"][:layers]
-        found = json.loads(self.hf_config or "{}")
+        found = json.loads(self.hf_config or read_hf_config(self.hf_model))
         found = found | ({"text_config": described} if found.get("text_config") else described)
         return replace(self, hf_config=json.dumps(found))
 
