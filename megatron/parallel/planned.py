@@ -11,17 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron.parallel.collectives import (
-    copy_to,
     gather_with_gradient,
     reduce_from,
     split_with_gradient,
     start_sum,
 )
 from megatron.parallel.cross_entropy import linear_cross_entropy
-from megatron.parallel.layers import DIVISIBLE_BY, linear, look_up
+from megatron.parallel.layers import DIVISIBLE_BY, linear, linears, look_up
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.plan import Column, PlanError, Row, Summed, Vocabulary
-from megatron.parallel.sharding import ShardedModule, ShardingSpec, load_whole
+from megatron.parallel.sharding import GradientView, ShardedModule, ShardingSpec, load_whole
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,10 @@ VOCABULARY = 32 * DIVISIBLE_BY  # rows of a rank, of which padding is few
 
 
 class Entrance:
-    """f of section 3 of the paper, once for the column layers that read one tensor: its gradient
-    crosses the ranks once, behind the last of them. One of a model; a step leaves nothing in it."""
+    """f of section 3 of the paper, once for the column layers that read one tensor: the first of
+    them passes it on to the others, so that its backward, which is the last, has the gradients of
+    all, and sums them over the ranks beside its matmul for its weight. One of a model; a step
+    leaves nothing in it."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -58,19 +59,25 @@ class Entrance:
 
     def clear(self, *_: object) -> None:
         # (a tensor, its state, what was made of it)
-        self.copied: tuple[Tensor, object, Tensor] | None = None
+        self.passed: tuple[Tensor, object, Tensor] | None = None  # rows [n, in]
         self.gathered: tuple[Tensor, object, Tensor] | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def read(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, view: GradientView | None = None
+    ) -> Tensor:
+        """x [.., in], which is whole, to this rank's columns [n, out], as of layers.linear."""
         if self.axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
-            return x
-        if (copy := _made_of(x, self.copied)) is None:
-            if self.gathered is not None and self.gathered[2] is x:
-                copy = _enter_gathered(self.gathered[0], x, self.axis)
-            else:
-                copy = copy_to(x, self.axis)
-            self.copied = x, _state(x), copy
-        return copy
+            return linear(x.flatten(0, -2), weight, bias, view=view)
+        if (rows := _made_of(x, self.passed)) is not None:
+            return linear(rows, weight, bias, view=view)
+        if self.gathered is not None and self.gathered[2] is x:
+            rows = _enter_gathered(self.gathered[0], x, self.axis).flatten(0, -2)
+            y = linear(rows, weight, bias, view=view)
+        else:
+            rows, axis = x.flatten(0, -2), self.axis
+            y, rows = linears(rows, [weight], [bias], axis=axis, views=[view], passes_on=True)
+        self.passed = x, _state(x), rows
+        return y
 
     def gather(self, x: Tensor) -> Tensor:
         """x [b, s/t, ..] whole; column layers that read it then leave by a reduce-scatter."""
@@ -314,11 +321,11 @@ class ColumnLinear(Planned):
 
     def columns(self, x: Tensor) -> Tensor:
         """Those of this rank, of x [.., in] that is whole."""
-        return self._columns(self.entrance(x).flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return self._columns(x).unflatten(0, x.shape[:-1])
 
-    def _columns(self, rows: Tensor) -> Tensor:
+    def _columns(self, x: Tensor) -> Tensor:
         view = self.gradient_views.get("weight")
-        return linear(rows, self.shard_of("weight"), self.shard_of("bias"), view=view)
+        return self.entrance.read(x, self.shard_of("weight"), self.shard_of("bias"), view)
 
     def loss(self, x: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
         """The sum of scales [n] x the cross-entropy of labels [n] against the columns, of x [n, in]
@@ -346,9 +353,9 @@ class SharedHeads(ColumnLinear):
         taken.take(self, "weight", form, partial=partial_axes)
         taken.take(self, "bias", decay=False, partial=partial_axes)
 
-    def _columns(self, rows: Tensor) -> Tensor:
+    def _columns(self, x: Tensor) -> Tensor:
         weight, bias = self.shard_of("weight")[self.rows], self.shard_of("bias")
-        y = linear(rows, weight, None if bias is None else bias[self.rows])
+        y = self.entrance.read(x, weight, None if bias is None else bias[self.rows])
         if self.copies is None:
             return y
         return y.unflatten(-1, (self.copies[-1] + 1, -1))[:, self.copies].flatten(1)

@@ -5,18 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import huggingface
+from benchmarks.huggingface import BY_PLAN, NATIVE, TORCH, TRANSFORMERS
 from tests.benchmarks.run import figures, run
 
 SMALL = """--num-layers 1 --hidden-size 96 --seq-length 32 --vocab-size 512 --micro-batch-size 1"""
-FLAGS = {"llama": f"{SMALL} --ffn-hidden-size 192", "gpt2": SMALL}
+# A process of each rank takes seconds: plain Llama is in test_llama.py.
+RUNS = {
+    "llama": (f"{SMALL} --ffn-hidden-size 192", [BY_PLAN, TRANSFORMERS, TORCH]),
+    "gpt2": (SMALL, [BY_PLAN, NATIVE]),
+}
 
 
-@pytest.mark.parametrize("kind", FLAGS)
+@pytest.mark.parametrize("kind", RUNS)
 def test_all_contenders_train_the_same_model(kind: str, tmp_path: Path) -> None:
-    flags = ["--models", kind, "--dtypes", "fp32", f"--program-flags={FLAGS[kind]}"]
-    record = run(tmp_path, "huggingface", *flags)
-    for name in huggingface.RUNS[kind]:
+    sizes, names = RUNS[kind]
+    flags = ["--models", kind, "--dtypes", "fp32", f"--program-flags={sizes}"]
+    record = run(tmp_path, "huggingface", *flags, "--contenders", *names)
+    for name in names:
         found = figures(record, name, f"{kind}, fp32")
         assert found["wall"][0] > 0
         assert found["peak_bytes"] > 0

@@ -3,6 +3,7 @@ another formula stay as they are."""
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -53,9 +54,9 @@ def test_known_modules(name: str, by_cpu_kernels: bool, monkeypatch: pytest.Monk
         found = [model(leaf) for model, leaf in zip((theirs, ours), leaves, strict=True)]
         for each in found:
             each.backward(dy)
-    expected, *_ = found
-    pairs = [found, [leaf.grad for leaf in leaves]]
-    pairs += [[p.grad for p in both] for both in zip(theirs.parameters(), ours.parameters())]
+    pairs: list[list[Any]] = [found, [leaf.grad for leaf in leaves]]
+    both = zip(theirs.parameters(), ours.parameters(), strict=True)
+    pairs += [[one.grad, other.grad] for one, other in both]
     for one, other in pairs:
         assert (one - other).norm() <= 1e-13 * one.norm()
 

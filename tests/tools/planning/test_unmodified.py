@@ -27,25 +27,14 @@ KINDS: dict[str, tuple[type[PretrainConfig], str, dict[str, Any]]] = {
     "gpt2": (
         PretrainGPT2Config,
         f"--max-position-embeddings {SEQUENCE}",
-        {
-            "n_layer": LAYERS,
-            "n_embd": WIDTH,
-            "n_head": HEADS,
-            "n_positions": SEQUENCE,
-            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-        },
+        {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "n_positions": SEQUENCE}
+        | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     ),
     "llama": (
         PretrainLlamaConfig,
         "--ffn-hidden-size 192 --num-query-groups 2",
-        {
-            "num_hidden_layers": LAYERS,
-            "hidden_size": WIDTH,
-            "num_attention_heads": HEADS,
-            "intermediate_size": 192,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": False,
-        },
+        {"num_hidden_layers": LAYERS, "hidden_size": WIDTH, "num_attention_heads": HEADS}
+        | {"intermediate_size": 192, "num_key_value_heads": 2, "tie_word_embeddings": False},
     ),
 }
 
@@ -78,6 +67,10 @@ def matmul_flops(step: Step) -> int:
     return sum(times * each.flops for each, times in matmuls.items())
 
 
-def sent(step: Step, axis: str) -> Counter[Call]:
-    calls = sum(step.calls.values(), Counter[Call]())
-    return Counter({call: times for call, times in calls.items() if call.axis == axis})
+def sent(step: Step, axis: str) -> Counter[tuple[int, int, bool]]:
+    """Of each (bytes, passes, whether a matmul runs beside it) how many calls."""
+    found = Counter[tuple[int, int, bool]]()
+    for call, times in sum(step.calls.values(), Counter[Call]()).items():
+        if call.axis == axis:
+            found[call.bytes, call.passes, bool(call.beside)] += times
+    return found
