@@ -25,6 +25,8 @@ from megatron.parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
+    linear,
+    linears,
 )
 from megatron.parallel.layers_llama import (
     GroupedQueryLinear,
@@ -370,3 +372,18 @@ def test_key_value_heads_that_do_not_divide_the_heads_are_refused(
         GroupedQueryLinear(
             serial_mesh(), 32, heads=heads, key_value_heads=key_value_heads, head_size=4, std=0.1
         )
+
+
+@pytest.mark.parametrize(("readers", "is_used"), [(0, True), (2, True), (2, False)])
+def test_an_input_passed_on_has_the_gradients_of_all_readers(readers: int, is_used: bool) -> None:
+    """is_used: the output of the matmul that passes it on."""
+    x = random(9, TOKENS, HIDDEN).requires_grad_()
+    weights = [random(n, OUT, HIDDEN).requires_grad_() for n in range(1 + readers)]
+    y, rows = linears(x, weights[:1], [None], views=[None], passes_on=True)
+    found = [y, *(linear(rows, weight, None) for weight in weights[1:])]
+    gradients = []
+    for outputs in (found, [F.linear(x, weight) for weight in weights]):
+        chosen = outputs if is_used else outputs[1:]
+        dys = [random(20 + n, TOKENS, OUT) for n in range(len(chosen))]
+        gradients.append(torch.autograd.grad(chosen, [x, *weights], dys, materialize_grads=True))
+    assert_close(*gradients)
