@@ -165,6 +165,8 @@ def run_attention(
         heads = attention_by_scores(query, key, value, attention_mask, softcap, sinks)
         return heads.transpose(1, 2).contiguous(), None
     core: Any = getattr(module, "megatron_core", None)
+    if core is None and dropout:
+        raise NotImplementedError(f"{type(module).__name__}: attention dropout of such a class")
     if core is None:
         heads = attention(query, key, value, attention_mask, dropout, causal)
     else:
