@@ -74,7 +74,11 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     plan: styles by patterns of module names; in a pattern * stands for anything, and of several
     that fit a module the last one holds. Raises PlanError, naming the module, for a pattern that
     fits none, a module that cannot be cut so, and parameters that two modules share and would cut
-    differently.
+    differently; the model is then to be built anew.
+
+    GradientBuckets of the model add gradients up over samples and, of Summed and what else several
+    ranks hold whole inside what is cut, over the tensor axis: without them `.grad` is this rank's
+    term of the sum.
     """
     entrance, taken = Entrance(mesh.tensor), Taken(mesh, {})
     modules = dict(model.named_modules())
@@ -115,11 +119,13 @@ def _styles(model: nn.Module, plan: Plan) -> list[Named]:
     first = {id(module): name for name, module in modules.items()}
     chosen: dict[str, Any] = {}
     for pattern, styles in plan.items():
+        _, dot, last = pattern.rpartition(".")
+        # A pattern may name a parameter of the module instead.
+        end = f"{dot}{last}" if last in ("weight", "bias") else ""
         fitting = [
             first[id(module)]
             for name, module in model.named_modules(remove_duplicate=False)
-            # A pattern may name a parameter of the module instead.
-            if any(fnmatchcase(f"{name}{end}", pattern) for end in ("", ".weight", ".bias"))
+            if fnmatchcase(f"{name}{end}", pattern)
         ]
         if not fitting:
             raise PlanError(f"the plan's {pattern!r} fits no module of the model")
@@ -319,6 +325,9 @@ def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Pl
             kinds[Column] = SharedHeads
         if isinstance(style, Column) and style.queries % tensor.size:
             raise PlanError(f"{name}: {tensor.size} ranks cannot share {style.queries} query heads")
+        if kinds[Column] is SharedHeads and (style.parts > 1 or style.gather):
+            allowed = "Column(gather=True) without heads works"
+            raise PlanError(f"{name}: heads that ranks share are of one part, and cut; {allowed}")
     own = type(module)
     if type(style) not in kinds:
         raise PlanError(f"{name} is a {own.__name__}, which cannot be cut as {style}")

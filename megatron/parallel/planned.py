@@ -353,7 +353,9 @@ class SharedHeads(ColumnLinear):
         self.style, tensor = style, self.mesh.tensor
         form, partial_axes = Form(1, is_turned_matmul(self)), (self.mesh.replicas, tensor)
         used = heads_of_queries(style.heads, style.queries, tensor)
-        size = len(form.held(self.shard_of("weight"))) // style.heads
+        size, left = divmod(len(form.held(self.shard_of("weight"))), style.heads)
+        if left:
+            raise PlanError(f"{self.full_name}: its output is not of {style.heads} heads")
         self.rows = slice(used[0] * size, (used[-1] + 1) * size)
         own = [head - used[0] for head in used]
         is_even = len({own.count(head) for head in own}) == 1
