@@ -20,7 +20,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 import tyro
 
-from megatron.config.model import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.data.files import write_atomically
 
 SIZES = (2, 4)
@@ -59,9 +59,11 @@ def architectures() -> tuple[dict[str, HuggingFaceConfig], list[str]]:
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
+    from transformers.utils.logging import set_verbosity_error
 
-    from megatron.models.huggingface import PLANS
+    from megatron.models.hf_plans import PLANS
 
+    set_verbosity_error()  # of defaults that do not fit together
     found: dict[str, HuggingFaceConfig] = {}
     without = []
     for kind, names in (

@@ -36,7 +36,7 @@ from benchmarks import llama, peers, steps
 from benchmarks.harness import Contender, Flags, Question, Rank, Turn
 from benchmarks.processes import forget_peak
 from benchmarks.report import Results
-from megatron.config.model import HuggingFaceConfig
+from megatron.config.huggingface import HuggingFaceConfig
 from megatron.config.pretrain import (
     PretrainConfig,
     PretrainGPT2Config,

@@ -55,7 +55,7 @@ from .parallel.parallelize import (
     parallelize as parallelize,
     whole_state_dict as whole_state_dict,
 )
-from .models.huggingface import plan_of as plan_of
+from .models.hf_plans import plan_of as plan_of
 from .parallel.plan import (
     Column as Column,
     Row as Row,

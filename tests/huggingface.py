@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from megatron.config.model import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.parallel.planned import Planned
 from tests.tiny import SEQUENCE, VOCABULARY
 
@@ -26,6 +26,11 @@ _SIZES = {
 }
 _GROUPED = _SIZES | {"num_key_value_heads": GROUPS}
 _ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+_NO_DROPOUT = {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "pad_token_id": 0,
+}
 _GPT2 = {
     "vocab_size": VOCABULARY,
     "n_positions": SEQUENCE,
@@ -37,6 +42,7 @@ _GPT2 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
+MASKED = ("bert", "roberta", "data2vec-text")  # those that predict masked tokens
 # By the name of the architecture: config.json.
 DESCRIBED: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2,
@@ -45,9 +51,9 @@ DESCRIBED: dict[str, dict[str, Any]] = {
     "qwen3": _GROUPED | {"head_dim": HIDDEN // HEADS, "tie_word_embeddings": True},
     "mistral": _GROUPED | {"head_dim": HIDDEN // HEADS, "sliding_window": WINDOW},
     "gpt_neox": _SIZES | {"hidden_dropout": 0.0},
-    "bert": _SIZES
-    | {"pad_token_id": 0, "type_vocab_size": 2}
-    | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "bert": _SIZES | _NO_DROPOUT | {"type_vocab_size": 2},
+    "roberta": _SIZES | _NO_DROPOUT | {"max_position_embeddings": SEQUENCE + 1},
+    "data2vec-text": _SIZES | _NO_DROPOUT | {"max_position_embeddings": SEQUENCE + 1},
     "opt": _SIZES
     | {"ffn_dim": MLP, "word_embed_proj_dim": HIDDEN, "pad_token_id": 0}
     | {"dropout": 0.0, "attention_dropout": 0.0},
@@ -105,7 +111,7 @@ def described(name: str, **changes: Any) -> str:
 
 def hf_section(name: str, of_hf: dict[str, Any] | None = None, **settings: Any) -> Any:
     """The settings of a model; of_hf: changes of config.json."""
-    make = HuggingFaceMaskedConfig if name == "bert" else HuggingFaceConfig
+    make = HuggingFaceMaskedConfig if name in MASKED else HuggingFaceConfig
     settings.setdefault("plan", PLANS.get(name, "auto"))
     return make(hf_model=name, hf_config=described(name, **(of_hf or {})), **settings)
 

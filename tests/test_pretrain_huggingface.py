@@ -67,6 +67,9 @@ EARLY = {  # before torch is imported
     "a compiler": Row("--compile", "--compile"),
     "a long sequence": Row("--seq-length 17", "--seq-length"),
     "a long sequence of rotary positions": Row("--seq-length 17", "--seq-length", "llama"),
+    "a long sequence of positions that begin late": Row(
+        "--seq-length 17", "--seq-length", "roberta", "huggingface-masked"
+    ),
     "positions without a mask": Row(f"{DATA} --reset-position-ids", "--reset-position-ids"),
     "documents and a window": Row(WINDOWED, "--reset-attention-mask", "mistral"),
     "documents and some windows": Row(
@@ -273,3 +276,13 @@ def test_every_rank_refuses_alike(tmp_path: Path) -> None:
     assert run.text(0).count("error: --plan") == 1
     assert "c_attn" in run.text(0)
     assert "error" not in run.text(1)
+
+
+def test_the_start_tells_of_dropout_that_torch_draws(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", "opt", **DROPOUT["opt"])
+    words = ["--model", "huggingface", "--hf-model", str(folder), *SIZES.split()]
+    target = partial(run_program, words)
+    with start_ranks(target, range(1), 1, tmp_path) as run:
+        assert run.wait() == [0], run.text()
+    assert run.text().count("warning: torch draws") == 1
+    assert "decoder.layers.0.dropout" in run.text()

@@ -13,7 +13,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from megatron.config.model import HuggingFaceConfig
+from megatron.config.huggingface import HuggingFaceConfig
 from megatron.models.proof import NoProofError, Proof, prove
 from megatron.parallel.mesh import build_mesh
 from megatron.parallel.plan import PlanError

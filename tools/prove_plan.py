@@ -23,8 +23,8 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checks import UsageError, writable
+from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.config.launch import interruptible
-from megatron.config.model import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.config.parse import parse_call, user_errors
 from megatron.data.files import write_atomically
 
@@ -125,7 +125,8 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
     import torch
 
     from megatron.models.build import build_on_meta
-    from megatron.models.huggingface import plan_of, unmodified
+    from megatron.models.hf_plans import plan_of
+    from megatron.models.huggingface import unmodified
     from megatron.parallel.mesh import absent_mesh
     from megatron.parallel.plan import Local, PlanError
     from megatron.parallel.planned import Planned
@@ -137,6 +138,8 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
     except PlanError as error:
         return str(error)
     except Exception as error:  # of transformers' code of any model
+        if isinstance(error.__cause__, PlanError):
+            return str(error.__cause__)
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         allowed = f"a model that transformers builds ({reason})"
         raise UsageError("--model", config.hf_model, allowed) from error

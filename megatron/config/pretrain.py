@@ -9,16 +9,8 @@ from typing import Self
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError, flag, switch
-from megatron.config.model import (
-    BertConfig,
-    GPT2Config,
-    HuggingFaceConfig,
-    HuggingFaceMaskedConfig,
-    KindConfig,
-    LlamaConfig,
-    TextModelConfig,
-    has_window,
-)
+from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig, has_window
+from megatron.config.model import BertConfig, GPT2Config, KindConfig, LlamaConfig, TextModelConfig
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.training import (
     BertDataConfig,

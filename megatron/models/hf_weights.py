@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from megatron.config.model import HuggingFaceConfig
+from megatron.config.huggingface import HuggingFaceConfig
 from megatron.models.huggingface import unmodified
 from megatron.parallel.planned import AS_IT_IS, Form, Planned
 from megatron.parallel.sharding import ShardingSpec

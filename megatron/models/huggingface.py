@@ -11,11 +11,8 @@ computes in fp64 (`Wide`), so that what is equal can be seen to be.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from inspect import unwrap
 from textwrap import shorten
 from typing import Any, ClassVar, Protocol
 
@@ -23,324 +20,32 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from megatron.config.checks import UsageError
-from megatron.config.model import HuggingFaceConfig, has_window
+from megatron.config.huggingface import HuggingFaceConfig, has_window
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.decoder import document_mask
+from megatron.models.hf_layers import (
+    BatchRows,
+    PlannedDropout,
+    Wide,
+    other_dropout,
+    parameters_on_meta,
+    register_attention,
+    use_own_kernels,
+)
+from megatron.models.hf_plans import plan_of
 from megatron.models.registry import NO_END
 from megatron.models.transformer import text_rows
 from megatron.parallel.collectives import split_with_gradient
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.parallel.dropout import Dropout, fold, known
+from megatron.parallel.dropout import fold, known
 from megatron.parallel.factory import LayerFactory
-from megatron.parallel.kernels import attention, layer_norm, rms_norm
-from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import ALONE
-from megatron.parallel.plan import (
-    Column,
-    Local,
-    Plan,
-    PlanError,
-    Row,
-    Style,
-    Summed,
-    Vocabulary,
-    Whole,
-    read_plan,
-    read_style,
-)
+from megatron.parallel.plan import PlanError
 from megatron.parallel.planned import ColumnLinear, Planned
 from megatron.parallel.random import derive_seed
-
-# Of models that transformers has no plan of.
-PLANS: Mapping[str, Plan] = {
-    "gpt2": {
-        "*.attn": Local("num_heads", "split_size"),
-        "*.attn.c_attn": Column(parts=3),
-        "*.attn.c_proj": Row(),
-        "*.mlp.c_fc": Column(),
-        "*.mlp.c_proj": Row(),
-    },
-    "bert": {
-        "*.attention.self.query": Column(),
-        "*.attention.self.key": Column(),
-        "*.attention.self.value": Column(),
-        "*.attention.output.dense": Row(),
-        "*.intermediate.dense": Column(),
-        "*.layer.*.output.dense": Row(),
-    },
-    "opt": {
-        "*.self_attn": Local("num_heads"),
-        "*.self_attn.?_proj": Column(),
-        "*.self_attn.out_proj": Row(),
-        "*.fc1": Column(),
-        "*.fc2": Row(),
-    },
-}
-# Where transformers' own plan of an architecture is wrong.
-_WHOLE_GATES: Mapping[str, Style] = {  # whose mean and deviation decide which ones stay
-    "*.language_model.layers.*.mlp.gate_proj": Column(gather=True),
-    "*.language_model.layers.*.mlp.up_proj": Column(gather=True),
-}
-MENDED: Mapping[str, Mapping[str, Style]] = {
-    "apertus": {"*.mlp.act_fn": Summed()},  # parameters of an activation of cut columns
-    # Masks of all heads, which are computed of all values.
-    "doge": {"*.self_attn.*_proj": Whole()},
-    "esmc": {"*.self_attn.[qkv]_proj": Column(gather=True)},  # norms over all heads
-    "neomme": {"*.self_attn.*_proj": Whole()},  # numbers of heads from the config
-    "gemma3n": _WHOLE_GATES,
-    "gemma3n_text": {
-        each.replace("*.language_model", "model"): style for each, style in _WHOLE_GATES.items()
-    },
-}
-
-
-def plan_of(model: nn.Module, text: str = "auto") -> Plan:
-    """The plan of a model of transformers; text: "auto", or a plan in TOML. Raises PlanError for a
-    model without one, and for what the plan does not say right."""
-    config: Any = model.config
-    modules = dict(model.named_modules())
-    if text != "auto":
-        return read_plan(text)
-    own = getattr(model, "_tp_plan", None) or {}
-    plan = {each: read_style(each, value) for each, value in own.items() if _fits(each, modules)}
-    plan |= MENDED.get(config.model_type, {}) if plan else {}
-    ends = _of_ends(model, modules)
-    if not plan.keys() - ends.keys():
-        if config.model_type not in PLANS:
-            raise PlanError(
-                f"neither transformers nor this project has a plan for {type(model).__name__}: "
-                "--plan FILE.toml says how it is cut"
-            )
-        plan = dict(PLANS[config.model_type])
-    return plan | ends
-
-
-def _fits(pattern: str, modules: Mapping[str, nn.Module]) -> bool:
-    return any(fnmatchcase(name, pattern) for name in modules)
-
-
-def _of_ends(model: Any, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
-    """Of the word embedding and the output layer."""
-    names = {id(module): name for name, module in modules.items()}
-    words, output = model.get_input_embeddings(), model.get_output_embeddings()
-    found: dict[str, Style] = {names[id(words)]: Vocabulary()}
-    if output is not None:
-        found[names[id(output)]] = Column(gather=True)
-    return found
-
-
-class Wide(TorchFunctionMode):
-    """Under it no tensor of fp64 is narrowed to fp32, as transformers' models do in an RMSNorm, of
-    rotary positions, in a softmax: of models that are equal results would differ by 1e-7."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        is_wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
-        if is_wide and func is Tensor.float:
-            return args[0]
-        if is_wide and func in (Tensor.to, Tensor.type, Tensor.softmax, torch.softmax, F.softmax):
-
-            def widened(value: Any) -> Any:
-                return torch.float64 if value is torch.float32 else value
-
-            args = tuple(map(widened, args))
-            kwargs = {name: widened(value) for name, value in kwargs.items()}
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Modules that are built inside have parameters without memory; their buffers have values,
-    which nothing else would give them."""
-    register = nn.Module.register_parameter
-
-    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        register(self, name, param)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-@dataclass
-class Place:
-    """What layers of ours inside such a model know of the batch: keys of its rows, for dropout."""
-
-    rows: Tensor | None = None
-
-
-class PlannedDropout(nn.Module):
-    """In the place of torch's Dropout: by coordinates, the same at every layout."""
-
-    def __init__(self, dropout: Any, place: Place, widths: Collection[int], ranks: int) -> None:
-        """widths: of what is whole on each of so many ranks."""
-        super().__init__()
-        self.dropout, self.p, self.place = dropout, dropout.p, place
-        self.widths, self.ranks = widths, ranks
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.ranks > 1 and x.shape[-1] not in self.widths:
-            raise RuntimeError(
-                f"{self.dropout.name} drops {self.p} of {x.shape[-1]} channels, which may be a "
-                "part of those of all ranks: a config.json without this dropout works"
-            )
-        dropped: Tensor = self.dropout(x, self.place.rows)
-        return dropped
-
-
-class KernelLayerNorm(nn.LayerNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
-
-
-class KernelRMSNorm(nn.Module):
-    """Of transformers' classes that are RMSNorm as Llama has it, which compose it of seven
-    operations."""
-
-    weight: nn.Parameter
-    variance_epsilon: float
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)
-        y = rms_norm(rows, self.weight, self.variance_epsilon, rounds_before_weight=True)
-        return y.view(x.shape)
-
-
-class KernelGELU(nn.Module):
-    """GELU by tanh, of which transformers' NewGELUActivation keeps five tensors."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(x, approximate="tanh")
-
-
-def use_own_kernels(model: nn.Module) -> None:
-    """Let norms and activations of classes that are known compute the same in one operation."""
-    from transformers.activations import NewGELUActivation
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    def code(kind: type) -> tuple[Any, ...]:
-        found = unwrap(kind.forward).__code__  # type: ignore[attr-defined]
-        return found.co_code, found.co_names, found.co_consts
-
-    for module in model.modules():
-        own = type(module)
-        kind: type[nn.Module] | None = None
-        if own is nn.LayerNorm and module.elementwise_affine and module.bias is not None:
-            kind = KernelLayerNorm
-        elif own is NewGELUActivation:
-            kind = KernelGELU
-        elif code(own) == code(LlamaRMSNorm):
-            kind = KernelRMSNorm
-        if kind is not None:
-            module.__class__ = type(kind.__name__, (kind, own), {})
-
-
-def run_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attention as transformers' models call it, on our kernels: q [b, a, s, d], k and v
-    [b, g, m, d], mask bool or added to the scores, to [b, s, a, d]."""
-    if others.get("position_bias") is not None:
-        raise NotImplementedError(f"{type(module).__name__}: attention with position_bias")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = causal and attention_mask is None and query.shape[2] > 1
-    size, softcap, sinks = query.shape[-1], others.get("softcap"), others.get("s_aux")
-    if scaling is not None and scaling != size**-0.5:
-        query = query * (scaling * size**0.5)
-    if causal and key.shape[2] > query.shape[2]:
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    is_added = attention_mask is not None and attention_mask.is_floating_point()
-    if softcap is not None or sinks is not None or is_added:
-        if dropout:
-            what = "capped scores, sinks or a mask that is added to scores"
-            raise NotImplementedError(f"{type(module).__name__}: attention dropout with {what}")
-        if causal:
-            attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
-        heads = attention_by_scores(query, key, value, attention_mask, softcap, sinks)
-        return heads.transpose(1, 2).contiguous(), None
-    core: Any = getattr(module, "megatron_core", None)
-    if core is None:
-        heads = attention(query, key, value, attention_mask, dropout, causal)
-    else:
-        core.dropout = dropout
-        heads = core(query, key, value, attention_mask, causal, core.place.rows)
-    return heads.transpose(1, 2).contiguous(), None
-
-
-def attention_by_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """[b, a, s, d], with scores c tanh(scores / c) of softcap c: what no fused kernel computes.
-    mask: bool, or added to the scores. sinks: [a], a score more of each head, of no value."""
-    shared = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-    scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    elif mask is not None:
-        scores = scores + mask
-    if sinks is not None:
-        more = sinks.view(1, -1, 1, 1).to(scores.dtype).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, more], -1)
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    shares = scores.softmax(-1, dtype=wide)[..., : key.shape[2]]
-    return shares.to(query.dtype) @ value
-
-
-# What the attention of a model calls the probability that it gives to run_attention.
-OF_ATTENTION = ("attention_dropout", "attn_dropout", "attn_pdrop", "dropout", "dropout_prob")
-
-DROPPING = ("dropout", "layerdrop", "drop_path", "drop_prob")
-
-
-def other_dropout(model: nn.Module) -> list[str]:
-    """What drops at random and is neither torch's Dropout nor of attention's probabilities, once
-    for each class of module: "decoder.layers.0.dropout = 0.1"."""
-    found: dict[tuple[str, str], str] = {}
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        is_attention = hasattr(module, "megatron_core")
-        for attribute, value in vars(module).items():
-            is_named = any(word in attribute for word in DROPPING) or "Dropout" in kind
-            is_own = isinstance(module, PlannedDropout | Dropout | AttentionCore)
-            is_own |= is_attention and attribute in OF_ATTENTION
-            if is_named and not is_own and isinstance(value, float) and value > 0:
-                found.setdefault((kind, attribute), f"{name}.{attribute} = {value:g}")
-    return [*found.values()]
-
-
-def register_attention() -> None:
-    """Make `run_attention` known to transformers as "megatron"."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register("megatron", run_attention)
-    AttentionMaskInterface.register("megatron", sdpa_mask)
 
 
 def unmodified(config: HuggingFaceConfig, auto_class: str) -> Any:
@@ -395,7 +100,7 @@ class HuggingFace(nn.Module):
         Raises UsageError for a model that transformers does not know so, and for a plan that does
         not fit it."""
         super().__init__()
-        self.config, self.place = config, Place()
+        self.config, self.rows = config, BatchRows()
         self.buffers_on: torch.device | None = None
         self.has_run = False
         self.positions = config.positions or NO_END
@@ -412,6 +117,7 @@ class HuggingFace(nn.Module):
             arithmetic = {"context_fn": lambda: (nullcontext(), self.arithmetic())}
             with _refused(config, "one that recomputes its layers"):
                 model.activation_checkpointing_enable({"use_reentrant": False, **arithmetic})
+        self.has_window = has_window(model.config.get_text_config().to_dict())
         self._replace_dropout(model, factory)
         use_own_kernels(model)
         self.warnings = []
@@ -436,11 +142,11 @@ class HuggingFace(nn.Module):
                 if not is_ours:
                     continue  # some of its dropout is of probabilities, as its own code has them
                 module.megatron_core = factory.attention_core(0.0, f"{name}.core")
-                module.megatron_core.place = self.place
+                module.megatron_core.rows = self.rows
             for own_name, child in [*module.named_children()]:
                 if type(child) is nn.Dropout and child.p > 0:
                     dropout = factory.dropout(child.p, f"{name}.{own_name}")
-                    planned = PlannedDropout(dropout, self.place, widths, factory.tensor.size)
+                    planned = PlannedDropout(dropout, self.rows, widths, factory.tensor.size)
                     setattr(module, own_name, planned)
         self.drawn = other_dropout(model)
         self.drawn_key: Any = factory.dropout(0.0, "drawn").key
@@ -453,7 +159,7 @@ class HuggingFace(nn.Module):
         padding."""
         if batch.document_starts is None:
             return {"input_ids": batch.tokens}
-        if has_window(self.model.config.get_text_config().to_dict()):
+        if self.has_window:
             raise NotImplementedError("a mask of documents would take the place of its window")
         mask = document_mask(batch.document_starts)
         if self.model.config._attn_implementation != "megatron":  # it adds masks to scores
@@ -475,10 +181,7 @@ class HuggingFace(nn.Module):
         """What the output layer reads, [n, h]; where the model goes on with its logits, these:
         [n, v/t] of this rank's columns, or [n, v] where the plan leaves the output layer whole.
         cache: as of Decoder; keys and values are in the model's own."""
-        self.place.rows = text_rows(batch)
-        if self.drawn and self.training:
-            # Alike on the ranks that hold one model; layers that are recomputed draw the same.
-            torch.manual_seed(int(fold(self.drawn_key, known(self.place.rows)).sum()))
+        self.rows.keys = text_rows(batch)
         with self.arithmetic():
             if cache is not None:
                 if not self.has_run:
@@ -510,6 +213,9 @@ class HuggingFace(nn.Module):
 
     def _call(self, arguments: Any) -> Tensor:
         head, device = self.model.get_output_embeddings(), arguments["input_ids"].device
+        if self.drawn and self.training:
+            # Alike on the ranks that hold one model; layers that are recomputed draw the same.
+            torch.manual_seed(int(fold(self.drawn_key, known(self.rows.keys)).sum()))
         if isinstance(head, ColumnLinear):
             head.mode = self.reads
         if self.buffers_on != device:
@@ -607,11 +313,17 @@ def initial_values(model: Any, seed: int) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module, PreTrainedModel):
             own = module._init_weights
         if is_unit or [*module.parameters(recurse=False)]:
+            own_parameters: Any = module.named_parameters(name, recurse=is_unit)
+            constants = {own_name: each.constant for own_name, each in own_parameters}
             module.to_empty(device="cpu", recurse=is_unit)
+            for parameter in module.parameters(recurse=is_unit):
+                parameter.fill_(torch.nan)
             with torch.random.fork_rng(devices=[]), guard_torch_init_functions():
                 torch.manual_seed(derive_seed(seed, "initialise", name))
                 initialise(module, own) if is_unit else own(module)
             for own_name, parameter in module.named_parameters(name, recurse=is_unit):
+                if parameter.isnan().any():  # the constructor's zeros or ones stay
+                    parameter.fill_(constants[own_name][0])
                 yield own_name, parameter.detach()
             module.to("meta")
         for child_name, child in () if is_unit else module.named_children():

@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
 from megatron.config.checks import UsageError
-from megatron.config.model import HuggingFaceConfig
+from megatron.config.huggingface import HuggingFaceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ KINDS = {
         conversion="tools.convert.llama:LLAMAS",
     ),
     "huggingface": ModelKind(
-        config="megatron.config.model:HuggingFaceConfig",
+        config="megatron.config.huggingface:HuggingFaceConfig",
         model="megatron.models.huggingface:HuggingFace",
         program="megatron.config.pretrain:PretrainHuggingFaceConfig",
         inputs="megatron.train.inputs:open_huggingface_inputs",
@@ -76,7 +76,7 @@ KINDS = {
         writes_text=True,
     ),
     "huggingface-masked": ModelKind(
-        config="megatron.config.model:HuggingFaceMaskedConfig",
+        config="megatron.config.huggingface:HuggingFaceMaskedConfig",
         model="megatron.models.huggingface:HuggingFaceMasked",
         program="megatron.config.pretrain:PretrainHuggingFaceMaskedConfig",
         inputs="megatron.train.inputs:open_huggingface_masked_inputs",

@@ -246,6 +246,9 @@ class _Moving:
         return tuple(values[key] for key in range(len(args))), {key: values[key] for key in kwargs}
 
     def leave(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor | tuple | list):
+            kind = type(output).__name__
+            raise RuntimeError(f"{self.name} gives a {kind}, of which a plan moves nothing")
         values = dict(enumerate([output] if isinstance(output, Tensor) else output))
         self._move(values, self.style.outputs)
         return values[0] if isinstance(output, Tensor) else tuple(values.values())

@@ -126,13 +126,17 @@ REFUSED: Mapping[str, str] = {
 STYLES = {"column": Column, "row": Row, "vocabulary": Vocabulary, "local": Local}
 
 
-def read_plan(text: str) -> dict[str, Style]:
-    """A plan in TOML. Raises PlanError where it is none."""
+def read_toml(text: str) -> dict[str, Any]:
+    """What a plan in TOML says of each pattern. Raises PlanError where it is none."""
     try:
-        said = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise PlanError(f"no TOML: {error}") from None
-    return {pattern: read_style(pattern, style) for pattern, style in said.items()}
+
+
+def read_plan(text: str) -> dict[str, Style]:
+    """A plan in TOML. Raises PlanError where it is none."""
+    return {pattern: read_style(pattern, style) for pattern, style in read_toml(text).items()}
 
 
 def read_style(pattern: str, said: Any) -> Style:

@@ -144,7 +144,15 @@ class CutParameter(Tensor):
         (
             *("shape", "dtype", "device", "layout", "ndim", "requires_grad"),
             *("is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested"),
-            *("size", "dim", "numel", "is_floating_point", "element_size", "is_complex"),
+            *(
+                "size",
+                "dim",
+                "numel",
+                "is_floating_point",
+                "element_size",
+                "is_complex",
+                "__repr__",
+            ),
         )
     )
 

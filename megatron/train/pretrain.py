@@ -27,8 +27,8 @@ from megatron.checkpoint.resume import (
     saved_model,
 )
 from megatron.config.checks import UsageError
+from megatron.config.huggingface import HuggingFaceConfig
 from megatron.config.launch import is_first, world_size
-from megatron.config.model import HuggingFaceConfig
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.data.files import DataError

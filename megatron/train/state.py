@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import TensorSlice, load_checkpoint, load_weights, model_slices
 from megatron.config.checks import UsageError
-from megatron.config.hf_folder import fetch, has_weights
+from megatron.config.huggingface import fetch, has_weights
 from megatron.config.model import KindConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.models.build import build_model
@@ -28,7 +28,7 @@ from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
-from megatron.parallel.sharding import sharding_specs
+from megatron.parallel.sharding import ShardingSpec, sharding_specs
 from megatron.train.launch import default_precision
 from megatron.train.objectives import Objective
 
@@ -116,6 +116,13 @@ class TrainState:
         self.scaler.load(counters["loss_scaler"])
         self.optimizer.loaded(self.updates)
 
+    def shards(self) -> dict[str, tuple[ShardingSpec, Tensor]]:
+        """Of each parameter the spec and this rank's shard, of its master if it is trained."""
+        parameters = dict(self.model.named_parameters())
+        masters = {view.name: master for view, master in self.optimizer.master_views()}
+        table = sharding_specs(self.model)
+        return {n: (spec, masters.get(n, parameters[n].detach())) for n, spec in table.items()}
+
     def load_weights(
         self,
         checkpoint: Checkpoint,
@@ -127,10 +134,7 @@ class TrainState:
 
         missing, surplus, errors: as of megatron.checkpoint.load.load_weights.
         """
-        weights = [
-            TensorSlice(view.name, view.spec, master)
-            for view, master in self.optimizer.master_views()
-        ]
+        weights = [TensorSlice(name, *shard) for name, shard in self.shards().items()]
         load_weights(checkpoint, weights, missing=missing, surplus=surplus, mesh=self.mesh)
         self.optimizer.publish()
 
@@ -147,9 +151,7 @@ class TrainState:
         if not has_weights(name, folder):
             works = ("--hf-model", name, "--random-weights")
             raise UsageError("--hf-model", name, "a model with model.safetensors", works=works)
-        masters = self.optimizer.master_views()
-        shards = {view.name: (view.spec, master) for view, master in masters}
-        left_out = read_weights(self.model, folder, shards)
+        left_out = read_weights(self.model, folder, self.shards())
         self.optimizer.publish()
         messages = [f"starting at step 0 from the weights of {name}"]
         if left_out:

@@ -2,9 +2,12 @@
 each plan computes and sends."""
 
 import re
+import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,7 +19,8 @@ from transformers import GPT2LMHeadModel
 from examples import huggingface_gpt2 as example
 from megatron.api import build_mesh, parallelize, serial_mesh, whole_state_dict
 from tests.dist import Pool
-from tests.examples.test_examples import ROOT, printed, run
+from tests.examples.test_examples import ROOT, run
+from tests.programs import start_ranks
 from tests.tiny import assert_relative, mesh_of_ranks
 from tools.layouts.work import Meter
 
@@ -83,12 +87,26 @@ def assert_run(found: Run, wanted: Run) -> None:
         assert_relative(ours, weight, 1e-10, name)
 
 
+def program(words: list[str]) -> None:
+    with patch.object(sys, "argv", ["huggingface_gpt2.py", *words]):
+        example.main()
+
+
+def printed(place: Path, *words: object) -> np.ndarray:
+    """[steps, 2] that the program prints on two processes."""
+    target = partial(program, ["--tensor", "2", *map(str, words)])
+    with start_ranks(target, range(2), 2, place) as started:
+        assert started.wait() == [0, 0], started.text()
+        lines = [line for line in started.text(0).splitlines() if line.startswith("step")]
+    return np.array([[*map(float, re.findall(r"\d+\.\d+", line))] for line in lines])
+
+
 def test_its_folders_are_of_transformers(tmp_path: Path) -> None:
     folder = tmp_path / "trained"
-    printed(FILE, "--tensor", "2", "--steps", "2", "--save", folder)
+    assert len(printed(tmp_path, "--steps", 2, "--save", folder)) == 2
     wanted = plain(GPT2LMHeadModel.from_pretrained(folder))
-    words = ("--load", folder, "--plan", "literal", "--checkpoint", "--steps", str(STEPS))
-    found = np.array(printed(FILE, "--tensor", "2", *words))[:, 1:]
+    words = ("--load", folder, "--plan", "literal", "--checkpoint", "--steps", STEPS)
+    found = printed(tmp_path, *words)
     assert found == pytest.approx(np.array(wanted.steps), abs=2e-4)
     assert wanted.steps[0][0] != pytest.approx(plain(built()).steps[0][0], abs=1e-3)
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from megatron.inference.generate import Sampling, generate
-from megatron.models.huggingface import Wide
+from megatron.models.hf_layers import Wide
 from tests.dist import Pool
 from tests.models.test_hf_weights import (
     CASES,

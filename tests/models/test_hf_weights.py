@@ -4,6 +4,7 @@ from the model's own initialisation. Three steps are those of a plain loop of tr
 import contextlib
 import io
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +20,12 @@ from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from megatron.config.checks import UsageError
-from megatron.config.model import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.config.training import OptimizerConfig
 from megatron.models import hf_weights
+from megatron.models.hf_layers import Wide
 from megatron.models.hf_weights import form_of
-from megatron.models.huggingface import Wide
-from megatron.parallel.sharding import gather_whole
+from megatron.parallel.sharding import ShardingSpec, gather_whole, sharding_specs
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step
 from tests.dist import Pool
@@ -44,6 +45,7 @@ class Case(NamedTuple):
     shard_size: str = "50GB"
     dtype: torch.dtype = torch.float32
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict  # of the files' tensors
+    plan: str = "auto"
 
 
 def as_older(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -77,6 +79,12 @@ CASES = {
         "qwen3", GATED | {"tie_word_embeddings": True, "head_dim": 8}, dtype=torch.bfloat16
     ),
     "NeoX": Case("gpt_neox", ENCODER),
+    "RoFormer, whose positions are not trained": Case(
+        "roformer",
+        ENCODER | {"embedding_size": 32},
+        "AutoModelForMaskedLM",
+        plan='"*.intermediate.dense" = "column"\n"*.layer.*.output.dense" = "row"\n',
+    ),
     "BERT": Case("bert", ENCODER, "AutoModelForMaskedLM"),
     "BERT for pretraining, older": Case(
         "bert", ENCODER, "AutoModelForMaskedLM", "AutoModelForPreTraining", change=as_older
@@ -113,7 +121,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
 def section_of(folder: Path, case: Case, **changes: Any) -> HuggingFaceConfig:
     is_masked = case.auto_class == "AutoModelForMaskedLM"
     kind = HuggingFaceMaskedConfig if is_masked else HuggingFaceConfig
-    return kind(hf_model=str(folder), **changes)
+    return kind(hf_model=str(folder), **({"plan": case.plan} | changes))
 
 
 def state_of(
@@ -123,22 +131,17 @@ def state_of(
     return build_state(section, mesh, VOCABULARY, seed=SEED, dtype=dtype, draws=draws, **others)
 
 
-def master_views(state: TrainState) -> list[tuple[Any, Tensor]]:
-    return list(state.optimizer.master_views())
-
-
-def whole(state: TrainState, shards: list[tuple[Any, Tensor]]) -> dict[str, Tensor]:
+def whole(state: TrainState, shards: list[tuple[str, ShardingSpec, Tensor]]) -> dict[str, Tensor]:
     """Shards of parameters, whole, by the names and in the form that transformers has."""
     return {
-        view.name.removeprefix("model."): form_of(state.model, view.name).original(
-            gather_whole(shard, view.spec)
-        )
-        for view, shard in shards
+        name.removeprefix("model."): form_of(state.model, name).original(gather_whole(shard, spec))
+        for name, spec, shard in shards
     }
 
 
 def masters_of(state: TrainState) -> dict[str, Tensor]:
-    return whole(state, master_views(state))
+    """Those of trained parameters, and the others as they are."""
+    return whole(state, [(name, *shard) for name, shard in state.shards().items()])
 
 
 class Counting:
@@ -191,11 +194,10 @@ def read(
             dtype = getattr(torch, precision)
             state = state_of(section, tensor_size, dtype, draws=False)
             said = state.load_folder(folder)
-            masters, weights = (
-                whole(state, [(view, part(view, master)) for view, master in master_views(state)])
-                for part in (lambda view, master: master, lambda view, _: view.parameter.detach())
-            )
-            held = sum(prod(v.spec.real(master).shape) for v, master in master_views(state))
+            masters, table = masters_of(state), sharding_specs(state.model)
+            parameters = state.model.named_parameters()
+            weights = whole(state, [(n, table[n], each.detach()) for n, each in parameters])
+            held = sum(prod(spec.real(local).shape) for spec, local in state.shards().values())
             found[name] = masters, weights, said, sum(counted), held
     finally:
         hf_weights.safe_open = safe_open
@@ -420,7 +422,8 @@ def test_random_weights_are_the_same_at_every_layout(
 
 def test_random_weights_are_distributed_as_those_of_transformers(tmp_path: Path) -> None:
     settings = {"n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64}
-    for case in (GPT2._replace(settings=settings), CASES["BERT"]):
+    others = [CASES[name] for name in ("BERT", "NeoX", "Llama with one key/value head")]
+    for case in (GPT2._replace(settings=settings), *others):
         folder = write_folder(tmp_path / case.model_type, case)
         section = section_of(folder, case, random_weights=True)
         found = masters_of(state_of(section, 1, torch.float32, draws=True))
@@ -438,3 +441,37 @@ def test_random_weights_are_distributed_as_those_of_transformers(tmp_path: Path)
         if case.model_type == "gpt2":
             scaled = found["transformer.h.3.mlp.c_proj.weight"].std().item()
             assert scaled == pytest.approx(0.02 / 16**0.5, rel=0.05)
+
+
+def test_weights_of_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    folder = write_folder(tmp_path / "hf", GPT2)
+    text = (folder / "config.json").read_text()
+    section = HuggingFaceConfig(hf_model="some/model", hf_config=text)
+    assert section.starts_from() == "some/model"
+    asked: list[str] = []
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        assert name == "some/model"
+        asked.extend(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    state = state_of(section, 1, torch.float32, draws=False)
+    assert "some/model" in state.load_folder("some/model")[0]
+    assert masters_of(state)["transformer.ln_f.weight"].equal(
+        load_file(folder / "model.safetensors")["transformer.ln_f.weight"]
+    )
+    assert not any(fnmatchcase("pytorch_model.bin", pattern) for pattern in asked)
+    assert set(section.files(None)) == {"hf_generation_config.json"}
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError):
+        state.load_folder("some/model")
+
+    def unreachable(name: str, **_: Any) -> str:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(UsageError, match="no network"):
+        state.load_folder("some/model")

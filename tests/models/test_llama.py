@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from megatron.config.model import LlamaConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data.gpt2 import GPT2Batch
-from megatron.models.huggingface import Wide
+from megatron.models.hf_layers import Wide
 from megatron.parallel.collectives import gather_from
 from megatron.train.executor import on_device
 from megatron.train.step import count, forward_backward, train_step

@@ -13,7 +13,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from megatron.models.huggingface import Wide, use_own_kernels
+from megatron.models.hf_layers import Wide, use_own_kernels
 from megatron.parallel import kernels
 
 WIDTH = 96

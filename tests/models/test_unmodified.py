@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.models.huggingface import Wide
+from megatron.models.hf_layers import Wide
 from megatron.parallel.collectives import gather_from
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.executor import on_device
@@ -22,6 +22,7 @@ from tests.bert import bert_samples
 from tests.dist import Pool
 from tests.huggingface import (
     DROPOUT,
+    MASKED,
     WINDOW,
     by_their_names,
     hf_section,
@@ -30,6 +31,7 @@ from tests.huggingface import (
 )
 from tests.layouts.matrix import of_documents
 from tests.tiny import (
+    SEED,
     VOCABULARY,
     mesh_of_ranks,
     micro_batches,
@@ -58,7 +60,7 @@ class Case(NamedTuple):
     @property
     def batch(self) -> Any:
         """Three samples, each with as many counted tokens as its own mask says."""
-        if self.model == "bert":
+        if self.model in MASKED:
             return bert_samples(3)
         return of_documents(samples(3)) if self.has_documents else samples(3)
 
@@ -85,6 +87,8 @@ CASES = {
     "marian, frozen positions": Case("marian"),
     "gemma2, capped logits": Case("gemma2"),
     "bert": Case("bert"),
+    "roberta": Case("roberta"),
+    "data2vec": Case("data2vec-text"),
     "bert, untied": Case("bert", {"tie_word_embeddings": False}),
 }
 
@@ -102,9 +106,10 @@ def mask_of(batch: Any) -> Tensor:
 def their_loss(case: Case, model: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Of plain transformers: (logits [n, vocabulary], mean loss over counted tokens)."""
     arguments = {"input_ids": torch.from_numpy(batch.tokens)}
-    if case.model == "bert":
+    if case.model in MASKED:
         arguments["attention_mask"] = torch.from_numpy(batch.is_real).long()
-        arguments["token_type_ids"] = torch.from_numpy(batch.token_types)
+        if case.section.has_token_types:
+            arguments["token_type_ids"] = torch.from_numpy(batch.token_types)
     elif case.has_documents:
         arguments["position_ids"] = torch.from_numpy(batch.positions)
         arguments["attention_mask"] = mask_of(batch)
@@ -220,6 +225,32 @@ def test_what_torch_draws_is_of_samples_alone(gloo: Pool) -> None:
             assert found == pytest.approx(wanted, rel=1e-11)
 
 
+def test_a_mask_of_documents_in_place_of_a_window_is_refused() -> None:
+    model = tiny_state(mesh_of_ranks(1), hf_section("mistral")).model
+    with pytest.raises(NotImplementedError):
+        model.embed(on_device(of_documents(samples(2)), CPU))
+
+
+CUT_DROPOUT = """
+"*.mlp.c_fc" = { style = "column", gather = true }
+"*.mlp.c_proj" = "column"
+"""
+
+
+def message_of_cut_dropout() -> str:
+    """Of a plan that leaves cut what a dropout behind a layer gets."""
+    section = hf_section("gpt2", {"resid_pdrop": 0.1}, plan=CUT_DROPOUT)
+    state = tiny_state(mesh_of_ranks(2), section)
+    with pytest.raises(RuntimeError) as raised:
+        train_step(state, [samples(2)], 0.0)
+    return str(raised.value)
+
+
+def test_dropout_of_a_part_of_the_channels_is_refused(gloo: Pool) -> None:
+    for message in gloo.run(2, message_of_cut_dropout):
+        assert "transformer.h.0.mlp.dropout" in message
+
+
 def frozen_weights(tensor_size: int) -> dict[str, float]:
     """How far two steps move what the model has as frozen, and the median of the rest."""
     state = tiny_state(mesh_of_ranks(tensor_size), hf_section("marian"))
@@ -308,3 +339,16 @@ def test_faults_are_told_by_the_models_own_names(gloo: Pool, tensor_size: int) -
             *drifted, norm, one, other = found[model]
             assert norm in drifted
             assert one == other == f"the output of {name}"
+
+
+def test_what_a_constructor_sets_is_an_initial_value() -> None:
+    """Though the model's own initialisation does not say it."""
+    section = hf_section("data2vec-text")
+    plain = dict(plain_model(section).named_parameters())["lm_head.bias"]
+    torch.use_deterministic_algorithms(True)  # memory that nobody has written to holds NaN
+    try:
+        values = dict(tiny_state(mesh_of_ranks(1), section).model.initial_values(SEED))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(values["model.lm_head.bias"].double(), plain)
+    assert all(each.isfinite().all() for each in values.values())

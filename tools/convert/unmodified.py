@@ -20,12 +20,11 @@ from torch import Tensor
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import TensorSlice, load_checkpoint, verify
 from megatron.checkpoint.save import reason
-from megatron.config.hf_folder import beside
-from megatron.config.model import KEPT, HuggingFaceConfig
+from megatron.config.huggingface import KEPT, HuggingFaceConfig, beside
 from megatron.data.tokenizer import file_names, read_tokenizer
 from megatron.models.build import build_on_meta
+from megatron.models.hf_layers import Wide
 from megatron.models.hf_weights import INDEX, Bare, form_of
-from megatron.models.huggingface import Wide
 from megatron.models.registry import config_of
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs

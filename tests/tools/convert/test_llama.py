@@ -13,7 +13,7 @@ from megatron.checkpoint.format import read_checkpoint, read_manifest
 from megatron.checkpoint.load import verify
 from megatron.config.model import LlamaConfig
 from megatron.data.tokenizer import read_tokenizer
-from megatron.models.huggingface import Wide
+from megatron.models.hf_layers import Wide
 from megatron.train.evaluate import load_model, whole_logits
 from tests.data.samples import write_tokenizer
 from tests.dist import Pool

@@ -1,0 +1,287 @@
+"""Models of transformers: which one, what its config.json says of it, and what lies beside that in
+a folder, here or on the HuggingFace hub."""
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from megatron.config.checks import UsageError
+from megatron.config.model import KindConfig, RecomputeGranularity
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
+# What a folder has beside the model, and a folder that is made of a checkpoint, too.
+BESIDE = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+# What is fetched of a name on the hub: no pickle, no code, and no weights in other formats.
+FETCHED = ("config.json", "model*.safetensors", "model.safetensors.index.json", *BESIDE)
+
+
+def has_weights(name: str, folder: Path) -> bool:
+    """Whether the folder of --hf-model `name` has weights that training can start from. Raises
+    UsageError where it has only others."""
+    if any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
+        return True
+    others = [each.name for ending in WEIGHTS for each in sorted(folder.glob(ending))]
+    if others:
+        allowed = (
+            f"a folder with model.safetensors or its index, and not {others[0]} alone: in Python, "
+            "AutoModelForCausalLM (or ForMaskedLM) of transformers makes one: "
+            f".from_pretrained({name!r}).save_pretrained(NEW)"
+        )
+        works = ("--hf-model", name, "--random-weights")
+        raise UsageError("--hf-model", name, allowed, works=works)
+    return False
+
+
+def fetch(name: str, patterns: Iterable[str] = FETCHED) -> Path:
+    """The folder of --hf-model `name`; of a name on the hub that with the files of these patterns,
+    which are fetched. Raises UsageError where the hub does not give them."""
+    if Path(name).is_dir():
+        return Path(name)
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
+    except Exception as error:  # those of its HTTP client are of no kind that it exports
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        allowed = f"a folder, or a name that the hub knows ({lines[0]})"
+        raise UsageError("--hf-model", name, allowed) from error
+
+
+def beside(folder: Path, prefix: str = "") -> dict[str, bytes]:
+    """{name: content} of the folder's files of BESIDE, which have this prefix there."""
+    files = {name: folder / f"{prefix}{name}" for name in BESIDE}
+    return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
+
+
+KEPT = "hf_"  # of names of files in a checkpoint that were in the folder of --hf-model
+# What config.json calls the number of layers.
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceConfig(KindConfig):
+    """A model of transformers, unmodified, that predicts the next token."""
+
+    kind: ClassVar[str] = "huggingface"
+    can_compile: ClassVar[bool] = False
+    granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "full")
+
+    hf_model: str
+    """A folder with the model's config.json, and its weights, if training starts from these; or a
+    name on the HuggingFace hub."""
+
+    plan: str = "auto"
+    """How the model is cut over tensor-parallel processes: auto, by transformers' own plan or one
+    of this project's; or a TOML file of one's own, which is proved by a small model first."""
+
+    hf_config: str | None = None
+    """The text of a config.json, in place of that of --hf-model."""
+
+    random_weights: bool = False
+    """Start from the model's own initialisation, though there are weights at --hf-model."""
+
+    def __post_init__(self) -> None:
+        if self.hf_config is None:
+            with suppress(UsageError):  # a checkpoint has it, too, or else `described` raises it
+                object.__setattr__(self, "hf_config", read_hf_config(self.hf_model))
+        if self.plan != "auto" and "\n" not in self.plan:
+            object.__setattr__(self, "plan", _read_plan(self.plan))
+
+    def completed(self, saved: Callable[[], Mapping[str, Any] | None]) -> Self:
+        if self.hf_config is None and (found := saved()) is not None:
+            return replace(self, hf_config=found.get("hf_config"))
+        return self
+
+    def files(self, saved: Path | None) -> Mapping[str, bytes]:
+        found: dict[str, bytes] = {}
+        if saved is not None and not Path(self.hf_model).is_dir():
+            found = beside(saved, KEPT)
+        with suppress(UsageError):  # the hub may be out of reach
+            found = found or beside(fetch(self.hf_model, BESIDE))
+        return {f"{KEPT}{name}": content for name, content in found.items()}
+
+    def starts_from(self) -> str | None:
+        folder = Path(self.hf_model)
+        if self.random_weights or (folder.is_dir() and not has_weights(self.hf_model, folder)):
+            return None
+        return self.hf_model
+
+    def check(self) -> None:
+        """Raise UsageError for a model that config.json shows to be none of this kind."""
+        described, whole = self.described, json.loads(self.hf_config or "{}")
+        kind = whole.get("model_type")
+        has_experts = described.get("is_moe") is not False
+        experts = [name for name in EXPERTS if has_experts and (described.get(name) or 0) > 1]
+        for is_wrong, allowed in (
+            (kind is None, "one whose config.json has a model_type"),
+            (whole.get("is_encoder_decoder", kind in ENCODER_DECODERS),
+             f"an encoder or a decoder, and {kind} is both, one after another"),
+            (experts, f"a model without experts, and config.json has {', '.join(experts)}"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise UsageError("--hf-model", self.hf_model, allowed)
+        if (right := _kind_of(whole)) not in (None, self.kind):
+            name = " ".join(whole.get("architectures") or [kind])
+            what = "masked tokens" if "masked" in right else "the next token"
+            allowed = f"{right} for {name}, which predicts {what}"
+            raise UsageError("--model", self.kind, allowed, works=("--model", right))
+
+    @cached_property
+    def described(self) -> dict[str, Any]:
+        """The model's config.json, of its text model where it has several."""
+        found: dict[str, Any] = json.loads(self.hf_config or read_hf_config(self.hf_model))
+        return found.get("text_config") or found
+
+    def number(self, *names: str) -> int:
+        """What config.json has under the first of these names that it knows."""
+        found = next((self.described[each] for each in names if each in self.described), None)
+        if not isinstance(found, int):
+            raise UsageError("--hf-model", self.hf_model, f"one whose config.json has {names[0]}")
+        return found
+
+    @property
+    def num_layers(self) -> int:
+        return self.number(*LAYERS)
+
+    def of_depth(self, layers: int) -> Self:
+        described = dict(self.described)
+        described.update((name, layers) for name in LAYERS if name in described)
+        if "layer_types" in described:
+            described["layer_types"] = described["layer_types"][:layers]
+        found = json.loads(self.hf_config or read_hf_config(self.hf_model))
+        found = found | ({"text_config": described} if found.get("text_config") else described)
+        return replace(self, hf_config=json.dumps(found))
+
+    @property
+    def vocab_size(self) -> int:
+        return self.number("vocab_size")
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that the model can read; None where nothing says it."""
+        names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+        found = next((self.described[each] for each in names if each in self.described), None)
+        if found is not None and self.described.get("model_type") in OFFSET:
+            return int(found) - 1 - int(self.described.get("pad_token_id", 1))
+        return found
+
+    @property
+    def widths(self) -> dict[str, int]:
+        return {"num_attention_heads of --hf-model": self.num_attention_heads}
+
+    @property
+    def hidden_size(self) -> int:
+        return self.number("hidden_size", "n_embd", "d_model")
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.number("num_attention_heads", "n_head", "n_heads")
+
+    @property
+    def query_groups(self) -> int:
+        """Heads of keys and values."""
+        return self.described.get("num_key_value_heads") or self.num_attention_heads
+
+    @property
+    def drops_attention(self) -> bool:
+        names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+        return any(self.described.get(name) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceMaskedConfig(HuggingFaceConfig):
+    """A model of transformers, unmodified, that predicts masked tokens."""
+
+    kind: ClassVar[str] = "huggingface-masked"
+
+    @property
+    def has_token_types(self) -> bool:
+        return self.described.get("type_vocab_size", 0) > 1
+
+
+# Model types of transformers that look at all tokens unless is_decoder is set, and those with an
+# encoder and a decoder: what hand-written config.json files say in no other place.
+ENCODERS = frozenset(
+    (
+        *("albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta"),
+        *("deberta-v2", "distilbert", "electra", "ernie", "esm", "eurobert", "megatron-bert"),
+        *("mobilebert", "modernbert", "mpnet", "nomic_bert", "rembert", "roberta"),
+        *("roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    )
+)
+ENCODER_DECODERS = frozenset(
+    ("bart", "encoder-decoder", "led", "longt5", "m2m_100", "mbart", "mt5", "pegasus", "t5", "umt5")
+)
+# Those whose positions count from pad_token_id + 1.
+OFFSET = frozenset(
+    (
+        *("camembert", "data2vec-text", "mpnet", "roberta", "roberta-prelayernorm"),
+        *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+    )
+)
+NATIVE = ("gpt2", "llama")  # which this project has as kinds of its own, too
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _kind_of(whole: Mapping[str, Any]) -> str | None:
+    """Of a model with this config.json; None where it does not say."""
+    kinds = " ".join(whole.get("architectures") or ())
+    is_encoder = whole["model_type"] in ENCODERS and not whole.get("is_decoder")
+    if is_encoder or "MaskedLM" in kinds:
+        return "huggingface-masked"
+    is_decoder = whole.get("is_decoder") or whole["model_type"] in NATIVE
+    if is_decoder or "CausalLM" in kinds or "LMHeadModel" in kinds:
+        return "huggingface"
+    return None
+
+
+def has_window(described: Mapping[str, Any]) -> bool:
+    """Whether a layer of the model that config.json describes looks at some of the tokens before
+    alone: a mask that a model is given takes the place of its own, of the window too."""
+    if {*(described.get("layer_types") or ())} - {"full_attention"}:
+        return True
+    sizes = {n: v for n, v in described.items() if "window" in n and type(v) is int and v > 0}
+    return described.get("use_sliding_window") is not False and bool(
+        sizes.keys() - {"max_window_layers"}
+    )
+
+
+def read_hf_config(name: str) -> str:
+    """The text of a model's config.json, from a folder or the hub. Raises UsageError where there is
+    none."""
+    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and name[0].isalnum()
+    folder = fetch(name, ["config.json"]) if is_name else Path(name)
+    try:
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        json.loads(text)
+    except (OSError, ValueError) as error:
+        allowed = f"a folder with a config.json, or a name on the hub ({error})"
+        raise UsageError("--hf-model", name, allowed) from None
+    return text
+
+
+def _read_plan(name: str) -> str:
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+        tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        allowed = f"auto, or a TOML file ({error})"
+        raise UsageError("--plan", name, allowed, works=("--plan", "auto")) from None
+    return text.rstrip("\n") + "\n"

@@ -1,0 +1,106 @@
+"""Plans of models of transformers: its own, with what they leave out, and those it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from megatron.parallel.plan import (
+    Column,
+    Local,
+    Plan,
+    PlanError,
+    Row,
+    Style,
+    Summed,
+    Vocabulary,
+    Whole,
+    read_plan,
+    read_style,
+)
+
+# Models with the modules of BERT.
+BERTS = (
+    *("bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+_OF_BERT: Plan = {
+    "*.attention.self.query": Column(),
+    "*.attention.self.key": Column(),
+    "*.attention.self.value": Column(),
+    "*.attention.output.dense": Row(),
+    "*.intermediate.dense": Column(),
+    "*.layer.*.output.dense": Row(),
+}
+# Of models that transformers has no plan of.
+PLANS: Mapping[str, Plan] = {
+    "gpt2": {
+        "*.attn": Local("num_heads", "split_size"),
+        "*.attn.c_attn": Column(parts=3),
+        "*.attn.c_proj": Row(),
+        "*.mlp.c_fc": Column(),
+        "*.mlp.c_proj": Row(),
+    },
+    **dict.fromkeys(BERTS, _OF_BERT),
+    "opt": {
+        "*.self_attn": Local("num_heads"),
+        "*.self_attn.?_proj": Column(),
+        "*.self_attn.out_proj": Row(),
+        "*.fc1": Column(),
+        "*.fc2": Row(),
+    },
+}
+# Where transformers' own plan of an architecture is wrong.
+_WHOLE_GATES: Mapping[str, Style] = {  # whose mean and deviation decide which ones stay
+    "*.language_model.layers.*.mlp.gate_proj": Column(gather=True),
+    "*.language_model.layers.*.mlp.up_proj": Column(gather=True),
+}
+MENDED: Mapping[str, Mapping[str, Style]] = {
+    "apertus": {"*.mlp.act_fn": Summed()},  # parameters of an activation of cut columns
+    # Masks of all heads, which are computed of all values.
+    "doge": {"*.self_attn.*_proj": Whole()},
+    "esmc": {"*.self_attn.[qkv]_proj": Column(gather=True)},  # norms over all heads
+    "neomme": {"*.self_attn.*_proj": Whole()},  # numbers of heads from the config
+    "gemma3n": _WHOLE_GATES,
+    "gemma3n_text": {
+        each.replace("*.language_model", "model"): style for each, style in _WHOLE_GATES.items()
+    },
+}
+
+
+def plan_of(model: nn.Module, text: str = "auto") -> Plan:
+    """The plan of a model of transformers; text: "auto", or a plan in TOML. Raises PlanError for a
+    model without one, and for what the plan does not say right."""
+    config: Any = model.config
+    modules = dict(model.named_modules())
+    if text != "auto":
+        return read_plan(text)
+    own = getattr(model, "_tp_plan", None) or {}
+    plan = {each: read_style(each, value) for each, value in own.items() if _fits(each, modules)}
+    plan |= MENDED.get(config.model_type, {}) if plan else {}
+    ends = _of_ends(model, modules)
+    if not plan.keys() - ends.keys():
+        if config.model_type not in PLANS:
+            raise PlanError(
+                f"neither transformers nor this project has a plan for {type(model).__name__}: "
+                "--plan FILE.toml says how it is cut"
+            )
+        plan = dict(PLANS[config.model_type])
+    return plan | ends
+
+
+def _fits(pattern: str, modules: Mapping[str, nn.Module]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in modules)
+
+
+def _of_ends(model: Any, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
+    """Of the word embedding and the output layer."""
+    names = {id(module): name for name, module in modules.items()}
+    words, output = model.get_input_embeddings(), model.get_output_embeddings()
+    found: dict[str, Style] = {names[id(words)]: Vocabulary()}
+    if output is not None:
+        found[names[id(output)]] = Column(gather=True)
+    return found
