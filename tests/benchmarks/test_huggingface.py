@@ -16,7 +16,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_all_contenders_train_the_same_model(kind: str, tmp_path: Path) -> None:
     sizes, names = RUNS[kind]
     flags = ["--models", kind, "--dtypes", "fp32", f"--program-flags={sizes}"]
