@@ -101,7 +101,7 @@ def _made_of(x: Tensor, known: tuple[Tensor, object, Tensor] | None) -> Tensor |
 
 
 class _EnterGathered(torch.autograd.Function):
-    """copy_to of tokens that were gathered before."""
+    """f of tokens that were gathered before: the gradient leaves by a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, whole: Tensor, axis: Axis) -> Tensor:

@@ -26,6 +26,7 @@ from megatron.parallel.layers import (
     LayerNorm,
     PositionEmbedding,
     RowParallelLinear,
+    linear,
 )
 from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm
 from megatron.parallel.mesh import ALONE, Axis, Mesh, serial_mesh
@@ -234,13 +235,17 @@ def whole_and_unsummed(module: SummedParameters, style: Any, taken: Any) -> None
         taken.take(module, name)
 
 
-def for_each_layer(entrance: Entrance, x: Tensor) -> Tensor:
+def unsummed(entrance: Entrance, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    return linear(x.flatten(0, -2), weight, others[0])
+
+
+def for_each_layer(entrance: Entrance, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
     """f once for each of the layers that read one tensor."""
-    return copy_to(x, entrance.axis)
+    return linear(x.flatten(0, -2), weight, others[0], axis=entrance.axis)
 
 
-def summed_twice(entrance: Entrance, x: Tensor) -> Tensor:
-    return copy_to(enter(entrance, x), entrance.axis)
+def summed_twice(entrance: Entrance, x: Tensor, *others: Any) -> Tensor:
+    return read(entrance, copy_to(x, entrance.axis), *others)
 
 
 def with_whole_head(head: ColumnLinear, x: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
@@ -256,7 +261,7 @@ def of_first_heads(heads: int, queries: int, tensor: Axis) -> list[int]:
     return heads_of_queries(heads, queries, replace(tensor, rank=0))
 
 
-enter, heads_of_queries = Entrance.__call__, planned.heads_of_queries
+read, heads_of_queries = Entrance.read, planned.heads_of_queries
 run_grouped_query, run_core = GroupedQueryLinear.forward, AttentionCore.forward
 turns = Llama.turns
 add_up, add_deferred = Bucket.add_up, GradientBuckets.add_deferred
@@ -309,13 +314,13 @@ FAULTS: dict[str, tuple[Any, str, Any, Case, str]] = {
         SummedParameters, "prepare", whole_and_unsummed, Case("tensor=2", "hf-qwen3"), "gradients",
     ),
     "no sum where column layers begin": (
-        planned, "copy_to", lambda x, axis: x, Case("tensor=2", "hf-llama"), "gradients",
+        Entrance, "read", unsummed, Case("tensor=2", "hf-llama"), "gradients",
     ),
     "a sum for each column layer": (
-        Entrance, "__call__", for_each_layer, Case("tensor=2", "hf-llama"), "calls over tensor",
+        Entrance, "read", for_each_layer, Case("tensor=2", "hf-llama"), "calls over tensor",
     ),
     "two sums where column layers begin": (
-        Entrance, "__call__", summed_twice, Case("tensor=2", "hf-gpt2"), "gradients",
+        Entrance, "read", summed_twice, Case("tensor=2", "hf-gpt2"), "gradients",
     ),
     "all columns of the output layer on every rank": (
         ColumnLinear, "loss", with_whole_head, Case("tensor=2", "hf-gpt2"), "FLOPs",
