@@ -51,19 +51,27 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def tiny(described: Mapping[str, Any]) -> dict[str, Any]:
+def tiny(described: Mapping[str, Any], plan: str = "auto") -> dict[str, Any]:
     """A config.json of the same architecture that is proved in seconds: 2 layers or one of each
-    type, 8 query heads, as many key/value heads, 2 or 1, an odd vocabulary. What decides which
-    modules there are and what they compute stays."""
+    type, 8 query heads, as many key/value heads, 2 or 1, a small vocabulary. What decides which
+    modules there are and what they compute stays; so do all layers where the plan has numbers of
+    them, and whether ranks can share the vocabulary where the plan is the user's."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**described)
-    return _shrunk(config.to_dict() | {"model_type": config.model_type})
+    patterns = [] if plan == "auto" else [*read_toml(plan)]
+    keeps_layers = any(re.search(r"[\d?[]", each) for each in patterns)
+    rows = config.get_text_config().vocab_size
+    vocabulary = VOCABULARY if plan == "auto" or rows % 4 else VOCABULARY + 3
+    whole = config.to_dict() | {"model_type": config.model_type}
+    return _shrunk(whole, keeps_layers, vocabulary)
 
 
-def _shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
+def _shrunk(given: Mapping[str, Any], keeps_layers: bool, vocabulary: int) -> dict[str, Any]:
     found = {
-        name: _shrunk(value) if isinstance(value, Mapping) and "model_type" in value else value
+        name: _shrunk(value, keeps_layers, vocabulary)
+        if isinstance(value, Mapping) and "model_type" in value
+        else value
         for name, value in given.items()
     }
 
@@ -76,7 +84,9 @@ def _shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
     layers, hidden, heads = known("layers"), known("hidden"), known("heads")
     types = given.get("layer_types") or []
     places = sorted({types.index(each) for each in types})
-    if given.get("num_kv_shared_layers"):  # the last ones use keys and values of others
+    if keeps_layers:
+        places = [*range(layers)]
+    elif given.get("num_kv_shared_layers"):  # the last ones use keys and values of others
         put(len(places), "num_kv_shared_layers")
         places *= 2
     places += [each for each in range(LAYERS) if each not in places][: LAYERS - len(places)]
@@ -113,7 +123,7 @@ def _shrunk(given: Mapping[str, Any]) -> dict[str, Any]:
             for new, old in enumerate(places)
             if old in by_layer
         }
-    put(VOCABULARY, "vocab_size", "vocab_size_per_layer_input")
+    put(vocabulary, "vocab_size", "vocab_size_per_layer_input")
     put(64, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
     put(WINDOW, "sliding_window")
     for name in [each for each in given if each.endswith("_token_id")]:
@@ -138,25 +148,6 @@ def _shrunk_rope(given: Mapping[str, Any], head_size: int) -> dict[str, Any]:
             turned = head_size * (given.get("partial_rotary_factor") or 1)
             found[name] = value[: int(turned) // 2]
     return found
-
-
-def _of_few_layers(plan: str, described: Mapping[str, Any]) -> str:
-    """The plan, where it names layers by number, of the layers of a tiny model."""
-    if plan == "auto":
-        return plan
-    text = described.get("text_config") or described
-    layers = next(text[name] for name in NAMES["layers"] if name in text)
-
-    def value(given: Any) -> str:
-        if not isinstance(given, Mapping):
-            return json.dumps(given)
-        return "{" + ", ".join(f"{name} = {value(each)}" for name, each in given.items()) + "}"
-
-    def few(match: re.Match[str]) -> str:
-        return str(int(match[0]) % layers)
-
-    said = {re.sub(r"(?<=\.)\d+(?=\.)", few, name): each for name, each in read_toml(plan).items()}
-    return "".join(f"{json.dumps(name)} = {value(each)}\n" for name, each in said.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,13 +232,10 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
     the mesh (every rank calls this, and gets the same). Raises PlanError for a plan that does not
     fit the model, before any weight is made, and NoProofError."""
     try:
-        described = tiny(json.loads(config.hf_config or "{}"))
-        config = replace(
-            config,
-            hf_config=json.dumps(described),
-            plan=_of_few_layers(config.plan, described),
-            recompute_granularity="none",
-        )
+        if config.plan != "auto" and any(_has_numbers(each) for each in read_plan(config.plan)):
+            raise NoProofError("it sets numbers of the whole model, which a tiny one has not")
+        described = tiny(json.loads(config.hf_config or "{}"), config.plan)
+        config = replace(config, hf_config=json.dumps(described), recompute_granularity="none")
         ours = build_on_meta(config, mesh, VOCABULARY).eval()
         theirs = _unmodified(described, ours.auto_class, mesh.device)
         batch, arguments = _batch(ours, mesh.device)
@@ -443,6 +431,8 @@ def _compare(
     outputs: dict[str, Tensor] = {}
     with torch.no_grad(), Wide(), _watched(ours.model, outputs, enter):
         logits = ours.model(**ours.arguments(batch), use_cache=False).logits
+    if logits.shape != wanted.logits.shape:  # of an output layer that stays cut
+        logits = gather_from(logits, -1, mesh.tensor)
     modules = dict(ours.model.named_modules())
     differences = {}
     for name, found in outputs.items():
