@@ -31,7 +31,7 @@ from megatron.models.hf_layers import Wide
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.plan import PlanError, read_toml
+from megatron.parallel.plan import Local, PlanError, read_plan, read_toml
 from megatron.parallel.planned import AS_IT_IS, ColumnLinear, Form, Planned, SharedHeads
 from megatron.parallel.sharding import gather_whole, materialize
 
@@ -232,7 +232,9 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
     the mesh (every rank calls this, and gets the same). Raises PlanError for a plan that does not
     fit the model, before any weight is made, and NoProofError."""
     try:
-        if config.plan != "auto" and any(_has_numbers(each) for each in read_plan(config.plan)):
+        if config.plan != "auto" and any(
+            isinstance(each, Local) and each.values for each in read_plan(config.plan).values()
+        ):
             raise NoProofError("it sets numbers of the whole model, which a tiny one has not")
         described = tiny(json.loads(config.hf_config or "{}"), config.plan)
         config = replace(config, hf_config=json.dumps(described), recompute_granularity="none")
