@@ -63,7 +63,7 @@ from .parallel.plan import (
     Summed as Summed,
     Whole as Whole,
     Local as Local,
-    Moved as Moved,
+    Redistribute as Redistribute,
     PlanError as PlanError,
     read_plan as read_plan,
 )

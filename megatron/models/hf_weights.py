@@ -221,8 +221,8 @@ def _copy(part: Any, local: Tensor, spec: ShardingSpec, form: Form) -> None:
     pieces = []
     for number in range(form.parts):
         index = (slice(rows.start + number * step, rows.stop + number * step), *others)
-        pieces.append(part[index[::-1] if form.is_turned else index])
-    original = pieces[0] if form.parts == 1 else torch.cat(pieces, int(form.is_turned))
+        pieces.append(part[index[::-1] if form.is_transposed else index])
+    original = pieces[0] if form.parts == 1 else torch.cat(pieces, int(form.is_transposed))
     spec.real(local).copy_(form.held(original))
 
 

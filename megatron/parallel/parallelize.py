@@ -31,9 +31,9 @@ from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.plan import (
     Column,
     Local,
-    Moved,
     Plan,
     PlanError,
+    Redistribute,
     Row,
     Style,
     Summed,
@@ -53,7 +53,7 @@ from megatron.parallel.planned import (
     Taken,
     VocabularyEmbedding,
     heads_of_queries,
-    is_turned_matmul,
+    is_transposed_matmul,
 )
 from megatron.parallel.sharding import gather_whole
 
@@ -89,7 +89,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
         module = modules[name]
         if isinstance(style, Local):
             _divide(name, module, style, mesh.tensor)
-        elif isinstance(style, Moved):
+        elif isinstance(style, Redistribute):
             _move(name, module, style, entrance)
         elif isinstance(style, Summed):
             for inner, each in module.named_modules(prefix=name):
@@ -226,7 +226,7 @@ def _divide(name: str, module: nn.Module, style: Local, axis: Axis) -> None:
         setattr(module, attribute, value)
 
 
-def _move(name: str, module: nn.Module, style: Moved, entrance: Entrance) -> None:
+def _move(name: str, module: nn.Module, style: Redistribute, entrance: Entrance) -> None:
     for move in (*style.inputs.values(), *style.outputs.values()):
         if move not in MOVES:
             raise PlanError(f"{name}: no tensor goes from {move[0]} to {move[1]}")
@@ -240,10 +240,10 @@ def _move(name: str, module: nn.Module, style: Moved, entrance: Entrance) -> Non
 
 @dataclass
 class _Moving:
-    """The hooks of a module with a style of Moved; a copy of the model has its own."""
+    """The hooks of a module with a style of Redistribute; a copy of the model has its own."""
 
     name: str
-    style: Moved
+    style: Redistribute
     entrance: Entrance
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -308,7 +308,7 @@ def _joined(model_class: type, kind: type[Planned]) -> type:
 
 
 def _is_matmul(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_turned_matmul(module)
+    return isinstance(module, nn.Linear) or is_transposed_matmul(module)
 
 
 def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Planned]:
@@ -332,7 +332,9 @@ def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Pl
     if type(style) not in kinds:
         raise PlanError(f"{name} is a {own.__name__}, which cannot be cut as {style}")
     forward = unwrap(own.forward)
-    is_plain = forward is known.forward or (is_turned_matmul(module) and own.__name__ == "Conv1D")
+    is_plain = forward is known.forward or (
+        is_transposed_matmul(module) and own.__name__ == "Conv1D"
+    )
     goes_on = known is nn.Embedding and "__class__" in forward.__code__.co_freevars
     if "weight" not in dict(module.named_parameters(recurse=False)):
         raise PlanError(
@@ -394,11 +396,11 @@ def of_torch(name: str, style: Any) -> Style:
             inputs = moves(style.input_layouts, style.desired_input_layouts)
             inputs |= moves(style.input_kwarg_layouts, style.desired_input_kwarg_layouts)
             if is_local or all(move[1] == "whole" for move in inputs.values()):
-                return Moved(inputs, {})
+                return Redistribute(inputs, {})
         case torchs.PrepareModuleOutput():
             outputs = moves(style.output_layouts, style.desired_output_layouts)
             if is_local or all(move[1] == "whole" for move in outputs.values()):
-                return Moved({}, outputs)
+                return Redistribute({}, outputs)
     raise PlanError(f"{name}: no layer here does what {_described(style)} says")
 
 

@@ -85,7 +85,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Moved:
+class Redistribute:
     """Tensors that enter or leave a module cut in one way and are wanted in another: "whole",
     "tokens" [b, s/t, ..] or "channels" [.., h/t].
 
@@ -96,7 +96,7 @@ class Moved:
     outputs: Mapping[int, tuple[str, str]]
 
 
-Style = Column | Row | Vocabulary | Summed | Whole | Local | Moved
+Style = Column | Row | Vocabulary | Summed | Whole | Local | Redistribute
 Plan = Mapping[str, Any]
 """{pattern of module names: a Style, several, or a style of torch.distributed.tensor.parallel}. In
 a pattern * stands for anything; of several that fit a module the last one holds."""

@@ -27,20 +27,20 @@ from megatron.parallel.sharding import GradientView, ShardedModule, ShardingSpec
 class Form:
     """How a parameter is held, whole, and how its model writes it.
 
-    parts: matrices that lie one behind another in it. is_turned: whether the model's own weight is
-    [in, out], as of transformers' Conv1D; held is [out, in].
+    parts: matrices that lie one behind another in it. is_transposed: whether the model's own weight
+    is [in, out], as of transformers' Conv1D; held is [out, in].
     """
 
     parts: int = 1
-    is_turned: bool = False
+    is_transposed: bool = False
 
     def held(self, original: Tensor) -> Tensor:
-        held = original.T if self.is_turned else original
+        held = original.T if self.is_transposed else original
         return held if self.parts == 1 else held.unflatten(0, (self.parts, -1))
 
     def original(self, held: Tensor) -> Tensor:
         flat = held if self.parts == 1 else held.flatten(0, 1)
-        return flat.T if self.is_turned else flat
+        return flat.T if self.is_transposed else flat
 
 
 AS_IT_IS = Form()
@@ -291,8 +291,8 @@ class ColumnLinear(Planned):
 
     def prepare(self, style: Column, taken: Taken) -> None:
         self.style, tensor = style, self.mesh.tensor
-        form = Form(style.parts, is_turned_matmul(self))
-        if form.is_turned and not style.gather and style.parts == 1:
+        form = Form(style.parts, is_transposed_matmul(self))
+        if form.is_transposed and not style.gather and style.parts == 1:
             width, size = self.shard_of("weight").shape
             if size == 3 * width and tensor.size > 1:
                 raise PlanError(
@@ -311,7 +311,7 @@ class ColumnLinear(Planned):
             )
         fields: dict[str, Any] = {"shards": ((cut_dim, tensor),), "padded_rows": padded}
         taken.take(self, "weight", form, **fields)
-        taken.take(self, "bias", replace(form, is_turned=False), decay=False, **fields)
+        taken.take(self, "bias", replace(form, is_transposed=False), decay=False, **fields)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mode == "input":
@@ -351,7 +351,7 @@ class SharedHeads(ColumnLinear):
 
     def prepare(self, style: Column, taken: Taken) -> None:
         self.style, tensor = style, self.mesh.tensor
-        form, partial_axes = Form(1, is_turned_matmul(self)), (self.mesh.replicas, tensor)
+        form, partial_axes = Form(1, is_transposed_matmul(self)), (self.mesh.replicas, tensor)
         used = heads_of_queries(style.heads, style.queries, tensor)
         size, left = divmod(len(form.held(self.shard_of("weight"))), style.heads)
         if left:
@@ -383,7 +383,7 @@ class RowLinear(Planned):
 
     def prepare(self, style: Row, taken: Taken) -> None:
         self.style, tensor = style, self.mesh.tensor
-        form = Form(1, is_turned_matmul(self))
+        form = Form(1, is_transposed_matmul(self))
         self.features = form.held(self.shard_of("weight")).shape[1]
         taken.take(self, "weight", form, ((1, tensor),))
         # Under sequence parallelism each rank adds it to its own tokens.
@@ -468,7 +468,7 @@ def _require_plain(module: Any) -> None:
             raise PlanError(f"{module.full_name} has {name}, which a cut embedding has not")
 
 
-def is_turned_matmul(module: nn.Module) -> bool:
+def is_transposed_matmul(module: nn.Module) -> bool:
     """Whether it is transformers' Conv1D, whose weight is [in, out]."""
     origin = "transformers.pytorch_utils"
     return any(

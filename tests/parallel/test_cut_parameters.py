@@ -15,7 +15,16 @@ from transformers.pytorch_utils import Conv1D
 
 from megatron.models.hf_layers import parameters_on_meta
 from megatron.parallel.parallelize import parallelize, whole_state_dict
-from megatron.parallel.plan import Column, Local, Moved, Plan, PlanError, Row, Summed, Vocabulary
+from megatron.parallel.plan import (
+    Column,
+    Local,
+    Plan,
+    PlanError,
+    Redistribute,
+    Row,
+    Summed,
+    Vocabulary,
+)
 from megatron.parallel.sharding import materialize
 from tests.dist import Pool
 from tests.parallel.test_parallelize import (
@@ -87,7 +96,7 @@ REFUSED = {
     "a bias": ("up.bias", using(lambda m, x: m.up(x) + m.up.bias)),
     "a matmul": ("up.weight", using(lambda m, x: x @ m.up.weight.T)),
     "from the right": ("up.weight", using(lambda m, x: (m.up.weight @ x.mT).mT)),
-    "a turned one": ("up.weight", using(lambda m, x: m.up.weight.T)),
+    "a transposed one": ("up.weight", using(lambda m, x: m.up.weight.T)),
     "einsum": ("up.weight", using(lambda m, x: torch.einsum("bsi,oi->bso", x, m.up.weight))),
     "element-wise": ("up.weight", using(lambda m, x: m.up(x) * (m.up.weight * 2).sum())),
     "from a number": ("up.weight", using(lambda m, x: m.up(x) + (1.0 - m.up.weight).sum())),
@@ -168,11 +177,11 @@ REFUSED = {
         "head.weight",
         Case(
             lambda: Layers(
-                lambda m, x: m.head(m.turned(x)),
-                turned=(turned := Conv1D(HIDDEN, HIDDEN)),
-                head=same_weight(linear(HIDDEN, HIDDEN), turned),
+                lambda m, x: m.head(m.transposed(x)),
+                transposed=(transposed := Conv1D(HIDDEN, HIDDEN)),
+                head=same_weight(linear(HIDDEN, HIDDEN), transposed),
             ),
-            {"turned": Column(gather=True), "head": Column(gather=True)},
+            {"transposed": Column(gather=True), "head": Column(gather=True)},
         ),
     ),
     "queries, keys and values in one": (
@@ -185,15 +194,15 @@ REFUSED = {
         "in_features",
         Case(lambda: sequential(linear(9, 4)), {"0": Local("in_features")}),
     ),
-    "no such move": ("up", Case(Pair, {"up": Moved({0: ("tokens", "channels")}, {})})),
+    "no such move": ("up", Case(Pair, {"up": Redistribute({0: ("tokens", "channels")}, {})})),
     "outputs by name": (
         "0",
         Case(
             lambda: sequential(Layers(lambda m, x: {"y": x})),
-            {"0": Moved({}, {0: ("whole", "tokens")})},
+            {"0": Redistribute({}, {0: ("whole", "tokens")})},
         ),
     ),
-    "no such input": ("up", Case(Pair, {"up": Moved({"mask": ("whole", "tokens")}, {})})),
+    "no such input": ("up", Case(Pair, {"up": Redistribute({"mask": ("whole", "tokens")}, {})})),
     "cut twice": (
         "up",
         Case(lambda: parallelize(Pair(), PAIR, mesh_of_ranks(2)), {"up": Column()}),
@@ -230,7 +239,7 @@ def test_what_would_be_wrong_is_refused_by_name(gloo: Pool) -> None:
         assert unnamed == {}
 
 
-class Turned(nn.Module):
+class Transposed(nn.Module):
     """With every form of a weight; nothing says how it would be called."""
 
     def __init__(self) -> None:
@@ -242,11 +251,11 @@ class Turned(nn.Module):
         self.head.weight = self.words.weight
 
 
-TURNED: Plan = {
+TRANSPOSED: Plan = {
     "words": Vocabulary(),
     "qkv": Column(parts=3),
     "square": Column(gather=True),
-    "key": Column(heads=1, queries=4),  # as large as the whole on each rank, and turned
+    "key": Column(heads=1, queries=4),  # as large as the whole on each rank, and transposed
     "down": Row(),
 }
 
@@ -254,9 +263,9 @@ TURNED: Plan = {
 @torch.no_grad()
 def check_states(world: int) -> dict[str, bool]:
     """Ways to give the model its weights, each from zero, and whether it has them then."""
-    model = built(Turned)
+    model = built(Transposed)
     weights = {name: each.clone() for name, each in model.state_dict().items()}
-    parallelize(model, TURNED, mesh_of_ranks(world))
+    parallelize(model, TRANSPOSED, mesh_of_ranks(world))
     shards = {name: each.clone() for name, each in model.state_dict().items()}
 
     def is_whole(model: nn.Module, wanted: Mapping[str, Tensor] = weights) -> bool:
@@ -267,7 +276,7 @@ def check_states(world: int) -> dict[str, bool]:
 
     found = {"cut in place": is_whole(model)}
     with parameters_on_meta():
-        empty = parallelize(Turned(), TURNED, mesh_of_ranks(world))
+        empty = parallelize(Transposed(), TRANSPOSED, mesh_of_ranks(world))
     materialize(empty, device=CPU, dtype=torch.float64, seed=None, values=lambda seed: ())
     for name, state in {"shards": shards, "whole": weights}.items():
         for each in (model, empty):

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.parallelize import parallelize
-from megatron.parallel.plan import Column, Moved, Plan, Row, Summed, Vocabulary
+from megatron.parallel.plan import Column, Plan, Redistribute, Row, Summed, Vocabulary
 from megatron.parallel.sharding import gather_whole
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
@@ -173,7 +173,7 @@ class Case:
 def of_tokens(forward: Callable[[Layers, Tensor], Tensor]) -> Case:
     """Under sequence parallelism."""
     plan = {
-        "1": Moved({0: ("whole", "tokens")}, {0: ("tokens", "whole")}),
+        "1": Redistribute({0: ("whole", "tokens")}, {0: ("tokens", "whole")}),
         **{f"1.{name}": Column(tokens=True) for name in ("up", "gate")},
         "1.down": Row(tokens=True),
     }
@@ -222,19 +222,19 @@ RIGHT = {
     "tokens on each rank": Case(
         lambda: nn.Sequential(nn.Tanh(), with_gate(gated), with_gate(gated), nn.LayerNorm(HIDDEN)),
         {
-            "1": Moved({0: ("whole", "tokens")}, {}),
-            "2": Moved({}, {}),
+            "1": Redistribute({0: ("whole", "tokens")}, {}),
+            "2": Redistribute({}, {}),
             "*.up": Column(tokens=True),
             "*.gate": Column(tokens=True),
             "*.down": Row(tokens=True),
-            "3": [Summed(), Moved({}, {0: ("tokens", "whole")})],
+            "3": [Summed(), Redistribute({}, {0: ("tokens", "whole")})],
         },
     ),
     "channels on each rank": Case(
         lambda: nn.Sequential(nn.Tanh(), nn.GELU(), nn.Linear(HIDDEN, HIDDEN)),
         {
-            "0": Moved({}, {0: ("whole", "channels")}),
-            "1": Moved({0: ("channels", "whole")}, {0: ("whole", "channels")}),
+            "0": Redistribute({}, {0: ("whole", "channels")}),
+            "1": Redistribute({0: ("channels", "whole")}, {0: ("whole", "channels")}),
             "2": Row(),
         },
     ),
@@ -362,11 +362,13 @@ def test_it_is_the_model(gloo: Pool, world: int) -> None:
         assert {name: error for name, error in found.items() if not error < 1e-12} == {}
 
 
-def test_a_turned_weight_on_one_rank_is_the_model_s_for_its_code() -> None:
-    model = Layers(lambda m, x: m.turned(x) + x @ m.turned.weight, turned=Conv1D(HIDDEN, HIDDEN))
+def test_a_transposed_weight_on_one_rank_is_the_model_s_for_its_code() -> None:
+    model = Layers(
+        lambda m, x: m.transposed(x) + x @ m.transposed.weight, transposed=Conv1D(HIDDEN, HIDDEN)
+    )
     model, x = built(lambda: model), inputs(False)
     wanted = results(model, x)
-    buckets = GradientBuckets(parallelize(model, {"turned": Row()}, mesh_of_ranks(1)))
+    buckets = GradientBuckets(parallelize(model, {"transposed": Row()}, mesh_of_ranks(1)))
     assert errors(results(model, x, buckets), wanted) < 1e-12
 
 
