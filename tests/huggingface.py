@@ -60,6 +60,8 @@ DESCRIBED: dict[str, dict[str, Any]] = {
     "gemma2": _GROUPED
     | {"head_dim": HIDDEN // HEADS, "layer_types": ["full_attention"] * LAYERS}
     | {"attn_logit_softcapping": None},
+    "bloom": _SIZES | {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "mixtral": _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "marian": {
         "vocab_size": VOCABULARY,
         "d_model": HIDDEN,
@@ -129,7 +131,8 @@ def plain_model(config: HuggingFaceConfig, attention: str = "eager") -> Any:
     described = transformers.AutoConfig.for_model(**json.loads(config.hf_config or "{}"))
     is_masked = isinstance(config, HuggingFaceMaskedConfig)
     kind = transformers.AutoModelForMaskedLM if is_masked else transformers.AutoModelForCausalLM
-    model = kind.from_config(described, attn_implementation=attention)
+    kernels = {"attn_implementation": attention, "experts_implementation": "eager"}
+    model = kind.from_config(described, **kernels)
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
     return model

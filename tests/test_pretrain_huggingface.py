@@ -84,7 +84,9 @@ EARLY = {  # before torch is imported
     "no sizes": Row("", "--hf-model", {"model_type": "gpt2"}, has_cure=False),
     "no plan": Row("--plan {folder}/absent.toml", "--plan"),
     "a plan that is no TOML": Row("--plan {folder}/plan.toml", "--plan", plan="c_attn: column"),
-    "experts": Row("", "--hf-model", MIXTRAL, has_cure=False),
+    "experts": Row(
+        "--tensor-model-parallel-size 2", "--tensor-model-parallel-size", MIXTRAL, ranks=2
+    ),
     "an encoder and a decoder": Row("", "--hf-model", T5, has_cure=False),
     "masked words for the next": Row("", "--model", "bert"),
     "masked words for the next, by its class": Row(
@@ -108,10 +110,6 @@ LATE = {  # where the model is built
     "a norm that is cut": Row("--plan {folder}/plan.toml", "--plan", plan='"*.ln_1" = "column"'),
     "an unknown type": Row(
         "", "--hf-model", {**DESCRIBED["gpt2"], "model_type": "nothing-such"}, has_cure=False
-    ),
-    "a type without a plan": Row(
-        "", "--hf-model", {**DESCRIBED["gpt2"], "model_type": "gptj", "rotary_dim": 4},
-        has_cure=False,
     ),
     "a type that predicts no token": Row(
         "", "--hf-model", {**DESCRIBED["bert"], "model_type": "vit"}, has_cure=False

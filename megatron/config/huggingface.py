@@ -73,6 +73,7 @@ def beside(folder: Path, prefix: str = "") -> dict[str, bytes]:
 KEPT = "hf_"  # of names of files in a checkpoint that were in the folder of --hf-model
 # What config.json calls the number of layers.
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +126,12 @@ class HuggingFaceConfig(KindConfig):
 
     def check(self) -> None:
         """Raise UsageError for a model that config.json shows to be none of this kind."""
-        described, whole = self.described, json.loads(self.hf_config or "{}")
+        whole = json.loads(self.hf_config or "{}")
         kind = whole.get("model_type")
-        has_experts = described.get("is_moe") is not False
-        experts = [name for name in EXPERTS if has_experts and (described.get(name) or 0) > 1]
         for is_wrong, allowed in (
             (kind is None, "one whose config.json has a model_type"),
             (whole.get("is_encoder_decoder", kind in ENCODER_DECODERS),
              f"an encoder or a decoder, and {kind} is both, one after another"),
-            (experts, f"a model without experts, and config.json has {', '.join(experts)}"),
         ):  # fmt: skip
             if is_wrong:
                 raise UsageError("--hf-model", self.hf_model, allowed)
@@ -142,6 +140,16 @@ class HuggingFaceConfig(KindConfig):
             what = "masked tokens" if "masked" in right else "the next token"
             allowed = f"{right} for {name}, which predicts {what}"
             raise UsageError("--model", self.kind, allowed, works=("--model", right))
+
+    def check_cut(self) -> None:
+        """Raise UsageError for what several tensor-parallel processes cannot share."""
+        described = self.described
+        has_experts = described.get("is_moe") is not False
+        experts = [name for name in EXPERTS if has_experts and (described.get(name) or 0) > 1]
+        if experts:
+            name = "--tensor-model-parallel-size"
+            allowed = f"1 of a model with experts, and config.json has {', '.join(experts)}"
+            raise UsageError(name, None, allowed, works=(name, "1"))
 
     @cached_property
     def described(self) -> dict[str, Any]:
@@ -184,6 +192,8 @@ class HuggingFaceConfig(KindConfig):
 
     @property
     def widths(self) -> dict[str, int]:
+        if not any(each in self.described for each in HEADS):  # as of a model without attention
+            return {}
         return {"num_attention_heads of --hf-model": self.num_attention_heads}
 
     @property
@@ -192,7 +202,7 @@ class HuggingFaceConfig(KindConfig):
 
     @property
     def num_attention_heads(self) -> int:
-        return self.number("num_attention_heads", "n_head", "n_heads")
+        return self.number(*HEADS)
 
     @property
     def query_groups(self) -> int:

@@ -192,6 +192,8 @@ class PretrainUnmodifiedConfig(PretrainConfig):
 
     def check(self, world_size: int) -> None:
         self.model.check()
+        if self.parallel.tensor_model_parallel_size > 1:
+            self.model.check_cut()
         native = self.model.described["model_type"]
         other = f"; --model {native} can" if native in ("gpt2", "llama", "bert") else ""
         for name, is_given, reason, least in (

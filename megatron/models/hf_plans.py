@@ -92,6 +92,16 @@ def plan_of(model: nn.Module, text: str = "auto") -> Plan:
     return plan | ends
 
 
+def plan_at(model: nn.Module, text: str, ranks: int) -> Plan:
+    """As plan_of; one rank holds all of a model that there is no plan for."""
+    try:
+        return plan_of(model, text)
+    except PlanError:
+        if text != "auto" or ranks > 1:
+            raise
+    return _of_ends(model, dict(model.named_modules()))
+
+
 def _fits(pattern: str, modules: Mapping[str, nn.Module]) -> bool:
     return any(fnmatchcase(name, pattern) for name in modules)
 

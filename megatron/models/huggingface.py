@@ -35,7 +35,7 @@ from megatron.models.hf_layers import (
     register_attention,
     use_own_kernels,
 )
-from megatron.models.hf_plans import plan_of
+from megatron.models.hf_plans import plan_at
 from megatron.models.registry import NO_END
 from megatron.models.transformer import text_rows
 from megatron.parallel.collectives import split_with_gradient
@@ -127,7 +127,7 @@ class HuggingFace(nn.Module):
                 f"layout: {', '.join(self.drawn)}"
             )
         with _refused(config, "a model that can be cut"):
-            plan = plan_of(model, config.plan)
+            plan = plan_at(model, config.plan, factory.tensor.size)
             self.model = factory.parallelize(model, plan)
         head = model.get_output_embeddings()
         self.reads = "input" if isinstance(head, ColumnLinear) else "output"
@@ -208,8 +208,10 @@ class HuggingFace(nn.Module):
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Under which the model's code runs, and what is recomputed of it."""
-        is_wide = next(self.model.parameters()).dtype == torch.float64
-        return Wide() if is_wide else nullcontext()
+        if next(self.model.parameters()).dtype != torch.float64:
+            return nullcontext()
+        self.model.set_experts_implementation("eager")  # the grouped matmul knows no fp64
+        return Wide()
 
     def _call(self, arguments: Any) -> Tensor:
         head, device = self.model.get_output_embeddings(), arguments["input_ids"].device
