@@ -207,6 +207,10 @@ REFUSED = {
         "up",
         Case(lambda: parallelize(Pair(), PAIR, mesh_of_ranks(2)), {"up": Column()}),
     ),
+    "late, of a plan that is right so far": (
+        "down",
+        Case(Pair, {"up": [Column(), Local("in_features")], "down": Column(heads=3, queries=6)}),
+    ),
     "an object that is no style": ("up", Case(Pair, {"up": "column"})),
 }
 
@@ -221,12 +225,25 @@ def check_refused() -> dict[str, str]:
     mesh, found = mesh_of_ranks(2), {}
     for name, (_, case) in REFUSED.items():
         model, x = built(case.make), inputs(case.of_ids)
+        before = parts(model)
         try:
             parallelize(model, case.plan, mesh)
+            before = []
             model(x)
         except (PlanError, RuntimeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
+            assert not before or parts(model) == before, name
     return found
+
+
+def parts(model: nn.Module) -> list[Any]:
+    """What `parallelize` changes of a model."""
+    return [
+        (type(each), {k: v for k, v in vars(each).items() if isinstance(v, int)}, own, hooks)
+        for each in model.modules()
+        for own in [[id(parameter) for parameter in each.parameters(recurse=False)]]
+        for hooks in [(len(each._forward_hooks), len(each._forward_pre_hooks))]
+    ]
 
 
 def test_what_would_be_wrong_is_refused_by_name(gloo: Pool) -> None:
