@@ -38,6 +38,7 @@ from megatron.parallel.plan import (
     Style,
     Summed,
     Vocabulary,
+    read_style,
 )
 from megatron.parallel.planned import (
     MOVES,
@@ -148,6 +149,8 @@ def _cut(
 
 def _styles(model: nn.Module, plan: Plan) -> list[Named]:
     """(name of a module, its style), in the order of the model."""
+    if not isinstance(plan, Mapping):
+        raise PlanError(f"the plan is {plan!r}, and no mapping: plan_of(model, text) reads a text")
     modules = dict(model.named_modules())
     first = {id(module): name for name, module in modules.items()}
     chosen: dict[str, Any] = {}
@@ -166,8 +169,12 @@ def _styles(model: nn.Module, plan: Plan) -> list[Named]:
     found: list[tuple[str, Style]] = []
     for name, module in modules.items():
         styles = chosen.get(name, ())
-        for style in styles if isinstance(styles, Sequence) else [styles]:
-            own = style if isinstance(style, Style) else of_torch(name, style)
+        is_several = isinstance(styles, Sequence) and not isinstance(styles, str)
+        for style in styles if is_several else [styles]:
+            if isinstance(style, str | Mapping):
+                own = read_style(name, style)
+            else:
+                own = style if isinstance(style, Style) else of_torch(name, style)
             if isinstance(own, Row) and isinstance(module, nn.Embedding):
                 own = Vocabulary(own.tokens)  # what torch calls by row
             found.append((name, own))

@@ -211,7 +211,25 @@ REFUSED = {
         "down",
         Case(Pair, {"up": [Column(), Local("in_features")], "down": Column(heads=3, queries=6)}),
     ),
-    "an object that is no style": ("up", Case(Pair, {"up": "column"})),
+    "an object that is no style": ("up", Case(Pair, {"up": 3})),
+    "a word that is no style": ("up", Case(Pair, {"up": "colum"})),
+    "parts of an embedding": ("0", Case(lambda: sequential(nn.Embedding(8, 8)), {"0": Column(3)})),
+    "tokens of an embedding": (
+        "0",
+        Case(lambda: sequential(nn.Embedding(8, 8)), {"0": Column(tokens=True)}),
+    ),
+    "parts of heads that ranks share": (
+        "up",
+        Case(Pair, {"up": Column(heads=1, queries=8, parts=2), "down": Row()}),
+    ),
+    "gathered heads that ranks share": (
+        "up",
+        Case(Pair, {"up": Column(heads=1, queries=8, gather=True), "down": Row()}),
+    ),
+    "heads that the output is not of": (
+        "up",
+        Case(Pair, {"up": Column(heads=3, queries=6), "down": Row()}),
+    ),
 }
 
 
