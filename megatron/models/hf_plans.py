@@ -74,10 +74,12 @@ MENDED: Mapping[str, Mapping[str, Style]] = {
 def plan_of(model: nn.Module, text: str = "auto") -> Plan:
     """The plan of a model of transformers; text: "auto", or a plan in TOML. Raises PlanError for a
     model without one, and for what the plan does not say right."""
-    config: Any = model.config
-    modules = dict(model.named_modules())
     if text != "auto":
         return read_plan(text)
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "model_type"):
+        raise PlanError(f"{type(model).__name__} is no model of transformers, which have plans")
+    modules = dict(model.named_modules())
     own = getattr(model, "_tp_plan", None) or {}
     plan = {each: read_style(each, value) for each, value in own.items() if _fits(each, modules)}
     plan |= MENDED.get(config.model_type, {}) if plan else {}

@@ -18,7 +18,7 @@ Between layers every tensor is whole, and so is its gradient, but for what is sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -38,7 +38,7 @@ from megatron.parallel.plan import (
     Style,
     Summed,
     Vocabulary,
-    Whole,
+    read_style,
 )
 from megatron.parallel.planned import (
     MOVES,
@@ -67,54 +67,90 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     """Cut a model, in place, over the tensor axis of the mesh as the plan says, and return it.
 
     The model is whole: one that shares parameters with what is outside of it loses them. It may
-    have its weights, the same on every rank, of which each keeps its shard, or be on meta. Then
-    `model.load_state_dict` takes whole weights by the names of the model, and `whole_state_dict`
-    gives them.
+    have its weights, the same on every rank, of which each keeps its shard, or be built under
+    `parameters_on_meta`: then `materialize` gives it memory. `model.load_state_dict` takes whole
+    weights by the names of the model, and `whole_state_dict` gives them.
 
     plan: styles by patterns of module names; in a pattern * stands for anything, and of several
     that fit a module the last one holds. Raises PlanError, naming the module, for a pattern that
     fits none, a module that cannot be cut so, and parameters that two modules share and would cut
-    differently; the model is then to be built anew.
+    differently; the model is then as it was.
 
     GradientBuckets of the model add gradients up over samples and, of Summed and what else several
     ranks hold whole inside what is cut, over the tensor axis: without them `.grad` is this rank's
     term of the sum.
     """
-    entrance, taken = Entrance(mesh.tensor), Taken(mesh, {})
+    entrance, tensor = Entrance(mesh.tensor), mesh.tensor
     modules = dict(model.named_modules())
-    held = _held_outside(modules)
     styles = _styles(model, plan)
     styles += _of_ties(model, styles, modules)
-    for name, style in [*_with_heads(model, styles, modules, mesh.tensor)]:
-        module = modules[name]
+    styles = [*_with_heads(model, _each_summed(styles, modules), modules, tensor)]
+    for name, style in styles:
         if isinstance(style, Local):
-            _divide(name, module, style, mesh.tensor)
+            _check_numbers(name, modules[name], style, tensor)
         elif isinstance(style, Redistribute):
-            _move(name, module, style, entrance)
-        elif isinstance(style, Summed):
-            for inner, each in module.named_modules(prefix=name):
-                if [*each.parameters(recurse=False)]:
-                    _adopt(inner, each, SummedParameters, style, entrance, taken)
-        elif not isinstance(style, Whole):
-            kind = _class_of(name, module, style, mesh.tensor)
-            _adopt(name, module, kind, style, entrance, taken)
-    for name, module in modules.items():
-        if not isinstance(module, Planned):
-            own = module.parameters(recurse=False)
-            if any(id(each) in taken.found for each in own):
-                _adopt(name, module, Holder, None, entrance, taken)
-    for original, where in held.items():
-        if original in taken.found:
-            name = taken.found[original][0]
+            _check_moves(name, style)
+    shapes = {id(each): _on_meta(each) for each in model.parameters()}
+    rehearsal = Taken(mesh, {})
+    probes = {name: _probe(module, shapes) for name, module in modules.items()}
+    _cut(probes, styles, entrance, rehearsal)
+    for original, where in _held_outside(modules).items():
+        if (known := rehearsal.found.get(id(shapes[original]))) is not None:
             raise PlanError(
-                f"{name} is cut, and {where} holds it whole, out of sight of its module"
+                f"{known[0]} is cut, and {where} holds it whole, out of sight of its module"
             )
+    # No plan that is refused comes as far as this.
+    _cut(modules, styles, entrance, Taken(mesh, {}))
+    for name, style in styles:
+        if isinstance(style, Local):
+            _divide(modules[name], style, tensor)
+        elif isinstance(style, Redistribute):
+            _move(name, modules[name], style, entrance)
     model.register_forward_hook(entrance.clear)
     return model
 
 
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+
+def _probe(module: nn.Module, shapes: Mapping[int, nn.Parameter]) -> nn.Module:
+    """A stand-in for the module, of its class and attributes, which changes without it; shapes: its
+    parameters without memory, by the identities of its own."""
+    probe: nn.Module = object.__new__(type(module))
+    own = {
+        name: each.copy() if isinstance(each, dict) else each for name, each in vars(module).items()
+    }
+    parameters = module._parameters.items()
+    own["_parameters"] = {
+        name: None if each is None else shapes[id(each)] for name, each in parameters
+    }
+    probe.__dict__.update(own)
+    return probe
+
+
+def _cut(
+    modules: Mapping[str, nn.Module], styles: Sequence[Named], entrance: Entrance, taken: Taken
+) -> None:
+    """Give modules that hold parameters of the plan their classes and shards."""
+    for name, style in styles:
+        module = modules[name]
+        if isinstance(style, Column | Row | Vocabulary):
+            _adopt(name, module, _class_of, style, entrance, taken)
+        elif isinstance(style, Summed):
+            _adopt(name, module, lambda *_: SummedParameters, style, entrance, taken)
+    for name, module in modules.items():
+        own = [each for each in module._parameters.values() if each is not None]
+        is_held = any(id(each) in taken.found for each in own)
+        # One module knows the mesh, even of a plan that cuts nothing.
+        if not isinstance(module, Planned) and (is_held or not (name or taken.found)):
+            _adopt(name, module, lambda *_: Holder, None, entrance, taken)
+
+
 def _styles(model: nn.Module, plan: Plan) -> list[Named]:
     """(name of a module, its style), in the order of the model."""
+    if not isinstance(plan, Mapping):
+        raise PlanError(f"the plan is {plan!r}, and no mapping: plan_of(model, text) reads a text")
     modules = dict(model.named_modules())
     first = {id(module): name for name, module in modules.items()}
     chosen: dict[str, Any] = {}
@@ -133,11 +169,26 @@ def _styles(model: nn.Module, plan: Plan) -> list[Named]:
     found: list[tuple[str, Style]] = []
     for name, module in modules.items():
         styles = chosen.get(name, ())
-        for style in styles if isinstance(styles, Sequence) else [styles]:
-            own = style if isinstance(style, Style) else of_torch(name, style)
+        is_several = isinstance(styles, Sequence) and not isinstance(styles, str)
+        for style in styles if is_several else [styles]:
+            if isinstance(style, str | Mapping):
+                own = read_style(name, style)
+            else:
+                own = style if isinstance(style, Style) else of_torch(name, style)
             if isinstance(own, Row) and isinstance(module, nn.Embedding):
                 own = Vocabulary(own.tokens)  # what torch calls by row
             found.append((name, own))
+    return found
+
+
+def _each_summed(styles: Sequence[Named], modules: Mapping[str, nn.Module]) -> list[Named]:
+    """The same styles, with Summed of each module inside that has parameters."""
+    first = {id(module): name for name, module in modules.items()}
+    found: list[Named] = []
+    for name, style in styles:
+        inner = modules[name].modules() if isinstance(style, Summed) else ()
+        own = [first[id(each)] for each in inner if [*each.parameters(recurse=False)]]
+        found += [(each, style) for each in own] if isinstance(style, Summed) else [(name, style)]
     return found
 
 
@@ -214,23 +265,29 @@ def _shared(model: nn.Module) -> list[list[str]]:
     return [names for names in owners.values() if len(names) > 1]
 
 
-def _divide(name: str, module: nn.Module, style: Local, axis: Axis) -> None:
+def _check_numbers(name: str, module: nn.Module, style: Local, axis: Axis) -> None:
     for attribute in style.attributes:
         value = getattr(module, attribute, None)
         if not isinstance(value, int):
             raise PlanError(f"{name} has no number {attribute}")
         if value % axis.size:
             raise PlanError(f"{name}: {attribute} {value} is no multiple of {axis.size} ranks")
-        setattr(module, attribute, value // axis.size)
+
+
+def _divide(module: nn.Module, style: Local, axis: Axis) -> None:
+    for attribute in style.attributes:
+        setattr(module, attribute, getattr(module, attribute) // axis.size)
     for attribute, value in style.values:
         setattr(module, attribute, value)
 
 
-def _move(name: str, module: nn.Module, style: Redistribute, entrance: Entrance) -> None:
+def _check_moves(name: str, style: Redistribute) -> None:
     for move in (*style.inputs.values(), *style.outputs.values()):
         if move not in MOVES:
             raise PlanError(f"{name}: no tensor goes from {move[0]} to {move[1]}")
 
+
+def _move(name: str, module: nn.Module, style: Redistribute, entrance: Entrance) -> None:
     moving = _Moving(name, style, entrance)
     if style.inputs:
         module.register_forward_pre_hook(moving.enter, with_kwargs=True)
@@ -284,11 +341,16 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _adopt(
-    name: str, module: nn.Module, kind: type[Planned], style: Any, entrance: Entrance, taken: Taken
+    name: str,
+    module: nn.Module,
+    choose: Callable[[str, nn.Module, Any, Axis], type[Planned]],
+    style: Any,
+    entrance: Entrance,
+    taken: Taken,
 ) -> None:
     if isinstance(module, Planned):
         raise PlanError(f"{name} is cut already: a model is parallelized once, by one plan")
-    before = type(module)
+    kind, before = choose(name, module, style, taken.mesh.tensor), type(module)
     module.__class__ = _joined(before, kind)  # type: ignore[arg-type]
     assert isinstance(module, Planned)
     module.full_name, module.entrance, module.forms = name, entrance, {}
@@ -304,7 +366,9 @@ def _joined(model_class: type, kind: type[Planned]) -> type:
     bases: tuple[type, ...] = (kind, model_class)
     if issubclass(kind, nn.Embedding):
         bases = (kind,) if model_class is nn.Embedding else (model_class, kind)
-    return type(f"{kind.__name__}Of{model_class.__name__}", bases, {})
+    is_named = kind is Holder  # whose code is all the model's
+    name = model_class.__name__ if is_named else f"{kind.__name__}Of{model_class.__name__}"
+    return type(name, bases, {})
 
 
 def _is_matmul(module: nn.Module) -> bool:
@@ -313,8 +377,6 @@ def _is_matmul(module: nn.Module) -> bool:
 
 def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Planned]:
     """What the module becomes. Raises PlanError for one that cannot be cut so."""
-    if isinstance(module, Planned):
-        raise PlanError(f"{name} is cut already: a model is parallelized once, by one plan")
     kinds: dict[type, type[Planned]] = {}
     known: type[nn.Module] = nn.Module
     if isinstance(module, nn.Embedding):

@@ -98,11 +98,20 @@ class Redistribute:
 
 Style = Column | Row | Vocabulary | Summed | Whole | Local | Redistribute
 Plan = Mapping[str, Any]
-"""{pattern of module names: a Style, several, or a style of torch.distributed.tensor.parallel}. In
-a pattern * stands for anything; of several that fit a module the last one holds."""
+"""{pattern of module names: a Style, several, what a plan in TOML has for it ("column"), or a style
+of torch.distributed.tensor.parallel}. In a pattern * stands for anything; of several that fit a
+module the last one holds."""
 
-# What a word of a plan means: transformers' words, and those of a plan of the user's own.
+# What a word of a plan means: words of a plan of the user's own, and transformers'.
+OWN: Mapping[str, Style] = {
+    "column": Column(),
+    "row": Row(),
+    "vocabulary": Vocabulary(),
+    "summed": Summed(),
+    "whole": Whole(),
+}
 WORDS: Mapping[str, Style] = {
+    **OWN,
     "colwise": Column(),
     "colwise_gather_output": Column(gather=True),
     "packed_colwise": Column(parts=2),
@@ -111,11 +120,6 @@ WORDS: Mapping[str, Style] = {
     "embedding_rowwise": Vocabulary(),
     "replicated_with_grad_allreduce": Summed(),
     "replicate": Whole(),
-    "column": Column(),
-    "row": Row(),
-    "vocabulary": Vocabulary(),
-    "summed": Summed(),
-    "whole": Whole(),
 }
 # Words of transformers' that are none here, and of what they are.
 REFUSED: Mapping[str, str] = {
@@ -144,13 +148,20 @@ def read_style(pattern: str, said: Any) -> Style:
     Raises PlanError for another one."""
     if isinstance(said, str) and said in WORDS:
         return WORDS[said]
-    if isinstance(said, Mapping) and said.get("style") in STYLES:
+    if isinstance(said, Mapping) and "style" not in said:
+        raise PlanError(
+            f'{pattern} is a table without a style: a pattern is quoted ("*.up_proj" = "column" or '
+            '{ style = "column", parts = 2 }), and stands outside of [tables]'
+        )
+    if isinstance(said, Mapping) and str(said["style"]) in STYLES:
         kind = STYLES[said["style"]]
         arguments = {name: value for name, value in said.items() if name != "style"}
         attributes = arguments.pop("attributes", []) if kind is Local else []
         known = {each.name: type(each.default) for each in fields(kind) if kind is not Local}
         try:
             for name, value in arguments.items():
+                if known and name not in known:
+                    raise TypeError(f"{said['style']} has {', '.join(known)}, and no {name}")
                 if type(value) is not (wanted := known.get(name, int)):
                     raise TypeError(f"{name} is no {wanted.__name__}")
             if not isinstance(attributes, list):
@@ -161,4 +172,7 @@ def read_style(pattern: str, said: Any) -> Style:
         return style
     if isinstance(said, str) and said in REFUSED:
         raise PlanError(f"{pattern} is {said!r} in the plan: no layer here cuts {REFUSED[said]}")
-    raise PlanError(f"{pattern} is {said!r} in the plan, which is none of {', '.join(WORDS)}")
+    if isinstance(said, Mapping):
+        said = said["style"]
+    words = ", ".join([*OWN, "local", "and the words of transformers' plans"])
+    raise PlanError(f"{pattern} is {said!r} in the plan, which is none of {words}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +51,24 @@ VOCABULARY = 32 * DIVISIBLE_BY  # rows of a rank, of which padding is few
 class Entrance:
     """f of section 3 of the paper, once for the column layers that read one tensor: the first of
     them passes it on to the others, so that its backward, which is the last, has the gradients of
-    all, and sums them over the ranks beside its matmul for its weight. One of a model; a step
-    leaves nothing in it."""
+    all, and sums them over the ranks beside its matmul for its weight. One of a model; what it
+    knows ends with the forward of the model, and with the backward of a tensor it made."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.clear()
+
+    def _clear_behind(self, made: Tensor) -> None:
+        """Its backward clears: what is recomputed there comes before. Its graph holds no reference
+        to this, which holds its graph."""
+        own = ref(self)
+
+        def clear(*_: object) -> None:
+            if (found := own()) is not None:
+                found.clear()
+
+        if made.grad_fn is not None:
+            made.grad_fn.register_hook(clear)
 
     def clear(self, *_: object) -> None:
         # (a tensor, its state, what was made of it)
@@ -77,6 +90,7 @@ class Entrance:
             rows, axis = x.flatten(0, -2), self.axis
             y, rows = linears(rows, [weight], [bias], axis=axis, views=[view], passes_on=True)
         self.passed = x, _state(x), rows
+        self._clear_behind(rows)
         return y
 
     def gather(self, x: Tensor) -> Tensor:
@@ -84,6 +98,7 @@ class Entrance:
         if (whole := _made_of(x, self.gathered)) is None:
             whole = gather_with_gradient(x, 1, self.axis)
             self.gathered = x, _state(x), whole
+            self._clear_behind(whole)
         return whole
 
     def __deepcopy__(self, memo: dict[int, object]) -> Entrance:
@@ -201,7 +216,8 @@ class Planned(ShardedModule):
         if tensor.size == 1 or tensor not in axes:
             form = self.forms[name]
             return found if form == AS_IT_IS else form.original(found)
-        cut = found.as_subclass(CutParameter)
+        cut: Any = found.as_subclass(CutParameter)
+        cut._is_param = True  # for `get_parameter`
         cut.owner = f"{self.full_name}.{name}"
         return cut
 
@@ -425,6 +441,11 @@ class ChannelEmbedding(Planned, nn.Embedding):
     def prepare(self, style: Column, taken: Taken) -> None:
         _require_plain(self)
         self.style = style
+        if style != Column(gather=style.gather):
+            raise PlanError(
+                f"{self.full_name} is an embedding, of which Column has gather alone: {style} is "
+                "of a matmul"
+            )
         taken.take(self, "weight", shards=((1, self.mesh.tensor),))
 
     def forward(self, ids: Tensor) -> Tensor:

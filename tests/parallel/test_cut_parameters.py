@@ -207,7 +207,29 @@ REFUSED = {
         "up",
         Case(lambda: parallelize(Pair(), PAIR, mesh_of_ranks(2)), {"up": Column()}),
     ),
-    "an object that is no style": ("up", Case(Pair, {"up": "column"})),
+    "late, of a plan that is right so far": (
+        "down",
+        Case(Pair, {"up": [Column(), Local("in_features")], "down": Column(heads=3, queries=6)}),
+    ),
+    "an object that is no style": ("up", Case(Pair, {"up": 3})),
+    "a word that is no style": ("up", Case(Pair, {"up": "colum"})),
+    "parts of an embedding": ("0", Case(lambda: sequential(nn.Embedding(8, 8)), {"0": Column(3)})),
+    "tokens of an embedding": (
+        "0",
+        Case(lambda: sequential(nn.Embedding(8, 8)), {"0": Column(tokens=True)}),
+    ),
+    "parts of heads that ranks share": (
+        "up",
+        Case(Pair, {"up": Column(heads=1, queries=8, parts=2), "down": Row()}),
+    ),
+    "gathered heads that ranks share": (
+        "up",
+        Case(Pair, {"up": Column(heads=1, queries=8, gather=True), "down": Row()}),
+    ),
+    "heads that the output is not of": (
+        "up",
+        Case(Pair, {"up": Column(heads=3, queries=6), "down": Row()}),
+    ),
 }
 
 
@@ -221,12 +243,25 @@ def check_refused() -> dict[str, str]:
     mesh, found = mesh_of_ranks(2), {}
     for name, (_, case) in REFUSED.items():
         model, x = built(case.make), inputs(case.of_ids)
+        before = parts(model)
         try:
             parallelize(model, case.plan, mesh)
+            before = []
             model(x)
         except (PlanError, RuntimeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
+            assert not before or parts(model) == before, name
     return found
+
+
+def parts(model: nn.Module) -> list[Any]:
+    """What `parallelize` changes of a model."""
+    return [
+        (type(each), {k: v for k, v in vars(each).items() if isinstance(v, int)}, own, hooks)
+        for each in model.modules()
+        for own in [[id(parameter) for parameter in each.parameters(recurse=False)]]
+        for hooks in [(len(each._forward_hooks), len(each._forward_pre_hooks))]
+    ]
 
 
 def test_what_would_be_wrong_is_refused_by_name(gloo: Pool) -> None:

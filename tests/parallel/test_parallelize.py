@@ -184,6 +184,11 @@ def of_tokens(forward: Callable[[Layers, Tensor], Tensor]) -> Case:
 RIGHT = {
     "a pair": Case(Pair, PAIR),
     "a pattern of parameters": Case(Pair, {"*up.weight": Column(), "*down.weight": Row()}),
+    "in the words of a plan in text": Case(Pair, {"up": "column", "down": {"style": "row"}}),
+    "a plan that cuts nothing": Case(Pair, {}),
+    "a pattern of children alone": Case(
+        lambda: sequential(with_gate(gated)), {"0.*": Column(), "0.down": Row()}
+    ),
     "without biases": Case(partial(Pair, bias=False), PAIR),
     "frozen parameters": Case(frozen, PAIR),
     "a subclass with torch's forward": Case(
@@ -346,7 +351,7 @@ def check_right(world: int) -> dict[str, float]:
         wanted = results(model, x)
         parallelize(model, case.plan, mesh)
         ways = [
-            results(each, x, GradientBuckets(each, mesh=mesh, direct=direct))
+            results(each, x, GradientBuckets(each, direct=direct))
             for each, direct in ((deepcopy(model), False), (model, True))
         ]
         with torch.no_grad():
@@ -370,6 +375,23 @@ def test_a_transposed_weight_on_one_rank_is_the_model_s_for_its_code() -> None:
     wanted = results(model, x)
     buckets = GradientBuckets(parallelize(model, {"transposed": Row()}, mesh_of_ranks(1)))
     assert errors(results(model, x, buckets), wanted) < 1e-12
+
+
+def check_twice_on_a_leaf() -> float:
+    """Modules that are called without the model, of whose call nothing is left after a backward."""
+    model, x = built(partial(with_gate, gated)), inputs(False)
+    whole = {name: model.get_parameter(f"{name}.weight").detach() for name in ("up", "gate")}
+    parallelize(model, GATED, mesh_of_ranks(2))
+    assert model.get_parameter("up.weight").shape[1] == HIDDEN
+    for name in ("up", "gate", "up"):
+        model.get_submodule(name)(x).sum().backward()
+    wanted = (2 * whole["up"].sum(0) + whole["gate"].sum(0)).expand_as(x)
+    assert x.grad is not None
+    return float((x.grad - wanted).norm() / wanted.norm())
+
+
+def test_a_module_may_be_called_without_the_model(gloo: Pool) -> None:
+    assert max(gloo.run(2, check_twice_on_a_leaf)) < 1e-12
 
 
 @pytest.mark.parametrize("gathers", [True, False])
