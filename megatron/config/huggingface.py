@@ -9,7 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
+
+import tyro
 
 from megatron.config.checks import UsageError
 from megatron.config.model import KindConfig, RecomputeGranularity
@@ -70,6 +72,8 @@ def beside(folder: Path, prefix: str = "") -> dict[str, bytes]:
     return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
 
 
+Hidden = Annotated[str | None, tyro.conf.Suppress, tyro.conf.Fixed]
+"""Of a setting that checkpoints keep and no command line has."""
 KEPT = "hf_"  # of names of files in a checkpoint that were in the folder of --hf-model
 # What config.json calls the number of layers.
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -89,10 +93,14 @@ class HuggingFaceConfig(KindConfig):
     name on the HuggingFace hub."""
 
     plan: str = "auto"
-    """How the model is cut over tensor-parallel processes: auto, by transformers' own plan or one
-    of this project's; or a TOML file of one's own, which is proved by a small model first."""
+    """How the model is cut over tensor-parallel processes: auto, by the plan of the checkpoint that
+    a run goes on from, by transformers' own or one of this project's; or a TOML file of one's own,
+    which is proved by a small model first."""
 
-    hf_config: str | None = None
+    plan_text: Hidden = None
+    """What the file of --plan says."""
+
+    hf_config: Hidden = None
     """The text of a config.json, in place of that of --hf-model."""
 
     random_weights: bool = False
@@ -102,13 +110,27 @@ class HuggingFaceConfig(KindConfig):
         if self.hf_config is None:
             with suppress(UsageError):  # a checkpoint has it, too, or else `described` raises it
                 object.__setattr__(self, "hf_config", read_hf_config(self.hf_model))
-        if self.plan != "auto" and "\n" not in self.plan:
-            object.__setattr__(self, "plan", _read_plan(self.plan))
+        elif not _is_object(self.hf_config):
+            raise UsageError("hf_config", None, "the text of a config.json")
+        if self.plan != "auto" and self.plan_text is None:
+            object.__setattr__(self, "plan_text", _read_plan(self.plan))
+
+    @property
+    def stated_plan(self) -> str:
+        """A plan in TOML, or "auto"."""
+        return "auto" if self.plan_text is None else self.plan_text
 
     def completed(self, saved: Callable[[], Mapping[str, Any] | None]) -> Self:
-        if self.hf_config is None and (found := saved()) is not None:
-            return replace(self, hf_config=found.get("hf_config"))
-        return self
+        if self.plan != "auto" and self.hf_config is not None:
+            return self
+        if (found := saved()) is None:
+            return self
+        changes: dict[str, Any] = {}
+        if self.hf_config is None:
+            changes["hf_config"] = found.get("hf_config")
+        if self.plan == "auto" and found.get("plan_text") is not None:
+            changes |= {"plan": found["plan"], "plan_text": found["plan_text"]}
+        return replace(self, **changes)
 
     def files(self, saved: Path | None) -> Mapping[str, bytes]:
         found: dict[str, bytes] = {}
@@ -143,6 +165,11 @@ class HuggingFaceConfig(KindConfig):
 
     def check_cut(self) -> None:
         """Raise UsageError for what several tensor-parallel processes cannot share."""
+        if self.plan_text is not None:
+            styles = tomllib.loads(self.plan_text).values()
+            if all(each in ("whole", {"style": "whole"}) for each in styles):
+                allowed = "one that cuts a module; this one cuts nothing"
+                raise UsageError("--plan", self.plan, allowed, works=("--plan", "auto"))
         described = self.described
         has_experts = described.get("is_moe") is not False
         experts = [name for name in EXPERTS if has_experts and (described.get(name) or 0) > 1]
@@ -287,6 +314,13 @@ def read_hf_config(name: str) -> str:
     return text
 
 
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
 def _read_plan(name: str) -> str:
     try:
         text = Path(name).read_text(encoding="utf-8")
@@ -294,4 +328,4 @@ def _read_plan(name: str) -> str:
     except (OSError, ValueError) as error:
         allowed = f"auto, or a TOML file ({error})"
         raise UsageError("--plan", name, allowed, works=("--plan", "auto")) from None
-    return text.rstrip("\n") + "\n"
+    return text
