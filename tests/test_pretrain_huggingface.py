@@ -89,6 +89,10 @@ EARLY = {  # before torch is imported
     "no config.json": Row("--hf-model {folder}/..", "--hf-model", has_cure=False),
     "config.json is none": Row("--hf-model {folder}/broken", "--hf-model", has_cure=False),
     "no type": Row("", "--hf-model", {"vocab_size": 101}, has_cure=False),
+    "positions behind no padding": Row(
+        "", "--hf-model", DESCRIBED["roberta"] | {"pad_token_id": None}, "huggingface-masked",
+        has_cure=False,
+    ),
     "no sizes": Row("", "--hf-model", {"model_type": "gpt2"}, has_cure=False),
     "no plan": Row("--plan {folder}/absent.toml", "--plan"),
     "a plan that cuts nothing": Row(

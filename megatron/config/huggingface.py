@@ -75,9 +75,14 @@ def beside(folder: Path, prefix: str = "") -> dict[str, bytes]:
 Hidden = Annotated[str | None, tyro.conf.Suppress, tyro.conf.Fixed]
 """Of a setting that checkpoints keep and no command line has."""
 KEPT = "hf_"  # of names of files in a checkpoint that were in the folder of --hf-model
-# What config.json calls the number of layers.
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-HEADS = ("num_attention_heads", "n_head", "n_heads")
+# What config.json calls the sizes of a model.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "positions": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,13 +198,18 @@ class HuggingFaceConfig(KindConfig):
 
     @property
     def num_layers(self) -> int:
-        return self.number(*LAYERS)
+        return self.number(*NAMES["layers"])
 
     def of_depth(self, layers: int) -> Self:
-        described = dict(self.described)
-        described.update((name, layers) for name in LAYERS if name in described)
-        if "layer_types" in described:
-            described["layer_types"] = described["layer_types"][:layers]
+        """Raises UsageError where layers differ, of which a few say nothing of all."""
+        described, whole = dict(self.described), self.num_layers
+        described.update((name, layers) for name in NAMES["layers"] if name in described)
+        for name, value in self.described.items():
+            if isinstance(value, list) and len(value) == whole > 1 and layers != whole:
+                if any(each != value[0] for each in value):
+                    allowed = f"one whose layers are alike, and config.json has several {name}"
+                    raise UsageError("--hf-model", self.hf_model, allowed)
+                described[name] = value[:1] * layers
         found = json.loads(self.hf_config or read_hf_config(self.hf_model))
         found = found | ({"text_config": described} if found.get("text_config") else described)
         return replace(self, hf_config=json.dumps(found))
@@ -211,30 +221,36 @@ class HuggingFaceConfig(KindConfig):
     @property
     def positions(self) -> int | None:
         """The longest sequence that the model can read; None where nothing says it."""
-        names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+        names = NAMES["positions"]
         found = next((self.described[each] for each in names if each in self.described), None)
         if found is not None and self.described.get("model_type") in OFFSET:
-            return int(found) - 1 - int(self.described.get("pad_token_id", 1))
+            if not isinstance(padding := self.described.get("pad_token_id", 1), int):
+                allowed = "one whose config.json has a pad_token_id, behind which positions begin"
+                raise UsageError("--hf-model", self.hf_model, allowed)
+            return int(found) - 1 - padding
         return found
 
     @property
     def widths(self) -> dict[str, int]:
-        if not any(each in self.described for each in HEADS):  # as of a model without attention
+        if not any(
+            each in self.described for each in NAMES["heads"]
+        ):  # as of a model without attention
             return {}
         return {"num_attention_heads of --hf-model": self.num_attention_heads}
 
     @property
     def hidden_size(self) -> int:
-        return self.number("hidden_size", "n_embd", "d_model")
+        return self.number(*NAMES["hidden"])
 
     @property
     def num_attention_heads(self) -> int:
-        return self.number(*HEADS)
+        return self.number(*NAMES["heads"])
 
     @property
     def query_groups(self) -> int:
         """Heads of keys and values."""
-        return self.described.get("num_key_value_heads") or self.num_attention_heads
+        known = [self.described.get(each) for each in NAMES["key_value_heads"]]
+        return next(filter(None, known), self.num_attention_heads)
 
     @property
     def drops_attention(self) -> bool:
