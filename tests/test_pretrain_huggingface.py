@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -287,6 +287,26 @@ def test_a_run_goes_on_at_another_layout(model: str, tmp_path: Path) -> None:
     assert "going on from" in run.text()
     assert len(losses_of(alone)) == 5
     assert losses_of(halves) == pytest.approx(losses_of(alone), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "are_alike"),
+    [
+        ({"layer_types": ["full_attention"] * 4}, True),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 2}, False),
+        ({"num_kv_shared_layers": 2}, False),
+        ({"num_kv_shared_layers": 0}, True),
+    ],
+)
+def test_a_few_layers_stand_for_those_that_are_alike(
+    changes: dict[str, Any], are_alike: bool
+) -> None:
+    section = hf_section("gemma2", {"layer_types": [], "num_hidden_layers": 4, **changes})
+    assert section.of_depth(4).described == section.described
+    with nullcontext() if are_alike else pytest.raises(UsageError):
+        found = section.of_depth(3)
+        assert found.num_layers == 3
+        assert len(found.described["layer_types"]) in (0, 3)
 
 
 def test_a_run_goes_on_by_its_plan_or_one_of_the_same_forms(tmp_path: Path) -> None:

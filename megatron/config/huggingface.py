@@ -72,6 +72,8 @@ def beside(folder: Path, prefix: str = "") -> dict[str, bytes]:
     return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
 
 
+# By which config.json lets layers differ, beside lists with an entry for each.
+OF_SOME_LAYERS = ("first_k_dense_replace", "num_kv_shared_layers", "per_layer_config")
 Hidden = Annotated[str | None, tyro.conf.Suppress, tyro.conf.Fixed]
 """Of a setting that checkpoints keep and no command line has."""
 KEPT = "hf_"  # of names of files in a checkpoint that were in the folder of --hf-model
@@ -204,11 +206,12 @@ class HuggingFaceConfig(KindConfig):
         """Raises UsageError where layers differ, of which a few say nothing of all."""
         described, whole = dict(self.described), self.num_layers
         described.update((name, layers) for name in NAMES["layers"] if name in described)
-        for name, value in self.described.items():
-            if isinstance(value, list) and len(value) == whole > 1 and layers != whole:
-                if any(each != value[0] for each in value):
-                    allowed = f"one whose layers are alike, and config.json has several {name}"
-                    raise UsageError("--hf-model", self.hf_model, allowed)
+        for name, value in self.described.items() if layers != whole else ():
+            by_layer = isinstance(value, list) and len(value) == whole > 1
+            if (by_layer and value != value[:1] * whole) or (name in OF_SOME_LAYERS and value):
+                allowed = f"one whose layers are alike, and config.json has {name}"
+                raise UsageError("--hf-model", self.hf_model, allowed)
+            if by_layer:
                 described[name] = value[:1] * layers
         found = json.loads(self.hf_config or read_hf_config(self.hf_model))
         found = found | ({"text_config": described} if found.get("text_config") else described)
