@@ -86,6 +86,8 @@ EARLY = {  # before torch is imported
     ),
     "heads": Row("--tensor-model-parallel-size 3", "--tensor-model-parallel-size", ranks=3),
     "no folder": Row("--hf-model {folder}/absent", "--hf-model", has_cure=False),
+    "a file": Row("--hf-model {folder}/model/config.json", "--hf-model"),
+    "checkpoints": Row("--hf-model {folder}/checkpoints", "--hf-model", has_cure=False),
     "no config.json": Row("--hf-model {folder}/..", "--hf-model", has_cure=False),
     "config.json is none": Row("--hf-model {folder}/broken", "--hf-model", has_cure=False),
     "no type": Row("", "--hf-model", {"vocab_size": 101}, has_cure=False),
@@ -157,6 +159,8 @@ def arguments(row: Row, folder: Path) -> list[str]:
     model = row.model if isinstance(row.model, Mapping) else DESCRIBED[row.model]
     write_folder(folder / "model", "gpt2")
     (folder / "model" / "config.json").write_text(json.dumps(model))
+    (folder / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (folder / "checkpoints" / "step_00000001" / "manifest.json").touch()
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text("{")
     if row.plan is not None:

@@ -135,6 +135,8 @@ def _nothing_to_load(load: str, given: str) -> UsageError:
     for file, program in FOREIGN.items():
         if Path(load, file).is_file():
             allowed = f"a checkpoint; `python tools/{program} --from {load} --to NEW` makes one"
+            if file == "config.json":  # of any architecture
+                allowed += f", and pretrain.py --model huggingface --hf-model {load} needs none"
     if seeds := sorted(each.name for each in Path(load).glob("seed_*") if step_folders(each)):
         return UsageError(given, load, "one of its folders", works=(given, f"{load}/{seeds[0]}"))
     return UsageError(given, load, allowed)

@@ -56,13 +56,20 @@ def fetch(name: str, patterns: Iterable[str] = FETCHED) -> Path:
     which are fetched. Raises UsageError where the hub does not give them."""
     if Path(name).is_dir():
         return Path(name)
+    if Path(name).exists():
+        folder = str(Path(name).parent)
+        raise UsageError(
+            "--hf-model", name, "the folder of this file", works=("--hf-model", folder)
+        )
     import huggingface_hub
 
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # those of its HTTP client are of no kind that it exports
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        allowed = f"a folder, or a name that the hub knows ({lines[0]})"
+        allowed = (
+            f"a folder, and there is none of this name here; nor is it on the hub ({lines[0]})"
+        )
         raise UsageError("--hf-model", name, allowed) from error
 
 
@@ -319,10 +326,18 @@ def has_window(described: Mapping[str, Any]) -> bool:
     )
 
 
+def is_of_checkpoints(name: str) -> bool:
+    return any(Path(name).glob("step_*/manifest.json")) or Path(name, "manifest.json").is_file()
+
+
 def read_hf_config(name: str) -> str:
     """The text of a model's config.json, from a folder or the hub. Raises UsageError where there is
     none."""
     is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and name[0].isalnum()
+    is_name = is_name or Path(name).is_file()  # which fetch refuses
+    if not (Path(name) / "config.json").exists() and is_of_checkpoints(name):
+        allowed = "a folder of transformers, and this has checkpoints, which --load takes"
+        raise UsageError("--hf-model", name, allowed)
     folder = fetch(name, ["config.json"]) if is_name else Path(name)
     try:
         text = (folder / "config.json").read_text(encoding="utf-8")
