@@ -114,8 +114,13 @@ def described(name: str, **changes: Any) -> str:
 def hf_section(name: str, of_hf: dict[str, Any] | None = None, **settings: Any) -> Any:
     """The settings of a model; of_hf: changes of config.json."""
     make = HuggingFaceMaskedConfig if name in MASKED else HuggingFaceConfig
-    settings.setdefault("plan", PLANS.get(name, "auto"))
-    return make(hf_model=name, hf_config=described(name, **(of_hf or {})), **settings)
+    plan = of_plan(settings.pop("plan", PLANS.get(name, "auto")))
+    return make(hf_model=name, hf_config=described(name, **(of_hf or {})), **plan, **settings)
+
+
+def of_plan(text: str) -> dict[str, Any]:
+    """The settings that say it: "auto", or TOML."""
+    return {} if text == "auto" else {"plan": "plan.toml", "plan_text": text}
 
 
 def write_folder(folder: Path, name: str, **changes: Any) -> Path:

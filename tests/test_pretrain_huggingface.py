@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,12 +18,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
+from megatron.checkpoint.format import Checkpoint
+from megatron.checkpoint.resume import check_forms
 from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.tokenizer import build_tokenizer
+from megatron.models.build import build_on_meta
+from megatron.models.hf_weights import forms_of
 from megatron.models.registry import find_kind
+from megatron.parallel.mesh import absent_mesh
 from pretrain import main
 from tests.config.test_checks import mended
 from tests.data.samples import (
@@ -31,8 +38,9 @@ from tests.data.samples import (
     write_sentences,
     write_wordpiece,
 )
-from tests.huggingface import DESCRIBED, DROPOUT, HIDDEN, write_folder
+from tests.huggingface import DESCRIBED, DROPOUT, HIDDEN, hf_section, write_folder
 from tests.programs import Run, start_ranks
+from tests.tiny import VOCABULARY
 
 ROOT = Path(__file__).parents[1]
 SIZES = "--seq-length 16 --micro-batch-size 2 --train-iters 2 --eval-iters 0 --mock-data --no-bf16"
@@ -78,11 +86,21 @@ EARLY = {  # before torch is imported
     ),
     "heads": Row("--tensor-model-parallel-size 3", "--tensor-model-parallel-size", ranks=3),
     "no folder": Row("--hf-model {folder}/absent", "--hf-model", has_cure=False),
+    "a file": Row("--hf-model {folder}/model/config.json", "--hf-model"),
+    "checkpoints": Row("--hf-model {folder}/checkpoints", "--hf-model", has_cure=False),
     "no config.json": Row("--hf-model {folder}/..", "--hf-model", has_cure=False),
     "config.json is none": Row("--hf-model {folder}/broken", "--hf-model", has_cure=False),
     "no type": Row("", "--hf-model", {"vocab_size": 101}, has_cure=False),
+    "positions behind no padding": Row(
+        "", "--hf-model", DESCRIBED["roberta"] | {"pad_token_id": None}, "huggingface-masked",
+        has_cure=False,
+    ),
     "no sizes": Row("", "--hf-model", {"model_type": "gpt2"}, has_cure=False),
     "no plan": Row("--plan {folder}/absent.toml", "--plan"),
+    "a plan that cuts nothing": Row(
+        "--plan {folder}/plan.toml --tensor-model-parallel-size 2", "--plan", ranks=2,
+        plan="# nothing",
+    ),
     "a plan that is no TOML": Row("--plan {folder}/plan.toml", "--plan", plan="c_attn: column"),
     "experts": Row(
         "--tensor-model-parallel-size 2", "--tensor-model-parallel-size", MIXTRAL, ranks=2
@@ -141,6 +159,8 @@ def arguments(row: Row, folder: Path) -> list[str]:
     model = row.model if isinstance(row.model, Mapping) else DESCRIBED[row.model]
     write_folder(folder / "model", "gpt2")
     (folder / "model" / "config.json").write_text(json.dumps(model))
+    (folder / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (folder / "checkpoints" / "step_00000001" / "manifest.json").touch()
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text("{")
     if row.plan is not None:
@@ -202,6 +222,13 @@ def test_what_works_instead_is_accepted(name: str, tmp_path: Path) -> None:
 
 RUN = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --split 1,1,0 --no-bf16"
 KINDS = {"gpt2": "huggingface", "bert": "huggingface-masked"}
+OTHER = """
+"*.attn" = { style = "local", attributes = ["num_heads", "split_size"] }
+"*.attn.c_attn" = { style = "column", parts = 3 }
+"*.attn.c_proj" = "row"
+"*.mlp.c_fc" = "column"
+"*.mlp.c_proj" = "row"
+"""
 SIZE = 270  # of the models' vocabularies, which is larger than those of the tokenizers
 
 
@@ -247,13 +274,16 @@ def test_a_run_goes_on_at_another_layout(model: str, tmp_path: Path) -> None:
     four steps of one process."""
     folder = write_folder(tmp_path / "model", model, vocab_size=SIZE, **DROPOUT[model])
     data, save = data_of(model, tmp_path), tmp_path / "checkpoints"
+    other = tmp_path / "plan.toml"
+    other.write_text(f"# The same styles but of the embedding\n{OTHER}")
+    plan = f"--plan {other}" if model == "gpt2" else ""
     start = partial(started, kind=KINDS[model], model=folder, data=data, folder=tmp_path)
     every = "--train-iters 4 --eval-iters 2 --eval-interval 4 --log-interval 1"
     alone, halves = tmp_path / "alone.jsonl", save / "metrics.jsonl"
     runs = [
         (f"{every} --metrics-file {alone}", 1),
         (f"{every} --save {save} --exit-interval 2 --tensor-model-parallel-size 2", 2),
-        (f"{every} --save {save} --load {save}", 2),
+        (f"{every} --save {save} --load {save} {plan}", 2),
     ]
     for words, world in runs:
         with start(words, world=world) as run:
@@ -261,6 +291,43 @@ def test_a_run_goes_on_at_another_layout(model: str, tmp_path: Path) -> None:
     assert "going on from" in run.text()
     assert len(losses_of(alone)) == 5
     assert losses_of(halves) == pytest.approx(losses_of(alone), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "are_alike"),
+    [
+        ({"layer_types": ["full_attention"] * 4}, True),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 2}, False),
+        ({"num_kv_shared_layers": 2}, False),
+        ({"num_kv_shared_layers": 0}, True),
+    ],
+)
+def test_a_few_layers_stand_for_those_that_are_alike(
+    changes: dict[str, Any], are_alike: bool
+) -> None:
+    section = hf_section("gemma2", {"layer_types": [], "num_hidden_layers": 4, **changes})
+    assert section.of_depth(4).described == section.described
+    with nullcontext() if are_alike else pytest.raises(UsageError):
+        found = section.of_depth(3)
+        assert found.num_layers == 3
+        assert len(found.described["layer_types"]) in (0, 3)
+
+
+def test_a_run_goes_on_by_its_plan_or_one_of_the_same_forms(tmp_path: Path) -> None:
+    """A square matrix that is held transposed has the same shape."""
+    saved = hf_section("gpt2", plan=OTHER)
+    assert hf_section("gpt2").completed(lambda: asdict(saved)) == saved
+    checkpoint = Checkpoint(tmp_path, {"config": {"model": asdict(saved)}, "forms": forms(saved)})
+    check_forms(hf_section("gpt2"), forms(hf_section("gpt2")), checkpoint)
+    whole = hf_section("gpt2", plan='"*.c_fc" = "column"\n"*.mlp.c_proj" = "row"\n')
+    with pytest.raises(UsageError) as refused:
+        check_forms(whole, forms(whole), checkpoint)
+    assert refused.value.flag == "--plan"
+
+
+def forms(section: Any) -> dict[str, list[int]]:
+    mesh = absent_mesh({}, torch.device("meta"))
+    return forms_of(build_on_meta(section, mesh, VOCABULARY))
 
 
 def test_every_rank_refuses_alike(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
     mesh = absent_mesh({"tensor": size}, torch.device("meta"))
     try:
         model = build_on_meta(config, mesh, 1)
-        plan = plan_of(unmodified(config, model.auto_class), config.plan)
+        plan = plan_of(unmodified(config, model.auto_class), config.stated_plan)
     except PlanError as error:
         return str(error)
     except Exception as error:  # of transformers' code of any model

@@ -20,6 +20,7 @@ from megatron.checkpoint.format import (
 )
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError, flag, switch
+from megatron.config.huggingface import HuggingFaceConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.models.registry import config_of, find_kind
 
@@ -36,6 +37,7 @@ FREE = {
     "--recompute-granularity",
     "--vocab-size",  # compared as "vocabulary"
     "--hf-model",  # compared as what its config.json says
+    "--plan",  # what it changes of the tensors is compared when the model is there
     "--random-weights",
 }
 # The fields of a data config that do not: the data set's fingerprint covers them, or they decide
@@ -133,6 +135,8 @@ def _nothing_to_load(load: str, given: str) -> UsageError:
     for file, program in FOREIGN.items():
         if Path(load, file).is_file():
             allowed = f"a checkpoint; `python tools/{program} --from {load} --to NEW` makes one"
+            if file == "config.json":  # of any architecture
+                allowed += f", and pretrain.py --model huggingface --hf-model {load} needs none"
     if seeds := sorted(each.name for each in Path(load).glob("seed_*") if step_folders(each)):
         return UsageError(given, load, "one of its folders", works=(given, f"{load}/{seeds[0]}"))
     return UsageError(given, load, allowed)
@@ -232,10 +236,6 @@ def check_start(
         key = wrong[0].removeprefix(CONFIG_JSON)
         allowed = f"with {key} {_text(saved)} in config.json, as in {path}, and not {_text(now)}"
         raise UsageError("--hf-model", vars(config.model)["hf_model"], allowed)
-    if wrong[0] == "--plan":
-        text = "auto" if now == "auto" else "of another file"
-        allowed = "auto" if saved == "auto" else "a file with the plan that is kept in the manifest"
-        raise UsageError("--plan", text, f"{allowed}, as in {path}")
     if wrong[0] == "precision" or wrong[0].startswith("--"):
         words = arguments_of(wrong[0], now) or (wrong[0],)
         must = " ".join(arguments_of(wrong[0], saved)) or "left out"
@@ -247,6 +247,20 @@ def check_start(
         works = ("--override-data",) if unless else ()
     value = " ".join(words[1:]) or None
     raise UsageError(words[0], value, f"{must}, as in {path}{unless}", works=works)
+
+
+def check_forms(
+    config: HuggingFaceConfig, forms: Mapping[str, Sequence[int]], checkpoint: Checkpoint
+) -> None:
+    """Raise UsageError where the plan has a tensor held in another form than the checkpoint's. Of
+    a square matrix no shape says it. forms: as of megatron.models.hf_weights.forms_of."""
+    saved = checkpoint.manifest.get("forms", {})
+    for name in sorted(saved.keys() | forms.keys()):
+        if list(saved.get(name, ())) != list(forms.get(name, ())):
+            kept = checkpoint.manifest["config"]["model"].get("plan")
+            tensor = name.removeprefix("model.")
+            allowed = f"one that holds {tensor} in the form of {checkpoint.path}, whose plan is"
+            raise UsageError("--plan", config.plan, f"{allowed} {kept}")
 
 
 def _has_moments(manifest: Mapping[str, Any]) -> bool:
@@ -329,6 +343,7 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
         keys = json.loads(text)
         for name in sorted(keys.keys() - NO_MODEL, key=lambda name: name != "model_type"):
             found[f"{CONFIG_JSON}{name}"] = keys[name]
+    found.pop("--plan-text", None)  # of --plan
     found.pop("--attention-dropout-rng", None)  # compared by what it comes to
     if "kind" in facts and any(found.get(name) for name in DROPOUTS):
         found["dropout masks"] = _masks(facts)

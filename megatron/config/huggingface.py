@@ -9,7 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
+
+import tyro
 
 from megatron.config.checks import UsageError
 from megatron.config.model import KindConfig, RecomputeGranularity
@@ -54,13 +56,20 @@ def fetch(name: str, patterns: Iterable[str] = FETCHED) -> Path:
     which are fetched. Raises UsageError where the hub does not give them."""
     if Path(name).is_dir():
         return Path(name)
+    if Path(name).exists():
+        folder = str(Path(name).parent)
+        raise UsageError(
+            "--hf-model", name, "the folder of this file", works=("--hf-model", folder)
+        )
     import huggingface_hub
 
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # those of its HTTP client are of no kind that it exports
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        allowed = f"a folder, or a name that the hub knows ({lines[0]})"
+        allowed = (
+            f"a folder, and there is none of this name here; nor is it on the hub ({lines[0]})"
+        )
         raise UsageError("--hf-model", name, allowed) from error
 
 
@@ -70,10 +79,19 @@ def beside(folder: Path, prefix: str = "") -> dict[str, bytes]:
     return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
 
 
+# By which config.json lets layers differ, beside lists with an entry for each.
+OF_SOME_LAYERS = ("first_k_dense_replace", "num_kv_shared_layers", "per_layer_config")
+Hidden = Annotated[str | None, tyro.conf.Suppress, tyro.conf.Fixed]
+"""Of a setting that checkpoints keep and no command line has."""
 KEPT = "hf_"  # of names of files in a checkpoint that were in the folder of --hf-model
-# What config.json calls the number of layers.
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-HEADS = ("num_attention_heads", "n_head", "n_heads")
+# What config.json calls the sizes of a model.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "positions": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +107,14 @@ class HuggingFaceConfig(KindConfig):
     name on the HuggingFace hub."""
 
     plan: str = "auto"
-    """How the model is cut over tensor-parallel processes: auto, by transformers' own plan or one
-    of this project's; or a TOML file of one's own, which is proved by a small model first."""
+    """How the model is cut over tensor-parallel processes: auto, by the plan of the checkpoint that
+    a run goes on from, by transformers' own or one of this project's; or a TOML file of one's own,
+    which is proved by a small model first."""
 
-    hf_config: str | None = None
+    plan_text: Hidden = None
+    """What the file of --plan says."""
+
+    hf_config: Hidden = None
     """The text of a config.json, in place of that of --hf-model."""
 
     random_weights: bool = False
@@ -102,13 +124,27 @@ class HuggingFaceConfig(KindConfig):
         if self.hf_config is None:
             with suppress(UsageError):  # a checkpoint has it, too, or else `described` raises it
                 object.__setattr__(self, "hf_config", read_hf_config(self.hf_model))
-        if self.plan != "auto" and "\n" not in self.plan:
-            object.__setattr__(self, "plan", _read_plan(self.plan))
+        elif not _is_object(self.hf_config):
+            raise UsageError("hf_config", None, "the text of a config.json")
+        if self.plan != "auto" and self.plan_text is None:
+            object.__setattr__(self, "plan_text", _read_plan(self.plan))
+
+    @property
+    def stated_plan(self) -> str:
+        """A plan in TOML, or "auto"."""
+        return "auto" if self.plan_text is None else self.plan_text
 
     def completed(self, saved: Callable[[], Mapping[str, Any] | None]) -> Self:
-        if self.hf_config is None and (found := saved()) is not None:
-            return replace(self, hf_config=found.get("hf_config"))
-        return self
+        if self.plan != "auto" and self.hf_config is not None:
+            return self
+        if (found := saved()) is None:
+            return self
+        changes: dict[str, Any] = {}
+        if self.hf_config is None:
+            changes["hf_config"] = found.get("hf_config")
+        if self.plan == "auto" and found.get("plan_text") is not None:
+            changes |= {"plan": found["plan"], "plan_text": found["plan_text"]}
+        return replace(self, **changes)
 
     def files(self, saved: Path | None) -> Mapping[str, bytes]:
         found: dict[str, bytes] = {}
@@ -143,6 +179,11 @@ class HuggingFaceConfig(KindConfig):
 
     def check_cut(self) -> None:
         """Raise UsageError for what several tensor-parallel processes cannot share."""
+        if self.plan_text is not None:
+            styles = tomllib.loads(self.plan_text).values()
+            if all(each in ("whole", {"style": "whole"}) for each in styles):
+                allowed = "one that cuts a module; this one cuts nothing"
+                raise UsageError("--plan", self.plan, allowed, works=("--plan", "auto"))
         described = self.described
         has_experts = described.get("is_moe") is not False
         experts = [name for name in EXPERTS if has_experts and (described.get(name) or 0) > 1]
@@ -166,13 +207,19 @@ class HuggingFaceConfig(KindConfig):
 
     @property
     def num_layers(self) -> int:
-        return self.number(*LAYERS)
+        return self.number(*NAMES["layers"])
 
     def of_depth(self, layers: int) -> Self:
-        described = dict(self.described)
-        described.update((name, layers) for name in LAYERS if name in described)
-        if "layer_types" in described:
-            described["layer_types"] = described["layer_types"][:layers]
+        """Raises UsageError where layers differ, of which a few say nothing of all."""
+        described, whole = dict(self.described), self.num_layers
+        described.update((name, layers) for name in NAMES["layers"] if name in described)
+        for name, value in self.described.items() if layers != whole else ():
+            by_layer = isinstance(value, list) and len(value) == whole > 1
+            if (by_layer and value != value[:1] * whole) or (name in OF_SOME_LAYERS and value):
+                allowed = f"one whose layers are alike, and config.json has {name}"
+                raise UsageError("--hf-model", self.hf_model, allowed)
+            if by_layer:
+                described[name] = value[:1] * layers
         found = json.loads(self.hf_config or read_hf_config(self.hf_model))
         found = found | ({"text_config": described} if found.get("text_config") else described)
         return replace(self, hf_config=json.dumps(found))
@@ -184,30 +231,36 @@ class HuggingFaceConfig(KindConfig):
     @property
     def positions(self) -> int | None:
         """The longest sequence that the model can read; None where nothing says it."""
-        names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+        names = NAMES["positions"]
         found = next((self.described[each] for each in names if each in self.described), None)
         if found is not None and self.described.get("model_type") in OFFSET:
-            return int(found) - 1 - int(self.described.get("pad_token_id", 1))
+            if not isinstance(padding := self.described.get("pad_token_id", 1), int):
+                allowed = "one whose config.json has a pad_token_id, behind which positions begin"
+                raise UsageError("--hf-model", self.hf_model, allowed)
+            return int(found) - 1 - padding
         return found
 
     @property
     def widths(self) -> dict[str, int]:
-        if not any(each in self.described for each in HEADS):  # as of a model without attention
+        if not any(
+            each in self.described for each in NAMES["heads"]
+        ):  # as of a model without attention
             return {}
         return {"num_attention_heads of --hf-model": self.num_attention_heads}
 
     @property
     def hidden_size(self) -> int:
-        return self.number("hidden_size", "n_embd", "d_model")
+        return self.number(*NAMES["hidden"])
 
     @property
     def num_attention_heads(self) -> int:
-        return self.number(*HEADS)
+        return self.number(*NAMES["heads"])
 
     @property
     def query_groups(self) -> int:
         """Heads of keys and values."""
-        return self.described.get("num_key_value_heads") or self.num_attention_heads
+        known = [self.described.get(each) for each in NAMES["key_value_heads"]]
+        return next(filter(None, known), self.num_attention_heads)
 
     @property
     def drops_attention(self) -> bool:
@@ -273,10 +326,18 @@ def has_window(described: Mapping[str, Any]) -> bool:
     )
 
 
+def is_of_checkpoints(name: str) -> bool:
+    return any(Path(name).glob("step_*/manifest.json")) or Path(name, "manifest.json").is_file()
+
+
 def read_hf_config(name: str) -> str:
     """The text of a model's config.json, from a folder or the hub. Raises UsageError where there is
     none."""
     is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and name[0].isalnum()
+    is_name = is_name or Path(name).is_file()  # which fetch refuses
+    if not (Path(name) / "config.json").exists() and is_of_checkpoints(name):
+        allowed = "a folder of transformers, and this has checkpoints, which --load takes"
+        raise UsageError("--hf-model", name, allowed)
     folder = fetch(name, ["config.json"]) if is_name else Path(name)
     try:
         text = (folder / "config.json").read_text(encoding="utf-8")
@@ -287,6 +348,13 @@ def read_hf_config(name: str) -> str:
     return text
 
 
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
 def _read_plan(name: str) -> str:
     try:
         text = Path(name).read_text(encoding="utf-8")
@@ -294,4 +362,4 @@ def _read_plan(name: str) -> str:
     except (OSError, ValueError) as error:
         allowed = f"auto, or a TOML file ({error})"
         raise UsageError("--plan", name, allowed, works=("--plan", "auto")) from None
-    return text.rstrip("\n") + "\n"
+    return text

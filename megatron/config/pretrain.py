@@ -61,6 +61,13 @@ class PretrainConfig:
         if self.data.mock_data and (epochs := self.training.epochs) is not None:
             allowed = "given without --mock-data, which has no end"
             raise UsageError("--epochs", epochs, allowed, works=("--train-iters", "1000"))
+        if (given := self.model.recompute_granularity) not in (known := self.model.granularities):
+            name, last = "--recompute-granularity", known[-1]
+            allowed = f"{' or '.join(known)} of a model of the kind {self.model.kind}"
+            raise UsageError(name, given, allowed, works=(name, last))
+        if self.training.compile and not self.model.can_compile:
+            allowed = f"left out: layers of the kind {self.model.kind} are not compiled"
+            raise UsageError("--compile", None, allowed, works=("--no-compile",))
         self.parallel.check(world_size, self.model.widths, self.data.seq_length)
         self.parallel.check_model(self.model)
         batch, copies = self.global_batch_size(world_size), self.data_parallel_size(world_size)
@@ -207,13 +214,6 @@ class PretrainUnmodifiedConfig(PretrainConfig):
                 cure = (flag(name), least) if least else (switch(name, False),)
                 value = getattr(self.parallel, name) if least else None
                 raise UsageError(flag(name), value, reason, works=cure)
-        if self.model.recompute_granularity == "selective":
-            name = "--recompute-granularity"
-            allowed = "full or none of an unmodified model"
-            raise UsageError(name, "selective", allowed, works=(name, "full"))
-        if self.training.compile:
-            allowed = "left out: layers of transformers are not compiled"
-            raise UsageError("--compile", None, allowed, works=("--no-compile",))
         super().check(world_size)
         length, positions = self.data.seq_length, self.model.positions
         if positions is not None and length > positions:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,13 @@ def form_of(model: nn.Module, name: str) -> Form:
     module_name, _, own_name = name.rpartition(".")
     module = model.get_submodule(module_name)
     return module.forms.get(own_name, AS_IT_IS) if isinstance(module, Planned) else AS_IT_IS
+
+
+def forms_of(model: nn.Module) -> dict[str, list[int]]:
+    """{name of a parameter: the numbers of its Form} of those that the planned model holds in
+    another form than transformers writes them."""
+    found = {name: form_of(model, name) for name, _ in model.named_parameters()}
+    return {name: [*map(int, astuple(form))] for name, form in found.items() if form != AS_IT_IS}
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class HuggingFace(nn.Module):
                 f"layout: {', '.join(self.drawn)}"
             )
         with _refused(config, "a model that can be cut"):
-            plan = plan_at(model, config.plan, factory.tensor.size)
+            plan = plan_at(model, config.stated_plan, factory.tensor.size)
             self.model = factory.parallelize(model, plan)
         head = model.get_output_embeddings()
         self.reads = "input" if isinstance(head, ColumnLinear) else "output"

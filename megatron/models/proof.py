@@ -233,10 +233,11 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
     fit the model, before any weight is made, and NoProofError."""
     try:
         if config.plan != "auto" and any(
-            isinstance(each, Local) and each.values for each in read_plan(config.plan).values()
+            isinstance(each, Local) and each.values
+            for each in read_plan(config.stated_plan).values()
         ):
             raise NoProofError("it sets numbers of the whole model, which a tiny one has not")
-        described = tiny(json.loads(config.hf_config or "{}"), config.plan)
+        described = tiny(json.loads(config.hf_config or "{}"), config.stated_plan)
         config = replace(config, hf_config=json.dumps(described), recompute_granularity="none")
         ours = build_on_meta(config, mesh, VOCABULARY).eval()
         theirs = _unmodified(described, ours.auto_class, mesh.device)

@@ -19,6 +19,7 @@ from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.resume import (
     Start,
     changes,
+    check_forms,
     check_start,
     data_fingerprint,
     find_start,
@@ -289,6 +290,12 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         # The id of the run whose weights were fine-tuned, now or before.
         "weights_of": found and found.manifest.get("run" if start.finetune else "weights_of"),
     }
+    if isinstance(own, HuggingFaceConfig):
+        from megatron.models.hf_weights import forms_of
+
+        facts["forms"] = forms_of(state.model)
+        if found is not None:
+            refuse_alike(mesh, partial(check_forms, own, facts["forms"], found))
     evaluate_first = False
     if weights is not None:
         refuse_alike(mesh, lambda: messages.extend(state.load_folder(weights)))

@@ -142,8 +142,8 @@ class TrainState:
         """Start an unmodified model of transformers from the weights of a folder, or of a name on
         the hub: masters have the values of its files.
 
-        Returns what the user should know. Raises ValueError, naming the tensors, for a folder of
-        another model, OSError for a file that is missing.
+        Returns what the user should know. Raises UsageError, naming the tensors, for a folder of
+        another model, or without a file.
         """
         from megatron.models.hf_weights import read_weights
 
@@ -151,7 +151,12 @@ class TrainState:
         if not has_weights(name, folder):
             works = ("--hf-model", name, "--random-weights")
             raise UsageError("--hf-model", name, "a model with model.safetensors", works=works)
-        left_out = read_weights(self.model, folder, self.shards())
+        try:
+            left_out = read_weights(self.model, folder, self.shards())
+        except (ValueError, OSError) as error:
+            works = ("--hf-model", name, "--random-weights")
+            allowed = f"a folder whose weights are of its config.json ({error})"
+            raise UsageError("--hf-model", name, allowed, works=works) from error
         self.optimizer.publish()
         messages = [f"starting at step 0 from the weights of {name}"]
         if left_out:

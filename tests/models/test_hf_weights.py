@@ -29,6 +29,7 @@ from megatron.parallel.sharding import ShardingSpec, gather_whole, sharding_spec
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step
 from tests.dist import Pool
+from tests.huggingface import of_plan
 from tests.tiny import SEED, VOCABULARY, mesh_of_ranks, micro_batches, samples
 from tests.tools.convert.models import randomise
 
@@ -121,7 +122,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
 def section_of(folder: Path, case: Case, **changes: Any) -> HuggingFaceConfig:
     is_masked = case.auto_class == "AutoModelForMaskedLM"
     kind = HuggingFaceMaskedConfig if is_masked else HuggingFaceConfig
-    return kind(hf_model=str(folder), **({"plan": case.plan} | changes))
+    return kind(hf_model=str(folder), **(of_plan(case.plan) | changes))
 
 
 def state_of(

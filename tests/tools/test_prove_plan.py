@@ -17,6 +17,7 @@ from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConf
 from megatron.models.proof import prove, require_proof
 from megatron.parallel.plan import PlanError
 from tests.dist import Pool
+from tests.huggingface import of_plan
 from tests.programs import start_ranks
 from tests.tiny import mesh_of_ranks
 from tools import prove_plan
@@ -143,7 +144,7 @@ def toml(plan: Mapping[str, Any]) -> str:
 def config_of(model_type: str, plan: str = "auto", **changes: Any) -> HuggingFaceConfig:
     kind = HuggingFaceMaskedConfig if model_type == "bert" else HuggingFaceConfig
     described = {"model_type": model_type, **changes}
-    return kind(hf_model=model_type, plan=plan, hf_config=json.dumps(described))
+    return kind(hf_model=model_type, **of_plan(plan), hf_config=json.dumps(described))
 
 
 def proofs(configs: Mapping[str, HuggingFaceConfig], size: int) -> dict[str, tuple[str, Any]]:

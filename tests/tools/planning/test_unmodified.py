@@ -3,6 +3,7 @@ parameters and what crosses the ranks."""
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,11 +42,14 @@ KINDS: dict[str, tuple[type[PretrainConfig], str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_unmodified_model_takes_what_our_own_takes(kind: str, tensor: int) -> None:
+def test_an_unmodified_model_takes_what_our_own_takes(
+    kind: str, tensor: int, tmp_path: Path
+) -> None:
     settings, own, described = KINDS[kind]
     text = json.dumps({"model_type": kind, "vocab_size": VOCABULARY, **described})
+    (tmp_path / "config.json").write_text(text)
     common = f"{COMMON} --tensor-model-parallel-size {tensor}".split()
-    unmodified = ["--hf-model", kind, "--hf-config", text]
+    unmodified = ["--hf-model", str(tmp_path)]
     configs: list[Any] = [
         parse(settings, [*f"{NATIVE} {own}".split(), *common], {}),
         parse(PretrainHuggingFaceConfig, [*unmodified, *common], {}),
