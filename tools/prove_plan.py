@@ -6,7 +6,8 @@ A tiny model of the architecture (2 layers, 8 heads, random weights in fp64) is 
 4 processes on this machine, and its loss, its logits, every gradient and the output of every module
 are compared with the unmodified model's. See docs/parallelism.md for plans.
 
-Exit status: 0 the plan is right, 1 a module is wrong, 2 a wrong argument or a failure.
+Exit status: 0 the plan is right at each of the two sizes at which the model can be cut, 1 a module
+is wrong, 2 a wrong argument or no proof.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import UsageError, writable
-from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.config.checks import UsageError, switch, writable
+from megatron.config.huggingface import (
+    HuggingFaceConfig,
+    HuggingFaceMaskedConfig,
+    kind_of,
+    read_hf_config,
+)
 from megatron.config.launch import interruptible
 from megatron.config.parse import parse_call, user_errors
 from megatron.data.files import write_atomically
@@ -49,7 +55,8 @@ def prove_plan(
     """Prove that a model of transformers, cut by a plan, computes what the unmodified one computes:
     loss, logits and every gradient of a tiny one in fp64, at 2 and at 4 ranks.
 
-    Exit status: 0 the plan is right, 1 a module is wrong, 2 a wrong argument or a failure.
+    Exit status: 0 the plan is right at each of the two sizes at which the model can be cut, 1 a
+    module is wrong, 2 a wrong argument or no proof.
 
     Args:
         model: A folder with a config.json, or a name on the HuggingFace hub.
@@ -66,57 +73,62 @@ def prove_plan(
         rows = modules_of(config, size)
         if isinstance(rows, str):
             refused[size] = rows
-        else:
-            shown[size] = rows
+            continue
+        shown[size] = rows
+        if show:
+            print(f"t = {size}:\n{table([HEADER, *rows])}\n", flush=True)
+    if show and shown:
+        print(f"{LEGEND}\n", flush=True)
+    if not shown and len({*refused.values()}) == 1:
+        allowed = f"one that fits {model}: {refused[SIZES[0]]}"
+        raise UsageError("--plan", None if plan == "auto" else plan, allowed)
     found: dict[int, Outcome] = dict(refused)
     if shown:
         from tools.proofs import on_ranks, prove_at
 
         ((*outcomes,),) = on_ranks(max(shown), prove_at, [config], list(shown))
-        found |= dict(zip(shown, outcomes, strict=True))
+        found |= {
+            size: f"not proved by a tiny model: {outcome}" if isinstance(outcome, str) else outcome
+            for size, outcome in zip(shown, outcomes, strict=True)
+        }
     for size in SIZES:
-        if show and size in shown:
-            print(table([HEADER, *shown[size]]), end="\n\n")
         outcome = found[size]
         wrong = [] if isinstance(outcome, str) else outcome.wrong
         if isinstance(outcome, str) or not wrong:
             print(f"t = {size}: {outcome}")
         for sentence in wrong:
             print(f"t = {size}: {sentence}")
-    if show and shown:
-        print(f"\n{LEGEND}")
     if json is not None:
         write_atomically(json, (dumped(found, shown) + "\n").encode())
-    proofs = [each for each in found.values() if not isinstance(each, str)]
-    if not proofs:
-        return 2
-    return int(any(each.wrong for each in proofs))
+    outcomes = [found[size] for size in shown]
+    if any(not isinstance(each, str) and each.wrong for each in outcomes):
+        return 1
+    return 0 if outcomes and not any(isinstance(each, str) for each in outcomes) else 2
 
 
 def read(model: str, plan: str, masked: bool | None) -> HuggingFaceConfig:
-    """Raises UsageError for a model or a plan that cannot be read."""
+    """Raises UsageError for a model or a plan that cannot be read, and where pretrain.py has the
+    model as one of the other kind than `masked` says."""
     try:
-        config = HuggingFaceConfig(hf_model=model, plan=plan)
+        described = read_hf_config(model)
+        own = kind_of({"model_type": "", **json.loads(described)})
+        if masked is None:
+            masked = own == HuggingFaceMaskedConfig.kind
+        kind = HuggingFaceMaskedConfig if masked else HuggingFaceConfig
+        if own not in (None, kind.kind):
+            what = "the next token" if masked else "masked tokens"
+            allowed = f"left out: {model} predicts {what}"
+            raise UsageError(switch("masked", masked), None, allowed)
+        return kind(hf_model=model, plan=plan, hf_config=described)
     except UsageError as error:
-        name = {"--hf-model": "--model"}.get(error.flag, error.flag)
-        raise UsageError(name, error.value, error.allowed, works=error.works) from None
-    if masked is None:
-        masked = is_masked(json.loads(config.hf_config or "{}"))
-    if not masked:
-        return config
-    given = {name: getattr(config, name) for name in ("hf_model", "plan", "hf_config")}
-    return HuggingFaceMaskedConfig(**given)
+        raise renamed(error) from None
 
 
-def is_masked(described: Mapping[str, Any]) -> bool:
-    """Whether a model predicts masked tokens: of a config.json that names no class, whether
-    transformers has such a model of its type, which those that predict the next token are not."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    if classes := described.get("architectures"):
-        return any(name.endswith(("ForMaskedLM", "ForPreTraining")) for name in classes)
-    is_encoder = not described.get("is_decoder", False)
-    return is_encoder and described.get("model_type") in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+def renamed(error: UsageError) -> UsageError:
+    """With this program's name of --hf-model."""
+    name = "--model" if error.flag == "--hf-model" else error.flag
+    works = () if name == "--model" else error.works  # flags of pretrain.py
+    return UsageError(name, error.value, error.allowed, works=works)
 
 
 def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | str:
@@ -140,6 +152,8 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
     except Exception as error:  # of transformers' code of any model
         if isinstance(error.__cause__, PlanError):
             return str(error.__cause__)
+        if isinstance(error, UsageError):
+            raise renamed(error) from error
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         allowed = f"a model that transformers builds ({reason})"
         raise UsageError("--model", config.hf_model, allowed) from error

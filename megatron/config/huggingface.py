@@ -171,7 +171,7 @@ class HuggingFaceConfig(KindConfig):
         ):  # fmt: skip
             if is_wrong:
                 raise UsageError("--hf-model", self.hf_model, allowed)
-        if (right := _kind_of(whole)) not in (None, self.kind):
+        if (right := kind_of(whole)) not in (None, self.kind):
             name = " ".join(whole.get("architectures") or [kind])
             what = "masked tokens" if "masked" in right else "the next token"
             allowed = f"{right} for {name}, which predicts {what}"
@@ -303,7 +303,7 @@ NATIVE = ("gpt2", "llama")  # which this project has as kinds of its own, too
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def _kind_of(whole: Mapping[str, Any]) -> str | None:
+def kind_of(whole: Mapping[str, Any]) -> str | None:
     """Of a model with this config.json; None where it does not say."""
     kinds = " ".join(whole.get("architectures") or ())
     is_encoder = whole["model_type"] in ENCODERS and not whole.get("is_decoder")

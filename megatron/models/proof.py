@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import gcd, isfinite
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,12 @@ from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_on_meta
 from megatron.models.hf_layers import Wide
+from megatron.models.hf_weights import form_of
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.plan import Local, PlanError, read_plan, read_toml
-from megatron.parallel.planned import AS_IT_IS, ColumnLinear, Form, Planned, SharedHeads
+from megatron.parallel.planned import ColumnLinear, Form, SharedHeads
 from megatron.parallel.sharding import gather_whole, materialize
 
 TOLERANCE = 1e-9  # of the norm of what is compared
@@ -40,7 +41,7 @@ TOLERANCE = 1e-9  # of the norm of what is compared
 # rounding, and its difference relative to this.
 SMALL = 1e-3
 SAMPLES, LENGTH = 3, 12  # of the batch; sequences of 12, 9 and 5 tokens and padding behind them
-LAYERS, HIDDEN, HEADS, VOCABULARY, WINDOW = 2, 128, 8, 101, 5
+LAYERS, HEADS, HEAD, VOCABULARY, WINDOW = 2, 8, 16, 101, 5
 
 # Names that configurations have for a size.
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -51,25 +52,33 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def tiny(described: Mapping[str, Any], plan: str = "auto") -> dict[str, Any]:
+def tiny(described: Mapping[str, Any], plan: str, tensor: int) -> dict[str, Any]:
     """A config.json of the same architecture that is proved in seconds: 2 layers or one of each
-    type, 8 query heads, as many key/value heads, 2 or 1, a small vocabulary. What decides which
-    modules there are and what they compute stays; so do all layers where the plan has numbers of
-    them, and whether ranks can share the vocabulary where the plan is the user's."""
+    type, 8 query heads or what so many ranks can share, as many key/value heads, 2 or 1, a small
+    vocabulary. What decides which modules there are and what they compute stays; so do all layers
+    where the plan has numbers of them, and whether ranks can share key/value heads and, where the
+    plan is the user's, the vocabulary."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**described)
     patterns = [] if plan == "auto" else [*read_toml(plan)]
     keeps_layers = any(re.search(r"[\d?[]", each) for each in patterns)
     rows = config.get_text_config().vocab_size
-    vocabulary = VOCABULARY if plan == "auto" or rows % 4 else VOCABULARY + 3
+    is_shared = plan != "auto" and rows % tensor == 0
+    vocabulary = _multiple(tensor, VOCABULARY + 1) if is_shared else VOCABULARY
     whole = config.to_dict() | {"model_type": config.model_type}
-    return _shrunk(whole, keeps_layers, vocabulary)
+    return _shrunk(whole, keeps_layers, vocabulary, tensor)
 
 
-def _shrunk(given: Mapping[str, Any], keeps_layers: bool, vocabulary: int) -> dict[str, Any]:
+def _multiple(of: int, least: int) -> int:
+    return -(-least // of) * of
+
+
+def _shrunk(
+    given: Mapping[str, Any], keeps_layers: bool, vocabulary: int, tensor: int
+) -> dict[str, Any]:
     found = {
-        name: _shrunk(value, keeps_layers, vocabulary)
+        name: _shrunk(value, keeps_layers, vocabulary, tensor)
         if isinstance(value, Mapping) and "model_type" in value
         else value
         for name, value in given.items()
@@ -94,26 +103,31 @@ def _shrunk(given: Mapping[str, Any], keeps_layers: bool, vocabulary: int) -> di
         if isinstance(value, list) and layers and len(value) == layers:
             found[name] = [value[place] for place in places]
     put(len(places), *NAMES["layers"])
-    put(HIDDEN, *NAMES["hidden"], "word_embed_proj_dim")
-    put(HIDDEN if given.get("embedding_size") == hidden else 48, "embedding_size")
-    put(16, "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank")
+    divides = HEADS % tensor == 0
+    query_heads = HEADS if divides else _multiple(2 * tensor, HEADS)
+    width, mlp = query_heads * HEAD, _multiple(tensor, 160)
+    put(width, *NAMES["hidden"], "word_embed_proj_dim")
+    narrow = _multiple(tensor, 48)
+    put(width if given.get("embedding_size") == hidden else narrow, "embedding_size")
+    put(_multiple(tensor, 16), "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank")
     put(1, "first_k_dense_replace")  # so that there are layers of both kinds
-    put(HEADS, *NAMES["heads"])
-    shared = known("key_value_heads")
-    put(HEADS if shared == heads else min(2, shared or 2), *NAMES["key_value_heads"])
+    put(query_heads, *NAMES["heads"])
+    shared = known("key_value_heads") or 2
+    few = min(2, shared) if divides else gcd(shared, tensor)
+    put(query_heads if shared == heads else few, *NAMES["key_value_heads"])
     size = given.get("head_dim")
     if "qk_rope_head_dim" in given:  # latent attention's
         put(8, "head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "qk_head_dim")
         size = 8
     elif isinstance(size, int) and hidden and heads and size * heads != hidden:
-        found["head_dim"] = size = 2 * HIDDEN // HEADS
+        found["head_dim"] = size = 2 * HEAD
     else:
-        put(HIDDEN // HEADS, "head_dim")
-        size = HIDDEN // HEADS
-    put(160, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+        put(HEAD, "head_dim")
+        size = HEAD
+    put(mlp, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
     if isinstance(widths := found.get("intermediate_size"), list):
-        found["intermediate_size"] = [160 for _ in widths]
-    put(2 * HIDDEN // HEADS, "global_head_dim")
+        found["intermediate_size"] = [mlp for _ in widths]
+    put(2 * HEAD, "global_head_dim")
     if isinstance(own := given.get("per_layer_config"), Mapping):  # by layers, as of Gemma 4
         by_layer = {int(key): value for key, value in own.items()}
         found["per_layer_config"] = {
@@ -214,13 +228,12 @@ class NoProofError(ValueError):
 
 def require_proof(config: HuggingFaceConfig, mesh: Mesh) -> str:
     """Prove a plan of the user's before a training, and say so; every rank calls this. Raises
-    UsageError, on every rank alike, for a plan that is wrong."""
+    UsageError, on every rank alike, for a plan that does not fit the model or is wrong."""
+    build_on_meta(config, mesh, 1)  # what does not fit it is said of its own sizes
     try:
         proof = prove(config, mesh)
-    except NoProofError as error:
-        return f"warning: the plan is not proved: {error}"
-    except PlanError as error:
-        raise UsageError("--plan", None, f"one that fits the model: {error}") from None
+    except (NoProofError, PlanError) as error:  # of the tiny one, since it fits the whole one
+        return f"warning: the plan is not proved by a tiny model: {error}"
     if proof.wrong:
         allowed = f"one that computes what the model computes: of a tiny model {proof}"
         raise UsageError("--plan", None, allowed)
@@ -230,27 +243,28 @@ def require_proof(config: HuggingFaceConfig, mesh: Mesh) -> str:
 def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
     """Prove the plan of the config for a tiny model of its architecture, over the tensor axis of
     the mesh (every rank calls this, and gets the same). Raises PlanError for a plan that does not
-    fit the model, before any weight is made, and NoProofError."""
+    fit the tiny model, before any weight is made, and NoProofError."""
     try:
         if config.plan != "auto" and any(
             isinstance(each, Local) and each.values
             for each in read_plan(config.stated_plan).values()
         ):
             raise NoProofError("it sets numbers of the whole model, which a tiny one has not")
-        described = tiny(json.loads(config.hf_config or "{}"), config.stated_plan)
+        text = json.loads(config.hf_config or "{}")
+        described = tiny(text, config.stated_plan, mesh.tensor.size)
         config = replace(config, hf_config=json.dumps(described), recompute_granularity="none")
         ours = build_on_meta(config, mesh, VOCABULARY).eval()
         theirs = _unmodified(described, ours.auto_class, mesh.device)
         batch, arguments = _batch(ours, mesh.device)
         wanted = _Computed.of_theirs(theirs, batch, arguments)
-    except PlanError:
+    except (PlanError, NoProofError):
         raise
     except Exception as error:  # of transformers' code of any model
         if isinstance(error.__cause__, PlanError):  # which the model tells the user of as a flag's
             raise error.__cause__ from None
         reason = " ".join(str(error).split())[:200]
         raise NoProofError(f"its tiny model ends with {type(error).__name__}: {reason}") from error
-    forms = _forms(ours, [name for name, _ in theirs.named_parameters()])
+    forms = {name: form_of(ours.model, name) for name, _ in theirs.named_parameters()}
     values = [
         (f"model.{name}", forms[name].held(each.detach()))
         for name, each in theirs.named_parameters()
@@ -328,19 +342,6 @@ def _batch(model: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
         if isinstance(value, np.ndarray):
             object.__setattr__(batch, name, torch.from_numpy(value).to(device))
     return batch, model.arguments(batch) | {"attention_mask": batch.is_real.long()}
-
-
-def _forms(model: Any, names: list[str]) -> dict[str, Form]:
-    """Of each parameter, by its name in the unmodified model."""
-    modules = dict(model.model.named_modules())
-    found = {}
-    for full_name in names:
-        name, _, own = full_name.rpartition(".")
-        module = modules[name]
-        found[full_name] = (
-            module.forms.get(own, AS_IT_IS) if isinstance(module, Planned) else AS_IT_IS
-        )
-    return found
 
 
 @dataclass

@@ -91,6 +91,7 @@ class Corrupted(NamedTuple):
     entries: Mapping[str, Any]
     caught: str
     where: str
+    changes: Mapping[str, Any] = {}
 
 
 CORRUPTED = {
@@ -129,6 +130,13 @@ CORRUPTED = {
     ),
     "parameters between cut layers": Corrupted("apertus", {}, "fails", "act_fn.alpha_p"),
     "a pattern that fits nothing": Corrupted("llama", {"*.w1": "column"}, "refused", "*.w1"),
+    "one of the layers that have numbers": Corrupted(
+        "llama",
+        {"*.1.input_layernorm": "summed", "*.3.input_layernorm": "whole"},
+        "differs",
+        "layers.1.input_layernorm",
+        {"num_hidden_layers": 4},
+    ),
 }
 
 
@@ -174,7 +182,17 @@ def test_right_plans_are_proved(gloo: Pool, size: int) -> None:
         "scaled": config_of("granite", embedding_multiplier=12.0, logits_scaling=8.0),
         "gathered": config_of("gpt2", toml(GATHERED)),
         "a layer by its number": config_of(
-            "llama", toml(LLAMA | {"model.layers.17.mlp.down_proj": "row"})
+            "llama",
+            toml(LLAMA | {"model.layers.3.mlp.down_proj": "row"}),
+            num_hidden_layers=4,
+        ),
+        "layers by a range of numbers": config_of(
+            "llama",
+            toml(LLAMA | {"*.layers.1[01].mlp.down_proj": "row"}),
+            num_hidden_layers=12,
+        ),
+        "an output layer that stays cut": config_of(
+            "llama", toml(LLAMA | {"lm_head": "column"}), vocab_size=128
         ),
         # What is tied to a cut weight is cut alike, whatever the plan says or forgets.
         "tie": config_of("gpt2", toml(GPT2 | {"lm_head": "whole"})),
@@ -195,7 +213,11 @@ def test_right_plans_are_proved(gloo: Pool, size: int) -> None:
 
 def test_corrupted_plans_are_caught(gloo: Pool) -> None:
     configs = {
-        name: config_of(each.model_type, toml(RIGHT.get(each.model_type, APERTUS) | each.entries))
+        name: config_of(
+            each.model_type,
+            toml(RIGHT.get(each.model_type, APERTUS) | each.entries),
+            **each.changes,
+        )
         for name, each in CORRUPTED.items()
     }
     for found in gloo.run(2, proofs, configs, 2):
@@ -205,26 +227,50 @@ def test_corrupted_plans_are_caught(gloo: Pool) -> None:
             assert each.where in str(proof), f"{name}: {proof}"
 
 
-def required(config: HuggingFaceConfig) -> str:
-    """The flag of the error that it raises, or what is said."""
-    try:
-        return require_proof(config, mesh_of_ranks(2))
-    except UsageError as error:
-        return error.flag
+def required(configs: Sequence[HuggingFaceConfig], size: int) -> list[str]:
+    """Of each the flag of the error that it raises, or the first word of what is said."""
+    mesh, found = mesh_of_ranks(size), list[str]()
+    for config in configs:
+        try:
+            found.append(require_proof(config, mesh).partition(" ")[0])
+        except UsageError as error:
+            found.append(error.flag)
+    return found
 
 
-def test_a_wrong_plan_is_the_users_error_on_every_rank(gloo: Pool) -> None:
-    right, wrong, refused = (
-        toml(NEOX | entries)
-        for entries in (
-            {},
-            {"*.query_key_value": {"style": "column", "parts": 3}},
-            {"*.x": "row"},
+PROVED, NOT_PROVED, REFUSED = "the", "warning:", "--plan"
+SIX = {"num_attention_heads": 6, "num_key_value_heads": 3}
+EIGHT_GROUPS = {"style": "local", "attributes": ["num_heads"], "split_size": 64}
+# By the size of the tensor axis, (model type, entries of its plan, sizes, what comes of it).
+REQUIRED: Mapping[int, Sequence[tuple[str, Mapping[str, Any], Mapping[str, int], str]]] = {
+    2: [
+        ("gpt_neox", {}, HEADS, PROVED),
+        ("gpt_neox", {"*.query_key_value": {"style": "column", "parts": 3}}, HEADS, REFUSED),
+        ("gpt_neox", {"*.x": "row"}, HEADS, REFUSED),
+        # A tiny model has other numbers than the plan's.
+        ("gpt2", {"*.attn": EIGHT_GROUPS}, {"n_embd": 128, "n_head": 4}, NOT_PROVED),
+    ],
+    # 3 ranks can share what the whole model has, whatever the tiny one has of its own accord.
+    3: [
+        ("gpt2", {}, {"n_embd": 96, "n_head": 6}, PROVED),
+        ("llama", {}, SIX, PROVED),
+        ("llama", {}, {"num_attention_heads": 8, "num_key_value_heads": 8}, REFUSED),
+        ("qwen3", {"lm_head": "column"}, SIX | {"vocab_size": 96}, PROVED),
+    ],
+}
+
+
+@pytest.mark.parametrize("size", REQUIRED)
+def test_a_wrong_plan_is_the_users_error_on_every_rank(gloo: Pool, size: int) -> None:
+    common = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 192}
+    configs = [
+        config_of(
+            name, toml(RIGHT[name] | entries), **(sizes if name == "gpt2" else common | sizes)
         )
-    )
-    for plan, is_right in ((right, True), (wrong, False), (refused, False)):
-        for said in gloo.run(2, required, config_of("gpt_neox", plan)):
-            assert (said != "--plan") == is_right
+        for name, entries, sizes, _ in REQUIRED[size]
+    ]
+    for found in gloo.run(size, required, configs, size):
+        assert found == [wanted for *_, wanted in REQUIRED[size]]
 
 
 def train(words: Sequence[str]) -> None:
@@ -285,19 +331,27 @@ def test_the_tool_says_which_module_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "plan"),
+    ("changes", "plan", "flag"),
     [
-        ({"hidden_size": 96}, {"*.w1": "column"}),
-        ({"hidden_size": 96}, {"*.q_proj": "across"}),
-        ({"num_attention_heads": 3, "hidden_size": 96}, LLAMA),
-        ({"hidden_size": 95}, LLAMA),
+        ({"hidden_size": 96}, {"*.w1": "column"}, "--plan"),
+        ({"hidden_size": 96}, {"*.q_proj": "across"}, "--plan"),
+        ({"num_attention_heads": 3, "hidden_size": 96}, LLAMA, ""),
+        ({"hidden_size": 95}, LLAMA, "--model"),
     ],
     ids=["fits nothing", "no style", "heads", "no model"],
 )
 def test_what_the_tool_refuses(
-    tmp_path: Path, changes: Mapping[str, Any], plan: Mapping[str, Any]
+    tmp_path: Path,
+    changes: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    flag: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """What is the same at every size is the user's error, in a line."""
     assert status(write(tmp_path, "llama", plan, **changes)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {flag}" if flag else ""), said
+    assert len(said.splitlines()) == bool(flag)
 
 
 def test_missing_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,4 +359,37 @@ def test_missing_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     missing = [*words[:3], str(tmp_path / "missing.toml")], ["--model", str(ROOT / "docs")]
     for given, flag in zip(missing, ("--plan", "--model"), strict=True):
         assert status(given) == 2
-        assert flag in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert flag in said
+        assert "--hf-model" not in said
+
+
+ENCODER = {"model_type": "bert", "hidden_size": 96, "num_hidden_layers": 1}
+# (config.json, flags, the kind by which it is proved; None: the flag is refused)
+PREDICTED: Sequence[tuple[Mapping[str, Any], bool | None, str | None]] = [
+    (ENCODER, None, "huggingface-masked"),
+    (ENCODER | {"architectures": ["BertModel"]}, None, "huggingface-masked"),
+    (ENCODER | {"architectures": ["BertModel"]}, True, "huggingface-masked"),
+    (ENCODER, False, None),
+    (ENCODER | {"is_decoder": True}, None, "huggingface"),
+    ({"model_type": "llama"}, None, "huggingface"),
+    ({"model_type": "llama"}, True, None),
+    ({"model_type": "albert"}, None, "huggingface-masked"),
+    ({"model_type": "xlnet"}, True, "huggingface-masked"),  # nothing says what it predicts
+]
+
+
+@pytest.mark.parametrize(("described", "masked", "kind"), PREDICTED)
+def test_a_model_is_of_the_kind_that_trains_it(
+    tmp_path: Path, described: Mapping[str, Any], masked: bool | None, kind: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    if kind is None:
+        with pytest.raises(UsageError) as caught:
+            prove_plan.read(str(tmp_path), "auto", masked)
+        assert caught.value.flag == ("--masked" if masked else "--no-masked")
+    else:
+        config = prove_plan.read(str(tmp_path), "auto", masked)
+        assert config.kind == kind
+        if masked is None:
+            config.check()
