@@ -64,8 +64,8 @@ class LayerFactory:
     part: ModelPart = WHOLE  # of the model, that this rank builds
     tensor: Axis = ALONE  # that layers are cut over
     parallelize: Callable[..., Any] | None = None
-    """(model, plan): cuts a model that was not built from these layers, in place, and returns it, as
-    the function of this name; None where this way of cutting cannot."""
+    """(model, plan): cuts a model that was not built from these layers, in place, and returns it,
+    as the function of this name; None where this way of cutting cannot."""
 
 
 LAYER_NORMS = {"torch": layers.LayerNorm, "apex": layers.ApexLayerNorm}
