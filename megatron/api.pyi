@@ -56,6 +56,7 @@ from .parallel.parallelize import (
     whole_state_dict as whole_state_dict,
 )
 from .models.hf_plans import plan_of as plan_of
+from .models.hf_layers import parameters_on_meta as parameters_on_meta
 from .parallel.plan import (
     Column as Column,
     Row as Row,

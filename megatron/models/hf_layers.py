@@ -42,8 +42,9 @@ class Wide(TorchFunctionMode):
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules that are built inside have parameters without memory; their buffers have values,
-    which nothing else would give them."""
+    """Modules that are built inside have parameters on meta, without memory, until `materialize`
+    gives it; their buffers have values, which nothing else would give them: those of rotary
+    positions are in no state_dict, and torch.device("meta") would lose them."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -63,8 +63,9 @@ class LayerFactory:
     rows: Callable[[int], int]  # (n): of the n rows of x those that this rank holds
     part: ModelPart = WHOLE  # of the model, that this rank builds
     tensor: Axis = ALONE  # that layers are cut over
-    # (model, plan): cuts a model that was not built from these layers
     parallelize: Callable[..., Any] | None = None
+    """(model, plan): cuts a model that was not built from these layers, in place, and returns it,
+    as the function of this name; None where this way of cutting cannot."""
 
 
 LAYER_NORMS = {"torch": layers.LayerNorm, "apex": layers.ApexLayerNorm}

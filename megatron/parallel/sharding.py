@@ -343,13 +343,14 @@ def materialize(
 ) -> nn.Module:
     """Give a model, which is on meta until then, its memory and initial values.
 
-    seed: None leaves the values undefined, for a model that is loaded next. values: of a seed,
+    seed: None leaves values undefined, for a model that is loaded next. values: of a seed,
     (name, whole tensor) of every parameter, of which a few are in memory at a time; by default
-    those that specs say. Raises ValueError for a parameter of torch's own layers without `values`:
-    a model with such layers is built on the device at once.
+    those that specs say. Raises ValueError for a parameter of torch's own layers that has a seed
+    and no `values`: a model with such layers is built on the device at once.
     """
     table = owned_specs(model) if values is None else sharding_specs(model)
-    if others := [name for name, _ in model.named_parameters() if name not in table]:
+    others = [name for name, _ in model.named_parameters() if name not in table]
+    if others and seed is not None:
         raise ValueError(
             f"{others[0]} has no sharding spec that says its initial values: build the model "
             'without torch.device("meta"), and materialize has nothing to do'

@@ -308,6 +308,15 @@ def test_a_layer_sends_what_its_form_has_to(gloo: Pool, world: int, name: str, c
     assert gloo.run(world, check_bytes, world, own_heads(name)) == [wanted] * world
 
 
+@pytest.mark.parametrize(("name", "calls"), [("tensor", 4), ("sequence", 8)])
+def test_whole_heads_are_gathered(gloo: Pool, name: str, calls: int) -> None:
+    """The tutorial's dictionary beside it: q, k and v (half of q each) are gathered forward, and
+    what the row layer takes its own of in the backward."""
+    stream = SAMPLES * TOKENS * HIDDEN * 8
+    wanted = calls + 4, (8 + 1 + 2 * KV_HEADS // HEADS + 1) * stream // 2
+    assert gloo.run(2, check_bytes, 2, of_model(*PLANS[name])) == [wanted] * 2
+
+
 class Mine(ColwiseParallel):
     """It could do anything."""
 
