@@ -325,6 +325,15 @@ def test_a_run_goes_on_by_its_plan_or_one_of_the_same_forms(tmp_path: Path) -> N
     assert refused.value.flag == "--plan"
 
 
+@pytest.mark.parametrize("model", ["bloom", "mixtral"])
+def test_several_ranks_ask_for_a_plan(model: str) -> None:
+    section, device = hf_section(model), torch.device("meta")
+    build_on_meta(section, absent_mesh({}, device), VOCABULARY)
+    with pytest.raises(UsageError) as refused:
+        build_on_meta(section, absent_mesh({"tensor": 2}, device), VOCABULARY)
+    assert refused.value.flag == "--hf-model"
+
+
 def forms(section: Any) -> dict[str, list[int]]:
     mesh = absent_mesh({}, torch.device("meta"))
     return forms_of(build_on_meta(section, mesh, VOCABULARY))

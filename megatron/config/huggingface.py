@@ -57,19 +57,15 @@ def fetch(name: str, patterns: Iterable[str] = FETCHED) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if Path(name).exists():
-        folder = str(Path(name).parent)
-        raise UsageError(
-            "--hf-model", name, "the folder of this file", works=("--hf-model", folder)
-        )
+        works = ("--hf-model", str(Path(name).parent))
+        raise UsageError("--hf-model", name, "a folder, and not a file of it", works=works)
     import huggingface_hub
 
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # those of its HTTP client are of no kind that it exports
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        allowed = (
-            f"a folder, and there is none of this name here; nor is it on the hub ({lines[0]})"
-        )
+        allowed = f"a folder, and there is none here, or a name on the hub ({lines[0]})"
         raise UsageError("--hf-model", name, allowed) from error
 
 

@@ -40,6 +40,9 @@ class Wide(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+SMALL = 1 << 18  # elements of a parameter that is kept as its constructor makes it
+
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Modules that are built inside have parameters on meta, without memory, until `materialize`
@@ -49,9 +52,10 @@ def parameters_on_meta() -> Iterator[None]:
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
-            value = param.detach().flatten()[:1].tolist()
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-            param.constant = value  # type: ignore[attr-defined]
+            value = param.detach()
+            param = nn.Parameter(value.to("meta"), requires_grad=param.requires_grad)
+            is_small = value.numel() <= SMALL
+            param.made = value.clone() if is_small else value.flatten()[:1].clone()  # type: ignore[attr-defined]
         register(self, name, param)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]

@@ -316,7 +316,7 @@ def initial_values(model: Any, seed: int) -> Iterator[tuple[str, Tensor]]:
             own = module._init_weights
         if is_unit or [*module.parameters(recurse=False)]:
             own_parameters: Any = module.named_parameters(name, recurse=is_unit)
-            constants = {own_name: each.constant for own_name, each in own_parameters}
+            made = {own_name: each.made for own_name, each in own_parameters}
             module.to_empty(device="cpu", recurse=is_unit)
             for parameter in module.parameters(recurse=is_unit):
                 parameter.fill_(torch.nan)
@@ -324,8 +324,8 @@ def initial_values(model: Any, seed: int) -> Iterator[tuple[str, Tensor]]:
                 torch.manual_seed(derive_seed(seed, "initialise", name))
                 initialise(module, own) if is_unit else own(module)
             for own_name, parameter in module.named_parameters(name, recurse=is_unit):
-                if parameter.isnan().any():  # the constructor's zeros or ones stay
-                    parameter.fill_(constants[own_name][0])
+                if (unset := parameter.isnan()).any():  # what the constructor makes stays
+                    parameter.copy_(torch.where(unset, made[own_name], parameter))
                 yield own_name, parameter.detach()
             module.to("meta")
         for child_name, child in () if is_unit else module.named_children():

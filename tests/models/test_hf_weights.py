@@ -311,7 +311,7 @@ def test_files_that_are_damaged_or_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=file.name):
         state.load_folder(str(folder))
     file.unlink()
-    with pytest.raises(FileNotFoundError, match=file.name):
+    with pytest.raises(UsageError, match=file.name):
         state.load_folder(str(folder))
 
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from megatron.models.hf_layers import Wide
+from megatron.models.hf_layers import Wide, parameters_on_meta
+from megatron.models.huggingface import initial_values
 from megatron.parallel.collectives import gather_from
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.executor import on_device
@@ -357,3 +359,15 @@ def test_what_a_constructor_sets_is_an_initial_value() -> None:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(values["model.lm_head.bias"].double(), plain)
     assert all(each.isfinite().all() for each in values.values())
+
+
+class WithTimes(GPT2LMHeadModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.times = torch.nn.Parameter(torch.arange(1.0, 5.0))
+
+
+def test_so_is_what_is_no_constant() -> None:
+    with parameters_on_meta():
+        model = WithTimes(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9, n_positions=4))
+    assert dict(initial_values(model, SEED))["times"].tolist() == [1, 2, 3, 4]
