@@ -35,7 +35,7 @@ METHOD = (
     "plans say; in a model as tiny as this it is nearly all of the FLOPs. Where there are 2 "
     "key/value heads each of 4 ranks computes one, which is why its share is above 25 %.",
     "Plans of transformers' that are wrong, and are mended here (MENDED in "
-    "megatron/models/huggingface.py): apertus (parameters of an activation between cut layers), "
+    "megatron/models/hf_plans.py): apertus (parameters of an activation between cut layers), "
     "gemma3n (the mean and the deviation of cut gates: logits off by 0.025 without an error), "
     "doge, esmc and neomme (attention that needs all heads).",
 )
@@ -142,9 +142,11 @@ def result(found: list[Row]) -> str:
         for row in found
         if row.outcome == "refused"
     )
-    others = refused.pop("", 0) + sum(row.outcome == "wrong" for row in found)
+    wrong = sum(row.outcome == "wrong" for row in found)
+    others = refused.pop("", 0) + wrong
     each = ", ".join(f"{count} with {what}" for what, count in sorted(refused.items()))
-    rest = f" (of the other {others} the table has the reason)" if others else ""
+    split = f"{wrong} wrong, {others - wrong} refused; the table has the reasons"
+    rest = f" (of the other {others}: {split})" if others else ""
     return (
         f"{len(exact)} of {len(exact) + others} dense architectures that have a plan are exact at "
         f"t = 2 and 4{rest}:\nloss, logits and every gradient are the unmodified model's within "
@@ -182,8 +184,9 @@ def page_of(found: list[Row], without: list[str], old: str) -> str:
         *METHOD,
         f"Without a plan, where `--plan FILE.toml` says how they are cut: {', '.join(without)}.",
     ]
-    notes = old.partition(NOTES)[2] or "\n## Speed\n"
-    return "\n\n".join(parts) + "\n" + NOTES + notes
+    notes = old.partition(NOTES)[2].strip()
+    speed = "How fast they train: [huggingface_speed.md](huggingface_speed.md)."
+    return "\n\n".join([*parts, speed]) + "\n" + (f"{NOTES}\n{notes}\n" if notes else "")
 
 
 def main(*, page: Path | None = None, json: Path | None = None) -> None:

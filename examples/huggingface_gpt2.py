@@ -8,6 +8,7 @@ same at every layout and by both plans.
 """
 
 import argparse
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,8 @@ BATCH, SEQUENCE, WORDS = 8, 32, 101
 SIZES: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": SEQUENCE}
 TOKENS: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 0}
 # torch's dropout draws otherwise at each layout; `pretrain.py --model huggingface` has one of ours.
-CONFIG = GPT2Config(**SIZES, **TOKENS, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+STILL: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+CONFIG = GPT2Config(**SIZES, **TOKENS, **STILL)
 MEGATRON: dict[str, Any] = {  # column and row layers by turns; each rank computes its own heads
     "*.attn.c_attn": Column(parts=3),
     "*.attn": Local("num_heads", "split_size"),
@@ -66,7 +68,8 @@ def train(model: Any, plan: str, mesh: api.Mesh, steps: int) -> Iterator[tuple[f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tensor", type=int, default=1, help="ranks that share one model")
+    words = ("--tensor", "--tensor-model-parallel-size")
+    parser.add_argument(*words, type=int, default=1, help="ranks that share one model")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--plan", choices=PLANS, default="megatron")
     parser.add_argument("--checkpoint", action="store_true", help="recompute activations")
@@ -75,11 +78,14 @@ def main() -> None:
     flags = parser.parse_args()
 
     torch.manual_seed(1)  # the same weights on every rank, of which each keeps its shards
-    with api.launch(api.ParallelConfig(tensor_model_parallel_size=flags.tensor)) as mesh:
+    with api.user_errors(os.environ):  # bad input is one line, before processes meet
+        parallel = api.ParallelConfig(tensor_model_parallel_size=flags.tensor)
+        parallel.check(int(os.environ.get("WORLD_SIZE", "1")))
         folder = GPT2LMHeadModel.from_pretrained
-        model: Any = folder(flags.load) if flags.load else GPT2LMHeadModel(CONFIG)
-        if flags.checkpoint:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model: Any = folder(flags.load, **STILL) if flags.load else GPT2LMHeadModel(CONFIG)
+    if flags.checkpoint:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    with api.launch(parallel) as mesh:
         results = train(model, flags.plan, mesh, flags.steps)
         for step, (loss, norm) in enumerate(results, start=1):
             if mesh.is_first:

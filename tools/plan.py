@@ -1,6 +1,7 @@
 """What a training run takes, before it is started: memory, communication, time. No GPU.
 
     python tools/plan.py --preset scripts/presets/gpt2_scaling_8.3b.toml --gpus 512 --hardware dgx2h
+    python tools/plan.py --kind huggingface --hf-model DIR --seq-length 1024 --gpus 2
     python tools/plan.py figure5 --hardware dgx2h    # section 5.1 of the paper, predicted
     python tools/plan.py --measure here.toml         # describe this machine; under torchrun, its
                                                      # all-reduces too
@@ -141,9 +142,10 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         else:
             if {"--help", "-h"} & given:
                 print(__doc__)
-            elif "--preset" not in given:
+            elif not {"--preset", "--hf-model"} & given:
                 works = ("--preset", "gpt2_scaling_8.3b")
-                raise UsageError("--preset", None, "given: it says what to plan", works=works)
+                allowed = "given: it says what to plan, as --hf-model does of --kind huggingface"
+                raise UsageError("--preset", None, allowed, works=works)
             program = program_of(arguments, question=QuestionConfig)
             return 0 if plan(parse(program, arguments, environ)) else 1
     return 0

@@ -1,6 +1,7 @@
 """Source A: transformers' GPT-2 by both plans is a plain loop in one process, in fp64; and what
 each plan computes and sends."""
 
+import json
 import re
 import sys
 from collections import Counter
@@ -42,7 +43,7 @@ def ours(sizes: dict[str, int], plan: str, is_checkpointed: bool) -> Run:
     mesh = build_mesh(sizes, torch.device("cpu")) if sizes else serial_mesh()
     model = built()
     if is_checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     steps = [*example.train(model, plan, mesh, STEPS)]
     return Run(steps, whole_state_dict(model))
 
@@ -104,11 +105,21 @@ def printed(place: Path, *words: object) -> np.ndarray:
 def test_its_folders_are_of_transformers(tmp_path: Path) -> None:
     folder = tmp_path / "trained"
     assert len(printed(tmp_path, "--steps", 2, "--save", folder)) == 2
-    wanted = plain(GPT2LMHeadModel.from_pretrained(folder))
+    file = folder / "config.json"  # by which most folders drop, as its own do not
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"resid_pdrop": 0.1}))
+    wanted = plain(GPT2LMHeadModel.from_pretrained(folder, resid_pdrop=0.0))
     words = ("--load", folder, "--plan", "literal", "--checkpoint", "--steps", STEPS)
     found = printed(tmp_path, *words)
     assert found == pytest.approx(np.array(wanted.steps), abs=2e-4)
     assert wanted.steps[0][0] != pytest.approx(plain(built()).steps[0][0], abs=1e-3)
+
+
+@pytest.mark.parametrize("words", [["--tensor", "3"], ["--load", "/missing/folder"]])
+def test_what_does_not_fit_is_an_error_in_one_line(words: list[str]) -> None:
+    ended = run(FILE, *words)
+    assert ended.returncode == 2, ended.stderr
+    assert len([line for line in ended.stderr.splitlines() if line.startswith("error: ")]) == 1
+    assert "Traceback" not in ended.stderr
 
 
 def test_it_says_how_it_is_used() -> None:

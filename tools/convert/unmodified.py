@@ -16,6 +16,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig, GenerationConfig
 
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import TensorSlice, load_checkpoint, verify
@@ -159,7 +160,9 @@ def _write_tokenizer(folder: Path, checkpoint: Checkpoint, bare: Bare) -> None:
     for name, content in found.items():
         (folder / name).write_bytes(content)
     if "generation_config.json" not in found and bare.model.can_generate():
-        bare.model.generation_config.save_pretrained(folder)
+        # Of the config as training was given it: that of the bare model keeps no cache.
+        described = AutoConfig.for_model(**json.loads(config_of(checkpoint.manifest).hf_config))
+        GenerationConfig.from_model_config(described).save_pretrained(folder)
     manifest = checkpoint.manifest
     kind = manifest["config"]["data"]["tokenizer_type"]
     if found.keys() - {"generation_config.json"} or not (

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers import GenerationConfig
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.save import save_checkpoint
@@ -95,6 +96,22 @@ def test_the_export_has_the_names_and_bits_that_transformers_writes(
     generation = "generation_config.json"
     if (folder / generation).exists():
         assert (folder / generation).read_bytes() == (tmp_path / "back" / generation).read_bytes()
+    assert_generates_alike(by_them, tmp_path / "back")
+
+
+def assert_generates_alike(wanted: Path, folder: Path) -> None:
+    """With a key/value cache, and to the same end, as far as the folder's files say it."""
+    theirs, ours = (
+        GenerationConfig.from_pretrained(each)
+        if (each / "generation_config.json").exists()
+        else None
+        for each in (wanted, folder)
+    )
+    assert (ours is None) == (theirs is None)
+    if ours is not None and theirs is not None:
+        assert ours.use_cache is not False
+        for name in ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id"):
+            assert getattr(ours, name) == getattr(theirs, name), name
 
 
 def test_a_large_model_is_written_in_several_files(

@@ -16,6 +16,7 @@ from megatron.config.pretrain import (
     PretrainLlamaConfig,
 )
 from tools.layouts.work import Call, Matmul
+from tools.plan import main
 from tools.planning.hardware import load_hardware
 from tools.planning.record import record
 from tools.planning.trace import Step
@@ -64,6 +65,17 @@ def test_an_unmodified_model_takes_what_our_own_takes(
     assert found.flops == native.flops
     shown = record(found, load_hardware("dgx2h"))["model"]
     assert (shown["layers"], shown["hidden"], shown["heads"]) == (LAYERS, WIDTH, HEADS)
+
+
+def test_a_folder_of_transformers_says_what_to_plan(tmp_path: Path) -> None:
+    described = {"model_type": "llama", "vocab_size": VOCABULARY, **KINDS["llama"][2]}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    found = tmp_path / "found.json"
+    words = f"--kind huggingface --hf-model {tmp_path} {COMMON} --tensor-model-parallel-size 2"
+    assert (
+        main([*words.split(), "--gpus", "2", "--hardware", "dgx2h", "--json", str(found)], {}) == 0
+    )
+    assert json.loads(found.read_text())["model"]["layers"] == LAYERS
 
 
 def matmul_flops(step: Step) -> int:
