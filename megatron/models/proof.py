@@ -43,6 +43,8 @@ SMALL = 1e-3
 SAMPLES, LENGTH = 3, 12  # of the batch; sequences of 12, 9 and 5 tokens and padding behind them
 LAYERS, HEADS, HEAD, VOCABULARY, WINDOW = 2, 8, 16, 101, 5
 
+# In a pattern the part of a name that says a number: 17, 1[01], ?, and not [qkv]_proj or fc1.
+NUMBERED = re.compile(r"(^|\.)[]\d?*[!-]*[\d?[][]\d?*[!-]*(\.|$)|\.\d")
 # Names that configurations have for a size.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -62,7 +64,7 @@ def tiny(described: Mapping[str, Any], plan: str, tensor: int) -> dict[str, Any]
 
     config = AutoConfig.for_model(**described)
     patterns = [] if plan == "auto" else [*read_toml(plan)]
-    keeps_layers = any(re.search(r"[\d?[]", each) for each in patterns)
+    keeps_layers = any(re.search(NUMBERED, each) for each in patterns)
     rows = config.get_text_config().vocab_size
     is_shared = plan != "auto" and rows % tensor == 0
     vocabulary = _multiple(tensor, VOCABULARY + 1) if is_shared else VOCABULARY
