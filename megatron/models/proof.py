@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.checks import UsageError
-from megatron.config.huggingface import HuggingFaceConfig
+from megatron.config.huggingface import NAMES, HuggingFaceConfig
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_on_meta
@@ -45,13 +45,6 @@ LAYERS, HEADS, HEAD, VOCABULARY, WINDOW = 2, 8, 16, 101, 5
 
 # In a pattern the part of a name that says a number: 17, 1[01], ?, and not [qkv]_proj or fc1.
 NUMBERED = re.compile(r"(^|\.)[]\d?*[!-]*[\d?[][]\d?*[!-]*(\.|$)|\.\d")
-# Names that configurations have for a size.
-NAMES: Mapping[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
-}
 
 
 def tiny(described: Mapping[str, Any], plan: str, tensor: int) -> dict[str, Any]:
