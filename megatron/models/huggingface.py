@@ -1,7 +1,6 @@
 """Models of transformers, unmodified, cut by a plan (megatron/parallel/parallelize.py).
 
-`auto` is transformers' own plan where a model has one (`tp_plan`), and one of PLANS where it has
-none. What comes on top: the word embedding and the output layer are cut by vocabulary and the loss
+The plan is transformers' own or one of hf_plans.py. What comes on top: the word embedding and the output layer are cut by vocabulary and the loss
 is computed of cut logits; attention runs on our kernels, and drops by coordinates.
 
 A model's own code computes in fp32 here and there, whatever its dtype; of a model in fp64 it
