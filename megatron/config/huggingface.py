@@ -158,7 +158,7 @@ class HuggingFaceConfig(KindConfig):
 
     def check(self) -> None:
         """Raise UsageError for a model that config.json shows to be none of this kind."""
-        whole = json.loads(self.hf_config or "{}")
+        whole = json.loads(self.hf_config or read_hf_config(self.hf_model))
         kind = whole.get("model_type")
         for is_wrong, allowed in (
             (kind is None, "one whose config.json has a model_type"),
