@@ -1,7 +1,8 @@
 """Models of transformers, unmodified, cut by a plan (megatron/parallel/parallelize.py).
 
-The plan is transformers' own or one of hf_plans.py. What comes on top: the word embedding and the output layer are cut by vocabulary and the loss
-is computed of cut logits; attention runs on our kernels, and drops by coordinates.
+The plan is transformers' own or one of hf_plans.py. What comes on top: the word embedding and the
+output layer are cut by vocabulary and the loss is computed of cut logits; attention runs on our
+kernels, and drops by coordinates.
 
 A model's own code computes in fp32 here and there, whatever its dtype; of a model in fp64 it
 computes in fp64 (`Wide`), so that what is equal can be seen to be.
