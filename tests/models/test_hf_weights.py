@@ -30,7 +30,7 @@ from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step
 from tests.dist import Pool
 from tests.huggingface import of_plan
-from tests.tiny import SEED, VOCABULARY, mesh_of_ranks, micro_batches, samples
+from tests.tiny import SEED, VOCABULARY, mesh_of_ranks, micro_batches, plain_adamw, samples
 from tests.tools.convert.models import randomise
 
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -355,17 +355,7 @@ def tune_there(folder: str) -> dict[str, Tensor]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager"
     )
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [each for each in parameters if each.dim() > 1]},
-            {"params": [each for each in parameters if each.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=LR,
-        betas=(OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2),
-        eps=OPTIMIZER.adam_eps,
-        weight_decay=OPTIMIZER.weight_decay,
-    )
+    optimizer = plain_adamw(model, OPTIMIZER, LR)
     model.train()
     for step in range(STEPS):
         batch = samples(4, first=4 * step)
@@ -377,7 +367,7 @@ def tune_there(folder: str) -> dict[str, Tensor]:
         each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         optimizer.zero_grad()
         ((each * mask.flatten()).sum() / mask.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_grad)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 

@@ -26,6 +26,7 @@ from tests.tiny import (
     SEQUENCE,
     VOCABULARY,
     mesh_of_ranks,
+    plain_adamw,
     samples,
     scatter_weights,
     tiny_state,
@@ -160,17 +161,7 @@ def theirs(name: str) -> tuple[dict[str, Tensor], Outcome]:
     case = CASES[name]
     model = their_model(case.section)
     first = by_our_names(case, {n: each.clone() for n, each in model.state_dict().items()})
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [each for each in parameters if each.dim() > 1]},
-            {"params": [each for each in parameters if each.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=LR,
-        betas=(OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2),
-        eps=OPTIMIZER.adam_eps,
-        weight_decay=OPTIMIZER.weight_decay,
-    )
+    optimizer = plain_adamw(model, OPTIMIZER, LR)
     logits, losses, gradients = [], [], []
     for step in range(STEPS):
         batch = batch_of(case, step)
@@ -183,7 +174,7 @@ def theirs(name: str) -> tuple[dict[str, Tensor], Outcome]:
         optimizer.zero_grad()
         losses[-1].backward()
         gradients.append({n: each.grad.clone() for n, each in model.named_parameters()})
-        norm = torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_grad)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
         assert norm > OPTIMIZER.clip_grad, "the clip would not be seen"
         optimizer.step()
     found = Outcome(
