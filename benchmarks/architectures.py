@@ -114,10 +114,11 @@ def rows() -> Iterator[Row]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from megatron.parallel.plan import REFUSED
-    from tools.proofs import on_ranks, prove_at
+    from tools.processes import on_ranks
+    from tools.proofs import prove_at
 
     configs, _ = architectures()
-    found = on_ranks(max(SIZES), prove_at, [*configs.values()], SIZES)
+    found, *_ = on_ranks(max(SIZES), prove_at, [*configs.values()], SIZES)
     for (name, config), outcomes in zip(configs.items(), found, strict=True):
         proofs = [each for each in outcomes if not isinstance(each, str)]
         reasons = [each for each in outcomes if isinstance(each, str)]

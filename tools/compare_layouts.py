@@ -18,18 +18,14 @@ Exit status: 0 all are equal, 1 a difference is beyond --tolerance, 2 a wrong ar
 from __future__ import annotations
 
 import json
-import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite, lcm
-from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import numpy as np
 import tyro
@@ -45,7 +41,7 @@ from megatron.config.training import LoggingConfig, TrainingConfig
 from megatron.data.files import write_atomically
 from tools.layouts.job import Job, of_pretraining, open_samples, program_of
 from tools.layouts.layout import parse_layout
-from tools.processes import count_gpus
+from tools.processes import count_gpus, on_ranks
 
 if TYPE_CHECKING:
     from tools.layouts.train import Report
@@ -193,40 +189,14 @@ def run(jobs: Mapping[str, Job]) -> dict[str, list[Report]]:
     """The reports of each layout, by rank; raises ChildProcessError where one fails."""
     if count_gpus() < max(job.ranks for job in jobs.values()):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or some layouts would train on GPUs, others not
-    set_forkserver_preload(["tools.layouts.train"])
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     from tools.layouts.train import train_layout
 
-    logging.disable()  # of this process, which starts ranks: they say themselves what has failed
     reports = {}
     for name, job in jobs.items():
-        settings = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=job.ranks,
-            run_id=uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-            start_method="forkserver",
-        )
         try:
-            by_rank = elastic_launch(settings, train_layout)(job)
-        except SignalException as stop:
-            if stop.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + stop.sigval) from None
-        except ChildFailedError as error:
-            _, failure = error.get_first_failure()
-            ended = failure.signal_name() if failure.exitcode < 0 else f"status {failure.exitcode}"
-            raise ChildProcessError(
-                f"layout {name}: a process ended with {ended}; what it said is above"
-            ) from None
-        reports[name] = [by_rank[rank] for rank in range(job.ranks)]
+            reports[name] = on_ranks(job.ranks, train_layout, job)
+        except ChildProcessError as error:
+            raise ChildProcessError(f"layout {name}: {error}") from None
     return reports
 
 

@@ -1,11 +1,20 @@
-"""How many processes train, and on what: every GPU that a batch can be dealt to, else the CPU."""
+"""Processes of this machine: how many train, and on what (every GPU that a batch can be dealt to,
+else the CPU); and a function on several of them."""
 
+import logging
 import os
+import signal
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
+from multiprocessing import set_forkserver_preload
+from typing import Any, TypeVar
+from uuid import uuid4
 
 from megatron.config.pretrain import PretrainConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,3 +58,40 @@ def fit_processes(config: PretrainConfig, gpus: int, cores: int) -> Processes:
         "cuda" if gpus >= size else "cpu",
         max(1, cores // (size * copies)),
     )
+
+
+def on_ranks(ranks: int, function: Callable[..., T], *arguments: Any) -> list[T]:
+    """What function(*arguments) returns on each of so many processes of this machine, by rank.
+    Raises ChildProcessError where one fails."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    set_forkserver_preload([function.__module__])
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="forkserver",
+    )
+    before = logging.root.manager.disable
+    logging.disable()  # of this process, which starts ranks: they say themselves what has failed
+    try:
+        found = elastic_launch(settings, function)(*arguments)
+        return [found[rank] for rank in range(ranks)]
+    except SignalException as stop:
+        if stop.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + stop.sigval) from None
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        ended = failure.signal_name() if failure.exitcode < 0 else f"status {failure.exitcode}"
+        raise ChildProcessError(f"a process ended with {ended}; what it said is above") from None
+    finally:
+        logging.disable(before)

@@ -84,9 +84,10 @@ def prove_plan(
         raise UsageError("--plan", None if plan == "auto" else plan, allowed)
     found: dict[int, Outcome] = dict(refused)
     if shown:
-        from tools.proofs import on_ranks, prove_at
+        from tools.processes import on_ranks
+        from tools.proofs import prove_at
 
-        ((*outcomes,),) = on_ranks(max(shown), prove_at, [config], list(shown))
+        (outcomes,), *_ = on_ranks(max(shown), prove_at, [config], list(shown))
         found |= {
             size: f"not proved by a tiny model: {outcome}" if isinstance(outcome, str) else outcome
             for size, outcome in zip(shown, outcomes, strict=True)
