@@ -78,11 +78,11 @@ def by_plan(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
     state = steps.build(config, steps.mesh_of(rank, config))
     whole, modules = theirs.state_dict(), dict(state.model.named_modules())
     with torch.no_grad():
-        for view, master in state.optimizer.master_views():
-            module, _, name = view.name.rpartition(".")
-            values, owner = whole[view.name.removeprefix("model.")], modules[module]
+        for each in state.optimizer.masters():
+            module, _, name = each.key.rpartition(".")
+            values, owner = whole[each.key.removeprefix("model.")], modules[module]
             held = owner.forms[name].held(values) if isinstance(owner, Planned) else values
-            load_whole(master, held, view.spec)
+            load_whole(each.local, held, each.spec)
     state.optimizer.publish()
     del theirs, whole
     forget_peak(rank.device_type)

@@ -91,8 +91,8 @@ def build(
 @torch.no_grad()
 def draw_weights(state: TrainState) -> None:
     torch.manual_seed(SEED)
-    for view, own in state.optimizer.master_views():
-        spec = view.spec
+    for each in state.optimizer.masters():
+        spec, own = each.spec, each.local
         if spec.std is None:
             own.fill_(spec.fill)
         else:

@@ -73,6 +73,7 @@ from .parallel.plan import (
 from .parallel.sharding import (
     ShardedModule as ShardedModule,
     ShardingSpec as ShardingSpec,
+    TensorSlice as TensorSlice,
     sharding_specs as sharding_specs,
     replicated as replicated,
     materialize as materialize,
@@ -171,7 +172,6 @@ from .train.loader import prefetch as prefetch
 # Checkpoints
 from .checkpoint.format import Checkpoint as Checkpoint
 from .checkpoint.load import (
-    TensorSlice as TensorSlice,
     model_slices as model_slices,
     optimizer_slices as optimizer_slices,
     newest_checkpoint as newest_checkpoint,

@@ -70,6 +70,7 @@ def tiny_state(
     dtype: torch.dtype = torch.float64,
     seed: int = SEED,
     pipeline: PipelinePlan = UNCUT,
+    zero_stage: int = 0,
 ) -> TrainState:
     """A run at step 0 with the weights of `tiny_model`."""
     optimizer = optimizer or OptimizerConfig(weight_decay=0.1, clip_grad=0.5)
@@ -83,11 +84,19 @@ def tiny_state(
         optimizer=optimizer,
         precision=precision,
         pipeline=pipeline,
+        zero_stage=zero_stage,
     )
-    scatter_weights(state.model, tiny_weights(state.model))
-    for view, master in state.optimizer.master_views():
-        master.copy_(view.parameter.detach())
+    set_weights(state, tiny_weights(state.model))
     return state
+
+
+@torch.no_grad()
+def set_weights(state: TrainState, weights: dict[str, Tensor]) -> None:
+    """Whole ones, rounded to the dtype of the model."""
+    dtype = next(state.model.parameters()).dtype
+    for each in state.optimizer.masters():
+        load_whole(each.local, weights[each.key].to(dtype), each.spec)
+    state.optimizer.publish()
 
 
 def save_state(state: TrainState, directory: Path, **facts: Any) -> Path:
@@ -121,11 +130,7 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_gradients(gradients: GradientBuckets) -> dict[str, Tensor]:
-    return {
-        view.name: gather_whole(view.gradient, view.spec)
-        for bucket in gradients.buckets
-        for view in bucket.views
-    }
+    return {each.key: gather_whole(each.local, each.spec) for each in gradients.slices()}
 
 
 def samples(count: int, *, seed: int = 0, first: int = 0) -> GPT2Batch:

@@ -10,7 +10,8 @@
 
 A folder named step_XXXXXXXX is a whole checkpoint at every moment. A manifest holds a checksum of
 itself and those of all other files. A tensor's slices are boxes that tile its true shape, without
-padding, so that a rank of any layout finds its own part.
+padding, so that a rank of any layout finds its own part. In its file a slice has the tensor's name,
+or its own, "tensor", where a rank has several.
 """
 
 import hashlib

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,7 @@ from megatron.checkpoint.format import (
 )
 from megatron.checkpoint.resume import newest_readable
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.sharding import ShardingSpec, sharding_specs
-
-
-@dataclass(frozen=True)
-class TensorSlice:
-    """This rank's slice of the logically whole tensor `key`, cut and padded as `spec` says."""
-
-    key: str
-    spec: ShardingSpec
-    local: Tensor
+from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
 
 
 def model_slices(
@@ -197,10 +189,10 @@ def load_checkpoint(
             shape, wanted = saved[each.key]["shape"], list(each.spec.shape)
             if shape != wanted:
                 raise ValueError(f"{path}: {each.key} is {shape}, this model's {wanted}")
-            own = each.spec.local_slices
             if each.spec.padded_rows is not None:
-                each.local[len(each.spec.real(each.local)) :].zero_()
-            for one in saved[each.key]["slices"]:
+                each.local.zero_()
+            boxes = list(each.spec.boxes(each.local))
+            for (local, own), one in product(boxes, saved[each.key]["slices"]):
                 source, target = [], []  # what both have in common, in the coordinates of each
                 for offset, size, cut in zip(one["offset"], one["shape"], own, strict=True):
                     start, stop = max(offset, cut.start), min(offset + size, cut.stop)
@@ -210,11 +202,12 @@ def load_checkpoint(
                     continue
                 if (name := one["file"]) not in files:
                     files[name] = opened.enter_context(safe_open(path / name, "pt"))
+                stored = one.get("tensor", each.key)
                 if source:
-                    values = files[name].get_slice(each.key)[tuple(source)]
+                    values = files[name].get_slice(stored)[tuple(source)]
                 else:  # a single number
-                    values = files[name].get_tensor(each.key)
-                each.local[tuple(target)].copy_(values)
+                    values = files[name].get_tensor(stored)
+                local[tuple(target)].copy_(values)
 
 
 def _of_all_stages(slices: Iterable[TensorSlice], mesh: Mesh | None) -> set[str]:

@@ -30,12 +30,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpoint.format import FORMAT, check_tiling, seal
-from megatron.checkpoint.load import TensorSlice
 from megatron.checkpoint.retention import Retention, remove_leftovers, set_aside
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.data.files import disk_space, flush_directory, sha256, write_atomically
 from megatron.parallel.agree import agree
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.sharding import TensorSlice
 
 NOTHING: Mapping[str, bytes] = MappingProxyType({})
 GRACE = 5.0  # seconds that an error in training waits for a save to finish
@@ -147,7 +147,7 @@ def save_checkpoint(
 
 def own_slices(slices: Iterable[TensorSlice], mesh: Mesh) -> list[TensorSlice]:
     """What this rank writes: each slice is written once, by its owner."""
-    return [s for s in slices if s.spec.is_owner(*mesh.axes) and s.spec.real(s.local).numel()]
+    return [s for s in slices if s.spec.is_owner(*mesh.axes) and any(s.spec.boxes(s.local))]
 
 
 def _write_files(
@@ -161,7 +161,12 @@ def _write_files(
     if not slices:
         return files, {}
     shard = staging / f"shard_{rank:05d}.safetensors"
-    tensors = {each.key: each.spec.real(each.local).contiguous() for each in slices}
+    boxes = [
+        (each, each.key if number == 0 else f"{each.key}#{number}", part, where)
+        for each in slices
+        for number, (part, where) in enumerate(each.spec.boxes(each.local))
+    ]
+    tensors = {name: part.contiguous() for _, name, part, _ in boxes}
     try:
         save_file(tensors, shard)
         shard.chmod(0o644)  # like every other file: the library leaves it to its owner
@@ -174,15 +179,18 @@ def _write_files(
         shard.unlink(missing_ok=True)  # what it took is free again
         needed = sum(tensor.nbytes for tensor in tensors.values())
         raise OSError(f"{shard}: {reason(error)}; {disk_space(shard, needed)}") from error
-    entries = {}
-    for each in slices:
-        box = each.spec.local_slices
-        offset, shape = [cut.start for cut in box], [cut.stop - cut.start for cut in box]
-        entries[each.key] = {
-            "dtype": str(each.local.dtype).removeprefix("torch."),
-            "shape": list(each.spec.shape),
-            "slices": [{"file": shard.name, "offset": offset, "shape": shape}],
-        }
+    entries: dict[str, Any] = {}
+    for each, name, part, where in boxes:
+        entry = entries.setdefault(
+            each.key,
+            {
+                "dtype": str(each.local.dtype).removeprefix("torch."),
+                "shape": list(each.spec.shape),
+                "slices": [],
+            },
+        )
+        box = {"file": shard.name, "offset": [cut.start for cut in where], "shape": [*part.shape]}
+        entry["slices"].append(box if name == each.key else {**box, "tensor": name})
     return files, entries
 
 

@@ -92,6 +92,23 @@ class FinetuneParallelConfig(ParallelConfig):
     """Share out the tokens between layers over the tensor-parallel processes, too: the same numbers
     with less memory for activations."""
 
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """What models that train side by side share out, and do not each hold: 1, the optimizer's
+    state; 2, summed gradients, too; 3, weights, too, but for those of the layers in use."""
+
+    use_distributed_optimizer: bool = False
+    """As --zero-stage 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.use_distributed_optimizer and self.zero_stage > 1:
+            allowed = f"left out with --zero-stage {self.zero_stage}, which does more"
+            raise UsageError("--use-distributed-optimizer", None, allowed)
+
+    @property
+    def stage_of_zero(self) -> int:
+        return max(self.zero_stage, int(self.use_distributed_optimizer))
+
     @property
     def cuts_stream(self) -> bool:
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
@@ -158,6 +175,10 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             else:
                 continue
             raise UsageError(flag(name), getattr(self, name), allowed)
+        if self.zero_stage > 1 and self.pipeline_model_parallel_size > 1:
+            allowed = "at most 1 with pipeline stages: weights and gradients would cross the ranks"
+            allowed += " once for each micro-batch"
+            raise UsageError("--zero-stage", self.zero_stage, allowed, works=("--zero-stage", "1"))
         kind = self.pipeline_schedule
         if kind is not None and kind not in SCHEDULES and not Path(kind).is_file():
             allowed = f"{', '.join(SCHEDULES)}, or a file of actions that is there"

@@ -171,6 +171,10 @@ class TransformerLayer(nn.Module):
         self.mlp_norm = make_norm(config, factory)
         self.mlp = MLP(config, factory)
         self.mlp_dropout = factory.dropout(config.hidden_dropout, f"{name}.mlp")
+        self.run = _runner(config, factory, "full")
+
+    def __call__(self, x: Tensor, at: Sequences) -> Tensor:
+        return self.run(super().__call__, x, at)
 
     def forward(self, x: Tensor, at: Sequences) -> Tensor:
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), at), at.rows)
@@ -201,12 +205,11 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict(
             {str(number): make(config, factory, number) for number in numbers}
         )
-        self.run_layer = _runner(config, factory, "full")
 
     def forward(self, x: Tensor, at: Sequences, numbers: Iterable[int] | None = None) -> Tensor:
         """numbers: of the layers, in the model; None for all that are here."""
         for name in self.layers if numbers is None else map(str, numbers):
-            x = self.run_layer(self.layers[name], x, at)
+            x = self.layers[name](x, at)
         return x
 
     def stream(self, n: int) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from megatron.config.training import OptimizerConfig, PrecisionConfig
-from megatron.parallel.buckets import Bucket, GradientBuckets
-from megatron.parallel.sharding import GradientView
+from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.sharding import TensorSlice
 
 COUNTERS = ("scale", "good_steps", "overflows", "skips")
 
@@ -183,28 +183,27 @@ ADAMS: dict[str, type[TorchAdam] | type[ApexAdam]] = {"torch": TorchAdam, "apex"
 
 
 class MasterWeights:
-    """The optimizer of a materialised model."""
+    """The optimizer of a model that has its weights, or whose weights are set next."""
 
     def __init__(self, gradients: GradientBuckets, config: OptimizerConfig) -> None:
+        """gradients: with sets_grad=False. Each rank updates what it has of a bucket (ZeRO)."""
         self.config = config
         self.buckets = gradients.buckets
-        self.masters = [_flat_master(bucket) for bucket in self.buckets]
-        self.moments = [
-            (torch.zeros_like(master), torch.zeros_like(master)) for master in self.masters
-        ]
+        self.moments: list[tuple[Tensor, Tensor]] = []
         flats = []
-        rows = zip(self.buckets, self.masters, self.moments, strict=True)
-        for bucket, master, (exp_avg, exp_avg_sq) in rows:
-            for segment in bucket.segments:
-                own = slice(segment.start, segment.stop)
+        for bucket in self.buckets:
+            master = bucket.hold_weights()
+            exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
+            self.moments.append((exp_avg, exp_avg_sq))
+            for own, segment in bucket.own_segments():
                 weight = nn.Parameter(master[own])
-                weight.grad = bucket.flat[own]
+                weight.grad = bucket.own[own]
                 decays = segment.spec.decay or config.decay_biases_and_norms
                 decay = config.weight_decay * decays
                 flats.append(FlatWeights(weight, exp_avg[own], exp_avg_sq[own], decay))
         self.adam = ADAMS[config.optimizer_impl](flats, config)
 
-    def step(self, lr: float, unscale: float, norm: float) -> None:
+    def step(self, lr: float, unscale: float = 1.0, norm: float = 0.0) -> None:
         """Clip by the global norm and update.
 
         unscale: scalar that turns the buckets' sums into gradients of the mean loss.
@@ -215,42 +214,33 @@ class MasterWeights:
         self.adam.step(lr, unscale * clip)
         self.publish()
 
-    @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters to the parameters that are kept in a narrower dtype."""
-        for view, master in self.master_views():
-            if view.parameter.dtype != master.dtype:
-                view.parameter.copy_(master)
+        """Round the masters to the parameters, and give those of each rank to all; in ZeRO stage 3
+        that is done when they are used."""
+        for bucket in self.buckets:
+            bucket.release()
+        lasting = [bucket for bucket in self.buckets if bucket.stage < 3]
+        for bucket in lasting:
+            bucket.start_gather()
+        for bucket in lasting:
+            bucket.gather()
 
-    def master_views(self) -> Iterator[tuple[GradientView, Tensor]]:
-        """(view, this rank's shard of the master) of every parameter."""
-        for bucket, master in zip(self.buckets, self.masters, strict=True):
-            for view in bucket.views:
-                yield view, view.view(master)
+    def masters(self) -> Iterator[TensorSlice]:
+        """What this rank has of the master of every parameter that is trained, by its name."""
+        for bucket in self.buckets:
+            assert bucket.masters is not None
+            yield from bucket.slices(bucket.masters)
 
-    def tensors(self) -> Iterator[tuple[str, GradientView, Tensor]]:
-        """(kind, view, this rank's shard) of all that a checkpoint keeps of the optimizer."""
-        rows = zip(self.buckets, self.masters, self.moments, strict=True)
-        for bucket, master, (exp_avg, exp_avg_sq) in rows:
-            for view in bucket.views:
-                yield "exp_avg", view, view.view(exp_avg)
-                yield "exp_avg_sq", view, view.view(exp_avg_sq)
-                if view.parameter.dtype != master.dtype:
-                    yield "master", view, view.view(master)
+    def tensors(self) -> Iterator[TensorSlice]:
+        """What this rank has of all that a checkpoint keeps of the optimizer: key KIND.NAME."""
+        for bucket, (exp_avg, exp_avg_sq) in zip(self.buckets, self.moments, strict=True):
+            yield from bucket.slices(exp_avg, "exp_avg.")
+            yield from bucket.slices(exp_avg_sq, "exp_avg_sq.")
+            if bucket.weight_dtype != bucket.dtype:
+                assert bucket.masters is not None
+                yield from bucket.slices(bucket.masters, "master.")
 
     def loaded(self, updates: int) -> None:
         """Parameters and `tensors()` were filled from a checkpoint behind so many updates."""
         self.adam.set_updates(updates)
         self.publish()
-
-
-@torch.no_grad()
-def _flat_master(bucket: Bucket) -> Tensor:
-    """The parameters' values, laid out like the bucket; those of its dtype become views of it."""
-    master = torch.zeros_like(bucket.flat)
-    for view in bucket.views:
-        own = view.view(master)
-        own.copy_(view.parameter)
-        if view.parameter.dtype == master.dtype:
-            view.parameter.data = own
-    return master

@@ -61,26 +61,30 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     return _started("all_reduce", x, axis, partial(dist.all_reduce, x), x)
 
 
-def start_gather(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """The rows [m, ..] of all ranks of `axis`, in their order: as start_all_reduce."""
+def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Callable[[], Tensor]:
+    """The rows [m, ..] of all ranks of `axis`, in their order: as start_all_reduce. out: where they
+    come to lie, of which `x` may be this rank's own."""
     if axis.size == 1:
         return lambda: x
     if torch.compiler.is_compiling():
         return _traced("all_gather_into_tensor", x, axis.size, axis=axis)
-    whole = x.new_empty(axis.size * len(x), *x.shape[1:])
+    whole = x.new_empty(axis.size * len(x), *x.shape[1:]) if out is None else out
     call = partial(_ALL_GATHER, whole, x.contiguous())
     return _started("all_gather", x, axis, call, whole)
 
 
-def start_sum(x: Tensor, axis: Axis, stream: Axis) -> Callable[[], Tensor]:
+def start_sum(
+    x: Tensor, axis: Axis, stream: Axis, out: Tensor | None = None
+) -> Callable[[], Tensor]:
     """The sum of `x` over `axis`, of which each rank of the stream gets its own rows: as
-    start_all_reduce."""
+    start_all_reduce. out: where they come to lie; may be those of `x`, whose others are undefined
+    then."""
     if stream.size == 1:
         return start_all_reduce(x, axis)
     assert stream is axis
     if torch.compiler.is_compiling():
         return _traced("reduce_scatter_tensor", x, "sum", axis.size, axis=axis)
-    own = torch.empty_like(own_rows(x, axis))
+    own = torch.empty_like(own_rows(x, axis)) if out is None else out
     call = partial(_REDUCE_SCATTER, own, x.contiguous())
     return _started("reduce_scatter", x, axis, call, own)
 

@@ -8,17 +8,29 @@ replace the tensor and lose its attributes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import nan, prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.parallel import kernels
-from megatron.parallel.collectives import gather_from
+from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.random import derive_seed
+
+
+@dataclass(frozen=True)
+class FlatRange:
+    """The elements [start, stop) of a flattened shard, which the ranks of an axis share out (ZeRO);
+    may be empty."""
+
+    axis: Axis
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +45,7 @@ class ShardingSpec:
         on each rank of its tie's group, and partial over that, too.
     std: standard deviation of the normal initialisation; None for the constant `fill`.
     decay: whether weight decay applies (not to biases and norms).
+    flat: what of the flattened shard this rank has; None for all, in its shape.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +55,7 @@ class ShardingSpec:
     std: float | None = None
     fill: float = 0.0
     decay: bool = True
+    flat: FlatRange | None = None
 
     def _extents(self) -> list[tuple[int, int]]:
         """(start, size) of this rank's shard in each dim, padding included."""
@@ -60,7 +74,9 @@ class ShardingSpec:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's shard, padding included."""
+        """Shape of what this rank has, padding included."""
+        if self.flat is not None:
+            return (self.flat.stop - self.flat.start,)
         return tuple(size for _, size in self._extents())
 
     @property
@@ -73,7 +89,9 @@ class ShardingSpec:
 
     @property
     def shard_axes(self) -> set[Axis]:
-        return {part for _, axis in self.shards for part in axis.parts}
+        axes = [axis for _, axis in self.shards]
+        axes += [self.flat.axis] if self.flat is not None else []
+        return {part for axis in axes for part in axis.parts}
 
     def copied_over(self, *axes: Axis) -> set[Axis]:
         """Of the parts of these axes, those whose ranks hold the same shard.
@@ -88,9 +106,66 @@ class ShardingSpec:
         """Whether this rank counts for all that hold its shard along the axes: it is the first."""
         return all(axis.rank == 0 for axis in self.copied_over(*axes))
 
+    @property
+    def of_shard(self) -> ShardingSpec:
+        """That of all of the shard."""
+        return replace(self, flat=None)
+
     def real(self, local: Tensor) -> Tensor:
         """View of this rank's shard without padding rows."""
         return local[tuple(slice(0, each.stop - each.start) for each in self.local_slices)]
+
+    def boxes(self, local: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+        """(view, where it is in the whole parameter) of what this rank has, without padding: one
+        box, or of a flat range of n dims at most 2 n - 1; none of what is empty."""
+        own = self.local_slices
+        if self.flat is None:
+            if all(each.start < each.stop for each in own):
+                yield self.real(local), own
+            return
+        sizes = [each.stop - each.start for each in own]
+        stop, at = min(self.flat.stop, prod(sizes)), 0  # padding rows are the last
+        for starts, shape in _boxes(sizes, self.flat.start, stop):
+            places = zip(own, starts, shape, strict=True)
+            where = tuple(slice(o.start + s, o.start + s + n) for o, s, n in places)
+            yield local[at : at + prod(shape)].view(shape), where
+            at += prod(shape)
+
+
+Box = tuple[list[int], list[int]]  # (where it starts, its shape)
+
+
+def _boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Boxes that follow one another, which are the elements [start, stop) of a tensor."""
+    if start >= stop:
+        return
+    if len(sizes) < 2:
+        yield [start] * len(sizes), [stop - start] * len(sizes)
+        return
+    row = prod(sizes[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # within one row
+        yield from _of_row(sizes, last, start, stop)
+        return
+    yield from _of_row(sizes, first - 1, start, first * row)
+    if first < last:
+        yield [first, *[0] * (len(sizes) - 1)], [last - first, *sizes[1:]]
+    yield from _of_row(sizes, last, last * row, stop)
+
+
+def _of_row(sizes: Sequence[int], number: int, start: int, stop: int) -> Iterator[Box]:
+    before = number * prod(sizes[1:])
+    for starts, shape in _boxes(sizes[1:], start - before, stop - before):
+        yield [number, *starts], [1, *shape]
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """This rank's slice of the logically whole tensor `key`, cut and padded as `spec` says."""
+
+    key: str
+    spec: ShardingSpec
+    local: Tensor
 
 
 class Deferral:
@@ -119,18 +194,24 @@ class GradientView:
     spec: ShardingSpec
     start: int
     deferral: Deferral
+    dtype: torch.dtype  # of the gradient
+    flat: Callable[[], Tensor]  # the bucket's gradients, which have memory from now on
     is_filled: bool = False  # False: the elements are left over from an earlier step
     stage: int | None = None  # of several virtual stages here the lowest one of the step before
-    gradient: Tensor = field(init=False)  # of the parameter's shape
 
     @property
     def stop(self) -> int:
         return self.start + self.parameter.numel()
 
     @property
+    def gradient(self) -> Tensor:
+        """Of the parameter's shape."""
+        return self.view(self.flat())
+
+    @property
     def is_wide(self) -> bool:
         """Whether the gradient is in fp32 or wider: a sum of many terms may be added in place."""
-        return self.gradient.dtype.itemsize >= torch.float32.itemsize
+        return self.dtype.itemsize >= torch.float32.itemsize
 
     def view(self, flat: Tensor) -> Tensor:
         """The same elements of any flat tensor that is laid out like the bucket."""
@@ -147,7 +228,7 @@ class GradientView:
 
     def add_matmul(self, dy: Tensor, x: Tensor) -> None:
         """Add dy' x, with dy [n, out] and x [n, in]."""
-        if dy.dtype != self.gradient.dtype:
+        if dy.dtype != self.dtype:
             self.add(dy.T @ x)
             return
         own = self.gradient.view(-1, x.shape[1])
@@ -348,19 +429,26 @@ def materialize(
     those that specs say. Raises ValueError for a parameter of torch's own layers that has a seed
     and no `values`: a model with such layers is built on the device at once.
     """
-    table = owned_specs(model) if values is None else sharding_specs(model)
-    others = [name for name, _ in model.named_parameters() if name not in table]
-    if others and seed is not None:
-        raise ValueError(
-            f"{others[0]} has no sharding spec that says its initial values: build the model "
-            'without torch.device("meta"), and materialize has nothing to do'
-        )
+    give_memory(model, partial(torch.empty, dtype=dtype, device=device))
+    if seed is not None:
+        table = owned_specs(model) if values is None else sharding_specs(model)
+        parameters = dict(model.named_parameters())
+        slices = {n: TensorSlice(n, table[n], parameters[n].detach()) for n in table}
+        set_values(model, slices, seed, values)
+    return model
+
+
+def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """In the place of values that have no memory now; who reads them sees NaN."""
+    return torch.full((), nan, dtype=dtype, device=device).expand(shape)
+
+
+def give_memory(model: nn.Module, make: Callable[[torch.Size], Tensor]) -> None:
+    """make: of a shape the memory of a parameter, whose values are undefined."""
     # Not by to_empty(): for an empty_like() of what is on meta torch imports the symbolic algebra
     # of its compiler, which takes half a second.
     real = {
-        id(parameter): nn.Parameter(
-            torch.empty(parameter.shape, dtype=dtype, device=device), parameter.requires_grad
-        )
+        id(parameter): nn.Parameter(make(parameter.shape), parameter.requires_grad)
         for parameter in model.parameters()
     }
     for module in model.modules():
@@ -368,15 +456,29 @@ def materialize(
             module.register_parameter(name, real[id(parameter)])
         if isinstance(module, ShardedModule) and module.values_check:
             module.values_check.remove()
-    if seed is None:
-        return model
-    parameters = dict(model.named_parameters())
+
+
+@torch.no_grad()
+def set_values(
+    model: nn.Module,
+    slices: Mapping[str, TensorSlice],
+    seed: int,
+    values: Callable[[int], Iterable[tuple[str, Tensor]]] | None = None,
+) -> None:
+    """Fill what this rank has of each parameter, by its name, with initial values, rounded to the
+    parameter's dtype: as of `materialize`."""
+    table = owned_specs(model)
+    others = [name for name, _ in model.named_parameters() if name not in table]
+    if others and values is None:
+        raise ValueError(
+            f"{others[0]} has no sharding spec that says its initial values: build the model "
+            'without torch.device("meta"), and materialize has nothing to do'
+        )
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     drawn = values(seed) if values is not None else _drawn(table, seed)
-    with torch.no_grad():
-        for name, whole in drawn:
-            if name in parameters:  # which of a shared one the other names are not
-                load_whole(parameters[name], whole, table[name])
-    return model
+    for name, whole in drawn:
+        if name in slices:  # which of a shared one the other names are not
+            load_whole(slices[name].local, whole.to(dtypes[name]), slices[name].spec)
 
 
 def _drawn(table: Mapping[str, ShardingSpec], seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -387,12 +489,17 @@ def load_whole(local: Tensor, whole: Tensor, spec: ShardingSpec) -> None:
     """Copy this rank's shard of a whole parameter into `local`; padding rows become zero."""
     assert whole.shape == spec.shape, f"{tuple(whole.shape)} is not {spec.shape}"
     local.zero_()
-    spec.real(local).copy_(whole[spec.local_slices])
+    for part, where in spec.boxes(local):
+        part.copy_(whole[where])
 
 
 def gather_whole(local: Tensor, spec: ShardingSpec) -> Tensor:
     """The whole tensor, of which this rank holds `local` (every rank calls this)."""
     whole = local.detach()
+    if spec.flat is not None:
+        shard = whole.new_zeros(spec.of_shard.local_shape)
+        shard.view(-1)[spec.flat.start : spec.flat.stop] = whole
+        whole = all_reduce(shard, spec.flat.axis)
     for dim, axis in reversed(spec.shards):  # the minor axis of a dim comes last
         whole = gather_from(whole, dim, axis)
     if spec.padded_rows is None:

@@ -7,7 +7,7 @@ collectives are in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron.data.batch import Batch, micro_batch_numbers
 from megatron.parallel.sharding import GradientView
+from megatron.parallel.zero3 import tensors_of
 from megatron.train.state import TrainState
 
 
@@ -88,17 +89,6 @@ def non_finite(
     return error
 
 
-def tensors_of(output: Any) -> Iterator[Tensor]:
-    """Those of a floating dtype in what a module returns, such as a tuple or a ModelOutput."""
-    if isinstance(output, Tensor):
-        yield from [output] if output.is_floating_point() else []
-    elif isinstance(output, Mapping):
-        yield from tensors_of([*output.values()])
-    elif isinstance(output, list | tuple):
-        for each in output:
-            yield from tensors_of(each)
-
-
 def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | None:
     """The first number of the step that is not finite, on whichever rank; every rank calls this.
 
@@ -122,8 +112,8 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
     def first() -> Finding | None:
         return min((each for found in mesh.control.gather(own) for each in found), default=None)
 
-    for name, parameter in state.model.named_parameters():
-        look(f"the weight {name} itself", parameter, is_weight=True)
+    for name, (_, weight) in state.shards().items():
+        look(f"the weight {name} itself", weight, is_weight=True)
     if found := first():
         return found
 

@@ -32,6 +32,7 @@ from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.schedules import Action, Message, Program
 from megatron.parallel.stages import PipelineModel, as_tuple
+from megatron.parallel.zero3 import gathered
 from megatron.train.objectives import Objective
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
@@ -65,15 +66,16 @@ class Executor:
         self.in_flight: dict[tuple[int, int], tuple[Tensors, list[Any]]] = {}
         self.deferred: dict[tuple[int, int], list[Deferred]] = {}
         last = {each.stage: each for each in program if isinstance(each, Action)}
-        for event in program:
-            if isinstance(event, Message):
-                self.pass_on(event)
-                continue
-            self.before(event)
-            if event.direction == "forward":
-                self.forward(event.stage, event.micro_batch)
-            else:
-                self.backward(event, is_last=event is last[event.stage])
+        with gathered(self.model):
+            for event in program:
+                if isinstance(event, Message):
+                    self.pass_on(event)
+                    continue
+                self.before(event)
+                if event.direction == "forward":
+                    self.forward(event.stage, event.micro_batch)
+                else:
+                    self.backward(event, is_last=event is last[event.stage])
         self.messages.close()
         return self.totals
 

@@ -280,6 +280,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         compiled=compiled,
         pipeline=pipeline,
         draws=weights is None,
+        zero_stage=config.parallel.stage_of_zero,
     )
     facts = {
         "kind": config.model.kind,

@@ -7,7 +7,7 @@ import platform
 import subprocess
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,27 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.load import TensorSlice, load_checkpoint, load_weights, model_slices
+from megatron.checkpoint.load import load_checkpoint, load_weights, model_slices
 from megatron.config.checks import UsageError
 from megatron.config.huggingface import fetch, has_weights
 from megatron.config.model import KindConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
-from megatron.models.build import build_model
+from megatron.models.build import build_on_meta
 from megatron.models.transformer import TransformerLayer
 from megatron.optim.adam import LossScaler, MasterWeights
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
-from megatron.parallel.sharding import ShardingSpec, sharding_specs
+from megatron.parallel.sharding import (
+    ShardingSpec,
+    TensorSlice,
+    absent,
+    give_memory,
+    materialize,
+    set_values,
+    sharding_specs,
+)
 from megatron.train.launch import default_precision
 from megatron.train.objectives import Objective
 
@@ -74,9 +82,14 @@ class TrainState:
 
     def slices(self) -> Iterator[TensorSlice]:
         """Every tensor of a checkpoint: parameters, Adam's moments, masters of narrow weights."""
-        yield from model_slices(self.model)
-        for kind, view, local in self.optimizer.tensors():
-            yield TensorSlice(f"{kind}.{view.name}", view.spec, local)
+        of_masters = {each.key: each for each in self.optimizer.masters()}
+        for each in model_slices(self.model):
+            own = of_masters.get(each.key.removeprefix("model."))
+            if self.gradients.zero_stage == 3 and own is not None:  # which the weights are made of
+                yield TensorSlice(each.key, own.spec, own.local.to(each.local.dtype))
+            else:
+                yield each
+        yield from self.optimizer.tensors()
 
     def counters(self) -> dict[str, Any]:
         """The state of a run beside its tensors, as JSON. Random numbers have no state to keep."""
@@ -117,11 +130,11 @@ class TrainState:
         self.optimizer.loaded(self.updates)
 
     def shards(self) -> dict[str, tuple[ShardingSpec, Tensor]]:
-        """Of each parameter the spec and this rank's shard, of its master if it is trained."""
+        """Of each parameter the spec and what this rank has, of its master if it is trained."""
         parameters = dict(self.model.named_parameters())
-        masters = {view.name: master for view, master in self.optimizer.master_views()}
         table = sharding_specs(self.model)
-        return {n: (spec, masters.get(n, parameters[n].detach())) for n, spec in table.items()}
+        found = {name: (spec, parameters[name].detach()) for name, spec in table.items()}
+        return found | {each.key: (each.spec, each.local) for each in self.optimizer.masters()}
 
     def load_weights(
         self,
@@ -209,6 +222,7 @@ def build_state(
     compiled: bool = False,
     pipeline: PipelinePlan = UNCUT,
     draws: bool = True,
+    zero_stage: int = 0,
 ) -> TrainState:
     """A run at step 0; dtype is that of weights and activations (by default torch's default, or
     what `precision` says), and float16 scales the loss.
@@ -216,25 +230,36 @@ def build_state(
     vocab_size: the true one. seed, draws: as of build_model. optimizer, precision: by default
     AdamW and loss scaling with the defaults of the programs. pipeline: whose stages this rank
     builds. compiled: each layer is compiled when it is first called; names, weights and hooks of
-    the model stay.
+    the model stay. zero_stage: of ZeRO, over the ranks that hold the same shard of the model.
     """
     precision = precision or PrecisionConfig()
     if dtype is None:
         dtype = DTYPES[precision.name] if precision.name else torch.get_default_dtype()
     if mesh.device.type == "cpu":
         keep_freed_memory()
-    model = build_model(
-        config, mesh, vocab_size, seed=seed, dtype=dtype, pipeline=pipeline, draws=draws
-    )
+    model = build_on_meta(config, mesh, vocab_size, seed, pipeline)
+    values = getattr(model, "initial_values", None)
+    is_lasting = zero_stage < 3  # whether this rank has memory for all of the model
+    if is_lasting:
+        given = seed if draws else None
+        materialize(model, device=mesh.device, dtype=dtype, seed=given, values=values)
+    else:
+        give_memory(model, partial(absent, dtype=dtype, device=mesh.device))
     if compiled:
         compile_layers(model)
-    gradients = GradientBuckets(model, sets_grad=False, wide=not precision.pure_bf16)
+    gradients = GradientBuckets(
+        model, sets_grad=False, wide=not precision.pure_bf16, zero_stage=zero_stage
+    )
+    master_weights = MasterWeights(gradients, optimizer or OptimizerConfig())
+    if not is_lasting and seed is not None and draws:
+        own = {each.key: each for each in master_weights.masters()}
+        set_values(model, own, seed, values)
     return TrainState(
         mesh=mesh,
         model=model,
         objective=model,
         gradients=gradients,
-        optimizer=MasterWeights(gradients, optimizer or OptimizerConfig()),
+        optimizer=master_weights,
         scaler=LossScaler.of(precision, dtype),
         compiled=compiled,
         pipeline=pipeline,

@@ -23,6 +23,7 @@ from megatron.data.files import DataError
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.random import seed_kernels
 from megatron.parallel.schedules import Action
+from megatron.parallel.zero3 import gathered
 from megatron.train.diagnose import non_finite
 from megatron.train.executor import Executor, to_device
 from megatron.train.state import TrainState
@@ -197,9 +198,10 @@ def gather_outputs(
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     # [micro-batches, samples of each, s, vocabulary]
     logits = torch.zeros(*labels.shape, model.vocab_size, dtype=dtype, device=mesh.device)
-    for number, x in seen.items():  # which the last pipeline stage alone has
-        columns = gather_from(model.logits(x), -1, mesh.tensor)[:, : model.vocab_size]
-        logits[number] = columns.view(logits.shape[1:])
+    with gathered(model):
+        for number, x in seen.items():  # which the last pipeline stage alone has
+            columns = gather_from(model.logits(x), -1, mesh.tensor)[:, : model.vocab_size]
+            logits[number] = columns.view(logits.shape[1:])
     all_reduce(logits, mesh.pipeline)
     # The samples of a step go to micro-batch after micro-batch, in each to rank after rank.
     logits, labels = (gather_from(each, 1, mesh.batch).flatten(0, 1) for each in (logits, labels))

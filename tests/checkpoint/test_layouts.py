@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from megatron.checkpoint import load as loading
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import (
-    TensorSlice,
     load_checkpoint,
     load_optimizer,
     model_slices,
@@ -29,7 +28,13 @@ from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import own_rows
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.parallel.mesh import Mesh, serial_mesh
-from megatron.parallel.sharding import gather_whole, materialize, replicated, sharding_specs
+from megatron.parallel.sharding import (
+    TensorSlice,
+    gather_whole,
+    materialize,
+    replicated,
+    sharding_specs,
+)
 from megatron.train.pretrain import build
 from megatron.train.state import TrainState
 from megatron.train.step import train_step

@@ -197,7 +197,14 @@ def make_state(
         precision = PrecisionConfig(fp16=True, initial_loss_scale="2**8")
     plan = case.plan(layout)
     state = tiny_state(
-        mesh, case.section, optimizer, precision, dtype=dtype, seed=seed, pipeline=plan
+        mesh,
+        case.section,
+        optimizer,
+        precision,
+        dtype=dtype,
+        seed=seed,
+        pipeline=plan,
+        zero_stage=layout.zero,
     )
     state.objective = case.objective(state)
     return state
@@ -236,9 +243,7 @@ def run(
         norms.append(result.grad_norm)
     data, plan = Data(case), state.pipeline
     terms.append(mean_losses(state.model, state.objective, data, 6, 1, mesh, plan))
-    weights = {
-        view.name: gather_whole(own, view.spec) for view, own in state.optimizer.master_views()
-    }
+    weights = {each.key: gather_whole(each.local, each.spec) for each in state.optimizer.masters()}
     if save_to is not None:
         save_state(state, save_to, vocab_size=VOCABULARY)
     gradients, weights = (of_all_stages(each, mesh) for each in (gradients, weights))

@@ -139,9 +139,7 @@ def test_the_norm_is_that_before_clipping_and_of_the_mean() -> None:
 
 def test_bf16_weights_are_the_rounded_masters() -> None:
     state = tiny_state(serial_mesh(), dtype=torch.bfloat16)
-    masters = {
-        view.name: each for kind, view, each in state.optimizer.tensors() if kind == "master"
-    }
+    masters = {each.key: each.local for each in state.optimizer.masters()}
     parameters = dict(state.model.named_parameters())
     assert masters.keys() == parameters.keys()
     start = {name: master.clone() for name, master in masters.items()}
@@ -197,9 +195,9 @@ def test_pure_bf16_holds_eight_bytes_a_weight() -> None:
     state = pure_state()
     train_step(state, [samples(2)], 1e-3)
     kept = list(state.optimizer.tensors())
-    assert {kind for kind, _, _ in kept} == {"exp_avg", "exp_avg_sq"}
+    assert {each.key.partition(".")[0] for each in kept} == {"exp_avg", "exp_avg_sq"}
     flats = [bucket.flat for bucket in state.gradients.buckets]
-    tensors = [*state.model.parameters(), *flats, *(each for _, _, each in kept)]
+    tensors = [*state.model.parameters(), *flats, *(each.local for each in kept)]
     assert {each.dtype for each in tensors} == {torch.bfloat16}
     held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     assert sum(held.values()) == 8 * sum(map(len, flats))
@@ -207,7 +205,8 @@ def test_pure_bf16_holds_eight_bytes_a_weight() -> None:
 
 def test_fp32_weights_are_their_own_masters() -> None:
     state = tiny_state(serial_mesh(), dtype=torch.float32)
-    assert {kind for kind, _, _ in state.optimizer.tensors()} == {"exp_avg", "exp_avg_sq"}
+    kinds = {each.key.partition(".")[0] for each in state.optimizer.tensors()}
+    assert kinds == {"exp_avg", "exp_avg_sq"}
     before = whole_weights(state.model)
     train_step(state, [samples(2)], 1e-3)
     for name, weight in whole_weights(state.model).items():

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from megatron.checkpoint.load import TensorSlice, model_slices
+from megatron.checkpoint.load import model_slices
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.model import BertConfig, ModelConfig
 from megatron.data.tokenizer import BertWordPieceLowerCase, build_tokenizer
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.sharding import ShardingSpec
+from megatron.parallel.sharding import ShardingSpec, TensorSlice
 from megatron.train.state import build_model, environment
 from tasks.checks import ChecksConfig
 from tasks.protocol import Encoding, Example, FinetuneSettings, Finetuning, Head

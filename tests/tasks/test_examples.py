@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.load import TensorSlice, model_slices, verify
+from megatron.checkpoint.load import model_slices, verify
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.model import FinetunedConfig, ResidualOrder
 from megatron.data.bert import BertBatch
 from megatron.models.transformer import text_rows
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.mesh import Axis, serial_mesh
-from megatron.parallel.sharding import ShardingSpec
+from megatron.parallel.sharding import ShardingSpec, TensorSlice
 from megatron.train.executor import on_device, run_whole
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import train_step
@@ -41,7 +41,7 @@ from tests.tasks.made import make_examples, small_section, write_model
 from tests.tiny import (
     assert_relative,
     mesh_of_ranks,
-    scatter_weights,
+    set_weights,
     tiny_model,
     tiny_weights,
     whole_weights,
@@ -94,9 +94,7 @@ def outcome(folder: Path, head: Head, tensor_size: int, micro: int, cuts: bool) 
     config, steps = config_of(head), steps_of(head, micro)
     with patch.dict(DTYPES, {"fp64": torch.float64}):  # of no program: exact enough to compare
         state = start(verify(folder, mesh), config, OPTIMIZER, "fp64", 5, mesh)
-    scatter_weights(state.model, tiny_weights(state.model))
-    for view, master in state.optimizer.master_views():
-        master.copy_(view.parameter.detach())
+    set_weights(state, tiny_weights(state.model))
     losses = []
     for step in range(len(steps)):
         lr = learning_rate(OPTIMIZER, step + 1, len(steps) + 1)

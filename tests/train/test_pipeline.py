@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from megatron.checkpoint.format import read_checkpoint
-from megatron.checkpoint.load import TensorSlice
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.checks import UsageError
 from megatron.config.parse import parse
@@ -28,7 +27,7 @@ from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import build_mesh, serial_mesh
 from megatron.parallel.pipeline import PipelinePlan, partition
 from megatron.parallel.schedules import schedule
-from megatron.parallel.sharding import ShardingSpec, gather_whole, sharding_specs
+from megatron.parallel.sharding import ShardingSpec, TensorSlice, gather_whole, sharding_specs
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.executor import on_device
 from megatron.train.inputs import mock_inputs, random_text

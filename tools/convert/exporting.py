@@ -13,12 +13,13 @@ import transformers
 from safetensors import SafetensorError
 
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.load import TensorSlice, load_checkpoint
+from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.save import reason
 from megatron.config.checks import flag
 from megatron.config.model import ModelConfig
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.models.registry import KINDS, config_of
+from megatron.parallel.sharding import TensorSlice
 from tools.convert.table import Family
 from tools.convert.tokenizing import any_of
 from tools.convert.weights import Entry, Weights, resolve, to_theirs

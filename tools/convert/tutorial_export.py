@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.load import TensorSlice, load_checkpoint
+from megatron.checkpoint.load import load_checkpoint
 from megatron.config.model import LlamaConfig
 from megatron.parallel.layers_llama import RotaryEmbedding
+from megatron.parallel.sharding import TensorSlice
 from tools.convert.dcp import read_folder
 from tools.convert.llama import LLAMA
 from tools.convert.tutorial import MOMENTS, PREFIX, SCHEDULER, Schedule, key_of, names_of

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.load import TensorSlice, load_checkpoint, verify
+from megatron.checkpoint.load import load_checkpoint, verify
 from megatron.checkpoint.save import reason
 from megatron.config.huggingface import KEPT, HuggingFaceConfig, beside
 from megatron.data.tokenizer import file_names, read_tokenizer
@@ -28,7 +28,7 @@ from megatron.models.hf_layers import Wide
 from megatron.models.hf_weights import INDEX, Bare, form_of
 from megatron.models.registry import config_of
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.sharding import sharding_specs
+from megatron.parallel.sharding import TensorSlice, sharding_specs
 from megatron.train.evaluate import load_model
 from tools.convert.compare import Agreement, agreement, make_prompts
 from tools.convert.families import FAMILIES

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.load import TensorSlice, verify
+from megatron.checkpoint.load import verify
 from megatron.checkpoint.resume import arguments_of
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.checks import flag
@@ -24,7 +24,7 @@ from megatron.models.build import build_on_meta
 from megatron.models.registry import KINDS
 from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.sharding import sharding_specs
+from megatron.parallel.sharding import TensorSlice, sharding_specs
 from megatron.train.evaluate import load_model, whole_logits
 from megatron.train.state import DTYPES, environment
 from tools.convert.staging import staged

@@ -1,4 +1,4 @@
-"""A layout by its name: serial, or words such as tensor=2,data=2,sequence or
+"""A layout by its name: serial, or words such as tensor=2,data=2,sequence, data=2,zero=3 or
 pipeline=2,virtual=2,schedule=interleaved."""
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh
 
 AXES = ("tensor", "data", "pipeline")
-NUMBERS = (*AXES, "virtual")
+NUMBERS = (*AXES, "virtual", "zero")
+STAGES_OF_ZERO = 3
 SWITCHES = ("sequence",)
 
 
@@ -30,12 +31,15 @@ class Layout:
     """Stages of a pipeline rank."""
     schedule: str | None = None
     """Of the pipeline; None: as --pipeline-schedule by default."""
+    zero: int = 0
+    """The stage of ZeRO."""
 
     @property
     def name(self) -> str:
         words = [f"{axis}={self.sizes[axis]}" for axis in AXES if axis in self.sizes]
         words += [f"virtual={self.virtual}"] if self.virtual > 1 else []
         words += [f"schedule={self.schedule}"] if self.schedule else []
+        words += [f"zero={self.zero}"] if self.zero else []
         return ",".join([*words, *sorted(self.switches)]) or "serial"
 
     @property
@@ -57,6 +61,8 @@ class Layout:
             "num_layers_per_virtual_pipeline_stage": None,
             "decoder_first_pipeline_num_layers": None,
             "decoder_last_pipeline_num_layers": None,
+            "zero_stage": self.zero,
+            "use_distributed_optimizer": False,
         }
 
     @property
@@ -90,13 +96,19 @@ def parse_layout(text: str) -> Layout:
             known = ", ".join([f"{each}=N" for each in NUMBERS] + list(SWITCHES))
             known += f", schedule={'|'.join(SCHEDULES)}"
             raise UsageError("LAYOUT", text, f"serial, or of {known}, each once; not {word!r}")
-    virtual = sizes.pop("virtual", 1)
+    virtual, zero = sizes.pop("virtual", 1), sizes.pop("zero", 0)
     sizes = {axis: n for axis, n in sizes.items() if n > 1}
-    layout = Layout(sizes, frozenset(switches), virtual, schedule)
+    layout = Layout(sizes, frozenset(switches), virtual, schedule, zero)
     if layout.cuts_stream and layout.size("tensor") == 1:
         allowed = "given with tensor=N, whose processes share out the sequence"
         raise UsageError("LAYOUT", text, allowed, works=("tensor=2,sequence",))
     if virtual > 1 and layout.size("pipeline") == 1:
         allowed = "given with pipeline=N, whose ranks have the virtual stages"
         raise UsageError("LAYOUT", text, allowed, works=(f"pipeline=2,virtual={virtual}",))
+    if zero > STAGES_OF_ZERO:
+        allowed = f"of a stage of ZeRO up to {STAGES_OF_ZERO}, zero={STAGES_OF_ZERO}"
+        raise UsageError("LAYOUT", text, allowed)
+    if zero and layout.size("data") == 1:
+        allowed = "given with data=N, whose ranks share out what each would hold"
+        raise UsageError("LAYOUT", text, allowed, works=(f"data=2,zero={zero}",))
     return layout

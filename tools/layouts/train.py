@@ -13,12 +13,11 @@ from math import sqrt
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from megatron.config.parse import user_errors
 from megatron.data.batch import Samples
 from megatron.optim.schedule import learning_rate
-from megatron.parallel.sharding import GradientView, gather_whole
+from megatron.parallel.sharding import TensorSlice, gather_whole
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.launch import launch
 from megatron.train.loader import prefetch
@@ -64,6 +63,7 @@ def train_layout(job: Job) -> Report:
                 precision=config.precision,
                 compiled=choose_compile(config.training.compile or False, mesh)[0],
                 pipeline=plan_of_run(config, mesh.size(), vocabulary),
+                zero_stage=config.parallel.stage_of_zero,
             )
             return report(job, state, samples)
     except Exception:  # of one process; of several the watch tells it
@@ -84,8 +84,7 @@ def report(job: Job, state: TrainState, samples: Samples) -> Report:
     lr = partial(learning_rate, job.config.optimizer, decay_iters=job.config.lr_decay_iters())
     first = next(steps)
     counts = measure(state, first)
-    views = [view for bucket in state.gradients.buckets for view in bucket.views]
-    gradients = compare(job, state, "gradients", ((view, view.gradient) for view in views))
+    gradients = compare(job, state, "gradients", state.gradients.slices())
     results = [train_step(state, first, lr(1))]
     results += [train_step(state, each, lr(state.updates + 1)) for each in steps]
     return Report(
@@ -93,14 +92,12 @@ def report(job: Job, state: TrainState, samples: Samples) -> Report:
         losses=[each.loss for each in results],
         norms=[each.grad_norm for each in results],
         gradient_difference=gradients,
-        weight_difference=compare(job, state, "weights", state.optimizer.master_views()),
+        weight_difference=compare(job, state, "weights", state.optimizer.masters()),
         counts=counts,
     )
 
 
-def compare(
-    job: Job, state: TrainState, name: str, shards: Iterable[tuple[GradientView, Tensor]]
-) -> float:
+def compare(job: Job, state: TrainState, name: str, slices: Iterable[TensorSlice]) -> float:
     """The norm of the difference of all whole tensors over the norm of the reference's; the
     reference writes its own. Every rank calls this. What is not finite, as where fp16 overflows,
     counts as 0.
@@ -109,25 +106,25 @@ def compare(
     """
     mesh, stage = state.mesh, state.mesh.pipeline
     is_first = all(axis.rank == 0 for axis in mesh.axes if not axis.is_of_stages)
-    whole = ((view, gather_whole(own, view.spec)) for view, own in shards)
-    own = {
-        view.name: each.cpu().nan_to_num(0, 0, 0)
-        for view, each in whole
-        if is_first and view.spec.is_owner()
+    whole = ((each, gather_whole(each.local, each.spec)) for each in slices)
+    found = {
+        own.key: each.cpu().nan_to_num(0, 0, 0)
+        for own, each in whole
+        if is_first and own.spec.of_shard.is_owner()
     }
     if job.is_reference:
         if is_first:
-            save_file(own, job.folder / f"{name}_{stage.rank}.safetensors")
+            save_file(found, job.folder / f"{name}_{stage.rank}.safetensors")
         return 0.0
     squares = total = 0.0
     with ExitStack() as stack:
         files = job.folder.glob(f"{name}_*.safetensors")
         opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
         reference = {key: file for file in opened for key in file.keys()}  # noqa: SIM118
-        for key, each in own.items():
+        for key, each in found.items():
             other = reference[key].get_tensor(key).double()
             squares += float((each.double() - other).square().sum())
             total += float(other.square().sum())
-    found = mesh.control.gather((squares, total))
-    squares, total = (sum(each) for each in zip(*found, strict=True))
+    sums = mesh.control.gather((squares, total))
+    squares, total = (sum(each) for each in zip(*sums, strict=True))
     return sqrt(squares / total) if total else squares

@@ -1,0 +1,206 @@
+"""ZeRO stage 3: weights of a layer are whole while it runs, forward and backward.
+
+    forward    gather 0 | run 0, gather 1 | run 1, gather 2 | .. | run n         n stays
+    backward   of n, gather n - 1 | of n - 1, gather n - 2 | ..                  each then goes
+
+A unit is a layer: a module whose weights are gathered together. All else, embeddings, the last norm
+and the head, is the root: whole from the first forward to the end of the step. Whoever reads
+weights that are not there sees NaN.
+
+Autograd keeps no weights of a unit, and no views of them, but what they are; whoever unpacks them
+in the backward finds the weights that were gathered again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+
+if TYPE_CHECKING:
+    from megatron.parallel.buckets import Bucket
+
+
+class Saved(NamedTuple):
+    """A view of weights, in place of it."""
+
+    bucket: Bucket
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Unit:
+    """Modules whose weights are gathered together."""
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []
+        self.before: Unit | None = None
+        self.behind: Unit | None = None
+        self.is_root = False
+
+    def start(self) -> None:
+        for bucket in self.buckets:
+            bucket.start_gather()
+
+    def gather(self) -> None:
+        self.start()
+        for bucket in self.buckets:
+            bucket.gather()
+
+    def release(self) -> None:
+        for bucket in self.buckets:
+            bucket.release()
+
+    def run(self, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call the module's forward with its weights, while those of the next one are gathered."""
+        self.gather()
+        if self.behind is not None:
+            self.behind.start()
+        keeps = torch.is_grad_enabled()
+        with self.keeping() if keeps else nullcontext():
+            output = forward(*arguments, **named)
+        found = [each for each in tensors_of(output) if each.requires_grad]
+        if found and not self.is_root:
+            register_multi_grad_hook(found, self.enter_backward, mode="any")
+        # The backward of the last one comes next.
+        if not found or not (self.is_root or self.behind is None):
+            self.release()
+        return output
+
+    def enter_backward(self, _: Tensor) -> None:
+        """The gradient of what the module returned is there."""
+        self.gather()
+        if self.before is not None and not self.before.is_root:
+            self.before.start()
+
+    def keeping(self) -> Any:
+        """Inside, autograd keeps no weights of this unit."""
+        if self.is_root:
+            return nullcontext()
+        places = {
+            each.weights.untyped_storage().data_ptr(): each
+            for each in self.buckets
+            if each.weights is not None and not each.weights.is_meta
+        }
+
+        def pack(tensor: Tensor) -> Any:
+            bucket = places.get(tensor.untyped_storage().data_ptr())
+            if bucket is None:
+                return tensor
+            return Saved(bucket, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+        return saved_tensors_hooks(pack, unpack)
+
+
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """Those of a floating dtype in what a module returns, such as a tuple or a ModelOutput."""
+    if isinstance(output, Tensor):
+        yield from [output] if output.is_floating_point() else []
+    elif isinstance(output, Mapping):
+        yield from tensors_of([*output.values()])
+    elif isinstance(output, list | tuple):
+        for each in output:
+            yield from tensors_of(each)
+
+
+def unpack(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    kept.bucket.gather()
+    whole: Tensor = kept.bucket.weights
+    return whole.as_strided(kept.shape, kept.stride, kept.offset)
+
+
+class Gathered(nn.Module):
+    """What the class of a module becomes whose weights are gathered when it is called."""
+
+    unit: Unit
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.unit.run(super().__call__, *arguments, **named)
+
+
+@cache
+def _gathered(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (Gathered, kind), {"__module__": kind.__module__})
+
+
+class Units:
+    """The units of a model, in their order, and its root."""
+
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module] | None) -> None:
+        self.model = model
+        self.modules = list(find_units(model) if modules is None else modules)
+        owners = Counter(key for each in self.modules for key in {id(p) for p in each.parameters()})
+        inside = {id(each) for unit in self.modules for each in unit.modules()}
+        for module in model.modules():
+            if id(module) not in inside:
+                owners.update(2 * [id(p) for p in module.parameters(recurse=False)])
+        number = {
+            id(p): place
+            for place, each in enumerate(self.modules)
+            for p in each.parameters()
+            if owners[id(p)] == 1
+        }
+        self.of_parameters: dict[str, int] = {}
+        """By name the number of the unit; of the root, negative: one more for each unit before, as
+        what comes before a unit has its gradients later than what comes behind."""
+        behind = 0
+        for name, parameter in model.named_parameters():
+            place = number.get(id(parameter))
+            behind = behind if place is None else place + 1
+            self.of_parameters[name] = -1 - behind if place is None else place
+
+    def take(self, buckets: Sequence[Bucket]) -> None:
+        """Give each unit its buckets, and have the modules gather them when they are called."""
+        self.all = [Unit() for _ in self.modules]
+        self.root = Unit()
+        self.root.is_root = True
+        for bucket in buckets:
+            place = self.of_parameters[bucket.views[0].name]
+            bucket.is_of_layer = place >= 0
+            (self.all[place] if place >= 0 else self.root).buckets.append(bucket)
+        units = [self.root, *self.all]
+        for one, two in pairwise(units):
+            one.behind, two.before = two, one
+        for module, unit in zip([self.model, *self.modules], units, strict=True):
+            module.__class__ = _gathered(cast(Any, type(module)))
+            module.unit = unit  # type: ignore[assignment]
+
+
+def find_units(model: nn.Module) -> Iterator[nn.Module]:
+    """The elements of the outermost lists of modules of one class that have parameters."""
+    for child in model.children():
+        own = list(child.children())
+        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if is_list and len({type(each) for each in own}) == 1 and [*own[0].parameters()]:
+            yield from own
+        else:
+            yield from find_units(child)
+
+
+@contextmanager
+def gathered(model: Any) -> Iterator[None]:
+    """Inside, the root's weights of a model of ZeRO stage 3 are there; other models have theirs."""
+    root: Unit | None = getattr(model, "unit", None)
+    if root is None:
+        yield
+        return
+    root.gather()
+    if root.behind is not None:
+        root.behind.start()
+    try:
+        yield
+    finally:
+        unit: Unit | None = root
+        while unit is not None:
+            unit.release()
+            unit = unit.behind
