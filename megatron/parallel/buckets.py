@@ -6,17 +6,6 @@ Our layers add the gradients of large weights to the buckets themselves (layers.
 parameters' dtype, a tied weight's two uses too. In the last micro-batch a bucket that has all its
 gradients starts its reduction while the backward goes on. The same buckets serve accumulation,
 reduction, the norm and the optimizer: our own, or one of torch's, which reads `.grad`.
-
-    one bucket:   | attention.weight   mlp.weight      .. | norm.weight   biases   .. | ... |
-                    decays, cut over tensor               | does not decay, whole     | padding
-    ZeRO:         | part of rank 0      | part of rank 1      | part of rank 2      | ..      |
-
-Each parameter starts at a multiple of ALIGNMENT elements, and the end is padded so that the ranks
-that hold the bucket have equal parts of it. Padding is zero and stays zero.
-
-ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) is how a bucket is stored and reduced: a rank has
-masters and moments of its own part alone (stage 1), the summed gradients too (2), and the weights
-but for those of the layers in use (3, see zero3.py). Below stage 1 the own part is all of it.
 """
 
 from __future__ import annotations
@@ -24,10 +13,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
-from math import prod
 from typing import Any
 
 import torch
@@ -36,22 +22,18 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed import ReduceOp
 from torch.linalg import vector_norm
 
+from megatron.parallel.bucket import ALIGNMENT, Bucket, Named, gradient_dtype, nothing
 from megatron.parallel.collectives import (
     all_reduce,
-    start_all_reduce,
-    start_gather,
-    start_sum,
 )
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.sharding import (
     Deferral,
-    FlatRange,
     GradientView,
     GradientViews,
     ShardedModule,
     ShardingSpec,
     TensorSlice,
-    absent,
     mesh_of,
     sharding_specs,
 )
@@ -59,230 +41,14 @@ from megatron.parallel.zero3 import Units
 
 BUCKET_BYTES = 64 * 2**20
 NAMED = 5  # parameters that a message names; of more it gives the number
-ALIGNMENT = 64  # elements; kernels such as torch's AdamW round differently at odd addresses
 IN_FLIGHT = 2  # reductions from ZeRO stage 2 on, whose buckets are in memory
 
-Named = tuple[str, nn.Parameter, ShardingSpec]
 Deferred = tuple[GradientView, Callable[[], object]]
-
-
-def _nothing(*_: object) -> None:
-    pass
 
 
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _kind(named: Named) -> tuple[bool, list[str]]:
-    """What parameters of one segment have in common: weight decay and the axes that cut them."""
-    *_, spec = named
-    return not spec.decay, sorted(axis.name for axis in spec.shard_axes)
-
-
-def _dtype(parameter: nn.Parameter, wide: bool) -> torch.dtype:
-    """That its gradient is added up in."""
-    return torch.promote_types(parameter.dtype, torch.float32) if wide else parameter.dtype
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Neighbours in a bucket that decay alike and are cut along the same axes: [start, stop)."""
-
-    start: int
-    stop: int
-    spec: ShardingSpec  # of one of them
-
-
-class Bucket:
-    """Parameters of one dtype whose gradients are summed over the same axes, at once.
-
-    flat: gradients of all elements. own: those of the own part, summed. weights: of all elements,
-    in the parameters' dtype, which are views of them. masters: weights of the own part in the
-    gradients' dtype, or the same memory.
-    """
-
-    def __init__(
-        self, named: Sequence[Named], deferral: Deferral, *, wide: bool, stage: int, shared: Axis
-    ) -> None:
-        """stage: of ZeRO. shared: the axis whose ranks share the bucket out, if the gradients are
-        partial over it."""
-        _, first, spec = named[0]
-        axes = [axis for axis in spec.partial if axis.size > 1]
-        self.shared = shared if shared in axes else ALONE
-        self.axes = sorted(axes, key=lambda axis: axis is not self.shared)
-        self.stage, self.weight_dtype = stage, first.dtype
-        self.dtype, self.device = _dtype(first, wide), first.device
-        self.views: list[GradientView] = []
-        self.segments: list[Segment] = []
-        end = 0
-        for _, neighbours in groupby(sorted(named, key=_kind), _kind):
-            start = end
-            for name, parameter, its_spec in neighbours:
-                flat = (self.dtype, lambda: self.flat)
-                self.views.append(GradientView(name, parameter, its_spec, end, deferral, *flat))
-                end = _round_up(self.views[-1].stop, ALIGNMENT)
-            self.segments.append(Segment(start, end, its_spec))
-        self.size = _round_up(end, ALIGNMENT * prod(axis.size for axis in self.axes))
-        share = self.size // self.shared.size
-        self.part = slice(self.shared.rank * share, (self.shared.rank + 1) * share)
-        self.has_part = False  # whether gradients of this step were added to `own`
-        self.summed: Axis | None = None  # of a step before ZeRO 2 the axis that `reduce` sums over
-        if stage < 2:
-            self.summed = next((axis for axis in self.axes if not axis.is_of_stages), None)
-            self.gradients: Tensor | None = self.zeros(self.size)
-            self.own = self.gradients[self.part]
-        else:
-            self.gradients, self.own = None, self.zeros(share)
-        self.weights: Tensor | None = None
-        self.masters: Tensor | None = None
-        self.is_apart = True  # masters, from weights
-        self.is_of_layer = False  # whether its weights are gathered with a layer (zero3.py)
-        self.missing = len(self.views)
-        self.pending: Callable[[], object] = _nothing  # of gradients
-        self.coming: Callable[[], object] | None = None  # weights
-
-    def zeros(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=self.dtype, device=self.device)
-
-    @property
-    def flat(self) -> Tensor:
-        """From ZeRO stage 2 on its memory comes with the first gradient, and goes with `reduce`."""
-        if self.gradients is None:
-            self.gradients = self.zeros(self.size)
-        return self.gradients
-
-    def reduce(self) -> None:
-        """Start the sum of this rank's gradients over the ranks that share the bucket out; before
-        ZeRO stage 2 over the first of the axes."""
-        self.wait()
-        flat = self.flat
-        for view in self.views:
-            if not view.is_filled:  # no gradient came
-                view.gradient.zero_()
-        if self.stage < 2:
-            if self.summed is not None:
-                stream = self.shared if self.summed is self.shared else ALONE
-                self.pending = start_sum(flat, self.summed, stream, out=self.own)
-            return
-        arrived = start_sum(flat, self.shared, self.shared)
-        self.gradients = None
-        for view in self.views:
-            view.is_filled = False
-        self.pending = partial(self._add, arrived)
-
-    def _add(self, arrived: Callable[[], Tensor]) -> None:
-        """The sum of one micro-batch, of the own part."""
-        if self.has_part:
-            self.own.add_(arrived())
-        else:
-            self.own.copy_(arrived())
-        self.has_part = True
-
-    def add_up(self, *, is_of_stages: bool) -> None:
-        """Start the sums over the other axes: those that join pipeline stages, or the others."""
-        first = self.summed if self.stage < 2 else self.shared
-        for axis in self.axes:
-            if axis is not first and axis.is_of_stages == is_of_stages:
-                self.wait()
-                self.pending = start_all_reduce(self.own, axis)
-
-    def wait(self) -> None:
-        """For the sums that were started."""
-        pending, self.pending = self.pending, _nothing
-        pending()
-
-    def own_segments(self) -> Iterator[tuple[slice, Segment]]:
-        """(where it is in the own part, segment) of those that are there."""
-        first = self.part.start
-        for each in self.segments:
-            start, stop = max(each.start, first), min(each.stop, self.part.stop)
-            if start < stop:
-                yield slice(start - first, stop - first), each
-
-    def slices(self, part: Tensor, prefix: str = "") -> Iterator[TensorSlice]:
-        """What this rank has of each parameter, by its name behind the prefix, of a tensor that is
-        laid out like the own part."""
-        first = self.part.start
-        for view in self.views:
-            key = prefix + view.name
-            if self.shared.size == 1:
-                yield TensorSlice(key, view.spec, view.view(part))
-                continue
-            start = min(max(view.start, first), view.stop)
-            stop = max(min(view.stop, self.part.stop), start)
-            own = FlatRange(self.shared, start - view.start, stop - view.start)
-            yield TensorSlice(
-                key, replace(view.spec, flat=own), part[start - first :][: stop - start]
-            )
-
-    @torch.no_grad()
-    def hold_weights(self, device: torch.device | None = None) -> Tensor:
-        """From now on the parameters are views of `weights`; from ZeRO stage 3 on, while these are
-        there. Returns the masters. device: of the masters, where they lie apart."""
-        if self.stage < 3:
-            self.weights = torch.zeros(self.size, dtype=self.weight_dtype, device=self.device)
-            for view in self.views:
-                own = view.view(self.weights)
-                own.copy_(view.parameter)
-                view.parameter.data = own
-            self.masters = self.weights[self.part]
-            self.is_apart = device is not None or self.weight_dtype != self.dtype
-            if self.is_apart:
-                self.masters = self.masters.to(device or self.device, self.dtype, copy=True)
-            return self.masters
-        self.masters = self.zeros(self.part.stop - self.part.start).to(device or self.device)
-        parameters = {view.name: view.parameter for view in self.views}
-        for each in self.slices(self.masters):
-            if (flat := each.spec.flat) is None:
-                each.local.copy_(parameters[each.key])
-            else:
-                each.local.copy_(parameters[each.key].flatten()[flat.start : flat.stop])
-        self.release()
-        return self.masters
-
-    @torch.no_grad()
-    def start_gather(self) -> None:
-        """Round the masters to the own part of the weights, and start to gather those of all."""
-        if self.coming is not None or self.masters is None:
-            return
-        if self.stage == 3:
-            if self.weights is not None:
-                return
-            self.weights = torch.empty(self.size, dtype=self.weight_dtype, device=self.device)
-        assert self.weights is not None
-        own = self.weights[self.part]
-        if self.is_apart:
-            own.copy_(self.masters)
-        self.coming = start_gather(own, self.shared, out=self.weights)
-
-    def gather(self) -> None:
-        """Wait until the weights of all are there."""
-        self.start_gather()
-        if self.coming is None:
-            return
-        self.coming()
-        self.coming = None
-        if self.stage == 3:
-            assert self.weights is not None
-            for view in self.views:
-                view.parameter.data = view.view(self.weights)
-
-    def release(self) -> None:
-        """From ZeRO stage 3 on: the weights go; who reads a parameter sees NaN."""
-        if self.stage < 3:
-            return
-        if self.coming is not None:
-            self.coming()
-        self.coming = self.weights = None
-        for view in self.views:
-            shape = view.spec.local_shape
-            view.parameter.data = absent(shape, self.weight_dtype, self.device)
 
 
 def _assemble(
@@ -304,7 +70,7 @@ def _assemble(
         spec = table[name]
         axes = tuple(axis.name for axis in spec.partial if axis.size > 1)
         key = unit_of.get(name), parameter.dtype, axes
-        if free[key] < (size := parameter.numel() * _dtype(parameter, wide).itemsize):
+        if free[key] < (size := parameter.numel() * gradient_dtype(parameter, wide).itemsize):
             open_buckets[key], free[key] = [], most
             found.append(open_buckets[key])
         open_buckets[key].append((name, parameter, spec))
@@ -384,7 +150,7 @@ class GradientBuckets:
         self.next = 0  # the first bucket whose reduction has not started
         self.reducing = deque[Bucket]()  # from ZeRO stage 2 on
         self.sets_grad = sets_grad
-        self.on_gradient: Callable[[GradientView], object] = _nothing  # after one was added to
+        self.on_gradient: Callable[[GradientView], object] = nothing  # after one was added to
         views = {id(view.parameter): view for view in self.views}
         for module in model.modules():
             if isinstance(module, ShardedModule):

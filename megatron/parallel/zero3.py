@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
-if TYPE_CHECKING:
-    from megatron.parallel.buckets import Bucket
+from megatron.parallel.bucket import Bucket
 
 
 class Saved(NamedTuple):
@@ -45,6 +44,10 @@ class Unit:
         self.before: Unit | None = None
         self.behind: Unit | None = None
         self.is_root = False
+
+    @property
+    def is_there(self) -> bool:
+        return any(bucket.weights is not None for bucket in self.buckets)
 
     def start(self) -> None:
         for bucket in self.buckets:
@@ -187,11 +190,17 @@ def find_units(model: nn.Module) -> Iterator[nn.Module]:
             yield from find_units(child)
 
 
+def is_gathered(model: nn.Module) -> bool:
+    """Whether a forward gathers weights: then all ranks that share them run as many."""
+    return isinstance(model, Gathered)
+
+
 @contextmanager
 def gathered(model: Any) -> Iterator[None]:
-    """Inside, the root's weights of a model of ZeRO stage 3 are there; other models have theirs."""
-    root: Unit | None = getattr(model, "unit", None)
-    if root is None:
+    """Inside, the root's weights of a model of ZeRO stage 3 are there; other models have theirs.
+    One inside another does nothing."""
+    root: Unit | None = model.unit if is_gathered(model) else None
+    if root is None or root.is_there:
         yield
         return
     root.gather()

@@ -112,8 +112,9 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
     def first() -> Finding | None:
         return min((each for found in mesh.control.gather(own) for each in found), default=None)
 
-    for name, (_, weight) in state.shards().items():
-        look(f"the weight {name} itself", weight, is_weight=True)
+    for each in state.weights():
+        name = each.key.removeprefix("model.")
+        look(f"the weight {name} itself", each.local, is_weight=True)
     if found := first():
         return found
 

@@ -23,6 +23,7 @@ from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.zero3 import gathered, is_gathered
 from megatron.train.executor import Executor
 from megatron.train.objectives import Objective
 
@@ -85,20 +86,33 @@ def mean_losses(
     totals = torch.zeros(2, k, dtype=torch.float64, device=mesh.device)
     own = range(mesh.batch.rank, samples, mesh.batch.size)
     group = GROUP * stage.size * micro_batch_size  # samples that are read at a time
-    for numbers in (own[start : start + group] for start in range(0, len(own), group)):
-        starts = range(0, len(numbers), micro_batch_size)
-        batches = [data.batch(numbers[start : start + micro_batch_size]) for start in starts]
-        executor = Executor(
-            model=model,
-            objective=objective,
-            mesh=mesh,
-            pipeline=pipeline,
-            batches=batches,
-            loss_scales=torch.ones_like(totals[0]),
-        )
-        totals[0] += executor.run(pipeline.evaluation(stage.rank, len(batches)))
-        if stage.rank == stage.size - 1:
-            totals[1] += totals.new_tensor([*map(objective.denominators, batches)]).sum(0)
+    with gathered(model):
+        for numbers in (own[start : start + group] for start in range(0, len(own), group)):
+            starts = range(0, len(numbers), micro_batch_size)
+            batches = [data.batch(numbers[start : start + micro_batch_size]) for start in starts]
+            executor = Executor(
+                model=model,
+                objective=objective,
+                mesh=mesh,
+                pipeline=pipeline,
+                batches=batches,
+                loss_scales=torch.ones_like(totals[0]),
+            )
+            totals[0] += executor.run(pipeline.evaluation(stage.rank, len(batches)))
+            if stage.rank == stage.size - 1:
+                totals[1] += totals.new_tensor([*map(objective.denominators, batches)]).sum(0)
+        most = -(-samples // mesh.batch.size)  # samples of a rank
+        own_calls, calls = (-(-number // micro_batch_size) for number in (len(own), most))
+        if is_gathered(model) and own_calls < calls:
+            # The others run one batch more, for which they gather what this rank has of weights.
+            idle = Executor(
+                model=model,
+                objective=objective,
+                mesh=mesh,
+                batches=[data.batch([0])],
+                loss_scales=torch.ones_like(totals[0]),
+            )
+            idle.run(pipeline.evaluation(0, 1))
     model.train(was_training)
     sums, denominators = all_reduce(totals, mesh.loss_sums).tolist()
     if not all(denominators):

@@ -82,6 +82,11 @@ class TrainState:
 
     def slices(self) -> Iterator[TensorSlice]:
         """Every tensor of a checkpoint: parameters, Adam's moments, masters of narrow weights."""
+        yield from self.weights()
+        yield from self.optimizer.tensors()
+
+    def weights(self) -> Iterator[TensorSlice]:
+        """What this rank has of every parameter: key model.NAME."""
         of_masters = {each.key: each for each in self.optimizer.masters()}
         for each in model_slices(self.model):
             own = of_masters.get(each.key.removeprefix("model."))
@@ -89,7 +94,6 @@ class TrainState:
                 yield TensorSlice(each.key, own.spec, own.local.to(each.local.dtype))
             else:
                 yield each
-        yield from self.optimizer.tensors()
 
     def counters(self) -> dict[str, Any]:
         """The state of a run beside its tensors, as JSON. Random numbers have no state to keep."""

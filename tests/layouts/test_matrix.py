@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron.models.llama import Llama
 from megatron.parallel import dropout, layers, planned
-from megatron.parallel.buckets import Bucket, GradientBuckets
+from megatron.parallel.bucket import Bucket
+from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import copy_to, gather_with_gradient, reduce_from
 from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.layers import (

@@ -17,10 +17,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron.parallel import buckets as buckets_module
+from megatron.parallel import bucket as bucket_module
 from megatron.parallel import cross_entropy, layers
-from megatron.parallel.buckets import ALIGNMENT, BUCKET_BYTES, GradientBuckets, clip_grad_norm
-from megatron.parallel.collectives import all_reduce, start_all_reduce
+from megatron.parallel.bucket import ALIGNMENT
+from megatron.parallel.buckets import BUCKET_BYTES, GradientBuckets, clip_grad_norm
+from megatron.parallel.collectives import all_reduce, start_sum
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mesh import Axis, Mesh, build_mesh, serial_mesh
 from megatron.parallel.sharding import (
@@ -547,10 +548,10 @@ def reduced_before_the_end(bucket_bytes: int) -> list[int]:
     model = tiny_model(mesh)
     buckets = GradientBuckets(model, bucket_bytes)
     started: list[int] = []
-    begin = Mock(wraps=start_all_reduce)
+    begin = Mock(wraps=start_sum)
     buckets.on_gradient = lambda _: started.append(begin.call_count)
     buckets.start()
-    with buckets.accumulate(is_last=True), patch.object(buckets_module, "start_all_reduce", begin):
+    with buckets.accumulate(is_last=True), patch.object(bucket_module, "start_sum", begin):
         summed_loss(model, samples(1), CPU)[0].backward()
     assert begin.call_count == len(buckets.buckets)
     return started

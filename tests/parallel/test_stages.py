@@ -37,7 +37,7 @@ from megatron.api import (
     serial_mesh,
     tie,
 )
-from megatron.parallel.buckets import Bucket
+from megatron.parallel.bucket import Bucket
 from tests.dist import Pool
 from tests.tiny import whole_weights
 
