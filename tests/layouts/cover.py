@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import combinations, product
 
-from tests.layouts.matrix import Case
+from tests.layouts.matrix import GLOBAL_BATCH, Case
 from tools.layouts.layout import parse_layout
 
 # What each factor may be; "" for what is the default.
@@ -69,6 +69,25 @@ OF_LLAMA = FACTORS | {
     "micro-batches": ("", "accumulate", "3"),
     "mask": ("", "documents", "padded"),
 }
+# Of ZeRO; a pipeline has 3 micro-batches.
+OF_ZERO = FACTORS | {
+    "layout": (
+        *(
+            f"{layout},zero={stage}{sequence}"
+            for stage in (1, 2, 3)
+            for layout, sequence in (
+                ("data=2", ""),
+                ("data=4", ""),
+                ("data=3", ""),
+                ("tensor=2,data=2", ""),
+                ("tensor=2,data=2", ",sequence"),
+            )
+        ),
+        "data=2,pipeline=2,zero=1",
+    ),
+    "model": ("gpt2", "bert", "llama"),
+    "micro-batches": ("", "accumulate", "3"),
+}
 # Of models of transformers, unmodified: each of them, and what is done with a model.
 UNMODIFIED = (
     Case("tensor=2", "hf-gpt2", frozenset(["dropout", "accumulate"])),
@@ -83,6 +102,9 @@ UNMODIFIED = (
     Case("tensor=2,data=2", "hf-gpt2", frozenset(["documents", "full", "dropout"])),
     Case("tensor=2,data=2", "hf-llama", frozenset(["bf16", "accumulate"])),
     Case("tensor=2", "hf-gpt2", frozenset(["fp16"])),
+    Case("data=2,zero=2", "hf-gpt2", frozenset(["dropout"])),
+    Case("data=2,zero=3", "hf-llama", frozenset(["accumulate", "full"])),
+    Case("tensor=2,data=2,zero=3", "hf-bert", frozenset(["dropout", "bf16"])),
 )
 OF_TEXT = {"documents", "unscored", "whole-logits"}  # of models that predict the next token
 Row = tuple[str, ...]
@@ -91,7 +113,8 @@ Row = tuple[str, ...]
 def is_valid(row: Row) -> bool:
     if ("full" in row and "zb-h1" in row[0]) or ("unscored" in row and "1" in row):
         return False
-    if row[1] in OF_LLAMA["model"] and ("pipeline" in row[0]) != ("3" in row):
+    of_one_number = row[1] in OF_LLAMA["model"] or "zero" in row[0]  # of micro-batches
+    if of_one_number and ("pipeline" in row[0]) != ("3" in row):
         return False
     return not row[1].startswith("bert") or not OF_TEXT & {*row}
 
@@ -101,7 +124,8 @@ def rows_of(factors: Mapping[str, tuple[str, ...]]) -> Iterator[Row]:
 
 
 def every_row() -> list[Row]:
-    return [*rows_of(FACTORS), *rows_of(OF_PIPELINES), *rows_of(OF_LLAMA)]
+    factors = (FACTORS, OF_PIPELINES, OF_LLAMA, OF_ZERO)
+    return [row for each in factors for row in rows_of(each)]
 
 
 def joined(row: Row) -> Iterator[object]:
@@ -160,6 +184,27 @@ def joined_by_llama(row: Row) -> Iterator[object]:
     yield values["micro-batches"]
 
 
+def joined_by_zero(row: Row) -> Iterator[object]:
+    """Of each stage the values of most factors; each layout; pairs of what decides when a gradient
+    comes, and of where weights are gathered."""
+    values = dict(zip(FACTORS, row, strict=True))
+    layout, stage = values["layout"], parse_layout(values["layout"]).zero
+    if "pipeline" in layout:  # a case of it
+        if values["dropout"] and not values["precision"]:
+            yield layout
+        return
+    yield layout
+    for name in FACTORS:
+        if name != "layout":
+            yield stage, name, values[name]
+    if values["precision"]:
+        yield values["model"], values["precision"]
+    else:
+        for name in ("recomputation", "micro-batches"):
+            yield values["model"], name, values[name]
+        yield stage, values["micro-batches"], values["head"]
+
+
 def chosen(rows: Mapping[Row, Iterator[object]], first: list[Row]) -> list[Row]:
     """The first ones; then greedily few rows, until all is shown that the rows can show."""
     bits: dict[object, int] = {}
@@ -183,13 +228,16 @@ def cover() -> list[Row]:
     plain = [row for row in rows if row[1] == "gpt2" and not any(row[2:])]
     of_pipelines = {row: joined_by_pipelines(row) for row in rows_of(OF_PIPELINES)}
     of_llama = {row: joined_by_llama(row) for row in rows_of(OF_LLAMA)}
-    return [*chosen(rows, plain), *chosen(of_pipelines, []), *chosen(of_llama, [])]
+    of_zero = {row: joined_by_zero(row) for row in rows_of(OF_ZERO)}
+    others = (of_pipelines, of_llama, of_zero)
+    return [*chosen(rows, plain), *(row for each in others for row in chosen(each, []))]
 
 
 def case_of(row: Row) -> Case:
     layout, model, *options = row
     if (sizes := parse_layout(layout)).size("pipeline") == 1:
-        return Case(layout, model, frozenset(filter(None, options)))
+        most = max(GLOBAL_BATCH, 2 * sizes.size("data"))
+        return Case(layout, model, frozenset(filter(None, options)), samples=most)
     (number,) = {*options} & {*OF_PIPELINES["micro-batches"]}
     return Case(
         layout,

@@ -4,7 +4,7 @@ h hidden   a heads   g of keys and values   f MLP's width
 s tokens   b samples of a micro-batch   n = b s   t tensor-parallel size   v padded vocabulary
 k masked tokens   w bytes of a number
 m micro-batches   r ranks that hold rows of the stream: t under sequence parallelism, else 1
-p pipeline ranks   stages: the virtual ones of this rank
+p pipeline ranks   stages: the virtual ones of this rank   d data-parallel size
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Shape:
     rank: int  # along the tensor axis
     r: int
     d: int
+    zero: int  # the stage of ZeRO, whose parts the d ranks have
     p: int
     stages: int
     is_first: bool  # the rank has the first stage: the embedding
@@ -98,9 +99,13 @@ def matmul_flops(x: Shape) -> int:
     return x.m * (x.layers * (3 * layer + again) + 3 * heads * x.is_last)
 
 
-def parameters(x: Shape) -> list[tuple[int, str]]:
-    """(numbers on this rank, over which ranks of the model the gradient is partial: "stream", those
-    that hold rows of it; "tensor"; "ends", the first and the last stage; "")."""
+Parameters = list[tuple[int, str]]
+
+
+def parameters(x: Shape) -> tuple[Parameters, Parameters, Parameters]:
+    """(of what comes before the layers, of one layer, of what comes behind them): (numbers on this
+    rank, over which ranks of the model the gradient is partial: "stream", those that hold rows of
+    it; "tensor"; "ends", the first and the last stage; "")."""
     h, f, t = x.h, x.f, x.t
     norm = [(h, "stream")] * (1 if x.is_llama else 2)
     key_value = 2 * h * x.g * h // x.a  # whole on every rank, where they cannot share the heads
@@ -126,23 +131,59 @@ def parameters(x: Shape) -> list[tuple[int, str]]:
         (h * f // t, ""),
         (h, "stream"),
     ]
-    found = x.layers * (layer if x.is_llama else biased) + (norm if x.has_norm else [])
+    before: Parameters = []
+    behind: Parameters = []
+    if x.has_norm:
+        (before if x.post_norm else behind).extend(norm)
     is_tied = not x.untied and x.p > 1
     words = (x.v * h // t, "ends" if is_tied else "")
     if x.is_first:
-        found += [words] + [(x.positions * h, "stream")] * (x.kind in ("gpt2", "bert"))
-        found += [(2 * h, "stream")] if x.kind == "bert" else []  # token types
+        before += [words] + [(x.positions * h, "stream")] * (x.kind in ("gpt2", "bert"))
+        before += [(2 * h, "stream")] if x.kind == "bert" else []  # token types
     if x.is_last and (x.untied or not x.is_first):
-        found.append(words)
+        behind.append(words)
     if x.is_last and x.kind == "bert":
         square = [(h * h, ""), (h, "")]
-        found += [*square, *[(h, "")] * 2, (x.v // t, "")]
-        found += [] if x.unmodified else [*square, (2 * h, ""), (2, "")]
+        behind += [*square, *[(h, "")] * 2, (x.v // t, "")]
+        behind += [] if x.unmodified else [*square, (2 * h, ""), (2, "")]
+    return before, layer if x.is_llama else biased, behind
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are summed at once."""
+
+    size: int  # numbers, padded
+    rows: int  # ranks of the stream or of the tensor axis that it is summed over
+    stages: int  # pipeline stages that hold copies
+    layer: int | None  # whose weights alone it has (ZeRO stage 3)
+
+
+def buckets(x: Shape) -> list[Bucket]:
+    """One for each sum that parameters need; in ZeRO stage 3 also for each layer, for what comes
+    before all of them and for what comes behind."""
+    before, layer, behind = parameters(x)
+    units = [(None, before), *((number, layer) for number in range(x.layers)), (None, behind)]
+    if x.zero < 3:
+        units = [(None, [each for _, unit in units for each in unit])]
+    found = []
+    for number, unit in units:
+        totals = Counter[tuple[int, int]]()
+        for size, partial in unit:
+            rows = {"stream": x.r, "tensor": x.t}.get(partial, 1)
+            totals[rows, 2 if partial == "ends" else 1] += -(-size // 64) * 64
+        for (rows, stages), total in totals.items():
+            multiple = 64 * x.d * rows * stages
+            found.append(Bucket(-(-total // multiple) * multiple, rows, stages, number))
     return found
 
 
 def parameter_bytes(x: Shape) -> int:
-    return x.w * sum(size for size, _ in parameters(x))
+    """Between steps."""
+    if x.zero == 3:  # there are masters alone
+        return 0
+    before, layer, behind = parameters(x)
+    return x.w * sum(size for size, _ in [*before, *x.layers * layer, *behind])
 
 
 def saved_bytes(x: Shape) -> int:
@@ -222,13 +263,17 @@ def traffic(x: Shape) -> tuple[Counter[str], Counter[str]]:
         calls["pipeline"] += messages
         sent["pipeline"] += messages * stream // x.r
     ends = "pipeline" if x.p == 2 else "embedding_group"
-    buckets = Counter[tuple[int, int]]()  # ranks of the stream, and stages, over which it is summed
-    for size, partial in parameters(x):
-        rows = {"stream": x.r, "tensor": x.t}.get(partial, 1)
-        over = rows, 2 if partial == "ends" else 1
-        buckets[over] += -(-size // 64) * 64
-    for (rows, stages), total in buckets.items():
-        unit = 64 * x.d * rows * stages
-        for axis, size in (("data", x.d), ("tensor", rows), (ends, stages)):
-            add(axis, size, 2, -(-total // unit) * unit * x.wide, 1)
+    for bucket in buckets(x):
+        whole = bucket.size * x.wide
+        if not x.zero:
+            add("data", x.d, 2, whole, 1)
+        else:  # reduce-scatter; from stage 2 on in every micro-batch
+            add("data", x.d, 1, whole, 1 if x.zero == 1 else m)
+        own = whole // x.d if x.zero else whole
+        add("tensor", bucket.rows, 2, own, 1)
+        add(ends, bucket.stages, 2, own, 1)
+        if x.zero == 3:  # all else than layers once in a step, the last layer once in forward and
+            # backward, as its weights stay
+            times = {None: 1, layers - 1: m}.get(bucket.layer, 2 * m)
+            add("data", x.d, 1, bucket.size * x.w, times)
     return calls, sent

@@ -51,8 +51,15 @@ from tools.layouts.layout import Layout, parse_layout
 AT_ONCE = 8  # cases of a call to the pool
 # By the number of ranks: where checkpoints are loaded; each at two of them.
 OTHERS = {
-    2: ("serial", "pipeline=2", "data=2", "tensor=2,sequence"),
-    4: ("tensor=2,data=2", "tensor=2,pipeline=2", "serial", "tensor=4,sequence"),
+    2: (
+        *("serial", "pipeline=2", "data=2,zero=3"),
+        *("data=2", "tensor=2,sequence", "data=2,zero=1"),
+    ),
+    3: ("serial", "data=3,zero=3", "data=3", "data=3,zero=2"),
+    4: (
+        *("tensor=2,data=2", "tensor=2,pipeline=2", "tensor=2,data=2,zero=3"),
+        *("serial", "tensor=4,sequence", "data=4,zero=2"),
+    ),
 }
 MODELS = FACTORS["model"] + OF_LLAMA["model"]
 THEIRS = tuple(dict.fromkeys(case.model for case in UNMODIFIED))

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from megatron.data.batch import Batch
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.schedules import Action
 from megatron.parallel.stages import as_tuple
+from megatron.parallel.zero3 import Unit
 from megatron.train.executor import Executor
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward
@@ -49,7 +51,11 @@ def measure(state: TrainState, micro_batches: Sequence[Batch]) -> Counts:
     with counting(state.mesh, ties) as found:
         forward_backward(state, micro_batches, counts)
     found.saved_bytes = kept
-    found.parameter_bytes = sum(each.nbytes for each in state.model.parameters())
+    found.parameter_bytes = sum(
+        each.nbytes
+        for each in state.model.parameters()
+        if each.untyped_storage().nbytes() >= each.nbytes  # else they are absent
+    )
     return found
 
 
@@ -136,16 +142,22 @@ def saved_bytes(state: TrainState, batch: Batch) -> int:
             zeros = [torch.empty_like(each, device=mesh.device).zero_() for each in like]
             executor.messages.put("forward", stage, 0, zeros)
 
-    parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
-        kept[memory.data_ptr()] = memory.nbytes()
+        if memory.data_ptr() not in {
+            each.untyped_storage().data_ptr() for each in model.parameters()
+        }:
+            kept[memory.data_ptr()] = memory.nbytes()
         return tensor
 
     own = range(mesh.pipeline.rank, pipeline.stages, pipeline.ranks)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        # Of hooks one inside another the inner ones alone are called.
+        patch.object(Unit, "keeping", lambda unit: nullcontext()),
+    ):
         # The executor holds what is in flight, so that nothing that is kept makes room.
         executor.run(tuple(Action("forward", stage, 0) for stage in own))
-    return sum(size for place, size in kept.items() if place not in parameters)
+    return sum(kept.values())
