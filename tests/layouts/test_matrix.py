@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.models.llama import Llama
-from megatron.parallel import dropout, layers, planned
+from megatron.parallel import buckets, dropout, layers, planned
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import copy_to, gather_with_gradient, reduce_from
@@ -211,6 +211,32 @@ def within_stages(bucket: Bucket, *, is_of_stages: bool) -> None:
         add_up(bucket, is_of_stages=False)
 
 
+def of_next_part(bucket: Bucket, *arguments: Any, **settings: Any) -> None:
+    make_bucket(bucket, *arguments, **settings)
+    share = bucket.size // bucket.shared.size
+    start = (bucket.shared.rank + 1) % bucket.shared.size * share
+    bucket.part = slice(start, start + share)
+
+
+def reduce_twice(bucket: Bucket) -> None:
+    reduce(bucket)
+    reduce(bucket)
+
+
+def forget(bucket: Bucket) -> None:
+    """The sum of the micro-batches before."""
+    bucket.wait()
+    bucket.has_part = False
+    reduce(bucket)
+
+
+def of_first_step(bucket: Bucket) -> None:
+    """Whatever the masters are now."""
+    gather(bucket)
+    if bucket.weights is not None:
+        bucket.weights.copy_(vars(bucket).setdefault("first", bucket.weights.clone()))
+
+
 def mean_of_micro_batches(executor: Executor, x: Tensor, batch: Any) -> Tensor:
     return run_loss(executor, x, batch) / len(executor.batches)
 
@@ -273,6 +299,7 @@ read, heads_of_queries = Entrance.read, planned.heads_of_queries
 run_grouped_query, run_core = GroupedQueryLinear.forward, AttentionCore.forward
 turns = Llama.turns
 add_up, add_deferred = Bucket.add_up, GradientBuckets.add_deferred
+make_bucket, reduce, gather = Bucket.__init__, Bucket.reduce, Bucket.gather
 run_loss, run_layers, put = Executor.run_loss, Executor.run_layers, Messages.put
 STAGES = Case("pipeline=2", "gpt2", frozenset(["accumulate"]), layers=3)
 
@@ -358,6 +385,25 @@ FAULTS: dict[str, tuple[Any, str, Any, Case, str]] = {
     "half of a backward left out": (
         GradientBuckets, "add_deferred", without_weights,
         replace(STAGES, layout="pipeline=2,schedule=zb-h1"), "gradients",
+    ),
+    "the owner off by one": (
+        Bucket, "__init__", of_next_part, Case("data=2,zero=2", "hf-gpt2"), "gradients",
+    ),
+    "a part reduced twice": (
+        Bucket, "reduce", reduce_twice, Case("data=2,zero=1", "gpt2"), "gradients",
+    ),
+    "the norm without the parts of others": (
+        buckets, "all_reduce", lambda x, *_: x, Case("data=2,zero=1", "gpt2"), "norm",
+    ),
+    "the gradient of the last micro-batch alone": (
+        Bucket, "reduce", forget,
+        Case("data=2,zero=2", "gpt2", frozenset(["accumulate"])), "gradients",
+    ),
+    "all weights kept": (
+        Bucket, "release", lambda bucket: None, Case("data=2,zero=3", "gpt2"), "parameter bytes",
+    ),
+    "weights of the first step gathered": (
+        Bucket, "gather", of_first_step, Case("data=2,zero=3", "gpt2"), "loss",
     ),
 }  # fmt: skip
 
