@@ -1,0 +1,300 @@
+"""ZeRO stages 1 to 3 against stage 0, torch's fully_shard and one process, and how a parameter is
+cut into parts."""
+
+import random
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from megatron.config.training import OptimizerConfig
+from megatron.models.gpt2 import GPT2
+from megatron.optim.adam import LossScaler, MasterWeights
+from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.mesh import ALONE, Axis, Mesh, build_mesh, serial_mesh
+from megatron.parallel.sharding import FlatRange, ShardingSpec, gather_whole
+from megatron.parallel.zero3 import gathered
+from megatron.train.state import TrainState
+from megatron.train.step import train_step
+from tests.dist import Pool
+from tests.models.dense import dense_gpt2
+from tests.tiny import (
+    VOCABULARY,
+    mesh_of_ranks,
+    micro_batches,
+    plain_adamw,
+    samples,
+    summed_loss,
+    tiny_model,
+    tiny_section,
+    tiny_weights,
+)
+
+CPU = torch.device("cpu")
+STAGES = (1, 2, 3)
+STEPS, LR = 3, 1e-3
+CONFIG = OptimizerConfig(weight_decay=0.1, clip_grad=0.5)
+Weights = dict[str, Tensor]
+
+
+def layers_of(model: GPT2) -> list[nn.Module]:
+    return [*model.transformer.layers.values()]
+
+
+def trained(
+    mesh: Mesh, stage: int, dtype: torch.dtype, count: int = 1
+) -> tuple[Weights, Weights, list[float]]:
+    """(masters, weights of the model, norms) after STEPS steps of `count` micro-batches a rank, all
+    whole; buckets do not depend on the stage."""
+    model = tiny_model(mesh, dtype=dtype)
+    gradients = GradientBuckets(
+        model, sets_grad=False, zero_stage=stage, units=layers_of(model), mesh=mesh
+    )
+    state = TrainState(
+        mesh=mesh,
+        model=model,
+        objective=model,
+        gradients=gradients,
+        optimizer=MasterWeights(gradients, CONFIG),
+        scaler=LossScaler(),
+    )
+    norms, batch_size = [], 2 * count * mesh.data.size
+    for step in range(STEPS):
+        batch = samples(batch_size, first=step * batch_size)
+        norms.append(train_step(state, micro_batches(batch, mesh, 2), LR).grad_norm)
+    assert min(norms) > 0.5, "the clip would not be seen"
+    masters, weights = (
+        {each.key: gather_whole(each.local, each.spec) for each in slices}
+        for slices in (state.optimizer.masters(), state.weights())
+    )
+    return masters, weights, norms
+
+
+def check_bits() -> None:
+    """Of a sum of several micro-batches stages 2 and 3 add other terms first."""
+    mesh = mesh_of_ranks(1)
+    for count in (1, 2):
+        wanted, wanted_weights, norms = trained(mesh, 0, torch.bfloat16, count)
+        assert {each.dtype for each in wanted.values()} == {torch.float32}
+        assert {each.dtype for each in wanted_weights.values()} == {torch.bfloat16}
+        for stage in STAGES:
+            masters, weights, own_norms = trained(mesh, stage, torch.bfloat16, count)
+            assert masters.keys() == wanted.keys()
+            if stage > 1 and count > 1:
+                assert own_norms == pytest.approx(norms, rel=1e-5)
+                for name, each in wanted.items():
+                    assert (masters[name] - each).norm() <= 1e-6 * each.norm(), (stage, name)
+                continue
+            for name, each in wanted.items():
+                assert torch.equal(masters[name], each), (stage, name)
+                key = f"model.{name}"
+                assert torch.equal(weights[key], wanted_weights[key]), (stage, name)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bits_of_weights_are_those_without_zero(gloo: Pool, size: int) -> None:
+    gloo.run(size, check_bits)
+
+
+def fully_sharded(mesh: Mesh) -> tuple[Weights, list[float]]:
+    """(weights, norms) of the same steps by FSDP2 and torch's AdamW."""
+    like = tiny_model(serial_mesh())
+    weights = {name: each.double() for name, each in tiny_weights(like).items()}
+    model: Any = dense_gpt2(tiny_section(), VOCABULARY, weights)
+    parts = [*layers_of(model), model]
+    for part in parts:
+        fully_shard(part, mesh=mesh.device_mesh()["data"])
+    for part in parts:  # a sum, and no mean, of losses that are divided already
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # which gloo needs for it
+    optimizer, norms = plain_adamw(model, CONFIG, LR), []
+    for step in range(STEPS):
+        batch = samples(4 * mesh.data.size, first=step * 4 * mesh.data.size)
+        total = float(batch.loss_mask.sum(dtype="float64"))
+        optimizer.zero_grad()
+        for each in micro_batches(batch, mesh, 2):
+            (summed_loss(model, each, CPU)[0] / total).backward()
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), CONFIG.clip_grad)
+        norms.append(norm.full_tensor().item())
+        optimizer.step()
+    return {name: each.full_tensor().detach() for name, each in model.named_parameters()}, norms
+
+
+def check_against_fully_shard() -> None:
+    mesh = mesh_of_ranks(1)
+    wanted, norms = fully_sharded(mesh)
+    for stage in STAGES:
+        found, _, own_norms = trained(mesh, stage, torch.float64, 2)
+        assert own_norms == pytest.approx(norms, rel=1e-12)
+        assert found.keys() == wanted.keys()
+        for name, each in found.items():
+            own, its = each, wanted[name].view(each.shape)
+            if name.endswith("qkv.bias"):  # the gradient of the keys' is noise
+                own, its = own[[0, 2]], its[[0, 2]]
+            assert (own - its).norm() <= 1e-11 * its.norm(), (stage, name)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_they_equal_fully_shard(gloo: Pool, size: int) -> None:
+    gloo.run(size, check_against_fully_shard)
+
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y, _ = self.attention(y, y, y, need_weights=False)
+        return x + F.gelu(self.up(y))
+
+
+class Own(nn.Module):
+    """As users write them, of torch's modules alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.between = nn.Linear(WIDTH, WIDTH)  # is called twice
+        self.encoder = nn.ModuleList(
+            [
+                nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+                for _ in range(2)
+            ]
+        )
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head.weight = self.words.weight
+        first, _, last = self.blocks
+        last.up.weight = first.up.weight  # of two layers
+        self.blocks[1].norm.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = self.between(torch.tanh(self.between(self.blocks[1](x))))  # a layer again
+        for layer in self.encoder:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def own_model() -> Own:
+    torch.manual_seed(1)
+    return Own().double().train()
+
+
+def own_loss(model: nn.Module, tokens: Tensor, number: int) -> Tensor:
+    """This batch's share of the mean over a batch of so many tokens."""
+    logits = model(tokens[:, :-1]).flatten(0, 1)
+    return F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum") / number
+
+
+def batch_of(step: int) -> Tensor:
+    """[6, 2, 9]: of two micro-batches."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(VOCABULARY, (6, 2, 9), generator=generator)
+
+
+def own_alone() -> tuple[Weights, list[float], Tensor]:
+    """(weights, norms, logits of an evaluation) of one process with torch's optimizer."""
+    model = own_model()
+    optimizer, norms = plain_adamw(model, CONFIG, LR), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        own_loss(model, batch_of(step).flatten(0, 1), 6 * 2 * 8).backward()
+        for each in model.parameters():
+            if each.requires_grad and each.grad is None:  # which decays all the same
+                each.grad = torch.zeros_like(each)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CONFIG.clip_grad).item())
+        optimizer.step()
+    with torch.no_grad():
+        logits = model.eval()(batch_of(STEPS)[0])
+    return {name: each.detach() for name, each in model.named_parameters()}, norms, logits
+
+
+def check_own_model(stage: int) -> None:
+    wanted, norms, wanted_logits = own_alone()
+    mesh, model = mesh_of_ranks(1), own_model()
+    gradients = GradientBuckets(model, 2048, mesh=mesh, sets_grad=False, zero_stage=stage)
+    optimizer = MasterWeights(gradients, CONFIG)
+    for step in range(STEPS):
+        own = batch_of(step).chunk(mesh.data.size)[mesh.data.rank]
+        for number in range(2):
+            with gradients.accumulate(is_last=number == 1):
+                own_loss(model, own[:, number], 6 * 2 * 8).backward()
+        norm = all_reduce(gradients.squares(), mesh.model_parallel).sqrt().item()
+        assert norm == pytest.approx(norms[step], rel=1e-12)
+        optimizer.step(LR, norm=norm)
+    found = {each.key: gather_whole(each.local, each.spec) for each in optimizer.masters()}
+    frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
+    assert len(frozen) == 2
+    assert found.keys() | frozen == wanted.keys()
+    for name, each in found.items():
+        own, its = each, wanted[name]
+        if name.endswith("in_proj_bias"):  # the gradient of the keys' is noise
+            own, its = (every.view(3, WIDTH)[[0, 2]] for every in (own, its))
+        assert (own - its).norm() <= 1e-11 * its.norm(), name
+    model.eval()
+    with torch.no_grad(), gathered(model):
+        for _ in range(2):
+            logits = model(batch_of(STEPS)[0])
+            assert (logits - wanted_logits).norm() <= 1e-11 * wanted_logits.norm()
+    with torch.no_grad():
+        assert torch.equal(model(batch_of(STEPS)[0]), logits)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_model_of_ones_own_equals_one_process(gloo: Pool, size: int, stage: int) -> None:
+    gloo.run(size, check_own_model, stage)
+
+
+def test_boxes_tile_a_flat_range() -> None:
+    """Parts of random shards, cut at random places: of n dims at most 2 n - 1 boxes each, which
+    together are every element of the parameter once."""
+    draw = random.Random(0)
+    most = 0
+    for _ in range(300):
+        shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 4)))
+        ranks = draw.randint(1, 3) if shape else 1
+        padded = -(-shape[0] // ranks) * ranks if shape else None
+        whole = torch.arange(float(prod(shape))).view(shape)
+        times = torch.zeros(shape, dtype=torch.int64)
+        for rank in range(ranks):
+            axis = Axis("tensor", ranks, rank)
+            shards = ((0, axis),) if ranks > 1 else ()
+            spec = ShardingSpec(shape=shape, shards=shards, padded_rows=padded)
+            shard = torch.full(spec.local_shape, -1.0)
+            spec.real(shard).copy_(whole[spec.local_slices])
+            size = shard.numel()
+            cuts = [0, *sorted(draw.randint(0, size) for _ in range(draw.randint(0, 4))), size]
+            for start, stop in pairwise(cuts):
+                part = ShardingSpec(
+                    shape=shape,
+                    shards=shards,
+                    padded_rows=padded,
+                    flat=FlatRange(ALONE, start, stop),
+                )
+                boxes = list(part.boxes(shard.flatten()[start:stop]))
+                assert len(boxes) <= max(1, 2 * len(shape) - 1)
+                most = max(most, len(boxes) - 2 * len(shape) + 1)
+                for own, where in boxes:
+                    assert torch.equal(own, whole[where])
+                    times[where] += 1
+        assert (times == 1).all()
+    assert not most, "the bound would not be reached"
