@@ -144,7 +144,7 @@ def test_they_equal_fully_shard(gloo: Pool) -> None:
     gloo.run(2, check_against_fully_shard)
 
 
-WIDTH = 8
+WIDTH, TOKENS = 8, 6 * 2 * 8
 
 
 class Block(nn.Module):
@@ -174,19 +174,22 @@ class Own(nn.Module):
                 for _ in range(2)
             ]
         )
-        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.sometimes, self.never = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.head.weight = self.words.weight
         first, _, last = self.blocks
         last.up.weight = first.up.weight  # of two layers
         self.blocks[1].norm.requires_grad_(False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, is_whole: bool = True) -> Tensor:
+        """is_whole: else it leaves the last layer and another module out."""
         x = self.words(tokens)
         for block in self.blocks:
             x = block(x)
         x = self.between(torch.tanh(self.between(self.blocks[1](x))))  # a layer again
-        for layer in self.encoder:
+        if is_whole:
+            x = x + self.sometimes(x)
+        for layer in self.encoder if is_whole else [self.encoder[0]]:
             x = layer(x)
         logits: Tensor = self.head(x)
         return logits
@@ -197,10 +200,10 @@ def own_model() -> Own:
     return Own().double().train()
 
 
-def own_loss(model: nn.Module, tokens: Tensor, number: int) -> Tensor:
-    """This batch's share of the mean over a batch of so many tokens."""
-    logits = model(tokens[:, :-1]).flatten(0, 1)
-    return F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum") / number
+def own_loss(model: nn.Module, tokens: Tensor, step: int) -> Tensor:
+    """This batch's share of the mean over the step's tokens."""
+    logits = model(tokens[:, :-1], step != 1).flatten(0, 1)
+    return F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum") / TOKENS
 
 
 def batch_of(step: int) -> Tensor:
@@ -215,7 +218,7 @@ def own_alone() -> tuple[Weights, list[float], Tensor]:
     optimizer, norms = plain_adamw(model, CONFIG, LR), []
     for step in range(STEPS):
         optimizer.zero_grad()
-        own_loss(model, batch_of(step).flatten(0, 1), 6 * 2 * 8).backward()
+        own_loss(model, batch_of(step).flatten(0, 1), step).backward()
         for each in model.parameters():
             if each.requires_grad and each.grad is None:  # which decays all the same
                 each.grad = torch.zeros_like(each)
@@ -235,7 +238,7 @@ def check_own_model(stage: int) -> None:
         own = batch_of(step).chunk(mesh.data.size)[mesh.data.rank]
         for number in range(2):
             with gradients.accumulate(is_last=number == 1):
-                own_loss(model, own[:, number], 6 * 2 * 8).backward()
+                own_loss(model, own[:, number], step).backward()
         norm = all_reduce(gradients.squares(), mesh.model_parallel).sqrt().item()
         assert norm == pytest.approx(norms[step], rel=1e-12)
         optimizer.step(LR, norm=norm)
