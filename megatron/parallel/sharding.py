@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import nan, prod
 from typing import Any
 
@@ -429,7 +428,7 @@ def materialize(
     those that specs say. Raises ValueError for a parameter of torch's own layers that has a seed
     and no `values`: a model with such layers is built on the device at once.
     """
-    give_memory(model, partial(torch.empty, dtype=dtype, device=device))
+    give_memory(model, lambda each: torch.empty(each.shape, dtype=dtype, device=device))
     if seed is not None:
         table = owned_specs(model) if values is None else sharding_specs(model)
         parameters = dict(model.named_parameters())
@@ -443,12 +442,12 @@ def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return torch.full((), nan, dtype=dtype, device=device).expand(shape)
 
 
-def give_memory(model: nn.Module, make: Callable[[torch.Size], Tensor]) -> None:
-    """make: of a shape the memory of a parameter, whose values are undefined."""
+def give_memory(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
+    """make: of a parameter on meta its memory, whose values are undefined."""
     # Not by to_empty(): for an empty_like() of what is on meta torch imports the symbolic algebra
     # of its compiler, which takes half a second.
     real = {
-        id(parameter): nn.Parameter(make(parameter.shape), parameter.requires_grad)
+        id(parameter): nn.Parameter(make(parameter), parameter.requires_grad)
         for parameter in model.parameters()
     }
     for module in model.modules():
