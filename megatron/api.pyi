@@ -87,6 +87,8 @@ from .parallel.buckets import (
     clip_grad_norm as clip_grad_norm,
 )
 
+from .optim.adam import MasterWeights as MasterWeights
+
 # Pipelines of one's own stages
 from .parallel.stages import (
     PipelineStage as PipelineStage,

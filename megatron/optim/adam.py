@@ -8,7 +8,7 @@ gradients: where these are narrow, too (--pure-bf16), there are no masters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -19,7 +19,7 @@ from torch.optim.adam import adam
 
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.parallel.buckets import GradientBuckets
-from megatron.parallel.sharding import TensorSlice
+from megatron.parallel.sharding import TensorSlice, load_whole
 
 COUNTERS = ("scale", "good_steps", "overflows", "skips")
 
@@ -187,7 +187,7 @@ class MasterWeights:
 
     def __init__(self, gradients: GradientBuckets, config: OptimizerConfig) -> None:
         """gradients: with sets_grad=False. Each rank updates what it has of a bucket (ZeRO)."""
-        self.config = config
+        self.config, self.gradients = config, gradients
         self.buckets = gradients.buckets
         self.moments: list[tuple[Tensor, Tensor]] = []
         flats = []
@@ -207,7 +207,8 @@ class MasterWeights:
         """Clip by the global norm and update.
 
         unscale: scalar that turns the buckets' sums into gradients of the mean loss.
-        norm: finite, of all the model's gradients x `unscale`.
+        norm: finite, of all the model's gradients x `unscale`; left out, nothing is clipped here,
+            as behind clip_grad_norm.
         """
         limit = self.config.clip_grad
         clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
@@ -231,6 +232,37 @@ class MasterWeights:
             assert bucket.masters is not None
             yield from bucket.slices(bucket.masters)
 
+    def weights(self) -> Iterator[TensorSlice]:
+        """What this rank has of every parameter, of those that are not trained, too: key
+        model.NAME. In ZeRO stage 3 that is its part of the masters, rounded."""
+        own = {each.key: each for each in self.masters()} if self.gradients.zero_stage == 3 else {}
+        for name, parameter in self.gradients.model.named_parameters():
+            key, spec, local = f"model.{name}", self.gradients.specs[name], parameter.detach()
+            if name in own:
+                spec, local = own[name].spec, own[name].local.to(parameter.dtype)
+            yield TensorSlice(key, spec, local)
+
+    def slices(self) -> Iterator[TensorSlice]:
+        """Every tensor of a checkpoint, to save or to load: parameters, Adam's moments, masters of
+        narrow weights. Behind load_checkpoint call `loaded`."""
+        yield from self.weights()
+        yield from self.tensors()
+
+    @torch.no_grad()
+    def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Set weights to (name, whole tensor), of which as many are in memory as the iterable has
+        there: those of a model that no rank has room for, one by one. Every rank calls this with
+        the same. Raises ValueError for a name that the model does not have."""
+        found = {each.key.removeprefix("model."): each for each in self.weights()}
+        dtypes = {name: each.local.dtype for name, each in found.items()}
+        found |= {each.key: each for each in self.masters()}
+        for name, whole in values:
+            if name not in found:
+                raise ValueError(f"the model has no parameter {name}")
+            own = found[name]
+            load_whole(own.local, whole.detach().to(dtypes[name]), own.spec)
+        self.publish()
+
     def tensors(self) -> Iterator[TensorSlice]:
         """What this rank has of all that a checkpoint keeps of the optimizer: key KIND.NAME."""
         for bucket, (exp_avg, exp_avg_sq) in zip(self.buckets, self.moments, strict=True):
@@ -241,6 +273,6 @@ class MasterWeights:
                 yield from bucket.slices(bucket.masters, "master.")
 
     def loaded(self, updates: int) -> None:
-        """Parameters and `tensors()` were filled from a checkpoint behind so many updates."""
+        """`slices()` were filled from a checkpoint behind so many updates: go on from there."""
         self.adam.set_updates(updates)
         self.publish()

@@ -34,6 +34,8 @@ from megatron.parallel.sharding import (
     ShardedModule,
     ShardingSpec,
     TensorSlice,
+    absent,
+    give_memory,
     mesh_of,
     sharding_specs,
 )
@@ -49,6 +51,12 @@ Deferred = tuple[GradientView, Callable[[], object]]
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _memory(parameter: nn.Parameter, device: torch.device) -> Tensor:
+    """Of one that is on meta: in ZeRO stage 3 none of what is trained, as parts become masters."""
+    make = absent if parameter.requires_grad else torch.empty
+    return make(parameter.shape, dtype=parameter.dtype, device=device)
 
 
 def _assemble(
@@ -100,6 +108,7 @@ class GradientBuckets:
         wide: bool = True,
         zero_stage: int = 0,
         units: Sequence[nn.Module] | None = None,
+        compares_weights: bool = True,
     ) -> None:
         """specs: of parameters that no layer of ours owns, as `others` of sharding_specs. mesh: by
         default that of our layers in the model; a model without them needs it.
@@ -109,23 +118,32 @@ class GradientBuckets:
         autograd and `.grad`, in the parameters' dtype. In fp32 or wider the numbers are the same;
         in a narrow dtype both round the gradient of a micro-batch to it, the head's by its chunks.
 
-        sets_grad: False for an optimizer that reads the buckets themselves, as ours: there is no
-        `.grad`, and what ranks hold in common is not compared here but by check_replicas.
+        sets_grad: False for an optimizer that reads the buckets themselves, as MasterWeights: there
+        is no `.grad`, and gradients that ranks hold in common are not compared here.
 
         wide: False adds gradients of micro-batches and ranks up in the parameters' own dtype: in
         bf16 half the memory and traffic, and a sum of 8 bits.
 
         zero_stage: of ZeRO; from 1 on there is no `.grad`, and MasterWeights is the optimizer.
         units: the modules whose weights are gathered together in stage 3; by default the elements
-        of the outermost lists of modules of one class. With them buckets hold one unit each.
+        of the outermost lists of modules of one class. With them buckets hold one unit each. A
+        model on meta, for which no rank has room, takes stage 3, and MasterWeights.fill.
+
+        compares_weights: initial weights that several ranks hold have to be equal on them; False
+        for weights that are set next. With sets_grad=False they are compared here, or else before
+        the first step. Raises RuntimeError, naming those that differ.
         """
         mesh = mesh or mesh_of(model)
         if mesh is None:
             raise ValueError("a model without layers of megatron.api needs mesh=")
         if zero_stage and sets_grad:
             raise ValueError(f"zero_stage={zero_stage} takes sets_grad=False: .grad is in parts")
-        table = sharding_specs(model, specs, mesh=mesh)
+        self.model = model
+        self.specs = table = sharding_specs(model, specs, mesh=mesh)
         self.mesh, self.zero_stage = mesh, zero_stage
+        is_on_meta = any(parameter.is_meta for parameter in model.parameters())
+        if is_on_meta and zero_stage == 3 and mesh.device.type != "meta":
+            give_memory(model, partial(_memory, device=mesh.device))
         self.deferral = Deferral()
         self.units = Units(model, units) if units is not None or zero_stage == 3 else None
         self.buckets = _assemble(
@@ -158,7 +176,9 @@ class GradientBuckets:
                 known = {name: view for name, view in own.items() if direct and view is not None}
                 module.gradient_views = GradientViews(known)
         self.to_compare = list(self.views)  # those whose gradient was zero so far
-        self.checked_weights = False
+        self.checks_weights = compares_weights and not is_on_meta
+        if self.checks_weights and not sets_grad:  # then parts of them become masters
+            self._check_weights()
         self.nodes: list[Node] = []  # kept alive, since hooks go with the nodes that they hang on
         for bucket in self.buckets:
             for view in bucket.views:
@@ -175,7 +195,7 @@ class GradientBuckets:
     def start(self) -> None:
         """Begin a step before its first forward: gradients so far are forgotten."""
         if self.sets_grad:
-            if not self.checked_weights:
+            if self.checks_weights:
                 self._check_weights()
             for view in self.views:
                 view.parameter.grad = None  # of the step before
@@ -319,7 +339,7 @@ class GradientBuckets:
 
     def _check_weights(self) -> None:
         """Before the first step: weights that several ranks hold are equal on them."""
-        self.checked_weights = True
+        self.checks_weights = False
         views = list(self.views)
         weights, specs = [each.parameter.detach() for each in views], [each.spec for each in views]
         axes = [axis for axis in self.mesh.axes if not axis.is_of_stages]
@@ -354,7 +374,7 @@ class GradientBuckets:
         zero), by number, the same on every rank. What is noise beside the largest may differ."""
         if not tensors:  # of a pipeline stage without parameters
             return [], []
-        wide = [each.double() for each in tensors]
+        wide = (each.double() for each in tensors)  # one at a time
         own = torch.stack([torch.stack([each.sum(), each.norm()]) for each in wide], dim=1)
         differs, norm = torch.zeros_like(own[0]), own[1].clone()
         for axis in (axis for axis in axes if axis.size > 1):

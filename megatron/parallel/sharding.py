@@ -443,7 +443,7 @@ def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def give_memory(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
-    """make: of a parameter on meta its memory, whose values are undefined."""
+    """make: of a parameter on meta its memory, of the same shape; values are undefined."""
     # Not by to_empty(): for an empty_like() of what is on meta torch imports the symbolic algebra
     # of its compiler, which takes half a second.
     real = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.load import load_checkpoint, load_weights, model_slices
+from megatron.checkpoint.load import load_checkpoint, load_weights
 from megatron.config.checks import UsageError
 from megatron.config.huggingface import fetch, has_weights
 from megatron.config.model import KindConfig
@@ -82,18 +82,11 @@ class TrainState:
 
     def slices(self) -> Iterator[TensorSlice]:
         """Every tensor of a checkpoint: parameters, Adam's moments, masters of narrow weights."""
-        yield from self.weights()
-        yield from self.optimizer.tensors()
+        return self.optimizer.slices()
 
     def weights(self) -> Iterator[TensorSlice]:
         """What this rank has of every parameter: key model.NAME."""
-        of_masters = {each.key: each for each in self.optimizer.masters()}
-        for each in model_slices(self.model):
-            own = of_masters.get(each.key.removeprefix("model."))
-            if self.gradients.zero_stage == 3 and own is not None:  # which the weights are made of
-                yield TensorSlice(each.key, own.spec, own.local.to(each.local.dtype))
-            else:
-                yield each
+        return self.optimizer.weights()
 
     def counters(self) -> dict[str, Any]:
         """The state of a run beside its tensors, as JSON. Random numbers have no state to keep."""
@@ -258,7 +251,11 @@ def build_state(
     if compiled:
         compile_layers(model)
     gradients = GradientBuckets(
-        model, sets_grad=False, wide=not precision.pure_bf16, zero_stage=zero_stage
+        model,
+        sets_grad=False,
+        wide=not precision.pure_bf16,
+        zero_stage=zero_stage,
+        compares_weights=False,  # a function of the seed, or loaded next
     )
     master_weights = MasterWeights(gradients, optimizer or OptimizerConfig())
     state = TrainState(

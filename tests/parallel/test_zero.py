@@ -268,9 +268,9 @@ def test_boxes_tile_a_flat_range() -> None:
     together are every element of the parameter once."""
     draw = random.Random(0)
     reached = set[int]()
-    for _ in range(300):
-        shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 4)))
-        ranks = draw.randint(1, 3) if shape else 1
+    for _ in range(1000):
+        shape = tuple(draw.randint(1, 7) for _ in range(draw.randint(0, 3)))
+        ranks = draw.randint(1, 2) if shape else 1
         padded = -(-shape[0] // ranks) * ranks if shape else None
         whole = torch.arange(float(prod(shape))).view(shape)
         times = torch.zeros(shape, dtype=torch.int64)
@@ -281,7 +281,7 @@ def test_boxes_tile_a_flat_range() -> None:
             shard = torch.full(spec.local_shape, -1.0)
             spec.real(shard).copy_(whole[spec.local_slices])
             size = shard.numel()
-            cuts = [0, *sorted(draw.randint(0, size) for _ in range(draw.randint(0, 4))), size]
+            cuts = [0, *sorted(draw.randint(0, size) for _ in range(draw.randint(0, 3))), size]
             for start, stop in pairwise(cuts):
                 part = ShardingSpec(
                     shape=shape,
@@ -290,10 +290,11 @@ def test_boxes_tile_a_flat_range() -> None:
                     flat=FlatRange(ALONE, start, stop),
                 )
                 boxes = list(part.boxes(shard.flatten()[start:stop]))
-                    assert len(boxes) <= (most := max(1, 2 * len(shape) - 1))
+                most = max(1, 2 * len(shape) - 1)
+                assert len(boxes) <= most
                 reached |= {len(shape)} if len(boxes) == most else set()
                 for own, where in boxes:
                     assert torch.equal(own, whole[where])
                     times[where] += 1
         assert (times == 1).all()
-    assert reached == {0, 1, 2, 3, 4}
+    assert reached == {0, 1, 2, 3}

@@ -14,9 +14,10 @@ from megatron.checkpoint.load import model_slices
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.model import BertConfig, ModelConfig
 from megatron.data.tokenizer import BertWordPieceLowerCase, build_tokenizer
+from megatron.models.build import build_model
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec, TensorSlice
-from megatron.train.state import build_model, environment
+from megatron.train.state import environment
 from tasks.checks import ChecksConfig
 from tasks.protocol import Encoding, Example, FinetuneSettings, Finetuning, Head
 from tests.data.samples import write_wordpiece

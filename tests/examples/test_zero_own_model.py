@@ -1,0 +1,167 @@
+"""examples/zero_own_model.py as a program, and beside plain torch in one process, in fp64."""
+
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples import zero_own_model
+from examples.zero_own_model import Model
+from megatron.api import (
+    GradientBuckets,
+    MasterWeights,
+    Mesh,
+    OptimizerConfig,
+    gather_whole,
+    serial_mesh,
+)
+from tests.dist import Pool
+from tests.tiny import mesh_of_ranks
+
+STEPS = 4
+FILE = zero_own_model.__file__
+Run = tuple[list[tuple[float, float]], float, dict[str, Tensor]]
+
+
+def build(seed: int = 1) -> Model:
+    torch.manual_seed(seed)
+    return Model().double()
+
+
+def train(stages: list[int], folder: Path | None = None) -> Run:
+    """Losses and norms, loss of unseen samples, weights; of several stages each goes on from the
+    checkpoint of the one before, in a model with other initial weights."""
+    mesh, rows = mesh_of_ranks(1), list[tuple[float, float]]()
+    for number, stage in enumerate(stages, start=1):
+        model, steps = build(number), STEPS * number // len(stages)
+        save = None if folder is None else str(folder)
+        found = zero_own_model.train(mesh, model, stage, steps, save)
+        rows += [(loss, norm) for _, loss, norm in found]
+    with torch.no_grad():
+        return rows, zero_own_model.evaluate(mesh, model), weights_of(mesh, model)
+
+
+def weights_of(mesh: Mesh, model: nn.Module) -> dict[str, Tensor]:
+    """Whole, as its layers see them: in stage 3 they are there while a layer is called."""
+    found = dict[str, Tensor]()
+
+    def keep(module: nn.Module, *_: object) -> None:
+        found.update({names[id(p)]: p.detach().clone() for p in module.parameters(recurse=False)})
+
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    hooks = [module.register_forward_hook(keep) for module in model.modules()]
+    zero_own_model.evaluate(mesh, model)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@cache
+def plain() -> Run:
+    model, mesh, rows = build(), serial_mesh(), list[tuple[float, float]]()
+    sides = [[p for p in model.parameters() if (p.dim() > 1) is decays] for decays in (True, False)]
+    groups = [{"params": p, "weight_decay": d} for p, d in zip(sides, (0.1, 0.0), strict=True)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    for step in range(STEPS):
+        first = step * zero_own_model.BATCH
+        loss = zero_own_model.loss_of(model, mesh, range(first, first + zero_own_model.BATCH))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), zero_own_model.CLIP)
+        optimizer.step()
+        rows.append((loss.item(), norm.item()))
+    after = {name: each.detach() for name, each in model.named_parameters()}
+    return rows, zero_own_model.evaluate(mesh, model), after
+
+
+def assert_plain(found: Run) -> None:
+    rows, unseen, weights = plain()
+    close = torch.testing.assert_close
+    close(found[0], rows, rtol=1e-11, atol=0)
+    assert found[1] == pytest.approx(unseen, rel=1e-10)
+    assert found[2].keys() == weights.keys()
+    for name, whole in weights.items():
+        assert (found[2][name] - whole).norm() <= 1e-10 * whole.norm(), name
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 2), (3, 1), (3, 2), (3, 3)])
+def test_each_stage_is_plain_torch(gloo: Pool, stage: int, world: int) -> None:
+    for found in gloo.run(world, train, [stage]):
+        assert_plain(found)
+
+
+@pytest.mark.parametrize("stages", [[3, 1], [2, 3]], ids=str)
+def test_it_goes_on_at_another_stage(gloo: Pool, stages: list[int], tmp_path: Path) -> None:
+    for found in gloo.run(2, train, stages, tmp_path):
+        assert_plain(found)
+
+
+def with_other_weights(stage: int) -> str:
+    mesh = mesh_of_ranks(1)
+    model = build()
+    if mesh.rank("data") == 1:
+        model.blocks[1].up = nn.Linear(64, 256).double()
+    with pytest.raises(RuntimeError) as raised:
+        GradientBuckets(model, mesh=mesh, sets_grad=False, zero_stage=stage)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_initial_weights_that_differ_are_named(gloo: Pool, stage: int) -> None:
+    for message in gloo.run(2, with_other_weights, stage):
+        assert {"blocks.1.up.weight", "blocks.1.up.bias"} <= {*re.split(r"[ ,]+", message)}
+        assert "blocks.1.down.weight" not in message
+
+
+def fill_from_meta() -> tuple[dict[str, Tensor], float, str]:
+    """(whole weights, loss, error of a wrong name) of a model that is built on meta."""
+    mesh, values = mesh_of_ranks(1), build()
+    with torch.device("meta"):
+        model = Model().double()
+    gradients = GradientBuckets(model, mesh=mesh, sets_grad=False, zero_stage=3)
+    assert not any(each.is_meta for each in model.parameters())
+    optimizer = MasterWeights(gradients, OptimizerConfig())
+    optimizer.fill((name, each) for name, each in values.named_parameters())
+    whole = {each.key: gather_whole(each.local, each.spec) for each in optimizer.weights()}
+    with pytest.raises(ValueError) as raised:
+        optimizer.fill([("blocks.7.up.bias", torch.zeros(256))])
+    return whole, zero_own_model.evaluate(mesh, model), str(raised.value)
+
+
+def test_a_model_on_meta_is_filled_one_weight_at_a_time(gloo: Pool) -> None:
+    model = build()
+    expected = zero_own_model.evaluate(serial_mesh(), model)
+    for whole, loss, message in gloo.run(2, fill_from_meta):
+        for name, each in model.named_parameters():
+            assert torch.equal(whole[f"model.{name}"], each), name
+        assert loss == pytest.approx(expected, rel=1e-12)
+        assert "blocks.7.up.bias" in message
+
+
+def run(*words: str | Path, processes: int = 2) -> str:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    ended = subprocess.run(
+        [sys.executable, *launcher, FILE, *words], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_program_prints_what_plain_torch_does() -> None:
+    ended = subprocess.run([sys.executable, FILE, "--help"], capture_output=True, check=True)
+    assert b"--zero-stage" in ended.stdout
+    torch.manual_seed(1)
+    model = Model()
+    found = zero_own_model.train(serial_mesh(), model, 0, 3)
+    expected = [f"step {step} | loss {loss:.2f}" for step, loss, _ in found]
+    printed = run("--zero-stage", "3", "--steps", "3").splitlines()
+    lines = [
+        re.sub(r"loss (\d+\.\d+).*", lambda x: f"loss {float(x[1]):.2f}", each) for each in printed
+    ]
+    assert lines[:3] == expected
+    assert len(lines) == 4
