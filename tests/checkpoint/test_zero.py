@@ -1,16 +1,22 @@
 """Checkpoints of ZeRO: any stage and layout saves, any other loads, bit for bit."""
 
+import signal
+from functools import partial
+from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron.train.metrics import read_metrics
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.checkpoint.saving import load, save, saver_into
 from tests.dist import Pool
 from tests.layouts.matrix import Case, make_state, slices
+from tests.programs import newest, pretrain
+from tests.test_faults import at_call, die
 from tests.tiny import SEED, VOCABULARY, micro_batches, samples, save_state
 from tools.layouts.layout import parse_layout
 
@@ -114,3 +120,46 @@ def test_a_run_goes_on_as_if_undisturbed(gloo: Pool, tmp_path: Path, name: str) 
         assert losses_again == pytest.approx(losses[2:], rel=1e-10)
         for key, tensor in straight.items():
             torch.testing.assert_close(elsewhere[key], tensor, rtol=0, atol=1e-10)
+
+
+def losses_of(save: Path) -> list[float]:
+    lines = read_metrics(save / "metrics.jsonl")
+    found = {
+        (line["step"], name): line[name]
+        for line in lines
+        for name in ("loss", "validation_loss")
+        if line.get(name) is not None
+    }
+    return [found[key] for key in sorted(found)]
+
+
+def words(save: Path, steps: int, zero_stage: int) -> str:
+    return (
+        f"--save {save} --load {save} --save-interval 2 --train-iters {steps} --lr-decay-iters 300 "
+        f"--eval-iters 1 --eval-interval 2 --log-interval 1 --zero-stage {zero_stage} --async-save"
+    )
+
+
+def test_a_run_of_the_program_killed_in_a_save_goes_on(tmp_path: Path) -> None:
+    """At stage 3, kill -9 of one rank of two while it writes its file: the checkpoint before it is
+    whole, and what is resumed has the losses of stages 0 to 2, to the end."""
+    losses = {}
+    for stage in (0, 1, 2):
+        save = tmp_path / str(stage)
+        with pretrain(words(save, 4, stage), world=2, folder=tmp_path) as run:
+            assert run.wait() == [0, 0], run.text()
+        losses[stage] = losses_of(save)
+    save = tmp_path / "killed"
+    before = partial(at_call, "os:fsync", 2, [1], die)  # of its file of the second save
+    with pretrain(words(save, 4, 3), world=2, folder=tmp_path, before=before) as run:
+        assert wait_for_any([process.sentinel for process in run.processes], 120)
+        run.signal(signal.SIGKILL)
+        assert -signal.SIGKILL in run.wait(), run.text()
+    assert newest(save).name == "step_00000002"
+    with pretrain(words(save, 4, 3), world=2, folder=tmp_path) as run:
+        assert run.wait() == [0, 0], run.text()
+        assert f"going on from {save / 'step_00000002'}" in run.text()
+    losses[3] = losses_of(save)
+    for stage in (1, 2, 3):
+        assert losses[stage] == pytest.approx(losses[0], rel=1e-5), stage
+    assert len(losses[0]) == 6  # two of evaluations
